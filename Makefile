@@ -1,0 +1,41 @@
+VENV ?= .venv
+PYTHON ?= python3
+RECIPE ?= recipes/tiny-cpu.yaml
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export OMP_NUM_THREADS ?= 1
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-full lint types bench check clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	python -m pip install -q "$$(grep ^torch== constraints.txt)" setuptools wheel
+	python -m pip install -q -e ".[dev]" -c constraints.txt
+	touch $@
+
+install: $(VENV)/installed  ## set up .venv with the tested versions
+
+demo: install  ## the main job on the embedded recipe (RECIPE=...)
+	ulysses validate-config $(RECIPE)
+
+test: install  ## unit tests and a fixed sample of the rank tests
+	python -m pytest tests
+
+test-full: install  ## the whole grids
+	ULYSSES_FULL=1 python -m pytest tests
+
+lint: install  ## ruff, format included
+	ruff check . && ruff format --check .
+
+types: install  ## mypy, strict
+	mypy
+
+bench: install  ## ratios against named peers
+	python benchmarks/startup.py
+
+check: lint types test  ## what CI runs
+
+clean:  ## remove what was built and run
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,363 @@
+"""Each rule: the recipe that breaks it and the full message; and the recipe that keeps it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes import VALID, check, load, make_shape
+from ulysses_cli.plan import check as check_module
+from ulysses_cli.plan import check_files, check_model
+from ulysses_cli.plan.recipe import compute_recipe_hash
+from ulysses_cli.plan.resolved import compute_kv_heads, resolve
+
+RANDOM = {"model_type": "llama", "hidden_size": 8}
+
+
+def only(*overrides: str, num_processes: int | None = None, text: str = VALID, **changes: object) -> str:
+    problems = check(*overrides, num_processes=num_processes, text=text, **changes)
+    assert len(problems) == 1, [str(problem) for problem in problems]
+    return str(problems[0]).strip()
+
+
+def test_a_valid_recipe_has_no_problem() -> None:
+    assert check(num_processes=4) == []
+
+
+def test_every_rule_is_tested_here() -> None:
+    tested = Path(__file__).read_text()
+    for rule in (*check_module.RULES, *check_model.RULES, *check_files.RULES):
+        assert f"def test_{rule.__name__}" in tested, rule.__name__
+
+
+def test_check_process_count() -> None:
+    assert only(num_processes=8) == (
+        "r.yaml:4:3: parallel: dp_replicate_size x dp_shard_size x sp_size = 1 x 1 x 4 = 4, but there are 8 processes"
+        "\n\nhint: one of: --num-processes 4; parallel.dp_shard_size: 2; parallel.sp_size: 8; "
+        "parallel.dp_replicate_size: 2"
+    )
+    assert check("parallel.dp_shard_size=2", num_processes=8) == []
+    # 3 x 4 ranks: sp 12 would not divide the heads, so it is not offered
+    assert "sp_size: 12" not in only(num_processes=12)
+
+
+def test_check_heads() -> None:
+    assert only("parallel.sp_size=12") == (
+        "command line: parallel.sp_size: 12 does not divide the 32 attention heads of owner/model"
+        "\n\nhint: use 1, 2, 4, 8, 16 or 32; 8 is nearest"
+    )
+    assert check("parallel.sp_size=32") == []  # more ranks than key/value heads is fine
+
+
+def test_check_row_length() -> None:
+    assert only("data.max_length=8190") == (
+        "command line: data.max_length: 8190 is not a multiple of sp_size 4\n\nhint: use 8188 or 8192"
+    )
+    assert only("data.pad_to_multiple_of=6") == (
+        "command line: data.pad_to_multiple_of: 6 is not a multiple of sp_size 4\n\nhint: use auto, 4 or 512"
+    )
+    assert only("data.pad_to_multiple_of=12") == (
+        "command line: data.pad_to_multiple_of: padding to a multiple of 12 makes rows longer than max_length 8192"
+        "\n\nhint: use auto, or a number that divides data.max_length"
+    )
+
+
+def test_check_fixed_length() -> None:
+    fixed = "parallel.sp_seq_length_is_variable=false"
+    assert only(fixed) == (
+        "r.yaml:4:3: parallel.sp_seq_length: required when sp_seq_length_is_variable is false"
+        "\n\nhint: write sp_seq_length: 8192"
+    )
+    assert only(fixed, "parallel.sp_seq_length=8191") == (
+        "command line: parallel.sp_seq_length: 8191 is not a multiple of sp_size 4\n\nhint: use 8192"
+    )
+    assert only(fixed, "parallel.sp_seq_length=4096") == (
+        "command line: parallel.sp_seq_length: 4096 is not data.max_length 8192; rows that do not vary have that length"
+        "\n\nhint: write sp_seq_length: 8192"
+    )
+    assert only("parallel.sp_seq_length=8192") == (
+        "command line: parallel.sp_seq_length: is 8192, but sp_seq_length_is_variable is true, so it would not be used"
+        "\n\nhint: set parallel.sp_seq_length_is_variable: false, or leave sp_seq_length out"
+    )
+    assert check(fixed, "parallel.sp_seq_length=8192") == []
+
+
+def test_check_zero_stage() -> None:
+    assert only("parallel.zero_stage=2", "parallel.dp_replicate_size=2") == (
+        "command line: parallel.dp_replicate_size: 2 copies need ZeRO stage 3; at stage 2 every rank holds all "
+        "parameters\n\nhint: set parallel.zero_stage: 3, or dp_replicate_size: 1 and dp_shard_size: 2"
+    )
+    assert only("parallel.zero_stage=1", "memory.offload_param=cpu") == (
+        "command line: memory.offload_param: cpu needs ZeRO stage 3; stage 1 does not shard parameters"
+        "\n\nhint: set parallel.zero_stage: 3, or memory.offload_param: none"
+    )
+    assert only("parallel.zero_stage=2", "memory.offload_optimizer=nvme", "memory.nvme_path=/tmp") == (
+        "command line: memory.offload_optimizer: nvme needs ZeRO stage 3; stage 2 can offload to cpu only"
+        "\n\nhint: set parallel.zero_stage: 3, or memory.offload_optimizer: cpu"
+    )
+    assert only("memory.offload_optimizer=nvme") == (
+        "command line: memory.nvme_path: required when something is offloaded to nvme"
+        "\n\nhint: name a folder on a local disk"
+    ).replace("command line: memory.nvme_path", "command line: memory.nvme_path")
+    assert only("memory.offload_param=nvme", "memory.offload_optimizer=cpu", "memory.nvme_path=/tmp") == (
+        "command line: memory.offload_param: parameters on nvme with the optimizer on cpu is not served by DeepSpeed"
+        "\n\nhint: set memory.offload_optimizer: nvme"
+    )
+
+
+def test_check_optimizer() -> None:
+    assert only("train.optim=adamw_8bit", "memory.offload_optimizer=cpu") == (
+        "command line: train.optim: adamw_8bit computes on the GPU, but memory.offload_optimizer is cpu"
+        "\n\nhint: use train.optim: adamw, or memory.offload_optimizer: none"
+    )
+    assert only("train.optim=adamw_8bit", "run.device=cpu") == (
+        "command line: train.optim: adamw_8bit needs a GPU, but run.device is cpu\n\nhint: use train.optim: adamw"
+    )
+
+
+def test_check_steps() -> None:
+    assert only("train.num_train_epochs=2") == (
+        "command line: train.num_train_epochs: 2 epochs and max_steps 10 both say how long the run is"
+        "\n\nhint: keep one of the two"
+    )
+    assert only("train.warmup_steps=3", "train.warmup_ratio=0.1") == (
+        "command line: train.warmup_ratio: 0.1 and warmup_steps 3 both say how long the warm-up is"
+        "\n\nhint: keep one of the two"
+    )
+    assert only("train.warmup_steps=10") == (
+        "command line: train.warmup_steps: 10 leaves no step at the full learning rate: max_steps is 10"
+        "\n\nhint: use fewer than 10"
+    )
+    assert only("train.lr_scheduler_type=cosine_with_min_lr") == (
+        "r.yaml:10:3: train.lr_scheduler_kwargs: cosine_with_min_lr needs min_lr or min_lr_rate"
+        "\n\nhint: write lr_scheduler_kwargs: {min_lr_rate: ...}"
+    )
+    assert check("train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs={min_lr_rate: 0.1}") == []
+
+
+def test_check_evaluation() -> None:
+    assert only("run.eval_steps=5") == (
+        "command line: run.eval_steps: evaluates every 5 steps, but there is nothing to evaluate on"
+        "\n\nhint: write data.eval_split: 0.01 or data.eval_datasets"
+    )
+    assert only("data.eval_split=0.1", "data.eval_datasets=[{path: owner/x}]") == (
+        "command line: data.eval_split: and eval_datasets both say what is evaluated\n\nhint: keep one of the two"
+    )
+
+
+def test_check_money() -> None:
+    assert only("run.max_cost=5") == (
+        "command line: run.max_cost: cannot be kept without a price"
+        "\n\nhint: write run.price_per_gpu_hour, in USD for one GPU and hour"
+    )
+
+
+def test_check_model_source() -> None:
+    assert only("model.name_or_path=null") == (
+        "command line: model.name_or_path: no model is named"
+        "\n\nhint: write a hub name or a local folder, or model.config for random weights"
+    )
+    assert only("model.config.model_type=llama") == (
+        "command line: model.config: starts from random weights, but name_or_path names a trained model"
+        "\n\nhint: keep one of the two"
+    )
+    assert only("model.config.model_type=llama", "model.name_or_path=null") == (
+        "r.yaml:2:3: model.tokenizer: required with model.config: a random model brings none"
+        "\n\nhint: write tokenizer: bytes"
+    )
+    assert only("model.tokenizer=bytes", vocab_size=100) == (
+        "command line: model.tokenizer: bytes needs a vocabulary of 259, the model has 100"
+        "\n\nhint: set vocab_size: 259 or more in model.config"
+    )
+
+
+def test_check_deepspeed_section() -> None:
+    assert only("deepspeed.zero_optimization.stage=2") == (
+        "command line: deepspeed.zero_optimization.stage: is 2, but parallel.zero_stage says 3"
+        "\n\nhint: change parallel.zero_stage and leave zero_optimization.stage out"
+    )
+    assert only("deepspeed.zero_optimization.offload_param.device=cpu") == (
+        "command line: deepspeed.zero_optimization.offload_param.device: is cpu, but memory.offload_param does not set "
+        "it"
+        "\n\nhint: change memory.offload_param and leave zero_optimization.offload_param.device out"
+    )
+    assert only("deepspeed.optimizer.type=Adam") == (
+        "command line: deepspeed.optimizer: is the recipe's to decide"
+        "\n\nhint: the optimizer is made from train.optim, train.learning_rate and train.adam_*"
+    )
+    assert check("deepspeed.zero_optimization.stage=3", "deepspeed.zero_optimization.reduce_bucket_size=1e8") == []
+
+
+def test_check_head_chunks() -> None:
+    assert only("memory.attention_head_chunks=3") == (
+        "command line: memory.attention_head_chunks: 3 does not divide the 8 heads of a rank (32 heads, sp_size 4)"
+        "\n\nhint: use auto, 1, 2, 4 or 8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_lora_rank": 512}, "multi-head latent attention (MLA) shares one compressed key among heads"),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "linear attention carries a state from token to token",
+        ),
+        ({"layer_types": ["conv", "full_attention"]}, "convolution layers read their neighbours' tokens"),
+        ({"mamba_d_state": 16}, "mamba layers carry a state from token to token"),
+        ({"attention_chunk_size": 8192}, "chunked attention cuts the row at positions of its own"),
+        ({"use_bidirectional_attention": True}, "attention looks ahead as well as back"),
+        ({"model_type": "novel"}, "model type novel is not on the list of those proven exact"),
+    ],
+)
+def test_check_exactness(changes: dict[str, object], reason: str) -> None:
+    assert only(**changes) == (
+        f"r.yaml:4:12: parallel.sp_size: owner/model cannot be split over 4 ranks exactly: {reason}\n\n"
+        "hint: use sp_size: 1, or a model with plain, grouped or sliding-window attention in every layer"
+    )
+    assert check("parallel.sp_size=1", **changes) == []
+
+
+def test_check_attention() -> None:
+    assert only("model.attn_implementation=flash_attention_2", "run.device=cpu") == (
+        "command line: model.attn_implementation: flash_attention_2 runs on cuda only\n\nhint: use auto, sdpa"
+    )
+    assert only("model.attn_implementation=flash_attention_3", head_dim=512).startswith(
+        "command line: model.attn_implementation: flash_attention_3 takes head_dim up to 256, this model has 512"
+    )
+    assert only("model.attn_implementation=cudnn", model_type="mistral", sliding_window=4096) == (
+        "command line: model.attn_implementation: cudnn has no sliding window, which this model uses\n\n"
+        "hint: use auto, flash_attention_4, flash_attention_3, flash_attention_2, torch_varlen, flex_attention or sdpa"
+    )
+    softcap = {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "max_position_embeddings": 8192}
+    assert "has no softcap" in only("model.attn_implementation=torch_varlen", **softcap)
+    assert "computes in bfloat16 only" in only("model.attn_implementation=flash_attention_2", "model.dtype=float32")
+
+
+def test_check_positions() -> None:
+    long = "data.max_length=1Mi"
+    assert only(long) == (
+        "command line: data.max_length: 1048576 is longer than the 131072 positions that owner/model was made for\n\n"
+        "hint: write model.rope_scaling: {type: yarn, factor: 8, original_max_position_embeddings: 131072}"
+    )
+    assert only(long, "model.rope_scaling={type: yarn, factor: 4}") == (
+        "command line: model.rope_scaling.factor: 4 x 131072 = 524288 positions do not cover max_length 1048576\n\n"
+        "hint: write factor: 8, or leave it out"
+    )
+    assert only(long, "model.rope_scaling={type: yarn, original_max_position_embeddings: 1Mi}") == (
+        "command line: model.rope_scaling.original_max_position_embeddings: 1048576 is more than the 131072 positions "
+        "that owner/model was made for\n\nhint: write 131072, or leave it out"
+    )
+    assert check(long, "model.rope_scaling.type=yarn") == []
+    assert check(long, "model.rope_scaling={type: yarn, factor: 8.0}") == []
+
+
+def test_check_index_bounds() -> None:
+    long = ("model.rope_scaling.type=yarn", "parallel.sp_size=8", "data.max_length=4194240")
+    assert check(*long) == []
+    assert only(*long, "memory.tiled_mlp=false") == (
+        "command line: memory.tiled_mlp: the MLP's activations of a rank would have 7,516,078,080 elements, past the "
+        "2^31 that kernels index safely\n\nhint: use memory.tiled_mlp: auto, a larger sp_size, or shorter or fewer rows"
+    )
+    assert "logits of a rank" in only(*long, "memory.tiled_loss=false")
+    assert "hidden states of a rank" in only(*long, "data.max_length=4Mi")
+    assert "attention's queries" in only(*long, "memory.attention_head_chunks=1", num_attention_heads=48, head_dim=128)
+    assert check(*long, "memory.attention_head_chunks=2", num_attention_heads=48, head_dim=128) == []
+
+
+def test_check_lora_targets() -> None:
+    assert only("lora.target_modules=[q_proj, qkv_proj]") == (
+        "command line: lora.target_modules: qkv_proj: no such linear layer in owner/model\n\n"
+        "hint: this model has q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    )
+    assert check("lora.target_modules=[q_proj, down_proj]") == []
+    assert "no such linear layer" in only("lora.target_modules=[gate_proj]", model_type="mixtral", num_local_experts=8)
+
+
+def test_check_datasets(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    assert only(f"data.datasets.0.path={tmp_path}/trian.jsonl") == (
+        f"command line: data.datasets.0.path: {tmp_path}/trian.jsonl does not exist\n\n"
+        f"hint: {tmp_path} holds train.jsonl"
+    )
+    assert only(f"data.datasets.0.path={tmp_path}/no/such/x.jsonl") == (
+        f"command line: data.datasets.0.path: {tmp_path}/no/such/x.jsonl does not exist\n\n"
+        f"hint: the path is right as far as {tmp_path}"
+    )
+    assert only("data.datasets=[{type: text}]") == (
+        "command line: data.datasets.0.path: no source is named\n\nhint: write a file, a folder or a hub data set"
+    )
+    assert only(f"data.datasets=[{{path: {tmp_path}/train.jsonl, type: folder}}]") == (
+        f"command line: data.datasets.0.path: {tmp_path}/train.jsonl is not a folder\n\n"
+        "hint: use type: auto for a single file"
+    )
+    assert only(f"data.datasets=[{{path: {tmp_path}, data_files: [train.jsonl, b.jsonl]}}]") == (
+        f"command line: data.datasets.0.data_files.1: {tmp_path}/b.jsonl does not exist\n\n"
+        f"hint: {tmp_path} holds train.jsonl"
+    )
+    for fine in (f"{{path: '{tmp_path}/*.jsonl'}}", "{type: synthetic}", f"{{data_files: [{tmp_path}/train.jsonl]}}"):
+        assert check(f"data.datasets=[{fine}]") == []
+
+
+def test_check_loss_mask() -> None:
+    assert only("data.assistant_only_loss=true", "data.datasets.0.type=text") == (
+        "command line: data.assistant_only_loss: needs chat data, but the sources are of type text\n\n"
+        "hint: use data of type chat or conversations, or set assistant_only_loss: false"
+    )
+    assert check("data.assistant_only_loss=true", "data.datasets.0.type=chat") == []
+    assert check("data.assistant_only_loss=true") == []  # auto: known once rows are read
+
+
+def test_check_output_dir(tmp_path: Path) -> None:
+    here = f"run.output_dir={tmp_path}"
+    ours = compute_recipe_hash(load(here).recipe)
+    (tmp_path / "run.json").write_text(json.dumps({"recipe_hash": ours}))
+    assert check(here) == []
+    (tmp_path / "run.json").write_text(json.dumps({"recipe_hash": "another"}))
+    assert only(here) == (
+        f"command line: run.output_dir: {tmp_path} holds the run of another recipe (hash another, this one is {ours})"
+        "\n\nhint: choose another run.output_dir"
+    )
+    (tmp_path / "run.json").write_text("{")
+    assert "cannot be read" in only(here)
+
+
+def test_check_resume(tmp_path: Path) -> None:
+    assert only(f"run.resume_from_checkpoint={tmp_path}/step-9") == (
+        f"command line: run.resume_from_checkpoint: {tmp_path}/step-9 is not a folder\n\n"
+        "hint: use auto for the newest valid checkpoint"
+    )
+    assert check("run.resume_from_checkpoint=auto") == []
+    assert check(f"run.resume_from_checkpoint={tmp_path}") == []
+
+
+def test_problems_come_in_the_order_of_the_file() -> None:
+    problems = check("run.max_cost=5", text=VALID.replace("8Ki", "8191").replace("sp_size: 4", "sp_size: 2"))
+    assert [problem.key for problem in problems] == ["run.max_cost", "data.max_length"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "sp_size", "local", "repeated"),
+    [(32, 8, 4, 2, False), (32, 8, 16, 1, True), (12, 3, 2, 2, True), (24, 3, 4, 2, True), (8, 1, 8, 1, True)],
+)
+def test_kv_heads_of_a_rank(heads: int, kv_heads: int, sp_size: int, local: int, repeated: bool) -> None:
+    needed = max(
+        len({h * kv_heads // heads for h in range(r * heads // sp_size, (r + 1) * heads // sp_size)})
+        for r in range(sp_size)
+    )
+    assert needed == local
+    found = compute_kv_heads(heads, kv_heads, sp_size)
+    assert (found.num_local, found.is_repeated) == (local, repeated)
+
+
+@pytest.mark.parametrize(("length", "sp_size", "pad"), [(8192, 4, 512), (500_000, 1, 32), (500_000, 8, 32), (12, 4, 4)])
+def test_resolved_lengths(length: int, sp_size: int, pad: int) -> None:
+    loaded = load(f"data.max_length={length}", f"parallel.sp_size={sp_size}", "parallel.dp_shard_size=3")
+    found = resolve(loaded.recipe, make_shape(), loaded.places)
+    assert found.pad_to_multiple_of == pad
+    assert length % pad == 0
+    assert pad % sp_size == 0
+    assert found.local_tokens * sp_size == found.row_tokens == length
+    assert (found.rows_per_step, found.tokens_per_step) == (3, 3 * length)
+    assert "parallel.zero_stage: 3" in found.defaults
+    assert not any(line.startswith(("data.max_length", "parallel.sp_size:")) for line in found.defaults)

@@ -1,0 +1,126 @@
+"""The commands as a user meets them: exit codes, stdout for data, stderr for talk, no traces, a quick start."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes import VALID
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "recipes" / "tiny-cpu.yaml")
+
+
+def run(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ulysses_cli", *words],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "NO_COLOR": "1", **environment},
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_valid_recipe() -> None:
+    done = run("validate-config", TINY)
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in ("is valid", "2 processes = dp_replicate 1 x dp_shard 1 x sp 2", "2 of 4 per rank", "defaults"):
+        assert words in done.stdout
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(VALID.replace("owner/model", "Qwen/Qwen3-8B").replace("sp_size: 4", "sp_size: 5"))
+    done = run("validate-config", str(file), "run.max_cost=3", "--num-processes", "4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        f"{file}:4:12: parallel.sp_size: 5 does not divide the 32 attention heads of Qwen/Qwen3-8B\n\nhint: use"
+        in done.stderr
+    )
+    assert "command line: run.max_cost: cannot be kept without a price" in done.stderr
+    assert done.stderr.rstrip().endswith("3 problems")
+    assert "Traceback" not in done.stderr
+
+
+def test_problems_as_json(tmp_path: Path) -> None:
+    done = run("validate-config", TINY, str(tmp_path / "missing.yaml"), "--format", "json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["valid"]) == (2, False)
+    assert found["problems"][0]["message"] == "cannot be read: No such file or directory"
+    assert [plan["num_processes"] for plan in found["plans"]] == [2]
+    good = json.loads(run("validate-config", TINY, "--format", "json").stdout)
+    assert good["valid"] is True
+    assert good["plans"][0]["heads"] == {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "local_heads": 2,
+        "local_kv_heads": 1,
+        "kv_heads_are": "sharded",
+    }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("validate-config",),
+        ("validate-config", "train.max_steps=3"),
+        ("validate-config", TINY, "--num-processes", "0"),
+        ("nonsense",),
+        ("recipes", "show", "tiny-gpu"),
+        ("validate-config", TINY, "--format", "xml"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_no_trace(words: tuple[str, ...]) -> None:
+    done = run(*words)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr
+
+
+def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
+    assert "tiny-cpu" in run("recipes", "list").stdout
+    assert run("recipes", "show", "tiny-cpu").stdout == Path(TINY).read_text()
+    assert run("recipes", "copy", "tiny-cpu", cwd=ROOT / "recipes").returncode == 2  # it is there already
+    target = tmp_path / "new" / "my.yaml"
+    assert run("recipes", "copy", "tiny-cpu", str(target)).returncode == 0
+    assert target.read_text() == Path(TINY).read_text()
+    again = run("recipes", "copy", "tiny-cpu", str(target))
+    assert again.returncode == 2
+    assert "add --force" in again.stderr
+    assert run("recipes", "copy", "tiny-cpu", str(target), "--force").returncode == 0
+    assert "did you mean tiny-cpu?" in run("recipes", "show", "tiny-cp").stderr
+
+
+def test_the_schema_is_printed() -> None:
+    table = run("config-schema").stdout
+    assert "parallel.sp_size" in table
+    assert "sequence_parallel_size" in table
+    schema = json.loads(run("config-schema", "--format", "json").stdout)
+    assert schema["properties"].keys() == {"model", "parallel", "data", "train", "memory", "lora", "run", "deepspeed"}
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("validate-config", TINY), ("recipes", "list")])
+def test_the_light_half_imports_nothing_heavy(words: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from ulysses_cli.cli import run\n"
+        f"sys.argv = ['ulysses', *{list(words)!r}]\n"
+        "try: run()\nexcept SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy', 'datasets', 'peft'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["validate-config", "config-schema", "recipes list", "recipes show", "recipes copy"]
+)
+def test_help_has_two_examples(command: str) -> None:
+    text = run(*command.split(), "--help").stdout
+    assert text.count(f"ulysses {command}") >= 2

@@ -1,0 +1,156 @@
+"""Where shapes come from, and what is said when they cannot be had. The hub is a server of the test's own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from recipes import LLAMA, load
+from ulysses_cli import hub
+from ulysses_cli.plan.problem import RecipeError
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def find(name: str, *overrides: str) -> hub.Found:
+    return hub.find_model_shape(load(f"model.name_or_path={name}", *overrides).recipe)
+
+
+def complain(name: str, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        find(name, *overrides)
+    return str(caught.value.problems[0]).strip()
+
+
+def put(folder: Path, **changes: object) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+
+
+def test_a_local_folder_comes_first(tmp_path: Path) -> None:
+    put(tmp_path / "m", num_attention_heads=16)
+    found = find(str(tmp_path / "m"))
+    assert (found.shape.num_heads, found.source) == (16, f"{tmp_path}/m/config.json")
+    (tmp_path / "m" / "config.json").write_text("{nope")
+    assert "is not valid JSON" in complain(str(tmp_path / "m"))
+    (tmp_path / "m" / "config.json").unlink()
+    assert "does not exist" in complain(str(tmp_path / "m"))
+    assert "is not a folder" in complain("./no/such/model")
+
+
+def test_the_cache_by_branch_tag_and_commit(tmp_path: Path) -> None:
+    repo = tmp_path / "hf" / "hub" / "models--owner--own"
+    put(repo / "snapshots" / "abc123")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc123")
+    assert find("owner/own").source == "the Hugging Face cache"
+    assert find("owner/own", "model.revision=abc123").source == "the Hugging Face cache"
+    assert "at revision v2 is not known here" in complain("owner/own", "model.revision=v2")
+
+
+def test_the_table_by_any_of_its_names_and_the_users_own() -> None:
+    assert find("meta-llama/Llama-3.1-8B").shape.num_parameters == 8030261248
+    assert find("meta-llama/llama-3.1-8b-instruct").source == "the table of well-known models"
+    assert "at revision x is not known" in complain("meta-llama/Llama-3.1-8B", "model.revision=x")
+    own = hub.get_user_folder() / "models"
+    own.mkdir(parents=True)
+    (own / "a.json").write_text(json.dumps({"repo": "meta-llama/Llama-3.1-8B", "config": LLAMA}))
+    assert find("meta-llama/Llama-3.1-8B").shape.num_layers == 2
+    (own / "b.json").write_text("{}")
+    assert "has no `repo` and `config`" in complain("owner/x")
+
+
+def test_a_slip_of_the_pen() -> None:
+    assert complain("Qwen/Qwen3-8b-Bsae") == (
+        "model.name_or_path: the shape of Qwen/Qwen3-8b-Bsae is not known here: not a folder, not in the Hugging Face "
+        "cache or the table\n\nhint: add --online to ask the hub, or name a local folder"
+    ) or "did you mean" in complain("Qwen/Qwen3-8b-Bsae")
+    assert "did you mean Qwen/Qwen3-14B?" in complain("Qwen/Qwen-14B")
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """Answers as the hub does for four kinds of model."""
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def answer(self, *, with_body: bool) -> None:
+        body = json.dumps({**LLAMA, "num_attention_heads": 64}).encode()
+        status, error = 200, ""
+        if "gated" in self.path:
+            status, error = 403, "GatedRepo"
+        elif "missing" in self.path:
+            status, error = 401, "RepoNotFound"
+        elif "empty" in self.path:
+            status, error = 404, "EntryNotFound"
+        self.send_response(status)
+        if error:
+            self.send_header("X-Error-Code", error)
+            body = b""
+        self.send_header("ETag", '"abc"')
+        self.send_header("X-Repo-Commit", "c" * 40)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub_address() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), FakeHub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def validate_online(address: str, name: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"model: {{name_or_path: {name}}}\ndata: {{max_length: 8, datasets: [{{path: owner/x}}]}}\n")
+    return subprocess.run(
+        [sys.executable, "-m", "ulysses_cli", "validate-config", str(recipe), "--online"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "HF_ENDPOINT": address, "HF_TOKEN": "hf_planted_secret", "HF_HUB_OFFLINE": "0"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("owner/fine", 0, "shape from the hub"),
+        ("owner/gated", 2, "owner/gated is gated: the hub wants an account that accepted its licence"),
+        ("owner/missing", 2, "the hub has no model owner/missing"),
+        ("owner/empty", 2, "owner/empty has no config.json"),
+    ],
+)
+def test_the_hub_is_asked_when_told_to(hub_address: str, tmp_path: Path, name: str, code: int, words: str) -> None:
+    done = validate_online(hub_address, name, tmp_path)
+    assert words in done.stdout + done.stderr
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert "hf_planted_secret" not in done.stdout + done.stderr
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
+    done = validate_online("http://127.0.0.1:9", "owner/fine", tmp_path)
+    assert "the hub cannot be reached" in done.stderr
+    assert done.returncode == 2

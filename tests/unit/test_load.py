@@ -1,0 +1,289 @@
+"""YAML in, a Recipe or every mistake with its place out; and nothing else, whatever the text."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from recipes import VALID, load
+from ulysses_cli.plan.load import load_recipe, parse_recipe
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe import compute_recipe_hash
+from ulysses_cli.plan.schema import walk_settings
+from ulysses_cli.plan.yaml_tree import parse_number
+
+
+def complain(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, "r.yaml", overrides)
+    return [str(problem).strip() for problem in caught.value.problems]
+
+
+def test_a_small_recipe_loads() -> None:
+    loaded = load()
+    assert loaded.recipe.data.max_length == 8192
+    assert loaded.recipe.parallel.sp_size == 4
+    assert (loaded.places["parallel.sp_size"].line, loaded.places["parallel.sp_size"].column) == (4, 12)
+    assert str(loaded.locate("parallel.zero_stage")) == "r.yaml:4:3"  # not written: its section
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("500_000", 500_000),
+        ("500K", 500_000),
+        ("512Ki", 524_288),
+        ("1M", 10**6),
+        ("1.5K", 1500),
+        ("-3", -3),
+        ("1e-5", 1e-5),
+        ("1e3", 1000.0),
+        (".5", 0.5),
+        ("1Kib", "1Kib"),
+        ("0x10", "0x10"),
+        ("1e", "1e"),
+        ("", ""),
+    ],
+)
+def test_numbers(text: str, value: object) -> None:
+    assert parse_number(text) == value
+    assert type(parse_number(text)) is type(value)
+
+
+def test_a_scalar_is_read_as_what_may_stand_there() -> None:
+    recipe = load("model.revision=1e5", "train.learning_rate=1", "train.max_steps=1e3", "run.run_name=500K").recipe
+    assert (recipe.model.revision, recipe.run.run_name) == ("1e5", "500K")
+    assert (recipe.train.learning_rate, recipe.train.max_steps) == (1.0, 1000)
+    assert isinstance(recipe.train.learning_rate, float)
+
+
+def test_spellings_of_values() -> None:
+    recipe = load(
+        "model.bf16=false", "data.packing=off", "memory.offload_optimizer=null", "train.optim=adamw_torch"
+    ).recipe
+    assert recipe.model.dtype == "float32"
+    assert recipe.data.packing == "off"
+    assert recipe.memory.offload_optimizer == "none"
+    assert recipe.train.optim == "adamw"
+    assert load("data.sample_packing=true").recipe.data.packing == "documents"
+
+
+def test_every_alias_is_understood_and_said() -> None:
+    samples = {"model.dtype": "float32", "lora.target_modules": "[q_proj]", "lora.dropout": "0.5"}
+    num_aliases = 0
+    for setting in walk_settings():
+        for alias in setting.aliases if setting.key.count(".") == 1 else ():
+            accepts, section = setting.accepts, setting.key.partition(".")[0]
+            value = str(accepts.literals[0]) if accepts.literals else "true" if bool in accepts.scalars else "2"
+            loaded = load(f"{section}.{alias}={samples.get(setting.key, value)}")
+            assert setting.key in loaded.places, alias
+            assert f"{section}.{alias} is understood as {setting.key}" in loaded.notes
+            num_aliases += 1
+    assert num_aliases > 30
+
+
+def test_an_override_wins_over_any_name_of_its_setting() -> None:
+    text = VALID.replace("sp_size", "ulysses_size")
+    assert load("parallel.sp_size=2", text=text).recipe.parallel.sp_size == 2
+    assert load("data.datasets.0.path=other/set").recipe.data.datasets[0].path == "other/set"
+    assert load("lora.r=8").recipe.lora is not None
+    assert load("lora.r=8", "lora=null").recipe.lora is None
+    assert load("deepspeed.a.b=1").recipe.deepspeed == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            VALID + "trian:\n  max_steps: 3\n",
+            "r.yaml:11:1: trian: unknown key\n\nhint: did you mean train?",
+        ),
+        (
+            VALID + "  max_stps: 3\n",
+            "r.yaml:11:3: train.max_stps: unknown key\n\nhint: did you mean train.max_steps?",
+        ),
+        (
+            VALID + "  max_length: 3\n",
+            "r.yaml:11:3: train.max_length: unknown key\n\nhint: write it as data.max_length",
+        ),
+        (
+            VALID + "max_seq_len: 3\n",
+            "r.yaml:11:1: max_seq_len: unknown key\n\nhint: write it as data.max_length",
+        ),
+        (
+            VALID + "  max_steps: 3\n",
+            "r.yaml:11:3: train.max_steps: written twice, first in line 10\n\nhint: keep one of the two",
+        ),
+        (
+            VALID + "  optim: admw\n",
+            "r.yaml:11:10: train.optim: 'admw' is not `adamw` or `adamw_8bit`\n\nhint: did you mean `adamw`?",
+        ),
+        (
+            VALID + "  micro_batch_size: 0\n",
+            "r.yaml:11:21: train.per_device_train_batch_size: 0 is not a whole number from 1 to 65,536 (rows)\n\n"
+            "hint: rows per sp group and micro-step",
+        ),
+        (
+            VALID + "  micro_batch_size: '2'\n",
+            "r.yaml:11:21: train.per_device_train_batch_size: '2' is not a whole number from 1 to 65,536 (rows)\n\n"
+            "hint: take the quotes away",
+        ),
+        (
+            VALID + "memory: {tiled_mlp: yes}\n",
+            "r.yaml:11:21: memory.tiled_mlp: 'yes' is not `auto` or true or false\n\nhint: write true or false",
+        ),
+        (
+            VALID + "run: {seed: !!python/object/apply:os.system [ls]}\n",
+            "r.yaml:11:13: run.seed: the tag tag:yaml.org,2002:python/object/apply:os.system is refused: "
+            "a recipe is plain data\n\nhint: take the tag away",
+        ),
+        (
+            VALID + "parallel: {context_parallel_size: 2, sp_size: 2}\n",
+            "r.yaml:11:1: parallel: written twice, first in line 3\n\nhint: keep one of the two",
+        ),
+        (
+            VALID.replace("  sp_size: 4\n", "  sp_size: 4\n  ulysses_size: 4\n"),
+            "r.yaml:5:3: parallel.ulysses_size: says again what parallel.sp_size says\n\nhint: keep one of the two",
+        ),
+        (
+            VALID.replace("  name_or_path: owner/model\n", "  attn_implementation: eager\n"),
+            "r.yaml:2:24: model.attn_implementation: eager is refused\n\nhint: eager attention builds a [sequence, "
+            "sequence] matrix per head (512 GiB at 512Ki tokens)",
+        ),
+        (VALID + "  [", "r.yaml:11:3: not valid YAML: expected <block end>, but found '['"),
+        ("a: [", "r.yaml:1:5: not valid YAML: expected the node content, but found '<stream end>'"),
+        ("- a\n", "r.yaml:1:1: a recipe is a mapping of sections\n\nhint: start with `model:`"),
+    ],
+)
+def test_mistakes(text: str, message: str) -> None:
+    assert complain(text) == [message]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "max_steps",
+            "command line: 'max_steps' is not an override\n\nhint: write section.key=value, as in train.max_steps=10",
+        ),
+        ("train.max_stps=3", "command line: train.max_stps: unknown key\n\nhint: did you mean train.max_steps?"),
+        ("data.datasets.7.path=x", "command line: data.datasets.7.path: data.datasets has no element `7`"),
+        ("train.max_steps.x=3", "command line: train.max_steps.x: train.max_steps has no element `x`"),
+        (
+            "run.run_name=[",
+            "command line: run.run_name: not valid YAML: expected the node content, but found "
+            "'<stream end>'\n\nhint: quote what YAML reads as its own",
+        ),
+    ],
+)
+def test_mistakes_in_overrides(override: str, message: str) -> None:
+    assert complain(VALID, override) == [message]
+
+
+def test_all_mistakes_at_once_in_the_order_of_the_file() -> None:
+    found = complain(VALID + "  optim: x\n  warmup_steps: -1\nrun: {sed: 1}\n")
+    assert [line.split(": ")[1] for line in found] == ["train.optim", "train.warmup_steps", "run.sed"]
+
+
+def test_missing_sections_name_what_they_take() -> None:
+    found = complain("")
+    assert found[0].startswith("r.yaml:1:1: model: required and not written\n\nhint: which model, precision")
+    assert complain("model: {name_or_path: x}\ndata: {max_length: 8}\n") == [
+        "r.yaml:2:7: data.datasets: required and not written\n\n"
+        "hint: training sources: a list of 1 to 1,000, each a section"
+    ]
+
+
+def test_merged_mappings_give_way_to_written_keys() -> None:
+    text = VALID.replace("train:\n", "train:\n  <<: {max_steps: 3, warmup_steps: 2}\n")
+    assert load(text=text).recipe.train.max_steps == 10
+    assert load(text=text).recipe.train.warmup_steps == 2
+
+
+def test_files_that_are_no_recipes(tmp_path: Path) -> None:
+    binary, missing, huge = tmp_path / "a.yaml", tmp_path / "b.yaml", tmp_path / "c.yaml"
+    binary.write_bytes(b"model:\n  \xff\xfe")
+    huge.write_bytes(b"#" * (1 << 21))
+    for file, reason in (
+        (binary, "not UTF-8 text"),
+        (missing, "No such file"),
+        (huge, "not a recipe"),
+        (tmp_path, "directory"),
+    ):
+        with pytest.raises(RecipeError, match=reason):
+            load_recipe(file)
+
+
+def test_the_hash_follows_what_decides_values() -> None:
+    base = compute_recipe_hash(load().recipe)
+    for same in ("parallel.sp_size=2", "memory.tiled_mlp=true", "run.output_dir=x", "data.num_workers=2"):
+        assert compute_recipe_hash(load(same).recipe) == base
+    for other in ("train.learning_rate=1", "data.max_length=4Ki", "run.seed=1", "lora.r=4", "model.dtype=float32"):
+        assert compute_recipe_hash(load(other).recipe) != base
+
+
+YAML_WORDS = ["model: ", "data: ", "deepspeed:", "rope_scaling:", "max_length", "null", "true", "1e999", "500K", "é"]
+YAML_MARKS = [
+    "  ",
+    "\n",
+    "- ",
+    "&a ",
+    "*a",
+    "<<: ",
+    "{",
+    "}",
+    "[",
+    "]",
+    ": ",
+    "? ",
+    "|",
+    ">",
+    "'",
+    '"',
+    "#",
+    "%",
+    "@",
+    "=",
+]
+YAML_TRAPS = ["!!python/object:x ", "!x ", "\x00", "\t", "\u2028", "\\0", "--- ", "..."]
+YAML_BITS = st.sampled_from([*YAML_WORDS, *YAML_MARKS, *YAML_TRAPS])
+
+
+@given(
+    st.one_of(st.text(max_size=200), st.lists(YAML_BITS, max_size=40).map("".join)),
+    st.lists(st.text(max_size=20), max_size=2),
+)
+@example("a: " + "[" * 5000, [])
+@example("model: {config: &a {x: *a}}", [])
+@example("a: &a [1]\nb: &b [*a, *a]\n", ["b=&c [*c]"])
+@example('model: {name_or_path: "\\0"}', [])
+@example("run: {seed: 1e400}\ntrain: {learning_rate: .nan}", [])
+@example("x: !!binary ????", ["run.max_cost=9" + "9" * 38 + "T"])
+def test_no_text_raises_anything_but_recipe_error(text: str, overrides: list[str]) -> None:
+    try:
+        parse_recipe(text, "r.yaml", overrides)
+    except RecipeError as error:
+        assert error.problems
+        assert all(problem.message for problem in error.problems)
+
+
+SECTIONS = st.dictionaries(
+    st.sampled_from([setting.key for setting in walk_settings() if setting.key.count(".") == 1]),
+    st.one_of(
+        st.integers(), st.floats(), st.booleans(), st.text(max_size=5), st.none(), st.lists(st.integers(), max_size=2)
+    ),
+    max_size=6,
+)
+
+
+@given(SECTIONS)
+def test_no_value_raises_anything_but_recipe_error(values: dict[str, object]) -> None:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    try:
+        load(*overrides)
+    except RecipeError as error:
+        keys = {re.sub(r"\.\d+$", "", problem.key) for problem in error.problems}
+        assert keys <= values.keys() | {"data.datasets"}

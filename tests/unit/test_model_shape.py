@@ -1,0 +1,118 @@
+"""config.json -> shape: the shipped table, layer kinds and windows, and configs that cannot be used."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes import LLAMA, make_shape
+from ulysses_cli.hub import SHIPPED_TABLE
+from ulysses_cli.plan.families import FAMILIES
+from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.problem import RecipeError
+
+ENTRIES = [json.loads(file.read_text()) for file in sorted(SHIPPED_TABLE.glob("*.json"))]
+REFUSED = {
+    "deepseek-ai/DeepSeek-V3",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "tiiuae/Falcon-H1-7B-Base",
+    "LiquidAI/LFM2-1.2B",
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["repo"])
+def test_the_shipped_table(entry: dict[str, object]) -> None:
+    config = entry["config"]
+    assert isinstance(config, dict)
+    shape = read_model_shape(config, str(entry["repo"]))
+    assert bool(shape.inexact) == (entry["repo"] in REFUSED)
+    if not shape.inexact:
+        assert shape.num_parameters == entry["num_parameters"]
+    assert str(entry["source"]).startswith("https://")
+    assert isinstance(entry["gated"], bool)
+
+
+def test_every_family_is_in_the_table_or_here() -> None:
+    types = {(e["config"].get("text_config") or e["config"])["model_type"] for e in ENTRIES}
+    assert FAMILIES.keys() - types == {"qwen2"}
+
+
+def windows(**changes: object) -> list[int | None]:
+    return [layer.window_tokens for layer in make_shape(num_hidden_layers=6, **changes).layers]
+
+
+def test_windows_by_family() -> None:
+    assert windows(sliding_window=None) == [None] * 6
+    assert windows(model_type="mistral", sliding_window=100) == [100] * 6
+    assert windows(model_type="gemma2", sliding_window=100) == [100, None] * 3
+    assert windows(model_type="gemma3_text", sliding_window=100) == [100] * 5 + [None]
+    assert windows(model_type="qwen3", sliding_window=100, max_window_layers=4) == [None] * 6
+    assert windows(model_type="qwen3", sliding_window=100, max_window_layers=4, use_sliding_window=True) == [
+        *[None] * 4,
+        100,
+        100,
+    ]
+    types = ["full_attention", "sliding_attention"] * 3
+    assert windows(model_type="gemma3_text", sliding_window=100, layer_types=types) == [None, 100] * 3
+
+
+def test_an_explicit_null_wins_over_the_familys_default() -> None:
+    assert windows(model_type="mistral", sliding_window=None) == [None] * 6
+    assert windows(model_type="mistral") == [4096] * 6
+
+
+def test_a_multimodal_model_shows_its_language_part() -> None:
+    shape = read_model_shape({"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text"}}, "x")
+    assert shape.model_type == "gemma3_text"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"vocab_size": "many"}, "vocab_size is 'many', not a number"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, not a count"),
+        ({"model_type": 3}, "model_type is 3"),
+    ],
+)
+def test_a_config_that_cannot_be_used(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make_shape(**changes)
+    assert str(caught.value.problems[0]) == (
+        f"model.name_or_path: the config of owner/model cannot be used: {message}\n\n"
+        "hint: a model's config.json gives model_type, sizes and head counts\n"
+    )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                *LLAMA,
+                "layer_types",
+                "rope_scaling",
+                "sliding_window",
+                "text_config",
+                "num_experts",
+                "mlp_only_layers",
+                "head_dim",
+            ]
+        ),
+        JSON,
+    )
+)
+def test_no_config_raises_anything_but_recipe_error(changes: dict[str, object]) -> None:
+    for model_type in ("llama", "qwen3_moe", "gemma3_text", "novel"):
+        try:
+            read_model_shape({**LLAMA, "model_type": model_type, **changes}, "x")
+        except RecipeError:
+            pass

@@ -1,0 +1,106 @@
+"""Rules that look at the disk: data files, run directory, checkpoint. Nothing is written. Run by check.py."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.recipe import Dataset, Recipe, compute_recipe_hash
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".md", ".csv", ".arrow", ".gz", ".zst")
+CHAT_TYPES = ("chat", "conversations")
+Found = Iterator[Problem]
+
+
+def check_datasets(recipe: Recipe) -> Found:
+    """Each source names something, and what it names on disk is there."""
+    for section in ("datasets", "eval_datasets"):
+        for index, dataset in enumerate(getattr(recipe.data, section)):
+            yield from _check_dataset(dataset, f"data.{section}.{index}")
+
+
+def check_loss_mask(recipe: Recipe) -> Found:
+    """assistant_only_loss needs someone who is an assistant."""
+    types = {dataset.type for dataset in recipe.data.datasets}
+    if recipe.data.assistant_only_loss and "auto" not in types and not types & set(CHAT_TYPES):
+        yield Problem(
+            "data.assistant_only_loss",
+            f"needs chat data, but the sources are of type {', '.join(sorted(types))}",
+            "use data of type chat or conversations, or set assistant_only_loss: false",
+        )
+
+
+def check_output_dir(recipe: Recipe) -> Found:
+    """A run directory belongs to one recipe."""
+    run_file = Path(os.path.expanduser(recipe.run.output_dir)) / "run.json"
+    try:
+        found = json.loads(run_file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        yield Problem("run.output_dir", f"{run_file} cannot be read: {error}", "choose another run.output_dir")
+        return
+    theirs = found.get("recipe_hash") if isinstance(found, dict) else None
+    ours = compute_recipe_hash(recipe)
+    if theirs != ours:
+        yield Problem(
+            "run.output_dir",
+            f"{recipe.run.output_dir} holds the run of another recipe (hash {theirs}, this one is {ours})",
+            "choose another run.output_dir",
+        )
+
+
+def check_resume(recipe: Recipe) -> Found:
+    """A checkpoint named by its path is there."""
+    path = recipe.run.resume_from_checkpoint
+    if path not in (None, "auto") and not os.path.isdir(os.path.expanduser(str(path))):
+        yield Problem(
+            "run.resume_from_checkpoint", f"{path} is not a folder", "use auto for the newest valid checkpoint"
+        )
+
+
+def _check_dataset(dataset: Dataset, key: str) -> Found:
+    if dataset.type == "synthetic":
+        return
+    if dataset.path is None and not dataset.data_files:
+        yield Problem(f"{key}.path", "no source is named", "write a file, a folder or a hub data set")
+        return
+    if dataset.path is not None and (dataset.type == "folder" or is_local(dataset.path)):
+        path = Path(os.path.expanduser(dataset.path))
+        if not glob.glob(str(path), recursive=True):
+            yield Problem(f"{key}.path", f"{dataset.path} does not exist", _suggest_nearby(path))
+            return
+        if dataset.type == "folder" and not os.path.isdir(path):
+            yield Problem(f"{key}.path", f"{dataset.path} is not a folder", "use type: auto for a single file")
+            return
+    elif dataset.path is not None:
+        return  # files of a hub data set are the hub's to know
+    for index, file in enumerate(dataset.data_files or ()):
+        path = Path(os.path.expanduser(dataset.path or "."), os.path.expanduser(file))
+        if not glob.glob(str(path), recursive=True):
+            yield Problem(f"{key}.data_files.{index}", f"{path} does not exist", _suggest_nearby(path))
+
+
+def is_local(path: str) -> bool:
+    """A path on disk, as opposed to the name of a hub data set (`name` or `owner/name`)."""
+    looks_local = path.startswith(("/", "./", "../", "~")) or path.endswith(DATA_SUFFIXES) or path.count("/") > 1
+    return looks_local or any(mark in path for mark in "*?[") or os.path.exists(path)
+
+
+def _suggest_nearby(path: Path) -> str:
+    """The folder's files, for a slip of the pen; or how far the path is right."""
+    parent = path.parent
+    while not os.path.isdir(parent) and parent != parent.parent:
+        parent = parent.parent
+    if parent != path.parent:
+        return f"the path is right as far as {parent}"
+    names = sorted(os.path.basename(found) for found in glob.glob(f"{glob.escape(str(parent))}/*"))
+    data = [name for name in names if name.endswith(DATA_SUFFIXES)][:5]
+    return f"{parent} holds {', '.join(data)}" if data else f"{parent} holds no data file"
+
+
+RULES: tuple[Callable[[Recipe], Found], ...] = (check_datasets, check_loss_mask, check_output_dir, check_resume)

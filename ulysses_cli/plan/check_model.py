@@ -1,0 +1,160 @@
+"""Rules that need the model's shape: heads, attention, positions, adapters, 32-bit bounds. Run by check.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from ulysses_cli.plan.attention import BACK_ENDS, Device, Need, list_able
+from ulysses_cli.plan.layout import list_divisors
+from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.resolved import compute_rope_factor
+
+INT32_LIMIT = 2**31
+Found = Iterator[Problem]
+
+
+def check_heads(recipe: Recipe, shape: ModelShape) -> Found:
+    """Every rank of an sp group gets the same number of query heads."""
+    sp_size, heads = recipe.parallel.sp_size, shape.num_heads
+    if heads % sp_size:
+        legal = list_divisors(heads)
+        nearest = min(legal, key=lambda size: (abs(size - sp_size), size))
+        yield Problem(
+            "parallel.sp_size",
+            f"{sp_size} does not divide the {heads} attention heads of {shape.name}",
+            f"use {_list_choices(legal)}; {nearest} is nearest",
+        )
+
+
+def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Found:
+    """Chunks of heads are equal."""
+    chunks, sp_size = recipe.memory.attention_head_chunks, recipe.parallel.sp_size
+    if chunks == "auto" or shape.num_heads % sp_size:
+        return
+    local = shape.num_heads // sp_size
+    if local % chunks:
+        yield Problem(
+            "memory.attention_head_chunks",
+            f"{chunks} does not divide the {local} heads of a rank ({shape.num_heads} heads, sp_size {sp_size})",
+            f"use auto, {_list_choices(list_divisors(local))}",
+        )
+
+
+def check_exactness(recipe: Recipe, shape: ModelShape) -> Found:
+    """Layer kinds that would be silently wrong when a row is split over ranks."""
+    if recipe.parallel.sp_size > 1 and shape.inexact:
+        yield Problem(
+            "parallel.sp_size",
+            f"{shape.name} cannot be split over {recipe.parallel.sp_size} ranks exactly: {shape.inexact}",
+            "use sp_size: 1, or a model with plain, grouped or sliding-window attention in every layer",
+        )
+
+
+def check_attention(recipe: Recipe, shape: ModelShape) -> Found:
+    """The named back end serves this model on this device."""
+    device: Device = "cpu" if recipe.run.device == "cpu" else "cuda"
+    dtype: Literal["bfloat16", "float32"] = recipe.model.dtype
+    need = Need(shape.head_dim, bool(shape.windows), shape.attention_softcap is not None, shape.has_sinks, dtype)
+    name = recipe.model.attn_implementation
+    obstacle = "" if name == "auto" else BACK_ENDS[name].find_obstacle(need, device)
+    if obstacle:
+        yield Problem(
+            "model.attn_implementation", f"{name} {obstacle}", f"use auto, {_list_choices(list_able(need, device))}"
+        )
+
+
+def check_positions(recipe: Recipe, shape: ModelShape) -> Found:
+    """Rows stay inside the positions that the model, or its stretch, covers."""
+    length, covered = recipe.data.max_length, shape.max_position_embeddings
+    scaling = recipe.model.rope_scaling
+    if scaling is None:
+        if length > covered:
+            factor = max(1.0, length / covered)
+            yield Problem(
+                "data.max_length",
+                f"{length} is longer than the {covered} positions that {shape.name} was made for",
+                f"write model.rope_scaling: {{type: yarn, factor: {_round_up(factor):g}, "
+                f"original_max_position_embeddings: {covered}}}",
+            )
+        return
+    factor = compute_rope_factor(recipe, shape) or 1.0
+    original = scaling.original_max_position_embeddings or covered
+    if original > covered and not shape.rope_type.startswith(("yarn", "longrope")):
+        yield Problem(
+            "model.rope_scaling.original_max_position_embeddings",
+            f"{original} is more than the {covered} positions that {shape.name} was made for",
+            f"write {covered}, or leave it out",
+        )
+    elif length > original * factor:
+        yield Problem(
+            "model.rope_scaling.factor",
+            f"{factor:g} x {original} = {int(original * factor)} positions do not cover max_length {length}",
+            f"write factor: {_round_up(length / original):g}, or leave it out",
+        )
+
+
+def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Found:
+    """No kernel call sees a tensor of 2^31 elements or more, where 32-bit indices wrap."""
+    rows, sp_size = recipe.train.per_device_train_batch_size, recipe.parallel.sp_size
+    tokens = rows * recipe.data.max_length
+    local_tokens = -(-tokens // sp_size)
+    chunks = recipe.memory.attention_head_chunks
+    heads = 1 if chunks == "auto" else max(1, shape.num_heads // sp_size // chunks)
+    tensors = [
+        (
+            "data.max_length",
+            "attention's queries",
+            tokens * heads * shape.head_dim,
+            "more memory.attention_head_chunks, ",
+        ),
+        ("data.max_length", "hidden states", local_tokens * shape.hidden_size, ""),
+    ]
+    if recipe.memory.tiled_mlp is False:
+        width = max(shape.intermediate_size, shape.moe_intermediate_size)
+        tensors.append(("memory.tiled_mlp", "the MLP's activations", local_tokens * width, "memory.tiled_mlp: auto, "))
+    if recipe.memory.tiled_loss is False:
+        tensors.append(("memory.tiled_loss", "logits", local_tokens * shape.vocab_size, "memory.tiled_loss: auto, "))
+    for key, name, numel, lever in tensors:
+        if numel >= INT32_LIMIT:
+            yield Problem(
+                key,
+                f"{name} of a rank would have {numel:,} elements, past the 2^31 that kernels index safely",
+                f"use {lever}a larger sp_size, or shorter or fewer rows",
+            )
+
+
+def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Found:
+    """Adapters go on linear layers that the model has."""
+    if recipe.lora is None or recipe.lora.target_modules == "all-linear" or not shape.linear_modules:
+        return
+    unknown = [name for name in recipe.lora.target_modules if name.split(".")[-1] not in shape.linear_modules]
+    if unknown:
+        yield Problem(
+            "lora.target_modules",
+            f"{', '.join(unknown)}: no such linear layer in {shape.name}",
+            f"this model has {', '.join(shape.linear_modules)}",
+        )
+
+
+RULES: tuple[Callable[[Recipe, ModelShape], Found], ...] = (
+    check_heads,
+    check_head_chunks,
+    check_exactness,
+    check_attention,
+    check_positions,
+    check_index_bounds,
+    check_lora_targets,
+)
+
+
+def _list_choices(choices: list[int] | list[str]) -> str:
+    words = [str(choice) for choice in choices]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def _round_up(factor: float) -> float:
+    """To a short number that still covers: 7.63 -> 7.7."""
+    return -(-factor * 10 // 1) / 10

@@ -1,0 +1,93 @@
+"""world = dp_replicate x dp_shard x sp: which rank sits where, and which ranks form a group.
+
+Pure integers. Ranks of one sp group are neighbours, so that the exchange stays on the fastest link; replicas are
+farthest apart. Process groups are made from these tuples elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Group = tuple[int, ...]
+
+
+class Coordinates(NamedTuple):
+    """A rank's place on each axis, slowest axis first."""
+
+    dp_replicate: int
+    dp_shard: int
+    sp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the three axes. Rank = (dp_replicate x dp_shard_size + dp_shard) x sp_size + sp."""
+
+    dp_replicate_size: int = 1
+    dp_shard_size: int = 1
+    sp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}; every axis has at least one rank")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate_size * self.dp_shard_size * self.sp_size
+
+    @property
+    def dp_size(self) -> int:
+        """How many different rows are worked on at once."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that hold one full copy of the parameters between them."""
+        return self.dp_shard_size * self.sp_size
+
+    def get_coordinates(self, rank: int) -> Coordinates:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        outer, sp = divmod(rank, self.sp_size)
+        return Coordinates(*divmod(outer, self.dp_shard_size), sp)
+
+    def get_rank(self, at: Coordinates) -> int:
+        for name, index, size in zip(at._fields, at, vars(self).values(), strict=True):
+            if not 0 <= index < size:
+                raise ValueError(f"{name} {index} is outside an axis of {size}")
+        return (at.dp_replicate * self.dp_shard_size + at.dp_shard) * self.sp_size + at.sp
+
+    def get_dp_index(self, rank: int) -> int:
+        """Which of the dp_size rows of a micro-step this rank holds a slice of."""
+        return rank // self.sp_size
+
+    @property
+    def sp_groups(self) -> tuple[Group, ...]:
+        """Ranks that share one row, in the order of its slices."""
+        return self._split(self.sp_size)
+
+    @property
+    def replica_groups(self) -> tuple[Group, ...]:
+        """Ranks that hold one full copy of the parameters between them."""
+        return self._split(self.replica_size)
+
+    @property
+    def dp_groups(self) -> tuple[Group, ...]:
+        """Ranks that hold the same slice of different rows."""
+        return tuple(tuple(range(sp, self.world_size, self.sp_size)) for sp in range(self.sp_size))
+
+    @property
+    def replicate_groups(self) -> tuple[Group, ...]:
+        """Ranks that hold the same shard of different copies."""
+        return tuple(tuple(range(shard, self.world_size, self.replica_size)) for shard in range(self.replica_size))
+
+    def _split(self, size: int) -> tuple[Group, ...]:
+        return tuple(tuple(range(start, start + size)) for start in range(0, self.world_size, size))
+
+
+def list_divisors(number: int) -> list[int]:
+    """All divisors in rising order: the legal sizes of an axis."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]

@@ -1,0 +1,46 @@
+"""One thing wrong with a recipe, where it stands and what to do about it.
+
+Must not know how problems are found or shown: rules make them, report.py prints them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Where:
+    """A place in an input. Line and column count from 1; line 0 means that the input has no lines (a command line)."""
+
+    file: str = ""
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`key` is the full dotted name of the setting; `message` says what is wrong, `hint` what to write instead."""
+
+    key: str
+    message: str
+    hint: str = ""
+    where: Where = Where()
+
+    def __str__(self) -> str:
+        head = ": ".join(part for part in (str(self.where), self.key, self.message) if part)
+        return f"{head}\n\nhint: {self.hint}\n" if self.hint else f"{head}\n"
+
+    def as_json(self) -> dict[str, object]:
+        return {"key": self.key, **asdict(self.where), "message": self.message, "hint": self.hint}
+
+
+class RecipeError(Exception):
+    """Every problem of an input at once. The only exception that a bad recipe raises."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))

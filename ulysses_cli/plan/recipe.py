@@ -1,0 +1,363 @@
+"""The recipe's schema: every setting with one doc line, a unit and a bound.
+
+A Recipe is never changed after loading; what follows from it lives in Layout, Resolved or a value of its own.
+Reading YAML is load.py's work; rules across fields are check.py's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_TOKENS = 2**40  # far beyond any run; keeps products of a few settings inside 64 bits
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    aliases: tuple[str, ...] = (),
+    spellings: dict[Any, Any] | None = None,
+    refused: dict[str, str] | None = None,
+    **bounds: Any,
+) -> Any:
+    """One field. `aliases`: other names of the key. `spellings`: other ways to write a value, with the value meant.
+    `refused`: values that people try, each with the reason why it is not offered."""
+    extra: dict[str, Any] = {
+        "unit": unit,
+        "aliases": list(aliases),
+        "spellings": spellings or {},
+        "refused": refused or {},
+    }
+    return Field(default, description=doc, json_schema_extra=extra, **bounds)
+
+
+def text(default: str | None, doc: str, *, unit: str = "name", **more: Any) -> Any:
+    return setting(default, doc, unit=unit, min_length=1, max_length=4096, **more)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=(), defer_build=True)
+
+
+class RopeScaling(Section):
+    """How positions beyond the pretrained range are encoded."""
+
+    type: Literal["yarn", "linear", "dynamic", "llama3"] = setting(
+        ..., "method, by transformers' name", aliases=("rope_type",)
+    )
+    factor: float | None = setting(
+        None, "stretch; left out: max_length / original_max_position_embeddings", unit="x", ge=1, le=4096
+    )
+    original_max_position_embeddings: int | None = setting(
+        None, "pretrained length; left out: the model's own", unit="tokens", ge=1, le=MAX_TOKENS
+    )
+    attention_factor: float | None = setting(None, "yarn: scale on attention's logits", unit="x", gt=0, le=100)
+    beta_fast: float | None = setting(None, "yarn: first dimension that is interpolated", unit="turns", gt=0, le=1e4)
+    beta_slow: float | None = setting(None, "yarn: last dimension that is kept", unit="turns", gt=0, le=1e4)
+    low_freq_factor: float | None = setting(None, "llama3: where interpolation is full", unit="x", gt=0, le=1e4)
+    high_freq_factor: float | None = setting(None, "llama3: where interpolation ends", unit="x", gt=0, le=1e4)
+
+
+AttentionName = Literal[
+    "auto",
+    "sdpa",
+    "cudnn",
+    "torch_varlen",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+]
+
+
+class Model(Section):
+    """Which model, in which precision, with which attention."""
+
+    name_or_path: str | None = text(
+        None, "hub name or local folder", aliases=("model_name_or_path", "base_model", "pretrained_model_name_or_path")
+    )
+    revision: str | None = text(None, "hub branch, tag or commit")
+    config: dict[str, Any] | None = setting(
+        None,
+        "Hugging Face config of a model to start from random weights, instead of name_or_path",
+        unit="keys",
+        min_length=1,
+        max_length=1000,
+    )
+    tokenizer: str | None = text(
+        None, "hub name, local folder, or `bytes` for the embedded one; left out: the model's own"
+    )
+    dtype: Literal["bfloat16", "float32"] = setting(
+        "bfloat16",
+        "precision of weights and activations; master weights are float32 in any case",
+        aliases=("bf16", "torch_dtype"),
+        spellings={True: "bfloat16", False: "float32", "bf16": "bfloat16", "fp32": "float32"},
+        refused={
+            "float16": "float16 needs loss scaling, which skips steps silently; use bfloat16",
+            "fp16": "float16 needs loss scaling, which skips steps silently; use bfloat16",
+        },
+    )
+    attn_implementation: AttentionName = setting(
+        "auto",
+        "attention kernel; auto takes the fastest one that is exact for this model on this device",
+        aliases=("sp_attn_implementation", "attention_implementation"),
+        refused={"eager": "eager attention builds a [sequence, sequence] matrix per head (512 GiB at 512Ki tokens)"},
+    )
+    rope_scaling: RopeScaling | None = setting(None, "stretch of the position encoding beyond the pretrained length")
+    trust_remote_code: bool = setting(False, "run Python code that comes with the model")
+
+
+class Parallel(Section):
+    """How ranks share the work: dp_replicate_size x dp_shard_size x sp_size processes."""
+
+    sp_size: int = setting(
+        1,
+        "ranks that share one row, each with a slice of its tokens",
+        unit="ranks",
+        aliases=("sequence_parallel_size", "ulysses_size", "context_parallel_size"),
+        ge=1,
+        le=4096,
+    )
+    dp_shard_size: int = setting(
+        1, "rows in flight per replica", unit="ranks", aliases=("data_parallel_shard_degree",), ge=1, le=65536
+    )
+    dp_replicate_size: int = setting(
+        1,
+        "copies of the parameters kept for gathering (ZeRO-3 secondary shards)",
+        unit="copies",
+        aliases=("data_parallel_replicate_degree",),
+        ge=1,
+        le=65536,
+    )
+    sp_backend: Literal["deepspeed"] = setting("deepspeed", "engine under sequence parallelism")
+    sp_seq_length_is_variable: bool = setting(True, "rows may differ in length from step to step")
+    sp_seq_length: int | None = setting(
+        None, "the one length of every row, when it is not variable", unit="tokens", ge=1, le=MAX_TOKENS
+    )
+    zero_stage: Literal[1, 2, 3] = setting(
+        3,
+        "what DeepSpeed shards: 1 optimizer, 2 and gradients, 3 and parameters",
+        refused={"0": "stage 0 shards nothing; on one process stage 1 costs the same"},
+    )
+
+
+DatasetType = Literal[
+    "auto", "text", "chat", "completion", "conversations", "instruction", "tokens", "folder", "synthetic"
+]
+
+
+class Dataset(Section):
+    """One source of documents."""
+
+    path: str | None = text(None, "file, folder, glob or hub data set", unit="path", aliases=("dataset_name",))
+    name: str | None = text(None, "configuration of a hub data set")
+    split: str = text("train", "split of a hub data set")
+    type: DatasetType = setting(
+        "auto",
+        "columns to expect; auto = by the first row; folder = a tree of files; synthetic = generated",
+        spellings={"chat_template": "chat", "sharegpt": "conversations", "alpaca": "instruction"},
+    )
+    data_files: tuple[str, ...] | None = setting(
+        None, "files below path", unit="paths", min_length=1, max_length=100_000
+    )
+    weight: float = setting(1.0, "share of this source in a mixture", unit="x", gt=0, le=1e6)
+    streaming: bool = setting(False, "read without a local copy, for what does not fit on disk")
+
+
+class Data(Section):
+    """From documents to rows of tokens."""
+
+    datasets: tuple[Dataset, ...] = setting(..., "training sources", unit="sources", min_length=1, max_length=1000)
+    eval_datasets: tuple[Dataset, ...] = setting((), "evaluation sources", unit="sources", max_length=1000)
+    eval_split: float = setting(
+        0.0, "share of the training documents held out for evaluation", unit="share", ge=0, le=0.5
+    )
+    max_length: int = setting(
+        ...,
+        "tokens per row",
+        unit="tokens",
+        aliases=("seq_length", "sequence_len", "cutoff_len", "max_seq_len", "max_seq_length"),
+        ge=2,
+        le=MAX_TOKENS,
+    )
+    pad_to_multiple_of: Annotated[int, Field(ge=1, le=1 << 20)] | Literal["auto"] = setting(
+        "auto",
+        "rows are padded to a multiple of this; auto = the right number for sp_size",
+        unit="tokens",
+        aliases=("div_length",),
+    )
+    excess_length_strategy: Literal["split", "truncate", "drop", "raise"] = setting(
+        "split", "what happens to a document longer than max_length", aliases=("truncation_strategy",)
+    )
+    packing: Literal["documents", "stream", "off"] = setting(
+        "documents",
+        "whole documents per row, one endless stream cut at max_length, or one document per row",
+        aliases=("sample_packing", "pack_samples"),
+        spellings={True: "documents", False: "off"},
+    )
+    attend_across_documents: bool = setting(False, "attention may look into earlier documents of the row")
+    assistant_only_loss: bool = setting(False, "chat: only what the assistant says is a target")
+    completion_only_loss: bool = setting(True, "prompt + completion: only the completion is a target")
+    store_dir: str = text("runs/store", "where token stores are kept", unit="path")
+    num_workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = setting(
+        "auto", "processes that tokenize; auto = one per core", unit="processes"
+    )
+    on_bad_row: Literal["raise", "skip"] = setting("raise", "what happens to a row that cannot be read")
+    skip_untrainable: bool = setting(False, "count and skip rows without a single target, instead of stopping")
+
+
+SchedulerName = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_min_lr",
+    "constant",
+    "constant_with_warmup",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+
+
+class Train(Section):
+    """Steps, batch and optimizer."""
+
+    per_device_train_batch_size: int = setting(
+        1, "rows per sp group and micro-step", unit="rows", aliases=("micro_batch_size",), ge=1, le=65536
+    )
+    gradient_accumulation_steps: int = setting(1, "micro-steps per optimizer step", unit="micro-steps", ge=1, le=65536)
+    max_steps: int | None = setting(
+        None, "optimizer steps; instead of num_train_epochs", unit="steps", ge=1, le=MAX_TOKENS
+    )
+    num_train_epochs: float | None = setting(
+        None, "passes over the data; 1 when max_steps is left out", unit="epochs", aliases=("num_epochs",), gt=0, le=1e6
+    )
+    learning_rate: float = setting(1e-5, "peak learning rate", unit="per step", ge=0, le=10)
+    lr_scheduler_type: SchedulerName = setting(
+        "cosine", "course of the learning rate, by transformers' name", aliases=("lr_scheduler",)
+    )
+    lr_scheduler_kwargs: dict[str, float] = setting(
+        {}, "extra numbers for the schedule, such as min_lr_rate", unit="keys", max_length=16
+    )
+    warmup_steps: int = setting(0, "steps of rising learning rate", unit="steps", ge=0, le=MAX_TOKENS)
+    warmup_ratio: float = setting(0.0, "the same as a share of all steps", unit="share", ge=0, le=1)
+    weight_decay: float = setting(0.0, "decoupled decay, not on norms and biases", unit="per step", ge=0, le=10)
+    max_grad_norm: float = setting(1.0, "gradient norm is clipped to this; 0 = not clipped", unit="norm", ge=0, le=1e9)
+    optim: Literal["adamw", "adamw_8bit"] = setting(
+        "adamw",
+        "optimizer; adamw is fused on GPU and DeepSpeed's CPU Adam under offload",
+        aliases=("optimizer",),
+        spellings={"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit"},
+    )
+    adam_beta1: float = setting(0.9, "decay of the first moment", unit="share", ge=0, lt=1)
+    adam_beta2: float = setting(0.999, "decay of the second moment", unit="share", ge=0, lt=1)
+    adam_epsilon: float = setting(1e-8, "added to the root of the second moment", unit="number", gt=0, le=1)
+    z_loss_weight: float = setting(0.0, "weight of the squared log-normalizer in the loss", unit="x", ge=0, le=1)
+
+
+class Memory(Section):
+    """Levers that trade time or host memory for GPU memory. None of them changes a value."""
+
+    gradient_checkpointing: bool | Literal["full"] = setting(
+        True,
+        "recompute layers in the backward; true keeps attention's result, full keeps only each layer's input",
+        aliases=("activation_checkpointing",),
+    )
+    attention_head_chunks: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = setting(
+        "auto", "attention runs over this many groups of heads, one after another", unit="chunks"
+    )
+    activation_offloading: bool | Literal["auto"] = setting(
+        "auto", "keep what the backward needs in pinned host memory", aliases=("activation_checkpoint_cpu_offload",)
+    )
+    tiled_mlp: bool | Literal["auto"] = setting("auto", "MLP in tiles of tokens", aliases=("tiled_mlp_compute",))
+    tiled_loss: bool | Literal["auto"] = setting("auto", "head and loss in tiles of tokens")
+    offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = setting(
+        "auto", "where optimizer states live when not on the GPU", spellings={None: "none", False: "none"}
+    )
+    offload_param: Literal["none", "cpu", "nvme"] = setting(
+        "none", "where parameters live when not on the GPU", spellings={None: "none", False: "none"}
+    )
+    nvme_path: str | None = text(None, "folder on a fast local disk, for nvme", unit="path")
+
+
+class Lora(Section):
+    """Train small adapters and leave the model as it is."""
+
+    r: int = setting(16, "rank of the adapters", unit="dimensions", aliases=("lora_r",), ge=1, le=65536)
+    alpha: float = setting(32.0, "scale of the adapters, times 1 / r", unit="x", aliases=("lora_alpha",), gt=0, le=1e6)
+    dropout: float = setting(0.0, "dropout before the adapters", unit="share", aliases=("lora_dropout",), ge=0, lt=1)
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1, max_length=1000)] | Literal["all-linear"] = setting(
+        "all-linear",
+        "linear layers that get an adapter, by the last part of their name",
+        unit="names",
+        aliases=("lora_target_modules",),
+    )
+
+
+class Run(Section):
+    """Where results go, when to save, when to stop."""
+
+    output_dir: str = text("runs/default", "run directory", unit="path")
+    run_name: str | None = text(None, "name in reports and trackers; left out: the run directory's")
+    device: Literal["auto", "cuda", "cpu"] = setting("auto", "where ranks compute; auto = cuda")
+    seed: int = setting(0, "seed of data order, dropout and random weights", unit="number", ge=0, lt=2**32)
+    logging_steps: int = setting(1, "a metrics line every so many steps", unit="steps", ge=1, le=MAX_TOKENS)
+    eval_steps: int | None = setting(
+        None, "evaluate every so many steps; left out: at the end", unit="steps", ge=1, le=MAX_TOKENS
+    )
+    save_steps: int | None = setting(
+        None, "checkpoint every so many steps; left out: at the end", unit="steps", ge=1, le=MAX_TOKENS
+    )
+    save_total_limit: int | None = setting(
+        2, "checkpoints kept; null = all; the newest valid one is never deleted", unit="checkpoints", ge=1, le=1_000_000
+    )
+    async_save: bool = setting(False, "write checkpoints while steps go on")
+    on_save_error: Literal["stop", "continue"] = setting("stop", "what follows when a checkpoint cannot be written")
+    resume_from_checkpoint: str | None = text(
+        None, "checkpoint folder, or `auto` for the newest valid one", unit="path"
+    )
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = setting(
+        (), "trackers beside metrics.jsonl", unit="names", max_length=2
+    )
+    rehearsal: bool = setting(True, "one step, evaluation and save at the longest row before step 1, without effect")
+    price_per_gpu_hour: float | None = setting(None, "shown as money while training", unit="USD", ge=0, le=10_000)
+    max_hours: float | None = setting(None, "stop with a checkpoint after this time", unit="hours", gt=0, le=100_000)
+    max_cost: float | None = setting(None, "stop with a checkpoint at this cost", unit="USD", gt=0, le=1e9)
+    max_bad_steps: int = setting(
+        3, "steps with a NaN or infinite loss before the run stops", unit="steps", ge=0, le=1_000_000
+    )
+    max_restarts: int = setting(
+        0, "restarts from the newest checkpoint after a lost rank", unit="restarts", ge=0, le=10_000
+    )
+    step_timeout: float = setting(1800.0, "a step that takes longer is taken for a hang", unit="seconds", gt=0, le=1e6)
+
+
+class Recipe(Section):
+    """Everything about a run."""
+
+    model: Model = setting(..., "which model, precision, attention")
+    parallel: Parallel = setting(Parallel(), "how ranks share the work")
+    data: Data = setting(..., "from documents to rows of tokens")
+    train: Train = setting(Train(), "steps, batch, optimizer")
+    memory: Memory = setting(Memory(), "levers that trade time or host memory for GPU memory")
+    lora: Lora | None = setting(None, "adapters instead of full fine-tuning")
+    run: Run = setting(Run(), "where results go, when to save, when to stop")
+    deepspeed: dict[str, Any] = setting(
+        {},
+        "merged last into the DeepSpeed config; a key that contradicts the recipe is an error",
+        unit="keys",
+        max_length=1000,
+    )
+
+
+def compute_recipe_hash(recipe: Recipe) -> str:
+    """Hash of what decides a run's values: the sections model, data, train and lora and the seed. Layout, memory levers
+    and bookkeeping may change between a run and its continuation."""
+    deciding = recipe.model_dump(mode="json", include={"model", "data", "train", "lora"})
+    deciding["data"] = {k: v for k, v in deciding["data"].items() if k not in ("store_dir", "num_workers")}
+    deciding["seed"] = recipe.run.seed
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]

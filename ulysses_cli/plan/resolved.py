@@ -1,0 +1,118 @@
+"""What follows from a recipe once its model is known: the resolved plan that is printed before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+from dataclasses import dataclass
+
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.recipe import Recipe, compute_recipe_hash
+from ulysses_cli.plan.schema import walk_settings
+
+PAD_TOKENS = 128  # kernels work on tiles of this many tokens; a row that is a multiple wastes none
+
+
+@dataclass(frozen=True)
+class KvHeads:
+    """Key/value heads on each rank. When sp_size does not divide them, ranks share: a head goes to each rank whose
+    query heads need it, and its gradients are summed."""
+
+    num_local: int
+    is_repeated: bool
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Every value that a recipe leaves to be derived."""
+
+    layout: Layout
+    recipe_hash: str
+    pad_to_multiple_of: int
+    row_tokens: int
+    local_tokens: int
+    rows_per_step: int
+    tokens_per_step: int
+    num_local_heads: int
+    kv_heads: KvHeads
+    rope_factor: float | None
+    defaults: tuple[str, ...]
+
+
+def make_layout(recipe: Recipe) -> Layout:
+    parallel = recipe.parallel
+    return Layout(parallel.dp_replicate_size, parallel.dp_shard_size, parallel.sp_size)
+
+
+def compute_pad_multiple(recipe: Recipe) -> int:
+    """auto: the largest of sp_size x 128, sp_size x 64, ... that divides max_length, so that no row outgrows it."""
+    written, sp_size = recipe.data.pad_to_multiple_of, recipe.parallel.sp_size
+    if written != "auto":
+        return written
+    tokens = PAD_TOKENS
+    while tokens > 1 and recipe.data.max_length % (sp_size * tokens):
+        tokens //= 2
+    return sp_size * tokens
+
+
+def compute_kv_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> KvHeads:
+    """The most key/value heads that any rank's run of query heads reaches."""
+    local_heads, group = num_heads // sp_size, num_heads // num_kv_heads
+    reached = [
+        (rank * local_heads + local_heads - 1) // group - rank * local_heads // group + 1 for rank in range(sp_size)
+    ]
+    return KvHeads(max(reached), is_repeated=num_kv_heads % sp_size != 0)
+
+
+def compute_rope_factor(recipe: Recipe, shape: ModelShape) -> float | None:
+    """How far positions are stretched: written, or max_length over the pretrained length."""
+    scaling = recipe.model.rope_scaling
+    if scaling is None:
+        return None
+    original = scaling.original_max_position_embeddings or shape.max_position_embeddings
+    return scaling.factor or max(1.0, recipe.data.max_length / original)
+
+
+def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> Resolved:
+    """Only for a recipe that passed its checks. `written` holds the keys that the user gave."""
+    layout = make_layout(recipe)
+    rows = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps * layout.dp_size
+    row_tokens = math.ceil(recipe.data.max_length / compute_pad_multiple(recipe)) * compute_pad_multiple(recipe)
+    return Resolved(
+        layout=layout,
+        recipe_hash=compute_recipe_hash(recipe),
+        pad_to_multiple_of=compute_pad_multiple(recipe),
+        row_tokens=row_tokens,
+        local_tokens=row_tokens // layout.sp_size,
+        rows_per_step=rows,
+        tokens_per_step=rows * row_tokens,
+        num_local_heads=shape.num_heads // layout.sp_size,
+        kv_heads=compute_kv_heads(shape.num_heads, shape.num_kv_heads, layout.sp_size),
+        rope_factor=compute_rope_factor(recipe, shape),
+        defaults=tuple(_list_defaults(recipe, written)),
+    )
+
+
+def _list_defaults(recipe: Recipe, written: Container[str]) -> list[str]:
+    """`key: value` for each setting that was left to its default, in the schema's order."""
+    lines = []
+    for setting in walk_settings():
+        section, _, name = setting.key.rpartition(".")
+        if setting.accepts.section or "[]" in setting.key or setting.key in written or section.count("."):
+            continue
+        holder = getattr(recipe, section, None) if section else recipe
+        if holder is not None:
+            lines.append(f"{setting.key}: {format_value(getattr(holder, name))}")
+    return lines
+
+
+def format_value(value: object) -> str:
+    """A setting's value as it would be written in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
+    return str(value)

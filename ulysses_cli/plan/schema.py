@@ -1,0 +1,167 @@
+"""Reads the recipe's schema: which kinds of value a setting takes, in words and for the loader.
+
+Knows pydantic's field objects, so that nobody else has to. Holds no setting of its own.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from ulysses_cli.plan.recipe import Recipe, Section
+
+SCALAR_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """What may stand at one place of a recipe. `item`, `value`: annotations of list elements and mapping values."""
+
+    section: type[Section] | None = None
+    item: Any = None
+    value: Any = None
+    scalars: tuple[type, ...] = ()
+    literals: tuple[Any, ...] = ()
+    is_optional: bool = False
+    bounds: dict[str, float] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """In words, for an error message: `a whole number from 1 to 4096`."""
+        words = [f"`{_spell(value)}`" for value in self.literals]
+        words += [SCALAR_WORDS[kind] + self.describe_bounds(kind) for kind in self.scalars]
+        if self.section:
+            words.append("a section")
+        if self.item is not None:
+            words.append(f"a list{self.describe_bounds(list)}, each {inspect_annotation(self.item).describe()}")
+        if self.value is not None:
+            words.append("a mapping")
+        if self.is_optional:
+            words.append("null")
+        return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+    def describe_bounds(self, kind: type) -> str:
+        low, high = self.bounds.get("ge", self.bounds.get("gt")), self.bounds.get("le", self.bounds.get("lt"))
+        if kind in (int, float) and low is not None and high is not None:
+            above = "above " if "gt" in self.bounds else "from "
+            below = " to below " if "lt" in self.bounds else " to "
+            return f" {above}{low:,}{below}{high:,}"
+        if kind is list and "max_length" in self.bounds:
+            return f" of {self.bounds.get('min_length', 0):,} to {self.bounds['max_length']:,}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field, as the loader and `config-schema` see it."""
+
+    key: str
+    doc: str
+    unit: str
+    default: Any
+    is_required: bool
+    accepts: Accepts
+    aliases: tuple[str, ...]
+    spellings: dict[Any, Any]
+    refused: dict[str, str]
+
+
+@cache
+def list_settings(section: type[Section]) -> dict[str, Setting]:
+    """The settings of a section by name."""
+    return {name: _read_field(name, info) for name, info in section.model_fields.items()}
+
+
+@cache
+def list_names(section: type[Section]) -> dict[str, str]:
+    """Every name that a section understands, aliases included -> the setting's own name."""
+    names = {name: name for name in list_settings(section)}
+    for name, found in list_settings(section).items():
+        names.update(dict.fromkeys(found.aliases, name))
+    return names
+
+
+def walk_settings(section: type[Section] = Recipe, prefix: str = "") -> Iterator[Setting]:
+    """Every setting with its full dotted key, sections before their content, list elements as `[]`."""
+    for name, found in list_settings(section).items():
+        yield replace(found, key=prefix + name)
+        inner = found.accepts.section
+        below = f"{prefix}{name}."
+        if found.accepts.item is not None:
+            inner, below = inspect_annotation(found.accepts.item).section, f"{prefix}{name}[]."
+        if inner:
+            yield from walk_settings(inner, below)
+
+
+def _read_field(name: str, info: FieldInfo) -> Setting:
+    extra: dict[str, Any] = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    accepts = inspect_annotation(info.annotation)
+    accepts = replace(accepts, bounds={**accepts.bounds, **_read_bounds(info.metadata)})
+    return Setting(
+        key=name,
+        doc=info.description or "",
+        unit=extra["unit"],
+        default=None if info.is_required() else info.default,
+        is_required=info.is_required(),
+        accepts=accepts,
+        aliases=tuple(extra["aliases"]),
+        spellings=extra["spellings"],
+        refused=extra["refused"],
+    )
+
+
+def inspect_annotation(annotation: Any) -> Accepts:
+    """What a Python annotation admits. The schema uses few forms; any other is a mistake in the schema."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return replace(inspect_annotation(args[0]), bounds=_read_bounds(args[1:]))
+    if origin in (Union, types.UnionType):
+        return _merge([inspect_annotation(arg) for arg in args])
+    if origin is Literal:
+        return Accepts(literals=args)
+    if origin is tuple:
+        return Accepts(item=args[0])
+    if origin is dict:
+        return Accepts(value=args[1])
+    if annotation is type(None):
+        return Accepts(is_optional=True)
+    if annotation is Any:
+        return Accepts(item=Any, value=Any, scalars=(bool, int, float, str), is_optional=True)
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return Accepts(section=annotation)
+    if annotation in SCALAR_WORDS:
+        return Accepts(scalars=(annotation,))
+    raise TypeError(f"the recipe's schema does not use {annotation}")
+
+
+def _merge(parts: list[Accepts]) -> Accepts:
+    return Accepts(
+        section=next((part.section for part in parts if part.section), None),
+        item=next((part.item for part in parts if part.item is not None), None),
+        value=next((part.value for part in parts if part.value is not None), None),
+        scalars=tuple(kind for part in parts for kind in part.scalars),
+        literals=tuple(value for part in parts for value in part.literals),
+        is_optional=any(part.is_optional for part in parts),
+        bounds={name: bound for part in parts for name, bound in part.bounds.items()},
+    )
+
+
+def _read_bounds(metadata: Any) -> dict[str, float]:
+    """Bounds by pydantic's names. A FieldInfo inside Annotated holds its own list of them."""
+    bounds: dict[str, float] = {}
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            bounds.update(_read_bounds(item.metadata))
+        for name in ("ge", "gt", "le", "lt", "min_length", "max_length"):
+            value = getattr(item, name, None)
+            if isinstance(value, int | float):
+                bounds[name] = value
+    return bounds
+
+
+def _spell(value: Any) -> str:
+    return "null" if value is None else str(value)

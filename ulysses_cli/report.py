@@ -1,0 +1,147 @@
+"""Values -> what people and programs read. The only place that prints.
+
+stdout is data, stderr is talk. Must not decide anything: exit codes are cli.py's, problems are plan's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ulysses_cli.plan.problem import Problem
+from ulysses_cli.validate import Validated
+
+STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+SHOWN_GROUPS = 4
+
+
+def print_data(text: str) -> None:
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def print_talk(text: str) -> None:
+    sys.stderr.write(text if text.endswith("\n") else text + "\n")
+
+
+def print_json(value: Any) -> None:
+    print_data(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_problems(problems: Sequence[Problem]) -> None:
+    """All problems on stderr, a blank line after each hint, then their number."""
+    for problem in problems:
+        head = [str(problem.where), paint(problem.key, "bold", sys.stderr), problem.message]
+        print_talk(": ".join(part for part in head if part))
+        if problem.hint:
+            print_talk(f"\n{paint('hint:', 'yellow', sys.stderr)} {problem.hint}\n\n")
+    print_talk(paint(format_count(len(problems), "problem"), "red", sys.stderr))
+
+
+def paint(text: str, style: str, stream: Any) -> str:
+    """Colour for a terminal, plain text for everything else."""
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if text and stream.isatty() else text
+
+
+def format_count(count: int, noun: str, plural: str = "") -> str:
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def format_parameters(count: int) -> str:
+    return f"{count / 1e9:.3g} B parameters" if count >= 1e9 else f"{count / 1e6:.3g} M parameters"
+
+
+def describe_plan(valid: Validated) -> dict[str, Any]:
+    """The resolved plan of a valid recipe as plain data, for JSON and for the text below."""
+    loaded, shape, resolved = valid.loaded, valid.shape, valid.resolved
+    if loaded is None or shape is None or resolved is None:
+        raise ValueError(f"{valid.file} has problems, so it has no plan")
+    recipe, layout = loaded.recipe, resolved.layout
+    return {
+        "recipe": loaded.file,
+        "recipe_hash": resolved.recipe_hash,
+        "model": {
+            "name": shape.name,
+            "source": valid.source,
+            "model_type": shape.model_type,
+            "num_parameters": shape.num_parameters,
+            "num_layers": shape.num_layers,
+            "windows": list(shape.windows),
+        },
+        "num_processes": layout.world_size,
+        "mesh": {**asdict(layout)},
+        "rows_are_shared_by": [list(group) for group in layout.sp_groups[:SHOWN_GROUPS]],
+        "heads": {
+            "num_heads": shape.num_heads,
+            "num_kv_heads": shape.num_kv_heads,
+            "local_heads": resolved.num_local_heads,
+            "local_kv_heads": resolved.kv_heads.num_local,
+            "kv_heads_are": "repeated" if resolved.kv_heads.is_repeated else "sharded",
+        },
+        "tokens": {
+            "row": resolved.row_tokens,
+            "local": resolved.local_tokens,
+            "rows_per_step": resolved.rows_per_step,
+            "per_step": resolved.tokens_per_step,
+            "pad_to_multiple_of": resolved.pad_to_multiple_of,
+        },
+        "rope_factor": resolved.rope_factor,
+        "method": "lora" if recipe.lora else "full",
+        "understood": list(loaded.notes),
+        "defaults": list(resolved.defaults),
+    }
+
+
+def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
+    model, mesh, heads, tokens = plan["model"], plan["mesh"], plan["heads"], plan["tokens"]
+    size = f"{format_parameters(model['num_parameters'])}, " if model["num_parameters"] else ""
+    windows = f", windows of {' and '.join(f'{w:,}' for w in model['windows'])} tokens" if model["windows"] else ""
+    groups = " ".join(_format_ranks(group) for group in plan["rows_are_shared_by"])
+    trained = "adapters are" if plan["method"] == "lora" else "all weights are"
+    more = " ..." if plan["num_processes"] // mesh["sp_size"] > SHOWN_GROUPS else ""
+    product = f"dp_replicate {mesh['dp_replicate_size']} x dp_shard {mesh['dp_shard_size']} x sp {mesh['sp_size']}"
+    lines = [
+        ("recipe", f"{plan['recipe']} is valid"),
+        ("model", f"{model['name']}: {model['model_type']}, {size}{model['num_layers']} layers{windows}"),
+        (
+            "",
+            f"shape from {model['source']}; {trained} trained",
+        ),
+        ("mesh", f"{format_count(plan['num_processes'], 'process', 'processes')} = {product}"),
+        ("rows", f"shared by ranks {groups}{more}" if mesh["sp_size"] > 1 else "one rank has a whole row"),
+        ("tokens", f"{tokens['row']:,} per row, {tokens['local']:,} per rank and row"),
+        ("step", f"{tokens['per_step']:,} tokens in {format_count(tokens['rows_per_step'], 'row')} per optimizer step"),
+        ("heads", _format_heads(heads, mesh["sp_size"])),
+    ]
+    if plan["rope_factor"]:
+        lines.append(("positions", f"stretched {plan['rope_factor']:g}x"))
+    lines += [("understood", note) for note in plan["understood"]]
+    text = "\n".join(f"{name:<11} {value}" for name, value in lines)
+    if with_defaults:
+        text += "\ndefaults\n" + "\n".join(f"  {line}" for line in plan["defaults"])
+    return text
+
+
+def _format_heads(heads: Mapping[str, Any], sp_size: int) -> str:
+    if sp_size == 1:
+        return f"{heads['num_heads']}, and {heads['num_kv_heads']} key/value heads"
+    text = f"{heads['local_heads']} of {heads['num_heads']} per rank, "
+    text += f"{heads['local_kv_heads']} of {heads['num_kv_heads']} key/value heads per rank"
+    if heads["kv_heads_are"] == "repeated":
+        return text + " (repeated: some ranks share a head, gradients are summed)"
+    return text + " (sharded)"
+
+
+def _format_ranks(group: Sequence[int]) -> str:
+    return f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0])
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns as wide as their content; the last one is left ragged."""
+    table = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+    )

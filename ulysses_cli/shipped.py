@@ -1,0 +1,54 @@
+"""The recipes that come with this tool: in the wheel beside this file, in a checkout at its root."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+IN_WHEEL = Path(__file__).parent / "recipes"
+IN_CHECKOUT = Path(__file__).parent.parent / "recipes"
+
+
+def get_folder() -> Path:
+    return IN_WHEEL if IN_WHEEL.is_dir() else IN_CHECKOUT
+
+
+def list_recipes() -> list[tuple[str, str]]:
+    """(name, first line of the header) of each."""
+    return [(file.stem, _read_summary(file)) for file in sorted(get_folder().glob("*.yaml"))]
+
+
+def read_recipe(name: str) -> str:
+    return _find(name).read_text(encoding="utf-8")
+
+
+def copy_recipe(name: str, to: Path | None, *, force: bool) -> Path:
+    source = _find(name)
+    target = to or Path(source.name)
+    if target.is_dir():
+        target = target / source.name
+    if target.exists() and not force:
+        raise RecipeError([Problem("", f"{target} exists", "add --force to overwrite it, or name another file")])
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise RecipeError([Problem("", f"{target} cannot be written: {error.strerror}")]) from None
+    return target
+
+
+def _find(name: str) -> Path:
+    wanted = name.removesuffix(".yaml")
+    names = [known for known, _ in list_recipes()]
+    if wanted in names:
+        return get_folder() / f"{wanted}.yaml"
+    close = difflib.get_close_matches(wanted, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else "`ulysses recipes list` shows them all"
+    raise RecipeError([Problem("", f"no recipe is called {name}", hint)])
+
+
+def _read_summary(file: Path) -> str:
+    with open(file, encoding="utf-8") as stream:
+        return stream.readline().lstrip("# ").strip()

@@ -1,0 +1,59 @@
+"""A recipe file and overrides -> its problems, or its resolved plan. What every command does first.
+
+Joins load, hub, check and resolve; holds no rule and prints nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ulysses_cli import hub
+from ulysses_cli.plan.check import check_recipe
+from ulysses_cli.plan.load import Loaded, load_recipe
+from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.resolved import Resolved, resolve
+
+
+@dataclass(frozen=True)
+class Validated:
+    """Either problems, or everything that is known about a valid recipe."""
+
+    file: str
+    problems: tuple[Problem, ...]
+    loaded: Loaded | None = None
+    shape: ModelShape | None = None
+    source: str = ""
+    resolved: Resolved | None = None
+
+
+def validate_recipe(
+    file: str, overrides: Sequence[str] = (), num_processes: int | None = None, *, online: bool = False
+) -> Validated:
+    """Every mistake at once; the model's shape is looked up even when the recipe has others."""
+    try:
+        loaded = load_recipe(file, overrides)
+    except RecipeError as error:
+        return Validated(file, error.problems)
+    problems: list[Problem] = []
+    found: hub.Found | None = None
+    try:
+        found = hub.find_model_shape(loaded.recipe, online=online)
+    except RecipeError as error:
+        problems = [replace(problem, where=loaded.locate(problem.key)) for problem in error.problems]
+    problems += check_recipe(loaded, found.shape if found else None, num_processes)
+    if problems or found is None:
+        return Validated(file, tuple(sorted(problems, key=lambda problem: problem.where)), loaded)
+    return Validated(file, (), loaded, found.shape, found.source, resolve(loaded.recipe, found.shape, loaded.places))
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Recipe files and `section.key=value` overrides, in any order."""
+    overrides = [word for word in words if "=" in word and not os.path.exists(word)]
+    return [word for word in words if word not in overrides], overrides
+
+
+def no_recipe(words: Sequence[str]) -> Problem:
+    return Problem("", f"no recipe among {' '.join(words)}", "name a recipe file; `ulysses recipes list` shows some")
