@@ -1,0 +1,74 @@
+"""What attention is, written once more and independently: the whole matrix of logits, autograd, no ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case of attention on rows that ranks share. `lengths` are documents of all rows of the batch together."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 8
+    lengths: tuple[int, ...] = (16,)
+    batch: int = 1
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    chunks: int = 1
+    dtype: torch.dtype = torch.float64
+    scale: float = field(default=0.3)
+
+    @property
+    def tokens(self) -> int:
+        """Of one row."""
+        return sum(self.lengths) // self.batch
+
+
+def make_tensors(problem: Problem, seed: int = 0) -> dict[str, Tensor]:
+    """q, k, v and dout [B, row, heads, dim] and sinks [heads], the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(problem.dtype)
+
+    shape = (problem.batch, problem.tokens)
+    return {
+        "q": draw(*shape, problem.heads, problem.dim),
+        "k": draw(*shape, problem.kv_heads, problem.dim),
+        "v": draw(*shape, problem.kv_heads, problem.dim),
+        "sinks": draw(problem.heads),
+        "dout": draw(*shape, problem.heads, problem.dim),
+    }
+
+
+def compute_reference(problem: Problem, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Output and gradients in float64."""
+    leaves = {name: tensor.double().clone().requires_grad_() for name, tensor in tensors.items() if name != "dout"}
+    total = problem.batch * problem.tokens
+    q, k, v = (leaves[name].reshape(total, -1, problem.dim) for name in "qkv")
+    group = problem.heads // problem.kv_heads
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = torch.einsum("qhd,khd->hqk", q, k) * problem.scale
+    if problem.softcap is not None:
+        logits = problem.softcap * torch.tanh(logits / problem.softcap)
+    owner = torch.repeat_interleave(torch.arange(len(problem.lengths)), torch.tensor(problem.lengths))
+    at = torch.arange(total)
+    distance = at[:, None] - at
+    allowed = (distance >= 0) & (owner[:, None] == owner)
+    if problem.window is not None:
+        allowed &= distance < problem.window
+    logits = logits.masked_fill(~allowed, -math.inf)
+    if problem.has_sinks:
+        logits = torch.cat([logits, leaves["sinks"][:, None, None].expand(-1, total, 1)], -1)
+    out = torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., :total], v)
+    out = out.reshape(problem.batch, problem.tokens, problem.heads, problem.dim)
+    names = ["q", "k", "v", *(["sinks"] if problem.has_sinks else [])]
+    grads = torch.autograd.grad(out, [leaves[name] for name in names], tensors["dout"].double())
+    return {"out": out.detach(), **{f"d{name}": grad for name, grad in zip(names, grads, strict=True)}}

@@ -1,0 +1,310 @@
+"""Ulysses attention on 2 and 4 ranks against plain attention on one: output and every gradient, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention import Problem, compute_reference, make_tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_on_ranks
+from torch import Tensor
+
+from ulysses_cli.train.documents import make_documents
+from ulysses_cli.train.exchange import make_axis
+from ulysses_cli.train.torch_kernels import Rule
+from ulysses_cli.train.ulysses import ulysses_attention
+
+
+def run_ulysses(problem: Problem, tensors: dict[str, Tensor], kernel: str = "sdpa") -> dict[str, Tensor]:
+    """This rank's slice of the rows through Ulysses; whole output and gradients put together on every rank."""
+    axis = make_axis(dist.group.WORLD)
+    local = problem.tokens // axis.size
+    part = slice(axis.rank * local, (axis.rank + 1) * local)
+    # As transformers hands them over: [B, heads, S, D], seen as [B, S, heads, D] through a transpose.
+    leaves = {
+        name: tensors[name][:, part].transpose(1, 2).contiguous().requires_grad_() for name in ("q", "k", "v")
+    }
+    sinks = tensors["sinks"].clone().requires_grad_() if problem.has_sinks else None
+    out = ulysses_attention(
+        *(leaf.transpose(1, 2) for leaf in leaves.values()),
+        make_documents(problem.lengths),
+        Rule(problem.scale, problem.window, problem.softcap),
+        axis=axis,
+        kernel=kernel,
+        sinks=sinks,
+        num_head_chunks=problem.chunks,
+    )
+    out.backward(tensors["dout"][:, part])
+    found = {"out": gather_rows(out.detach())}
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        found[f"d{name}"] = gather_rows(leaf.grad.transpose(1, 2))
+    if sinks is not None and sinks.grad is not None:
+        dist.all_reduce(sinks.grad)
+        found["dsinks"] = sinks.grad
+    return found
+
+
+def gather_rows(part: Tensor) -> Tensor:
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
+    return torch.cat(parts, 1)
+
+
+def measure_errors(problem: Problem) -> dict[str, float]:
+    """Largest difference from the reference, relative to the largest value, per tensor."""
+    tensors = make_tensors(problem)
+    expected, found = compute_reference(problem, tensors), run_ulysses(problem, tensors)
+    assert found.keys() == expected.keys()
+    return {name: compare(found[name], expected[name]) for name in expected}
+
+
+def compare(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    assert bool(torch.isfinite(found).all())
+    return ((found.double() - expected).abs().max() / expected.abs().max().clamp(min=0.1)).item()
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+def check(num_ranks: int, problem: Problem) -> None:
+    for errors in run_on_ranks(num_ranks, measure_errors, problem):
+        assert max(errors.values()) < TOLERANCE[problem.dtype], errors
+
+
+HEADS = [(4, 4), (8, 4), (8, 2), (4, 1), (12, 3), (12, 6), (24, 3)]
+DOCUMENTS = {
+    "one": (64,),
+    "on-edges": (16, 16, 32),
+    "off-edges": (5, 30, 1, 1, 27),
+    "forty": (1,) * 30 + (3,) * 9 + (7,),
+    "padded": (40, 13, 11),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}-over-{heads[1]}")
+def test_heads(num_ranks: int, heads: tuple[int, int]) -> None:
+    check(num_ranks, Problem(heads=heads[0], kv_heads=heads[1], lengths=DOCUMENTS["off-edges"]))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_documents(num_ranks: int, documents: str) -> None:
+    check(num_ranks, Problem(lengths=DOCUMENTS[documents]))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("window", [1, 3, 15, 16, 17, 40, 64, 1000])
+def test_windows(num_ranks: int, window: int) -> None:
+    """Shorter and longer than a rank's slice, which is 32 or 16 tokens."""
+    check(num_ranks, Problem(window=window))
+    check(num_ranks, Problem(window=window, lengths=DOCUMENTS["off-edges"]))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(softcap=2.0),
+        Problem(has_sinks=True, lengths=DOCUMENTS["off-edges"]),
+        Problem(has_sinks=True, window=5, chunks=2, heads=8),
+        Problem(has_sinks=True, softcap=3.0, window=9, heads=12, kv_heads=3),
+        Problem(batch=3, lengths=(10, 14, 24, 1, 23)),
+        Problem(batch=2, lengths=(10, 14, 24), heads=12, kv_heads=3, chunks=3, has_sinks=True),
+        Problem(dim=1),
+        Problem(lengths=(4,)),
+    ],
+    ids=str,
+)
+def test_rules_and_batches(num_ranks: int, problem: Problem) -> None:
+    check(num_ranks, problem)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1), (24, 3), (24, 6)])
+def test_chunks_of_heads(num_ranks: int, heads: tuple[int, int]) -> None:
+    for chunks in (1, 2, heads[0] // num_ranks):
+        if heads[0] // num_ranks % chunks == 0:
+            check(num_ranks, Problem(*heads, lengths=DOCUMENTS["off-edges"], chunks=chunks))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_precision(num_ranks: int, dtype: torch.dtype, chunks: int) -> None:
+    for window in (None, 9):
+        check(num_ranks, Problem(8, 2, 16, DOCUMENTS["off-edges"], dtype=dtype, chunks=chunks, window=window))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Any heads that 4 ranks can split, any documents, any rule; rows padded at the end to a multiple of 4."""
+    kv_heads = draw(st.integers(1, 6))
+    heads = draw(st.sampled_from([n for n in range(4, 25, 4) if n % kv_heads == 0] or [4 * kv_heads]))
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+    lengths.append(4 - sum(lengths) % 4)
+    return Problem(
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=draw(st.integers(1, 9)),
+        lengths=tuple(lengths),
+        window=draw(st.none() | st.integers(1, 80)),
+        softcap=draw(st.none() | st.floats(0.5, 10)),
+        has_sinks=draw(st.booleans()),
+        chunks=draw(st.sampled_from([n for n in range(1, 7) if heads // 4 % n == 0])),
+    )
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_any_problem(problem: Problem) -> None:
+    check(4, problem)
+
+
+@pytest.mark.full
+@settings(max_examples=1500)
+@given(problems())
+def test_very_many_problems(problem: Problem) -> None:
+    check(4, problem)
+
+
+def disturb(problem: Problem, document: int) -> dict[str, Any]:
+    """Replace one document's q, k and v -> for each document, whether its output and gradients kept every bit."""
+    tensors = make_tensors(problem)
+    other = make_tensors(problem, seed=1)
+    begin = sum(problem.lengths[:document])
+    inside = slice(begin, begin + problem.lengths[document])
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in ("q", "k", "v"):
+        changed[name][:, inside] = other[name][:, inside]
+    before, after = run_ulysses(problem, tensors), run_ulysses(problem, changed)
+    kept = {}
+    begin = 0
+    for index, length in enumerate(problem.lengths):
+        part = slice(begin, begin + length)
+        kept[index] = all(torch.equal(before[name][:, part], after[name][:, part]) for name in ("out", "dq", "dk", "dv"))
+        begin += length
+    return kept
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", [{}, {"window": 7}, {"softcap": 2.0}, {"has_sinks": True}, {"chunks": 2}], ids=str)
+def test_documents_never_mix(num_ranks: int, dtype: torch.dtype, rule: dict[str, Any]) -> None:
+    """Changing document A leaves every output and gradient of document B bit-identical."""
+    problem = Problem(heads=8, lengths=(21, 1, 30, 12), dtype=dtype, **rule)
+    for document in range(4):
+        for kept in run_on_ranks(num_ranks, disturb, problem, document):
+            assert kept == {index: index != document for index in range(4)}
+
+
+def look_past_the_window(problem: Problem) -> tuple[bool, bool]:
+    """Change a token -> (tokens just outside its window kept every bit, the last one inside did not)."""
+    tensors = make_tensors(problem)
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    changed["k"][:, 10] += 1
+    changed["v"][:, 10] += 1
+    before, after = (run_ulysses(problem, given)["out"] for given in (tensors, changed))
+    assert problem.window is not None
+    last = 10 + problem.window - 1
+    return torch.equal(before[:, last + 1 :], after[:, last + 1 :]), not torch.equal(before[:, last], after[:, last])
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 30])
+def test_the_window_ends_where_it_ends(window: int) -> None:
+    assert run_on_ranks(4, look_past_the_window, Problem(window=window, lengths=(64,))) == [(True, True)] * 4
+
+
+def count_collectives(problem: Problem) -> tuple[dict[str, int], dict[str, int]]:
+    """Collectives of a forward and of a backward, by operator, as the dispatcher sees them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: dict[str, int] = {}
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(op)
+            if name.startswith("c10d") or "_local_scalar_dense" in name:
+                self.seen[name] = self.seen.get(name, 0) + 1
+            return op(*args, **(kwargs or {}))
+
+    axis = make_axis(dist.group.WORLD)
+    tensors = make_tensors(problem)
+    local = problem.tokens // axis.size
+    q, k, v = (tensors[name][:, :local].clone().requires_grad_() for name in "qkv")
+    documents, rule = make_documents(problem.lengths), Rule(problem.scale)
+    with Counter() as forward:
+        out = ulysses_attention(q, k, v, documents, rule, axis=axis, kernel="sdpa", num_head_chunks=problem.chunks)
+    with Counter() as backward:
+        out.sum().backward()
+    return forward.seen, backward.seen
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("heads", [(8, 4), (8, 1), (24, 3)])
+def test_two_collectives_each_way(chunks: int, heads: tuple[int, int]) -> None:
+    """All-to-alls are all there is: no gathering, no reading of a device value."""
+    for forward, backward in run_on_ranks(4, count_collectives, Problem(*heads, chunks=chunks)):
+        assert forward == {"c10d.alltoall_base_.default": 2 * chunks}
+        assert backward == {"c10d.alltoall_base_.default": 2 * chunks}
+
+
+def call_wrongly() -> str:
+    q = torch.zeros(1, 4, 4, 8)
+    try:
+        ulysses_attention(q, q, q, make_documents((4,)), Rule(1.0), axis=make_axis(dist.group.WORLD), kernel="sdpa")
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_documents_must_fill_the_rows() -> None:
+    expected = "documents hold 4 tokens, but 1 rows x 4 tokens x 2 ranks make 8"
+    assert run_on_ranks(2, call_wrongly) == [expected] * 2
+
+
+def run_twice(problem: Problem) -> bool:
+    """Backward twice through a graph that is kept: the first must not take what the second needs."""
+    axis, tensors = make_axis(dist.group.WORLD), make_tensors(problem)
+    local = problem.tokens // axis.size
+    q, k, v = (tensors[name][:, :local].clone().requires_grad_() for name in "qkv")
+    out = ulysses_attention(q, k, v, make_documents(problem.lengths), Rule(0.3), axis=axis, kernel="sdpa")
+    first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    second = torch.autograd.grad(out.sum(), (q, k, v))
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_graph_that_is_kept() -> None:
+    assert run_on_ranks(2, run_twice, Problem()) == [True, True]
+
+
+def run_compiled(problem: Problem) -> float:
+    """Inside torch.compile the call is a break in the graph; values stay."""
+    axis, tensors = make_axis(dist.group.WORLD), make_tensors(problem)
+    local = problem.tokens // axis.size
+    q, k, v = (tensors[name][:, :local].clone() for name in "qkv")
+    documents = make_documents(problem.lengths)
+
+    def model(x: Tensor) -> Tensor:
+        return 2 * ulysses_attention(x * 1.5, k, v, documents, Rule(0.3), axis=axis, kernel="sdpa")
+
+    compiled = torch.compile(model, backend="aot_eager")
+    results = []
+    for call in (model, compiled):
+        leaf = q.clone().requires_grad_()
+        out = call(leaf)
+        out.square().sum().backward()
+        results.append((out.detach(), leaf.grad))
+    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+
+
+def test_under_compile() -> None:
+    assert max(run_on_ranks(2, run_compiled, Problem())) == 0.0

@@ -1,0 +1,52 @@
+"""Where documents begin in the tokens of a row: prepared once per row, handed to every layer.
+
+Boundaries are data. They are never guessed from positions, and reading them never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Lengths of the documents that fill the global tokens, on the host, and their bounds on the device.
+
+    With several rows in a batch, the rows' documents follow each other: row 0's, then row 1's.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: torch.Tensor  # int32 [num_documents + 1]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def max_tokens(self) -> int:
+        return max(self.lengths)
+
+    def walk(self) -> Iterator[tuple[int, int]]:
+        """(first token, one past the last) of each document."""
+        return walk_bounds(self.lengths)
+
+
+def make_documents(lengths: Sequence[int], device: torch.device | str = "cpu") -> Documents:
+    """Documents of these lengths, one after another. Padding is a document of its own."""
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"document lengths must be positive, found {list(lengths)}")
+    bounds = [0, *accumulate(lengths)]
+    if bounds[-1] >= 2**31:
+        raise ValueError(f"{bounds[-1]} tokens in one call: bounds are 32-bit integers")
+    return Documents(tuple(lengths), torch.tensor(bounds, dtype=torch.int32, device=device))
+
+
+def walk_bounds(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    end = 0
+    for length in lengths:
+        yield end, end + length
+        end += length

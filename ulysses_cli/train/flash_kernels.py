@@ -1,0 +1,2 @@
+"""temporary"""
+VERSIONS: dict = {}

@@ -1,0 +1,108 @@
+"""Attention on [tokens, heads, head_dim] with document bounds: the table of kernels, and sinks for all of them.
+
+`attend` and `attend_backward` are torch operators, so that recomputation can keep their results, tracing knows their
+shapes and counters see them. What a kernel can serve stands in plan/attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.plan.attention import BACK_ENDS
+from ulysses_cli.train import flash_kernels, torch_kernels
+from ulysses_cli.train.documents import Documents
+from ulysses_cli.train.torch_kernels import Rule
+
+
+class Kernel(NamedTuple):
+    """`find_missing` says why the kernel cannot be had on this machine, or ''."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    find_missing: Callable[[], str] = lambda: ""
+
+
+KERNELS: dict[str, Kernel] = {
+    "sdpa": Kernel(torch_kernels.forward_sdpa, torch_kernels.backward_sdpa),
+    "torch_varlen": Kernel(torch_kernels.forward_varlen, torch_kernels.backward_varlen),
+    "cudnn": Kernel(torch_kernels.forward_cudnn, torch_kernels.backward_cudnn),
+    "flex_attention": Kernel(torch_kernels.forward_flex, torch_kernels.backward_flex),
+    **{
+        name: Kernel(back_end.forward, back_end.backward, back_end.find_missing)
+        for name, back_end in flash_kernels.VERSIONS.items()
+    },
+}
+# assert set(KERNELS) == set(BACK_ENDS)
+
+
+@torch.library.custom_op("ulysses::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor,
+    lengths: Sequence[int],
+    kernel: str,
+    scale: float,
+    window_tokens: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention inside documents -> (out like q, log-sum-exp [heads, tokens]). A sink is a logit of its head
+    that takes weight and gives nothing: it only raises the normaliser, so any kernel that hands that out serves it."""
+    documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
+    out, lse = KERNELS[kernel].forward(q, k, v, documents, rule)
+    if sinks is None:
+        return out.contiguous(), lse.contiguous()
+    raised = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    share = torch.exp(lse - raised).mT[..., None]
+    return (out.to(lse.dtype) * share).to(out.dtype), raised
+
+
+@attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, lengths: Sequence[int],
+    kernel: str, scale: float, window_tokens: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    precision = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty((q.size(1), q.size(0)), dtype=precision)
+
+
+@torch.library.custom_op("ulysses::attend_backward", mutates_args=())
+def attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Sequence[int],
+    kernel: str,
+    scale: float,
+    window_tokens: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. With the raised log-sum-exp, a kernel's own backward is that of attention with sinks:
+    it makes the weights as exp(logit - lse) and their mean from dout and out, and both already know of the sink."""
+    documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
+    dq, dk, dv = KERNELS[kernel].backward(dout, q, k, v, out, lse, documents, rule)
+    return dq, dk, dv
+
+
+@attend_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    lengths: Sequence[int], kernel: str, scale: float, window_tokens: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def compute_sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[heads]. A sink's weight is exp(sink - lse); raising it takes that share from what the token's output gives."""
+    given = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).mT
+    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * given).sum(-1).to(sinks.dtype)

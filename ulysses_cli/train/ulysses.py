@@ -1,0 +1,176 @@
+"""Ulysses attention: one all-to-all trades each rank's slice of the row for a subset of the heads, a second trades the
+result back. Two collectives forward, two backward (per chunk of heads), nothing else; values do not depend on sp.
+
+Takes tensors and an axis. Knows no recipe and no model, and keeps no state between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.train.documents import Documents
+from ulysses_cli.train.exchange import Axis, exchange_in, exchange_out
+from ulysses_cli.train.heads import Chunk, HeadPlan, Span, plan_heads
+from ulysses_cli.train.kernels import attend, attend_backward, compute_sink_gradient
+from ulysses_cli.train.torch_kernels import Rule
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    rule: Rule,
+    *,
+    axis: Axis,
+    kernel: str,
+    sinks: Tensor | None = None,
+    num_head_chunks: int = 1,
+) -> Tensor:
+    """Exact causal attention inside documents of rows that are split over the ranks of `axis`.
+
+    q [B, S, heads, D], k and v [B, S, kv_heads, D], any strides -> [B, S, heads, D]. `documents` describes the whole
+    rows. Ranks of the axis call this together and with the same shapes: each call is two collectives on it.
+    """
+    batch, tokens, heads, _ = q.shape
+    if documents.num_tokens != batch * tokens * axis.size:
+        raise ValueError(
+            f"documents hold {documents.num_tokens} tokens, but {batch} rows x {tokens} tokens x {axis.size} ranks "
+            f"make {batch * tokens * axis.size}"
+        )
+    plan = plan_heads(heads, k.size(2), axis.size, num_head_chunks)
+    out: Tensor = _Attention.apply(q, k, v, sinks, _Call(documents, rule, axis, kernel, plan))
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What a call is made of besides its tensors."""
+
+    documents: Documents
+    rule: Rule
+    axis: Axis
+    kernel: str
+    plan: HeadPlan
+
+    def list_options(self) -> tuple[Any, ...]:
+        documents, rule = self.documents, self.rule
+        return documents.cu_seqlens, documents.lengths, self.kernel, rule.scale, rule.window_tokens, rule.softcap
+
+
+class _Attention(torch.autograd.Function):
+    """In one chunk, what the kernel saw is kept for the backward. In several, only the rank's own slices are kept and
+    the backward exchanges them again, so that whole rows exist for one chunk of heads at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+        ctx.call, ctx.num_kv_heads = call, k.size(2)
+        chunks, batch, heads = call.plan.chunks, q.size(0), q.size(2)
+        if len(chunks) == 1:
+            rows = exchange_in([q, k, v], [chunks[0].queries, chunks[0].keys, chunks[0].keys], call.axis)
+            result, lse = _attend(rows, sinks, chunks[0], call)
+            ctx.save_for_backward(*rows, result, lse, sinks)
+            return exchange_out([result], [chunks[0].queries], call.axis, batch, num_heads=[heads])[0]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        all_lse = []
+        for chunk in chunks:
+            rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], call.axis)
+            result, lse = _attend(rows, sinks, chunk, call)
+            del rows
+            exchange_out([result], [chunk.queries], call.axis, batch, [out])
+            all_lse.append(lse)
+        ctx.save_for_backward(q, k, v, out, sinks, *all_lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (_backward_at_once if len(ctx.call.plan.chunks) == 1 else _backward_by_chunks)(ctx, dout)
+
+
+def _backward_at_once(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    call: _Call = ctx.call
+    *rows, result, lse, sinks = ctx.saved_tensors
+    chunk, batch, counts = call.plan.chunks[0], dout.size(0), [dout.size(2), ctx.num_kv_heads, ctx.num_kv_heads]
+    (drows,) = exchange_in([dout], [chunk.queries], call.axis)
+    grads, dsinks = _attend_backward(rows, drows, result, lse, sinks, chunk, call)
+    # What the kernel saw is not needed to send gradients home. Letting go of it here is what keeps the peak low.
+    ctx.maybe_clear_saved_tensors()
+    del rows, result, drows
+    spans = [chunk.queries, chunk.keys, chunk.keys]
+    if not call.plan.adds_up:
+        return *exchange_out(grads, spans, call.axis, batch, num_heads=counts), dsinks, None
+    into = _make_room(dout, counts, adds=True)
+    exchange_out(grads, spans, call.axis, batch, into, adds=[False, True, True])
+    return *(grad.to(dout.dtype) for grad in into), dsinks, None
+
+
+def _backward_by_chunks(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    call: _Call = ctx.call
+    q, k, v, out, sinks, *all_lse = ctx.saved_tensors
+    counts, adds = [q.size(2), k.size(2), k.size(2)], call.plan.adds_up
+    into = _make_room(dout, counts, adds=adds)
+    total_dsinks: Tensor | None = None
+    for chunk, lse in zip(call.plan.chunks, all_lse, strict=True):
+        spans = [chunk.queries, chunk.keys, chunk.keys]
+        *rows, drows, result = exchange_in([q, k, v, dout, out], [*spans, chunk.queries, chunk.queries], call.axis)
+        grads, dsinks = _attend_backward(rows, drows, result, lse, sinks, chunk, call)
+        del rows, drows, result
+        exchange_out(grads, spans, call.axis, q.size(0), into, adds=[False, adds, adds])
+        if dsinks is not None:
+            total_dsinks = dsinks if total_dsinks is None else total_dsinks + dsinks
+    return *(grad.to(dout.dtype) for grad in into), total_dsinks, None
+
+
+def _make_room(dout: Tensor, counts: Sequence[int], *, adds: bool) -> list[Tensor]:
+    """For gradients; those of key/value heads that arrive piecemeal are summed in float32 or better."""
+    batch, tokens, _, dim = dout.shape
+    precise = torch.promote_types(dout.dtype, torch.float32) if adds else dout.dtype
+    dtypes = (dout.dtype, precise, precise)
+    make = torch.zeros if adds else torch.empty
+    return [make(batch, tokens, n, dim, dtype=dtype, device=dout.device) for n, dtype in zip(counts, dtypes, strict=True)]
+
+
+def _attend(rows: Sequence[Tensor], sinks: Tensor | None, chunk: Chunk, call: _Call) -> tuple[Tensor, Tensor]:
+    """The kernel on whole rows and this rank's heads -> result [T, h, D] and log-sum-exp [h, T]."""
+    first = chunk.queries[call.axis.rank].start
+    found = []
+    for queries, keys in call.plan.list_runs(chunk, call.axis.rank):
+        q, k, v = _cut(rows, queries, keys)
+        own_sinks = None if sinks is None else sinks[first + queries.start : first + queries.stop]
+        found.append(attend(q, k, v, own_sinks, *call.list_options()))
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([result for result, _ in found], 1), torch.cat([lse for _, lse in found], 0)
+
+
+def _attend_backward(
+    rows: Sequence[Tensor],
+    drows: Tensor,
+    result: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    chunk: Chunk,
+    call: _Call,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Gradients of the rows' queries, keys and values; of the sinks, for this rank's heads and zero elsewhere."""
+    found = []
+    for queries, keys in call.plan.list_runs(chunk, call.axis.rank):
+        own = slice(*queries)
+        parts = (drows[:, own], *_cut(rows, queries, keys), result[:, own], lse[own])
+        found.append(attend_backward(*parts, *call.list_options()))
+    grads = list(found[0]) if len(found) == 1 else [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
+    if sinks is None:
+        return grads, None
+    dsinks, heads = torch.zeros_like(sinks), slice(*chunk.queries[call.axis.rank])
+    dsinks[heads] = compute_sink_gradient(drows, result, lse, sinks[heads])
+    return grads, dsinks
+
+
+def _cut(rows: Sequence[Tensor], queries: Span, keys: Span) -> tuple[Tensor, ...]:
+    q, k, v = rows
+    return q[:, slice(*queries)], k[:, slice(*keys)], v[:, slice(*keys)]
