@@ -1,4 +1,4 @@
-"""Starts N gloo ranks once and runs functions on all of them: file rendezvous, a time limit, the first failing rank's trace.
+"""Starts N gloo ranks once and runs functions on them: file rendezvous, a time limit, the first failing rank's trace.
 
 A test hands over a function of its own module; it runs as `function(*args)` on each rank and returns what can be
 pickled. Ranks are kept for the next test. A rank that fails or hangs takes its whole pool with it, so that no test
@@ -68,7 +68,9 @@ class Pool:
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                raise RankError(f"ranks {sorted(waiting.values())} did not finish in {time_limit} s\n{self.read_stacks()}")
+                raise RankError(
+                    f"ranks {sorted(waiting.values())} did not finish in {time_limit} s\n{self.read_stacks()}"
+                )
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
@@ -137,7 +139,7 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
             value = function(*args)
             dist.barrier()
             pipe.send((True, value))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the test that asked is told
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
 

@@ -25,9 +25,7 @@ def run_ulysses(problem: Problem, tensors: dict[str, Tensor], kernel: str = "sdp
     local = problem.tokens // axis.size
     part = slice(axis.rank * local, (axis.rank + 1) * local)
     # As transformers hands them over: [B, heads, S, D], seen as [B, S, heads, D] through a transpose.
-    leaves = {
-        name: tensors[name][:, part].transpose(1, 2).contiguous().requires_grad_() for name in ("q", "k", "v")
-    }
+    leaves = {name: tensors[name][:, part].transpose(1, 2).contiguous().requires_grad_() for name in ("q", "k", "v")}
     sinks = tensors["sinks"].clone().requires_grad_() if problem.has_sinks else None
     out = ulysses_attention(
         *(leaf.transpose(1, 2) for leaf in leaves.values()),
@@ -188,7 +186,9 @@ def disturb(problem: Problem, document: int) -> dict[str, Any]:
     begin = 0
     for index, length in enumerate(problem.lengths):
         part = slice(begin, begin + length)
-        kept[index] = all(torch.equal(before[name][:, part], after[name][:, part]) for name in ("out", "dq", "dk", "dv"))
+        kept[index] = all(
+            torch.equal(before[name][:, part], after[name][:, part]) for name in ("out", "dq", "dk", "dv")
+        )
         begin += length
     return kept
 

@@ -1,2 +1,3 @@
 """temporary"""
+
 VERSIONS: dict = {}

@@ -18,6 +18,7 @@ from ulysses_cli.train.documents import Documents, make_documents
 from ulysses_cli.train.kernels import KERNELS, attend, attend_backward
 from ulysses_cli.train.torch_kernels import Rule
 
+
 @dataclass(frozen=True)
 class Choice:
     """The kernel of a run, and why it was taken."""
@@ -73,7 +74,8 @@ def _probe(name: str, need: Need, device: torch.device, window_tokens: int | Non
     try:
         found = _run(name, (dout, q, k, v), sinks, documents, rule)
     except (RuntimeError, TypeError, ValueError, ImportError, NotImplementedError, AssertionError) as error:
-        return f"failed its probe: {str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__}"
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return f"failed its probe: {reason[0][:160]}"
     expected = _run_reference([tensor.float() for tensor in (dout, q, k, v)], sinks, documents, rule)
     error = max((a.float() - b).abs().max().item() for a, b in zip(found, expected, strict=True))
     if math.isnan(error) or error > PROBE_TOLERANCE[need.dtype]:
@@ -90,9 +92,7 @@ def _run(
     return [out, *attend_backward(dout, q, k, v, out, lse, *row)]
 
 
-def _run_reference(
-    tensors: Sequence[Tensor], sinks: Tensor | None, documents: Documents, rule: Rule
-) -> list[Tensor]:
+def _run_reference(tensors: Sequence[Tensor], sinks: Tensor | None, documents: Documents, rule: Rule) -> list[Tensor]:
     """Attention as its definition says, with the whole matrix of logits and autograd."""
     dout, *inputs = tensors
     with torch.enable_grad():

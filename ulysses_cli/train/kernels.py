@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ulysses_cli.plan.attention import BACK_ENDS
 from ulysses_cli.train import flash_kernels, torch_kernels
 from ulysses_cli.train.documents import Documents
 from ulysses_cli.train.torch_kernels import Rule
@@ -36,7 +35,7 @@ KERNELS: dict[str, Kernel] = {
         for name, back_end in flash_kernels.VERSIONS.items()
     },
 }
-# assert set(KERNELS) == set(BACK_ENDS)
+assert set(KERNELS) == set(BACK_ENDS)
 
 
 @torch.library.custom_op("ulysses::attend", mutates_args=())

@@ -32,32 +32,45 @@ class Rule:
 
 def forward_sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
     """Document by document; blockwise where there is a softcap, or a window that cuts."""
+    if len(documents.lengths) == 1:
+        return _forward_document(q, k, v, rule)
     out, lse = torch.empty_like(q), _make_lse(q)
     for start, end in documents.walk():
         part = slice(start, end)
-        if _needs_blocks(q, rule, end - start):
-            out[part], lse[:, part] = forward_blocks(q[part], k[part], v[part], rule)
-        else:
-            heads = [_view_groups(tensor[part], k.size(1), q.size(1)) for tensor in (q, k, v)]
-            found, found_lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=rule.scale)
-            out[part], lse[:, part] = found.flatten(0, 1).transpose(0, 1), found_lse.flatten(0, 1)
+        out[part], lse[:, part] = _forward_document(q[part], k[part], v[part], rule)
     return out, lse
 
 
 def backward_sdpa(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if len(documents.lengths) == 1:
+        return _backward_document(dout, q, k, v, out, lse, rule)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for start, end in documents.walk():
         part = slice(start, end)
-        if _needs_blocks(q, rule, end - start):
-            found = backward_blocks(dout[part], q[part], k[part], v[part], out[part], lse[:, part], rule)
-        else:
-            heads = [_view_groups(tensor[part], k.size(1), q.size(1)) for tensor in (dout, q, k, v, out)]
-            heads.append(lse[:, part].unflatten(0, (k.size(1), -1)))
-            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True, scale=rule.scale)
-            found = (grads[0].flatten(0, 1).transpose(0, 1), *(_sum_groups(grad) for grad in grads[1:]))
-        dq[part], dk[part], dv[part] = found
+        found = _backward_document(dout[part], q[part], k[part], v[part], out[part], lse[:, part], rule)
+        for whole, grad in zip(grads, found, strict=True):
+            whole[part] = grad
+    return grads
+
+
+def _forward_document(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    if _needs_blocks(q, rule):
+        return forward_blocks(q, k, v, rule)
+    heads = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=rule.scale)
+    return out[0].transpose(0, 1), lse[0]
+
+
+def _backward_document(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _needs_blocks(q, rule):
+        return backward_blocks(dout, q, k, v, out, lse, rule)
+    heads = [tensor.transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, lse[None], 0.0, True, scale=rule.scale)
+    dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
     return dq, dk, dv
 
 
@@ -228,8 +241,8 @@ def _call_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule
     return out[0].transpose(0, 1), aux.lse[0]
 
 
-def _needs_blocks(q: Tensor, rule: Rule, tokens: int) -> bool:
-    return q.device.type != "cpu" or rule.softcap is not None or not rule.covers(tokens)
+def _needs_blocks(q: Tensor, rule: Rule) -> bool:
+    return q.device.type != "cpu" or rule.softcap is not None or not rule.covers(q.size(0))
 
 
 def _window_sides(rule: Rule) -> dict[str, int]:
@@ -243,18 +256,3 @@ def _get_precision(tensor: Tensor) -> torch.dtype:
 
 def _make_lse(q: Tensor) -> Tensor:
     return torch.empty(q.size(1), q.size(0), dtype=_get_precision(q), device=q.device)
-
-
-def _view_groups(tensor: Tensor, num_kv_heads: int, num_heads: int) -> Tensor:
-    """[tokens, heads, dim] -> [key/value heads, query heads of each, tokens, dim] without a copy: a key/value head is
-    shown to all its query heads at once."""
-    group = num_heads // num_kv_heads
-    if tensor.size(1) == num_heads:
-        return tensor.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
-    return tensor.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-
-
-def _sum_groups(grad: Tensor) -> Tensor:
-    """[key/value heads, query heads of each, tokens, dim] -> [tokens, key/value heads, dim]."""
-    summed = grad[:, 0] if grad.size(1) == 1 else grad.sum(1)
-    return summed.transpose(0, 1)

@@ -132,7 +132,9 @@ def _make_room(dout: Tensor, counts: Sequence[int], *, adds: bool) -> list[Tenso
     precise = torch.promote_types(dout.dtype, torch.float32) if adds else dout.dtype
     dtypes = (dout.dtype, precise, precise)
     make = torch.zeros if adds else torch.empty
-    return [make(batch, tokens, n, dim, dtype=dtype, device=dout.device) for n, dtype in zip(counts, dtypes, strict=True)]
+    return [
+        make(batch, tokens, n, dim, dtype=dtype, device=dout.device) for n, dtype in zip(counts, dtypes, strict=True)
+    ]
 
 
 def _attend(rows: Sequence[Tensor], sinks: Tensor | None, chunk: Chunk, call: _Call) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,148 @@
+"""Every model family through transformers' own interface, rows split over 1, 2 and 4 ranks, against the plain model on
+one process: logits' loss and the gradient of every parameter, with documents that do not see each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ulysses_cli.plan.families import FAMILIES
+from ulysses_cli.train.documents import make_documents
+from ulysses_cli.train.exchange import make_axis
+from ulysses_cli.train.interface import register_attention
+
+LENGTHS = (21, 1, 30, 12)
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 128,
+    "sliding_window": 9,
+    "attention_dropout": 0.0,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_hidden_layers": 6, "query_pre_attn_scalar": 16},
+    "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "smollm3": {"num_hidden_layers": 4},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "qwen3_moe": EXPERTS,
+    "mixtral": EXPERTS,
+}
+SPECIAL["gpt_oss"] |= EXPERTS
+
+
+def make_model(model_type: str, attention: str, **changes: Any) -> torch.nn.Module:
+    """The same weights whatever the attention."""
+    head_dim = {} if model_type in ("olmo2", "phi3") else {"head_dim": 16}
+    values = {
+        **TINY,
+        **head_dim,
+        **SPECIAL.get(model_type, {}),
+        **changes,
+        "attn_implementation": attention,
+        "experts_implementation": "eager",
+    }
+    config = AutoConfig.for_model(model_type, **values)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).double()
+    for name, parameter in model.named_parameters():
+        if "sinks" in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def make_row() -> tuple[Tensor, Tensor]:
+    """Token ids and their positions, which start anew in each document."""
+    ids = torch.randint(3, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    return ids, torch.cat([torch.arange(length) for length in LENGTHS])[None]
+
+
+def compute_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten() * 7 % 64, reduction="sum")
+
+
+def run_plain(model_type: str, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Each document on its own through the model's eager attention: no packing, so nothing to get wrong."""
+    model = make_model(model_type, "eager", **changes)
+    ids, _ = make_row()
+    total = torch.zeros((), dtype=torch.float64)
+    for document in ids.split(LENGTHS, 1):
+        total = total + compute_loss(model(document, use_cache=False).logits, document)
+    total.backward()
+    return total.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run_split(model_type: str, chunks: int, checkpointing: bool, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The packed row, split over all ranks."""
+    axis = make_axis(dist.group.WORLD if dist.is_initialized() else None)
+    model = make_model(model_type, register_attention(axis, "sdpa", chunks), **changes)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    ids, positions = (whole.chunk(axis.size, 1)[axis.rank] for whole in make_row())
+    logits = model(ids, position_ids=positions, use_cache=False, documents=make_documents(LENGTHS)).logits
+    loss = compute_loss(logits, ids)
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    total = loss.detach()
+    if axis.group is not None:
+        for tensor in (total, *grads.values()):
+            dist.all_reduce(tensor)
+    return total, grads
+
+
+def compare_models(
+    model_type: str, chunks: int, checkpointing: bool = False, changes: dict[str, Any] | None = None
+) -> float:
+    """Largest difference of loss and gradients, relative to each one's largest value."""
+    expected_loss, expected = run_plain(model_type, **(changes or {}))
+    loss, grads = run_split(model_type, chunks, checkpointing, **(changes or {}))
+    assert grads.keys() == expected.keys()
+    errors = [((grads[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected]
+    return max(*errors, abs(loss - expected_loss).item() / expected_loss.item())
+
+
+# float32 stands in some models' float64 paths (rotary tables, norms, routers' softmax), where rounding depends on the
+# number of rows computed together; it bounds what float64 weights can show.
+TOLERANCE = 1e-5
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_is_exact(model_type: str, num_ranks: int) -> None:
+    assert max(run_on_ranks(num_ranks, compare_models, model_type, 1)) < TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_is_exact_on_one_rank(model_type: str) -> None:
+    assert compare_models(model_type, 2) < TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
+def test_with_chunks_and_checkpointing(model_type: str) -> None:
+    """Documents must reach the recomputation too."""
+    assert max(run_on_ranks(2, compare_models, model_type, 2, True)) < TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_is_exact_on_eight_ranks(model_type: str) -> None:
+    """Twice as many ranks as key/value heads times two: each head serves four ranks."""
+    heads = {"num_attention_heads": 8, "hidden_size": 128}
+    assert max(run_on_ranks(8, compare_models, model_type, 1, False, heads)) < TOLERANCE
