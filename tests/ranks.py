@@ -22,6 +22,7 @@ from typing import Any
 
 TIME_LIMIT = 300.0
 START_LIMIT = 180.0
+STALE_SECONDS = 120.0
 _pools: dict[int, Pool] = {}
 
 
@@ -40,8 +41,17 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, time_
         raise
 
 
+def clear_stale_locks() -> None:
+    """A process that was killed while it built one of DeepSpeed's operators leaves a lock that everyone else waits for."""
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
+    for lock in Path(folder).rglob("lock"):
+        if time.time() - lock.stat().st_mtime > STALE_SECONDS:
+            lock.unlink(missing_ok=True)
+
+
 class Pool:
     def __init__(self, num_ranks: int) -> None:
+        clear_stale_locks()
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         self.pipes: list[Connection] = []

@@ -59,9 +59,7 @@ class BackEnd:
 # Sinks need no kernel of their own: they only change the log-sum-exp, and every back end that hands that out serves
 # them exactly, forward and backward (train/kernels.py).
 BACK_ENDS: dict[str, BackEnd] = {
-    "flash_attention_4": BackEnd(
-        "FlashAttention-4, Hopper and Blackwell", max_head_dim=128, head_dim_multiple=32, has_softcap=False
-    ),
+    "flash_attention_4": BackEnd("FlashAttention-4, Hopper and Blackwell", has_softcap=False),
     "flash_attention_3": BackEnd("FlashAttention-3, Hopper"),
     "flash_attention_2": BackEnd("FlashAttention-2, Ampere and newer"),
     "torch_varlen": BackEnd("torch's own variable-length flash attention", has_softcap=False),

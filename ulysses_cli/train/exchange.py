@@ -38,20 +38,20 @@ def exchange_in(slices: Sequence[Tensor], spans: Sequence[Spans], axis: Axis) ->
     if axis.group is None:
         return [part[:, :, own[0].start : own[0].stop].flatten(0, 1) for part, own in zip(slices, spans, strict=True)]
     batch, tokens, _, dim = slices[0].shape
-    widths = [sum(own[rank].count for own in spans) for rank in range(axis.size)]
+    widths = [sum(own[rank].num_heads for own in spans) for rank in range(axis.size)]
     send = slices[0].new_empty(sum(widths) * batch * tokens * dim)
     segments = _split(send, widths, batch, tokens, dim)
     offsets = [0] * axis.size
     for part, own in zip(slices, spans, strict=True):
         _pack(part, segments, own, offsets)
-        offsets = [at + span.count for at, span in zip(offsets, own, strict=True)]
+        offsets = [at + span.num_heads for at, span in zip(offsets, own, strict=True)]
     width = widths[axis.rank]
     received = send.new_empty(axis.size, batch, tokens, width, dim)
     _all_to_all(received, send, [width] * axis.size, widths, axis)
     del send, segments
     # With one row in the batch, tokens arrive in the row's order and nothing is moved.
     rows = received.transpose(0, 1).reshape(-1, width, dim)
-    return list(rows.split([own[axis.rank].count for own in spans], dim=1))
+    return list(rows.split([own[axis.rank].num_heads for own in spans], dim=1))
 
 
 def exchange_out(
@@ -83,7 +83,7 @@ def exchange_out(
     rows = _join(parts)
     send = rows.unflatten(0, (batch, axis.size, tokens)).transpose(0, 1).contiguous()
     del rows
-    widths = [sum(own[rank].count for own in spans) for rank in range(axis.size)]
+    widths = [sum(own[rank].num_heads for own in spans) for rank in range(axis.size)]
     received = send.new_empty(sum(widths) * batch * tokens * dim)
     _all_to_all(received, send, widths, [sum(counts)] * axis.size, axis)
     del send
@@ -93,7 +93,7 @@ def exchange_out(
     offsets = [0] * axis.size
     for own, whole, add in zip(spans, into, adds, strict=True):
         _unpack(whole, segments, own, offsets, add=add)
-        offsets = [at + span.count for at, span in zip(offsets, own, strict=True)]
+        offsets = [at + span.num_heads for at, span in zip(offsets, own, strict=True)]
     return into
 
 
@@ -120,19 +120,19 @@ def _pack(part: Tensor, segments: list[Tensor] | Tensor, spans: Spans, offsets: 
     """Copy each rank's heads of a slice to its segment: one copy in all where the spans follow a pattern."""
     pattern = find_pattern(spans)
     if isinstance(segments, Tensor) and pattern is not None:
-        room = segments[..., offsets[0] : offsets[0] + pattern.count, :]
+        room = segments[..., offsets[0] : offsets[0] + pattern.num_heads, :]
         room = room.unflatten(0, (pattern.num_distinct, pattern.num_copies))
         room.copy_(_view_heads(part, spans)[:, None].expand_as(room))
         return
     for segment, span, at in zip(segments, spans, offsets, strict=True):
-        segment[:, :, at : at + span.count] = part[:, :, span.start : span.stop]
+        segment[:, :, at : at + span.num_heads] = part[:, :, span.start : span.stop]
 
 
 def _unpack(whole: Tensor, segments: list[Tensor] | Tensor, spans: Spans, offsets: list[int], *, add: bool) -> None:
     """The reverse; heads that stand in several segments are summed, in float32 or better."""
     pattern = find_pattern(spans)
     if isinstance(segments, Tensor) and pattern is not None:
-        arrived = segments[..., offsets[0] : offsets[0] + pattern.count, :]
+        arrived = segments[..., offsets[0] : offsets[0] + pattern.num_heads, :]
         arrived = arrived.unflatten(0, (pattern.num_distinct, pattern.num_copies))
         precise = torch.promote_types(whole.dtype, torch.float32)
         summed = arrived[:, 0] if pattern.num_copies == 1 else arrived.sum(1, dtype=precise)
@@ -140,7 +140,7 @@ def _unpack(whole: Tensor, segments: list[Tensor] | Tensor, spans: Spans, offset
         room.add_(summed) if add else room.copy_(summed)
         return
     for segment, span, at in zip(segments, spans, offsets, strict=True):
-        room, part = whole[:, :, span.start : span.stop], segment[:, :, at : at + span.count]
+        room, part = whole[:, :, span.start : span.stop], segment[:, :, at : at + span.num_heads]
         room.add_(part) if add else room.copy_(part)
 
 
@@ -149,7 +149,7 @@ def _view_heads(whole: Tensor, spans: Spans) -> Tensor:
     pattern = find_pattern(spans)
     if pattern is None:
         raise AssertionError(f"no pattern in {spans}")
-    windows = whole[:, :, pattern.start :].unfold(2, pattern.count, pattern.step)[:, :, : pattern.num_distinct]
+    windows = whole[:, :, pattern.start :].unfold(2, pattern.num_heads, pattern.step)[:, :, : pattern.num_distinct]
     return windows.permute(2, 0, 1, 4, 3)
 
 

@@ -14,7 +14,7 @@ class Span(NamedTuple):
     stop: int
 
     @property
-    def count(self) -> int:
+    def num_heads(self) -> int:
         return self.stop - self.start
 
 
@@ -22,10 +22,10 @@ Spans = tuple[Span, ...]  # one for each rank of the axis
 
 
 class Pattern(NamedTuple):
-    """Spans that repeat: rank r has `count` heads from `start + (r // num_copies) x step` on."""
+    """Spans that repeat: rank r has `num_heads` heads from `start + (r // num_copies) x step` on."""
 
     start: int
-    count: int
+    num_heads: int
     step: int
     num_distinct: int
     num_copies: int
@@ -56,7 +56,7 @@ class HeadPlan:
             start = max(queries.start, key * self.group_size) - queries.start
             stop = min(queries.stop, (key + 1) * self.group_size) - queries.start
             at = key - keys.start
-            if runs and runs[-1][0].count == (stop - start) * runs[-1][1].count:
+            if runs and runs[-1][0].num_heads == (stop - start) * runs[-1][1].num_heads:
                 runs[-1] = (Span(runs[-1][0].start, stop), Span(runs[-1][1].start, at + 1))
             else:
                 runs.append((Span(start, stop), Span(at, at + 1)))
@@ -78,7 +78,7 @@ def plan_heads(num_heads: int, num_kv_heads: int, sp_size: int, num_chunks: int 
         queries = tuple(Span(start, start + width) for start in starts)
         keys = tuple(Span(q.start // group_size, (q.stop - 1) // group_size + 1) for q in queries)
         chunks.append(Chunk(queries, keys))
-    is_shared = sum(span.count for chunk in chunks for span in chunk.keys) > num_kv_heads
+    is_shared = sum(span.num_heads for chunk in chunks for span in chunk.keys) > num_kv_heads
     is_regular = all(find_pattern(chunk.keys) for chunk in chunks)
     return HeadPlan(group_size, tuple(chunks), is_shared and (num_chunks > 1 or not is_regular))
 
@@ -89,8 +89,10 @@ def find_pattern(spans: Spans) -> Pattern | None:
     starts = [span.start for span in spans]
     num_copies = starts.count(starts[0])
     distinct = sorted(set(starts))
-    step = distinct[1] - distinct[0] if len(distinct) > 1 else spans[0].count
-    found = Pattern(starts[0], spans[0].count, step, len(distinct), num_copies)
+    step = distinct[1] - distinct[0] if len(distinct) > 1 else spans[0].num_heads
+    found = Pattern(starts[0], spans[0].num_heads, step, len(distinct), num_copies)
     expected = [Span(found.start + r // num_copies * step, 0) for r in range(len(spans))]
-    follows = all(span == (want.start, want.start + found.count) for span, want in zip(spans, expected, strict=True))
-    return found if follows and step >= found.count else None
+    follows = all(
+        span == (want.start, want.start + found.num_heads) for span, want in zip(spans, expected, strict=True)
+    )
+    return found if follows and step >= found.num_heads else None

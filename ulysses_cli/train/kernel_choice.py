@@ -41,7 +41,8 @@ def choose_kernel(wanted: str, need: Need, device: torch.device, window_tokens: 
     passed: dict[str, float] = {}
     notes: list[str] = []
     for name in BACK_ENDS if wanted == "auto" else (wanted,):
-        obstacle = BACK_ENDS[name].find_obstacle(need, kind) or KERNELS[name].find_missing()
+        obstacle = BACK_ENDS[name].find_obstacle(need, kind)
+        obstacle = obstacle or (KERNELS[name].find_missing() if wanted == "auto" else "")
         obstacle = obstacle or _probe(name, need, device, window_tokens)
         if not obstacle:
             passed[name] = _time(name, need, device) if kind == "cuda" and wanted == "auto" else 0.0
@@ -77,9 +78,9 @@ def _probe(name: str, need: Need, device: torch.device, window_tokens: int | Non
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return f"failed its probe: {reason[0][:160]}"
     expected = _run_reference([tensor.float() for tensor in (dout, q, k, v)], sinks, documents, rule)
-    error = max((a.float() - b).abs().max().item() for a, b in zip(found, expected, strict=True))
-    if math.isnan(error) or error > PROBE_TOLERANCE[need.dtype]:
-        return f"differs from the reference by {error:.3g} on its probe"
+    largest = max((a.float() - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+    if math.isnan(largest) or largest > PROBE_TOLERANCE[need.dtype]:
+        return f"differs from the reference by {largest:.3g} on its probe"
     return ""
 
 

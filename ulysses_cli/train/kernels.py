@@ -7,10 +7,11 @@ shapes and counters see them. What a kernel can serve stands in plan/attention.p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ulysses_cli.train import flash_kernels, torch_kernels
 from ulysses_cli.train.documents import Documents
@@ -35,7 +36,6 @@ KERNELS: dict[str, Kernel] = {
         for name, back_end in flash_kernels.VERSIONS.items()
     },
 }
-assert set(KERNELS) == set(BACK_ENDS)
 
 
 @torch.library.custom_op("ulysses::attend", mutates_args=())
@@ -105,3 +105,24 @@ def compute_sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor)
     """[heads]. A sink's weight is exp(sink - lse); raising it takes that share from what the token's output gives."""
     given = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).mT
     return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * given).sum(-1).to(sinks.dtype)
+
+
+def count_pairs(lengths: Sequence[int], window_tokens: int | None) -> int:
+    """(query, key) pairs that causal attention looks at: what is masked out is not work."""
+    pairs = 0
+    for length in lengths:
+        window = min(window_tokens or length, length)
+        pairs += window * (window + 1) // 2 + (length - window) * window
+    return pairs
+
+
+@register_flop_formula(torch.ops.ulysses.attend)
+def _count_forward_flops(q: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    lengths, window_tokens = args[4], args[7]
+    return 4 * q[1] * q[2] * count_pairs(lengths, window_tokens)
+
+
+@register_flop_formula(torch.ops.ulysses.attend_backward)
+def _count_backward_flops(dout: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    lengths, window_tokens = args[6], args[9]
+    return 10 * dout[1] * dout[2] * count_pairs(lengths, window_tokens)

@@ -135,8 +135,8 @@ def backward_flex(
     """Flex hands out no backward of its own, so its forward runs again. With sinks, `out` and `lse` are the corrected
     ones; the factor between the two normalisers turns the cotangent of one into that of the other."""
     with torch.enable_grad():
-        inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-        plain_out, plain_lse = _call_flex(*inputs, documents, rule)
+        inputs = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
+        plain_out, plain_lse = _call_flex(inputs[0], inputs[1], inputs[2], documents, rule)
         share = torch.exp(plain_lse.detach() - lse)  # 1 where there are no sinks
         dlse = (1 - share) * (dout * out).sum(-1).mT.to(lse.dtype)
         scaled = (dout * share.mT[..., None]).to(dout.dtype)

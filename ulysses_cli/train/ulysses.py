@@ -88,7 +88,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return (_backward_at_once if len(ctx.call.plan.chunks) == 1 else _backward_by_chunks)(ctx, dout)
 
 

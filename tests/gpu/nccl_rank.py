@@ -1,0 +1,51 @@
+"""One rank of Ulysses over NCCL on a shared GPU. Started by test_gpu_kernels.py; exits with 1 on a difference."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from attention import Problem, compute_reference, make_tensors
+
+from ulysses_cli.plan.attention import BACK_ENDS, Need
+from ulysses_cli.train.documents import make_documents
+from ulysses_cli.train.exchange import make_axis
+from ulysses_cli.train.kernels import KERNELS
+from ulysses_cli.train.torch_kernels import Rule
+from ulysses_cli.train.ulysses import ulysses_attention
+
+PROBLEM = Problem(8, 2, 64, (300, 1, 130, 81), dtype=torch.bfloat16, scale=0.125)
+TOLERANCE = 0.03
+
+
+def main() -> int:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    axis, tensors = make_axis(dist.group.WORLD), make_tensors(PROBLEM)
+    expected = compute_reference(PROBLEM, tensors)
+    local = PROBLEM.tokens // axis.size
+    part = slice(axis.rank * local, (axis.rank + 1) * local)
+    is_wrong = False
+    for kernel in BACK_ENDS:
+        obstacle = BACK_ENDS[kernel].find_obstacle(Need(PROBLEM.dim), "cuda") or KERNELS[kernel].find_missing()
+        if obstacle:
+            continue
+        for chunks in (1, 2):
+            q, k, v = (tensors[name][:, part].cuda().requires_grad_() for name in "qkv")
+            documents, rule = make_documents(PROBLEM.lengths, "cuda"), Rule(PROBLEM.scale)
+            out = ulysses_attention(q, k, v, documents, rule, axis=axis, kernel=kernel, num_head_chunks=chunks)
+            grads = torch.autograd.grad(out, (q, k, v), tensors["dout"][:, part].cuda())
+            for name, found in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
+                value = expected[name][:, part]
+                error = ((found.cpu().double() - value).abs().max() / value.abs().max()).item()
+                print(f"rank {axis.rank} {kernel} chunks {chunks} {name} {error:.4f}")
+                is_wrong |= not error < TOLERANCE
+    dist.destroy_process_group()
+    return int(is_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Every attention kernel that this GPU has, forward and backward, against plain attention in float64; documents that
+must not mix; and Ulysses on several ranks that share the GPU (each with an NCCL host id of its own)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attention import Problem, compute_reference, make_tensors
+
+from ulysses_cli.plan.attention import BACK_ENDS, Need
+from ulysses_cli.train.documents import make_documents
+from ulysses_cli.train.exchange import make_axis
+from ulysses_cli.train.kernel_choice import choose_kernel
+from ulysses_cli.train.kernels import KERNELS
+from ulysses_cli.train.torch_kernels import Rule
+from ulysses_cli.train.ulysses import ulysses_attention
+
+pytestmark = pytest.mark.gpu
+KINDS = {
+    "plain": Problem(8, 2, 64, (700, 1, 130, 193), dtype=torch.bfloat16, scale=0.125),
+    "one document": Problem(8, 8, 128, (1024,), dtype=torch.bfloat16, scale=0.09),
+    "window": Problem(8, 2, 64, (700, 1, 130, 193), window=100, dtype=torch.bfloat16, scale=0.125),
+    "softcap": Problem(8, 4, 64, (500, 524), softcap=3.0, dtype=torch.bfloat16, scale=0.125),
+    "sinks": Problem(8, 4, 64, (500, 524), has_sinks=True, window=64, dtype=torch.bfloat16, scale=0.125),
+}
+TOLERANCE = 0.03  # of the largest value; bfloat16 keeps 8 bits
+
+
+def run(kernel: str, problem: Problem, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    leaves = {name: tensors[name].cuda().requires_grad_() for name in "qkv"}
+    sinks = tensors["sinks"].cuda().requires_grad_() if problem.has_sinks else None
+    out = ulysses_attention(
+        *leaves.values(),
+        make_documents(problem.lengths, "cuda"),
+        Rule(problem.scale, problem.window, problem.softcap),
+        axis=make_axis(None),
+        kernel=kernel,
+        sinks=sinks,
+    )
+    out.backward(tensors["dout"].cuda())
+    found = {"out": out.detach(), **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
+    if sinks is not None:
+        found["dsinks"] = sinks.grad
+    return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
+
+
+def skip_unless_served(kernel: str, problem: Problem) -> None:
+    need = Need(problem.dim, problem.window is not None, problem.softcap is not None, problem.has_sinks)
+    obstacle = BACK_ENDS[kernel].find_obstacle(need, "cuda") or KERNELS[kernel].find_missing()
+    if obstacle:
+        pytest.skip(f"{kernel} {obstacle}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kernel", BACK_ENDS)
+def test_a_kernel_is_exact(kernel: str, kind: str) -> None:
+    problem = KINDS[kind]
+    skip_unless_served(kernel, problem)
+    tensors = make_tensors(problem)
+    expected, found = compute_reference(problem, tensors), run(kernel, problem, tensors)
+    for name, value in expected.items():
+        error = (found[name].double() - value).abs().max() / value.abs().max()
+        assert error < TOLERANCE, name
+
+
+@pytest.mark.parametrize("kernel", BACK_ENDS)
+def test_documents_never_mix(kernel: str) -> None:
+    problem = KINDS["plain"]
+    skip_unless_served(kernel, problem)
+    tensors, other = make_tensors(problem), make_tensors(problem, seed=1)
+    for name in "qkv":
+        other[name][:, 700:] = tensors[name][:, 700:]  # the first document alone is another
+    before, after = run(kernel, problem, tensors), run(kernel, problem, other)
+    assert torch.equal(before["out"][:, 700:], after["out"][:, 700:])
+    assert not torch.equal(before["out"][:, :700], after["out"][:, :700])
+
+
+def test_auto_takes_a_kernel_and_says_why() -> None:
+    choice = choose_kernel("auto", Need(128), torch.device("cuda"))
+    assert choice.name in BACK_ENDS
+    assert "fastest of those exact here" in choice.reason
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_a_gpu(num_ranks: int) -> None:
+    """Right for values, not for speed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks), "NCCL_P2P_DISABLE": "1"}
+    script = str(Path(__file__).with_name("nccl_rank.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**os.environ, **here, "RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)

@@ -1,0 +1,70 @@
+"""Where DeepSpeed's own Ulysses layer is right (one document per row), ours equals it bit for bit in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention import Problem, make_tensors
+from ranks import run_on_ranks
+
+from ulysses_cli.train.documents import make_documents
+from ulysses_cli.train.exchange import make_axis
+from ulysses_cli.train.torch_kernels import Rule
+from ulysses_cli.train.ulysses import ulysses_attention
+
+
+def compare_layers(problem: Problem) -> dict[str, bool]:
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend="gloo")
+    axis, tensors = make_axis(dist.group.WORLD), make_tensors(problem)
+    local = problem.tokens // axis.size
+    part = slice(axis.rank * local, (axis.rank + 1) * local)
+    positions = torch.arange(problem.tokens)[None, part]
+    theirs = UlyssesSPAttentionHF(
+        sdpa_attention_forward,
+        batch_size=1,
+        attn_head_count=problem.heads,
+        attn_head_size=problem.dim,
+        kv_head_count=problem.kv_heads,
+        num_hidden_layers=1,
+        process_group=dist.group.WORLD,
+        seq_length_is_variable=True,
+    )
+    module: Any = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, problem.heads // problem.kv_heads
+    results = []
+    for is_ours in (True, False):
+        q, k, v = (tensors[name][:, part].transpose(1, 2).clone().requires_grad_() for name in "qkv")
+        if is_ours:
+            heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
+            documents, rule = make_documents(problem.lengths), Rule(problem.scale)
+            out = ulysses_attention(*heads, documents, rule, axis=axis, kernel="sdpa").flatten(2)
+        else:
+            out, _ = theirs(module, q, k, v, None, scaling=problem.scale, position_ids=positions)
+        grads = torch.autograd.grad(out, (q, k, v), tensors["dout"][:, part].flatten(2))
+        results.append((out.detach(), *grads))
+    return {name: torch.equal(a, b) for name, a, b in zip(("out", "dq", "dk", "dv"), *results, strict=True)}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4)], ids=str)
+def test_bit_for_bit(num_ranks: int, heads: tuple[int, int]) -> None:
+    problem = Problem(*heads, dim=16, lengths=(256,), dtype=torch.float32)
+    for equal in run_on_ranks(num_ranks, compare_layers, problem):
+        assert all(equal.values()), equal
+
+
+def test_repeated_heads_differ_in_the_order_of_a_sum() -> None:
+    """One key/value head on 4 ranks: DeepSpeed repeats it before the exchange and autograd adds the four gradients one
+    by one; here they are summed at once. Outputs and query gradients are equal to the bit, the others to rounding."""
+    problem = Problem(4, 1, dim=16, lengths=(256,), dtype=torch.float32)
+    for equal in run_on_ranks(4, compare_layers, problem):
+        assert equal["out"]
+        assert equal["dq"]
