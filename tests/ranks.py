@@ -42,7 +42,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, time_
 
 
 def clear_stale_locks() -> None:
-    """A process that was killed while it built one of DeepSpeed's operators leaves a lock that everyone else waits for."""
+    """A process killed while it built one of DeepSpeed's operators leaves a lock that all others wait for."""
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
     for lock in Path(folder).rglob("lock"):
         if time.time() - lock.stat().st_mtime > STALE_SECONDS:

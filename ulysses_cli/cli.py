@@ -83,7 +83,7 @@ def validate_config(
 
     files, overrides = validate.split_words(words)
     results = [validate.validate_recipe(file, overrides, num_processes, online=online) for file in files]
-    problems = [problem for result in results for problem in result.problems]
+    problems = [problem for result in results for problem in result.list_problems(is_alone=len(files) == 1)]
     plans = [report.describe_plan(result) for result in results if not result.problems]
     if not files:
         problems = [validate.no_recipe(words)]
@@ -113,12 +113,11 @@ def config_schema(output: FormatOption = Format.text) -> None:
       ulysses config-schema --format json > recipe.schema.json
     """
     from ulysses_cli import report
-    from ulysses_cli.plan.recipe import Recipe
     from ulysses_cli.plan.resolved import format_value
-    from ulysses_cli.plan.schema import walk_settings
+    from ulysses_cli.plan.schema import make_json_schema, walk_settings
 
     if output is Format.json:
-        report.print_json(Recipe.model_json_schema())
+        report.print_json(make_json_schema())
         return
     rows = []
     for setting in walk_settings():
@@ -197,8 +196,8 @@ def run() -> None:
     """Entry point of the `ulysses` command."""
     try:
         app()
-    except BrokenPipeError:  # `ulysses ... | head` is not a failure
-        sys.stderr.close()
-        sys.exit(DONE)
+    except OSError as error:
+        sys.stderr.write(f"the result cannot be written: {error.strerror}\n")
+        sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -42,6 +42,9 @@ def find_model_shape(recipe: Recipe, *, online: bool = False) -> Found:
     if os.path.isdir(os.path.expanduser(name)):
         file = Path(os.path.expanduser(name)) / "config.json"
         return Found(read_model_shape(_read_config(file), name), str(file))
+    if "://" in name:
+        hint = "write owner/name as the hub shows it, or a local folder"
+        raise RecipeError([Problem(KEY, f"{name} is an address, not a name", hint)])
     if _looks_like_path(name):
         raise RecipeError([Problem(KEY, f"{name} is not a folder", "name a folder that holds config.json")])
     cached = _find_cached(name, model.revision)
@@ -72,7 +75,12 @@ def load_table() -> dict[str, Mapping[str, Any]]:
             entry = _read_config(file)
             if not isinstance(entry.get("repo"), str) or not isinstance(entry.get("config"), dict):
                 raise RecipeError([Problem(KEY, f"{file} has no `repo` and `config`", "see the shipped models/*.json")])
-            for name in (entry["repo"], *entry.get("also", ())):
+            also = entry.get("also") or []
+            if not isinstance(also, list):
+                raise RecipeError(
+                    [Problem(KEY, f"{file}: `also` is not a list of names", "see the shipped models/*.json")]
+                )
+            for name in (entry["repo"], *also):
                 table[str(name).lower()] = entry
     return table
 
@@ -105,8 +113,9 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 def _find_cached(name: str, revision: str | None) -> Path | None:
     """config.json of a model in the hub's cache, by the cache's own layout: refs/<branch> names a snapshot."""
-    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    general = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(general, "huggingface")
+    cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
     repo = cache / f"models--{name.replace('/', '--')}"
     wanted = revision or "main"
     try:
@@ -174,7 +183,7 @@ def _reach(endpoint: str) -> None:
 def _explain_missing(name: str, revision: str | None) -> Problem:
     at = f" at revision {revision}" if revision not in (None, "main") else ""
     ways = "add --online to ask the hub, or name a local folder"
-    close = _suggest_names(name)
+    close = "" if revision not in (None, "main") else _suggest_names(name)
     message = f"the shape of {name}{at} is not known here: not a folder, not in the Hugging Face cache or the table"
     return Problem(KEY, message, f"{close}; otherwise {ways}" if close else ways)
 
@@ -185,5 +194,5 @@ def _suggest_names(name: str) -> str:
     if not close:
         return ""
     entry = known[close[0]]
-    spelled = next(n for n in (entry["repo"], *entry.get("also", ())) if n.lower() == close[0])
+    spelled = next(n for n in (entry["repo"], *(entry.get("also") or ())) if n.lower() == close[0])
     return f"did you mean {spelled}?"

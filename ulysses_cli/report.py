@@ -6,24 +6,37 @@ stdout is data, stderr is talk. Must not decide anything: exit codes are cli.py'
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TextIO
 
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.validate import Validated
 
-STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+STYLES = {"bold": "1", "red": "31", "yellow": "33"}
 SHOWN_GROUPS = 4
 
 
 def print_data(text: str) -> None:
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    """To stdout. A reader that has gone away (`| head`) is no failure."""
+    try:
+        _write(sys.stdout, text)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_talk(text: str) -> None:
-    sys.stderr.write(text if text.endswith("\n") else text + "\n")
+    _write(sys.stderr, text)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """What the terminal cannot show is shown by its number."""
+    encoding = stream.encoding or "utf-8"
+    text = text if text.endswith("\n") else text + "\n"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
 
 
 def print_json(value: Any) -> None:
@@ -72,7 +85,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
         },
         "num_processes": layout.world_size,
         "mesh": {**asdict(layout)},
-        "rows_are_shared_by": [list(group) for group in layout.sp_groups[:SHOWN_GROUPS]],
+        "rows_are_shared_by": [list(group) for group in layout.list_sp_groups(SHOWN_GROUPS)],
         "heads": {
             "num_heads": shape.num_heads,
             "num_kv_heads": shape.num_kv_heads,

@@ -27,11 +27,11 @@ def read_recipe(name: str) -> str:
 def copy_recipe(name: str, to: Path | None, *, force: bool) -> Path:
     source = _find(name)
     target = to or Path(source.name)
-    if target.is_dir():
-        target = target / source.name
-    if target.exists() and not force:
-        raise RecipeError([Problem("", f"{target} exists", "add --force to overwrite it, or name another file")])
     try:
+        if target.is_dir():
+            target = target / source.name
+        if target.exists() and not force:
+            raise RecipeError([Problem("", f"{target} exists", "add --force to overwrite it, or name another file")])
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:

@@ -13,7 +13,7 @@ from ulysses_cli import hub
 from ulysses_cli.plan.check import check_recipe
 from ulysses_cli.plan.load import Loaded, load_recipe
 from ulysses_cli.plan.model_shape import ModelShape
-from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.resolved import Resolved, resolve
 
 
@@ -28,22 +28,37 @@ class Validated:
     source: str = ""
     resolved: Resolved | None = None
 
+    def list_problems(self, *, is_alone: bool) -> list[Problem]:
+        """With several recipes, one on the command line says whose it is."""
+        return [
+            problem
+            if is_alone or problem.where.line
+            else replace(
+                problem, where=Where(f"{self.file}, {problem.where}" if str(problem.where) != self.file else self.file)
+            )
+            for problem in self.problems
+        ]
+
 
 def validate_recipe(
     file: str, overrides: Sequence[str] = (), num_processes: int | None = None, *, online: bool = False
 ) -> Validated:
-    """Every mistake at once; the model's shape is looked up even when the recipe has others."""
+    """Every mistake at once: the rules look at what is left of a recipe without its unreadable values."""
+    problems: list[Problem] = []
     try:
         loaded = load_recipe(file, overrides)
     except RecipeError as error:
-        return Validated(file, error.problems)
-    problems: list[Problem] = []
+        if not isinstance(error.readable, Loaded):
+            return Validated(file, error.problems)
+        loaded, problems = error.readable, list(error.problems)
+    known = {problem.key for problem in problems}
     found: hub.Found | None = None
     try:
         found = hub.find_model_shape(loaded.recipe, online=online)
     except RecipeError as error:
-        problems = [replace(problem, where=loaded.locate(problem.key)) for problem in error.problems]
-    problems += check_recipe(loaded, found.shape if found else None, num_processes)
+        problems += [replace(problem, where=loaded.locate(problem.key)) for problem in error.problems]
+    broken = check_recipe(loaded, found.shape if found else None, num_processes)
+    problems += [problem for problem in broken if problem.key not in known]
     if problems or found is None:
         return Validated(file, tuple(sorted(problems, key=lambda problem: problem.where)), loaded)
     return Validated(file, (), loaded, found.shape, found.source, resolve(loaded.recipe, found.shape, loaded.places))

@@ -7,7 +7,7 @@ import pytest
 
 from recipes import VALID, check, load, make_shape
 from ulysses_cli.plan import check as check_module
-from ulysses_cli.plan import check_files, check_model
+from ulysses_cli.plan import check_files, check_model, check_positions, check_training
 from ulysses_cli.plan.recipe import compute_recipe_hash
 from ulysses_cli.plan.resolved import compute_kv_heads, resolve
 
@@ -26,7 +26,8 @@ def test_a_valid_recipe_has_no_problem() -> None:
 
 def test_every_rule_is_tested_here() -> None:
     tested = Path(__file__).read_text()
-    for rule in (*check_module.RULES, *check_model.RULES, *check_files.RULES):
+    groups = (check_module, check_training, check_model, check_positions, check_files)
+    for rule in (rule for group in groups for rule in group.RULES):
         assert f"def test_{rule.__name__}" in tested, rule.__name__
 
 
@@ -69,7 +70,8 @@ def test_check_fixed_length() -> None:
         "\n\nhint: write sp_seq_length: 8192"
     )
     assert only(fixed, "parallel.sp_seq_length=8191") == (
-        "command line: parallel.sp_seq_length: 8191 is not a multiple of sp_size 4\n\nhint: use 8192"
+        "command line: parallel.sp_seq_length: 8191 is not a multiple of sp_size 4"
+        "\n\nhint: write sp_seq_length: 8192, which is data.max_length"
     )
     assert only(fixed, "parallel.sp_seq_length=4096") == (
         "command line: parallel.sp_seq_length: 4096 is not data.max_length 8192; rows that do not vary have that length"
@@ -98,10 +100,17 @@ def test_check_zero_stage() -> None:
     assert only("memory.offload_optimizer=nvme") == (
         "command line: memory.nvme_path: required when something is offloaded to nvme"
         "\n\nhint: name a folder on a local disk"
-    ).replace("command line: memory.nvme_path", "command line: memory.nvme_path")
-    assert only("memory.offload_param=nvme", "memory.offload_optimizer=cpu", "memory.nvme_path=/tmp") == (
-        "command line: memory.offload_param: parameters on nvme with the optimizer on cpu is not served by DeepSpeed"
-        "\n\nhint: set memory.offload_optimizer: nvme"
+    )
+    assert only("parallel.sp_size=1", "parallel.dp_replicate_size=8") == (
+        "command line: parallel.dp_replicate_size: 8 copies of one rank each: DeepSpeed keeps no copies within a "
+        "single rank\n\nhint: use dp_shard_size: 8 and dp_replicate_size: 1"
+    )
+
+
+def test_check_world_size() -> None:
+    assert only("parallel.dp_shard_size=65536", "parallel.dp_replicate_size=65536") == (
+        "r.yaml:4:3: parallel: dp_replicate_size x dp_shard_size x sp_size makes 17,179,869,184 processes"
+        "\n\nhint: use 1,048,576 or fewer"
     )
 
 
@@ -128,11 +137,30 @@ def test_check_steps() -> None:
         "command line: train.warmup_steps: 10 leaves no step at the full learning rate: max_steps is 10"
         "\n\nhint: use fewer than 10"
     )
-    assert only("train.lr_scheduler_type=cosine_with_min_lr") == (
-        "r.yaml:10:3: train.lr_scheduler_kwargs: cosine_with_min_lr needs min_lr or min_lr_rate"
+
+
+def test_check_schedule() -> None:
+    kind, numbers = "train.lr_scheduler_type=", "train.lr_scheduler_kwargs="
+    assert only(f"{kind}cosine_with_min_lr") == (
+        "r.yaml:10:3: train.lr_scheduler_kwargs: cosine_with_min_lr needs exactly one of min_lr and min_lr_rate"
         "\n\nhint: write lr_scheduler_kwargs: {min_lr_rate: ...}"
     )
-    assert check("train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs={min_lr_rate: 0.1}") == []
+    assert "exactly one of" in only(f"{kind}cosine_with_min_lr", numbers + "{min_lr: 0.1, min_lr_rate: 0.1}")
+    assert only(numbers + "{num_cycels: 1}") == (
+        "command line: train.lr_scheduler_kwargs.num_cycels: is not part of cosine\n\nhint: cosine takes num_cycles"
+    )
+    assert only(f"{kind}constant", "train.warmup_steps=2") == (
+        "command line: train.lr_scheduler_type: constant does not warm up"
+        "\n\nhint: use constant_with_warmup, or leave the warm-up out"
+    )
+    assert "is not below learning_rate 1e-05" in only(f"{kind}polynomial", numbers + "{lr_end: 1.0}")
+    assert only(f"{kind}warmup_stable_decay", numbers + "{num_decay_steps: 9}", "train.warmup_steps=2") == (
+        "command line: train.lr_scheduler_kwargs.num_decay_steps: 9 steps of decay and 2 of warm-up do not fit in "
+        "max_steps 10\n\nhint: use 8 or fewer"
+    )
+    for fine in ("cosine_with_min_lr {min_lr_rate: 0.1}", "warmup_stable_decay {num_decay_steps: 3}", "linear {}"):
+        name, _, given = fine.partition(" ")
+        assert check(kind + name, numbers + given) == []
 
 
 def test_check_evaluation() -> None:
@@ -177,15 +205,31 @@ def test_check_deepspeed_section() -> None:
         "\n\nhint: change parallel.zero_stage and leave zero_optimization.stage out"
     )
     assert only("deepspeed.zero_optimization.offload_param.device=cpu") == (
-        "command line: deepspeed.zero_optimization.offload_param.device: is cpu, but memory.offload_param does not set "
-        "it"
+        "command line: deepspeed.zero_optimization.offload_param.device: is 'cpu', but memory.offload_param does not "
+        "set it"
         "\n\nhint: change memory.offload_param and leave zero_optimization.offload_param.device out"
     )
     assert only("deepspeed.optimizer.type=Adam") == (
         "command line: deepspeed.optimizer: is the recipe's to decide"
         "\n\nhint: the optimizer is made from train.optim, train.learning_rate and train.adam_*"
     )
-    assert check("deepspeed.zero_optimization.stage=3", "deepspeed.zero_optimization.reduce_bucket_size=1e8") == []
+    for override, words in {
+        "zero_optimization.stage=auto": "is auto, which DeepSpeed alone takes for its own default",
+        "zero_optimization=false": "is False, which would take away all that the recipe says there",
+        "bf16.enabled=auto": "is auto",
+        "zero_optimization.cpu_offload=true": "is DeepSpeed's old name\n\nhint: use memory.offload_optimizer: cpu",
+        "zero_optimization.reduce_bucket_sizee=3": "did you mean zero_optimization.reduce_bucket_size?",
+        "zero_optimisation.stage=2": "did you mean zero_optimization.stage?",
+        "train_batch_size=auto": "is auto",
+    }.items():
+        assert words in only(f"deepspeed.{override}"), override
+    for fine in (
+        "zero_optimization.stage=3",
+        "zero_optimization.reduce_bucket_size=1e8",
+        "communication_data_type=bf16",
+    ):
+        assert check(f"deepspeed.{fine}") == []
+    assert check("deepspeed.zero_optimization.offload_param.device=none") == []
 
 
 def test_check_head_chunks() -> None:
@@ -257,7 +301,7 @@ def test_check_index_bounds() -> None:
     assert check(*long) == []
     assert only(*long, "memory.tiled_mlp=false") == (
         "command line: memory.tiled_mlp: the MLP's activations of a rank would have 7,516,078,080 elements, past the "
-        "2^31 that kernels index safely\n\nhint: use memory.tiled_mlp: auto, a larger sp_size, or shorter or fewer rows"
+        "2^31 that kernels index safely\n\nhint: use memory.tiled_mlp: auto, or shorter or fewer rows"
     )
     assert "logits of a rank" in only(*long, "memory.tiled_loss=false")
     assert "hidden states of a rank" in only(*long, "data.max_length=4Mi")
@@ -267,11 +311,53 @@ def test_check_index_bounds() -> None:
 
 def test_check_lora_targets() -> None:
     assert only("lora.target_modules=[q_proj, qkv_proj]") == (
-        "command line: lora.target_modules: qkv_proj: no such linear layer in owner/model\n\n"
-        "hint: this model has q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+        "command line: lora.target_modules: qkv_proj: no linear layer of owner/model that takes an adapter\n\n"
+        "hint: use all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     )
     assert check("lora.target_modules=[q_proj, down_proj]") == []
-    assert "no such linear layer" in only("lora.target_modules=[gate_proj]", model_type="mixtral", num_local_experts=8)
+    assert "no linear layer" in only("lora.target_modules=[gate_proj]", model_type="mixtral", num_local_experts=8)
+
+
+def test_check_weights() -> None:
+    config = {"quantization_config": {"quant_method": "gptq"}}
+    assert only(**config) == (
+        "r.yaml:2:17: model.name_or_path: the weights of owner/model are quantized by gptq and cannot be trained\n\n"
+        "hint: use the model's bfloat16 weights; lora with the levers of memory takes the least"
+    )
+    assert check(quantization_config={"quant_method": "mxfp4"}) == []
+
+
+def test_check_rotary() -> None:
+    assert only("model.rope_scaling.type=dynamic") == (
+        "command line: model.rope_scaling.type: dynamic chooses frequencies by the length that it sees: on 4 ranks, a "
+        "slice of the row\n\nhint: use type: yarn, or parallel.sp_size: 1"
+    )
+    assert check("model.rope_scaling.type=dynamic", "parallel.sp_size=1") == []
+    longrope = {"rope_scaling": {"type": "longrope"}}
+    assert "chooses rotary frequencies (longrope) by the length that it sees" in only(**longrope)
+    assert check("parallel.sp_size=1", rope_scaling={"type": "longrope"}) == []
+    assert "has a stretch of its own (linear)" in only("model.rope_scaling.type=yarn", rope_scaling={"type": "linear"})
+
+
+def test_a_second_yarn_starts_where_the_first_did() -> None:
+    own = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    assert "{type: yarn, factor: 64, original_max_position_embeddings: 4096}" in only(
+        "data.max_length=256Ki", rope_scaling=own
+    )
+    assert check("data.max_length=256Ki", "model.rope_scaling.type=yarn", rope_scaling=own) == []
+
+
+def test_check_rope_numbers() -> None:
+    llama3 = "type: llama3, factor: 8"
+    problems = check(f"model.rope_scaling={{{llama3}}}")
+    assert [problem.key.split(".")[-1] for problem in problems] == ["low_freq_factor", "high_freq_factor"]
+    assert only(f"model.rope_scaling={{{llama3}, low_freq_factor: 4, high_freq_factor: 1}}") == (
+        "command line: model.rope_scaling.low_freq_factor: 4 is not below high_freq_factor 1\n\nhint: exchange the two"
+    )
+    assert only("model.rope_scaling={type: linear, beta_fast: 3}") == (
+        "command line: model.rope_scaling.beta_fast: is not part of linear\n\nhint: linear takes factor"
+    )
+    assert check("model.rope_scaling={type: yarn, beta_fast: 32, beta_slow: 1}") == []
 
 
 def test_check_datasets(tmp_path: Path) -> None:
@@ -297,6 +383,15 @@ def test_check_datasets(tmp_path: Path) -> None:
     )
     for fine in (f"{{path: '{tmp_path}/*.jsonl'}}", "{type: synthetic}", f"{{data_files: [{tmp_path}/train.jsonl]}}"):
         assert check(f"data.datasets=[{fine}]") == []
+
+
+def test_paths_that_are_no_hub_names(tmp_path: Path) -> None:
+    for path in ("data/", "my data set", "a/b/c"):
+        assert "does not exist" in only(f"data.datasets.0.path='{path}'")
+    assert "is an address" in only("data.datasets.0.path=s3://bucket/x")
+    assert "is not used" in only("data.datasets=[{type: synthetic, path: /nope}]")
+    (tmp_path / "x[1].jsonl").write_text("{}")
+    assert check(f"data.datasets.0.path='{tmp_path}/x[1].jsonl'") == []
 
 
 def test_check_loss_mask() -> None:
@@ -329,6 +424,21 @@ def test_check_resume(tmp_path: Path) -> None:
     )
     assert check("run.resume_from_checkpoint=auto") == []
     assert check(f"run.resume_from_checkpoint={tmp_path}") == []
+
+
+def test_check_folders(tmp_path: Path) -> None:
+    assert only("model.tokenizer=./nope") == (
+        "command line: model.tokenizer: ./nope is not a folder\n\nhint: name a hub model, a folder, or bytes"
+    )
+    assert only("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}/x") == (
+        f"command line: memory.nvme_path: {tmp_path}/x is not a folder\n\nhint: make it, on a fast local disk"
+    )
+    assert check("model.tokenizer=owner/tokenizer") == []
+
+
+def test_suggested_sizes_pass_their_own_rules() -> None:
+    assert "sp_size" not in only("parallel.sp_size=1", num_processes=8, kv_lora_rank=512).partition("hint")[2]
+    assert "dp_replicate" not in only("parallel.zero_stage=2", num_processes=8).partition("hint")[2]
 
 
 def test_problems_come_in_the_order_of_the_file() -> None:

@@ -82,6 +82,32 @@ def test_wrong_usage_ends_with_2_and_no_trace(words: tuple[str, ...]) -> None:
     assert done.stderr
 
 
+def test_a_reader_that_goes_away_is_no_failure() -> None:
+    command = f"{sys.executable} -m ulysses_cli validate-config {TINY} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_cannot_be_written_is_said() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ulysses_cli", "validate-config", TINY]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_several_recipes_say_whose_problem_it_is() -> None:
+    done = run("validate-config", TINY, TINY, "parallel.sp_size=3")
+    assert done.stderr.count(f"{TINY}, command line: parallel.sp_size: 3 does not divide") == 2
+
+
+def test_letters_that_a_terminal_cannot_show(tmp_path: Path) -> None:
+    (tmp_path / "r\u00e9.yaml").write_text("a: 1\n")
+    done = run("validate-config", str(tmp_path / "r\u00e9.yaml"), PYTHONIOENCODING="ascii")
+    assert done.returncode == 2
+    assert "r\\xe9.yaml:1:1: a: unknown key" in done.stderr
+
+
 def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     assert "tiny-cpu" in run("recipes", "list").stdout
     assert run("recipes", "show", "tiny-cpu").stdout == Path(TINY).read_text()

@@ -197,6 +197,58 @@ def test_missing_sections_name_what_they_take() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("lora:", "r.yaml:11:6: lora: is empty\n\nhint: write lora: {} for its defaults or lora: null for none"),
+        ("memory:", "r.yaml:11:8: memory: is empty\n\nhint: write memory: {} for its defaults"),
+        ("run: {output_dir: null}", "r.yaml:11:19: run.output_dir: null is not text (path)\n\nhint: run directory"),
+        (
+            "run: {report_to: wandb}",
+            "r.yaml:11:18: run.report_to: 'wandb' is not a list of 0 to 2, each `tensorboard` or `wandb` (names)\n\n"
+            "hint: write a list: [wandb]",
+        ),
+        (
+            "run: {max_hours: 30m}",
+            "r.yaml:11:18: run.max_hours: '30m' is not a number above 0 to 100,000 or null (hours)\n\n"
+            "hint: write a plain number, such as 0.01, 65_536, 500K or 64Ki",
+        ),
+        (
+            "\trun: {}",
+            "r.yaml:11:1: not valid YAML: found character '\\t' that cannot start any token\n\n"
+            "hint: indent with spaces; YAML takes no tabs",
+        ),
+        ("run {}", "r.yaml:11:1: not valid YAML: could not find expected ':'\n\nhint: a setting is written key: value"),
+    ],
+)
+def test_more_mistakes(line: str, message: str) -> None:
+    assert complain(VALID + line + "\n") == [message]
+
+
+def test_true_is_not_one() -> None:
+    assert complain(VALID, "parallel.zero_stage=true")[0].startswith(
+        "command line: parallel.zero_stage: 'true' is not `1`, `2` or `3`"
+    )
+
+
+def test_an_override_changes_one_place_of_an_anchor() -> None:
+    text = VALID.replace(
+        "  datasets:\n    - path: owner/texts\n", "  datasets: &d [{path: a/b}]\n  eval_datasets: *d\n"
+    )
+    data = load("data.eval_datasets.0.path=c/d", text=text).recipe.data
+    assert (data.datasets[0].path, data.eval_datasets[0].path) == ("a/b", "c/d")
+
+
+def test_rules_look_at_what_can_be_read(tmp_path: Path) -> None:
+    from ulysses_cli.validate import validate_recipe
+
+    file = tmp_path / "r.yaml"
+    file.write_text(
+        VALID.replace("owner/model", "Qwen/Qwen3-8B").replace("sp_size: 4", "sp_size: 7") + "  max_stps: 3\n"
+    )
+    assert [problem.key for problem in validate_recipe(str(file)).problems] == ["parallel.sp_size", "train.max_stps"]
+
+
 def test_merged_mappings_give_way_to_written_keys() -> None:
     text = VALID.replace("train:\n", "train:\n  <<: {max_steps: 3, warmup_steps: 2}\n")
     assert load(text=text).recipe.train.max_steps == 10

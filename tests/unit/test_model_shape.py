@@ -3,14 +3,15 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes import LLAMA, make_shape
+from recipes import LLAMA, load, make_shape
 from ulysses_cli.hub import SHIPPED_TABLE
 from ulysses_cli.plan.families import FAMILIES
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.resolved import resolve
 
 ENTRIES = [json.loads(file.read_text()) for file in sorted(SHIPPED_TABLE.glob("*.json"))]
 REFUSED = {
@@ -75,6 +76,12 @@ def test_a_multimodal_model_shows_its_language_part() -> None:
         ({"vocab_size": "many"}, "vocab_size is 'many', not a number"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, not a count"),
         ({"model_type": 3}, "model_type is 3"),
+        ({"hidden_size": float("nan")}, "hidden_size is nan, not a number"),
+        ({"num_key_value_heads": 5}, "5 key/value heads do not divide 32 attention heads"),
+        ({"num_key_value_heads": 64}, "64 key/value heads do not divide 32 attention heads"),
+        ({"hidden_size": 65}, "hidden_size 65 is not a multiple of 32 attention heads"),
+        ({"num_hidden_layers": 300_000_000}, "num_hidden_layers is 300000000, more than 10000"),
+        ({"layer_types": 5}, "layer_types is 5, not a list"),
     ],
 )
 def test_a_config_that_cannot_be_used(changes: dict[str, object], message: str) -> None:
@@ -93,26 +100,15 @@ JSON = st.recursive(
 )
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from(
-            [
-                *LLAMA,
-                "layer_types",
-                "rope_scaling",
-                "sliding_window",
-                "text_config",
-                "num_experts",
-                "mlp_only_layers",
-                "head_dim",
-            ]
-        ),
-        JSON,
-    )
-)
-def test_no_config_raises_anything_but_recipe_error(changes: dict[str, object]) -> None:
-    for model_type in ("llama", "qwen3_moe", "gemma3_text", "novel"):
-        try:
-            read_model_shape({**LLAMA, "model_type": model_type, **changes}, "x")
-        except RecipeError:
-            pass
+SPOILED = [*LLAMA, "layer_types", "rope_scaling", "sliding_window", "text_config", "num_experts", "mlp_only_layers"]
+SPOILED += ["head_dim", "query_pre_attn_scalar", "quantization_config", "attn_logit_softcapping"]
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(SPOILED), JSON, st.sampled_from(["llama", "qwen3_moe", "gemma2", "gemma3_text", "novel"]))
+def test_no_value_of_a_config_raises_anything_but_recipe_error(key: str, value: object, model_type: str) -> None:
+    try:
+        shape = read_model_shape({**LLAMA, "model_type": model_type, key: value}, "x")
+    except RecipeError:
+        return
+    resolve(load().recipe, shape)

@@ -1,7 +1,7 @@
 """Every rule that a recipe must keep, run at once: what no single field can tell.
 
-Each rule is one function from a Case to Problems; this file holds those that need the recipe alone, check_model.py
-those that need the model's shape, check_files.py those that look at the disk.
+A rule is one function that yields Problems without a place. Here are those about processes, rows and the engine;
+check_training, check_model, check_positions and check_files hold the others, each with its RULES.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ulysses_cli.plan import check_files, check_model
+from ulysses_cli.plan import check_files, check_model, check_positions, check_training
 from ulysses_cli.plan.ds_config import find_contradictions, make_ds_config
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import ModelShape
@@ -17,6 +17,7 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 
+MAX_PROCESSES = 1 << 20
 BYTES_VOCABULARY = 259  # 256 bytes, begin, end, padding
 
 
@@ -46,14 +47,32 @@ def check_process_count(case: Case) -> Found:
         ("dp_replicate_size", parallel.dp_replicate_size),
     ):
         others = layout.world_size // size
-        fits_heads = name != "sp_size" or case.shape is None or case.shape.num_heads % (wanted // others or 1) == 0
-        if wanted % others == 0 and fits_heads:
+        if wanted % others == 0 and _may_be(case, name, wanted // others):
             fixes.append(f"parallel.{name}: {wanted // others}")
     yield Problem(
         "parallel",
         f"dp_replicate_size x dp_shard_size x sp_size = {product}, but there are {wanted} processes",
-        "one of: " + "; ".join(fixes),
+        ("one of: " if len(fixes) > 1 else "use ") + "; ".join(fixes),
     )
+
+
+def _may_be(case: Case, name: str, size: int) -> bool:
+    """Whether a size suggested for an axis would pass the rules for that axis."""
+    if name == "sp_size" and size > 1:
+        fits = case.shape is None or (case.shape.num_heads % size == 0 and not case.shape.inexact)
+        return fits and case.recipe.data.max_length % size == 0
+    return name != "dp_replicate_size" or size == 1 or case.recipe.parallel.zero_stage == 3
+
+
+def check_world_size(case: Case) -> Found:
+    """A mesh that somebody could own."""
+    world_size = make_layout(case.recipe).world_size
+    if world_size > MAX_PROCESSES:
+        yield Problem(
+            "parallel",
+            f"dp_replicate_size x dp_shard_size x sp_size makes {world_size:,} processes",
+            f"use {MAX_PROCESSES:,} or fewer",
+        )
 
 
 def check_row_length(case: Case) -> Found:
@@ -89,6 +108,8 @@ def check_fixed_length(case: Case) -> Found:
     """A length that is not variable must be given, and be the rows' own."""
     parallel, max_length = case.recipe.parallel, case.recipe.data.max_length
     length = parallel.sp_seq_length
+    if max_length % parallel.sp_size:
+        return  # what is wrong with max_length comes first
     if parallel.sp_seq_length_is_variable:
         if length is not None:
             yield Problem(
@@ -103,9 +124,10 @@ def check_fixed_length(case: Case) -> Found:
             f"write sp_seq_length: {max_length}",
         )
     elif length % parallel.sp_size:
-        near = (length // parallel.sp_size + 1) * parallel.sp_size
         yield Problem(
-            "parallel.sp_seq_length", f"{length} is not a multiple of sp_size {parallel.sp_size}", f"use {near}"
+            "parallel.sp_seq_length",
+            f"{length} is not a multiple of sp_size {parallel.sp_size}",
+            f"write sp_seq_length: {max_length}, which is data.max_length",
         )
     elif length != max_length:
         yield Problem(
@@ -126,6 +148,12 @@ def check_zero_stage(case: Case) -> Found:
             f"{parallel.dp_replicate_size} copies need ZeRO stage 3; at stage {stage} every rank holds all parameters",
             f"set parallel.zero_stage: 3, or dp_replicate_size: 1 and dp_shard_size: {size}",
         )
+    if parallel.dp_replicate_size > 1 and stage == 3 and make_layout(case.recipe).replica_size == 1:
+        yield Problem(
+            "parallel.dp_replicate_size",
+            f"{parallel.dp_replicate_size} copies of one rank each: DeepSpeed keeps no copies within a single rank",
+            f"use dp_shard_size: {parallel.dp_replicate_size} and dp_replicate_size: 1",
+        )
     if memory.offload_param != "none" and stage < 3:
         yield Problem(
             "memory.offload_param",
@@ -141,82 +169,6 @@ def check_zero_stage(case: Case) -> Found:
     if "nvme" in (memory.offload_param, memory.offload_optimizer) and memory.nvme_path is None:
         yield Problem(
             "memory.nvme_path", "required when something is offloaded to nvme", "name a folder on a local disk"
-        )
-    if memory.offload_param == "nvme" and memory.offload_optimizer not in ("nvme", "auto"):
-        yield Problem(
-            "memory.offload_param",
-            f"parameters on nvme with the optimizer on {memory.offload_optimizer} is not served by DeepSpeed",
-            "set memory.offload_optimizer: nvme",
-        )
-
-
-def check_optimizer(case: Case) -> Found:
-    """8-bit AdamW lives on the GPU."""
-    if case.recipe.train.optim != "adamw_8bit":
-        return
-    offload = case.recipe.memory.offload_optimizer
-    if offload in ("cpu", "nvme"):
-        yield Problem(
-            "train.optim",
-            f"adamw_8bit computes on the GPU, but memory.offload_optimizer is {offload}",
-            "use train.optim: adamw, or memory.offload_optimizer: none",
-        )
-    if case.recipe.run.device == "cpu":
-        yield Problem("train.optim", "adamw_8bit needs a GPU, but run.device is cpu", "use train.optim: adamw")
-
-
-def check_steps(case: Case) -> Found:
-    """The length of the run and its schedule have one meaning."""
-    train = case.recipe.train
-    if train.max_steps is not None and train.num_train_epochs is not None:
-        yield Problem(
-            "train.num_train_epochs",
-            f"{train.num_train_epochs:g} epochs and max_steps {train.max_steps} both say how long the run is",
-            "keep one of the two",
-        )
-    if train.warmup_steps and train.warmup_ratio:
-        yield Problem(
-            "train.warmup_ratio",
-            f"{train.warmup_ratio:g} and warmup_steps {train.warmup_steps} both say how long the warm-up is",
-            "keep one of the two",
-        )
-    if train.max_steps is not None and train.warmup_steps >= train.max_steps and train.warmup_steps:
-        yield Problem(
-            "train.warmup_steps",
-            f"{train.warmup_steps} leaves no step at the full learning rate: max_steps is {train.max_steps}",
-            f"use fewer than {train.max_steps}",
-        )
-    needed = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
-    wanted = needed.get(train.lr_scheduler_type, ())
-    if wanted and not any(name in train.lr_scheduler_kwargs for name in wanted):
-        yield Problem(
-            "train.lr_scheduler_kwargs",
-            f"{train.lr_scheduler_type} needs {' or '.join(wanted)}",
-            f"write lr_scheduler_kwargs: {{{wanted[-1]}: ...}}",
-        )
-
-
-def check_evaluation(case: Case) -> Found:
-    """Evaluation needs data, from one place."""
-    data, run = case.recipe.data, case.recipe.run
-    if run.eval_steps is not None and not data.eval_datasets and not data.eval_split:
-        yield Problem(
-            "run.eval_steps",
-            f"evaluates every {run.eval_steps} steps, but there is nothing to evaluate on",
-            "write data.eval_split: 0.01 or data.eval_datasets",
-        )
-    if data.eval_datasets and data.eval_split:
-        yield Problem("data.eval_split", "and eval_datasets both say what is evaluated", "keep one of the two")
-
-
-def check_money(case: Case) -> Found:
-    """A limit on cost needs a price."""
-    run = case.recipe.run
-    if run.max_cost is not None and run.price_per_gpu_hour is None:
-        yield Problem(
-            "run.max_cost",
-            "cannot be kept without a price",
-            "write run.price_per_gpu_hour, in USD for one GPU and hour",
         )
 
 
@@ -255,13 +207,10 @@ def check_deepspeed_section(case: Case) -> Found:
 
 RULES: tuple[Callable[[Case], Found], ...] = (
     check_process_count,
+    check_world_size,
     check_row_length,
     check_fixed_length,
     check_zero_stage,
-    check_optimizer,
-    check_steps,
-    check_evaluation,
-    check_money,
     check_model_source,
     check_deepspeed_section,
 )
@@ -270,9 +219,12 @@ RULES: tuple[Callable[[Case], Found], ...] = (
 def check_recipe(loaded: Loaded, shape: ModelShape | None, num_processes: int | None = None) -> list[Problem]:
     """Every broken rule, each at its place in the recipe."""
     case = Case(loaded.recipe, shape, num_processes)
+    recipe = loaded.recipe
     found = [problem for rule in RULES for problem in rule(case)]
     if shape is not None:
-        found += [problem for rule in check_model.RULES for problem in rule(loaded.recipe, shape)]
-    found += [problem for rule in check_files.RULES for problem in rule(loaded.recipe)]
+        shape_rules = (*check_model.RULES, *check_positions.RULES)
+        found += [problem for rule in shape_rules for problem in rule(recipe, shape)]
+    recipe_rules = (*check_training.RULES, *check_files.RULES)
+    found += [problem for rule in recipe_rules for problem in rule(recipe)]
     placed = [replace(problem, where=loaded.locate(problem.key)) for problem in found]
     return sorted(placed, key=lambda problem: problem.where)

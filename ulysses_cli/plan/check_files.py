@@ -5,12 +5,14 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Dataset, Recipe, compute_recipe_hash
 
+HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".md", ".csv", ".arrow", ".gz", ".zst")
 CHAT_TYPES = ("chat", "conversations")
 Found = Iterator[Problem]
@@ -41,7 +43,7 @@ def check_output_dir(recipe: Recipe) -> Found:
         found = json.loads(run_file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         yield Problem("run.output_dir", f"{run_file} cannot be read: {error}", "choose another run.output_dir")
         return
     theirs = found.get("recipe_hash") if isinstance(found, dict) else None
@@ -65,13 +67,18 @@ def check_resume(recipe: Recipe) -> Found:
 
 def _check_dataset(dataset: Dataset, key: str) -> Found:
     if dataset.type == "synthetic":
+        if dataset.path is not None:
+            yield Problem(f"{key}.path", "is not used: synthetic documents are generated", "leave path out")
+        return
+    if dataset.path is not None and "://" in dataset.path:
+        yield Problem(f"{key}.path", f"{dataset.path} is an address", "name a hub data set, or copy the files here")
         return
     if dataset.path is None and not dataset.data_files:
         yield Problem(f"{key}.path", "no source is named", "write a file, a folder or a hub data set")
         return
     if dataset.path is not None and (dataset.type == "folder" or is_local(dataset.path)):
         path = Path(os.path.expanduser(dataset.path))
-        if not glob.glob(str(path), recursive=True):
+        if not _exists(path):
             yield Problem(f"{key}.path", f"{dataset.path} does not exist", _suggest_nearby(path))
             return
         if dataset.type == "folder" and not os.path.isdir(path):
@@ -81,14 +88,17 @@ def _check_dataset(dataset: Dataset, key: str) -> Found:
         return  # files of a hub data set are the hub's to know
     for index, file in enumerate(dataset.data_files or ()):
         path = Path(os.path.expanduser(dataset.path or "."), os.path.expanduser(file))
-        if not glob.glob(str(path), recursive=True):
+        if not _exists(path):
             yield Problem(f"{key}.data_files.{index}", f"{path} does not exist", _suggest_nearby(path))
 
 
 def is_local(path: str) -> bool:
     """A path on disk, as opposed to the name of a hub data set (`name` or `owner/name`)."""
-    looks_local = path.startswith(("/", "./", "../", "~")) or path.endswith(DATA_SUFFIXES) or path.count("/") > 1
-    return looks_local or any(mark in path for mark in "*?[") or os.path.exists(path)
+    return path.endswith(DATA_SUFFIXES) or not HUB_NAME.fullmatch(path) or os.path.exists(path)
+
+
+def _exists(path: Path) -> bool:
+    return os.path.exists(path) or bool(glob.glob(str(path), recursive=True))
 
 
 def _suggest_nearby(path: Path) -> str:
@@ -103,4 +113,20 @@ def _suggest_nearby(path: Path) -> str:
     return f"{parent} holds {', '.join(data)}" if data else f"{parent} holds no data file"
 
 
-RULES: tuple[Callable[[Recipe], Found], ...] = (check_datasets, check_loss_mask, check_output_dir, check_resume)
+def check_folders(recipe: Recipe) -> Found:
+    """Folders that the run reads or needs."""
+    tokenizer, nvme = recipe.model.tokenizer, recipe.memory.nvme_path
+    is_path = tokenizer is not None and tokenizer != "bytes" and not HUB_NAME.fullmatch(tokenizer)
+    if is_path and not os.path.isdir(os.path.expanduser(str(tokenizer))):
+        yield Problem("model.tokenizer", f"{tokenizer} is not a folder", "name a hub model, a folder, or bytes")
+    if nvme is not None and not os.path.isdir(os.path.expanduser(nvme)):
+        yield Problem("memory.nvme_path", f"{nvme} is not a folder", "make it, on a fast local disk")
+
+
+RULES: tuple[Callable[[Recipe], Found], ...] = (
+    check_datasets,
+    check_loss_mask,
+    check_output_dir,
+    check_resume,
+    check_folders,
+)

@@ -1,4 +1,4 @@
-"""Rules that need the model's shape: heads, attention, positions, adapters, 32-bit bounds. Run by check.py."""
+"""Rules that need the model's shape: heads, attention, weights, adapters, 32-bit bounds. Run by check.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.plan.resolved import compute_rope_factor
 
 INT32_LIMIT = 2**31
 Found = Iterator[Problem]
@@ -53,6 +52,16 @@ def check_exactness(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
+def check_weights(recipe: Recipe, shape: ModelShape) -> Found:
+    """Weights that can be trained: not quantized ones, but for mxfp4, which transformers turns into bfloat16."""
+    if shape.quantization and shape.quantization != "mxfp4":
+        yield Problem(
+            "model.name_or_path",
+            f"the weights of {shape.name} are quantized by {shape.quantization} and cannot be trained",
+            "use the model's bfloat16 weights; lora with the levers of memory takes the least",
+        )
+
+
 def check_attention(recipe: Recipe, shape: ModelShape) -> Found:
     """The named back end serves this model on this device."""
     device: Device = "cpu" if recipe.run.device == "cpu" else "cuda"
@@ -66,63 +75,28 @@ def check_attention(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_positions(recipe: Recipe, shape: ModelShape) -> Found:
-    """Rows stay inside the positions that the model, or its stretch, covers."""
-    length, covered = recipe.data.max_length, shape.max_position_embeddings
-    scaling = recipe.model.rope_scaling
-    if scaling is None:
-        if length > covered:
-            factor = max(1.0, length / covered)
-            yield Problem(
-                "data.max_length",
-                f"{length} is longer than the {covered} positions that {shape.name} was made for",
-                f"write model.rope_scaling: {{type: yarn, factor: {_round_up(factor):g}, "
-                f"original_max_position_embeddings: {covered}}}",
-            )
-        return
-    factor = compute_rope_factor(recipe, shape) or 1.0
-    original = scaling.original_max_position_embeddings or covered
-    if original > covered and not shape.rope_type.startswith(("yarn", "longrope")):
-        yield Problem(
-            "model.rope_scaling.original_max_position_embeddings",
-            f"{original} is more than the {covered} positions that {shape.name} was made for",
-            f"write {covered}, or leave it out",
-        )
-    elif length > original * factor:
-        yield Problem(
-            "model.rope_scaling.factor",
-            f"{factor:g} x {original} = {int(original * factor)} positions do not cover max_length {length}",
-            f"write factor: {_round_up(length / original):g}, or leave it out",
-        )
-
-
 def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Found:
     """No kernel call sees a tensor of 2^31 elements or more, where 32-bit indices wrap."""
-    rows, sp_size = recipe.train.per_device_train_batch_size, recipe.parallel.sp_size
-    tokens = rows * recipe.data.max_length
+    sp_size, chunks = recipe.parallel.sp_size, recipe.memory.attention_head_chunks
+    tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length
     local_tokens = -(-tokens // sp_size)
-    chunks = recipe.memory.attention_head_chunks
     heads = 1 if chunks == "auto" else max(1, shape.num_heads // sp_size // chunks)
+    chunk_lever = "more memory.attention_head_chunks, a larger sp_size, or " if heads > 1 else ""
     tensors = [
-        (
-            "data.max_length",
-            "attention's queries",
-            tokens * heads * shape.head_dim,
-            "more memory.attention_head_chunks, ",
-        ),
-        ("data.max_length", "hidden states", local_tokens * shape.hidden_size, ""),
+        ("data.max_length", "attention's queries", tokens * heads * shape.head_dim, chunk_lever),
+        ("data.max_length", "hidden states", local_tokens * shape.hidden_size, "a larger sp_size, or "),
     ]
     if recipe.memory.tiled_mlp is False:
-        width = max(shape.intermediate_size, shape.moe_intermediate_size)
-        tensors.append(("memory.tiled_mlp", "the MLP's activations", local_tokens * width, "memory.tiled_mlp: auto, "))
+        width, lever = max(shape.intermediate_size, shape.moe_intermediate_size), "memory.tiled_mlp: auto, or "
+        tensors.append(("memory.tiled_mlp", "the MLP's activations", local_tokens * width, lever))
     if recipe.memory.tiled_loss is False:
-        tensors.append(("memory.tiled_loss", "logits", local_tokens * shape.vocab_size, "memory.tiled_loss: auto, "))
+        tensors.append(("memory.tiled_loss", "logits", local_tokens * shape.vocab_size, "memory.tiled_loss: auto, or "))
     for key, name, numel, lever in tensors:
         if numel >= INT32_LIMIT:
             yield Problem(
                 key,
                 f"{name} of a rank would have {numel:,} elements, past the 2^31 that kernels index safely",
-                f"use {lever}a larger sp_size, or shorter or fewer rows",
+                f"use {lever}shorter or fewer rows",
             )
 
 
@@ -130,12 +104,12 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Found:
     """Adapters go on linear layers that the model has."""
     if recipe.lora is None or recipe.lora.target_modules == "all-linear" or not shape.linear_modules:
         return
-    unknown = [name for name in recipe.lora.target_modules if name.split(".")[-1] not in shape.linear_modules]
+    unknown = [name for name in recipe.lora.target_modules if name not in shape.linear_modules]
     if unknown:
         yield Problem(
             "lora.target_modules",
-            f"{', '.join(unknown)}: no such linear layer in {shape.name}",
-            f"this model has {', '.join(shape.linear_modules)}",
+            f"{', '.join(unknown)}: no linear layer of {shape.name} that takes an adapter",
+            f"use all-linear, or some of {', '.join(shape.linear_modules)}",
         )
 
 
@@ -143,8 +117,8 @@ RULES: tuple[Callable[[Recipe, ModelShape], Found], ...] = (
     check_heads,
     check_head_chunks,
     check_exactness,
+    check_weights,
     check_attention,
-    check_positions,
     check_index_bounds,
     check_lora_targets,
 )
@@ -153,8 +127,3 @@ RULES: tuple[Callable[[Recipe, ModelShape], Found], ...] = (
 def _list_choices(choices: list[int] | list[str]) -> str:
     words = [str(choice) for choice in choices]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
-
-
-def _round_up(factor: float) -> float:
-    """To a short number that still covers: 7.63 -> 7.7."""
-    return -(-factor * 10 // 1) / 10

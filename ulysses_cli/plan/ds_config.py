@@ -5,6 +5,7 @@ DeepSpeed itself is not imported: this is a dict whose keys are DeepSpeed's.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,6 +43,31 @@ REFUSED = {
 }
 
 
+RENAMED = {
+    "zero_optimization.cpu_offload": "memory.offload_optimizer: cpu",
+    "zero_optimization.cpu_offload_param": "memory.offload_param: cpu",
+    "zero_optimization.cpu_offload_use_pin_memory": "memory.offload_optimizer: cpu",
+    "bfloat16": "model.dtype",
+    "bfloat16.enabled": "model.dtype",
+}
+# What a user may add. A test holds the keys of zero_optimization against the installed DeepSpeed.
+KNOWN = frozenset(
+    {"aio", "bf16", "comms_logger", "communication_data_type", "data_types", "dump_state", "flops_profiler"}
+    | {"gradient_predivide_factor", "memory_breakdown", "prescale_gradients", "seq_parallel_communication_data_type"}
+    | {"sparse_gradients", "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"}
+    | {"zero_force_ds_cpu_optimizer", "zero_optimization"}
+)
+ZERO = frozenset(
+    {"allgather_bucket_size", "allgather_partitions", "allgather_sequential", "contiguous_gradients"}
+    | {"ignore_unused_parameters", "log_trace_cache_warnings", "max_live_parameters", "max_reuse_distance"}
+    | {"model_persistence_threshold", "module_granularity_threshold", "offload_optimizer", "offload_param"}
+    | {"overlap_comm", "param_persistence_threshold", "prefetch_bucket_size", "reduce_bucket_size", "reduce_scatter"}
+    | {"round_robin_gradients", "stage", "sub_group_size", "use_all_reduce_for_fetch_params"}
+    | {"use_multi_rank_bucket_allreduce", "zero_hpz_partition_size", "zero_quantized_gradients"}
+    | {"zero_quantized_weights", "zero_quantized_nontrainable_weights"}
+)
+
+
 def make_ds_config(recipe: Recipe, layout: Layout, offload_optimizer: str = "none") -> dict[str, Any]:
     """What the recipe alone decides. `offload_optimizer` is memory.offload_optimizer once auto is settled."""
     train, memory = recipe.train, recipe.memory
@@ -72,7 +98,7 @@ def make_ds_config(recipe: Recipe, layout: Layout, offload_optimizer: str = "non
 
 
 def merge_user_config(made: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's section laid over ours, level by level."""
+    """The user's section, which has passed find_contradictions, laid over ours level by level."""
     merged = dict(made)
     for key, value in user.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -81,25 +107,45 @@ def merge_user_config(made: Mapping[str, Any], user: Mapping[str, Any]) -> dict[
 
 
 def find_contradictions(made: Mapping[str, Any], user: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(DeepSpeed key, what is wrong, what to do) for each user key that the recipe decides otherwise."""
-    for section in user:
-        if section in REFUSED:
-            yield section, "is the recipe's to decide", REFUSED[section]
+    """(DeepSpeed key, what is wrong, what to do) for each user key that the recipe decides, or nobody knows."""
     for key, value in _flatten(user):
-        owner = OWNERS.get(key)
-        if owner is None:
-            continue
-        ours: Any = made
-        for part in key.split("."):
-            ours = ours.get(part) if isinstance(ours, Mapping) else None
-        if value != ours and value != "auto":
-            said = "does not set it" if ours is None else f"says {ours}"
-            yield key, f"is {value}, but {owner} {said}", f"change {owner} and leave {key} out"
+        top, ours, owner = key.partition(".")[0], _get(made, key), OWNERS.get(key)
+        if top in REFUSED:
+            yield top, "is the recipe's to decide", REFUSED[top]
+        elif key in RENAMED:
+            yield key, "is DeepSpeed's old name", f"use {RENAMED[key]}"
+        elif isinstance(ours, Mapping):
+            what = f"is {value!r}, which would take away all that the recipe says there"
+            yield key, what, f"write settings below {key}"
+        elif owner is None and not _is_known(key):
+            yield key, "is not a key of DeepSpeed's that this tool hands on", _suggest(key)
+        elif value == "auto":
+            yield key, "is auto, which DeepSpeed alone takes for its own default", f"leave {key} out"
+        elif owner is not None and value != ours and not (ours is None and value in ("none", 1)):
+            said = "does not set it" if ours is None else f"says {ours!r}"
+            yield key, f"is {value!r}, but {owner} {said}", f"change {owner} and leave {key} out"
+
+
+def _suggest(key: str) -> str:
+    known = [*OWNERS, *KNOWN, *(f"zero_optimization.{name}" for name in ZERO)]
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def _is_known(key: str) -> bool:
+    top, _, rest = key.partition(".")
+    return top in KNOWN if top != "zero_optimization" else rest.split(".")[0] in ZERO
+
+
+def _get(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -68,6 +68,11 @@ class Layout:
         """Ranks that share one row, in the order of its slices."""
         return self._split(self.sp_size)
 
+    def list_sp_groups(self, limit: int) -> tuple[Group, ...]:
+        """The first few of them, without making the others."""
+        starts = range(0, min(self.dp_size, limit) * self.sp_size, self.sp_size)
+        return tuple(tuple(range(start, start + self.sp_size)) for start in starts)
+
     @property
     def replica_groups(self) -> tuple[Group, ...]:
         """Ranks that hold one full copy of the parameters between them."""

@@ -29,6 +29,11 @@ FOREIGN_KEYS = {
     "flash_attention": "write model.attn_implementation: auto",
     "fp16": "write model.dtype: bfloat16",
     "fsdp": "sharding is DeepSpeed's: see parallel.zero_stage",
+    "tensor_parallel_size": "tensor parallelism is not offered; parallel.sp_size splits rows and heads",
+    "pipeline_parallel_size": "pipeline parallelism is not offered; parallel.sp_size splits rows and heads",
+    "val_set_size": "write data.eval_split, a share such as 0.01",
+    "lr": "write train.learning_rate",
+    "rope_theta": "the base of the positions is the model's own; model.rope_scaling stretches it",
 }
 
 
@@ -88,13 +93,30 @@ def parse_recipe(text: str, file: str = "recipe", overrides: Sequence[str] = ())
             mistakes += error.problems
     reader = _Reader(file, mistakes)
     values = reader.read(tree, Accepts(section=Recipe), "")
+    recipe = None
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         reader.add_validation(error)
-    if reader.problems:
-        raise RecipeError(sorted(reader.problems, key=lambda problem: problem.where))
+    if recipe is None or reader.problems:
+        problems = sorted(reader.problems, key=lambda problem: problem.where)
+        raise RecipeError(problems, _load_readable(values, reader))
     return Loaded(recipe, file, reader.places, tuple(reader.notes))
+
+
+def _load_readable(values: Any, reader: _Reader) -> Loaded | None:
+    """The recipe without its bad values, where that is still a recipe."""
+    for problem in reader.problems:
+        *path, last = problem.key.split(".")
+        holder = values
+        for part in path:
+            holder = holder.get(part) if isinstance(holder, dict) else None
+        if isinstance(holder, dict):
+            holder.pop(last, None)
+    try:
+        return Loaded(Recipe.model_validate(values), reader.file, reader.places, ())
+    except ValidationError:
+        return None
 
 
 @dataclass
@@ -143,6 +165,12 @@ class _Reader:
             if name != own:
                 self.notes.append(f"{key} is understood as {_join(prefix, own)}")
             written[own] = key
+            if settings[own].accepts.section and isinstance(child, yaml.ScalarNode) and not child.value:
+                ways = f"{own}: {{}} for its defaults" + (
+                    f" or {own}: null for none" if settings[own].accepts.is_optional else ""
+                )
+                self.add(key, "is empty", f"write {ways}", child)
+                continue
             values[own] = self.read(child, settings[own].accepts, _join(prefix, own), settings[own])
         return values
 
@@ -212,7 +240,9 @@ def _resolve(node: yaml.Node, accepts: Accepts, setting: Setting | None) -> Any:
             return meant
     takes_text = str in accepts.scalars
     if plain is None:
-        return node.value if takes_text and not accepts.is_optional else None
+        return None
+    if accepts.literals and isinstance(plain, bool | float) and type(plain) not in accepts.scalars:
+        return node.value  # `true` equals 1 in Python, and is not meant
     if type(plain) is int and int not in accepts.scalars and float in accepts.scalars:
         return float(plain)
     if type(plain) is float and int in accepts.scalars and float not in accepts.scalars and plain.is_integer():
@@ -247,10 +277,18 @@ def _explain(setting: Setting, accepts: Accepts, value: Any) -> tuple[str, str]:
         shown = str(value).lower()
     unit = f" ({setting.unit})" if setting.unit and accepts is setting.accepts else ""
     message = f"{shown} is not {accepts.describe()}{unit}"
+    if value == ():
+        return "is an empty list", f"{setting.doc}: write at least one"
+    if accepts.item is not None and isinstance(value, str | dict):
+        return message, f"write a list: [{value}]" if isinstance(
+            value, str
+        ) else "write a list: a dash before each element"
     if not isinstance(value, str):
         return message, setting.doc
     if not isinstance(parse_number(value), str):
         return message, "take the quotes away"
+    if value[:1].isdigit() and {int, float} & set(accepts.scalars):
+        return message, "write a plain number, such as 0.01, 65_536, 500K or 64Ki"
     if bool in accepts.scalars and value.lower() in ("yes", "no", "on", "off"):
         return message, "write true or false"
     close = difflib.get_close_matches(value, [str(literal) for literal in accepts.literals], n=1)
@@ -269,7 +307,9 @@ def _suggest(name: str, section: type[Section], prefix: str) -> str:
     if homes:
         return f"write it as {' or '.join(homes)}"
     names = list_names(section)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, list_settings(section), n=1) or difflib.get_close_matches(
+        name, names, n=1, cutoff=0.8
+    )
     if close:
         return f"did you mean {_join(prefix, names[close[0]])}?"
     return f"{prefix or 'a recipe'} takes {', '.join(list_settings(section))}"

@@ -5,6 +5,7 @@ Plain JSON in, a ModelShape or a Problem out; no file is opened and no default i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from ulysses_cli.plan.families import FAMILIES, INEXACT_KEYS, INEXACT_LAYER_TYPES, Family
 from ulysses_cli.plan.problem import Problem, RecipeError
 
+MAX_LAYERS = 10_000
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -49,6 +51,8 @@ class ModelShape:
     final_softcap: float | None
     has_sinks: bool
     rope_type: str
+    rope_original_positions: int | None
+    quantization: str
     linear_modules: tuple[str, ...]
     num_parameters: int | None
     inexact: str
@@ -70,6 +74,12 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
     hidden_size = facts.get_count("hidden_size")
     num_kv_heads = facts.find_count("num_key_value_heads") or num_heads
     head_dim = facts.find_count("head_dim") or hidden_size // num_heads
+    if num_layers > MAX_LAYERS:
+        raise facts.complain(f"num_hidden_layers is {num_layers}, more than {MAX_LAYERS}")
+    if num_heads % num_kv_heads:
+        raise facts.complain(f"{num_kv_heads} key/value heads do not divide {num_heads} attention heads")
+    if not head_dim or (facts.find_count("head_dim") is None and hidden_size % num_heads):
+        raise facts.complain(f"hidden_size {hidden_size} is not a multiple of {num_heads} attention heads")
     num_experts = facts.find_count("num_local_experts") or facts.find_count("num_experts") or 0
     layers = _list_layers(facts, family, num_layers, num_experts)
     moe_modules = () if family is None or all(layer.num_experts for layer in layers) else family.mlp_modules
@@ -94,7 +104,9 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         attention_softcap=facts.find_number("attn_logit_softcapping"),
         final_softcap=facts.find_number("final_logit_softcapping"),
         has_sinks=family is not None and family.has_sinks,
-        rope_type=_read_rope_type(facts),
+        rope_type=str(_read_rope(facts).get("rope_type") or _read_rope(facts).get("type") or "default"),
+        rope_original_positions=_read_original_positions(facts),
+        quantization=_read_quantization(config),
         linear_modules=() if family is None else family.attention_modules + moe_modules,
         num_parameters=None,
         inexact=_find_inexact(facts, family),
@@ -116,7 +128,7 @@ class _Facts:
 
     def find_number(self, field: str) -> float | None:
         found = self.find(field)
-        if found is None or (isinstance(found, int | float) and not isinstance(found, bool)):
+        if found is None or (isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)):
             return found
         raise self.complain(f"{field} is {found!r}, not a number")
 
@@ -127,6 +139,12 @@ class _Facts:
         if found != int(found) or found < 0 or found > 2**40:
             raise self.complain(f"{field} is {found}, not a count")
         return int(found)
+
+    def find_list(self, field: str) -> list[Any]:
+        found = self.find(field)
+        if found is None or isinstance(found, list | tuple):
+            return list(found or ())
+        raise self.complain(f"{field} is {found!r}, not a list")
 
     def get_count(self, field: str) -> int:
         found = self.find_count(field)
@@ -157,12 +175,12 @@ def _list_layers(facts: _Facts, family: Family | None, num_layers: int, num_expe
     window = facts.find_count("sliding_window")
     if facts.find("use_sliding_window") is False:
         window = None
-    written = facts.find("layer_types")
+    written = facts.find_list("layer_types")
     step = facts.find_count("decoder_sparse_step") or 1
-    dense = facts.find("mlp_only_layers") or ()
+    dense = facts.find_list("mlp_only_layers")
 
     def slides(index: int) -> bool:
-        if isinstance(written, list) and index < len(written):
+        if index < len(written):
             return bool(written[index] == SLIDING_ATTENTION)
         if family is None or family.windows in ("all", "none"):
             return family is None or family.windows == "all"
@@ -190,28 +208,44 @@ def _read_expert_size(facts: _Facts, family: Family | None) -> int | None:
 
 def _compute_scale(facts: _Facts, family: Family | None, head_dim: int) -> float:
     if family and family.attention_scale == "query_pre_attn_scalar":
-        return float((facts.find_number("query_pre_attn_scalar") or 256) ** -0.5)
+        scalar = facts.find_number("query_pre_attn_scalar")
+        if scalar is None or scalar <= 0:
+            raise facts.complain(f"query_pre_attn_scalar is {scalar}")
+        return float(scalar**-0.5)
     if family and family.attention_scale == "attention_multiplier":
         multiplier = facts.find_number("attention_multiplier")
         return 1.0 if multiplier is None else float(multiplier)
     return float(max(head_dim, 1) ** -0.5)
 
 
-def _read_rope_type(facts: _Facts) -> str:
-    """`default`, or the stretch that is already part of the model. transformers 5 writes rope_parameters."""
+def _read_rope(facts: _Facts) -> Mapping[str, Any]:
+    """The stretch that is already part of the model. transformers 5 writes rope_parameters, older files rope_scaling;
+    both may hold one entry for each kind of layer."""
     found = facts.find("rope_parameters") or facts.find("rope_scaling")
     if not isinstance(found, Mapping):
-        return "default"
+        return {}
     inner = found.get(FULL_ATTENTION)
-    found = inner if isinstance(inner, Mapping) else found
-    return str(found.get("rope_type") or found.get("type") or "default")
+    return inner if isinstance(inner, Mapping) else found
+
+
+def _read_original_positions(facts: _Facts) -> int | None:
+    """How many positions the model knew before its own stretch, where it says so."""
+    found = _read_rope(facts).get("original_max_position_embeddings")
+    found = facts.find("original_max_position_embeddings") if found is None else found
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+
+
+def _read_quantization(config: Mapping[str, Any]) -> str:
+    """The method by which the stored weights are quantized, or ''."""
+    found = config.get("quantization_config")
+    return str(found.get("quant_method") or "an unnamed method") if isinstance(found, Mapping) else ""
 
 
 def _find_inexact(facts: _Facts, family: Family | None) -> str:
     for field, reason in INEXACT_KEYS.items():
         if facts.find(field):
             return reason
-    for kind in facts.find("layer_types") or ():
+    for kind in facts.find_list("layer_types"):
         if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
             return INEXACT_LAYER_TYPES.get(str(kind), f"layers of kind {kind} are not known to this tool")
     if facts.find("use_bidirectional_attention"):

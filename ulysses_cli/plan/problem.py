@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, order=True)
 class Where:
-    """A place in an input. Line and column count from 1; line 0 means that the input has no lines (a command line)."""
+    """A place in an input. Line and column count from 1; line 0 is no line: a command line, a file as a whole."""
 
     file: str = ""
     line: int = 0
@@ -39,8 +39,10 @@ class Problem:
 
 
 class RecipeError(Exception):
-    """Every problem of an input at once. The only exception that a bad recipe raises."""
+    """Every problem of an input at once. The only exception that a bad recipe raises. `readable` is what is left of
+    the input without its bad values, so that rules can go on looking; never to be run."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[Problem], readable: object = None) -> None:
         self.problems = tuple(problems)
+        self.readable = readable
         super().__init__("\n".join(str(problem) for problem in self.problems))

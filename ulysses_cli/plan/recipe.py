@@ -54,9 +54,9 @@ class RopeScaling(Section):
         None, "stretch; left out: max_length / original_max_position_embeddings", unit="x", ge=1, le=4096
     )
     original_max_position_embeddings: int | None = setting(
-        None, "pretrained length; left out: the model's own", unit="tokens", ge=1, le=MAX_TOKENS
+        None, "positions before the stretch; left out: the model's own", unit="tokens", ge=1, le=MAX_TOKENS
     )
-    attention_factor: float | None = setting(None, "yarn: scale on attention's logits", unit="x", gt=0, le=100)
+    attention_factor: float | None = setting(None, "yarn: scale of the rotary tables", unit="x", gt=0, le=100)
     beta_fast: float | None = setting(None, "yarn: first dimension that is interpolated", unit="turns", gt=0, le=1e4)
     beta_slow: float | None = setting(None, "yarn: last dimension that is kept", unit="turns", gt=0, le=1e4)
     low_freq_factor: float | None = setting(None, "llama3: where interpolation is full", unit="x", gt=0, le=1e4)
@@ -355,8 +355,8 @@ class Recipe(Section):
 
 
 def compute_recipe_hash(recipe: Recipe) -> str:
-    """Hash of what decides a run's values: the sections model, data, train and lora and the seed. Layout, memory levers
-    and bookkeeping may change between a run and its continuation."""
+    """Hash of what decides a run's values: the sections model, data, train and lora and the seed. Memory levers,
+    bookkeeping and the layout are left out: a run may go on with others, if its rows per step are kept."""
     deciding = recipe.model_dump(mode="json", include={"model", "data", "train", "lora"})
     deciding["data"] = {k: v for k, v in deciding["data"].items() if k not in ("store_dir", "num_workers")}
     deciding["seed"] = recipe.run.seed

@@ -70,8 +70,17 @@ def compute_rope_factor(recipe: Recipe, shape: ModelShape) -> float | None:
     scaling = recipe.model.rope_scaling
     if scaling is None:
         return None
-    original = scaling.original_max_position_embeddings or shape.max_position_embeddings
-    return scaling.factor or max(1.0, recipe.data.max_length / original)
+    return scaling.factor or max(1.0, recipe.data.max_length / get_original_positions(recipe, shape))
+
+
+def get_original_positions(recipe: Recipe, shape: ModelShape) -> int:
+    """What a stretch starts from: as written; before a yarn of the model's own; or all that the model knows. (llama3's
+    own number says where its interpolation bends, not how far the model was trained.)"""
+    scaling = recipe.model.rope_scaling
+    if scaling is not None and scaling.original_max_position_embeddings is not None:
+        return scaling.original_max_position_embeddings
+    own = shape.rope_original_positions if shape.rope_type == "yarn" else None
+    return own or shape.max_position_embeddings
 
 
 def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> Resolved:

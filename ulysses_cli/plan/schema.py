@@ -97,6 +97,21 @@ def walk_settings(section: type[Section] = Recipe, prefix: str = "") -> Iterator
             yield from walk_settings(inner, below)
 
 
+def make_json_schema() -> dict[str, Any]:
+    """For editors: sizes such as 64Ki are text to them, and a setting may be written by any of its names."""
+    schema = Recipe.model_json_schema()
+    for part in (schema, *schema["$defs"].values()):
+        for name, setting in list(part.get("properties", {}).items()):
+            for place in (setting, *setting.get("anyOf", [])):
+                if place.get("type") == "integer":
+                    bounds = {key: place.pop(key) for key in list(place) if key in ("minimum", "maximum", "type")}
+                    size = {"type": "string", "pattern": "^[0-9][0-9_.]*([eE][0-9]+|[KMGT]i?)?$"}
+                    place["anyOf"] = [bounds, size]
+            for alias in setting.get("aliases", ()):
+                part["properties"][alias] = {**setting, "description": f"see {name}", "aliases": []}
+    return schema
+
+
 def _read_field(name: str, info: FieldInfo) -> Setting:
     extra: dict[str, Any] = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     accepts = inspect_annotation(info.annotation)

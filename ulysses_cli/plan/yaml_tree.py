@@ -18,19 +18,29 @@ COMMAND_LINE = "command line"
 NUMBER = re.compile(r"(?P<number>[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?)(?P<suffix>[KMGT]i?)?", re.ASCII)
 SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 MAX_NUMBER_DIGITS = 40
+YAML_HINTS = {
+    "'\\t'": "indent with spaces; YAML takes no tabs",
+    "expected ':'": "a setting is written key: value",
+    "mapping values are not allowed": "quote a value that holds a colon, or mend the indentation",
+    "end of stream": "close the quote or bracket",
+    "cannot start any token": "quote a value that begins with @, % or a backquote",
+}
 NULLS = ("", "~", "null", "Null", "NULL")
 BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
 
 def compose(text: str, file: str) -> yaml.Node | None:
     """Text -> its one document's node, or None where there is nothing."""
+    hint = ""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
         return node
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = Where(file, mark.line + 1, mark.column + 1) if mark else Where(file, 1, 1)
         reason = error.problem or error.context or "cannot be parsed"
+        begins_earlier = "expected ':'" in reason or "end of stream" in reason
+        mark = (error.context_mark if begins_earlier else None) or error.problem_mark or error.context_mark
+        where = Where(file, mark.line + 1, mark.column + 1) if mark else Where(file, 1, 1)
+        hint = next((hint for words, hint in YAML_HINTS.items() if words in reason), "")
     except yaml.reader.ReaderError as error:
         line = text[: int(error.position)].count("\n") + 1
         where, reason = Where(file, line, 1), f"character {error.character!r} is not allowed"
@@ -38,7 +48,7 @@ def compose(text: str, file: str) -> yaml.Node | None:
         where, reason = Where(file, 1, 1), "nested too deeply"
     except (yaml.YAMLError, ValueError) as error:
         where, reason = Where(file, 1, 1), str(error)
-    raise RecipeError([Problem("", f"not valid YAML: {reason}", "", where)])
+    raise RecipeError([Problem("", f"not valid YAML: {reason}", hint, where)])
 
 
 def apply_override(tree: yaml.MappingNode, override: str, section: type[Section]) -> None:
@@ -62,12 +72,16 @@ def apply_override(tree: yaml.MappingNode, override: str, section: type[Section]
             reached = ".".join(parts[:depth])
             raise RecipeError([Problem(key, f"{reached} has no element `{part}`", "", here)])
         if depth == len(parts) - 1:
-            _put(node, index, part, value)
+            _put(node, index, part, value, is_new=True)
             return
         child = _get(node, index)
         if child is None or (isinstance(child, yaml.ScalarNode) and parse_plain(child) is None):
             child = yaml.MappingNode("tag:yaml.org,2002:map", [])
-            _put(node, index, part, child)
+            _put(node, index, part, child, is_new=True)
+        elif isinstance(child, yaml.CollectionNode):
+            # An anchor may stand in several places; only this one is meant.
+            child = type(child)(child.tag, list(child.value), child.start_mark, child.end_mark)
+            _put(node, index, part, child, is_new=False)
         node, known = child, _find_section(known, part)
 
 
@@ -128,8 +142,9 @@ def _get(node: yaml.Node, index: int | None) -> yaml.Node | None:
     return held
 
 
-def _put(node: yaml.Node, index: int | None, name: str, value: yaml.Node) -> None:
-    _mark_as_override(value)
+def _put(node: yaml.Node, index: int | None, name: str, value: yaml.Node, *, is_new: bool) -> None:
+    if is_new:
+        _mark_as_override(value)
     if isinstance(node, yaml.SequenceNode):
         node.value[index] = value
         return
@@ -138,7 +153,7 @@ def _put(node: yaml.Node, index: int | None, name: str, value: yaml.Node) -> Non
     if index is None:
         node.value.append((key, value))
     else:
-        node.value[index] = (key, value)
+        node.value[index] = (key if is_new else node.value[index][0], value)
 
 
 def _mark_as_override(node: yaml.Node) -> None:

@@ -1,0 +1,12 @@
+"""The keys of `deepspeed:` that a recipe may hold are keys that the installed DeepSpeed has."""
+
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from ulysses_cli.plan.ds_config import OWNERS, RENAMED, ZERO
+
+
+def test_zero_optimization() -> None:
+    theirs = set(DeepSpeedZeroConfig.model_fields)
+    assert theirs >= ZERO
+    named = {key.split(".")[1] for key in (*OWNERS, *RENAMED) if key.startswith("zero_optimization.")}
+    assert named <= theirs

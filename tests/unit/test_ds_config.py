@@ -1,0 +1,36 @@
+"""The DeepSpeed config that a recipe makes, and what a user may lay over it."""
+
+from recipes import load
+from ulysses_cli.plan.ds_config import find_contradictions, make_ds_config, merge_user_config
+from ulysses_cli.plan.resolved import make_layout
+
+
+def make(*overrides: str, offload_optimizer: str = "none") -> dict[str, object]:
+    recipe = load(*overrides).recipe
+    return make_ds_config(recipe, make_layout(recipe), offload_optimizer)
+
+
+def test_batches_count_rows_not_ranks() -> None:
+    made = make("parallel.dp_shard_size=3", "train.gradient_accumulation_steps=5", "train.micro_batch_size=2")
+    assert made["train_micro_batch_size_per_gpu"] == 2
+    assert made["train_batch_size"] == 2 * 5 * 3  # the 4 ranks of an sp group share their rows
+
+
+def test_copies_and_offload() -> None:
+    zero = make("parallel.dp_replicate_size=2", "memory.offload_param=cpu", offload_optimizer="cpu")[
+        "zero_optimization"
+    ]
+    assert zero["zero_hpz_partition_size"] == 4
+    assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert "zero_hpz_partition_size" not in make()["zero_optimization"]
+
+
+def test_a_users_keys_are_laid_over_and_the_recipes_stay() -> None:
+    made = make()
+    user = {"zero_optimization": {"reduce_bucket_size": 7}, "wall_clock_breakdown": True}
+    assert list(find_contradictions(made, user)) == []
+    merged = merge_user_config(made, user)
+    assert merged["zero_optimization"] == {**made["zero_optimization"], "reduce_bucket_size": 7}
+    assert merged["wall_clock_breakdown"] is True
+    assert "wall_clock_breakdown" not in made
