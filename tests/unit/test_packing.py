@@ -1,0 +1,141 @@
+"""Every token exactly once, rows never over-full, orders that are bijections, and rows that are alike in work."""
+
+import random
+from collections import Counter
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ulysses_cli.plan.packing import (
+    Piece,
+    Rows,
+    Work,
+    cut_documents,
+    locate_row,
+    pack_alone,
+    pack_documents,
+    pack_stream,
+    share_rows,
+    shuffle_index,
+    walk_positions,
+)
+
+LENGTHS = st.lists(st.integers(0, 300), max_size=60)
+CAPACITY = st.integers(1, 200)
+WORK = Work(per_token=1.0, per_pair=0.01)
+
+
+def count_tokens(rows: Rows) -> Counter[tuple[int, int]]:
+    """How often each token of each document stands in a row; rows are checked on the way."""
+    seen: Counter[tuple[int, int]] = Counter()
+    for index in range(len(rows)):
+        pieces = rows.get_row(index)
+        assert pieces
+        assert 0 < sum(piece.stop - piece.start for piece in pieces) <= rows.capacity
+        for piece in pieces:
+            seen.update((piece.document, token) for token in range(piece.start, piece.stop))
+    return seen
+
+
+@given(LENGTHS, CAPACITY, st.integers(0, 3))
+def test_every_token_exactly_once(lengths: list[int], capacity: int, seed: int) -> None:
+    pieces = cut_documents(lengths, capacity, "split").pieces
+    expected = {(document, token) for document, length in enumerate(lengths) for token in range(length)}
+    packings = (
+        pack_documents(pieces, capacity, WORK),
+        pack_stream(pieces, capacity, seed),
+        pack_alone(pieces, capacity),
+    )
+    for rows in packings:
+        seen = count_tokens(rows)
+        assert seen.keys() == expected
+        assert set(seen.values()) <= {1}
+    full = packings[1].capacity * (len(packings[1]) - 1)
+    assert packings[1].count_tokens() > full or not expected  # a stream leaves room in its last row only
+
+
+@given(LENGTHS, CAPACITY)
+def test_whole_pieces_stay_whole(lengths: list[int], capacity: int) -> None:
+    pieces = cut_documents(lengths, capacity, "split").pieces
+    rows = pack_documents(pieces, capacity, WORK)
+    found = [piece for index in range(len(rows)) for piece in rows.get_row(index)]
+    assert sorted(found) == sorted(pieces)
+
+
+@given(LENGTHS, CAPACITY, st.sampled_from(["split", "truncate", "drop"]))
+def test_nothing_vanishes_without_a_number(lengths: list[int], capacity: int, strategy: str) -> None:
+    cut = cut_documents(lengths, capacity, strategy)  # type: ignore[arg-type]
+    assert sum(piece.stop - piece.start for piece in cut.pieces) + cut.lost_tokens == sum(lengths)
+    num_long = sum(length > capacity for length in lengths)
+    assert cut.num_split + cut.num_truncated + cut.num_dropped == num_long
+    assert (cut.lost_tokens > 0) == (num_long > 0 and strategy != "split")
+
+
+def test_a_long_document_can_be_an_error() -> None:
+    with pytest.raises(ValueError, match="document 1 has 9 tokens, more than the 8 of a row"):
+        cut_documents([8, 9], 8, "raise")
+    with pytest.raises(ValueError, match="pieces have 1 to 8 tokens, found 9 to 9"):
+        pack_documents([Piece(0, 0, 9)], 8, WORK)
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**32 - 1), st.integers(0, 5))
+def test_an_epochs_order_is_a_bijection(size: int, seed: int, epoch: int) -> None:
+    assert sorted(shuffle_index(index, size, seed, epoch) for index in range(size)) == list(range(size))
+
+
+def test_orders_differ_between_seeds_and_epochs_and_look_random() -> None:
+    size = 1000
+    orders = {(s, e): [shuffle_index(i, size, s, e) for i in range(size)] for s in (0, 1) for e in (0, 1)}
+    assert len({tuple(order) for order in orders.values()}) == 4
+    for order in orders.values():
+        assert sum(a == b for a, b in zip(order, range(size), strict=True)) < 10
+        assert 400 < sum(order[i] < order[i + 1] for i in range(size - 1)) < 600  # as often up as down
+
+
+@given(st.integers(1, 50), st.integers(0, 500), st.integers(0, 100))
+def test_the_stream_goes_on_from_any_position(num_rows: int, position: int, seed: int) -> None:
+    """Exactly once per epoch, and a resumed stream is the rest of the first one."""
+    whole = list(islice(walk_positions(0, num_rows, seed), position + 2 * num_rows))
+    assert list(islice(walk_positions(position, num_rows, seed), num_rows)) == whole[position : position + num_rows]
+    assert locate_row(position, num_rows, seed) == whole[position]
+    for epoch in range(len(whole) // num_rows):
+        rows = [place.row for place in whole if place.epoch == epoch]
+        assert sorted(rows) == list(range(num_rows)) or epoch == whole[-1].epoch
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=60), st.integers(1, 9))
+def test_rows_of_a_step_are_dealt_exactly_once(works: list[float], num_groups: int) -> None:
+    shares = share_rows(works, num_groups)
+    assert len({len(share) for share in shares}) <= 1
+    dealt = [row for share in shares for row in share]
+    assert sorted(row for row in dealt if row >= 0) == list(range(len(works)))
+    assert dealt.count(-1) == -len(works) % num_groups
+
+
+def test_rows_of_a_micro_step_are_alike() -> None:
+    works = [float(work) for work in (9, 1, 8, 2, 7, 3, 6, 4)]
+    shares = share_rows(works, 2)
+    for step in range(4):
+        assert abs(works[shares[0][step]] - works[shares[1][step]]) == 1
+    assert abs(sum(works[row] for row in shares[0]) - sum(works[row] for row in shares[1])) <= 2
+
+
+def draw_lengths(count: int, seed: int = 0) -> list[int]:
+    """A log-normal mix: mostly short, a few as long as a row and longer."""
+    draw = random.Random(seed)
+    return [max(1, int(draw.lognormvariate(8.0, 1.3))) for _ in range(count)]
+
+
+def test_a_log_normal_mix_is_packed_well() -> None:
+    capacity, work = 131072, Work(1.0, 2e-5)
+    rows = pack_documents(cut_documents(draw_lengths(40_000), capacity, "split").pieces, capacity, work)
+    assert rows.compute_efficiency() > 0.99
+    works = [rows.compute_work(index, work) for index in range(len(rows))]
+    totals = [0.0] * 8
+    for start in range(0, len(rows) - 63, 64):
+        step = [works[shuffle_index(at, len(rows), 0)] for at in range(start, start + 64)]
+        for group, share in enumerate(share_rows(step, 8, start // 64)):
+            totals[group] += sum(step[row] for row in share)
+    assert max(totals) / (sum(totals) / 8) < 1.03

@@ -1,0 +1,317 @@
+"""Document lengths -> rows: which pieces of which documents, filled well and balanced by work.
+
+Plain integers and the standard library. Packing is done once; every epoch takes the same rows in another order, so
+that the state of a run's data is one integer and no epoch is ever replayed to find it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+NUM_TRIES = 24  # rows with the least work that a large document is offered before the fullest that fits is taken
+HEAVY_SHARE = 0.95  # documents that make up this share of the squares are spread by work, the rest fills gaps
+SPARE_SHARE = 0.002  # room above the tokens' own sum, so that the last documents still find a gap
+WORD_BITS = 1024
+
+
+class Work(NamedTuple):
+    """Cost of a row: `per_token` x tokens + `per_pair` x pairs of tokens that attention looks at."""
+
+    per_token: float = 1.0
+    per_pair: float = 0.0
+
+    def of(self, tokens: int) -> float:
+        return self.per_token * tokens + self.per_pair * tokens * (tokens + 1) / 2
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of a document."""
+
+    document: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Pieces in the order of their rows; row i holds pieces [offsets[i], offsets[i + 1])."""
+
+    capacity: int
+    documents: array[int]
+    starts: array[int]
+    stops: array[int]
+    offsets: array[int]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def get_row(self, index: int) -> list[Piece]:
+        part = range(self.offsets[index], self.offsets[index + 1])
+        return [Piece(self.documents[at], self.starts[at], self.stops[at]) for at in part]
+
+    def count_tokens(self) -> int:
+        return sum(self.stops) - sum(self.starts)
+
+    def compute_efficiency(self) -> float:
+        """Share of the rows' room that holds tokens."""
+        return self.count_tokens() / (self.capacity * max(1, len(self)))
+
+    def compute_work(self, index: int, work: Work) -> float:
+        return sum(work.of(piece.stop - piece.start) for piece in self.get_row(index))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Pieces that fit a row, and what became of documents that do not."""
+
+    pieces: list[Piece]
+    num_split: int = 0
+    num_truncated: int = 0
+    num_dropped: int = 0
+    lost_tokens: int = 0
+
+
+def cut_documents(
+    lengths: Sequence[int], capacity: int, strategy: Literal["split", "truncate", "drop", "raise"]
+) -> Cut:
+    """Bring documents to at most `capacity` tokens. Nothing is lost without being counted."""
+    pieces: list[Piece] = []
+    num_long = lost = 0
+    for document, length in enumerate(lengths):
+        if length <= capacity:
+            if length:
+                pieces.append(Piece(document, 0, length))
+            continue
+        if strategy == "raise":
+            raise ValueError(f"document {document} has {length} tokens, more than the {capacity} of a row")
+        num_long += 1
+        if strategy == "split":
+            pieces += [Piece(document, at, min(at + capacity, length)) for at in range(0, length, capacity)]
+        elif strategy == "truncate":
+            pieces.append(Piece(document, 0, capacity))
+            lost += length - capacity
+        else:
+            lost += length
+    counts = {"split": "num_split", "truncate": "num_truncated", "drop": "num_dropped"}
+    return Cut(pieces, lost_tokens=lost, **({counts[strategy]: num_long} if num_long else {}))
+
+
+def pack_documents(pieces: Sequence[Piece], capacity: int, work: Work) -> Rows:
+    """Whole pieces per row. Large ones go to the rows with the least work, small ones fill the smallest gap that takes
+    them; both in falling order, so that the result depends on the lengths alone."""
+    lengths = [piece.stop - piece.start for piece in pieces]
+    if lengths and not 0 < min(lengths) <= max(lengths) <= capacity:
+        raise ValueError(f"pieces have 1 to {capacity} tokens, found {min(lengths)} to {max(lengths)}")
+    order = sorted(range(len(pieces)), key=lambda at: (-lengths[at], at))
+    num_rows = -(-int(sum(lengths) * (1 + SPARE_SHARE)) // capacity)
+    bins = _Bins(num_rows, capacity)
+    squares = sum(length * length for length in lengths)
+    seen = 0
+    for at in order:
+        length = lengths[at]
+        row = bins.find_lightest(length) if seen < HEAVY_SHARE * squares else None
+        seen += length * length
+        bins.put(at, length, work.of(length), bins.find_fullest(length) if row is None else row)
+    return _collect(pieces, [sorted(members) for members in bins.members if members], capacity)
+
+
+def pack_stream(pieces: Sequence[Piece], capacity: int, seed: int) -> Rows:
+    """One endless stream of all pieces in an order from the seed, cut at every `capacity` tokens."""
+    rows: list[list[Piece]] = [[]]
+    room = capacity
+    for at in range(len(pieces)):
+        document, start, stop = pieces[shuffle_index(at, len(pieces), seed)]
+        while start < stop:
+            if not room:
+                rows.append([])
+                room = capacity
+            taken = min(room, stop - start)
+            rows[-1].append(Piece(document, start, start + taken))
+            start, room = start + taken, room - taken
+    flat = [piece for row in rows for piece in row]
+    ends = iter(range(len(flat)))
+    return _collect(flat, [[next(ends) for _ in row] for row in rows if row], capacity)
+
+
+def pack_alone(pieces: Sequence[Piece], capacity: int) -> Rows:
+    """One piece per row."""
+    return _collect(pieces, [[at] for at in range(len(pieces))], capacity)
+
+
+def shuffle_index(index: int, size: int, seed: int, epoch: int = 0) -> int:
+    """Where `index` goes in the epoch's order: a bijection on range(size) that is computed, not stored.
+
+    A Feistel network of six rounds over the next even power of two, walked until it lands inside.
+    """
+    if size < 2:
+        return index
+    half = (size - 1).bit_length() + 1 >> 1
+    mask = (1 << half) - 1
+    keys = _make_keys(seed, epoch)
+    while True:
+        left, right = index >> half, index & mask
+        for key in keys:
+            mixed = (right ^ key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+            mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 0xFFFFFFFFFFFFFFFF
+            left, right = right, left ^ (mixed ^ mixed >> 29) & mask
+        index = left << half | right
+        if index < size:
+            return index
+
+
+class Place(NamedTuple):
+    """One row of the endless stream of epochs."""
+
+    epoch: int
+    row: int
+
+
+def locate_row(position: int, num_rows: int, seed: int) -> Place:
+    """The row at a position of the stream. The position is all the state there is: any row, of any epoch, at once."""
+    epoch, index = divmod(position, num_rows)
+    return Place(epoch, shuffle_index(index, num_rows, seed, epoch))
+
+
+def share_rows(works: Sequence[float], num_groups: int, step: int = 0) -> list[list[int]]:
+    """Deal the rows of one step to the groups that work side by side: [group][micro-step] -> row of the step.
+
+    Rows of one micro-step wait for each other, so they are alike in work; the heaviest go first. The group that gets
+    the heaviest of all changes from step to step. Where one step's rows do not come out even, the last micro-step is
+    short: -1 stands for a row without weight.
+    """
+    order = sorted(range(len(works)), key=lambda at: (-works[at], at))
+    order += [-1] * (-len(order) % num_groups)
+    totals = [0.0] * num_groups
+    shares: list[list[int]] = [[] for _ in range(num_groups)]
+    for first in range(0, len(order), num_groups):
+        lightest = sorted(range(num_groups), key=lambda group: (totals[group], (group - step) % num_groups))
+        for row, group in zip(order[first : first + num_groups], lightest, strict=True):
+            shares[group].append(row)
+            totals[group] += works[row] if row >= 0 else 0.0
+    return shares
+
+
+def _make_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
+    digest += hashlib.sha256(digest).digest()
+    return tuple(int.from_bytes(digest[at : at + 8], "big") for at in range(0, 48, 8))
+
+
+def _collect(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], capacity: int) -> Rows:
+    documents, starts, stops, offsets = array("q"), array("q"), array("q"), array("q", [0])
+    for row in rows:
+        for at in row:
+            piece = pieces[at]
+            documents.append(piece.document)
+            starts.append(piece.start)
+            stops.append(piece.stop)
+        offsets.append(len(documents))
+    return Rows(capacity, documents, starts, stops, offsets)
+
+
+class _Bins:
+    """Rows while they fill: found by the room they have left, or by how little work they hold."""
+
+    def __init__(self, num_rows: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.rooms = [capacity] * num_rows
+        self.works = [0.0] * num_rows
+        self.members: list[list[int]] = [[] for _ in range(num_rows)]
+        self.by_room: dict[int, list[int]] = {capacity: list(range(num_rows - 1, -1, -1))}
+        self.present = _Set(capacity)
+        self.present.add(capacity)
+        self.by_work = [(0.0, row) for row in range(num_rows)]
+
+    def find_lightest(self, length: int) -> int | None:
+        """Among the few rows with the least work, the first that has room."""
+        passed: list[tuple[float, int]] = []
+        found = None
+        while self.by_work and len(passed) < NUM_TRIES and found is None:
+            entry = heapq.heappop(self.by_work)
+            if entry[0] != self.works[entry[1]]:
+                continue  # of an earlier time; the row stands in the heap anew
+            if self.rooms[entry[1]] >= length:
+                found = entry[1]
+            passed.append(entry)
+        for entry in passed:
+            heapq.heappush(self.by_work, entry)
+        return found
+
+    def find_fullest(self, length: int) -> int:
+        """The row with the smallest room that suffices; a new one when there is none."""
+        while True:
+            room = self.present.find_from(length)
+            if room is None:
+                self.rooms.append(self.capacity)
+                self.works.append(0.0)
+                self.members.append([])
+                heapq.heappush(self.by_work, (0.0, len(self.rooms) - 1))
+                return len(self.rooms) - 1
+            rows = self.by_room[room]
+            while rows and self.rooms[rows[-1]] != room:
+                rows.pop()
+            if rows:
+                return rows[-1]
+            del self.by_room[room]
+            self.present.remove(room)
+
+    def put(self, member: int, length: int, work: float, row: int) -> None:
+        self.members[row].append(member)
+        self.rooms[row] -= length
+        self.works[row] += work
+        room = self.rooms[row]
+        if room:
+            heapq.heappush(self.by_work, (self.works[row], row))
+            if room not in self.by_room:
+                self.by_room[room] = []
+                self.present.add(room)
+            self.by_room[room].append(row)
+
+
+class _Set:
+    """Whole numbers up to a bound, with the next one from any point on: a tree of words of bits."""
+
+    def __init__(self, bound: int) -> None:
+        self.levels: list[dict[int, int]] = [{}]
+        while bound >= WORD_BITS:
+            bound //= WORD_BITS
+            self.levels.append({})
+
+    def add(self, number: int) -> None:
+        for level in self.levels:
+            number, bit = divmod(number, WORD_BITS)
+            level[number] = level.get(number, 0) | 1 << bit
+
+    def remove(self, number: int) -> None:
+        for level in self.levels:
+            number, bit = divmod(number, WORD_BITS)
+            level[number] &= ~(1 << bit)
+            if level[number]:
+                return
+            del level[number]
+
+    def find_from(self, number: int) -> int | None:
+        """The smallest member that is at least `number`."""
+        for depth, level in enumerate(self.levels):
+            word, bit = divmod(number, WORD_BITS)
+            rest = level.get(word, 0) >> bit
+            if rest:
+                number += (rest & -rest).bit_length() - 1
+                for lower in reversed(self.levels[:depth]):
+                    lowest = lower[number]
+                    number = number * WORD_BITS + (lowest & -lowest).bit_length() - 1
+                return number
+            number = word + 1
+        return None
+
+
+def walk_positions(start: int, num_rows: int, seed: int) -> Iterator[Place]:
+    """The stream from a position on, without end."""
+    while True:
+        yield locate_row(start, num_rows, seed)
+        start += 1
