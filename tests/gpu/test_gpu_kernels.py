@@ -76,8 +76,13 @@ def test_documents_never_mix(kernel: str) -> None:
     tensors, other = make_tensors(problem), make_tensors(problem, seed=1)
     for name in "qkv":
         other[name][:, 700:] = tensors[name][:, 700:]  # the first document alone is another
-    before, after = run(kernel, problem, tensors), run(kernel, problem, other)
-    assert torch.equal(before["out"][:, 700:], after["out"][:, 700:])
+    torch.use_deterministic_algorithms(True)
+    try:
+        before, after = run(kernel, problem, tensors), run(kernel, problem, other)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(before[name][:, 700:], after[name][:, 700:]), name
     assert not torch.equal(before["out"][:, :700], after["out"][:, :700])
 
 
@@ -85,6 +90,22 @@ def test_auto_takes_a_kernel_and_says_why() -> None:
     choice = choose_kernel("auto", Need(128), torch.device("cuda"))
     assert choice.name in BACK_ENDS
     assert "fastest of those exact here" in choice.reason
+
+
+@pytest.mark.parametrize("kernel", BACK_ENDS)
+def test_nothing_waits_for_the_device(kernel: str) -> None:
+    problem = KINDS["plain"]
+    skip_unless_served(kernel, problem)
+    tensors = make_tensors(problem)
+    run(kernel, problem, tensors)  # compiles, loads, plans
+    q, k, v = (tensors[name].cuda().requires_grad_() for name in "qkv")
+    dout = tensors["dout"].cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        documents, rule = make_documents(problem.lengths, "cuda"), Rule(problem.scale)
+        ulysses_attention(q, k, v, documents, rule, axis=make_axis(None), kernel=kernel).backward(dout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -91,6 +91,13 @@ def test_heads(num_ranks: int, heads: tuple[int, int]) -> None:
     check(num_ranks, Problem(heads=heads[0], kv_heads=heads[1], lengths=DOCUMENTS["off-edges"]))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("heads", "kv_heads", "chunks"), [(6, 2, 2), (24, 2, 2), (9, 3, 1), (12, 4, 2), (6, 1, 1)])
+def test_three_ranks(heads: int, kv_heads: int, chunks: int) -> None:
+    """Where no number divides another neatly."""
+    check(3, Problem(heads, kv_heads, lengths=(5, 30, 1, 1, 26), chunks=chunks))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_documents(num_ranks: int, documents: str) -> None:
@@ -136,8 +143,8 @@ def test_chunks_of_heads(num_ranks: int, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_precision(num_ranks: int, dtype: torch.dtype, chunks: int) -> None:
-    for window in (None, 9):
-        check(num_ranks, Problem(8, 2, 16, DOCUMENTS["off-edges"], dtype=dtype, chunks=chunks, window=window))
+    for rule in ({}, {"window": 9}, {"has_sinks": True}, {"softcap": 2.0}):
+        check(num_ranks, Problem(8, 2, 16, DOCUMENTS["off-edges"], dtype=dtype, chunks=chunks, **rule))
 
 
 @st.composite
@@ -307,4 +314,5 @@ def run_compiled(problem: Problem) -> float:
 
 
 def test_under_compile() -> None:
+    """What surrounds the call is compiled, the call itself is not."""
     assert max(run_on_ranks(2, run_compiled, Problem())) == 0.0

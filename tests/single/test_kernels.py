@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 from attention import Problem, compute_reference, make_tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ulysses_cli.plan.attention import BACK_ENDS, Need, list_able
-from ulysses_cli.train import kernels, torch_kernels
+from ulysses_cli.plan.layout import list_divisors
+from ulysses_cli.train import exchange, kernels, torch_kernels
 from ulysses_cli.train.documents import make_documents
 from ulysses_cli.train.exchange import make_axis
+from ulysses_cli.train.heads import plan_heads
 from ulysses_cli.train.kernel_choice import choose_kernel
 from ulysses_cli.train.torch_kernels import Rule
 from ulysses_cli.train.ulysses import ulysses_attention
@@ -41,24 +45,53 @@ def test_what_a_kernel_cannot_do_names_those_that_can() -> None:
         choose_kernel("cudnn", Need(64), CPU)
 
 
-@pytest.mark.parametrize("fault", ["window", "bounds", "nan", "crash"])
-def test_a_kernel_that_is_wrong_is_not_taken(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe must see a lost window, lost bounds, NaN and a crash."""
+FAULTS: dict[str, Any] = {
+    "scale": lambda documents, rule: (documents, Rule(rule.scale / 0.7, rule.window_tokens, rule.softcap)),
+    "softcap": lambda documents, rule: (documents, Rule(rule.scale, rule.window_tokens, None)),
+    "window off by one": lambda documents, rule: (
+        documents,
+        Rule(rule.scale, rule.window_tokens and rule.window_tokens + 1, rule.softcap),
+    ),
+    "window in full layers": lambda documents, rule: (
+        documents,
+        Rule(rule.scale, rule.window_tokens or 600, rule.softcap),
+    ),
+    "bounds": lambda documents, rule: (make_documents((documents.num_tokens,)), rule),
+    "bound off by one": lambda documents, rule: (
+        make_documents((documents.lengths[0] + 1, *documents.lengths[2:])),
+        rule,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("fault", [*FAULTS, "nan", "crash", "half a gradient"])
+def test_a_kernel_that_is_wrong_is_not_taken(fault: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe must see a lost scale, softcap, window or bound, a wrong gradient, NaN and a crash."""
     right = kernels.KERNELS["sdpa"]
+    change = FAULTS.get(fault, lambda documents, rule: (documents, rule))
 
     def forward(q: Any, k: Any, v: Any, documents: Any, rule: Rule) -> Any:
         if fault == "crash":
-            raise RuntimeError("no kernel image is available")
-        if fault == "window":
-            rule = Rule(rule.scale, rule.window_tokens and rule.window_tokens + 1, rule.softcap)
-        if fault == "bounds":
-            documents = make_documents((documents.num_tokens,))
-        out, lse = right.forward(q, k, v, documents, rule)
+            raise AttributeError("no kernel image is available")
+        out, lse = right.forward(q, k, v, *change(documents, rule))
         return (out * torch.nan if fault == "nan" else out), lse
 
-    monkeypatch.setitem(kernels.KERNELS, "sdpa", kernels.Kernel(forward, right.backward))
+    def backward(*args: Any) -> Any:
+        *tensors, documents, rule = args
+        dq, dk, dv = right.backward(*tensors, *change(documents, rule))
+        return dq, (dk / 2 if fault == "half a gradient" else dk), dv
+
+    monkeypatch.setitem(kernels.KERNELS, "sdpa", kernels.Kernel(forward, backward))
+    need = Need(256, has_window=True, has_softcap=True, has_sinks=True, dtype=dtype)
     with pytest.raises(ValueError, match=r"no attention kernel is exact here: sdpa (differs|failed)"):
-        choose_kernel("auto", Need(64, has_window=True, dtype="float32"), CPU)
+        choose_kernel("auto", need, CPU)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 104, 128, 200, 256, 512])
+def test_an_honest_bfloat16_kernel_passes(head_dim: int) -> None:
+    assert choose_kernel("auto", Need(head_dim, True, True, True), CPU).name == "sdpa"
+    assert choose_kernel("auto", Need(head_dim), CPU).name == "sdpa"
 
 
 def test_every_back_end_has_a_kernel_and_sdpa_serves_all() -> None:
@@ -144,3 +177,95 @@ def test_documents_are_checked() -> None:
         make_documents(())
     with pytest.raises(ValueError, match="32-bit"):
         make_documents((2**31,))
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+def test_flex_looks_where_it_may(window: int | None) -> None:
+    """Forward on a CPU, where flex has no backward: the blocks and the rule inside them, from bounds alone."""
+    problem = Problem(4, 2, 16, (300, 1, 128, 211), window=window, dtype=torch.float32, softcap=2.0)
+    tensors = make_tensors(problem)
+    documents, rule = make_documents(problem.lengths), Rule(problem.scale, window, 2.0)
+    out, _ = torch_kernels.forward_flex(*(tensors[name][0] for name in "qkv"), documents, rule)
+    expected = compute_reference(problem, tensors)["out"][0]
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def call(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    documents = make_documents((tensors[0].size(1),))
+    return ulysses_attention(*tensors, documents, Rule(0.3, **options), axis=make_axis(None), kernel="sdpa")
+
+
+def test_strides_change_nothing() -> None:
+    q, k, v = (torch.randn(1, 20, 4, 8) for _ in range(3))
+    expected = call(q, k, v)
+    for index in range(3):
+        parts = [q, k, v]
+        parts[index] = parts[index].transpose(2, 3).contiguous().transpose(2, 3)
+        assert torch.equal(call(*parts), expected)
+
+
+def test_inputs_that_do_not_belong_together_are_refused() -> None:
+    q = torch.randn(1, 20, 4, 8)
+    with pytest.raises(ValueError, match=r"k is torch.float64 .* it must be torch.float32"):
+        call(q, q.double(), q)
+    with pytest.raises(ValueError, match=r"v is torch.float32 \[1, 19, 4, 8\]"):
+        call(q, q, q[:, :19])
+
+
+@pytest.mark.parametrize("options", [{}, {"window_tokens": 5}, {"softcap": 2.0}], ids=str)
+def test_autocast_does_not_reach_inside(options: dict[str, Any]) -> None:
+    q = torch.randn(1, 40, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = call(q, q, q, **options)
+    assert torch.equal(inside, call(q, q, q, **options))
+
+
+def test_frozen_inputs_and_second_derivatives() -> None:
+    q, k, v = (torch.randn(1, 12, 4, 8, requires_grad=name == "v") for name in "qkv")
+    call(q, k, v).sum().backward()
+    assert q.grad is None
+    assert v.grad is not None
+    (grad,) = torch.autograd.grad(call(q, k, v).square().sum(), v, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_the_operators_keep_torchs_rules() -> None:
+    """Fakes agree with the real thing in shape, dtype and strides; nothing is aliased or changed in place."""
+    q, k = torch.randn(16, 4, 8), torch.randn(16, 2, 8)
+    joined = torch.randn(16, 8, 8)
+    row = (torch.tensor([0, 9, 16], dtype=torch.int32), [9, 7], "sdpa", 0.3, None, None)
+    for sinks in (None, torch.randn(4)):
+        torch.library.opcheck(torch.ops.ulysses.attend, (q, k, k, sinks, *row))
+        torch.library.opcheck(torch.ops.ulysses.attend, (joined[:, :4], joined[:, 4:6], joined[:, 6:], sinks, *row))
+    out, lse = kernels.attend(q, k, k, None, *row)
+    torch.library.opcheck(torch.ops.ulysses.attend_backward, (out, q, k, k, out, lse, *row))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    sp_size, num_chunks = draw(st.integers(2, 12)), draw(st.integers(1, 4))
+    heads = sp_size * num_chunks * draw(st.integers(1, 4))
+    return heads, draw(st.sampled_from(list_divisors(heads))), sp_size, num_chunks
+
+
+@settings(max_examples=300)
+@given(plans())
+def test_every_rank_gets_its_heads_and_gives_them_back(plan: tuple[int, int, int, int]) -> None:
+    """Packing and unpacking for any number of ranks, against loops over single heads."""
+    heads, kv_heads, sp_size, num_chunks = plan
+    whole = torch.arange(2 * 3 * kv_heads * 5, dtype=torch.float64).view(2, 3, kv_heads, 5)
+    head_plan = plan_heads(heads, kv_heads, sp_size, num_chunks)
+    back = torch.zeros_like(whole)
+    times = torch.zeros(kv_heads)
+    for chunk in head_plan.chunks:
+        widths = [span.num_heads for span in chunk.keys]
+        segments = exchange._split(torch.zeros(sum(widths) * 30, dtype=torch.float64), widths, 2, 3, 5)
+        exchange._pack(whole, segments, chunk.keys, [0] * sp_size)
+        for rank, span in enumerate(chunk.keys):
+            assert torch.equal(segments[rank], whole[:, :, span.start : span.stop])
+            times[span.start : span.stop] += 1
+        exchange._unpack(back, segments, chunk.keys, [0] * sp_size, add=True)
+        needed = {head * kv_heads // heads for span in chunk.queries for head in range(*span)}
+        assert needed == {key for span in chunk.keys for key in range(*span)}
+    assert torch.equal(back, whole * times[None, None, :, None])

@@ -68,7 +68,7 @@ BACK_ENDS: dict[str, BackEnd] = {
     ),
     "flex_attention": BackEnd("torch's compiled flex attention", max_head_dim=256, head_dim_multiple=16),
     "sdpa": BackEnd(
-        "torch's scaled dot product per document, in blocks where there is a window, softcap or sink",
+        "torch's own flash attention where it serves, otherwise plain torch in blocks; serves everything",
         devices=("cuda", "cpu"),
         max_head_dim=4096,
         head_dim_multiple=1,

@@ -42,7 +42,8 @@ def make_documents(lengths: Sequence[int], device: torch.device | str = "cpu") -
     bounds = [0, *accumulate(lengths)]
     if bounds[-1] >= 2**31:
         raise ValueError(f"{bounds[-1]} tokens in one call: bounds are 32-bit integers")
-    return Documents(tuple(lengths), torch.tensor(bounds, dtype=torch.int32, device=device))
+    pinned = torch.tensor(bounds, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
+    return Documents(tuple(lengths), pinned.to(device, non_blocking=True))
 
 
 def walk_bounds(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

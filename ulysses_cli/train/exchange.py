@@ -36,7 +36,8 @@ def make_axis(group: dist.ProcessGroup | None) -> Axis:
 def exchange_in(slices: Sequence[Tensor], spans: Sequence[Spans], axis: Axis) -> list[Tensor]:
     """Each [B, S, all heads, D] -> [T, h, D], views of one buffer. `spans` says which heads of it each rank gets."""
     if axis.group is None:
-        return [part[:, :, own[0].start : own[0].stop].flatten(0, 1) for part, own in zip(slices, spans, strict=True)]
+        parts = [part[:, :, own[0].start : own[0].stop] for part, own in zip(slices, spans, strict=True)]
+        return [(part if part.stride(-1) == 1 else part.contiguous()).flatten(0, 1) for part in parts]
     batch, tokens, _, dim = slices[0].shape
     widths = [sum(own[rank].num_heads for own in spans) for rank in range(axis.size)]
     send = slices[0].new_empty(sum(widths) * batch * tokens * dim)

@@ -34,7 +34,7 @@ class Version(NamedTuple):
 
 @torch.no_grad()
 def forward_2(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
-    call = _load("flash_attn.flash_attn_interface", "kernels-community/flash-attn2")._flash_attn_varlen_forward
+    call = _load("flash_attn.flash_attn_interface", "kernels-community/flash-attn2", 4)._flash_attn_varlen_forward
     left, right = _get_sides(rule, unlimited=-1)
     out, lse, *_ = call(
         q, k, v, *_get_bounds(documents), 0.0, rule.scale, True,
@@ -47,20 +47,20 @@ def forward_2(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule)
 def backward_2(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _load("flash_attn.flash_attn_interface", "kernels-community/flash-attn2")._flash_attn_varlen_backward
+    call = _load("flash_attn.flash_attn_interface", "kernels-community/flash-attn2", 4)._flash_attn_varlen_backward
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
     left, right = _get_sides(rule, unlimited=-1)
     call(
         dout, q, k, v, out, lse, dq, dk, dv, *_get_bounds(documents), 0.0, rule.scale, True,
         window_size_left=left, window_size_right=right, softcap=rule.softcap or 0.0,
-        alibi_slopes=None, deterministic=False,
+        alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return dq, dk, dv
 
 
 @torch.no_grad()
 def forward_3(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
-    call = _load("flash_attn_interface", "kernels-community/flash-attn3")._flash_attn_forward
+    call = _load("flash_attn_interface", "kernels-community/flash-attn3", 1)._flash_attn_forward
     out, lse, *_ = _call_by_name(
         call,
         {"q": q, "k": k, "v": v, "softmax_scale": rule.scale, "causal": True, "softcap": rule.softcap or 0.0},
@@ -74,17 +74,18 @@ def forward_3(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule)
 def backward_3(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _load("flash_attn_interface", "kernels-community/flash-attn3")._flash_attn_backward
+    call = _load("flash_attn_interface", "kernels-community/flash-attn3", 1)._flash_attn_backward
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
     given |= {"softmax_scale": rule.scale, "causal": True, "is_causal": True, "softcap": rule.softcap or 0.0}
+    given["deterministic"] = torch.are_deterministic_algorithms_enabled()
     _call_by_name(call, given, documents, rule)
     return dq, dk, dv
 
 
 @torch.no_grad()
 def forward_4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
-    call = _load("flash_attn.cute.interface", "kernels-community/flash-attn4")._flash_attn_fwd
+    call = _load("flash_attn.cute.interface", "kernels-community/flash-attn4", 0)._flash_attn_fwd
     left, right = _get_sides(rule, unlimited=None)
     first, _, longest, _ = _get_bounds(documents)
     out, lse = call(
@@ -98,12 +99,13 @@ def forward_4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule)
 def backward_4(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _load("flash_attn.cute.interface", "kernels-community/flash-attn4")._flash_attn_bwd
+    call = _load("flash_attn.cute.interface", "kernels-community/flash-attn4", 0)._flash_attn_bwd
     left, right = _get_sides(rule, unlimited=None)
     first, _, longest, _ = _get_bounds(documents)
     dq, dk, dv = call(
         q, k, v, out, dout, lse, cu_seqlens_q=first, cu_seqlens_k=first, max_seqlen_q=longest, max_seqlen_k=longest,
         softmax_scale=rule.scale, causal=True, window_size_left=left, window_size_right=right,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )[:3]  # fmt: skip
     return dq, dk, dv
 
@@ -115,7 +117,7 @@ def _find_missing(module: str) -> Callable[[], str]:
 def _find_spec(module: str) -> Any:
     try:
         return importlib.util.find_spec(module)
-    except ModuleNotFoundError:
+    except ImportError:  # not there, or a build for another torch
         return None
 
 
@@ -127,15 +129,15 @@ VERSIONS: dict[str, Version] = {
 
 
 @cache
-def _load(module: str, hub_name: str) -> Any:
-    """The package's module, or the same module inside the hub's kernel."""
+def _load(module: str, hub_name: str, hub_version: int) -> Any:
+    """The package's module, or the same module inside the hub's kernel, in the version that transformers takes."""
     if _find_spec(module) is not None:
         return importlib.import_module(module)
     if importlib.util.find_spec("kernels") is None:
         raise ImportError(f"neither {module} nor the `kernels` package that would load {hub_name} is installed")
     from kernels import get_kernel
 
-    return getattr(get_kernel(hub_name), module.rpartition(".")[2])
+    return getattr(get_kernel(hub_name, version=hub_version), module.rpartition(".")[2])
 
 
 def _call_by_name(call: Callable[..., Any], given: dict[str, Any], documents: Documents, rule: Rule) -> Any:
@@ -151,6 +153,9 @@ def _call_by_name(call: Callable[..., Any], given: dict[str, Any], documents: Do
         "window_size_left": left,
         "window_size_right": right,
     }
+    for needed in ({"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"}, {"softcap"}):
+        if not needed & names.keys():
+            raise TypeError(f"this release of FlashAttention-3 takes no {' or '.join(sorted(needed))}")
     required = {name for name, parameter in names.items() if parameter.default is parameter.empty}
     return call(**{**dict.fromkeys(required), **{name: value for name, value in offered.items() if name in names}})
 

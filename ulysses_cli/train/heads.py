@@ -92,7 +92,8 @@ def find_pattern(spans: Spans) -> Pattern | None:
     step = distinct[1] - distinct[0] if len(distinct) > 1 else spans[0].num_heads
     found = Pattern(starts[0], spans[0].num_heads, step, len(distinct), num_copies)
     expected = [Span(found.start + r // num_copies * step, 0) for r in range(len(spans))]
-    follows = all(
+    is_whole = len(distinct) * num_copies == len(spans)
+    follows = is_whole and all(
         span == (want.start, want.start + found.num_heads) for span, want in zip(spans, expected, strict=True)
     )
     return found if follows and step >= found.num_heads else None

@@ -24,7 +24,7 @@ _numbers = itertools.count()
 # What transformers' layers pass that is part of what this attention computes, or that does not concern it.
 IGNORED = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "position_embeddings"}
-    | {"past_key_values", "return_dict", "num_items_in_batch", "output_router_logits", "labels", "is_causal"}
+    | {"return_dict", "num_items_in_batch", "output_router_logits", "labels"}
 )
 
 
@@ -32,7 +32,7 @@ def register_attention(axis: Axis, kernel: str, num_head_chunks: int = 1) -> str
     """Register one more attention implementation -> its name, for `attn_implementation`. Each call makes its own, so
     that models of different groups live side by side. Heads are read from the tensors."""
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # a break in the graph; values stay
     def attention(
         module: torch.nn.Module,
         query: Tensor,
@@ -46,6 +46,7 @@ def register_attention(axis: Axis, kernel: str, num_head_chunks: int = 1) -> str
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        is_causal: bool | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         layer = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
@@ -56,7 +57,8 @@ def register_attention(axis: Axis, kernel: str, num_head_chunks: int = 1) -> str
         if dropout:
             raise ValueError(f"{layer} asks for attention dropout {dropout}, which this tool does not offer")
         unknown = {name for name, given in others.items() if given is not None} - IGNORED
-        if unknown or getattr(module, "is_causal", True) is False:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if unknown or not causal:
             what = ", ".join(sorted(unknown)) or "attention that is not causal"
             raise ValueError(f"{layer} asks for {what}, which this tool is not known to compute exactly")
         rule = Rule(scaling if scaling is not None else query.size(-1) ** -0.5, sliding_window, softcap)

@@ -19,18 +19,19 @@ from ulysses_cli.train.torch_kernels import Rule
 
 
 class Kernel(NamedTuple):
-    """`find_missing` says why the kernel cannot be had on this machine, or ''."""
+    """`find_missing`: why it is not on this machine, or ''. `needs_autograd`: its backward is autograd's own."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     find_missing: Callable[[], str] = lambda: ""
+    needs_autograd: bool = False
 
 
 KERNELS: dict[str, Kernel] = {
     "sdpa": Kernel(torch_kernels.forward_sdpa, torch_kernels.backward_sdpa),
     "torch_varlen": Kernel(torch_kernels.forward_varlen, torch_kernels.backward_varlen),
     "cudnn": Kernel(torch_kernels.forward_cudnn, torch_kernels.backward_cudnn),
-    "flex_attention": Kernel(torch_kernels.forward_flex, torch_kernels.backward_flex),
+    "flex_attention": Kernel(torch_kernels.forward_flex, torch_kernels.backward_flex, needs_autograd=True),
     **{
         name: Kernel(back_end.forward, back_end.backward, back_end.find_missing)
         for name, back_end in flash_kernels.VERSIONS.items()
@@ -54,12 +55,13 @@ def attend(
     """Causal attention inside documents -> (out like q, log-sum-exp [heads, tokens]). A sink is a logit of its head
     that takes weight and gives nothing: it only raises the normaliser, so any kernel that hands that out serves it."""
     documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
-    out, lse = KERNELS[kernel].forward(q, k, v, documents, rule)
-    if sinks is None:
-        return out.contiguous(), lse.contiguous()
-    raised = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    share = torch.exp(lse - raised).mT[..., None]
-    return (out.to(lse.dtype) * share).to(out.dtype), raised
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = KERNELS[kernel].forward(q, k, v, documents, rule)
+        out, lse = out.contiguous(), lse.contiguous()
+        if sinks is None:
+            return out, lse
+        raised = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        return out.mul_(torch.exp(lse - raised).mT[..., None]), raised
 
 
 @attend.register_fake
@@ -89,8 +91,9 @@ def attend_backward(
     """Gradients of q, k and v. With the raised log-sum-exp, a kernel's own backward is that of attention with sinks:
     it makes the weights as exp(logit - lse) and their mean from dout and out, and both already know of the sink."""
     documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
-    dq, dk, dv = KERNELS[kernel].backward(dout, q, k, v, out, lse, documents, rule)
-    return dq, dk, dv
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv = KERNELS[kernel].backward(dout, q, k, v, out, lse, documents, rule)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @attend_backward.register_fake
@@ -101,10 +104,26 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def run_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator; but a kernel whose backward is autograd's own cannot live inside one, where nothing is recorded."""
+    cu_seqlens, lengths, kernel, *rule = options
+    if not KERNELS[kernel].needs_autograd:
+        found: tuple[Tensor, Tensor, Tensor] = attend_backward(dout, q, k, v, out, lse, *options)
+        return found
+    with torch.autocast(q.device.type, enabled=False):
+        return KERNELS[kernel].backward(dout, q, k, v, out, lse, Documents(tuple(lengths), cu_seqlens), Rule(*rule))
+
+
 def compute_sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[heads]. A sink's weight is exp(sink - lse); raising it takes that share from what the token's output gives."""
-    given = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).mT
-    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * given).sum(-1).to(sinks.dtype)
+    """[heads]. A sink's weight is exp(sink - lse); raising it takes that share from what the token's output gives. One
+    head at a time, so that no float32 copy of whole rows exists."""
+    found = torch.empty(sinks.shape, dtype=lse.dtype, device=sinks.device)
+    for head in range(sinks.size(0)):
+        given = (dout[:, head].to(lse.dtype) * out[:, head].to(lse.dtype)).sum(-1)
+        found[head] = -(torch.exp(sinks[head].to(lse.dtype) - lse[head]) * given).sum()
+    return found.to(sinks.dtype)
 
 
 def count_pairs(lengths: Sequence[int], window_tokens: int | None) -> int:

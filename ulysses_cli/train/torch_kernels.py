@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ulysses_cli.train.documents import Documents
+from ulysses_cli.train.documents import Documents, walk_bounds
 
 aten = torch.ops.aten
+FLEX_BLOCK = 128
 BLOCK_TOKENS = 512  # blockwise: scores exist for this many queries times this many keys at once
 
 
@@ -31,7 +34,9 @@ class Rule:
 
 
 def forward_sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Document by document; blockwise where there is a softcap, or a window that cuts."""
+    """torch's flash attention where it serves, on a CPU document by document; otherwise blockwise."""
+    if _has_varlen(q, rule):
+        return forward_varlen(q, k, v, documents, rule)
     if len(documents.lengths) == 1:
         return _forward_document(q, k, v, rule)
     out, lse = torch.empty_like(q), _make_lse(q)
@@ -44,6 +49,8 @@ def forward_sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Ru
 def backward_sdpa(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if _has_varlen(q, rule):
+        return backward_varlen(dout, q, k, v, out, lse, documents, rule)
     if len(documents.lengths) == 1:
         return _backward_document(dout, q, k, v, out, lse, rule)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -58,9 +65,10 @@ def backward_sdpa(
 def _forward_document(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     if _needs_blocks(q, rule):
         return forward_blocks(q, k, v, rule)
-    heads = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
+    precise = _get_precision(q)  # the CPU's own backward sums bfloat16 gradients in bfloat16
+    heads = [tensor.to(precise).transpose(0, 1)[None] for tensor in (q, k, v)]
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=rule.scale)
-    return out[0].transpose(0, 1), lse[0]
+    return out[0].transpose(0, 1).to(q.dtype), lse[0]
 
 
 def _backward_document(
@@ -68,9 +76,10 @@ def _backward_document(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _needs_blocks(q, rule):
         return backward_blocks(dout, q, k, v, out, lse, rule)
-    heads = [tensor.transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
+    precise = _get_precision(q)
+    heads = [tensor.to(precise).transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, lse[None], 0.0, True, scale=rule.scale)
-    dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+    dq, dk, dv = (grad[0].transpose(0, 1).to(q.dtype) for grad in grads)
     return dq, dk, dv
 
 
@@ -96,49 +105,57 @@ def backward_varlen(
 
 
 def forward_cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Document by document: cuDNN's causal kernel has no bounds in torch."""
+    """Document by document: cuDNN's causal kernel has no bounds in torch, and takes no document of one token."""
     out, lse = torch.empty_like(q), _make_lse(q)
     for start, end in documents.walk():
-        heads = [tensor[start:end].transpose(0, 1)[None] for tensor in (q, k, v)]
+        part = slice(start, end)
+        if end - start == 1:
+            out[part], lse[:, part] = forward_blocks(q[part], k[part], v[part], rule)
+            continue
+        heads = [tensor[part].transpose(0, 1)[None] for tensor in (q, k, v)]
         found, found_lse, *_ = aten._scaled_dot_product_cudnn_attention(
             *heads, None, True, 0.0, True, False, scale=rule.scale
         )
-        out[start:end] = found[0].transpose(0, 1)
-        lse[:, start:end] = found_lse[0].reshape(q.size(1), end - start)
+        out[part], lse[:, part] = found[0].transpose(0, 1), found_lse[0].reshape(q.size(1), end - start)
     return out, lse
 
 
 def backward_cudnn(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not used
     for start, end in documents.walk():
-        heads = [tensor[start:end].transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
-            *heads, lse[None, :, start:end, None].contiguous(), seed, seed, None, None, None, end - start, end - start,
-            0.0, True, scale=rule.scale,
-        )  # fmt: skip
-        dq[start:end], dk[start:end], dv[start:end] = (grad[0].transpose(0, 1) for grad in grads)
-    return dq, dk, dv
+        part = slice(start, end)
+        if end - start == 1:
+            found = backward_blocks(dout[part], q[part], k[part], v[part], out[part], lse[:, part], rule)
+        else:
+            heads = [tensor[part].transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
+            raw = aten._scaled_dot_product_cudnn_attention_backward(
+                *heads, lse[None, :, part, None].contiguous(), seed, seed, None, None, None, end - start, end - start,
+                0.0, True, scale=rule.scale,
+            )  # fmt: skip
+            found = tuple(grad[0].transpose(0, 1) for grad in raw)
+        for whole, grad in zip(grads, found, strict=True):
+            whole[part] = grad
+    return grads
 
 
 def forward_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Compiled flex attention; the mask is a rule on indices, stored by blocks."""
-    out, lse = _call_flex(q, k, v, documents, rule)
-    return out, lse
+    """Compiled flex attention; what may be looked at is stored by blocks, made from the bounds once per row."""
+    return _call_flex(q, k, v, documents, rule)
 
 
 def backward_flex(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Flex hands out no backward of its own, so its forward runs again. With sinks, `out` and `lse` are the corrected
-    ones; the factor between the two normalisers turns the cotangent of one into that of the other."""
+    """Flex hands out no backward of its own, so its forward runs again under autograd. With sinks, `out` and `lse` are
+    the corrected ones; the factor between the two normalisers turns the cotangent of one into that of the other."""
     with torch.enable_grad():
         inputs = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
         plain_out, plain_lse = _call_flex(inputs[0], inputs[1], inputs[2], documents, rule)
         share = torch.exp(plain_lse.detach() - lse)  # 1 where there are no sinks
-        dlse = (1 - share) * (dout * out).sum(-1).mT.to(lse.dtype)
+        dlse = ((1 - share) * (dout * out).sum(-1).mT).to(plain_lse.dtype)
         scaled = (dout * share.mT[..., None]).to(dout.dtype)
         dq, dk, dv = torch.autograd.grad((plain_out, plain_lse), inputs, (scaled, dlse))
     return dq, dk, dv
@@ -218,27 +235,56 @@ def _walk_keys(queries: slice, rule: Rule) -> list[slice]:
 
 
 def _call_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    tokens, device = q.size(0), q.device
-    owner = torch.searchsorted(documents.cu_seqlens, torch.arange(tokens, device=device), right=True)
-    window, softcap = rule.window_tokens, rule.softcap
-
-    def may_look(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        allowed = (query >= key) & (owner[query] == owner[key])
-        return allowed if window is None else allowed & (query - key < window)
+    softcap = rule.softcap
 
     def bend(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    mask = create_block_mask(may_look, None, None, tokens, tokens, device=device)
-    compiled = torch.compile(flex_attention, dynamic=True) if device.type == "cuda" else flex_attention
+    mask = make_block_mask(documents.lengths, rule.window_tokens, q.device)
+    compiled = torch.compile(flex_attention, dynamic=True) if q.device.type == "cuda" else flex_attention
     heads = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
     out, aux = compiled(
         *heads, score_mod=bend if softcap else None, block_mask=mask, scale=rule.scale,
         enable_gqa=q.size(1) != k.size(1), return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     return out[0].transpose(0, 1), aux.lse[0]
+
+
+@lru_cache(maxsize=8)
+def make_block_mask(lengths: tuple[int, ...], window_tokens: int | None, device: torch.device) -> Any:
+    """For each block of queries the blocks of keys that some of them may look at: a run, from the bounds alone. No
+    [tokens, tokens] mask is ever made."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tokens = sum(lengths)
+    starts = torch.repeat_interleave(
+        torch.tensor([start for start, _ in walk_bounds(lengths)]), torch.tensor(lengths)
+    )  # of each token's document, on the host
+    num_blocks = -(-tokens // FLEX_BLOCK)
+    first_query = torch.arange(num_blocks) * FLEX_BLOCK
+    earliest = starts[first_query]
+    if window_tokens is not None:
+        earliest = torch.maximum(earliest, first_query - window_tokens + 1)
+    first_key = earliest // FLEX_BLOCK
+    counts = torch.arange(num_blocks) - first_key + 1
+    indices = (first_key[:, None] + torch.arange(num_blocks)).clamp(max=num_blocks - 1)
+    owner = starts.to(device)
+
+    def may_look(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = (query >= key) & (owner[query] == owner[key])
+        return allowed if window_tokens is None else allowed & (query - key < window_tokens)
+
+    return BlockMask.from_kv_blocks(
+        counts[None, None].to(device, torch.int32), indices[None, None].to(device, torch.int32),
+        BLOCK_SIZE=FLEX_BLOCK, mask_mod=may_look, seq_lengths=(tokens, tokens),
+    )  # fmt: skip
+
+
+def _has_varlen(q: Tensor, rule: Rule) -> bool:
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.device.type == "cuda" and is_half and rule.softcap is None and q.size(2) <= 256 and q.size(2) % 8 == 0
 
 
 def _needs_blocks(q: Tensor, rule: Rule) -> bool:

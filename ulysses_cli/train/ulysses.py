@@ -1,5 +1,6 @@
 """Ulysses attention: one all-to-all trades each rank's slice of the row for a subset of the heads, a second trades the
-result back. Two collectives forward, two backward (per chunk of heads), nothing else; values do not depend on sp.
+result back. Two collectives forward, two backward (per chunk of heads), nothing else. Values are those of one rank; a
+key/value head that several ranks use gets its gradient as a sum of theirs.
 
 Takes tensors and an axis. Knows no recipe and no model, and keeps no state between calls.
 """
@@ -12,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ulysses_cli.train.documents import Documents
 from ulysses_cli.train.exchange import Axis, exchange_in, exchange_out
 from ulysses_cli.train.heads import Chunk, HeadPlan, Span, plan_heads
-from ulysses_cli.train.kernels import attend, attend_backward, compute_sink_gradient
+from ulysses_cli.train.kernels import attend, compute_sink_gradient, run_backward
 from ulysses_cli.train.torch_kernels import Rule
 
 
+@torch.compiler.disable
 def ulysses_attention(
     q: Tensor,
     k: Tensor,
@@ -37,7 +40,13 @@ def ulysses_attention(
     q [B, S, heads, D], k and v [B, S, kv_heads, D], any strides -> [B, S, heads, D]. `documents` describes the whole
     rows. Ranks of the axis call this together and with the same shapes: each call is two collectives on it.
     """
-    batch, tokens, heads, _ = q.shape
+    batch, tokens, heads, dim = q.shape
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype or tensor.shape != (batch, tokens, k.size(2), dim):
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}; with q {q.dtype} {list(q.shape)} it must be {q.dtype} "
+                f"{[batch, tokens, k.size(2), dim]}"
+            )
     if documents.num_tokens != batch * tokens * axis.size:
         raise ValueError(
             f"documents hold {documents.num_tokens} tokens, but {batch} rows x {tokens} tokens x {axis.size} ranks "
@@ -88,6 +97,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return (_backward_at_once if len(ctx.call.plan.chunks) == 1 else _backward_by_chunks)(ctx, dout)
 
@@ -97,7 +107,8 @@ def _backward_at_once(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     *rows, result, lse, sinks = ctx.saved_tensors
     chunk, batch, counts = call.plan.chunks[0], dout.size(0), [dout.size(2), ctx.num_kv_heads, ctx.num_kv_heads]
     (drows,) = exchange_in([dout], [chunk.queries], call.axis)
-    grads, dsinks = _attend_backward(rows, drows, result, lse, sinks, chunk, call)
+    wanted_sinks = sinks if ctx.needs_input_grad[3] else None
+    grads, dsinks = _attend_backward(rows, drows, result, lse, wanted_sinks, chunk, call)
     # What the kernel saw is not needed to send gradients home. Letting go of it here is what keeps the peak low.
     ctx.maybe_clear_saved_tensors()
     del rows, result, drows
@@ -114,11 +125,12 @@ def _backward_by_chunks(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, sinks, *all_lse = ctx.saved_tensors
     counts, adds = [q.size(2), k.size(2), k.size(2)], call.plan.adds_up
     into = _make_room(dout, counts, adds=adds)
+    wanted_sinks = sinks if ctx.needs_input_grad[3] else None
     total_dsinks: Tensor | None = None
     for chunk, lse in zip(call.plan.chunks, all_lse, strict=True):
         spans = [chunk.queries, chunk.keys, chunk.keys]
         *rows, drows, result = exchange_in([q, k, v, dout, out], [*spans, chunk.queries, chunk.queries], call.axis)
-        grads, dsinks = _attend_backward(rows, drows, result, lse, sinks, chunk, call)
+        grads, dsinks = _attend_backward(rows, drows, result, lse, wanted_sinks, chunk, call)
         del rows, drows, result
         exchange_out(grads, spans, call.axis, q.size(0), into, adds=[False, adds, adds])
         if dsinks is not None:
@@ -164,7 +176,7 @@ def _attend_backward(
     for queries, keys in call.plan.list_runs(chunk, call.axis.rank):
         own = slice(*queries)
         parts = (drows[:, own], *_cut(rows, queries, keys), result[:, own], lse[own])
-        found.append(attend_backward(*parts, *call.list_options()))
+        found.append(run_backward(*parts, *call.list_options()))
     grads = list(found[0]) if len(found) == 1 else [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
     if sinks is None:
         return grads, None
