@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from ranks import run_on_ranks
 
 HEAD_DIM, NUM_HEADS = 64, 16
+NUM_METERED = 5
 COPIES = ("copy_", "clone", "cat", "_to_copy", "repeat_interleave", "index_select", "_reshape_copy", "contiguous")
 
 
@@ -162,6 +163,20 @@ def list_open_ops() -> dict[str, Callable[..., Any]]:
     return {op._qualname: op._init_fn for op in ops}
 
 
+def meter_layer(layer: Layer, tokens: int, num_kv_heads: int) -> tuple[Log, frozenset[int], tuple[Tensor, ...], int]:
+    """One forward and backward -> what it did, the caller's storages, output and gradients, q's bytes."""
+    inputs = make_inputs(tokens, num_kv_heads)
+    q, k, v, dout = inputs
+    meter = Meter(k.nbytes // 2, list_open_ops())
+    outer = {meter.track(tensor) for tensor in inputs}
+    with meter:
+        out = layer(q, k, v)
+        outer.add(meter.track(out))
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+    outer |= {meter.track(grad) for grad in grads}
+    return meter.log, frozenset(outer), (out.detach(), *grads), q.nbytes
+
+
 def measure(tokens: int, num_kv_heads: int, runs: int, chunks: int) -> dict[str, Any]:
     """On one rank: every layer's log and times, and the largest differences of values."""
     makers = {"ours": make_ours(1), f"ours, {chunks} chunks": make_ours(chunks), "deepspeed": make_deepspeed}
@@ -169,25 +184,17 @@ def measure(tokens: int, num_kv_heads: int, runs: int, chunks: int) -> dict[str,
     results: dict[str, Any] = {}
     values = {}
     for name, layer in layers.items():
-        inputs = make_inputs(tokens, num_kv_heads)
-        q, k, v, dout = inputs
-        large_bytes = k.nbytes // 2
-        meter = Meter(large_bytes, list_open_ops())
-        outer = {meter.track(tensor) for tensor in inputs}
-        with meter:
-            out = layer(q, k, v)
-            outer.add(meter.track(out))
-            grads = torch.autograd.grad(out, (q, k, v), dout)
-        outer |= {meter.track(grad) for grad in grads}
-        values[name] = (out.detach(), *grads)
-        log = meter.log
+        metered = [meter_layer(layer, tokens, num_kv_heads) for _ in range(NUM_METERED)]
+        log, _, values[name], q_bytes = metered[0]
         results[name] = {
             "collectives": log.num_collectives,
             "sent_mib": log.sent_bytes / 2**20,
             "copies": log.num_copies,
-            "copied_per_q": log.copied_bytes / q.nbytes,
-            "peak_per_q": log.compute_peak_bytes() / q.nbytes,
-            "own_peak_per_q": log.compute_peak_bytes(frozenset(outer)) / q.nbytes,
+            "copied_per_q": log.copied_bytes / q_bytes,
+            # gloo's own thread lets go of a buffer a moment after its collective is done, in some runs and not in
+            # others; the smallest peak is the layer's own. The same for all layers.
+            "peak_per_q": min(log.compute_peak_bytes() for log, *_ in metered) / q_bytes,
+            "own_peak_per_q": min(log.compute_peak_bytes(outer) for log, outer, *_ in metered) / q_bytes,
         }
     times: dict[str, list[float]] = {name: [] for name in layers}
     q, k, v, dout = make_inputs(tokens, num_kv_heads)
@@ -221,8 +228,6 @@ def main() -> int:
             case = found[0]
             for name in case:
                 case[name]["seconds"] = max(rank[name]["seconds"] for rank in found)
-                # gloo's thread lets go of a buffer a moment after the collective is done, on some ranks and not on
-                # others; the smallest peak is the one that is the layer's own. The same for all layers.
                 for peak in ("peak_per_q", "own_peak_per_q"):
                     case[name][peak] = min(rank[name][peak] for rank in found)
             print(

@@ -205,7 +205,7 @@ def test_check_deepspeed_section() -> None:
         "\n\nhint: change parallel.zero_stage and leave zero_optimization.stage out"
     )
     assert only("deepspeed.zero_optimization.offload_param.device=cpu") == (
-        "command line: deepspeed.zero_optimization.offload_param.device: is 'cpu', but memory.offload_param does not "
+        'command line: deepspeed.zero_optimization.offload_param.device: is "cpu", but memory.offload_param does not '
         "set it"
         "\n\nhint: change memory.offload_param and leave zero_optimization.offload_param.device out"
     )
@@ -215,7 +215,7 @@ def test_check_deepspeed_section() -> None:
     )
     for override, words in {
         "zero_optimization.stage=auto": "is auto, which DeepSpeed alone takes for its own default",
-        "zero_optimization=false": "is False, which would take away all that the recipe says there",
+        "zero_optimization=false": "is false, which would take away all that the recipe says there",
         "bf16.enabled=auto": "is auto",
         "zero_optimization.cpu_offload=true": "is DeepSpeed's old name\n\nhint: use memory.offload_optimizer: cpu",
         "zero_optimization.reduce_bucket_sizee=3": "did you mean zero_optimization.reduce_bucket_size?",

@@ -6,6 +6,7 @@ DeepSpeed itself is not imported: this is a dict whose keys are DeepSpeed's.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -109,21 +110,22 @@ def merge_user_config(made: Mapping[str, Any], user: Mapping[str, Any]) -> dict[
 def find_contradictions(made: Mapping[str, Any], user: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(DeepSpeed key, what is wrong, what to do) for each user key that the recipe decides, or nobody knows."""
     for key, value in _flatten(user):
+        said = json.dumps(value, default=str)
         top, ours, owner = key.partition(".")[0], _get(made, key), OWNERS.get(key)
         if top in REFUSED:
             yield top, "is the recipe's to decide", REFUSED[top]
         elif key in RENAMED:
             yield key, "is DeepSpeed's old name", f"use {RENAMED[key]}"
         elif isinstance(ours, Mapping):
-            what = f"is {value!r}, which would take away all that the recipe says there"
+            what = f"is {said}, which would take away all that the recipe says there"
             yield key, what, f"write settings below {key}"
         elif owner is None and not _is_known(key):
             yield key, "is not a key of DeepSpeed's that this tool hands on", _suggest(key)
         elif value == "auto":
             yield key, "is auto, which DeepSpeed alone takes for its own default", f"leave {key} out"
         elif owner is not None and value != ours and not (ours is None and value in ("none", 1)):
-            said = "does not set it" if ours is None else f"says {ours!r}"
-            yield key, f"is {value!r}, but {owner} {said}", f"change {owner} and leave {key} out"
+            theirs = "does not set it" if ours is None else f"says {json.dumps(ours)}"
+            yield key, f"is {said}, but {owner} {theirs}", f"change {owner} and leave {key} out"
 
 
 def _suggest(key: str) -> str:

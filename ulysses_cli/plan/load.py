@@ -67,7 +67,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
             content = stream.read(MAX_RECIPE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        hint = "`ulysses recipes list` shows the recipes that come with this tool"
+        hint = "name a file; `ulysses recipes copy NAME` makes one of those that `ulysses recipes list` shows"
         raise RecipeError([Problem("", f"cannot be read: {reason}", hint, Where(file))]) from None
     if len(content) > MAX_RECIPE_BYTES:
         raise RecipeError([Problem("", f"larger than {MAX_RECIPE_BYTES:,} bytes: not a recipe", "", Where(file))])
