@@ -71,6 +71,7 @@ def test_shape_is_the_models(model_type: str, changes: dict[str, Any]) -> None:
         window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         assert layer.window_tokens == (window if model_type in WINDOWED else None)
         assert attention.scaling == pytest.approx(shape.attention_scale)
+        assert attention.attention_dropout == shape.attention_dropout
     linear = {name.split(".")[-1] for name, m in model.model.named_modules() if isinstance(m, torch.nn.Linear)}
     assert set(shape.linear_modules) == linear - {"router"}
 

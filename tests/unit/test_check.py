@@ -318,6 +318,14 @@ def test_check_lora_targets() -> None:
     assert "no linear layer" in only("lora.target_modules=[gate_proj]", model_type="mixtral", num_local_experts=8)
 
 
+def test_check_dropout() -> None:
+    assert only(attention_dropout=0.1) == (
+        "r.yaml:2:17: model.name_or_path: the config of owner/model asks for attention_dropout 0.1, which is not "
+        "offered\n\nhint: set attention_dropout: 0.0 in a local copy of its config.json"
+    )
+    assert check(attention_dropout=0.0) == []
+
+
 def test_check_weights() -> None:
     config = {"quantization_config": {"quant_method": "gptq"}}
     assert only(**config) == (

@@ -52,6 +52,17 @@ def check_exactness(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
+def check_dropout(recipe: Recipe, shape: ModelShape) -> Found:
+    """Attention without dropout: no kernel here draws the same numbers on one rank and on several."""
+    if shape.attention_dropout:
+        key = "model.config" if recipe.model.config is not None else "model.name_or_path"
+        yield Problem(
+            key,
+            f"the config of {shape.name} asks for attention_dropout {shape.attention_dropout:g}, which is not offered",
+            "set attention_dropout: 0.0 in a local copy of its config.json",
+        )
+
+
 def check_weights(recipe: Recipe, shape: ModelShape) -> Found:
     """Weights that can be trained: not quantized ones, but for mxfp4, which transformers turns into bfloat16."""
     if shape.quantization and shape.quantization != "mxfp4":
@@ -117,6 +128,7 @@ RULES: tuple[Callable[[Recipe, ModelShape], Found], ...] = (
     check_heads,
     check_head_chunks,
     check_exactness,
+    check_dropout,
     check_weights,
     check_attention,
     check_index_bounds,

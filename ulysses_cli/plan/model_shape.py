@@ -48,6 +48,7 @@ class ModelShape:
     num_experts_per_token: int
     attention_scale: float
     attention_softcap: float | None
+    attention_dropout: float
     final_softcap: float | None
     has_sinks: bool
     rope_type: str
@@ -102,6 +103,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         num_experts_per_token=facts.find_count("num_experts_per_tok") or 0,
         attention_scale=_compute_scale(facts, family, head_dim),
         attention_softcap=facts.find_number("attn_logit_softcapping"),
+        attention_dropout=facts.find_number("attention_dropout") or 0.0,
         final_softcap=facts.find_number("final_logit_softcapping"),
         has_sinks=family is not None and family.has_sinks,
         rope_type=str(_read_rope(facts).get("rope_type") or _read_rope(facts).get("type") or "default"),
