@@ -1,4 +1,4 @@
-"""Every shipped recipe is valid, has its header, and is found from a checkout and from the wheel."""
+"""Every shipped recipe is valid, has its header, and is listed."""
 
 from pathlib import Path
 
