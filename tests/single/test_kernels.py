@@ -9,6 +9,7 @@ import torch
 from attention import Problem, compute_reference, make_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -236,10 +237,10 @@ def test_the_operators_keep_torchs_rules() -> None:
     joined = torch.randn(16, 8, 8)
     row = (torch.tensor([0, 9, 16], dtype=torch.int32), [9, 7], "sdpa", 0.3, None, None)
     for sinks in (None, torch.randn(4)):
-        torch.library.opcheck(torch.ops.ulysses.attend, (q, k, k, sinks, *row))
-        torch.library.opcheck(torch.ops.ulysses.attend, (joined[:, :4], joined[:, 4:6], joined[:, 6:], sinks, *row))
+        library.opcheck(torch.ops.ulysses.attend, (q, k, k, sinks, *row))
+        library.opcheck(torch.ops.ulysses.attend, (joined[:, :4], joined[:, 4:6], joined[:, 6:], sinks, *row))
     out, lse = kernels.attend(q, k, k, None, *row)
-    torch.library.opcheck(torch.ops.ulysses.attend_backward, (out, q, k, k, out, lse, *row))
+    library.opcheck(torch.ops.ulysses.attend_backward, (out, q, k, k, out, lse, *row))
 
 
 @st.composite

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils.flop_counter import register_flop_formula
 
 from ulysses_cli.train import flash_kernels, torch_kernels
@@ -39,7 +39,7 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
-@torch.library.custom_op("ulysses::attend", mutates_args=())
+@library.custom_op("ulysses::attend", mutates_args=())
 def attend(
     q: Tensor,
     k: Tensor,
@@ -73,7 +73,7 @@ def _(
     return q.new_empty(q.shape), q.new_empty((q.size(1), q.size(0)), dtype=precision)
 
 
-@torch.library.custom_op("ulysses::attend_backward", mutates_args=())
+@library.custom_op("ulysses::attend_backward", mutates_args=())
 def attend_backward(
     dout: Tensor,
     q: Tensor,
