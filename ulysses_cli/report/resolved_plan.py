@@ -1,65 +1,15 @@
-"""Values -> what people and programs read. The only place that prints.
-
-stdout is data, stderr is talk. Must not decide anything: exit codes are cli.py's, problems are plan's.
-"""
+"""The resolved plan of a valid recipe, as plain data and as text."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TextIO
+from typing import Any
 
-from ulysses_cli.plan.problem import Problem
+from ulysses_cli.report.printing import format_count
 from ulysses_cli.validate import Validated
 
-STYLES = {"bold": "1", "red": "31", "yellow": "33"}
 SHOWN_GROUPS = 4
-
-
-def print_data(text: str) -> None:
-    """To stdout. A reader that has gone away (`| head`) is no failure."""
-    try:
-        _write(sys.stdout, text)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def print_talk(text: str) -> None:
-    _write(sys.stderr, text)
-
-
-def _write(stream: TextIO, text: str) -> None:
-    """What the terminal cannot show is shown by its number."""
-    encoding = stream.encoding or "utf-8"
-    text = text if text.endswith("\n") else text + "\n"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    stream.flush()
-
-
-def print_json(value: Any) -> None:
-    print_data(json.dumps(value, indent=2, ensure_ascii=False, default=str))
-
-
-def print_problems(problems: Sequence[Problem]) -> None:
-    """All problems on stderr, a blank line after each hint, then their number."""
-    for problem in problems:
-        head = [str(problem.where), paint(problem.key, "bold", sys.stderr), problem.message]
-        print_talk(": ".join(part for part in head if part))
-        if problem.hint:
-            print_talk(f"\n{paint('hint:', 'yellow', sys.stderr)} {problem.hint}\n\n")
-    print_talk(paint(format_count(len(problems), "problem"), "red", sys.stderr))
-
-
-def paint(text: str, style: str, stream: Any) -> str:
-    """Colour for a terminal, plain text for everything else."""
-    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if text and stream.isatty() else text
-
-
-def format_count(count: int, noun: str, plural: str = "") -> str:
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_parameters(count: int) -> str:
@@ -149,12 +99,3 @@ def _format_heads(heads: Mapping[str, Any], sp_size: int) -> str:
 
 def _format_ranks(group: Sequence[int]) -> str:
     return f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0])
-
-
-def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as their content; the last one is left ragged."""
-    table = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-    )

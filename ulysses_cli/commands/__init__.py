@@ -1,0 +1,1 @@
+"""What each command does: parse, call, hand to report, exit code. Heavy ones start child processes."""

@@ -1,0 +1,60 @@
+"""`ulysses recipes list | show | copy`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ulysses_cli.commands.options import Format, FormatOption, or_exit
+
+
+def list_recipes(output: FormatOption = Format.text) -> None:
+    """List the recipes that come with this tool.
+
+    \b
+    Examples:
+      ulysses recipes list
+      ulysses recipes list --format json
+    """
+    from ulysses_cli import shipped
+    from ulysses_cli.report import printing
+
+    found = shipped.list_recipes()
+    if output is Format.json:
+        printing.print_json([{"name": name, "summary": summary} for name, summary in found])
+    else:
+        printing.print_data(printing.format_table(("recipe", "what it is for"), found))
+
+
+def show_recipe(name: Annotated[str, typer.Argument(help="a name from `ulysses recipes list`")]) -> None:
+    """Print a recipe.
+
+    \b
+    Examples:
+      ulysses recipes show tiny-cpu
+      ulysses recipes show llama-3.1-8b-128k-8gpu > my.yaml
+    """
+    from ulysses_cli import shipped
+    from ulysses_cli.report import printing
+
+    printing.print_data(or_exit(lambda: shipped.read_recipe(name)))
+
+
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="a name from `ulysses recipes list`")],
+    to: Annotated[Path | None, typer.Argument(help="file or folder; left out: here, under its own name")] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite a file that is there")] = False,
+) -> None:
+    """Copy a recipe, to change it.
+
+    \b
+    Examples:
+      ulysses recipes copy tiny-cpu
+      ulysses recipes copy llama-3.1-8b-128k-8gpu my.yaml
+    """
+    from ulysses_cli import shipped
+    from ulysses_cli.report import printing
+
+    printing.print_talk(f"wrote {or_exit(lambda: shipped.copy_recipe(name, to, force=force))}")

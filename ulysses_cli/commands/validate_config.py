@@ -1,0 +1,83 @@
+"""`ulysses validate-config` and `ulysses config-schema`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ulysses_cli.commands.options import DONE, USAGE, Format, FormatOption
+
+
+def validate_config(
+    words: Annotated[
+        list[str], typer.Argument(metavar="RECIPE... [KEY=VALUE ...]", help="recipe files, and settings laid over them")
+    ],
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="processes of the run; left out: the recipe's own product")
+    ] = None,
+    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="problems only")] = False,
+    output: FormatOption = Format.text,
+) -> None:
+    """Find every mistake in a recipe before a GPU is rented.
+
+    Nothing is launched. Exit code 2 when there is a problem, each with its place and what to write instead.
+
+    \b
+    Examples:
+      ulysses validate-config recipes/tiny-cpu.yaml
+      ulysses validate-config my.yaml parallel.sp_size=8 data.max_length=512Ki --num-processes 8
+      ulysses validate-config recipes/*.yaml --format json
+    """
+    from ulysses_cli import validate
+    from ulysses_cli.report import printing, resolved_plan
+
+    files, overrides = validate.split_words(words)
+    results = [validate.validate_recipe(file, overrides, num_processes, online=online) for file in files]
+    problems = [problem for result in results for problem in result.list_problems(is_alone=len(files) == 1)]
+    plans = [resolved_plan.describe_plan(result) for result in results if not result.problems]
+    if not files:
+        problems = [validate.no_recipe(words)]
+    if output is Format.json:
+        printing.print_json(
+            {
+                "valid": not problems,
+                "problems": [problem.as_json() for problem in problems],
+                "plans": plans,
+            }
+        )
+    else:
+        if plans and not quiet:
+            printing.print_data(
+                "\n\n".join(resolved_plan.format_plan(plan, with_defaults=len(files) == 1) for plan in plans)
+            )
+        if problems:
+            printing.print_problems(problems)
+    raise typer.Exit(USAGE if problems else DONE)
+
+
+def config_schema(output: FormatOption = Format.text) -> None:
+    """Print every setting of a recipe: what it means, its unit, what it takes, its default and its aliases.
+
+    \b
+    Examples:
+      ulysses config-schema
+      ulysses config-schema --format json > recipe.schema.json
+    """
+    from ulysses_cli.plan.resolved import format_value
+    from ulysses_cli.plan.schema import make_json_schema, walk_settings
+    from ulysses_cli.report import printing
+
+    if output is Format.json:
+        printing.print_json(make_json_schema())
+        return
+    rows = []
+    for setting in walk_settings():
+        takes = setting.accepts.describe() if not setting.accepts.section else "a section"
+        default = (
+            "required" if setting.is_required else "" if setting.accepts.section else format_value(setting.default)
+        )
+        also = f" (also: {', '.join(setting.aliases)})" if setting.aliases else ""
+        rows.append((setting.key, default, setting.unit, takes, setting.doc + also))
+    printing.print_data(printing.format_table(("key", "default", "unit", "takes", "meaning"), rows))
