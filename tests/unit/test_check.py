@@ -220,7 +220,8 @@ def test_check_deepspeed_section() -> None:
         "zero_optimization.cpu_offload=true": "is DeepSpeed's old name\n\nhint: use memory.offload_optimizer: cpu",
         "zero_optimization.reduce_bucket_sizee=3": "did you mean zero_optimization.reduce_bucket_size?",
         "zero_optimisation.stage=2": "did you mean zero_optimization.stage?",
-        "train_batch_size=auto": "is auto",
+        "train_batch_size=auto": "is the recipe's to decide",
+        "sequence_parallel_size=4": "is the recipe's to decide\n\nhint: use parallel.sp_size",
     }.items():
         assert words in only(f"deepspeed.{override}"), override
     for fine in (
