@@ -92,3 +92,15 @@ def reset_moments(optimizer: Any) -> None:
         for name in MOMENTS:
             state[name].zero_()
     set_step_count(optimizer, 0)
+
+
+def count_held(module: nn.Module) -> tuple[int, int, int]:
+    """(elements on this rank, of all, of those that DeepSpeed keeps whole because they are small)."""
+    held = whole = small = 0
+    for parameter in module.parameters():
+        size = int(getattr(parameter, "ds_numel", parameter.numel()))
+        whole += size
+        if getattr(parameter, "ds_persist", False):
+            small += size
+        held += parameter.ds_tensor.numel() if hasattr(parameter, "ds_tensor") else size
+    return held, whole, small
