@@ -56,7 +56,7 @@ class StoreWriter:
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self.folder = folder
         self.dtype = choose_dtype(vocabulary)
-        self.num_tokens = self.num_targets = 0
+        self.num_tokens = self.num_targets = self.max_id = 0
         self._lengths, self._lines = array("q"), array("q")
         self._hashes, self._files = array("Q"), array("L")
         self._names: dict[str, int] = {}
@@ -74,6 +74,7 @@ class StoreWriter:
             self._flags.write((plain if batch.flags is None else batch.flags).tobytes())
         targets = len(batch.ids) if batch.flags is None else int(np.count_nonzero(batch.flags & TARGET))
         self.num_targets += targets
+        self.max_id = max(self.max_id, int(batch.ids.max(initial=0)))
         self.num_tokens += len(batch.ids)
         self._lengths.extend(batch.lengths)
         self._hashes.extend(batch.hashes)
@@ -97,6 +98,7 @@ class StoreWriter:
             "num_documents": len(self._lengths),
             "num_tokens": self.num_tokens,
             "num_targets": self.num_targets,
+            "max_id": self.max_id,
             "files": list(self._names),
         }
 
