@@ -1,1 +1,1 @@
-"""Tokens are made here: sources, tokenizers, the store on disk, rows. No process group."""
+"""From documents to rows of tokens. No GPU, no process group, no torch."""

@@ -1,0 +1,57 @@
+"""`python -m ulysses_cli.data RECIPE [KEY=VALUE ...] [--format json]`: prepare a recipe's data in a process of its own.
+
+The command has validated the recipe before; what is said here goes through report/.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ulysses_cli.data.prepare import prepare_data
+from ulysses_cli.data.problems import DataError
+from ulysses_cli.plan.load import load_recipe
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.resolved import compute_pad_multiple
+from ulysses_cli.report import data_report, printing
+from ulysses_cli.report.progress import ProgressLine
+
+DONE, FAILED, USAGE = 0, 1, 2
+
+
+def main(words: Sequence[str]) -> int:
+    is_json = list(words[-2:]) == ["--format", "json"]
+    file, *overrides = words[:-2] if is_json else words
+    progress = ProgressLine()
+    try:
+        loaded = load_recipe(file, overrides)
+        try:
+            prepared = prepare_data(loaded.recipe, compute_pad_multiple(loaded.recipe), progress.show)
+        except RecipeError as error:
+            raise RecipeError(
+                replace(problem, where=loaded.locate(problem.key)) for problem in error.problems
+            ) from None
+    except (RecipeError, DataError) as error:
+        progress.end()
+        printing.print_problems(error.problems)
+        if is_json:
+            printing.print_json({"problems": [problem.as_json() for problem in error.problems]})
+        return FAILED if isinstance(error, DataError) else USAGE
+    except OSError as error:
+        progress.end()
+        printing.print_talk(f"{error.filename or 'the store'}: {error.strerror}")
+        return FAILED
+    progress.end()
+    if is_json:
+        printing.print_json(prepared.report)
+    else:
+        printing.print_data(data_report.format_report(prepared.report))
+    return DONE
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
