@@ -66,7 +66,9 @@ def draw_lines(
     xs = [x for track in tracks for x in (*(x for x, _ in track.walk()), *track.broken)]
     ys = [y for track in tracks for _, y in track.walk()]
     levels = [m for m in marks if m.axis == "y" and is_number(m.value) and (m.value > 0 or not y_log)]
-    y_axis = make_axis([*ys, *(m.value for m in levels)], BOTTOM, TOP, y_unit, is_log=y_log, padding=0.05)
+    y_axis = make_axis(
+        [*ys, *(m.value for m in levels)], BOTTOM, TOP, y_unit, is_log=y_log, padding=0.05, from_zero=y_unit == "bytes"
+    )
     ends = [_label_end(one, track, y_unit, len(series) == 1) for one, track in zip(series, tracks, strict=True)]
     left = drawing.compute_left(y_axis.ticks)
     right = drawing.compute_right([*ends, *(m.text for m in levels)])

@@ -125,11 +125,15 @@ def tabulate_bars(
 
 
 def _make_section(section: Section) -> str:
-    """Charts that follow each other stand side by side where there is room."""
+    """Charts that follow each other stand side by side where there is room, and so do tables beside them."""
     parts = []
-    for is_chart, blocks in itertools.groupby(section.body, lambda block: isinstance(block, Chart)):
-        markup = "".join(_make_block(block) for block in blocks)
-        parts.append(f'<div class="charts">{markup}</div>' if is_chart else markup)
+    for can_share, group in itertools.groupby(section.body, lambda block: isinstance(block, Chart | Table)):
+        blocks = list(group)
+        is_grid = can_share and any(isinstance(block, Chart) for block in blocks)
+        markup = [_make_block(block) for block in blocks]
+        if is_grid:
+            markup = [text if text.startswith("<figure") else f"<figure>{text}</figure>" for text in markup]
+        parts.append(f'<div class="charts">{"".join(markup)}</div>' if is_grid else "".join(markup))
     return f"<section><h2>{escape(section.heading)}</h2>{''.join(parts)}</section>"
 
 

@@ -35,7 +35,7 @@ def format_quantity(value: float | None, unit: str = "") -> str:
         case "seconds":
             return format_seconds(value)
         case "tokens":
-            return f"{value:,.0f}" if abs(value) < 1e6 else format_number(value)
+            return f"{value:,.0f}" if abs(value) < 1e6 else format_number(value).replace("G", "B")
         case "share":
             return f"{value:.1%}"
         case "USD":
