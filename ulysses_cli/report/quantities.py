@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeGuard
 
 NO_VALUE = "\u2013"
 LARGEST = 1e300  # beyond it arithmetic on a chart overflows; such a value is shown as infinite
@@ -12,7 +13,7 @@ BINARY_SUFFIXES = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, 
 UNITS = ("tokens", "bytes", "seconds", "share", "USD")
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value of unknown origin can be placed on a chart."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
@@ -76,7 +77,7 @@ def format_binary(tokens: float) -> str:
 
 
 def format_seconds(value: float) -> str:
-    if abs(value) < 1:
+    if 0 < abs(value) < 1:
         return f"{format_number(value * 1e3)} ms"
     if abs(value) < 59.95:
         return f"{value:.3g} s"
