@@ -178,7 +178,8 @@ def launch(launcher_args: Sequence[str], rank_args: Sequence[str], environ: Mapp
 
 def find_first_failure(logs: Path, started: float) -> dict[str, Any]:
     """What the first failing rank wrote; or, when it was killed and wrote nothing, what the launcher saw of it."""
-    told = [found for file in logs.glob("rank-*.error.json") if (found := _read_json(file)) and found["time"] >= started]
+    told = [found for file in logs.glob("rank-*.error.json") if (found := _read_json(file))]
+    told = [found for found in told if found["time"] >= started]
     if told:
         return dict(min(told, key=lambda found: found["time"]))
     seen = _read_json(logs / "failure.json") or [{}]

@@ -44,9 +44,15 @@ def main(words: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     logs = Path(os.path.expanduser(loaded.recipe.run.output_dir)) / "logs"
     screen = take_screen(logs, rank)
+    from ulysses_cli.report.progress import Display, make_display
     from ulysses_cli.train.life import Life
 
-    life = Life(loaded, options, screen)
+    def show(num_steps: int) -> Display:
+        run, world_size = loaded.recipe.run, int(os.environ.get("WORLD_SIZE", "1"))
+        stream = os.fdopen(screen if screen is not None else 2, "w", encoding="utf-8", errors="backslashreplace")
+        return make_display(stream, num_steps, run.price_per_gpu_hour, world_size, logging_steps=run.logging_steps)
+
+    life = Life(loaded, options, show)
     try:
         life.run()
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told

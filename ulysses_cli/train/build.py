@@ -51,8 +51,7 @@ class Built:
     num_trained: int
 
 
-def load_model_config(recipe: Recipe, shape: ModelShape) -> PretrainedConfig:
-    """The model's config with the recipe's stretch of positions and length written in."""
+def load_model_config(recipe: Recipe) -> PretrainedConfig:
     model = recipe.model
     try:
         if model.config is not None:
@@ -65,6 +64,13 @@ def load_model_config(recipe: Recipe, shape: ModelShape) -> PretrainedConfig:
         config = config.get_text_config(decoder=True)
     except (OSError, ValueError) as error:
         raise BuildError(f"the model's config cannot be read: {_first_line(error)}") from error
+    config.use_cache = False
+    return config
+
+
+def stretch_positions(config: PretrainedConfig, recipe: Recipe, shape: ModelShape) -> None:
+    """Write the recipe's stretch and length into the config, which goes with the exported model."""
+    model = recipe.model
     if model.rope_scaling is not None:
         written = model.rope_scaling.model_dump(exclude_none=True, exclude={"type", "factor"})
         original = get_original_positions(recipe, shape)
@@ -74,8 +80,6 @@ def load_model_config(recipe: Recipe, shape: ModelShape) -> PretrainedConfig:
             stretch.setdefault("original_max_position_embeddings", original)
         config.rope_parameters = {**_get_rope_base(config), **stretch}
     config.max_position_embeddings = max(config.max_position_embeddings, recipe.data.max_length)
-    config.use_cache = False
-    return config
 
 
 def _get_rope_base(config: PretrainedConfig) -> dict[str, Any]:
@@ -100,7 +104,8 @@ def build(
     ds_config = merge_user_config(make_ds_config(recipe, layout, _settle_offload(recipe)), recipe.deepspeed)
     kernel = _choose_kernel(recipe, shape, groups, device)
     tell(f"attention {kernel.name}: {kernel.reason}")
-    config = load_model_config(recipe, shape)
+    config = load_model_config(recipe)
+    stretch_positions(config, recipe, shape)
     chunks = recipe.memory.attention_head_chunks
     attention = register_attention(groups.sp_axis, kernel.name, 1 if chunks == "auto" else chunks)
     with _tell_transformers(ds_config if recipe.parallel.zero_stage == 3 else None):

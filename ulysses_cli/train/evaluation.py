@@ -1,4 +1,4 @@
-"""Loss on the held-out split by the same sharded forward: one sum over one count, whole and by position in the document.
+"""Loss on the held-out split by the same sharded forward: one sum over one count, whole and by position in a document.
 
 What a longer context is worth shows in the later buckets.
 """
@@ -41,9 +41,7 @@ def evaluate(engine: Engine, groups: Groups, rows: Rows, batching: Batching) -> 
         plan = plan_step(rows, batching, position, len(rows))
         compare_facts(plan.list_facts(), groups.host_group)
         for micro_step in range(plan.num_micro_steps):
-            batch = read_micro_batch(
-                rows, plan, groups.dp_index, micro_step, groups.sp_axis.rank, groups.sp_axis.size
-            )
+            batch = read_micro_batch(rows, plan, groups.dp_index, micro_step, groups.sp_axis.rank, groups.sp_axis.size)
             losses, positions = engine.evaluate_micro_batch(batch)
             at = torch.bucketize(positions, bounds.to(positions.device), right=True)
             sums[:, 0].index_add_(0, at, losses.double())

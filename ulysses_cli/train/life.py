@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,18 +52,26 @@ class BadStepsError(RuntimeError):
     """Too many steps without a finite loss."""
 
 
+class Display(Protocol):
+    """Where words for the person go."""
+
+    def emit(self, event: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Life:
     """One rank of a run."""
 
-    def __init__(self, loaded: Loaded, options: argparse.Namespace, screen: int | None) -> None:
-        self.loaded, self.options, self.screen = loaded, options, screen
+    def __init__(self, loaded: Loaded, options: argparse.Namespace, show: Callable[[int], Display]) -> None:
+        self.loaded, self.options, self.show = loaded, options, show
         self.recipe = loaded.recipe
         self.layout = make_layout(self.recipe)
         self.run_dir = Path(os.path.expanduser(self.recipe.run.output_dir))
         self.phase = "start"
         self.course: Course | None = None
         self.bad_steps = 0
-        self.display: Any = None
+        self.display: Display | None = None
         self.lines: dict[str, LineFile] = {}
         self.last_saved: int | None = None
 
@@ -91,10 +99,8 @@ class Life:
         if not len(self.eval_rows):
             self.eval_rows = None
         self.tokenizer = load_tokenizer(recipe.model)
-        config = recipe.model.config
-        if config is None:
-            config = load_model_config(recipe, None).to_dict()
-        self.shape: ModelShape = read_model_shape(config, str(recipe.model.name_or_path or "the model"))
+        name = str(recipe.model.name_or_path or "the model of model.config")
+        self.shape: ModelShape = read_model_shape(load_model_config(recipe).to_dict(), name)
         if len(self.tokenizer) > self.shape.vocab_size:
             raise StartError(
                 f"the tokenizer has {len(self.tokenizer):,} tokens, the model's embedding only "
@@ -134,8 +140,8 @@ class Life:
         }
         if not self.options.pretend:
             compare_machines(gather_values((socket.gethostname(), facts), self.groups.host_group))
-        if self.groups.is_first and self.screen is not None:
-            self.display = run_record.make_display(self.screen, self.count_steps(), self.recipe.run, self.layout)
+        if self.groups.is_first:
+            self.display = self.show(self.count_steps())
         self.wishes = StopWishes(
             self.recipe.run.max_hours,
             self.recipe.run.max_cost,

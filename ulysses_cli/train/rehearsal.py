@@ -1,7 +1,7 @@
-"""One step, evaluation and save at the heaviest rows before anything counts, without effect: an out-of-memory error or a
-disk that is full comes in minute one.
+"""One step, evaluation and save at the heaviest rows before anything counts, without effect: an out-of-memory error or
+a disk that is full comes in minute one.
 
-The learning rate is 0; moments, step count and random numbers are put back, so that losses are bitwise those without it.
+The learning rate is 0; moments, step count and random numbers are put back: losses are bitwise those without it.
 """
 
 from __future__ import annotations

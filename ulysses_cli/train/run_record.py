@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -106,7 +106,7 @@ def make_trackers(names: Sequence[str], run_dir: Path, run_name: str) -> list[Tr
     """Only rank 0 has any."""
     if int(os.environ.get("RANK", "0")) != 0:
         return []
-    makers = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    makers: dict[str, Callable[[Path, str], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     try:
         return [makers[name](run_dir, run_name or run_dir.name) for name in names]
     except ImportError as error:
