@@ -15,7 +15,7 @@ from ulysses_cli.plan.load import load_recipe
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.resolved import compute_pad_multiple
 from ulysses_cli.report import data_report, printing
-from ulysses_cli.report.progress import ProgressLine
+from ulysses_cli.report.preparing import ProgressLine
 
 DONE, FAILED, USAGE = 0, 1, 2
 
