@@ -16,6 +16,7 @@ from ulysses_cli.report.data_report import (
     tabulate_split,
 )
 from ulysses_cli.report.page import Chart, Facts, Figures, Note, Section, Table, Text, make_page, tabulate_lines
+from ulysses_cli.report.printing import format_count
 
 Report = Mapping[str, Any]
 
@@ -38,12 +39,17 @@ def make_data_page(report: Report) -> str:
 
 def _describe_rows(report: Report) -> Sequence[Figures | Facts | Note]:
     train, layout = report["splits"]["train"], report["layout"]
+    per_step = format_count(layout["rows_per_step"], "row")
     figures = Figures(
         [
             ("tokens per epoch", f"{train['num_tokens']:,}", f"{train['num_rows']:,} rows"),
             ("targets", format_share(train["num_targets"] / train["num_tokens"]), "of the tokens"),
             ("rows full", format_share(train["efficiency"]), f"packing {report['packing']}"),
-            ("steps per epoch", f"{layout['steps_per_epoch']:,}", f"{layout['rows_per_step']:,} rows each"),
+            (
+                "steps per epoch",
+                f"{layout['steps_per_epoch']:,}",
+                f"{per_step} each",
+            ),
         ]
     )
     across = "may look across documents" if report["attend_across_documents"] else "keeps documents apart"
@@ -57,9 +63,14 @@ def _describe_rows(report: Report) -> Sequence[Figures | Facts | Note]:
     return [figures, facts, *(Note(note, is_warning=True) for note in report["notes"])]
 
 
+def format_size(tokens: int) -> str:
+    """A power of two in few letters."""
+    return f"{tokens}" if tokens < 1024 else f"{tokens >> 10}Ki" if tokens < 1 << 20 else f"{tokens >> 20}Mi"
+
+
 def _draw_lengths(report: Report) -> Chart:
     totals = sum_histogram(report)
-    labels = [f"to {to:,}" for to in totals]
+    labels = [f"to {format_size(to)}" for to in totals]
     counts = list(totals.values())
     quantiles = report["facts"]["quantiles"]
     note = f"half of the documents have at most {quantiles['0.5']:,} tokens, the longest {quantiles['1']:,}"
@@ -71,12 +82,14 @@ def _draw_choices(report: Report) -> Chart:
     entries = report["facts"]["lengths"]
     lengths = [entry["max_length"] for entry in entries]
     series = [
-        Series("lost if truncated", lengths, [entry["truncated_share"] for entry in entries]),
-        Series("rows full if split", lengths, [entry["efficiency"] for entry in entries]),
+        Series("truncated", lengths, [entry["truncated_share"] for entry in entries]),
+        Series("rows full", lengths, [entry["efficiency"] for entry in entries]),
     ]
     x_label, y_label = "max_length (tokens)", "of the tokens (share)"
     marks = [Mark(report["max_length"], "yours", "x")]
-    drawn = draw_lines("What other row lengths would lose and fill", series, x_label, y_label, x_log=True, marks=marks)
+    drawn = draw_lines(
+        "Lost if documents are truncated, filled if they are split", series, x_label, y_label, x_log=True, marks=marks
+    )
     return Chart(drawn, "", tabulate_lines(series, x_label, y_label))
 
 

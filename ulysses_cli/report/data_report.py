@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ulysses_cli.report.printing import format_count, format_table
 
 BAR_CELLS = 40
+LINE_CHARS = 100
 SHOWN_BAD = 20
 Report = Mapping[str, Any]
 
@@ -89,7 +91,7 @@ def list_fates(counts: Mapping[str, int]) -> list[tuple[str, int, int | None]]:
     return [
         ("documents", counts["documents"], counts["tokens"]),
         ("left out by weight", counts["left_out_documents"], counts["left_out_tokens"]),
-        ("copies by weight", counts["copies"], None),
+        ("copies by weight", counts["copies"] if counts["copies"] != counts["documents"] else 0, None),
         ("split", counts["split_documents"], None),
         ("cuts inside a turn", counts["torn_turns"], None),
         ("truncated, lost", counts["truncated_documents"], counts["truncated_tokens"]),
@@ -155,7 +157,13 @@ def format_sample(sample: Mapping[str, Any]) -> str:
     shown = "".join(f"[[{run['text']}]]" if run["is_target"] else run["text"] for run in sample["runs"])
     head = f"sample {sample['where']}, from token {sample['from_token']:,}: {sample['num_targets']:,} of "
     head += f"{format_count(sample['num_tokens'], 'token')} are targets, shown in [[ ]]"
-    return head + "\n" + "\n".join(f"  | {line}" for line in shown.split("\n"))
+    return head + "\n" + "\n".join(f"  | {part}" for line in shown.split("\n") for part in wrap_line(line))
+
+
+def wrap_line(line: str) -> list[str]:
+    """At spaces where there are some; no letter is lost."""
+    parts = textwrap.wrap(line, LINE_CHARS, drop_whitespace=False, replace_whitespace=False, expand_tabs=False)
+    return parts or [""]
 
 
 def format_bad(sources: Sequence[Mapping[str, Any]]) -> str:
