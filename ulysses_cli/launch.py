@@ -5,9 +5,11 @@ Imports nothing heavy: the launcher and the ranks are child processes.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 
 DEFAULT_PORT = 29400
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+BUILD_LOCK_SECONDS = 600  # no operator of DeepSpeed's takes this long to build
 PEER_SHUTDOWN_SECONDS = "10"  # after one rank has failed, the others wait in a collective that never ends
 
 
@@ -114,6 +117,13 @@ def _find_free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def count_places(device: str) -> int:
+    """Ranks that this machine can really run: one per GPU, or per core."""
+    if device == "cpu":
+        return max(4, len(os.sched_getaffinity(0)))
+    return sum(file.name.removeprefix("nvidia").isdecimal() for file in Path("/dev").glob("nvidia*"))
+
+
 def make_environment(environ: Mapping[str, str], device: str, processes_here: int) -> dict[str, str]:
     """What ranks must find before torch is imported. What the user has set stays."""
     ours = {
@@ -129,6 +139,46 @@ def make_environment(environ: Mapping[str, str], device: str, processes_here: in
     return {**ours, **environ}
 
 
+def lock_run(run_dir: Path, node_rank: int) -> int:
+    """A lock that lives as long as any process of the run -> its file, to be handed to the launcher."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    handle = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        message = f"{run_dir} belongs to a run that goes on right now"
+        raise RecipeError(
+            [Problem("run.output_dir", message, "wait for it, or choose another run.output_dir")]
+        ) from None
+    return handle
+
+
+def clear_run(run_dir: Path, *, overwrite: bool) -> None:
+    """A run that starts anew finds no older one's results in its folder."""
+    old = sorted((run_dir / "checkpoints").glob("step-*"))
+    if old and not overwrite:
+        raise RecipeError(
+            [
+                Problem(
+                    "run.output_dir",
+                    f"{run_dir} holds {len(old)} checkpoint{'s' if len(old) > 1 else ''} of an earlier run",
+                    "go on with --resume auto, choose another run.output_dir, or delete them with --overwrite",
+                )
+            ]
+        )
+    for name in ("checkpoints", "model", "rehearsal"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+
+
+def clear_build_locks(environ: Mapping[str, str]) -> None:
+    """A process that was killed while it built one of DeepSpeed's operators leaves a lock that all others wait for."""
+    folder = environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
+    for lock in Path(folder).rglob("lock"):
+        if time.time() - lock.stat().st_mtime > BUILD_LOCK_SECONDS:
+            lock.unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended. `failure`: what the first failing rank said, or {}."""
@@ -137,9 +187,12 @@ class Outcome:
     failure: dict[str, Any]
 
 
-def launch(launcher_args: Sequence[str], rank_args: Sequence[str], environ: Mapping[str, str], logs: Path) -> Outcome:
+def launch(
+    launcher_args: Sequence[str], rank_args: Sequence[str], environ: Mapping[str, str], logs: Path, lock: int
+) -> Outcome:
     """Start the launcher and wait. Ranks write the display to this process's stderr and everything else to logs."""
     logs.mkdir(parents=True, exist_ok=True)
+    clear_build_locks(environ)
     failure_file = logs / "failure.json"
     for stale in [failure_file, *logs.glob("rank-*.error.json")]:
         stale.unlink(missing_ok=True)
@@ -152,6 +205,7 @@ def launch(launcher_args: Sequence[str], rank_args: Sequence[str], environ: Mapp
             stderr=log,
             stdin=subprocess.DEVNULL,
             env={**environ, "ULYSSES_FAILURE_FILE": str(failure_file)},
+            pass_fds=(lock,),
             start_new_session=True,  # a Ctrl-C in the terminal reaches this process alone, which hands it on once
         )
         heard: list[int] = []

@@ -246,5 +246,7 @@ def test_quantities_in_words(value: float | None, unit: str, text: str) -> None:
 
 def test_shortening_keeps_what_tells_names_apart() -> None:
     names = ["flash_attention_2", "flash_attention_3"]
-    assert len({drawing.shorten(name, 10) for name in names}) == 2
-    assert all(len(drawing.shorten(name, 10)) == 10 for name in names)
+    assert len({drawing.shorten(name, 80) for name in names}) == 2
+    assert all(40 < drawing.estimate_width(drawing.shorten(name, 80)) <= 80 for name in names)
+    assert drawing.shorten("short", 80) == "short"
+    assert drawing.shorten("x" * 100_000, 3) == ""

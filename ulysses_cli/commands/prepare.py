@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import DONE, USAGE, Format, FormatOption
+from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOption
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def prepare(
     """
     from ulysses_cli import validate
     from ulysses_cli.plan.problem import Problem
-    from ulysses_cli.report import data_report, printing
+    from ulysses_cli.report import data_page, data_report, printing
 
     files, overrides = validate.split_words(words)
     if len(files) != 1:
@@ -60,8 +60,12 @@ def prepare(
     elif done.exit_code == DONE:
         printing.print_data(data_report.format_report(done.report))
     if html is not None and done.exit_code == DONE:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(data_report.make_data_page(done.report), encoding="utf-8")
+        try:
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(data_page.make_data_page(done.report), encoding="utf-8")
+        except OSError as error:
+            printing.print_problems([Problem("", f"{html} cannot be written: {error.strerror}", "name another file")])
+            raise typer.Exit(FAILED) from None
         printing.print_talk(f"wrote {html}")
     raise typer.Exit(done.exit_code)
 

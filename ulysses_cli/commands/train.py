@@ -27,6 +27,9 @@ def train(
     resume_anyway: Annotated[
         bool, typer.Option("--resume-anyway", help="resume although model, data or lengths have changed")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="start anew and delete an earlier run's checkpoints in output_dir")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="everything but the steps")] = False,
     nnodes: Annotated[int | None, typer.Option(min=1, help="machines of the run [NNODES]")] = None,
     node_rank: Annotated[int | None, typer.Option(min=0, help="which of them this is [NODE_RANK]")] = None,
@@ -73,22 +76,26 @@ def train(
         )
     )
     printing.print_talk(run_end.format_start(result, nodes.count))
+    run_dir = Path(os.path.expanduser(recipe.run.output_dir))
+    wanted = resume or recipe.run.resume_from_checkpoint
+    lock = or_exit(lambda: launch.lock_run(run_dir, nodes.rank))
+    if not wanted and not dry_run and nodes.rank == 0:
+        or_exit(lambda: launch.clear_run(run_dir, overwrite=overwrite))
     data = prepare_recipe(files[0], overrides)
     if data.exit_code != DONE:
         raise typer.Exit(data.exit_code)
-    run_dir = Path(os.path.expanduser(recipe.run.output_dir))
     rank_args = ["--recipe", files[0], "--data", str(data.report["path"]), *(f"--set={text}" for text in overrides)]
-    wanted = resume or recipe.run.resume_from_checkpoint
     rank_args += [f"--resume={wanted}"] if wanted else []
     rank_args += ["--resume-anyway"] if resume_anyway else []
     environ = launch.make_environment(os.environ, recipe.run.device, nodes.processes_here)
     if dry_run:
         rank_args.append("--dry-run")
-        if recipe.run.device == "cpu" or world_size > nodes.processes_here:
+        if world_size > launch.count_places(recipe.run.device):
             rank_args.append("--pretend")
-            nodes = launch.Nodes(processes_here=1)
+            nodes = launch.Nodes()
+            environ["DS_ACCELERATOR"] = "cpu"
     launcher_args = launch.make_launcher_args(nodes, recipe.run.max_restarts, extra)
-    outcome = launch.launch(launcher_args, rank_args, environ, run_dir / "logs")
+    outcome = launch.launch(launcher_args, rank_args, environ, run_dir / "logs", lock)
     if outcome.exit_code != DONE:
         printing.print_talk(run_end.format_failure(outcome.failure, run_dir / "logs"))
     elif not dry_run and (run_dir / "model").is_dir():

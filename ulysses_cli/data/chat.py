@@ -43,8 +43,9 @@ def find_spans(render: Render, messages: Messages, text: str, specials: Sequence
         end = find_turn_end(render, messages, index, text)
         head = _find_head(render, messages, index, text, start)
         last = _trim(text, head, end, specials)
-        if not head <= last or (said and head < said[-1][1]):
-            raise InexactTemplate(f"the chat template shows turn {index + 1} in no order that can be followed")
+        answer = str(message.get("content") or "").rpartition("</think>")[2].strip()
+        if head >= last or answer not in text[head:last] or (said and head < said[-1][1]):
+            raise InexactTemplate(f"the chat template does not show turn {index + 1} as it is, in its place")
         said.append((head, last))
         ends.append(end)
     return Spans(said, ends)
@@ -87,6 +88,8 @@ def _find_head(render: Render, messages: Messages, index: int, text: str, start:
     prompt = _find_prompt(render, messages, index)
     if prompt is None:
         raise InexactTemplate("the chat template's generation prompt does not follow the turns before it")
+    if not prompt and text[start:content].strip() and content > start and marked[:content] == text[:content]:
+        return content  # no prompt at all, but a heading: it is the template's
     shared = _count_shared(prompt, text[start:])
     if shared < len(prompt):  # the prompt goes on with what a finished turn may lack, such as the start of a thought
         if marked[:start] != text[:start]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -115,8 +115,8 @@ def _sample(size: int) -> range:
 def find_sample(rows: PackedRows, tokenizer: Any) -> dict[str, Any]:
     """Part of one training document, in runs of tokens that are targets and tokens that are not."""
     chosen = rows.pieces(0)[0]
-    for row in range(min(len(rows), LOOKED_AT)):
-        piece = rows.pieces(row)[0]
+    every = (piece for row in range(len(rows)) for piece in rows.pieces(row))
+    for piece in islice(every, LOOKED_AT):
         store, number = rows.find_document(piece.document)
         if store.flags is not None:
             _, flags = store.read(number, piece.start, piece.stop)

@@ -10,10 +10,10 @@ from ulysses_cli.plan.recipe import Model
 
 BEGIN, END, PADDING = "<|begin|>", "<|end|>", "<|padding|>"
 BYTES_TEMPLATE = (
-    "{% for message in messages %}<|begin|>{{ message['role'] }}\n"
+    "{% for message in messages %}{{ '<|begin|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
-    "{% else %}{{ message['content'] }}<|end|>{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
+    "{% else %}{{ message['content'] }}<|end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|begin|>assistant\\n' }}{% endif %}"
 )
 
 
@@ -28,12 +28,16 @@ def load_tokenizer(model: Model) -> Any:
 
     key = "model.tokenizer" if model.tokenizer else "model.name_or_path"
     local = os.path.expanduser(name)
+    source = local if os.path.isdir(local) else name
+    choice = {
+        "revision": None if model.tokenizer else model.revision,
+        "trust_remote_code": model.trust_remote_code,
+    }
     try:
-        return AutoTokenizer.from_pretrained(
-            local if os.path.isdir(local) else name,
-            revision=None if model.tokenizer else model.revision,
-            trust_remote_code=model.trust_remote_code,
-        )
+        try:  # what is in the cache is the model's shape too: both stay of one revision, and nothing waits for the hub
+            return AutoTokenizer.from_pretrained(source, local_files_only=True, **choice)
+        except (OSError, ValueError):
+            return AutoTokenizer.from_pretrained(source, **choice)
     except Exception as error:  # noqa: BLE001 - whatever the library raises, the user needs a place and a way on
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         hint = "name a folder with tokenizer.json, or set HF_TOKEN for a private model"

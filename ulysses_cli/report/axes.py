@@ -17,6 +17,7 @@ from ulysses_cli.report.quantities import (
 )
 
 LONGEST_TICK = 11
+SMALLEST = 1e-305  # on a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def make_axis(
     low, high = min(found), max(found)
     if is_log:
         low, high = (low / 1.5, high * 1.5) if high <= low * (1 + 1e-9) else (low, high)
-        spread = (high / low) ** padding
-        low, high = low / spread, high * spread
+        spread = 2.0 ** ((math.log2(high) - math.log2(low)) * padding)
+        low, high = max(low / spread, SMALLEST), min(high * spread, 1 / SMALLEST)
         return Axis(low, high, start, end, True, _make_log_ticks(low, high, unit, num_ticks))
     if from_zero or (padding and 0 < low < high / 4):
         low, high = min(low, 0.0), max(high, 0.0)

@@ -12,12 +12,13 @@ from typing import Literal
 
 from ulysses_cli.report import drawing
 from ulysses_cli.report.axes import Axis, make_axis
-from ulysses_cli.report.drawing import BOTTOM, GLYPH_WIDTH, HEIGHT, TOP, WIDTH, Label
+from ulysses_cli.report.drawing import BOTTOM, HEIGHT, TOP, WIDTH, Label, estimate_width
 from ulysses_cli.report.quantities import NO_VALUE, format_quantity, is_number, split_unit
 
 COLUMN_WIDTH = 0.5  # of a viewBox unit: what thinning sees as one place
 MANY_POINTS = 400
 MAX_VALUES_SHOWN = 8  # above bars
+LEAST_LEVEL_ROOM, LEAST_SLANTED_BAND, SLANTED_ROOM = 72, 20, 62
 Values = Sequence[float | None]
 
 
@@ -110,12 +111,12 @@ def draw_bars(title: str, labels: Sequence[str], values: Values | Mapping[str, V
             x, text = left + (position + 0.5) * band + (index - len(groups) / 2) * width, format_quantity(value, unit)
             said = f"{f'{name}, ' if name else ''}{labels[position]}: {text}"
             if value is None or not is_number(value):
-                missing = text if len(text) * GLYPH_WIDTH <= width * 1.2 else NO_VALUE
+                missing = text if estimate_width(text) <= width else NO_VALUE
                 texts.append(drawing.write_text(x + width / 2, floor - 5, missing, anchor="middle", kind="muted"))
                 continue
             height = y_axis.place(value)
             bars.append(_draw_box("bar", index, x, width, floor, height, said))
-            if len(labels) * len(groups) <= MAX_VALUES_SHOWN and len(text) * GLYPH_WIDTH <= width * 1.2:
+            if len(labels) * len(groups) <= MAX_VALUES_SHOWN and estimate_width(text) <= width * 1.1:
                 above = height - 5 if value >= 0 else height + 14
                 texts.append(drawing.write_text(x + width / 2, above, text, anchor="middle"))
     bars += [*texts, *_draw_band_labels(labels, left, band)]
@@ -153,9 +154,10 @@ def draw_stack(title: str, labels: Sequence[str], parts: Mapping[str, Sequence[f
             if position == len(labels) - 1:
                 names.append(Label((floor + height) / 2, name, index))
             below[position] += value
-    if len(labels) <= MAX_VALUES_SHOWN and band > GLYPH_WIDTH * 6:
-        for position, total in enumerate(totals):
-            x, text = left + (position + 0.5) * band, format_quantity(total, unit)
+    texts = [format_quantity(total, unit) for total in totals]
+    if len(labels) <= MAX_VALUES_SHOWN and max(map(estimate_width, texts), default=0) < band:
+        for position, (total, text) in enumerate(zip(totals, texts, strict=True)):
+            x = left + (position + 0.5) * band
             marks.append(drawing.write_text(x, y_axis.place(total) - 5, text, anchor="middle"))
     marks += _draw_band_labels(labels, left, band)
     if not labels:
@@ -225,7 +227,7 @@ def _draw_x_marks(marks: Sequence[Mark], x_axis: Axis) -> list[str]:
     drawn, taken = [], -math.inf
     shown = [m for m in marks if m.axis == "x" and x_axis.low <= m.value <= x_axis.high]
     for mark in sorted(shown, key=lambda m: m.value):
-        place, width = x_axis.place(mark.value), len(mark.text) * GLYPH_WIDTH
+        place, width = x_axis.place(mark.value), estimate_width(mark.text)
         drawn.append(f'<path class="mark" d="M{place:.1f} {TOP}V{BOTTOM}"/>')
         start = place + 4 if place + width < WIDTH - 8 else place - width
         if start > taken:
@@ -244,20 +246,19 @@ def _draw_box(kind: str, index: int, x: float, width: float, floor: float, heigh
 
 def _draw_band_labels(labels: Sequence[str], left: float, band: float) -> list[str]:
     """Level where they fit, slanted where they are few, every n-th where they are many."""
-    longest, room = max(map(len, labels), default=0), max(0, int((band - 6) / GLYPH_WIDTH))
-    slant, stride, most = 0.0, 1, longest
-    if longest > room:
-        if room >= 9:
-            most = room
-        elif room >= 2 and longest > 2:
-            slant, most = -30.0, 10
+    longest, room = max(map(estimate_width, labels), default=0.0), band - 6
+    slant, stride = 0.0, 1
+    if longest > room and room < LEAST_LEVEL_ROOM:
+        if band >= LEAST_SLANTED_BAND and longest > 30:
+            slant, room = -30.0, SLANTED_ROOM
         else:
-            stride = math.ceil((longest * GLYPH_WIDTH + 6) / band)
-    anchor, y = ("end", BOTTOM + 14) if slant else ("middle", BOTTOM + 19)
+            stride = math.ceil((longest + 6) / band)
+            room = longest
+    anchor, y = ("end", BOTTOM + 13) if slant else ("middle", BOTTOM + 19)
     return [
         drawing.write_text(left + (i + 0.5) * band, y, text, anchor=anchor, kind="muted", slant=slant)
         for i in range(0, len(labels), stride)
-        if (text := drawing.shorten(labels[i], most))
+        if (text := drawing.shorten(labels[i], room))
     ]
 
 
@@ -265,7 +266,7 @@ def _label_end(series: Series, track: _Track, unit: str, is_alone: bool) -> str:
     if not track.runs:
         return ""
     value = format_quantity(track.runs[-1][-1][1], unit)
-    name = drawing.shorten(series.name, drawing.MAX_LABEL - len(value) - 1)
+    name = drawing.shorten(series.name, drawing.MAX_LABEL_WIDTH - estimate_width(f" {value}"))
     return value if is_alone else f"{name} {value}"
 
 

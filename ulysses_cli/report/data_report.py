@@ -1,13 +1,15 @@
-"""The report of prepared data: every token that came in, and what became of it. As text."""
+"""The report of prepared data, as text: every token that came in, and what became of it. data_page.py draws it."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ulysses_cli.report.printing import format_count, format_table
 
 BAR_CELLS = 40
+LINE_CHARS = 100
 SHOWN_BAD = 20
 Report = Mapping[str, Any]
 
@@ -20,8 +22,8 @@ def format_report(report: Report) -> str:
         *(_format_split(report, split) for split in ("train", "eval") if report["splits"][split]["num_rows"]),
         _format_histogram(report),
         _format_lengths(report),
-        _format_sample(report["sample"]),
-        _format_bad(report["sources"]),
+        format_sample(report["sample"]),
+        format_bad(report["sources"]),
         _format_notes(report["notes"]),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -38,12 +40,13 @@ def _format_head(report: Report) -> str:
         ("", f"{format_share(train['efficiency'])} full; {padding} to a multiple of {layout['pad_to_multiple_of']:,}"),
         ("epoch", f"{format_count(train['num_rows'], 'row')} in {steps}, {train['num_tokens']:,} tokens"),
         ("targets", f"{train['num_targets']:,} tokens, {format_share(train['num_targets'] / train['num_tokens'])}"),
-        ("balance", _format_balance(layout)),
+        ("balance", format_balance(layout)),
     ]
     return "\n".join(f"{name:<9} {value}" for name, value in lines)
 
 
-def _format_balance(layout: Mapping[str, Any]) -> str:
+def format_balance(layout: Mapping[str, Any]) -> str:
+    """How even the work of groups is predicted to be, in words."""
     if layout["num_groups"] == 1:
         return "one group works on every row"
     if layout["work_above_mean"] is None:
@@ -54,8 +57,9 @@ def _format_balance(layout: Mapping[str, Any]) -> str:
     return f"predicted over {steps}: {busiest}, {waiting} of the time spent waiting"
 
 
-def _format_sources(report: Report) -> str:
-    rows = [
+def tabulate_sources(report: Report) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+    """Header and rows."""
+    rows: list[tuple[str, ...]] = [
         (
             source["key"].removeprefix("data."),
             source["name"],
@@ -68,7 +72,11 @@ def _format_sources(report: Report) -> str:
         )
         for source in report["sources"]
     ]
-    return format_table(("source", "name", "type", "documents", "tokens", "targets", "weight", "not read"), rows)
+    return ("source", "name", "type", "documents", "tokens", "targets", "weight", "not read"), rows
+
+
+def _format_sources(report: Report) -> str:
+    return format_table(*tabulate_sources(report))
 
 
 def _format_left_out(source: Mapping[str, Any]) -> str:
@@ -83,7 +91,7 @@ def list_fates(counts: Mapping[str, int]) -> list[tuple[str, int, int | None]]:
     return [
         ("documents", counts["documents"], counts["tokens"]),
         ("left out by weight", counts["left_out_documents"], counts["left_out_tokens"]),
-        ("copies by weight", counts["copies"], None),
+        ("copies by weight", counts["copies"] if counts["copies"] != counts["documents"] else 0, None),
         ("split", counts["split_documents"], None),
         ("cuts inside a turn", counts["torn_turns"], None),
         ("truncated, lost", counts["truncated_documents"], counts["truncated_tokens"]),
@@ -93,7 +101,8 @@ def list_fates(counts: Mapping[str, int]) -> list[tuple[str, int, int | None]]:
     ]
 
 
-def _format_split(report: Report, split: str) -> str:
+def tabulate_split(report: Report, split: str) -> list[tuple[str, str, str]]:
+    """What became of one split's documents, all sources together: (fate, count, tokens)."""
     found = report["splits"][split]
     counts = {name: sum(source[name] for source in found["sources"]) for name in found["sources"][0]}
     rows = [
@@ -104,19 +113,27 @@ def _format_split(report: Report, split: str) -> str:
     if found["untrainable_rows"]:
         count, tokens = found["untrainable_rows"], found["untrainable_row_tokens"]
         rows.append(("rows without a target, left out", f"{count:,}", f"{tokens:,}"))
-    rows.append(("rows", f"{found['num_rows']:,}", f"{found['num_tokens']:,}"))
-    return format_table((split, "count", "tokens"), rows)
+    return [*rows, ("rows", f"{found['num_rows']:,}", f"{found['num_tokens']:,}")]
 
 
-def _format_histogram(report: Report) -> str:
-    """Document lengths of all training sources together."""
+def _format_split(report: Report, split: str) -> str:
+    return format_table((split, "count", "tokens"), tabulate_split(report, split))
+
+
+def sum_histogram(report: Report) -> dict[int, int]:
+    """Documents by the power of two that bounds their length, all training sources together."""
     totals: dict[int, int] = {}
     for source, bins in zip(report["sources"], report["facts"]["histogram"], strict=True):
         if source["key"].startswith("data.datasets"):
             for entry in bins:
                 totals[entry["to"]] = totals.get(entry["to"], 0) + entry["documents"]
+    return {to: totals[to] for to in sorted(totals)}
+
+
+def _format_histogram(report: Report) -> str:
+    totals = sum_histogram(report)
     most = max(totals.values(), default=1)
-    rows = [(f"to {to:,}", f"{totals[to]:,}", "#" * round(BAR_CELLS * totals[to] / most)) for to in sorted(totals)]
+    rows = [(f"to {to:,}", f"{totals[to]:,}", "#" * round(BAR_CELLS * totals[to] / most)) for to in totals]
     quantiles = report["facts"]["quantiles"]
     middle = f"half of them have at most {quantiles['0.5']:,} tokens, the longest {quantiles['1']:,}"
     return format_table(("length", "documents", middle), rows)
@@ -135,15 +152,22 @@ def _format_lengths(report: Report) -> str:
     return format_table(("max_length", "longer documents", "lost if truncated", "rows full if split"), rows)
 
 
-def _format_sample(sample: Mapping[str, Any]) -> str:
+def format_sample(sample: Mapping[str, Any]) -> str:
     """What is a target stands between brackets."""
     shown = "".join(f"[[{run['text']}]]" if run["is_target"] else run["text"] for run in sample["runs"])
     head = f"sample {sample['where']}, from token {sample['from_token']:,}: {sample['num_targets']:,} of "
     head += f"{format_count(sample['num_tokens'], 'token')} are targets, shown in [[ ]]"
-    return head + "\n" + "\n".join(f"  | {line}" for line in shown.split("\n"))
+    return head + "\n" + "\n".join(f"  | {part}" for line in shown.split("\n") for part in wrap_line(line))
 
 
-def _format_bad(sources: Sequence[Mapping[str, Any]]) -> str:
+def wrap_line(line: str) -> list[str]:
+    """At spaces where there are some; no letter is lost."""
+    parts = textwrap.wrap(line, LINE_CHARS, drop_whitespace=False, replace_whitespace=False, expand_tabs=False)
+    return parts or [""]
+
+
+def format_bad(sources: Sequence[Mapping[str, Any]]) -> str:
+    """The first bad rows of each source, and their number."""
     lines = []
     for source in sources:
         if source["num_bad"]:
@@ -165,10 +189,3 @@ def format_share(share: float) -> str:
     if 0.9995 < share < 1:
         return "> 99.9 %"
     return f"{100 * share:.1f} %"
-
-
-def make_data_page(report: Report) -> str:
-    """The same as one HTML page."""
-    from html import escape
-
-    return f"<!doctype html><meta charset='utf-8'><title>data</title><pre>{escape(format_report(report))}</pre>\n"

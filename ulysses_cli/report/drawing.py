@@ -16,8 +16,12 @@ from ulysses_cli.report.axes import Axis
 WIDTH, HEIGHT = 480, 290
 TOP, BOTTOM = 58, 246  # of the plot: title and the y axis's name above, ticks and the x axis's name below
 FONT_SIZE, LINE_HEIGHT = 12.5, 16
-GLYPH_WIDTH = 0.58 * FONT_SIZE * 1.1  # of a wide font, with what small screens add
-MAX_LABEL, MAX_TITLE, MAX_LABELS = 22, 52, 11
+SMALL_SCREEN = 1.1  # how much larger text is there
+MAX_LABEL_WIDTH, MAX_TITLE_WIDTH, MAX_LABELS = 165, WIDTH / 1.2, 11
+GLYPH_WIDTHS = {
+    **dict.fromkeys("%MW@mw\u2026", 0.98),
+    **dict.fromkeys("iljtfrI.,:;'|!()[]- ", 0.41),
+}  # of DejaVu Sans, a wide font
 LIGHT = {"surface": "#ffffff", "ink": "#1b1f24", "muted": "#5b6470", "grid": "#e3e6ea"}
 DARK = {"surface": "#171a1f", "ink": "#e8eaed", "muted": "#a0a9b5", "grid": "#30363f"}
 LIGHT_SERIES = (
@@ -40,7 +44,7 @@ STYLE = (
     f"font:{FONT_SIZE}px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;"
     "font-variant-numeric:tabular-nums;display:block;width:100%;height:auto}"
     f"@media(prefers-color-scheme:dark){{.chart{{{_list_variables(DARK, DARK_SERIES)}}}}}"
-    f"@media(max-width:520px){{.chart{{font-size:{FONT_SIZE * 1.1:.1f}px}}}}"
+    f"@media(max-width:520px){{.chart{{font-size:{FONT_SIZE * SMALL_SCREEN:.1f}px}}}}"
     ".chart text{fill:var(--ink)}.chart .muted{fill:var(--muted)}.chart .own{fill:currentColor}"
     ".chart .title{font-weight:650;font-size:1.12em}"
     ".chart .grid{stroke:var(--grid);stroke-width:1}.chart .base{stroke:var(--muted);stroke-width:1}"
@@ -69,12 +73,22 @@ def escape(text: object) -> str:
     return html.escape(clean, quote=True)
 
 
-def shorten(text: str, most: int) -> str:
+def estimate_width(text: str) -> float:
+    """An upper bound for the common fonts, on a small screen."""
+    glyphs = (GLYPH_WIDTHS.get(letter, 0.66 if letter < "\u2e80" else 1.05) for letter in text)
+    return sum(glyphs) * FONT_SIZE * SMALL_SCREEN
+
+
+def shorten(text: str, room: float) -> str:
     """From the middle: names that begin alike differ at their ends."""
-    if len(text) <= most:
+    if estimate_width(text) <= room:
         return text
-    tail = (most - 1) // 3
-    return f"{text[: most - 1 - tail]}\u2026{text[len(text) - tail :]}"
+    for most in range(min(len(text) - 1, int(room)), 0, -1):
+        tail = most // 3
+        short = f"{text[: most - tail]}\u2026{text[len(text) - tail :]}"
+        if estimate_width(short) <= room:
+            return short
+    return ""
 
 
 def pick_class(index: int) -> str:
@@ -95,22 +109,22 @@ def wrap_svg(title: str, description: str, marks: Iterable[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-labelledby="{name}t {name}d"><title id="{name}t">{escape(title)}</title>'
         f'<desc id="{name}d">{escape(description)}</desc><style>{STYLE}</style>'
-        f"{write_text(2, 17, shorten(title, MAX_TITLE), kind='title')}{body}</svg>"
+        f"{write_text(2, 17, shorten(title, MAX_TITLE_WIDTH / 1.12), kind='title')}{body}</svg>"
     )
 
 
 def compute_left(y_ticks: Sequence[tuple[float, str]]) -> float:
-    return 12 + GLYPH_WIDTH * min(max((len(text) for _, text in y_ticks), default=1), 14)
+    return 10 + min(max((estimate_width(text) for _, text in y_ticks), default=0), 110)
 
 
 def compute_right(labels: Sequence[str]) -> float:
-    longest = max((min(len(text), MAX_LABEL) for text in labels), default=0)
-    return WIDTH - 8 - (GLYPH_WIDTH * longest + 8 if longest else 4)
+    longest = max((min(estimate_width(text), MAX_LABEL_WIDTH) for text in labels), default=0)
+    return WIDTH - 4 - (longest + 8 if longest else 8)
 
 
 def draw_frame(left: float, right: float, y_axis: Axis, y_label: str) -> list[str]:
     """Grid lines with their values and the y axis's name, which stands where it can be read: level, on top."""
-    marks = [write_text(2, TOP - 17, shorten(y_label, MAX_TITLE), kind="muted")]
+    marks = [write_text(2, TOP - 17, shorten(y_label, MAX_TITLE_WIDTH), kind="muted")]
     for value, text in y_axis.ticks:
         height = y_axis.place(value)
         kind = "base" if value == 0 else "grid"
@@ -123,14 +137,14 @@ def draw_x_ticks(x_axis: Axis, x_label: str) -> list[str]:
     """Leaves out a tick whose text would touch the one before it."""
     marks, taken = [], -math.inf
     for value, text in x_axis.ticks:
-        place, half = x_axis.place(value), len(text) * GLYPH_WIDTH / 2
+        place, half = x_axis.place(value), estimate_width(text) / 2
         if place - half < taken:
             continue
         taken = place + half + 8
         marks.append(f'<path class="base" d="M{place:.1f} {BOTTOM}v4"/>')
         marks.append(write_text(place, BOTTOM + 19, text, anchor="middle", kind="muted"))
     middle = (x_axis.start + x_axis.end) / 2
-    return [*marks, write_text(middle, HEIGHT - 7, shorten(x_label, MAX_TITLE), anchor="middle", kind="muted")]
+    return [*marks, write_text(middle, HEIGHT - 7, shorten(x_label, MAX_TITLE_WIDTH), anchor="middle", kind="muted")]
 
 
 def draw_labels(right: float, labels: Sequence[Label]) -> list[str]:
@@ -150,5 +164,5 @@ def draw_labels(right: float, labels: Sequence[Label]) -> list[str]:
     for index, height in zip(order, heights, strict=True):
         label = shown[index]
         kind = f"own {pick_class(label.series)}" if label.series >= 0 else "muted"
-        marks.append(write_text(right + 8, height + 4, shorten(label.text, MAX_LABEL), kind=kind))
+        marks.append(write_text(right + 8, height + 4, shorten(label.text, MAX_LABEL_WIDTH), kind=kind))
     return marks

@@ -1,4 +1,4 @@
-"""torch's elastic launcher with failures as data: `python -m ulysses_cli.train.agent LAUNCHER_ARGS -m ulysses_cli.train`
+"""torch's elastic launcher with failures as data: `python -m ulysses_cli.train.agent LAUNCHER_ARGS -m ...`
 
 Starts and watches this machine's ranks. A signal is handed on to them: they save and end by themselves, however long
 that takes; the launcher's own way would kill them after half a minute.

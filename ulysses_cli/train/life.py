@@ -152,8 +152,7 @@ class Life:
     def build_all(self) -> None:
         self.enter("loading the model")
         seed_all(self.recipe.run.seed)
-        say = partial(self.tell, event="note")
-        built = build(self.recipe, self.shape, self.groups, self.device, self.count_steps(), lambda t: say(text=t))
+        built = build(self.recipe, self.shape, self.groups, self.device, self.count_steps(), self.say)
         self.built: Built = built
         self.assert_sharded()
         self.owner = checkpoint.Owner(
@@ -175,10 +174,9 @@ class Life:
         )
         seed_all(self.recipe.run.seed + self.groups.rank)
         first = plan_step(self.rows, self.course.batching, 0, self.course.end)
-        self.tell(
-            event="note",
-            text=f"step 1: {len(first.rows)} rows, {first.num_tokens:,} tokens, {first.num_targets:,} targets; "
-            f"{built.num_trained:,} trained parameters",
+        self.say(
+            f"step 1: {len(first.rows)} rows, {first.num_tokens:,} tokens, {first.num_targets:,} targets; "
+            f"{built.num_trained:,} trained parameters"
         )
 
     def resume(self) -> None:
@@ -195,7 +193,7 @@ class Life:
         self.wishes.hours_before = float(state["hours"])
         self.last_saved = course.step
         self.start_record(last_step=course.step)
-        self.tell(event="note", text=f"resumed from {path}: step {course.step}")
+        self.say(f"resumed from {path} after step {course.step}")
 
     def rehearse(self) -> None:
         course = self.get_course()
@@ -209,7 +207,8 @@ class Life:
         )
         seconds = time.perf_counter() - started
         peak = run_record.read_peak_bytes(self.device)
-        self.tell(event="rehearsed", row_tokens=longest, seconds=seconds, peak_memory_bytes=peak)
+        memory = f", peak {peak / 2**30:.2f} GiB" if peak else ""
+        self.say(f"rehearsed a step, an evaluation and a save at {longest:,} tokens per row in {seconds:.1f} s{memory}")
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -344,6 +343,9 @@ class Life:
         if self.display is not None:
             self.display.emit(event)
 
+    def say(self, text: str) -> None:
+        self.tell(event="plan", text=text)
+
     def enter(self, phase: str) -> None:
         self.phase = phase
         self.tell(event="phase", name=phase)
@@ -413,7 +415,7 @@ class Life:
         share = whole / self.layout.world_size
         if held > share * SHARD_SLACK + small:
             raise AssertionError(f"this rank holds {held:,} of {whole:,} parameters, its share is {share:,.0f}")
-        self.tell(event="note", text=f"each rank holds {held:,} of {whole:,} parameters")
+        self.say(f"each rank holds {held:,} of {whole:,} parameters")
 
     def explain_out_of_memory(self, error: BaseException) -> dict[str, Any]:
         resolved = resolve(self.recipe, self.shape)
