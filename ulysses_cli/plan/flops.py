@@ -20,6 +20,11 @@ def compute_model_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     return 3 * total
 
 
+def compute_pair_flops(shape: ModelShape) -> float:
+    """Forward and backward of one (query, key) pair in all layers that look back to the document's start."""
+    return 12.0 * shape.num_heads * shape.head_dim * sum(layer.window_tokens is None for layer in shape.layers)
+
+
 def count_pairs(length: int, window_tokens: int | None) -> int:
     """(query, key) pairs of one causal document."""
     window = min(window_tokens or length, length)

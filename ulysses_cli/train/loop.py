@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Course:
     step: int = 0
     position: int = 0
     optimizer_steps: int = 0
-    phase: str = field(default="start")
+    phase: str = ""
 
 
 def train(course: Course) -> str:

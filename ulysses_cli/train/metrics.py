@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,40 +71,3 @@ class Meter:
             line["communication_share"] = sum(parts[name] for name in COMMUNICATION) / total if total else 0.0
             line["step_parts"] = parts
         self.emit(line)
-
-
-class LineFile:
-    """One JSON object a line, on disk at once. NaN and infinity are null: they are no JSON."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
-
-    def write(self, line: dict[str, Any]) -> None:
-        self.stream.write(json.dumps(_clean(line)) + "\n")
-        self.stream.flush()
-
-    def close(self) -> None:
-        self.stream.close()
-
-
-def cut_lines(path: Path, last_step: int) -> None:
-    """On resume: steps that will be done again are taken out, so that each appears once; so is a torn last line."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _clean(item) for key, item in value.items()}
-    return value

@@ -67,7 +67,7 @@ def rehearse(
         course.wishes = wishes
     course.engine.forget()
     _restore_rng(kept, device)
-    course.phase = "start"
+    course.phase = ""
     return longest
 
 
