@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite. The engine has not applied them; here their rows are named and counted."""
+"""Steps whose loss or gradient is not finite: the engine has not applied them; here rows are named and counted."""
 
 from __future__ import annotations
 

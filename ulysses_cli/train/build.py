@@ -64,7 +64,6 @@ def load_model_config(recipe: Recipe) -> PretrainedConfig:
         config = config.get_text_config(decoder=True)
     except (OSError, ValueError) as error:
         raise BuildError(f"the model's config cannot be read: {_first_line(error)}") from error
-    config.use_cache = False
     return config
 
 
