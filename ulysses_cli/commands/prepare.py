@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOption
+
+INTERRUPT_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -73,18 +79,35 @@ def prepare(
 def prepare_recipe(file: str, overrides: Sequence[str] = ()) -> PreparedData:
     """For a recipe that passed validation. Progress and problems go to stderr; nothing is written to stdout."""
     import json
-    import subprocess
-    import sys
 
     command = [sys.executable, "-m", "ulysses_cli.data", file, *overrides, "--format", "json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child:
-        try:
-            said, _ = child.communicate()
-        except BaseException:
-            child.terminate()
-            raise
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child, _ending(child):
+        said, _ = child.communicate()
     try:
         report = json.loads(said)
     except ValueError:
         report = {"problems": []}
     return PreparedData(child.returncode if child.returncode >= 0 else 128 - child.returncode, report)
+
+
+@contextmanager
+def _ending(child: subprocess.Popen[str]) -> Iterator[None]:
+    """Whatever ends this process ends the child too, which removes what it has half made."""
+
+    def stop(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:  # a terminal sends it to the child as well
+        try:
+            child.wait(INTERRUPT_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.terminate()
+        raise
+    except BaseException:
+        child.terminate()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -5,6 +5,7 @@ The command has validated the recipe before; what is said here goes through repo
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from dataclasses import replace
 from ulysses_cli.data.prepare import prepare_data
 from ulysses_cli.data.problems import DataError
 from ulysses_cli.plan.load import load_recipe
-from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.resolved import compute_pad_multiple
 from ulysses_cli.report import data_report, printing
 from ulysses_cli.report.preparing import ProgressLine
@@ -40,7 +41,11 @@ def main(words: Sequence[str]) -> int:
         return FAILED if isinstance(error, DataError) else USAGE
     except OSError as error:
         progress.end()
-        printing.print_talk(f"{error.filename or 'the store'}: {error.strerror}")
+        said = f"{error.filename or loaded.recipe.data.store_dir} cannot be written: {error.strerror}"
+        problem = Problem("data.store_dir", said, "make room there, or name another folder")
+        printing.print_problems([problem])
+        if is_json:
+            printing.print_json({"problems": [problem.as_json()]})
         return FAILED
     progress.end()
     if is_json:
@@ -50,8 +55,15 @@ def main(words: Sequence[str]) -> int:
     return DONE
 
 
+def _stop(number: int, _: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)  # what is half made is removed on the way out
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(130)

@@ -150,7 +150,7 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
         if source["num_whole"]:
             why = f"the tokenizer offers no safe place to cut: {source['whole_because']}"
             why = why if source["whole_because"] else "no safe place to cut was found in them"
-            notes.append(f"{source['name']}: {source['num_whole']:,} long documents were tokenized whole: {why}")
+            notes.append(f"{source['name']}: long documents that were tokenized whole: {source['num_whole']:,}; {why}")
         if source["kind"] == "instruction":
             notes.append(f"{source['name']}: instructions are shown as a chat where the tokenizer has a chat template")
     train = report["splits"]["train"]

@@ -14,6 +14,8 @@ from typing import Any
 
 from ulysses_cli.data.blocks import Block, make_header
 from ulysses_cli.data.files import BOM
+from ulysses_cli.data.problems import DataError
+from ulysses_cli.plan.problem import Problem, Where
 
 PROBE_BYTES = 8192
 Ignores = tuple[tuple[str, Any], ...]  # (folder with a slash behind, its .gitignore), deepest last
@@ -53,7 +55,7 @@ def _walk(tree: Tree, folder: str, ignores: Ignores) -> None:
         return
     try:
         lines = (here / ".gitignore").read_text(encoding="utf-8", errors="replace").splitlines()
-        ignores = (*ignores, (folder, GitIgnoreSpec.from_lines(lines)))
+        ignores = (*ignores, (folder, GitIgnoreSpec.from_lines(filter(_is_pattern, lines))))
     except OSError:
         pass  # none here
     for entry in entries:
@@ -83,6 +85,17 @@ def _has_no_letters(name: str) -> bool:
     return False
 
 
+def _is_pattern(line: str) -> bool:
+    """git passes over what it cannot read as a pattern."""
+    from pathspec import GitIgnoreSpec
+
+    try:
+        GitIgnoreSpec.from_lines([line])
+    except ValueError:
+        return False
+    return True
+
+
 def is_ignored(path: str, ignores: Ignores) -> bool:
     """The deepest .gitignore that speaks of a path decides."""
     for folder, spec in reversed(ignores):
@@ -110,11 +123,18 @@ def _add_file(tree: Tree, path: str) -> None:
 def walk_blocks(tree: Tree, *, is_joined: bool) -> Iterator[Block]:
     """The whole tree in one block, or one for each file."""
     if is_joined:
-        content = [(path, (tree.root / path).read_bytes()) for path in tree.files]
+        content = [(path, _read(tree.root / path)) for path in tree.files]
         if content:
             yield Block(str(tree.root), "tree", content, sum(len(data) for _, data in content))
         return
     for path in tree.files:
-        data = (tree.root / path).read_bytes().removeprefix(BOM)
+        data = _read(tree.root / path).removeprefix(BOM)
         header = make_header(path).encode()
         yield Block(str(tree.root / path), "text", header + data, len(data))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError([Problem("", f"cannot be read: {error.strerror}", "run again", Where(str(file)))]) from None

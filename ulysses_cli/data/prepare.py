@@ -137,8 +137,7 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
         raise DataError([Problem("", "changed while it was read", "run again", Where(changed))])
     found = writer.finish()
     if not found["num_documents"]:
-        problems = _explain_bad(bad, totals["num_bad"], has_lines=source.has_lines) if bad else []
-        raise DataError([*problems, Problem("", "holds no document", f"see {source.key}", Where(source.name))])
+        raise DataError([_explain_empty(source, totals)])
     emit({**progress, "bytes": source.num_bytes or totals["num_bytes"], "tokens": writer.num_tokens, "is_done": True})
     return {
         **found,
@@ -152,6 +151,12 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
         "name": source.name,
         "versions": _list_versions(),
     }
+
+
+def _explain_empty(source: Source, totals: Mapping[str, int]) -> Problem:
+    bad = f": all of its {totals['num_bad']:,} rows are bad" if totals["num_bad"] else ""
+    hint = "set data.on_bad_row: raise to see what is wrong with them" if bad else f"see {source.key}"
+    return Problem("", f"holds no document{bad}", hint, Where(source.name))
 
 
 def _explain_bad(bad: list[tuple[str, int, str]], total: int, *, has_lines: bool) -> list[Problem]:

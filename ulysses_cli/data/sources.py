@@ -97,7 +97,7 @@ def _open_files(dataset: Dataset, path: Path, key: str, kind: Kind | None, hashe
     return Source(
         str(path) if len(found) > 1 else str(found[0]),
         key,
-        hash_parts("files", *((files.get_format(file), mark) for file, mark in zip(found, marks, strict=True))),
+        hash_parts("files", *((str(file), mark) for file, mark in zip(found, marks, strict=True))),
         None if is_packed else size,
         lambda: files.walk_blocks(found),
         kind or ("text" if is_text else None),
@@ -118,7 +118,7 @@ def _open_folder(dataset: Dataset, path: Path, key: str, hashes: FileHashes) -> 
     return Source(
         str(path),
         key,
-        hash_parts("folder", dataset.join_files, *marks),
+        hash_parts("folder", str(path), dataset.join_files, *marks),
         sum((path / name).stat().st_size for name in tree.files),
         lambda: folder.walk_blocks(tree, is_joined=dataset.join_files),
         "text",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -92,20 +93,23 @@ def encode_blocks(blocks: Iterator[Block], task: Task, tokenizer: Any, num_worke
             yield encode_block(encoder, task.kind, block)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (task,)) as pool:
-        waiting: deque[Future[Done]] = deque()
-        try:
-            for block in _chain(first, blocks):
-                waiting.append(pool.submit(_work, block))
-                if len(waiting) >= NUM_AHEAD * num_workers:
-                    yield waiting.popleft().result()
-            while waiting:
+    lifeline, hold = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (task, lifeline))
+    waiting: deque[Future[Done]] = deque()
+    try:
+        for block in _chain(first, blocks):
+            waiting.append(pool.submit(_work, block))
+            if len(waiting) >= NUM_AHEAD * num_workers:
                 yield waiting.popleft().result()
-        except BrokenProcessPool:
-            hint = "it may have run out of memory; use fewer data.num_workers"
-            raise DataError([Problem("data.num_workers", "a worker was killed while it tokenized", hint)]) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        hint = "it may have run out of memory; use fewer data.num_workers"
+        raise DataError([Problem("data.num_workers", "a worker was killed while it tokenized", hint)]) from None
+    finally:
+        hold.close()  # workers stop at once, whatever they are at
+        lifeline.close()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _chain(first: list[Block], rest: Iterator[Block]) -> Iterator[Block]:
@@ -117,18 +121,19 @@ _encoder: Encoder
 _kind: Kind
 
 
-def _start_worker(task: Task) -> None:
+def _start_worker(task: Task, lifeline: Connection) -> None:
     global _encoder, _kind
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process answers for all
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
     _encoder, _kind = Encoder(load_tokenizer(task.model), task.settings), task.kind
 
 
-def _follow_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
+def _follow(lifeline: Connection) -> None:
+    """End when the first process lets go of its end, or is no more."""
+    try:
+        lifeline.recv_bytes()
+    except (EOFError, OSError):
         os._exit(1)
 
 

@@ -34,12 +34,13 @@ def _format_head(report: Report) -> str:
     across = "attention looks across them" if report["attend_across_documents"] else "kept apart by attention"
     padding = f"{format_share(layout['padding_share'])} of the tokens is padding"
     steps = f"{format_count(layout['steps_per_epoch'], 'step')} of {format_count(layout['rows_per_step'], 'row')}"
+    supervised = format_share(train["num_targets"] / train["num_tokens"])
     lines = [
         ("prepared", report["path"]),
         ("rows", f"of {report['max_length']:,} tokens, packing {report['packing']}, documents {across}"),
         ("", f"{format_share(train['efficiency'])} full; {padding} to a multiple of {layout['pad_to_multiple_of']:,}"),
         ("epoch", f"{format_count(train['num_rows'], 'row')} in {steps}, {train['num_tokens']:,} tokens"),
-        ("targets", f"{train['num_targets']:,} tokens, {format_share(train['num_targets'] / train['num_tokens'])}"),
+        ("targets", f"{format_count(train['num_targets'], 'token')}, {supervised}"),
         ("balance", format_balance(layout)),
     ]
     return "\n".join(f"{name:<9} {value}" for name, value in lines)
