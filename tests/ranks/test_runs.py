@@ -1,0 +1,158 @@
+"""What a run promises beyond exact steps: copies of parameters, bad steps, checkpoints of any layout, agreement."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from courses import Trip
+from ranks import RankError, run_on_ranks
+from torch import Tensor
+from training import CONFIG, MemoryRows, make_recipe, measure_difference
+
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.train.agreement import compare_facts
+from ulysses_cli.train.loop import train
+
+ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
+
+
+def overfit(recipe: Recipe) -> list[float]:
+    trip = Trip(recipe, MemoryRows([[(30, 0), (20, 0)]]), 60)
+    train(trip.course)
+    return trip.losses
+
+
+def test_adapters_learn_one_row_by_heart() -> None:
+    recipe = make_recipe(
+        *("parallel.sp_size=2", "lora.r=16", "train.learning_rate=0.03", "train.adam_epsilon=1e-8"),
+        *("train.weight_decay=0", "train.lr_scheduler_type=constant"),
+        config={**CONFIG, "initializer_range": 0.3},  # logits of a frozen head can be no larger than its weights
+    )
+    losses = run_on_ranks(2, overfit, recipe)[0]
+    assert losses[0] > math.log(64)
+    assert losses[-1] < 0.1, losses
+
+
+def count_gathers(recipe: Recipe) -> tuple[list[float], dict[str, Tensor], list[tuple[int, ...]]]:
+    """Losses, weights, and for each gather of the second step the ranks of its group."""
+    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # an earlier engine's in this process
+    trip = Trip(recipe, MemoryRows(ROWS), 2)
+    real, gathers = partition_parameters._dist_allgather_fn, []
+
+    def count(source: Tensor, target: Tensor, group: Any = None) -> Any:
+        gathers.append(tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)))
+        return real(source, target, group)
+
+    trip.course.before = (lambda _: gathers.clear(),)
+    partition_parameters._dist_allgather_fn = count
+    try:
+        train(trip.course)
+    finally:
+        partition_parameters._dist_allgather_fn = real
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    return trip.losses, trip.read_weights(), gathers
+
+
+def test_copies_of_parameters_keep_gathers_inside_and_values_as_they_are() -> None:
+    zero = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
+    common = ["parallel.sp_size=2", *(f"deepspeed.zero_optimization.{name}=0" for name in zero)]
+    common += ["train.gradient_accumulation_steps=3", "memory.gradient_checkpointing=false"]
+    whole = run_on_ranks(4, count_gathers, make_recipe(*common, "parallel.dp_shard_size=2"))
+    copied = run_on_ranks(4, count_gathers, make_recipe(*common, "parallel.dp_replicate_size=2"))
+    for rank, (ours, right) in enumerate(zip(copied, whole, strict=True)):
+        assert ours[0] == pytest.approx(right[0], rel=1e-6)
+        assert measure_difference(ours[1], right[1]) < 1e-5
+        assert set(right[2]) == {(0, 1, 2, 3)}
+        replica = (0, 1) if rank < 2 else (2, 3)
+        assert set(ours[2]) == {(0, 1, 2, 3), replica}
+        # Only the first forward of a step crosses replicas; five more passes (2 forwards, 3 backwards) stay inside.
+        assert ours[2].count((0, 1, 2, 3)) * 4 <= ours[2].count(replica), ours[2]
+
+
+class PoisonedRows(MemoryRows):
+    """Row 2 has a token whose embedding is not a number."""
+
+    def __init__(self) -> None:
+        super().__init__(ROWS, vocabulary=60)
+        self.documents[2][0][0][1] = 63
+
+
+def meet_poison(recipe: Recipe) -> tuple[list[str], list[float], list[bool], bool]:
+    trip = Trip(recipe, PoisonedRows(), 5)
+    embedding = trip.built.module.model.get_input_embeddings()
+    embedding.register_forward_hook(
+        lambda _, given, out: torch.where((given[0] == 63)[..., None], torch.full_like(out, math.nan), out)
+    )
+    train(trip.course)
+    is_sane = all(bool(torch.isfinite(weight).all()) for weight in trip.read_weights().values())
+    return trip.warnings, trip.losses, [result.update.was_applied for result in trip.results], is_sane
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full)])
+def test_a_step_without_a_finite_loss_is_not_applied_and_its_row_is_named(stage: int) -> None:
+    recipe = make_recipe("parallel.sp_size=2", f"parallel.zero_stage={stage}", "run.max_bad_steps=1")
+    for warnings, losses, applied, is_sane in run_on_ranks(2, meet_poison, recipe):
+        assert [math.isfinite(loss) for loss in losses] == applied
+        assert applied.count(False) == 1
+        assert is_sane
+        assert len(warnings) == 1
+        at = applied.index(False) + 1
+        assert re.fullmatch(rf"step {at} was not applied: loss nan, gradient norm (inf|nan|-1), rows 2", warnings[0])
+
+
+def test_too_many_bad_steps_end_the_run() -> None:
+    with pytest.raises(RankError, match=r"1 steps without a finite loss and gradient, 0 are allowed"):
+        run_on_ranks(2, meet_poison, make_recipe("parallel.sp_size=2", "run.max_bad_steps=0"))
+
+
+def save_after(recipe: Recipe, folder: str, steps: int) -> list[float]:
+    trip = Trip(recipe, MemoryRows(ROWS), 6, folder)
+    trip.course.num_steps = steps
+    train(trip.course)
+    trip.saves.save(trip.course)
+    trip.course.num_steps = 6
+    train(trip.course)
+    return trip.losses[steps:]
+
+
+def resume_from(recipe: Recipe, folder: str) -> tuple[int, list[float]]:
+    trip = Trip(recipe, MemoryRows(ROWS), 6, folder)
+    trip.saves.resume(trip.course, Path(folder) / "checkpoints" / "step-3")
+    train(trip.course)
+    return trip.course.step, trip.losses
+
+
+def test_a_checkpoint_goes_on_at_any_layout_and_stage(tmp_path: Path) -> None:
+    """With the same rows per step: bitwise where nothing has changed, to rounding elsewhere."""
+    made = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=2", "lora.r=4")
+    expected = run_on_ranks(2, save_after, made, str(tmp_path), 3)[0]
+    assert run_on_ranks(2, resume_from, made, str(tmp_path))[0] == (6, expected)
+    others = {
+        1: ["train.gradient_accumulation_steps=2", "parallel.zero_stage=1"],
+        4: ["parallel.sp_size=2", "parallel.dp_shard_size=2", "parallel.zero_stage=3"],
+        2: ["parallel.dp_shard_size=2", "parallel.zero_stage=2"],
+    }
+    for num_ranks, overrides in others.items():
+        for step, losses in run_on_ranks(num_ranks, resume_from, make_recipe(*overrides, "lora.r=4"), str(tmp_path)):
+            assert step == 6
+            assert losses == pytest.approx(expected, rel=1e-5), overrides
+
+
+def disagree(facts: dict[int, Any]) -> list[int]:
+    mine = facts.get(dist.get_rank(), "as planned")
+    return compare_facts({"lengths": mine, "rows": (1, 2)}, dist.group.WORLD, dist.get_rank(), 7)
+
+
+def test_ranks_that_disagree_are_named_with_the_field() -> None:
+    assert run_on_ranks(4, disagree, {}) == [[3, 7]] * 4
+    with pytest.raises(RankError, match="DisagreementError: rank 2 differs from the others in lengths"):
+        run_on_ranks(4, disagree, {2: "something else"})
