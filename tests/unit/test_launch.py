@@ -1,0 +1,126 @@
+"""From a layout to a launcher's command line: which machine this is, and what was wrong when a run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ulysses_cli import launch
+from ulysses_cli.launch import Nodes, find_first_failure, find_nodes, make_environment, make_launcher_args
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.report.run_end import format_failure
+
+
+def test_one_machine_has_all_processes() -> None:
+    assert find_nodes(8, {}) == Nodes(processes_here=8)
+    assert find_nodes(8, {"NPROC_PER_NODE": "8", "MASTER_ADDR": "gpu01"}) == Nodes(processes_here=8)
+
+
+def test_options_win_over_the_environment_which_wins_over_slurm() -> None:
+    slurm = {
+        "SLURM_STEP_NODELIST": "gpu[07-08,12]",
+        "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_NODEID": "2",
+    }
+    assert find_nodes(24, slurm) == Nodes(3, 2, "gpu07", 29400, 8)
+    ours = {**slurm, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    assert find_nodes(16, ours) == Nodes(2, 1, "10.0.0.1", 1234, 8)
+    assert find_nodes(16, ours, node_rank=0, master_addr="head", master_port=9) == Nodes(2, 0, "head", 9, 8)
+    assert find_nodes(4, {"SLURM_STEP_NODELIST": "login1"}) == Nodes(processes_here=4)  # not inside srun
+    assert launch._first_host("a-1,b-2") == "a-1"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "environ", "message"),
+    [
+        (8, {"NPROC_PER_NODE": "4"}, "NPROC_PER_NODE is 4, but the recipe has 8 processes"),
+        (8, {"NNODES": "two"}, "NNODES is two"),
+        (8, {"NNODES": "2", "MASTER_ADDR": "a"}, "2 machines need --node-rank"),
+        (8, {"NNODES": "2", "NODE_RANK": "0"}, "2 machines need --master-addr"),
+        (8, {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "node rank 2 is outside 2 machines"),
+        (
+            8,
+            {"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"},
+            "3 machines with 2 processes each are 6, but the recipe has 8",
+        ),
+    ],
+)
+def test_machines_that_do_not_fit_are_refused(world_size: int, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        find_nodes(world_size, environ)
+    assert [problem.message for problem in caught.value.problems] == [message]
+    assert caught.value.problems[0].hint
+
+
+def test_the_launchers_command_line() -> None:
+    alone = make_launcher_args(Nodes(processes_here=2), 0, ["--log-dir=x"])
+    assert alone[:3] == ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=0"]
+    assert alone[-1] == "--log-dir=x"
+    several = make_launcher_args(Nodes(2, 1, "head", 1234, 8), 3)
+    assert "--rdzv-endpoint=head:1234" in several
+    assert "--rdzv-conf=is_host=false" in several
+    assert "--max-restarts=3" in several
+
+
+def test_what_the_user_has_set_stays() -> None:
+    made = make_environment({"OMP_NUM_THREADS": "7", "PATH": "p"}, "cuda", 1)
+    assert made["OMP_NUM_THREADS"] == "7"
+    assert made["PATH"] == "p"
+    assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "DS_ACCELERATOR" not in made
+    assert make_environment({}, "cpu", 10**6)["OMP_NUM_THREADS"] == "1"
+    assert make_environment({}, "cpu", 1)["DS_ACCELERATOR"] == "cpu"
+
+
+def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path) -> None:
+    for rank, when in ((0, 105.0), (1, 104.0), (2, 3.0)):
+        told = {"rank": rank, "time": when, "message": f"ValueError: of {rank}", "phase": "training, step 3"}
+        (tmp_path / f"rank-{rank}.error.json").write_text(json.dumps(told))
+    failure = find_first_failure(tmp_path, started=100.0)
+    assert failure["rank"] == 1  # rank 2's is of an earlier run
+    assert format_failure(failure, tmp_path) == (
+        f"rank 1 failed (training, step 3): ValueError: of 1\n\nthe whole trace: {tmp_path}/rank-1.log"
+    )
+
+
+def test_a_rank_that_was_killed_has_said_nothing(tmp_path: Path) -> None:
+    (tmp_path / "failure.json").write_text(json.dumps([{"rank": 3, "exit_code": -9, "time": 5}]))
+    assert format_failure(find_first_failure(tmp_path, 0.0), tmp_path) == (
+        "rank 3 was killed by SIGKILL: most often the system ran out of host memory"
+        f"\n\nthe whole trace: {tmp_path}/launcher.log"
+    )
+    (tmp_path / "failure.json").write_text("{")
+    assert "the run ended with exit code unknown" in format_failure(find_first_failure(tmp_path, 0.0), tmp_path)
+
+
+def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    lock = launch.lock_run(tmp_path / "run", 0)
+    with pytest.raises(RecipeError, match="belongs to a run that goes on right now"):
+        launch.lock_run(tmp_path / "run", 0)
+    os.close(lock)
+    os.close(launch.lock_run(tmp_path / "run", 0))
+
+
+def test_an_earlier_run_is_deleted_only_when_told_so(tmp_path: Path) -> None:
+    launch.clear_run(tmp_path, overwrite=False)
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(RecipeError, match="holds 1 checkpoint of an earlier run"):
+        launch.clear_run(tmp_path, overwrite=False)
+    assert (tmp_path / "model").is_dir()
+    launch.clear_run(tmp_path, overwrite=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_of_a_build_that_died_is_cleared(tmp_path: Path) -> None:
+    old, new = tmp_path / "a" / "lock", tmp_path / "b" / "lock"
+    for lock in (old, new):
+        lock.parent.mkdir()
+        lock.touch()
+    os.utime(old, (0, 0))
+    launch.clear_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert not old.exists()
+    assert new.exists()
