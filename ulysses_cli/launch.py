@@ -107,7 +107,7 @@ def make_launcher_args(nodes: Nodes, max_restarts: int, extra: Sequence[str] = (
     else:
         is_host = "true" if nodes.rank == 0 else "false"
         args += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.master_addr}:{nodes.master_port}"]
-        args += ["--rdzv-id=ulysses", f"--rdzv-conf=is_host={is_host}", f"--node-rank={nodes.rank}"]
+        args += ["--rdzv-id=ulysses", f"--rdzv-conf=is_host={is_host}"]
     return [*args, *extra]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
@@ -24,13 +25,16 @@ from ulysses_cli.plan.recipe import Recipe, Train
 from ulysses_cli.plan.resolved import compute_rope_factor, get_original_positions
 from ulysses_cli.train.agreement import gather_values
 from ulysses_cli.train.clock import count_as, watch_module
+from ulysses_cli.train.documents import make_documents
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.groups import Groups
 from ulysses_cli.train.interface import register_attention
 from ulysses_cli.train.kernel_choice import Choice, choose_kernel
-from ulysses_cli.train.loss import HeadRule, LossModel, PlainLoss
+from ulysses_cli.train.loss import HeadRule, LossModel, PlainLoss, apply_rule
 from ulysses_cli.train.shards import get_shape
 
+PROBE_TOKENS = 8
+HEAD_TOLERANCE = 0.02  # bfloat16 keeps 8 bits; a lost scale or softcap costs far more
 MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 ATTENTION_NAMES = ("self_attn", "attention", "attn")
 
@@ -99,7 +103,7 @@ def build(
     import deepspeed
 
     layout = groups.layout
-    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())  # takes over torch's groups
+    deepspeed.init_distributed(dist_backend=dist.get_backend())  # takes over torch's groups
     ds_config = merge_user_config(make_ds_config(recipe, layout, _settle_offload(recipe)), recipe.deepspeed)
     kernel = _choose_kernel(recipe, shape, groups, device)
     tell(f"attention {kernel.name}: {kernel.reason}")
@@ -114,11 +118,7 @@ def build(
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if adapter is not None:
             model.enable_input_require_grads()
-    head_rule = HeadRule(
-        softcap=shape.final_softcap,
-        divisor=float(getattr(config, "logits_scaling", 1.0) or 1.0),
-        z_loss_weight=recipe.train.z_loss_weight,
-    )
+    head_rule = read_head_rule(config, recipe.train.z_loss_weight)
     module = LossModel(model, PlainLoss(model.get_output_embeddings(), head_rule))
     module.train()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -126,10 +126,42 @@ def build(
     wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config, dist_init_required=False)
     if hasattr(wrapped.optimizer, "check_grad_overflow"):
         wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 look for NaN in float32 only when told
+    _prove_head(model, head_rule, groups, device)
     _watch(wrapped, module)
     engine = Engine(wrapped, groups, device, make_schedule(recipe.train, num_steps))
     num_trained = sum(math.prod(get_shape(parameter)) for _, parameter in trained)
     return Built(engine, module, config, adapter, kernel, num_trained)
+
+
+def read_head_rule(config: PretrainedConfig, z_loss_weight: float) -> HeadRule:
+    """What the families do to their logits; what another model does is found by _prove_head."""
+    softcap, divisor = getattr(config, "final_logit_softcapping", None), getattr(config, "logits_scaling", None)
+    return HeadRule(softcap, float(divisor or 1.0), z_loss_weight)
+
+
+@torch.no_grad()
+def _prove_head(model: Any, rule: HeadRule, groups: Groups, device: torch.device) -> None:
+    """The loss starts from hidden states: its logits are compared with the model's own, on a few tokens. Collective
+    over all ranks."""
+    axis = groups.sp_axis
+    model.eval()
+    ids = torch.arange(PROBE_TOKENS, device=device)[None] % model.config.vocab_size
+    given = {
+        "input_ids": ids,
+        "position_ids": torch.arange(PROBE_TOKENS, device=device)[None] + axis.rank * PROBE_TOKENS,
+        "documents": make_documents([PROBE_TOKENS * axis.size], device),
+        "use_cache": False,
+    }
+    right = model(**given).logits.float()
+    ours = apply_rule(model.get_output_embeddings()(model.get_decoder()(**given).last_hidden_state).float(), rule)
+    model.train()
+    share = ((ours - right).norm() / right.norm()).item() if dist.get_backend() != "fake" else 0.0
+    worst = max(gather_values(share, groups.host_group)) if dist.get_backend() != "fake" else share
+    if not worst <= HEAD_TOLERANCE:
+        raise BuildError(
+            f"{model.config.model_type} does more to its logits than head and softcap: they differ by {worst:.2g}, "
+            "and so would its loss"
+        )
 
 
 def _settle_offload(recipe: Recipe) -> str:
@@ -191,7 +223,7 @@ def _start_from_random(recipe: Recipe, config: PretrainedConfig, attention: str,
 
     options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": recipe.model.trust_remote_code}
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-    is_first = torch.distributed.get_rank() == 0
+    is_first = dist.get_rank() == 0
     if is_first:
         with _tell_transformers(None):
             torch.manual_seed(recipe.run.seed)
@@ -206,7 +238,7 @@ def _start_from_random(recipe: Recipe, config: PretrainedConfig, attention: str,
             if is_first:
                 parameter.copy_(drawn.pop(name))
             if not hasattr(parameter, "ds_id"):
-                torch.distributed.broadcast(parameter.data, 0)
+                dist.broadcast(parameter.data, 0)
     torch.manual_seed(recipe.run.seed)
     return model
 

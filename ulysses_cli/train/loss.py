@@ -38,13 +38,18 @@ class Loss(Protocol):
         """Float32 [B, S], 0 where there is no target. No gradients."""
 
 
-def compute_token_losses(logits: Tensor, labels: Tensor, rule: HeadRule) -> Tensor:
-    """[N, vocabulary] and [N] -> float32 [N] (float64 stays)."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+def apply_rule(logits: Tensor, rule: HeadRule) -> Tensor:
+    """What comes out of the head -> the model's logits."""
     if rule.divisor != 1.0:
         logits = logits / rule.divisor
     if rule.softcap is not None:
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
+    return logits
+
+
+def compute_token_losses(logits: Tensor, labels: Tensor, rule: HeadRule) -> Tensor:
+    """[N, vocabulary] and [N] -> float32 [N] (float64 stays)."""
+    logits = apply_rule(logits.to(torch.promote_types(logits.dtype, torch.float32)), rule)
     losses = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
     if rule.z_loss_weight:
         squares = torch.logsumexp(logits, -1).square()
