@@ -27,6 +27,7 @@ from ulysses_cli.plan.problem import Problem, Where
 from ulysses_cli.plan.recipe import Recipe
 
 MAX_KEPT_BAD = 100
+SMALL_BYTES = 8 << 20
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
 
@@ -117,13 +118,15 @@ def _make_store(source: Source, context: _Context) -> TokenStore:
 def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Mapping[str, Any]:
     recipe, encoder, emit = context.recipe, context.encoder, context.emit
     workers = recipe.data.num_workers
-    num_workers = len(os.sched_getaffinity(0)) if workers == "auto" else workers
+    if workers == "auto":  # what takes a moment is not worth the start of processes
+        is_small = source.num_bytes is not None and source.num_bytes < SMALL_BYTES
+        workers = 1 if is_small else len(os.sched_getaffinity(0))
     writer = StoreWriter(partial, len(encoder.tokenizer))
     totals = dict.fromkeys(("num_bytes", "num_bad", "num_blank", "num_in_pieces", "num_whole"), 0)
     bad: list[tuple[str, int, str]] = []
     task = Task(recipe.model, kind, encoder.settings)
     progress = {"event": "progress", "source": source.key, "name": source.name, "total_bytes": source.num_bytes}
-    for done in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, num_workers):
+    for done in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, workers):
         writer.append(done.batch)
         bad += done.bad[: MAX_KEPT_BAD - len(bad)]
         totals["num_bad"] += len(done.bad)

@@ -71,7 +71,8 @@ def open_source(dataset: Dataset, key: str, seed: int, hashes: FileHashes) -> So
     kind = KINDS.get(dataset.type)
     if dataset.type == "synthetic":
         mark = hash_parts("synthetic", 1, seed, synthetic.NUM_DOCUMENTS)
-        return Source("synthetic", key, mark, None, lambda: synthetic.walk_blocks(seed), kind, has_lines=False)
+        size = sum(block.num_bytes for block in synthetic.walk_blocks(seed))
+        return Source("synthetic", key, mark, size, lambda: synthetic.walk_blocks(seed), kind, has_lines=False)
     path = Path(os.path.expanduser(dataset.path or "."))
     if dataset.type == "folder":
         return _open_folder(dataset, path, key, hashes)
