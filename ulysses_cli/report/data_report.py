@@ -111,6 +111,8 @@ def tabulate_split(report: Report, split: str) -> list[tuple[str, str, str]]:
         for name, count, tokens in list_fates(counts)
         if count or name in ("documents", "pieces kept")
     ]
+    if found["cut_by_rows"]:
+        rows.append(("cuts where a row ends", f"{found['cut_by_rows']:,}", ""))
     if found["untrainable_rows"]:
         count, tokens = found["untrainable_rows"], found["untrainable_row_tokens"]
         rows.append(("rows without a target, left out", f"{count:,}", f"{tokens:,}"))
