@@ -57,6 +57,7 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit) -> Prepare
     data = recipe.data
     encoder = Encoder(tokenizer, EncoderSettings(data.assistant_only_loss, data.completion_only_loss))
     root = Path(os.path.expanduser(data.store_dir))
+    output = Path(os.path.expanduser(recipe.run.output_dir))
     context = _Context(recipe, encoder, _hash_tokenizer(tokenizer), FileHashes(root / "files.json"), root, emit)
     wanted = [(f"data.datasets.{index}", dataset) for index, dataset in enumerate(data.datasets)]
     wanted += [(f"data.eval_datasets.{index}", dataset) for index, dataset in enumerate(data.eval_datasets)]
@@ -64,7 +65,7 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit) -> Prepare
     described: list[Event] = []
     for key, dataset in wanted:
         emit({"event": "stage", "stage": "source", "source": key})
-        source = open_source(dataset, key, recipe.run.seed, context.hashes)
+        source = open_source(dataset, key, recipe.run.seed, context.hashes, own=(root, output))
         store = _make_store(source, context)
         stores.append(store)
         described.append(_describe_source(source, store, dataset.weight))
@@ -223,7 +224,7 @@ def _needs_seed(recipe: Recipe) -> bool:
 def _describe_source(source: Source, store: TokenStore, weight: float) -> dict[str, Any]:
     manifest = store.manifest
     names = ("kind", "num_documents", "num_tokens", "num_targets", "max_id", "num_bytes", "num_bad", "bad", "num_blank")
-    more = ("num_in_pieces", "num_whole", "whole_because")
+    more = ("has_lines", "num_in_pieces", "num_whole", "whole_because")
     return {
         "key": source.key,
         "name": source.name,
