@@ -16,11 +16,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY = 16_000
 BATCH_BYTES = 4 << 20
+NUM_RUNS = 5
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -135,22 +137,26 @@ def measure_preparing(folder: Path, made: Any, num_bytes: int, workers: int) -> 
     size = sum(len(text.encode()) for text in texts)
     measure_bare(made, texts[:1])
     prepare(folder, write_texts(folder / "few.jsonl", texts[:1]), 1, "few")  # imports
-    runs = [(measure_bare(made, texts), *prepare(folder, file, 1, f"one-{run}")) for run in range(2)]
-    bare, one = (min(run[at].wall for run in runs) for at in (0, 1))  # other work on the machine adds to either
-    bare_cpu, one_cpu = (min(run[at].cpu for run in runs) for at in (0, 1))
-    prepared = runs[0][2]
-    again, _ = prepare(folder, file, 1, "one-0")
+    shares, cpu_shares, rates = [], [], []
+    for run in range(NUM_RUNS):  # in turns, so that other work on the machine falls on both
+        part = texts[run::NUM_RUNS]
+        part_file = write_texts(folder / f"part-{run}.jsonl", part)
+        bare = measure_bare(made, part)
+        one, prepared = prepare(folder, part_file, 1, f"one-{run}")
+        shares.append(bare.wall / one.wall)
+        cpu_shares.append(bare.cpu / one.cpu)
+        rates.append(size / 1e6 / NUM_RUNS / bare.wall)
+    again, _ = prepare(folder, part_file, 1, f"one-{run}")
     many, _ = prepare(folder, file, workers, "many")
     start = time.perf_counter()
     num_tokens = read_all(prepared.path)
     read_seconds = time.perf_counter() - start
     return {
         "text_megabytes": size / 1e6,
-        "bare_megabytes_per_second": size / 1e6 / bare,
-        "prepare_megabytes_per_second": size / 1e6 / one,
-        "share_of_bare_rate_1_worker": bare / one,
-        "share_of_bare_rate_1_worker_by_cpu_time": bare_cpu / one_cpu,
-        f"share_of_bare_rate_per_worker_of_{workers}": bare / many.wall / workers,
+        "bare_megabytes_per_second": median(rates),
+        "share_of_bare_rate_1_worker": median(shares),
+        "share_of_bare_rate_1_worker_by_cpu_time": median(cpu_shares),
+        f"share_of_bare_rate_per_worker_of_{workers}": size / 1e6 / median(rates) / many.wall / workers,
         "second_run_seconds": again.wall,
         "read_million_tokens_per_second": num_tokens / 1e6 / read_seconds,
     }
