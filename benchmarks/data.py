@@ -16,11 +16,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY = 16_000
 BATCH_BYTES = 4 << 20
+NUM_RUNS = 5
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -85,28 +87,42 @@ def make_batches(texts: list[str]) -> Iterator[list[str]]:
     yield batch
 
 
-def measure_bare(made: Any, texts: list[str]) -> float:
-    """Seconds of nothing but the batch call, one thread, in batches as large as preparing uses."""
+class Clock:
+    """Seconds that passed, and seconds that this process computed: on a busy machine the two part company."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+
+    def __enter__(self) -> "Clock":
+        self._start = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wall += time.perf_counter() - self._start[0]
+        self.cpu += time.process_time() - self._start[1]
+
+
+def measure_bare(made: Any, texts: list[str]) -> Clock:
+    """Nothing but the batch call, one thread, in batches as large as preparing uses."""
     from tokenizers import Tokenizer
 
     fresh = Tokenizer.from_str(made.to_str())  # no cache of words from the training
-    seconds = 0.0
+    clock = Clock()
     for batch in make_batches(texts):
-        start = time.perf_counter()
-        fresh.encode_batch_fast(batch, add_special_tokens=False)
-        seconds += time.perf_counter() - start
-    return seconds
+        with clock:
+            fresh.encode_batch_fast(batch, add_special_tokens=False)
+    return clock
 
 
-def prepare(folder: Path, file: Path, workers: int, store: str) -> tuple[float, Any]:
-    """Seconds of preparing a file anew, from reading it to rows on disk."""
+def prepare(folder: Path, file: Path, workers: int, store: str) -> tuple[Clock, Any]:
+    """Preparing a file anew, from reading it to rows on disk."""
     from ulysses_cli.data.prepare import prepare_data
     from ulysses_cli.plan.load import parse_recipe
 
     text = RECIPE.format(folder=folder, file=file, workers=workers, store=store)
-    start = time.perf_counter()
-    prepared = prepare_data(parse_recipe(text).recipe, 128, lambda _: None)
-    return time.perf_counter() - start, prepared
+    with Clock() as clock:
+        prepared = prepare_data(parse_recipe(text).recipe, 128, lambda _: None)
+    return clock, prepared
 
 
 def write_texts(file: Path, texts: list[str]) -> Path:
@@ -121,21 +137,27 @@ def measure_preparing(folder: Path, made: Any, num_bytes: int, workers: int) -> 
     size = sum(len(text.encode()) for text in texts)
     measure_bare(made, texts[:1])
     prepare(folder, write_texts(folder / "few.jsonl", texts[:1]), 1, "few")  # imports
-    runs = [(measure_bare(made, texts), *prepare(folder, file, 1, f"one-{run}")) for run in range(2)]
-    bare, one = min(run[0] for run in runs), min(run[1] for run in runs)  # other work on the machine adds to either
-    prepared = runs[0][2]
-    again, _ = prepare(folder, file, 1, "one-0")
+    shares, cpu_shares, rates = [], [], []
+    for run in range(NUM_RUNS):  # in turns, so that other work on the machine falls on both
+        part = texts[run::NUM_RUNS]
+        part_file = write_texts(folder / f"part-{run}.jsonl", part)
+        bare = measure_bare(made, part)
+        one, prepared = prepare(folder, part_file, 1, f"one-{run}")
+        shares.append(bare.wall / one.wall)
+        cpu_shares.append(bare.cpu / one.cpu)
+        rates.append(size / 1e6 / NUM_RUNS / bare.wall)
+    again, _ = prepare(folder, part_file, 1, f"one-{run}")
     many, _ = prepare(folder, file, workers, "many")
     start = time.perf_counter()
     num_tokens = read_all(prepared.path)
     read_seconds = time.perf_counter() - start
     return {
         "text_megabytes": size / 1e6,
-        "bare_megabytes_per_second": size / 1e6 / bare,
-        "prepare_megabytes_per_second": size / 1e6 / one,
-        "share_of_bare_rate_1_worker": bare / one,
-        f"share_of_bare_rate_per_worker_of_{workers}": bare / many / workers,
-        "second_run_seconds": again,
+        "bare_megabytes_per_second": median(rates),
+        "share_of_bare_rate_1_worker": median(shares),
+        "share_of_bare_rate_1_worker_by_cpu_time": median(cpu_shares),
+        f"share_of_bare_rate_per_worker_of_{workers}": size / 1e6 / median(rates) / many.wall / workers,
+        "second_run_seconds": again.wall,
         "read_million_tokens_per_second": num_tokens / 1e6 / read_seconds,
     }
 
@@ -150,13 +172,13 @@ def read_all(path: Path) -> int:
 
 
 def measure_long_documents(folder: Path, num_bytes: int) -> dict[str, float]:
-    """Seconds per megabyte of one document, at a tenth of the size and at the whole."""
+    """CPU seconds per megabyte of one document, at a tenth of the size and at the whole."""
     found = {}
     for share in (0.1, 1.0):
         file = folder / f"one-{share}.txt"
         file.write_text("".join(walk_texts(int(num_bytes * share))))
-        seconds, _ = prepare(folder, file, 1, f"long-{share}")
-        found[share] = seconds / (file.stat().st_size / 1e6)
+        clock, _ = prepare(folder, file, 1, f"long-{share}")
+        found[share] = clock.cpu / (file.stat().st_size / 1e6)
     return {
         "one_document_megabytes": num_bytes / 1e6,
         "one_document_seconds_per_megabyte": found[1.0],

@@ -145,7 +145,7 @@ def test_the_light_half_imports_nothing_heavy(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["validate-config", "config-schema", "recipes list", "recipes show", "recipes copy"]
+    "command", ["validate-config", "config-schema", "prepare", "recipes list", "recipes show", "recipes copy"]
 )
 def test_help_has_two_examples(command: str) -> None:
     text = run(*command.split(), "--help").stdout

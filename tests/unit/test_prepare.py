@@ -238,6 +238,11 @@ def test_a_folder_from_end_to_end(tmp_path: Path) -> None:
     (tmp_path / "tree" / "b.py").write_bytes("\ufeffb = 'ä'\n".encode())
     prepared = prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'tree'}, type: folder}}]")
     assert read_documents(prepared) == ["=== a.py ===\na = 1\n=== b.py ===\nb = 'ä'\n<|end|>"]
+    inside = f"data.store_dir={tmp_path / 'tree' / 'store'}"
+    for _ in range(2):  # what a run writes into the tree is no part of it
+        again = prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'tree'}, type: folder}}]", inside)
+        assert read_documents(again) == read_documents(prepared)
+        assert again.path.name == prepared.path.name
     with pytest.raises(RecipeError, match="join_files: false to make each file of a folder a document"):
         prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'tree'}, type: folder}}]", "data.eval_split=0.1")
     (tmp_path / "tree" / "c.py").write_bytes(b"c = 1\nd = '\xe4'\n")

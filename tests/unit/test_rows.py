@@ -190,3 +190,7 @@ def test_a_damaged_folder_is_named(tmp_path: Path) -> None:
     (path / "train-stops.npy").write_bytes(b"")
     with pytest.raises(ValueError, match=r"train-stops.npy has 0 bytes, not .*; run `ulysses prepare` again"):
         open_rows(path, "train")
+    other = make_prepared(tmp_path / "other", [[[1, 2, 3]]], max_length=4)
+    (tmp_path / "other" / "tokens" / "s0" / "tokens.bin").unlink()
+    with pytest.raises(ValueError, match=r"tokens.bin is missing; run `ulysses prepare` again"):
+        open_rows(other, "train")

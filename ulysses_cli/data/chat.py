@@ -78,20 +78,19 @@ def find_turn_end(render: Render, messages: Messages, index: int, text: str) -> 
 
 def _find_head(render: Render, messages: Messages, index: int, text: str, start: int | None) -> int:
     """Where the assistant begins to speak: behind as much of the generation prompt as its turn begins with."""
-    marked = render([*messages[:index], {**messages[index], "content": MARK}, *messages[index + 1 :]])
-    content = marked.find(MARK)
-    if start is None:  # the first message of all: nothing tells where it begins but the prompt itself
-        prompt = _find_prompt(render, messages, index) or _find_later_prompt(render, messages)
-        if content < 0 or not prompt or not marked[:content].endswith(prompt) or text[:content] != marked[:content]:
-            raise InexactTemplate("the chat template does not tell where a first turn of the assistant begins")
-        return content
+    if start is None:
+        return _find_first_head(render, messages, index, text)
     prompt = _find_prompt(render, messages, index)
     if prompt is None:
         raise InexactTemplate("the chat template's generation prompt does not follow the turns before it")
+    shared = _count_shared(prompt, text[start : start + len(prompt)])
+    if prompt and shared == len(prompt):
+        return start + shared
+    marked = _mark_turn(render, messages, index)
+    content = marked.find(MARK)
     if not prompt and text[start:content].strip() and content > start and marked[:content] == text[:content]:
         return content  # no prompt at all, but a heading: it is the template's
-    shared = _count_shared(prompt, text[start:])
-    if shared < len(prompt):  # the prompt goes on with what a finished turn may lack, such as the start of a thought
+    if prompt:  # it goes on with what a finished turn may lack, such as the start of a thought
         if marked[:start] != text[:start]:
             raise InexactTemplate(f"the chat template does not tell where turn {index + 1} begins")
         shared = min(shared, _count_shared(prompt, marked[start:]))
@@ -102,20 +101,31 @@ def _find_head(render: Render, messages: Messages, index: int, text: str, start:
     return start + shared
 
 
+def _find_first_head(render: Render, messages: Messages, index: int, text: str) -> int:
+    """Nothing tells where the first message of all begins but the prompt itself."""
+    marked = _mark_turn(render, messages, index)
+    content = marked.find(MARK)
+    asked = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+    prompt = _find_prompt(render, messages, asked + 1) if asked is not None else None
+    if content < 0 or not prompt or not marked[:content].endswith(prompt) or text[:content] != marked[:content]:
+        raise InexactTemplate("the chat template does not tell where a first turn of the assistant begins")
+    return content
+
+
+def _mark_turn(render: Render, messages: Messages, index: int) -> str:
+    try:
+        return render([*messages[:index], {**messages[index], "content": MARK}, *messages[index + 1 :]])
+    except Exception as error:  # noqa: BLE001 - a template may raise what it likes
+        raise InexactTemplate(f"the chat template refuses other words in turn {index + 1}: {error}") from None
+
+
 def _find_prompt(render: Render, messages: Messages, index: int) -> str | None:
     """What the template adds before the assistant speaks."""
-    if not index:
-        return None
     try:
         before, after = render(messages[:index]), render(messages[:index], prompt=True)
     except Exception as error:  # noqa: BLE001 - a template may raise what it likes
         raise InexactTemplate(f"the chat template cannot show the first {index} turns alone: {error}") from None
     return after[len(before) :] if after.startswith(before) else None
-
-
-def _find_later_prompt(render: Render, messages: Messages) -> str | None:
-    asked = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
-    return None if asked is None else _find_prompt(render, messages, asked + 1)
 
 
 def _count_shared(one: str, other: str) -> int:

@@ -172,8 +172,10 @@ class Encoder:
         if only_said and self.marks_itself:
             text, said = read_marked_spans(self.tokenizer, sample.messages, sample.tools)
         if only_said and sample.first_target:
-            num_before = sum(message["role"] == "assistant" for message in sample.messages[: sample.first_target])
-            said = said[num_before:]
+            answers = [at for at, message in enumerate(sample.messages) if message["role"] == "assistant"]
+            if len(answers) != len(said):
+                raise InexactTemplate(f"the chat template marks {len(said)} answers where there are {len(answers)}")
+            said = said[sum(at < sample.first_target for at in answers) :]
         ids, bounds = self._encode_bounds(text)
         flags = _mark(bounds, said) if only_said else np.full(len(ids), TARGET, np.uint8)
         for end in ends:

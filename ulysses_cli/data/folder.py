@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class Tree:
     """The files of a tree, and how many were left out and why."""
 
     root: Path
+    own: frozenset[str] = frozenset()
     files: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -35,9 +36,10 @@ class Tree:
         self.examples.setdefault(why, path)
 
 
-def walk_tree(root: Path) -> Tree:
-    """Paths below the root, with slashes, sorted part by part; folders and files of one folder in one order."""
-    tree = Tree(root)
+def walk_tree(root: Path, own: Sequence[Path] = ()) -> Tree:
+    """Paths below the root, with slashes, sorted part by part; folders and files of one folder in one order. `own`:
+    folders that runs write to."""
+    tree = Tree(root, frozenset(os.path.realpath(path) for path in own))
     _walk(tree, "", ())
     return tree
 
@@ -69,6 +71,8 @@ def _walk(tree: Tree, folder: str, ignores: Ignores) -> None:
             tree.leave_out("ignored by .gitignore", path)
         elif entry.is_symlink():
             tree.leave_out("links", path)
+        elif is_folder and os.path.realpath(tree.root / path) in tree.own:
+            tree.leave_out("folders that runs write to", path)
         elif is_folder:
             _walk(tree, path + "/", ignores)
         elif entry.is_file():

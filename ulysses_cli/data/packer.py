@@ -116,6 +116,7 @@ def make_rows(
             "num_tokens": rows.count_tokens(),
             "num_targets": int(targets.sum()),
             "efficiency": rows.compute_efficiency(),
+            "cut_by_rows": sum(start > 0 for start in rows.starts) if settings.packing == "stream" else 0,
             "untrainable_rows": skipped[0],
             "untrainable_row_tokens": skipped[1],
             "sources": [vars(counts) for counts in part.counts],

@@ -27,6 +27,7 @@ from ulysses_cli.plan.problem import Problem, Where
 from ulysses_cli.plan.recipe import Recipe
 
 MAX_KEPT_BAD = 100
+SMALL_BYTES = 8 << 20
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
 
@@ -56,6 +57,7 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit) -> Prepare
     data = recipe.data
     encoder = Encoder(tokenizer, EncoderSettings(data.assistant_only_loss, data.completion_only_loss))
     root = Path(os.path.expanduser(data.store_dir))
+    output = Path(os.path.expanduser(recipe.run.output_dir))
     context = _Context(recipe, encoder, _hash_tokenizer(tokenizer), FileHashes(root / "files.json"), root, emit)
     wanted = [(f"data.datasets.{index}", dataset) for index, dataset in enumerate(data.datasets)]
     wanted += [(f"data.eval_datasets.{index}", dataset) for index, dataset in enumerate(data.eval_datasets)]
@@ -63,7 +65,7 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit) -> Prepare
     described: list[Event] = []
     for key, dataset in wanted:
         emit({"event": "stage", "stage": "source", "source": key})
-        source = open_source(dataset, key, recipe.run.seed, context.hashes)
+        source = open_source(dataset, key, recipe.run.seed, context.hashes, own=(root, output))
         store = _make_store(source, context)
         stores.append(store)
         described.append(_describe_source(source, store, dataset.weight))
@@ -117,13 +119,15 @@ def _make_store(source: Source, context: _Context) -> TokenStore:
 def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Mapping[str, Any]:
     recipe, encoder, emit = context.recipe, context.encoder, context.emit
     workers = recipe.data.num_workers
-    num_workers = len(os.sched_getaffinity(0)) if workers == "auto" else workers
+    if workers == "auto":  # what takes a moment is not worth the start of processes
+        is_small = source.num_bytes is not None and source.num_bytes < SMALL_BYTES
+        workers = 1 if is_small else len(os.sched_getaffinity(0))
     writer = StoreWriter(partial, len(encoder.tokenizer))
     totals = dict.fromkeys(("num_bytes", "num_bad", "num_blank", "num_in_pieces", "num_whole"), 0)
     bad: list[tuple[str, int, str]] = []
     task = Task(recipe.model, kind, encoder.settings)
     progress = {"event": "progress", "source": source.key, "name": source.name, "total_bytes": source.num_bytes}
-    for done in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, num_workers):
+    for done in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, workers):
         writer.append(done.batch)
         bad += done.bad[: MAX_KEPT_BAD - len(bad)]
         totals["num_bad"] += len(done.bad)
@@ -220,7 +224,7 @@ def _needs_seed(recipe: Recipe) -> bool:
 def _describe_source(source: Source, store: TokenStore, weight: float) -> dict[str, Any]:
     manifest = store.manifest
     names = ("kind", "num_documents", "num_tokens", "num_targets", "max_id", "num_bytes", "num_bad", "bad", "num_blank")
-    more = ("num_in_pieces", "num_whole", "whole_because")
+    more = ("has_lines", "num_in_pieces", "num_whole", "whole_because")
     return {
         "key": source.key,
         "name": source.name,

@@ -35,14 +35,15 @@ class PackedRows:
     """The rows of one split. A document's number counts over all sources, in the recipe's order."""
 
     def __init__(self, folder: Path, split: Split) -> None:
-        damage = find_damage(folder)
-        if damage:
-            raise ValueError(f"{damage}; run `ulysses prepare` again")
+        _check(folder)
         manifest = read_manifest(folder)
         self.capacity: int = manifest["max_length"]
         self.pad_id: int = manifest["pad_id"]
         self.is_joined: bool = manifest["attend_across_documents"]
-        self.stores = [TokenStore(folder.parents[1] / "tokens" / name) for name in manifest["stores"]]
+        folders = [folder.parents[1] / "tokens" / name for name in manifest["stores"]]
+        for store in folders:
+            _check(store)
+        self.stores = [TokenStore(store) for store in folders]
         self._bases = [0]
         for store in self.stores:
             self._bases.append(self._bases[-1] + len(store))
@@ -122,6 +123,12 @@ class PackedRows:
     def _measure(self, row: int) -> NDArray[np.int64]:
         at = slice(*self._bounds(row))
         return np.asarray(self._stops[at] - self._starts[at])
+
+
+def _check(folder: Path) -> None:
+    damage = find_damage(folder)
+    if damage:
+        raise ValueError(f"{damage}; run `ulysses prepare` again")
 
 
 def open_rows(prepared: Path, split: Split) -> PackedRows:

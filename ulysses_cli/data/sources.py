@@ -6,7 +6,7 @@ Chooses between files, folders, hub data sets and generated documents; each is r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,15 +66,17 @@ class Source:
         raise DataError(bad or [Problem("", "holds no row", f"see {self.key}", Where(self.name))])
 
 
-def open_source(dataset: Dataset, key: str, seed: int, hashes: FileHashes) -> Source:
-    """Looks at what is there and reads nothing but what the fingerprint needs."""
+def open_source(dataset: Dataset, key: str, seed: int, hashes: FileHashes, own: Sequence[Path] = ()) -> Source:
+    """Looks at what is there and reads nothing but what the fingerprint needs. `own`: folders that runs write to, which
+    are no data even inside of a tree."""
     kind = KINDS.get(dataset.type)
     if dataset.type == "synthetic":
         mark = hash_parts("synthetic", 1, seed, synthetic.NUM_DOCUMENTS)
-        return Source("synthetic", key, mark, None, lambda: synthetic.walk_blocks(seed), kind, has_lines=False)
+        size = sum(block.num_bytes for block in synthetic.walk_blocks(seed))
+        return Source("synthetic", key, mark, size, lambda: synthetic.walk_blocks(seed), kind, has_lines=False)
     path = Path(os.path.expanduser(dataset.path or "."))
     if dataset.type == "folder":
-        return _open_folder(dataset, path, key, hashes)
+        return _open_folder(dataset, path, key, hashes, own)
     is_here = dataset.path is None or is_local(dataset.path)
     if not is_here or hub_sets.is_saved(path):
         found = hub_sets.load_hub_set(dataset, key)
@@ -106,9 +108,9 @@ def _open_files(dataset: Dataset, path: Path, key: str, kind: Kind | None, hashe
     )
 
 
-def _open_folder(dataset: Dataset, path: Path, key: str, hashes: FileHashes) -> Source:
+def _open_folder(dataset: Dataset, path: Path, key: str, hashes: FileHashes, own: Sequence[Path]) -> Source:
     try:
-        tree = folder.walk_tree(path)
+        tree = folder.walk_tree(path, own)
     except OSError as error:
         raise RecipeError([Problem(f"{key}.path", f"{path} cannot be read: {error.strerror}")]) from None
     if not tree.files:

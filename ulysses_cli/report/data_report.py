@@ -31,13 +31,13 @@ def format_report(report: Report) -> str:
 
 def _format_head(report: Report) -> str:
     layout, train = report["layout"], report["splits"]["train"]
-    across = "attention looks across them" if report["attend_across_documents"] else "kept apart by attention"
+    across = "looks across documents" if report["attend_across_documents"] else "keeps documents apart"
     padding = f"{format_share(layout['padding_share'])} of the tokens is padding"
     steps = f"{format_count(layout['steps_per_epoch'], 'step')} of {format_count(layout['rows_per_step'], 'row')}"
     supervised = format_share(train["num_targets"] / train["num_tokens"])
     lines = [
         ("prepared", report["path"]),
-        ("rows", f"of {report['max_length']:,} tokens, packing {report['packing']}, documents {across}"),
+        ("rows", f"of {report['max_length']:,} tokens, packing {report['packing']}; attention {across}"),
         ("", f"{format_share(train['efficiency'])} full; {padding} to a multiple of {layout['pad_to_multiple_of']:,}"),
         ("epoch", f"{format_count(train['num_rows'], 'row')} in {steps}, {train['num_tokens']:,} tokens"),
         ("targets", f"{format_count(train['num_targets'], 'token')}, {supervised}"),
@@ -111,6 +111,8 @@ def tabulate_split(report: Report, split: str) -> list[tuple[str, str, str]]:
         for name, count, tokens in list_fates(counts)
         if count or name in ("documents", "pieces kept")
     ]
+    if found["cut_by_rows"]:
+        rows.append(("cuts where a row ends", f"{found['cut_by_rows']:,}", ""))
     if found["untrainable_rows"]:
         count, tokens = found["untrainable_rows"], found["untrainable_row_tokens"]
         rows.append(("rows without a target, left out", f"{count:,}", f"{tokens:,}"))
@@ -173,7 +175,8 @@ def format_bad(sources: Sequence[Mapping[str, Any]]) -> str:
     for source in sources:
         if source["num_bad"]:
             lines.append(f"{format_count(source['num_bad'], 'bad row')} of {source['name']} left out")
-            lines += [f"  {file}:{line}: {message}" for file, line, message in source["bad"][:SHOWN_BAD]]
+            at = ":" if source["has_lines"] else ", row "
+            lines += [f"  {file}{at}{line}: {message}" for file, line, message in source["bad"][:SHOWN_BAD]]
             if source["num_bad"] > SHOWN_BAD:
                 lines.append(f"  and {source['num_bad'] - SHOWN_BAD:,} more")
     return "\n".join(lines)

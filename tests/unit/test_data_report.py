@@ -1,0 +1,141 @@
+"""The report of prepared data, as text, page and JSON: its numbers add up, and what is said is what happened."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import VALID
+from ulysses_cli.data.facts import compare_length, count_lengths
+from ulysses_cli.data.prepare import prepare_data
+from ulysses_cli.plan.load import parse_recipe
+from ulysses_cli.report.data_page import format_size, make_data_page
+from ulysses_cli.report.data_report import format_report, format_share, wrap_line
+from ulysses_cli.report.preparing import format_progress, format_seconds
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """\
+model:
+  config: {model_type: llama}
+  tokenizer: bytes
+data:
+  datasets:
+    - path: FOLDER/a.jsonl
+    - path: FOLDER/c.jsonl
+      weight: 1.5
+  eval_split: 0.1
+  max_length: 96
+  store_dir: FOLDER/store
+  excess_length_strategy: truncate
+  assistant_only_loss: true
+  on_bad_row: skip
+  skip_untrainable: true
+parallel: {dp_shard_size: 2}
+"""
+
+
+def make_report(folder: Path) -> dict[str, Any]:
+    texts = [json.dumps({"text": "word <b> " * (n + 1)}) for n in range(30)]
+    (folder / "a.jsonl").write_text("\n".join([*texts[:7], "{", "", *texts[7:]]) + "\n")
+    turns = [{"role": "user", "content": "q" * 9}, {"role": "assistant", "content": "a"}]
+    chats = [{"messages": turns[: 1 + (n > 0)]} for n in range(8)]
+    (folder / "c.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    recipe = parse_recipe(RECIPE.replace("FOLDER", str(folder))).recipe
+    return prepare_data(recipe, 32, lambda _: None).report
+
+
+def test_every_token_is_accounted_for(tmp_path: Path) -> None:
+    report = make_report(tmp_path)
+    assert sum(source["num_tokens"] for source in report["sources"]) == sum(
+        counts["tokens"] for split in report["splits"].values() for counts in split["sources"]
+    )
+    for split in report["splits"].values():
+        kept = sum(counts["kept_tokens"] for counts in split["sources"])
+        assert kept == split["num_tokens"] + split["untrainable_row_tokens"]
+    text, chat = report["splits"]["train"]["sources"]
+    lost = text["truncated_tokens"] + text["dropped_tokens"] + text["untrainable_tokens"]
+    assert text["tokens"] == text["kept_tokens"] + lost
+    assert text["truncated_documents"] > 0
+    assert chat["copies"] == chat["documents"] + round(chat["documents"] / 2)
+    assert (report["sources"][0]["num_bad"], report["sources"][0]["num_blank"]) == (1, 1)
+    bins = report["facts"]["histogram"]
+    assert [sum(entry["documents"] for entry in one) for one in bins] == [30, 8]
+    assert [sum(entry["tokens"] for entry in one) for one in bins] == [s["num_tokens"] for s in report["sources"]]
+
+
+def test_text_and_page_say_the_same(tmp_path: Path) -> None:
+    report = make_report(tmp_path)
+    text, page = format_report(report), make_data_page(report)
+    for words in ("truncated, lost", "without a target, left out", "copies by weight", "1 bad row", "1 blank line"):
+        assert words in text, words
+        assert words in page, words
+    assert f"{tmp_path}/a.jsonl:8: malformed JSON" in text
+    assert "[[a&lt;|end|&gt;]]" in page
+    assert "[[a<|end|>]]" in text
+    assert "predicted over" in text
+    assert page.count("<svg") == 2
+    assert not re.search(r"(src|href)=", page)
+
+
+def test_lengths_are_counted_and_compared() -> None:
+    import numpy as np
+
+    lengths = np.asarray([1, 2, 3, 4, 5, 100])
+    found = {(entry["from"], entry["to"]): entry["documents"] for entry in count_lengths(lengths) if entry["documents"]}
+    assert found == {(0, 1): 1, (1, 2): 1, (2, 4): 2, (4, 8): 1, (64, 128): 1}
+    choice = compare_length(lengths, 50)
+    assert (choice["long_documents"], choice["truncated_share"]) == (1, 50 / 115)
+    assert choice["efficiency"] == 115 / 150
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0, "0.0 %"), (1e-6, "< 0.1 %"), (0.5, "50.0 %"), (0.99999, "> 99.9 %"), (1, "100.0 %")]
+)
+def test_a_share_is_never_rounded_to_nothing_or_all(share: float, text: str) -> None:
+    assert format_share(share) == text
+
+
+def test_sizes_lines_and_progress() -> None:
+    assert [format_size(2**power) for power in (4, 10, 17, 20)] == ["16", "1Ki", "128Ki", "1Mi"]
+    line = "many words " * 30
+    assert "".join(wrap_line(line)) == line
+    assert max(map(len, wrap_line(line))) <= 100
+    assert [format_seconds(seconds) for seconds in (5, 65, 3700)] == ["0:05", "1:05", "1:01:40"]
+    event = {"name": "a", "bytes": 25_000_000, "total_bytes": 100_000_000, "tokens": 7}
+    assert format_progress(event, 5.0) == "tokenizing a  [######..................]  25%  7 tokens  5.0 MB/s  0:15 left"
+
+
+def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ulysses_cli", "prepare", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    recipe = str(ROOT / "recipes" / "tiny-cpu.yaml")
+    page = tmp_path / "deep" / "page.html"
+    done = run(recipe, f"data.store_dir={tmp_path}", "--html", str(page))
+    assert done.returncode == 0, done.stderr
+    assert "414 rows" in done.stdout
+    assert page.read_text().startswith("<!doctype html>")
+    again = run(recipe, f"data.store_dir={tmp_path}", "--format", "json")
+    assert json.loads(again.stdout)["splits"]["train"]["num_rows"] == 414
+    assert "tokenizing" not in again.stderr
+
+
+def test_mistakes_end_with_their_codes(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(VALID.replace("sp_size: 4", "sp_size: 5"))
+    done = run(str(tmp_path / "r.yaml"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "data.max_length: 8192 is not a multiple of sp_size 5" in done.stderr
+    assert run("train.max_steps=3").returncode == 2
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    tiny = str(ROOT / "recipes" / "tiny-cpu.yaml")
+    sources = f"data.datasets=[{{path: {tmp_path / 'bad.jsonl'}}}]"
+    done = run(tiny, sources, "data.eval_split=0", "run.eval_steps=null", f"data.store_dir={tmp_path}")
+    assert done.returncode == 1, done.stderr
+    assert f"{tmp_path}/bad.jsonl:1:1: malformed JSON" in done.stderr
+    assert "Traceback" not in done.stderr
