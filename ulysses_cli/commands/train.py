@@ -84,6 +84,11 @@ def train(
     data = prepare_recipe(files[0], overrides)
     if data.exit_code != DONE:
         raise typer.Exit(data.exit_code)
+    vocabulary = result.shape.vocab_size if result.shape else 0
+    outside = [source for source in data.report["sources"] if source["max_id"] >= vocabulary]
+    if outside:
+        printing.print_problems([run_end.explain_tokens(loaded, outside[0], vocabulary)])
+        raise typer.Exit(USAGE)
     rank_args = ["--recipe", files[0], "--data", str(data.report["path"]), *(f"--set={text}" for text in overrides)]
     rank_args += [f"--resume={wanted}"] if wanted else []
     rank_args += ["--resume-anyway"] if resume_anyway else []

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.load import Loaded
+from ulysses_cli.plan.problem import Problem
 from ulysses_cli.report import resolved_plan
 from ulysses_cli.validate import Validated
 
@@ -14,6 +16,16 @@ from ulysses_cli.validate import Validated
 def format_start(valid: Validated, num_nodes: int) -> str:
     plan = resolved_plan.format_plan(resolved_plan.describe_plan(valid), with_defaults=False)
     return f"{plan}\nmachines    {num_nodes}" if num_nodes > 1 else plan
+
+
+def explain_tokens(loaded: Loaded, source: Mapping[str, Any], vocabulary: int) -> Problem:
+    """Data whose tokens the model's embedding does not have."""
+    return Problem(
+        "model.tokenizer",
+        f"{source['name']} holds token {source['max_id']:,}, the model's embedding has {vocabulary:,}",
+        "name the tokenizer that belongs to the model",
+        loaded.locate("model.tokenizer"),
+    )
 
 
 def format_failure(failure: Mapping[str, Any], logs: Path) -> str:
