@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

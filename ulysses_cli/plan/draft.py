@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 
 from ulysses_cli.plan.layout import Layout, list_divisors
@@ -10,6 +12,7 @@ from ulysses_cli.plan.model_shape import ModelShape
 
 REPLACEABLE_ROPE = ("default", "llama3", "yarn")
 GPUS_PER_NODE = 8
+PLAIN = re.compile(r"[A-Za-z][\w./-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:
     """The recipe as YAML; what stands at its default is left out."""
     layout = draft.layout
     lines = [f"# {line}".rstrip() for line in header] + ([""] if header else [])
-    lines += ["model:", f"  name_or_path: {draft.model}"]
+    lines += ["model:", f"  name_or_path: {quote(draft.model)}"]
     if draft.needs_stretch:
         lines += ["  rope_scaling:", "    type: yarn"]
     sizes = {
@@ -69,6 +72,11 @@ def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:
     if draft.is_lora:
         lines += ["", "lora:", "  r: 16", "  alpha: 32"]
     return "\n".join(lines) + "\n"
+
+
+def quote(text: str) -> str:
+    """As YAML takes it: plain where that is safe, otherwise in JSON's quotes."""
+    return text if PLAIN.fullmatch(text) else json.dumps(text)
 
 
 def write_levers(levers: Levers, base: Levers | None = None) -> list[str]:

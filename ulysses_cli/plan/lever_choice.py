@@ -78,9 +78,8 @@ def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> Choice:
 
 def find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> Levers | None:
     """The cheapest combination of the open levers that fits: surely if there is one, otherwise closely."""
-    ranked = sorted(_walk_levers(job, open_names), key=lambda each: _count_cost(each, job.levers))
     close = None
-    for levers in ranked:
+    for levers in list_ranked_levers(job, open_names):
         tried = replace(job, levers=levers)
         if not is_indexable(tried):
             continue
@@ -92,11 +91,27 @@ def find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> Levers | None:
     return close
 
 
-def make_strongest(job: Job) -> Levers:
-    """Every lever at its most."""
+def list_ranked_levers(job: Job, open_names: list[str]) -> list[Levers]:
+    """Every combination of the open levers, the cheapest first."""
+    return sorted(_walk_levers(job, open_names), key=lambda each: _count_cost(each, job.levers))
+
+
+def list_strongest(job: Job) -> list[Levers]:
+    """Every lever at its most. Keeping attention's result costs host memory and spares an exchange's buffers, so that
+    either way of recomputing may be the smaller one."""
     chunks = job.shape.num_heads // job.layout.sp_size
-    strongest = Levers("full", chunks, True, True, True, "cpu", "cpu" if job.zero_stage == 3 else "none")
-    return strongest if job.adapters is None else replace(strongest, offload_optimizer=job.levers.offload_optimizer)
+    optimizer = "cpu" if job.optim == "adamw" else job.levers.offload_optimizer
+    most = replace(
+        job.levers,
+        head_chunks=chunks,
+        activation_offloading=True,
+        tiled_mlp=True,
+        tiled_loss=True,
+        offload_optimizer=optimizer,
+        offload_param="cpu" if job.zero_stage == 3 else "none",
+    )
+    found = [replace(most, gradient_checkpointing="full"), replace(most, gradient_checkpointing=True)]
+    return found + [replace(each, offload_param="none") for each in found]  # the host may have no room for weights
 
 
 def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:

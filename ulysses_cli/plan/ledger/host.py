@@ -15,7 +15,7 @@ ADAM_SAVED_BYTES = 12
 def compute_kept_pinned(job: Job) -> int:
     """Per rank: what recomputation starts from, of every layer: ALST's tokens / world x hidden x layers x 2 x ranks of
     the node, and results that are kept. Buffers are page-locked as large as they are (train/offload.py: HostPool)."""
-    if not job.levers.activation_offloading:
+    if not job.levers.activation_offloading or job.levers.gradient_checkpointing is False:
         return 0
     kept = compute_layer_input(job) + compute_kept_output(job)
     return job.shape.num_layers * (kept + (compute_attention_result(job) if keeps_result(job) else 0))

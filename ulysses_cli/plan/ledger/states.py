@@ -93,7 +93,8 @@ def compute_load_transients(job: Job) -> int:
 
 def compute_host_optimizer_pinned(job: Job) -> int:
     """Per rank: gradients g N / W and their float32 copies 4 N / W, page-locked (stage3.py:
-    initialize_optimizer_states, grad_partitions_flat_buffer). On NVMe: DeepSpeed's four buffers of a sub-group's states instead of the copies."""
+    initialize_optimizer_states, grad_partitions_flat_buffer). On NVMe: DeepSpeed's four buffers of a sub-group's
+    states instead of the copies."""
     shard = count_shard(list_job_weights(job).num_trained, job.world_size)
     if job.levers.offload_optimizer == "cpu":
         return (job.engine.gradient_bytes + 4) * shard
