@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-
 from test_memory import LLAMA, SHAPES
+
 from ulysses_cli.commands.hardware_table import load_hardware
 from ulysses_cli.plan.fit import judge
 from ulysses_cli.plan.memory import compute_ledger

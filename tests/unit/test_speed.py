@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from test_memory import LLAMA, QWEN, SHAPES
+
 from ulysses_cli.commands.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Adapters, Job

@@ -11,6 +11,7 @@ import typer
 from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOption, or_exit
 
 if TYPE_CHECKING:
+    from ulysses_cli.plan.estimate import Estimate
     from ulysses_cli.plan.model_shape import ModelShape
     from ulysses_cli.validate import Validated
 
@@ -64,14 +65,34 @@ def estimate_memory(
     recipe, shape = valid.loaded.recipe, valid.shape
     results = or_exit(lambda: [compute_estimate(recipe, shape, kind) for kind in gpus])
     if sweep or html is not None:
-        from ulysses_cli.report import sweep as sweep_report
-
-        sweep_report.show_sweep(results, html, as_json=output is Format.json)
+        _show_sweep(results, html, output)
     elif output is Format.json:
         printing.print_json({"results": [ledger.describe_estimate(each, said) for each in results]})
     else:
         printing.print_data("\n\n".join(ledger.format_estimate(each, valid.file, said) for each in results))
     raise typer.Exit(FAILED if strict and any(each.fit.verdict != "fits" for each in results) else DONE)
+
+
+def _show_sweep(results: list[Estimate], html: Path | None, output: Format) -> None:
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.report import printing, sweep
+
+    found = sweep.compute_sweeps(results)
+    if output is Format.json:
+        printing.print_json({"sweeps": [sweep.describe_sweep(*each) for each in found]})
+    else:
+        printing.print_data("\n\n".join(sweep.format_sweep(*each) for each in found))
+    if html is not None:
+        page = sweep.make_sweep_page(found)
+
+        def write() -> None:
+            try:
+                html.write_text(page, encoding="utf-8")
+            except OSError as error:
+                raise RecipeError([Problem("--html", f"{html} cannot be written: {error.strerror}")]) from None
+
+        or_exit(write)
+        printing.print_talk(f"wrote {html}")
 
 
 def _find_recipe(

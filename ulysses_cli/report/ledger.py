@@ -57,6 +57,18 @@ def describe_estimate(found: Estimate, said: Sequence[str] = ()) -> dict[str, An
     }
 
 
+def describe_verdict(found: Estimate) -> dict[str, Any]:
+    """What validate-config shows of an estimate."""
+    return {
+        "gpu": found.gpu.key,
+        "verdict": found.fit.verdict,
+        "text": format_verdict(found),
+        "levers": {**vars(found.job.levers)},
+        "lever_reasons": found.choice.reasons,
+        "suggestion": found.suggestion,
+    }
+
+
 def format_estimate(found: Estimate, name: str, said: Sequence[str] = ()) -> str:
     fit, peak, gpu, job = found.fit, found.ledger.peak, found.gpu, found.job
     layout = job.layout
@@ -66,7 +78,7 @@ def format_estimate(found: Estimate, name: str, said: Sequence[str] = ()) -> str
         ("estimate", f"{name} on {format_count(job.world_size, 'GPU')}: {gpu.name} ({gpu.key})"),
         ("model", f"{job.shape.name}, {job.row_tokens:,} tokens per row, {job.local_tokens:,} per rank; {product}"),
         *(("assumed", each) for each in said),
-        ("verdict", _format_verdict(found)),
+        ("verdict", format_verdict(found)),
         ("peak", f"in {_name(peak.phase)}, {peak.name}: {', '.join(f'{_name(n)} {_gib(s)}' for n, s in largest)}"),
         ("host", f"{_gib(fit.host_peak_bytes)} of about {_gib(fit.host_capacity_bytes)} GiB on the fullest node"),
         ("longest", _format_longest(found)),
@@ -91,7 +103,7 @@ def _name(key: str) -> str:
     return key.replace("_", " ")
 
 
-def _format_verdict(found: Estimate) -> str:
+def format_verdict(found: Estimate) -> str:
     fit = found.fit
     if fit.wall == "host":
         over = _gib(-fit.host_margin_bytes)

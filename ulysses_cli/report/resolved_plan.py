@@ -80,6 +80,15 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
     ]
     if plan["rope_factor"]:
         lines.append(("positions", f"stretched {plan['rope_factor']:g}x"))
+    if "memory" in plan:
+        memory = plan["memory"]
+        lines.append(("memory", f"{memory['gpu']}: {memory['text']}"))
+        lines += [
+            ("", f"{name} {value}: {memory['lever_reasons'][name]}")
+            for name, value in memory["levers"].items()
+            if name in memory["lever_reasons"]
+        ]
+        lines += [("", line) for line in memory["suggestion"].splitlines()]
     lines += [("understood", note) for note in plan["understood"]]
     text = "\n".join(f"{name:<11} {value}" for name, value in lines)
     if with_defaults:

@@ -37,12 +37,12 @@ def compute_loss_forward(job: Job) -> int:
 
 def compute_loss_backward(job: Job) -> int:
     """Log-softmax, the gradient that reaches it and the one that leaves it, all float32: 12 V S; a capped model keeps
-    the capped logits too. In tiles: logits, their gradient, and either two float32 copies (capped: three) or the
-    gradient of the head's weight that the tile makes (train/tiled_loss.py)."""
+    the capped logits too. In tiles: logits and two float32 copies (capped: three), or their gradient and the one of
+    the head's weight that the tile makes (train/tiled_loss.py)."""
     vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
     capped = bool(job.shape.final_softcap)
     if job.levers.tiled_loss:
-        return 2 * b * vocab * tokens + max((8 + 4 * capped) * vocab * tokens, compute_head_gradient(job))
+        return b * vocab * tokens + max((8 + 4 * capped) * vocab * tokens, compute_head_gradient(job))
     return (12 + b * capped) * vocab * tokens
 
 

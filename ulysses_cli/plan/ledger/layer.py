@@ -173,12 +173,14 @@ def compute_attention_forward(job: Job) -> int:
 
 def compute_attention_exchange(job: Job) -> int:
     """Backward, beside what is saved, while slices travel: the output's gradient, b q S, and buffers on both sides: of
-    that gradient, 2 q; of slices too where they were kept, 2 (3 q + 2 r) / n. In chunks, room for all gradients."""
-    q, r, b, n = job.query_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
+    that gradient, 2 q; of slices too where they were kept, 2 (3 q + 2 r) / n. A slice is let go once it is copied,
+    unless more chunks need it. In chunks, room for all gradients."""
+    q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
     if job.layout.sp_size == 1:
         return (b * q + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
     moved = 3 * (q // n) + 2 * r if keeps_slices(job) else q
-    return (b * (q + 2 * moved) + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
+    gone = 2 * q + 2 * k if keeps_slices(job) and n == 1 else 0
+    return (b * (q + 2 * moved - gone) + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
 
 
 def compute_attention_kernel(job: Job) -> int:
