@@ -1,5 +1,6 @@
-"""The ledger's activation terms against real code: transformers' models with our attention, levers and loss run a step
-on tensors without data, every allocation counted. Not what DeepSpeed adds: test_memory.py holds that against a trace."""
+"""The ledger's activation terms against real code: transformers' models with our attention, levers and loss run a
+step on tensors without data, every allocation counted. What DeepSpeed adds is held against a trace in test_memory.py.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import states
 from ulysses_cli.plan.ledger.gathering import compute_gathered
 from ulysses_cli.plan.ledger.host import list_host_lines
-from ulysses_cli.plan.ledger.job import Adapters, Engine, Job, make_job, read_engine
-from ulysses_cli.plan.ledger.weights import list_weights
+from ulysses_cli.plan.ledger.job import Engine, Job, make_job, read_engine
+from ulysses_cli.plan.ledger.weights import Adapters, list_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.memory import PHASES, compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape, read_model_shape

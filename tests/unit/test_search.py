@@ -1,5 +1,6 @@
 """The planner: what it offers fits and is the best, and walls are named with their distance."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -38,7 +39,7 @@ def test_the_order_is_by_cost_and_by_time() -> None:
     found = search(WISH, offer("h100-80gb:64", "h200:64", "b200:64", "a100-80gb:64"))
     costs = [each.usd_middle for each in found.by_cost]
     times = [each.seconds for each in found.by_time]
-    assert all(a <= b * 1.11 for a, b in zip(costs, costs[1:], strict=False))  # to two digits
+    assert all(a <= b * 1.11 for a, b in itertools.pairwise(costs))  # to two digits
     assert times == sorted(times)
     assert min(costs) <= min(each.usd_middle for each in found.by_time) * 1.11
     assert min(times) <= min(each.seconds for each in found.by_cost)
@@ -67,7 +68,7 @@ def test_a_bound_is_kept_or_named() -> None:
 
 def test_walls_of_memory_and_heads() -> None:
     found = search(replace(WISH, max_length=2**24 - 2**16), offer("h100-80gb:64"))
-    assert [wall.kind for wall in found.walls][0] == "gpu"
+    assert found.walls[0].kind == "gpu"
     assert "of 79.6" in found.walls[0].message
     assert found.walls[-1].kind == "heads"
     assert "a row is shared by at most 32 GPUs here: 32 heads" in found.walls[-1].message

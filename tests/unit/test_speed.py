@@ -9,7 +9,8 @@ from test_memory import LLAMA, QWEN, SHAPES
 
 from ulysses_cli.commands.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import Adapters, Job
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.weights import Adapters
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.speed import (
     PARTS,

@@ -14,7 +14,6 @@ from ulysses_cli.plan.ledger import device, head, layer, states
 from ulysses_cli.plan.ledger.gathering import compute_gathered
 from ulysses_cli.plan.ledger.host import keeps_result, list_host_lines
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import list_job_weights
 from ulysses_cli.plan.model_shape import Layer
 
 PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
@@ -201,7 +200,7 @@ def _walk_ends(job: Job, held: Lines) -> Iterator[Moment]:
         yield Moment("evaluation", "attention", {**grown, "attention": layer.compute_attention_forward(job)})
         loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job)}
         yield Moment("evaluation", "loss", {**grown, "parameters_gathered": b * gathered.loss, **loss})
-    largest = 0 if job.zero_stage < 3 or job.world_size == 1 else 2 * b * list_job_weights(job).largest
+    largest = 0 if job.zero_stage < 3 or job.world_size == 1 else 2 * b * job.weights.largest
     yield Moment("save", "weights are gathered one by one", {**held, "parameters_gathered": largest})
 
 

@@ -10,7 +10,8 @@ from ulysses_cli.plan.draft import Draft, needs_stretch
 from ulysses_cli.plan.fit import Fit, find_max_length, is_indexable, judge
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
-from ulysses_cli.plan.ledger.job import Adapters, Engine, Job, check_known
+from ulysses_cli.plan.ledger.job import Engine, Job, check_known
+from ulysses_cli.plan.ledger.weights import Adapters
 from ulysses_cli.plan.lever_choice import list_ranked_levers, list_strongest
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.memory import Ledger, compute_ledger

@@ -11,7 +11,7 @@ from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger import host
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import keeps_slices
-from ulysses_cli.plan.ledger.weights import count_shard, list_job_weights
+from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.model_shape import Layer
 
 PARTS = (
@@ -188,7 +188,7 @@ def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
     """Per micro-step: stage 3 gathers b (N + F) for the forward and for the backward and scatters the sums of N
     gradients. Across machines every byte enters a machine once and is shared out there; a second shard keeps the
     backward's gather inside a replica. Fetched ahead, so hidden as far as there is computing."""
-    weights, ranks = list_job_weights(job), job.world_size
+    weights, ranks = job.weights, job.world_size
     if ranks == 1:
         return 0.0
     gathered = job.dtype_bytes * weights.num_elements * (job.zero_stage == 3)
@@ -210,13 +210,13 @@ def _compute_offload(job: Job, gpu: Gpu) -> float:
     rate = gpu.host_gb_s * GIGA * gpu.efficiency.host
     moved = 2.0 * host.compute_kept_pinned(job)
     if job.levers.offload_param != "none":
-        moved += 2 * job.dtype_bytes * list_job_weights(job).num_elements / job.world_size
+        moved += 2 * job.dtype_bytes * job.weights.num_elements / job.world_size
     return moved / rate
 
 
 def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float, float]:
     """(Adam, what it moves to the host and back) once per step; neither is hidden."""
-    shard = count_shard(list_job_weights(job).num_trained, job.world_size)
+    shard = count_shard(job.weights.num_trained, job.world_size)
     if job.levers.offload_optimizer == "none":
         return ADAM_TRAFFIC_BYTES * shard / memory, 0.0
     link = gpu.host_gb_s * GIGA * gpu.efficiency.host

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
-from ulysses_cli.plan.ledger.job import Adapters, Engine, Job
+from ulysses_cli.plan.ledger.job import Engine, Job
 from ulysses_cli.plan.ledger.layer import is_tiled
-from ulysses_cli.plan.ledger.weights import EMBEDDING, HEAD, LAYERS, Module, list_weights
+from ulysses_cli.plan.ledger.weights import EMBEDDING, HEAD, LAYERS, Adapters, Module, list_weights
 from ulysses_cli.plan.model_shape import ModelShape
 
 NEVER = 1 << 62

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ulysses_cli.plan.ledger import states
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import compute_attention_result, compute_kept_output, compute_layer_input
-from ulysses_cli.plan.ledger.weights import count_shard, list_job_weights
+from ulysses_cli.plan.ledger.weights import count_shard
 
 PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; resident set as ranks report it
 LARGEST_FILE_BYTES = 5 << 30  # transformers writes weights in files of this size
@@ -27,7 +27,7 @@ def keeps_result(job: Job) -> bool:
 
 def compute_pinned_rounding(job: Job) -> int:
     """DeepSpeed's page-locked buffers are torch's, which rounds each up to a power of two (CachingHostAllocator.h)."""
-    shard = count_shard(list_job_weights(job).num_trained, job.world_size)
+    shard = count_shard(job.weights.num_trained, job.world_size)
     blocks = [states.compute_host_parameters(job)]
     if job.levers.offload_optimizer == "cpu":
         group = min(shard, job.engine.sub_group)
@@ -43,7 +43,7 @@ def round_up(size: int) -> int:
 def list_host_lines(job: Job, phase: str) -> dict[str, int]:
     """Lines of one node in one phase."""
     ranks = job.ranks_per_node
-    shard = count_shard(list_job_weights(job).num_trained, job.world_size)
+    shard = count_shard(job.weights.num_trained, job.world_size)
     lines = {
         "process": PROCESS_BYTES,
         "optimizer_pinned": states.compute_host_optimizer_pinned(job),

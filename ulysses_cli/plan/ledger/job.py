@@ -11,6 +11,7 @@ from typing import Any
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.families import FAMILIES, Family
 from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.weights import Adapters, Weights, list_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -58,14 +59,6 @@ def read_engine(config: Mapping[str, Any], dtype_bytes: int, sp_size: int) -> En
 
 
 @dataclass(frozen=True)
-class Adapters:
-    """LoRA: rank, and the last part of the names of the layers that get one; () for every linear layer."""
-
-    rank: int
-    targets: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Job:
     """One run. `row_tokens` is the padded row; a micro-step is `batch` rows for each sp group."""
 
@@ -90,6 +83,10 @@ class Job:
     @cached_property
     def family(self) -> Family:
         return FAMILIES[self.shape.model_type]
+
+    @cached_property
+    def weights(self) -> Weights:
+        return list_weights(self.shape, self.adapters)
 
     @property
     def world_size(self) -> int:

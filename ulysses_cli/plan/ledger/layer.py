@@ -7,7 +7,6 @@ bytes of the dtype, S local tokens. Held against real models by tests/single/tes
 from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import list_job_weights
 from ulysses_cli.plan.model_shape import Layer
 from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 
@@ -217,7 +216,7 @@ def compute_adapter_saved(job: Job) -> int:
     """Each adapter keeps its narrow result, b rank S; the input it shares with the layer it adapts."""
     if job.adapters is None:
         return 0
-    modules = list_job_weights(job).modules
+    modules = job.weights.modules
     num = sum(1 for m in modules if m.layer == 0 and m.is_trained and m.weights and m.weights[0][0].endswith(".a"))
     return num * job.dtype_bytes * job.adapters.rank * job.local_tokens
 

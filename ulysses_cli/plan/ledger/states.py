@@ -6,7 +6,7 @@ From DeepSpeed's runtime/zero/stage3.py and stage_1_and_2.py. N trained elements
 from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import count_shard, list_job_weights
+from ulysses_cli.plan.ledger.weights import count_shard
 
 ADAM_BYTES = {"adamw": 8, "adamw_8bit": 2}
 
@@ -15,7 +15,7 @@ def compute_parameters(job: Job) -> int:
     """b (N + F) / W at stage 3 (stage3.py: lp_param_buffer), b (N + F) below; on the host with offload_param."""
     if job.levers.offload_param != "none":
         return 0
-    weights = list_job_weights(job)
+    weights = job.weights
     if job.zero_stage < 3:
         return job.dtype_bytes * weights.num_elements
     return job.dtype_bytes * count_shard(weights.num_elements, job.world_size)
@@ -26,13 +26,13 @@ def compute_second_shard(job: Job) -> int:
     partition_parameters.py, ds_secondary_tensor); made in the first forward, renewed after each step."""
     if job.zero_stage < 3 or job.layout.dp_replicate_size == 1:
         return 0
-    return job.dtype_bytes * count_shard(list_job_weights(job).num_elements, job.layout.replica_size)
+    return job.dtype_bytes * count_shard(job.weights.num_elements, job.layout.replica_size)
 
 
 def compute_gradients(job: Job) -> int:
     """g N / W (stage3.py: grad_partitions_flat_buffer), on the host with offload_optimizer. Stage 2 the same; stage 1
     keeps every gradient whole until the step: b N."""
-    trained = list_job_weights(job).num_trained
+    trained = job.weights.num_trained
     if job.zero_stage == 1:
         return job.dtype_bytes * trained
     if job.levers.offload_optimizer != "none":
@@ -50,7 +50,7 @@ def compute_reduce_bucket(job: Job) -> int:
 def compute_reduce_flush(job: Job) -> int:
     """When the bucket is full its gradients are laid side by side for the reduce-scatter (coalesced_collectives.py:
     torch.cat): as much again as the bucket holds, at most N."""
-    filled = min(job.engine.reduce_bucket, list_job_weights(job).num_trained)
+    filled = min(job.engine.reduce_bucket, job.weights.num_trained)
     return filled * job.engine.communication_bytes if job.zero_stage == 3 else 0
 
 
@@ -65,14 +65,14 @@ def compute_master(job: Job) -> int:
     is_same = job.dtype_bytes == 4
     if is_same or job.levers.offload_optimizer != "none":
         return 0
-    return 4 * count_shard(list_job_weights(job).num_trained, job.world_size)
+    return 4 * count_shard(job.weights.num_trained, job.world_size)
 
 
 def compute_adam(job: Job) -> int:
     """8 N / W from the first step on; 2 N / W in 8 bits."""
     if job.levers.offload_optimizer != "none":
         return 0
-    return ADAM_BYTES[job.optim] * count_shard(list_job_weights(job).num_trained, job.world_size)
+    return ADAM_BYTES[job.optim] * count_shard(job.weights.num_trained, job.world_size)
 
 
 def compute_step_transients(job: Job) -> int:
@@ -80,14 +80,14 @@ def compute_step_transients(job: Job) -> int:
     _prepare_fp32_grad_for_sub_group). With the optimizer on the host nothing happens here."""
     if job.levers.offload_optimizer != "none":
         return 0
-    shard = count_shard(list_job_weights(job).num_trained, job.world_size)
+    shard = count_shard(job.weights.num_trained, job.world_size)
     group = min(shard, job.engine.sub_group) if job.zero_stage == 3 else shard
     return (4 if job.engine.gradient_bytes == 4 else 4 + job.engine.gradient_bytes) * group
 
 
 def compute_load_transients(job: Job) -> int:
     """While the engine is made: a float32 copy of a sub-group is cloned, 2 x 4 n_s (_create_fp32_partitions)."""
-    shard = count_shard(list_job_weights(job).num_trained, job.world_size)
+    shard = count_shard(job.weights.num_trained, job.world_size)
     return 4 * min(shard, job.engine.sub_group) if job.dtype_bytes != 4 else 0
 
 
@@ -95,7 +95,7 @@ def compute_host_optimizer_pinned(job: Job) -> int:
     """Per rank: gradients g N / W and their float32 copies 4 N / W, page-locked (stage3.py:
     initialize_optimizer_states, grad_partitions_flat_buffer). On NVMe: DeepSpeed's four buffers of a sub-group's
     states instead of the copies."""
-    shard = count_shard(list_job_weights(job).num_trained, job.world_size)
+    shard = count_shard(job.weights.num_trained, job.world_size)
     if job.levers.offload_optimizer == "cpu":
         return (job.engine.gradient_bytes + 4) * shard
     if job.levers.offload_optimizer == "nvme":
@@ -107,13 +107,13 @@ def compute_host_optimizer_pageable(job: Job) -> int:
     """Per rank: master weights 4 N / W and Adam 8 N / W, in ordinary memory."""
     if job.levers.offload_optimizer != "cpu":
         return 0
-    return 12 * count_shard(list_job_weights(job).num_trained, job.world_size)
+    return 12 * count_shard(job.weights.num_trained, job.world_size)
 
 
 def compute_host_parameters(job: Job) -> int:
     """Per rank: b (N + F) / W, page-locked (stage3.py: _create_param_groups_fp16_flat_cpu_memory); on NVMe DeepSpeed's
     five buffers of the largest weight (offload_config.py: buffer_count, buffer_size)."""
-    weights = list_job_weights(job)
+    weights = job.weights
     if job.levers.offload_param == "cpu":
         return job.dtype_bytes * count_shard(weights.num_elements, job.world_size)
     if job.levers.offload_param == "nvme":

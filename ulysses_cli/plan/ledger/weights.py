@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.families import FAMILIES
-from ulysses_cli.plan.ledger.job import Adapters, Job
 from ulysses_cli.plan.model_shape import Layer, ModelShape
 
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA: rank, and the last part of the names of the layers that get one; () for every linear layer."""
+
+    rank: int
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,3 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
 def count_shard(num_elements: int, num_ranks: int) -> int:
     """Elements of a shard, rounded up as each weight is."""
     return -(-num_elements // num_ranks)
-
-
-def list_job_weights(job: Job) -> Weights:
-    return list_weights(job.shape, job.adapters)
