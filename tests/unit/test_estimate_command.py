@@ -1,7 +1,7 @@
 """estimate-memory and plan as a user meets them: stable JSON, exit codes, mistakes, written recipes that validate."""
 
 import json
-import time
+import resource
 from pathlib import Path
 
 import pytest
@@ -63,13 +63,16 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert run(*words, "memory.activation_offloading=false", "memory.tiled_mlp=false", "--strict").returncode == 1
 
 
+def spend(*words: str) -> float:
+    """CPU seconds of a command: what others do on this machine meanwhile does not count."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run(*words).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def test_it_answers_in_half_a_second() -> None:
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert run("estimate-memory", RECIPE).returncode == 0
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.5
+    assert min(spend("estimate-memory", RECIPE) for _ in range(3)) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,11 @@ def test_it_answers_in_half_a_second() -> None:
         (("estimate-memory", RECIPE, "--num-processes", "6"), "there are 6 processes"),
         (("estimate-memory", RECIPE, "--num-processes", "0"), "Invalid value"),
         (("estimate-memory", "nowhere.yaml"), "cannot be read"),
+        (("estimate-memory", "--model", "", "--max-length", "8Ki"), "'' is not text"),
         (("plan", "--model", "Qwen/Qwen3-8B"), "--max-length: required"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--tokens", "4Ki"), "less than one row"),
+        (("plan", "--model", "microsoft/Phi-3-mini-128k-instruct", "--max-length", "256Ki"), "longer than the 131072"),
+        (("plan", "--model", "deepseek-ai/DeepSeek-V3", "--max-length", "8Ki"), "quantized by fp8"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--gpus", "h100:none"), "is not a number of GPUs"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--gpus", "h100:0"), "is not a number of GPUs"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--gpus", ""), "no GPU is called"),
@@ -148,12 +155,8 @@ def test_a_search_over_8_kinds_and_64_machines_takes_3_seconds() -> None:
     kinds = ",".join(
         f"{name}:512" for name in ["h100-80gb", "h200", "b200", "b300", "a100-80gb", "mi300x", "l40s", "rtx-pro-6000"]
     )
-    start = time.perf_counter()
-    done = run(
-        "plan", "--model", "meta-llama/Llama-3.1-70B", "--max-length", "128Ki", "--gpus", kinds, "--tokens", "10B"
-    )
-    assert done.returncode == 0
-    assert time.perf_counter() - start < 3
+    words = ("--model", "meta-llama/Llama-3.1-70B", "--max-length", "128Ki", "--tokens", "10B", "--gpus", kinds)
+    assert spend("plan", *words) < 3
 
 
 def test_the_longest_row() -> None:

@@ -122,25 +122,34 @@ def _find_recipe(
 def draft_and_validate(
     model: str, max_length: str | None, num_processes: int, overrides: list[str], *, online: bool
 ) -> tuple[Validated, list[str]]:
-    """A recipe from a model's name and a length, checked like any other."""
+    """A recipe from a model's name and a length, checked like any other. Sizes that overrides give are kept, and the
+    others made to fit."""
     from ulysses_cli import validate
-    from ulysses_cli.plan.draft import Draft, find_sp_size, needs_stretch, write_draft
+    from ulysses_cli.plan.draft import GPUS_PER_NODE, Draft, find_obstacle, find_sp_size, needs_stretch, write_draft
     from ulysses_cli.plan.layout import Layout
+    from ulysses_cli.plan.load import parse_recipe
 
     shape = find_shape(model, online=online)
     tokens = read_length("--max-length", max_length)
-    sp_size = find_sp_size(shape, num_processes, tokens)
-    draft = Draft(
-        model=model,
-        max_length=tokens,
-        layout=Layout(1, num_processes // sp_size, sp_size),
-        needs_stretch=needs_stretch(shape, tokens),
-    )
-    said = [f"sp_size {sp_size}, the largest legal one inside a node; levers are auto"]
-    if draft.needs_stretch:
+    stretches = needs_stretch(shape, tokens)
+    given = parse_recipe(write_draft(Draft(model, tokens, Layout())), "the command line", overrides)
+    parallel = given.recipe.parallel
+    replicas = parallel.dp_replicate_size
+    said = []
+    if "parallel.sp_size" in given.places:
+        sp_size = parallel.sp_size
+    else:
+        sp_size = find_sp_size(shape, num_processes // replicas or 1, tokens)
+        said.append(f"sp_size {sp_size}, the largest legal one inside a node; levers are auto")
+        if tokens % GPUS_PER_NODE and num_processes > sp_size and not find_obstacle(shape):
+            below = tokens // GPUS_PER_NODE * GPUS_PER_NODE
+            said.append(f"{tokens:,} divides by few sp_sizes; {below:,} would leave more of them")
+    shards = max(1, num_processes // (sp_size * replicas))
+    layout = Layout(replicas, parallel.dp_shard_size if "parallel.dp_shard_size" in given.places else shards, sp_size)
+    if stretches:
         said.append(f"positions are stretched by yarn: the model knows {shape.max_position_embeddings:,}")
-    found = validate.validate_recipe("the command line", overrides, online=online, text=write_draft(draft))
-    return found, said
+    text = write_draft(Draft(model, tokens, layout, needs_stretch=stretches))
+    return validate.validate_recipe("the command line", overrides, num_processes, online=online, text=text), said
 
 
 def find_shape(model: str, *, online: bool) -> ModelShape:
@@ -150,13 +159,13 @@ def find_shape(model: str, *, online: bool) -> ModelShape:
     from ulysses_cli import hub
     from ulysses_cli.plan.draft import quote
     from ulysses_cli.plan.load import parse_recipe
-    from ulysses_cli.plan.problem import RecipeError
+    from ulysses_cli.plan.problem import RecipeError, Where
 
     text = f"model:\n  name_or_path: {quote(model)}\ndata:\n  datasets:\n    - path: owner/texts\n  max_length: 2\n"
     try:
         return hub.find_model_shape(parse_recipe(text).recipe, online=online).shape
     except RecipeError as error:
-        raise RecipeError([replace(problem, key="--model") for problem in error.problems]) from None
+        raise RecipeError([replace(each, key="--model", where=Where()) for each in error.problems]) from None
 
 
 def read_length(key: str, text: str | None) -> int:

@@ -14,6 +14,7 @@ from ulysses_cli.commands.options import DONE, USAGE, Format, FormatOption, or_e
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.hardware import Hardware
+    from ulysses_cli.plan.model_shape import ModelShape
     from ulysses_cli.plan.search import Candidate, Found, Offer, Wish
 
 DEFAULT_TOKENS = 10**9
@@ -106,7 +107,7 @@ def _read_wish(
     longest: bool,
     online: bool,
 ) -> tuple[Wish, list[str]]:
-    from ulysses_cli.plan.draft import needs_stretch
+    from ulysses_cli.plan.draft import find_obstacle, needs_stretch
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.search import Wish
 
@@ -117,13 +118,33 @@ def _read_wish(
     shape = find_shape(model, online=online)
     length = 0 if longest else read_length("--max-length", max_length)
     num_tokens = DEFAULT_TOKENS if tokens is None else read_length("--tokens", tokens)
+    if not longest and num_tokens < length:
+        hint = f"write at least {length:,}"
+        raise RecipeError([Problem("--tokens", f"{num_tokens:,} are less than one row of {length:,}", hint)])
     said = [] if tokens is not None or longest else [f"--tokens {DEFAULT_TOKENS:,}"]
-    if shape.inexact:
-        said.append(f"one GPU for each row: {shape.inexact}")
+    _check_model(model, shape, length or 2)
+    if find_obstacle(shape):
+        said.append(f"one GPU for each row: {find_obstacle(shape)}")
     if needs_stretch(shape, length):
         said.append(f"positions are stretched by yarn: the model knows {shape.max_position_embeddings:,}")
     seconds = None if deadline is None else _read_time(deadline)
     return Wish(shape, length, num_tokens, method is Method.lora, budget, seconds), said
+
+
+def _check_model(model: str, shape: ModelShape, length: int) -> None:
+    """What no layout could mend: weights, dropout, positions."""
+    from ulysses_cli.plan import check_model, check_positions
+    from ulysses_cli.plan.draft import Draft, needs_stretch, write_draft
+    from ulysses_cli.plan.layout import Layout
+    from ulysses_cli.plan.load import parse_recipe
+    from ulysses_cli.plan.problem import RecipeError
+
+    draft = Draft(model, length, Layout(), needs_stretch=needs_stretch(shape, length))
+    recipe = parse_recipe(write_draft(draft)).recipe
+    rules = (check_model.check_weights, check_model.check_dropout, check_positions.check_positions)
+    problems = [problem for rule in rules for problem in rule(recipe, shape)]
+    if problems:
+        raise RecipeError(problems)
 
 
 def _read_time(text: str) -> float:

@@ -6,11 +6,11 @@ import json
 import re
 from dataclasses import dataclass
 
+from ulysses_cli.plan.check_positions import LENGTH_DEPENDENT, REPLACEABLE
 from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.model_shape import ModelShape
 
-REPLACEABLE_ROPE = ("default", "llama3", "yarn")
 GPUS_PER_NODE = 8
 PLAIN = re.compile(r"[A-Za-z][\w./-]*", re.ASCII)
 
@@ -31,9 +31,16 @@ class Draft:
     zero_stage: int = 3
 
 
+def find_obstacle(shape: ModelShape) -> str:
+    """Why a row of this model cannot be split over ranks, or ''."""
+    if not shape.inexact and shape.rope_type in LENGTH_DEPENDENT:
+        return f"its rotary frequencies ({shape.rope_type}) follow the length that a rank sees"
+    return shape.inexact
+
+
 def find_sp_size(shape: ModelShape, num_processes: int, max_length: int, gpus_per_node: int = GPUS_PER_NODE) -> int:
     """The largest legal one inside a node: it divides the heads, the processes and the row."""
-    if shape.inexact:
+    if find_obstacle(shape):
         return 1
     legal = [
         size
@@ -45,7 +52,7 @@ def find_sp_size(shape: ModelShape, num_processes: int, max_length: int, gpus_pe
 
 def needs_stretch(shape: ModelShape, max_length: int) -> bool:
     """Rows beyond the pretrained positions, on a model whose positions can be stretched."""
-    return max_length > shape.max_position_embeddings and shape.rope_type in REPLACEABLE_ROPE
+    return max_length > shape.max_position_embeddings and shape.rope_type in REPLACEABLE
 
 
 def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:

@@ -167,7 +167,7 @@ def _walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[Moment]
     if has_norm_behind:
         yield at("norm behind the MLP", whole, mlp, norm_backward=layer.compute_norm_backward(job, hidden))
     before = mlp - norm_saved + own_input if has_norm_behind else mlp
-    work = {"mlp": layer.compute_mlp_backward(job, kind), "lora_work": layer.compute_adapter_work(job, kind)}
+    work = {"mlp": layer.compute_mlp_backward(job, kind), "lora_work": layer.compute_adapter_work(job, kind) // 2}
     yield at("mlp", whole, before, **work)
     yield at("gradients are reduced", whole, before, reduce_flush=states.compute_reduce_flush(job))
     yield at("norm", whole, norm_saved, norm_backward=layer.compute_norm_backward(job, hidden) + own_input)
@@ -218,12 +218,14 @@ def _list_loaded(job: Job) -> Lines:
 
 def _list_held(job: Job) -> Lines:
     """What stays between moments once the first step was made."""
-    rope_and_ids = (2 * job.dtype_bytes * job.shape.head_dim + 24) * job.local_tokens
+    inputs = (2 * job.dtype_bytes * job.shape.head_dim + 24) * job.local_tokens  # rotary tables and three numbers
+    if job.adapters is not None:  # the embedding's output is made to need a gradient, and stays
+        inputs += layer.compute_layer_input(job)
     return {
         **_list_loaded(job),
         "parameters_second_shard": states.compute_second_shard(job),
         "optimizer_adam": states.compute_adam(job),
-        "inputs": rope_and_ids,
+        "inputs": inputs,
     }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ulysses_cli.plan.draft import Draft, needs_stretch
+from ulysses_cli.plan.draft import Draft, find_obstacle, needs_stretch
 from ulysses_cli.plan.fit import Fit, find_max_length, is_indexable, judge
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
@@ -138,7 +138,7 @@ def _list_counts(offer: Offer) -> list[int]:
 
 def list_sp_sizes(shape: ModelShape, num_gpus: int, max_length: int | None) -> list[int]:
     """Sizes that divide heads, GPUs and, unless it is what is looked for, the row."""
-    if shape.inexact:
+    if find_obstacle(shape):
         return [1]
     return [n for n in list_divisors(shape.num_heads) if num_gpus % n == 0 and (max_length or 0) % n == 0]
 
@@ -224,7 +224,10 @@ def _list_walls(
     if not tried:
         widest = max((offer.max_gpus for offer in offers), default=0)
         message = f"rows of {wish.max_length:,} tokens pass what kernels can index on {widest} GPUs"
-        yield Wall("heads", message, "use shorter rows, or more GPUs for a row as far as heads allow")
+        hint = "use shorter rows, or more GPUs for a row as far as heads allow"
+        if widest > 1 and wish.max_length % 8:
+            hint = f"{wish.max_length:,} divides by few sp_sizes: use {wish.max_length // 8 * 8:,}, or shorter rows"
+        yield Wall("heads", message, hint)
         return
     on_gpu = [each for each in tried if each.fit.wall == "gpu"]
     on_host = [each for each in tried if each.fit.wall == "host"]
@@ -245,7 +248,7 @@ def _list_walls(
         yield Wall("host", message, "offer machines with more memory: host_gib_per_gpu in hardware.yaml")
     most = max(job.layout.sp_size for job, _ in layouts)
     if most < max(offer.max_gpus for offer in offers):
-        limit = f"{wish.shape.num_heads} heads" if not wish.shape.inexact else wish.shape.inexact
+        limit = find_obstacle(wish.shape) or f"{wish.shape.num_heads} heads"
         yield Wall("heads", f"a row is shared by at most {most} GPUs here: {limit}", "sp_size divides the heads")
 
 

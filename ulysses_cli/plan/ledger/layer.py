@@ -33,11 +33,12 @@ def compute_kept_output(job: Job) -> int:
 
 
 def compute_norm_saved(job: Job, width: int) -> int:
-    """RMSNorm saves its float32 input and the scaled one in the model's dtype: (4 + b) S width; fused, its input."""
+    """RMSNorm saves its float32 input and, for its weight's gradient, the scaled one in the model's dtype: (4 + b) S
+    width; where weights are frozen, the first alone; fused, its input."""
     if job.fused_norms:
         return job.dtype_bytes * width * job.local_tokens
     scaled = 4 if job.shape.model_type in PRECISE_NORMS else job.dtype_bytes
-    return (4 + scaled) * width * job.local_tokens
+    return (4 + scaled * (job.adapters is None)) * width * job.local_tokens
 
 
 def compute_norm_backward(job: Job, width: int) -> int:
@@ -222,7 +223,8 @@ def compute_adapter_saved(job: Job) -> int:
 
 
 def compute_adapter_work(job: Job, layer: Layer) -> int:
-    """Beside a frozen layer's result, the adapter's own and the scaled one: 2 b of the widest result."""
+    """Beside a frozen layer's result, the adapter's own and the scaled one: 2 b of the widest result; in the backward
+    the scaled gradient alone, half of that."""
     if job.adapters is None:
         return 0
     width = job.shape.intermediate_size if not layer.num_experts else job.query_width
