@@ -1,5 +1,6 @@
 """estimate-memory and plan as a user meets them: stable JSON, exit codes, mistakes, written recipes that validate."""
 
+import itertools
 import json
 import resource
 from pathlib import Path
@@ -165,3 +166,32 @@ def test_the_longest_row() -> None:
     assert done.returncode == 0
     assert found[0]["gpu"] == "h100-80gb"
     assert found[0]["max_length"] > 1_000_000
+
+
+def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
+    page = tmp_path / "sweep.html"
+    done = run("estimate-memory", RECIPE, "--gpu", "a100-40gb", "--sweep", "--html", str(page))
+    assert done.returncode == 0
+    for words in ("sp 8 x dp 1", "sp 1 x dp 8", "every lever", "131,072", " x"):
+        assert words in done.stdout
+    assert "<svg" in page.read_text()
+    assert "wrote " in done.stderr
+    sweep = json.loads(run("estimate-memory", RECIPE, "--sweep", "--format", "json").stdout)["sweeps"][0]
+    for peaks in sweep["gpu_peak_bytes"].values():
+        known = [peak for peak in peaks if peak is not None]
+        assert len(peaks) == len(sweep["lengths"])
+        assert all(a <= b * 1.02 for a, b in itertools.pairwise(known))
+    assert run("estimate-memory", RECIPE, "--html", str(tmp_path / "none" / "x.html")).returncode == 2
+
+
+def test_validate_config_says_whether_it_fits() -> None:
+    done = run("validate-config", RECIPE, "--gpu", "h200")
+    assert done.returncode == 0
+    assert "memory      h200: fits: " in done.stdout
+    assert "tiled_loss false: not needed" in done.stdout
+    found = json.loads(run("validate-config", RECIPE, "--gpu", "rtx-4090", "--format", "json").stdout)
+    memory = found["plans"][0]["memory"]
+    estimate = json.loads(run("estimate-memory", RECIPE, "--gpu", "rtx-4090", "--format", "json").stdout)["results"][0]
+    assert memory["verdict"] == estimate["verdict"]
+    assert memory["levers"] == estimate["levers"]
+    assert run("validate-config", RECIPE, "--gpu", "h2000").returncode == 2
