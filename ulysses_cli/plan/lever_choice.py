@@ -30,6 +30,7 @@ COSTS = {
 }
 KEYS = {name: f"memory.{name}" for name in COSTS} | {"head_chunks": "memory.attention_head_chunks"}
 OFF = Levers()
+FEW_CHUNKS = (1, 2, 4)  # and as many as there are heads: those between save little more
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,9 @@ def list_strongest(job: Job) -> list[Levers]:
 
 
 def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
+    chunks = list_divisors(job.shape.num_heads // job.layout.sp_size)
     options: dict[str, list[Any]] = {
-        "head_chunks": list_divisors(job.shape.num_heads // job.layout.sp_size),
+        "head_chunks": [n for n in chunks if n in (*FEW_CHUNKS, chunks[-1])],
         "activation_offloading": [False, True] if job.levers.gradient_checkpointing is not False else [False],
         "tiled_mlp": [False, True],
         "tiled_loss": [False, True],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ulysses_cli.plan.ledger import device, head, layer, states
-from ulysses_cli.plan.ledger.gathering import compute_gathered
+from ulysses_cli.plan.ledger.gathering import Gathered, compute_gathered
 from ulysses_cli.plan.ledger.host import keeps_result, list_host_lines
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.model_shape import Layer
@@ -65,22 +65,19 @@ class Ledger:
 
 
 def compute_ledger(job: Job, *, expandable_segments: bool = True) -> Ledger:
-    phases: dict[str, Moment] = {}
+    fullest: dict[str, Moment] = {}  # what stands beside torch's tensors grows with them: it is added at the end
     for moment in _walk_moments(job):
-        found = _complete(job, moment, expandable=expandable_segments)
-        if moment.phase not in phases or found.num_bytes > phases[moment.phase].num_bytes:
-            phases[moment.phase] = found
-    peak = max(phases.values(), key=lambda moment: moment.num_bytes)
-    allocated = sum(n for name, n in peak.lines.items() if name not in device.DEVICE_LINES)
+        if moment.phase not in fullest or moment.num_bytes > fullest[moment.phase].num_bytes:
+            fullest[moment.phase] = moment
+    phases = {
+        phase: _complete(job, fullest[phase], expandable=expandable_segments) for phase in PHASES if phase in fullest
+    }
+    allocated = max(moment.num_bytes for moment in fullest.values())
     fragmentation = {
         "expandable_segments": device.compute_allocator(job, allocated, expandable=True),
         "fixed_segments": device.compute_allocator(job, allocated, expandable=False),
     }
-    return Ledger(
-        {phase: phases[phase] for phase in PHASES if phase in phases},
-        {phase: list_host_lines(job, phase) for phase in PHASES if phase in phases},
-        fragmentation,
-    )
+    return Ledger(phases, {phase: list_host_lines(job, phase) for phase in phases}, fragmentation)
 
 
 def _complete(job: Job, moment: Moment, *, expandable: bool) -> Moment:
@@ -95,8 +92,9 @@ def _complete(job: Job, moment: Moment, *, expandable: bool) -> Moment:
 
 def _walk_moments(job: Job) -> Iterator[Moment]:
     """Every time at which a rank may be at its fullest, in order."""
-    gathered, held = compute_gathered(job), _list_held(job)
-    loaded = {**_list_loaded(job), "load_transients": states.compute_load_transients(job)}
+    gathered = compute_gathered(job)
+    held = _list_held(job, gathered)
+    loaded = {**_list_loaded(job, gathered), "load_transients": states.compute_load_transients(job)}
     yield Moment("load", "the engine is made", loaded)
     kept = _list_kept(job)
     in_layers = {**held, **kept, "parameters_gathered": job.dtype_bytes * gathered.forward}
@@ -118,7 +116,7 @@ def _walk_moments(job: Job) -> Iterator[Moment]:
     base = {**held, **kept, "parameters_gathered": job.dtype_bytes * gathered.backward, **tied, **grad}
     for kind in _list_kinds(job):
         yield from _walk_layer_backward(job, kind, base)
-    yield from _walk_ends(job, held)
+    yield from _walk_ends(job, held, gathered)
 
 
 def _list_kinds(job: Job) -> list[Layer]:
@@ -181,9 +179,9 @@ def _walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[Moment]
         yield at("query norm", rest - rows - result, 0, norm_backward=norm)
 
 
-def _walk_ends(job: Job, held: Lines) -> Iterator[Moment]:
+def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
     """After the layers: the embedding's gradient, the optimizer, evaluation and saving."""
-    b, embedding, gathered = job.dtype_bytes, head.compute_head_gradient(job), compute_gathered(job)
+    b, embedding = job.dtype_bytes, head.compute_head_gradient(job)
     end = {**held, "parameters_gathered": b * gathered.embedding, "residual_gradient": layer.compute_layer_input(job)}
     if head.trains_head(job):
         end |= {
@@ -204,8 +202,7 @@ def _walk_ends(job: Job, held: Lines) -> Iterator[Moment]:
     yield Moment("save", "weights are gathered one by one", {**held, "parameters_gathered": largest})
 
 
-def _list_loaded(job: Job) -> Lines:
-    gathered = compute_gathered(job)
+def _list_loaded(job: Job, gathered: Gathered) -> Lines:
     return {
         "parameters": states.compute_parameters(job),
         "parameters_persistent": job.dtype_bytes * gathered.persistent,
@@ -216,13 +213,13 @@ def _list_loaded(job: Job) -> Lines:
     }
 
 
-def _list_held(job: Job) -> Lines:
+def _list_held(job: Job, gathered: Gathered) -> Lines:
     """What stays between moments once the first step was made."""
     inputs = (2 * job.dtype_bytes * job.shape.head_dim + 24) * job.local_tokens  # rotary tables and three numbers
     if job.adapters is not None:  # the embedding's output is made to need a gradient, and stays
         inputs += layer.compute_layer_input(job)
     return {
-        **_list_loaded(job),
+        **_list_loaded(job, gathered),
         "parameters_second_shard": states.compute_second_shard(job),
         "optimizer_adam": states.compute_adam(job),
         "inputs": inputs,

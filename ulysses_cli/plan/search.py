@@ -104,6 +104,10 @@ def round_cost(usd: float) -> float:
     return float(f"{usd:.2g}")
 
 
+def format_usd(usd: float) -> str:
+    return f"USD {round_cost(usd):,.0f}" if usd >= 10 else f"USD {usd:.2g}"
+
+
 def _list_distinct(ranked: Iterable[Candidate], limit: int) -> list[Candidate]:
     """The best of each kind of GPU."""
     best: dict[str, Candidate] = {}
@@ -160,6 +164,7 @@ def _try_levers(wish: Wish, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate
     """The cheapest levers that fit on each kind; where none do, the nearest miss."""
     ledgers: dict[int, tuple[Job, Ledger]] = {}
     ranked = list_ranked_levers(job, OPEN_LEVERS)
+    ranked += [replace(each, gradient_checkpointing="full") for each in ranked]  # the host keeps half as much
     smallest = min(list_strongest(job), key=lambda each: _peak(replace(job, levers=each)))
     last = replace(job, levers=smallest)
     last_ledger = compute_ledger(last)
@@ -205,7 +210,7 @@ def _list_walls(
             fastest = min(fitting, key=lambda each: each.seconds)
             hours, most = fastest.seconds / 3600, wish.deadline_seconds / 3600
             message = (
-                f"the fastest that fits takes {hours:.3g} h, {hours / most:.2g} times the deadline of {most:.3g} h"
+                f"the fastest that fits takes {hours:.3g} h, {hours / most:,.2g} times the deadline of {most:.3g} h"
             )
             if hours <= most:
                 message = f"what meets the deadline of {most:.3g} h costs more than the budget"
@@ -213,12 +218,15 @@ def _list_walls(
         if wish.budget_usd is not None:
             cheapest = min(fitting, key=lambda each: each.usd_middle)
             usd = cheapest.usd_middle
-            message = f"the cheapest that fits costs about USD {usd:,.2g}, {usd / wish.budget_usd:.2g} times the budget"
             if usd == float("inf"):
-                message = "no price is known for any kind that fits"
-            elif usd <= wish.budget_usd:
+                yield Wall("price", "no price is known for any kind that fits", "add usd_per_hour to hardware.yaml")
+                return
+            message = (
+                f"the cheapest that fits costs about {format_usd(usd)}, {usd / wish.budget_usd:,.1f} times the budget"
+            )
+            if usd <= wish.budget_usd:
                 hours = cheapest.seconds / 3600
-                message = f"the cheapest, about USD {usd:,.2g}, is inside the budget but takes {hours:.3g} h"
+                message = f"the cheapest, about {format_usd(usd)}, is inside the budget but takes {hours:.3g} h"
             yield Wall("price", message, "raise --budget, train on fewer tokens, or try --method lora")
         return
     if not tried:
