@@ -136,7 +136,7 @@ def predict(config: dict[str, Any], levers: Levers, sp_size: int) -> int:
     job = Job(shape, Layout(1, 1, sp_size), TOKENS * sp_size, levers)
     return max(
         sum(size for name, size in moment.lines.items() if name not in ENGINE_LINES)
-        for moment in memory._walk_moments(job)
+        for moment in memory.walk_moments(job)
         if moment.phase in ("forward", "backward")
     )
 

@@ -66,7 +66,7 @@ class Ledger:
 
 def compute_ledger(job: Job, *, expandable_segments: bool = True) -> Ledger:
     fullest: dict[str, Moment] = {}  # what stands beside torch's tensors grows with them: it is added at the end
-    for moment in _walk_moments(job):
+    for moment in walk_moments(job):
         if moment.phase not in fullest or moment.num_bytes > fullest[moment.phase].num_bytes:
             fullest[moment.phase] = moment
     phases = {
@@ -90,7 +90,7 @@ def _complete(job: Job, moment: Moment, *, expandable: bool) -> Moment:
     return Moment(moment.phase, moment.name, lines)
 
 
-def _walk_moments(job: Job) -> Iterator[Moment]:
+def walk_moments(job: Job) -> Iterator[Moment]:
     """Every time at which a rank may be at its fullest, in order."""
     gathered = compute_gathered(job)
     held = _list_held(job, gathered)

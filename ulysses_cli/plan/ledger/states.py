@@ -41,17 +41,20 @@ def compute_gradients(job: Job) -> int:
 
 
 def compute_reduce_bucket(job: Job) -> int:
-    """reduce_bucket_size elements of the dtype in which gradients travel, allocated at start (stage3.py: ipg_buckets);
-    twice below stage 3, where one fills while the other is sent (stage_1_and_2.py, overlap_comm)."""
-    copies = 1 if job.zero_stage == 3 else 2
-    return copies * job.engine.reduce_bucket * job.engine.communication_bytes
+    """reduce_bucket_size elements of the dtype in which gradients travel, allocated at start (stage3.py: ipg_buckets).
+    Below stage 3 two of the model's dtype, one of which fills while the other is sent (stage_1_and_2.py:
+    setup_buckets); they live in the backward alone, and are counted throughout."""
+    if job.zero_stage < 3:
+        return 2 * job.engine.reduce_bucket * job.dtype_bytes
+    return job.engine.reduce_bucket * job.engine.communication_bytes
 
 
 def compute_reduce_flush(job: Job) -> int:
     """When the bucket is full its gradients are laid side by side for the reduce-scatter (coalesced_collectives.py:
-    torch.cat): as much again as the bucket holds, at most N."""
-    filled = min(job.engine.reduce_bucket, job.weights.num_trained)
-    return filled * job.engine.communication_bytes if job.zero_stage == 3 else 0
+    torch.cat): as much again as the bucket holds, at most N. Below stage 3 it is cast where it travels in another
+    dtype (stage_1_and_2.py: gradient_reduction_w_predivide)."""
+    filled = min(job.engine.reduce_bucket, job.weights.num_trained) * job.engine.communication_bytes
+    return filled if job.zero_stage == 3 or job.engine.communication_bytes != job.dtype_bytes else 0
 
 
 def compute_oversize_gradient(job: Job, num_elements: int) -> int:
