@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ulysses_cli import hub
 from ulysses_cli.plan.check import check_recipe
-from ulysses_cli.plan.load import Loaded, load_recipe
+from ulysses_cli.plan.load import Loaded, load_recipe, parse_recipe
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.resolved import Resolved, resolve
@@ -41,12 +41,18 @@ class Validated:
 
 
 def validate_recipe(
-    file: str, overrides: Sequence[str] = (), num_processes: int | None = None, *, online: bool = False
+    file: str,
+    overrides: Sequence[str] = (),
+    num_processes: int | None = None,
+    *,
+    online: bool = False,
+    text: str | None = None,
 ) -> Validated:
-    """Every mistake at once: the rules look at what is left of a recipe without its unreadable values."""
+    """Every mistake at once: the rules look at what is left of a recipe without its unreadable values. `text` stands
+    in for a file that nobody wrote; `file` is what problems call it."""
     problems: list[Problem] = []
     try:
-        loaded = load_recipe(file, overrides)
+        loaded = load_recipe(file, overrides) if text is None else parse_recipe(text, file, overrides)
     except RecipeError as error:
         if not isinstance(error.readable, Loaded):
             return Validated(file, error.problems)

@@ -131,7 +131,17 @@ def test_the_schema_is_printed() -> None:
     assert schema["additionalProperties"] is False
 
 
-@pytest.mark.parametrize("words", [("--help",), ("--version",), ("validate-config", TINY), ("recipes", "list")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--help",),
+        ("--version",),
+        ("validate-config", TINY),
+        ("recipes", "list"),
+        ("estimate-memory", TINY),
+        ("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "64Ki", "--gpus", "h100-80gb:8"),
+    ],
+)
 def test_the_light_half_imports_nothing_heavy(words: tuple[str, ...]) -> None:
     code = (
         "import sys; from ulysses_cli.cli import run\n"
@@ -145,7 +155,11 @@ def test_the_light_half_imports_nothing_heavy(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["validate-config", "config-schema", "prepare", "recipes list", "recipes show", "recipes copy"]
+    "command",
+    [
+        *("validate-config", "config-schema", "prepare", "train", "report", "estimate-memory", "plan"),
+        *("recipes list", "recipes show", "recipes copy"),
+    ],
 )
 def test_help_has_two_examples(command: str) -> None:
     text = run(*command.split(), "--help").stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from run_directory import BUCKETS, FACTS, SECRET, write_run
 
@@ -165,10 +165,17 @@ plain = st.recursive(
 KEYS = [*FACTS, "step", "loss", "grad_norm", "tokens", "step_seconds", "step_parts", "by_position", "peak_memory_bytes"]
 
 
+INNER = ["peak_memory_bytes", "step_seconds", "world_size", "name", "value", "reason", "device_memory_bytes"]
+buckets = st.dictionaries(st.text(max_size=3), st.floats() | st.fixed_dictionaries({"loss": st.floats()}))
+
+
 @given(
-    st.dictionaries(st.sampled_from(KEYS), plain),
-    st.lists(st.dictionaries(st.sampled_from(KEYS), plain | st.floats(0, 9), max_size=9), max_size=6),
+    st.dictionaries(st.sampled_from(KEYS), plain | st.dictionaries(st.sampled_from(INNER), plain)),
+    st.lists(st.dictionaries(st.sampled_from(KEYS), plain | st.floats(0, 9) | buckets, max_size=9), max_size=6),
 )
+@example({"recipe_hash": math.inf}, [{"peak_memory_bytes": 10**400}, {"loss": 5e-324, "grad_norm": 1e299}])
+@example({"price_per_gpu_hour": 10**299, "layout": {"world_size": 10**299}}, [{"step_seconds": 1.0}])
+@example({}, [{"step_parts": {"": 1.0}}])
 def test_no_content_breaks_the_page(
     tmp_path_factory: pytest.TempPathFactory, facts: dict[str, Any], lines: list[dict[str, Any]]
 ) -> None:
@@ -177,7 +184,8 @@ def test_no_content_breaks_the_page(
     lines = [{"step": place, **line} for place, line in enumerate(lines)]
     write_lines(folder, *lines)
     write_lines(folder, *lines, name="eval.jsonl")
-    make(folder)[1].encode()
+    summary, page = make(folder)
+    (run_summary.format_summary(summary) + page).encode()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ulysses_cli.report.quantities import (
     BINARY_SUFFIXES,
+    LARGEST,
     SI_SUFFIXES,
     format_binary,
     format_bytes,
@@ -17,7 +18,7 @@ from ulysses_cli.report.quantities import (
 )
 
 LONGEST_TICK = 11
-SMALLEST = 1e-305  # on a logarithmic axis
+SMALLEST = 1e-290  # value that a logarithmic axis shows: arithmetic near the end of floats is no longer exact
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def make_axis(
     if is_log:
         low, high = (low / 1.5, high * 1.5) if high <= low * (1 + 1e-9) else (low, high)
         spread = 2.0 ** ((math.log2(high) - math.log2(low)) * padding)
-        low, high = max(low / spread, SMALLEST), min(high * spread, 1 / SMALLEST)
+        low, high = max(low / spread, SMALLEST / 1e9), min(high * spread, LARGEST)
         return Axis(low, high, start, end, True, _make_log_ticks(low, high, unit, num_ticks))
     if from_zero or (padding and 0 < low < high / 4):
         low, high = min(low, 0.0), max(high, 0.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ulysses_cli.report import drawing
-from ulysses_cli.report.axes import Axis, make_axis
+from ulysses_cli.report.axes import SMALLEST, Axis, make_axis
 from ulysses_cli.report.drawing import BOTTOM, HEIGHT, TOP, WIDTH, Label, estimate_width
 from ulysses_cli.report.quantities import NO_VALUE, format_quantity, is_number, split_unit
 
@@ -66,7 +66,7 @@ def draw_lines(
     tracks = [_make_track(one, x_log, y_log) for one in series]
     xs = [x for track in tracks for x in (*(x for x, _ in track.walk()), *track.broken)]
     ys = [y for track in tracks for _, y in track.walk()]
-    levels = [m for m in marks if m.axis == "y" and is_number(m.value) and (m.value > 0 or not y_log)]
+    levels = [m for m in marks if m.axis == "y" and is_number(m.value) and (m.value > SMALLEST or not y_log)]
     y_axis = make_axis(
         [*ys, *(m.value for m in levels)], BOTTOM, TOP, y_unit, is_log=y_log, padding=0.05, from_zero=y_unit == "bytes"
     )
@@ -188,10 +188,10 @@ def _make_track(series: Series, x_log: bool, y_log: bool) -> _Track:
     """Breaks the line at gaps and where x goes back, as it does when a run resumes from an older checkpoint."""
     track, is_open = _Track(), False
     for x, y in zip(series.xs, series.ys, strict=True):
-        if not is_number(x) or (x_log and x <= 0):
+        if not is_number(x) or (x_log and x < SMALLEST):
             is_open = False
             continue
-        is_drawable = y is not None and is_number(y) and (y > 0 or not y_log)
+        is_drawable = y is not None and is_number(y) and (y > SMALLEST or not y_log)
         if y is None or not is_drawable:
             is_open = False
             if y is not None and not is_number(y):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -29,7 +28,7 @@ def split_unit(label: str) -> tuple[str, str]:
 def format_quantity(value: float | None, unit: str = "") -> str:
     """A single value with its unit, three digits or so."""
     if value is None or not is_number(value):
-        return NO_VALUE if value is None or isinstance(value, bool) or math.isnan(value) else format_infinite(value)
+        return NO_VALUE if value is None or isinstance(value, bool) or value != value else format_infinite(value)
     match unit:
         case "bytes":
             return format_bytes(value)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ulysses_cli.plan.resolved import format_value
 from ulysses_cli.report.printing import format_count
 from ulysses_cli.validate import Validated
 
@@ -80,6 +81,12 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
     ]
     if plan["rope_factor"]:
         lines.append(("positions", f"stretched {plan['rope_factor']:g}x"))
+    if "memory" in plan:
+        memory = plan["memory"]
+        lines.append(("memory", f"{memory['gpu']}: {memory['text']}"))
+        reasons = memory["lever_reasons"]
+        lines += [("", f"{name} {format_value(memory['levers'][name])}: {why}") for name, why in reasons.items()]
+        lines += [("", line) for line in memory["suggestion"].splitlines()]
     lines += [("understood", note) for note in plan["understood"]]
     text = "\n".join(f"{name:<11} {value}" for name, value in lines)
     if with_defaults:

@@ -10,6 +10,7 @@ from typing import Any
 from ulysses_cli.report.printing import format_count
 from ulysses_cli.report.quantities import format_quantity, is_number
 from ulysses_cli.report.run_files import Line, Run
+from ulysses_cli.report.screen import clean_text
 
 PARTS = (  # of a step, in the order in which they are stacked
     *("attention", "mlp", "projections", "head_loss", "exchange", "gather_reduce", "offload", "optimizer", "data"),
@@ -47,13 +48,13 @@ def summarize_run(run: Run) -> dict[str, Any]:
     dominant = max(spent, key=lambda name: spent[name]) if spent else None
     world_size = _get_number(layout, "world_size")
     price = _get_number(run.facts, "price_per_gpu_hour")
-    cost = price * world_size * run.spent_seconds / 3600 if price is not None and world_size else None
+    cost = float(price) * float(world_size) * run.spent_seconds / 3600 if price is not None and world_size else None
     tokens = sum(list_values(metrics, "tokens"))
     return {
         "run_dir": str(run.folder),
-        "recipe_hash": run.facts.get("recipe_hash"),
-        "model": run.get_part("model").get("name"),
-        "started": run.facts.get("started"),
+        "recipe_hash": _get_text(run.facts, "recipe_hash"),
+        "model": _get_text(run.get_part("model"), "name"),
+        "started": _get_text(run.facts, "started"),
         "world_size": world_size,
         "first_step": metrics[0]["step"] if metrics else None,
         "last_step": metrics[-1]["step"] if metrics else None,
@@ -73,9 +74,9 @@ def summarize_run(run: Run) -> dict[str, Any]:
         "predicted_peak_memory_bytes": _get_number(prediction, "peak_memory_bytes"),
         "host_peak_memory_bytes": max(list_values(metrics, "host_peak_memory_bytes"), default=None),
         "dominant_part": dominant,
-        "dominant_share": spent[dominant] / sum(spent.values()) if dominant else None,
+        "dominant_share": spent[dominant] / sum(spent.values()) if dominant is not None else None,
         "steps_seconds": run.spent_seconds,
-        "steps_cost_usd": cost,
+        "steps_cost_usd": cost if is_number(cost) else None,
         "notes": list(run.notes),
     }
 
@@ -105,7 +106,7 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
             predicted = summary.get(f"predicted_{key}")
             remark = f"predicted {format_quantity(predicted, 'bytes')}" if predicted else ""
             figures.append((name, format_quantity(summary[key], "bytes"), remark))
-    if summary["dominant_part"]:
+    if summary["dominant_part"] is not None:
         share = f"{summary['dominant_share']:.0%} of a step"
         figures.append(("most time goes to", summary["dominant_part"].replace("_", " "), share))
     if summary["steps_seconds"]:
@@ -122,7 +123,7 @@ def format_summary(summary: dict[str, Any]) -> str:
     rows = [(name, value, remark) for name, value, remark in list_figures(summary)]
     width, wide = (max((len(row[at]) for row in rows), default=0) for at in (0, 1))
     lines = [f"{name:<{width}}  {value:<{wide}}  {remark}".rstrip() for name, value, remark in rows]
-    return "\n".join([*lines, *(f"note: {note}" for note in summary["notes"])])
+    return "\n".join(clean_text(line) for line in [*lines, *(f"note: {note}" for note in summary["notes"])])
 
 
 def _summarize_loss(lines: Sequence[Line]) -> dict[str, float] | None:
@@ -141,3 +142,8 @@ def _compute_median(lines: Sequence[Line], name: str) -> float | None:
 def _get_number(part: dict[str, Any], name: str) -> Any:
     value = part.get(name)
     return value if is_number(value) else None
+
+
+def _get_text(part: dict[str, Any], name: str) -> str | None:
+    value = part.get(name)
+    return value if isinstance(value, str) else None

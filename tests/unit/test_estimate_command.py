@@ -1,0 +1,197 @@
+"""estimate-memory and plan as a user meets them: stable JSON, exit codes, mistakes, written recipes that validate."""
+
+import itertools
+import json
+import resource
+from pathlib import Path
+
+import pytest
+from test_cli import ROOT, run
+
+from ulysses_cli.plan.load import load_recipe
+from ulysses_cli.plan.speed import PARTS
+
+RECIPE = str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml")
+KEYS = {
+    "gpu", "verdict", "gpu_peak_bytes", "gpu_capacity_bytes", "host_peak_bytes_per_node", "margin_bytes",
+    "uncertainty_bytes", "peak_phase", "phases", "max_length", "max_length_all_levers", "suggestion", "step_seconds",
+    "step_parts", "tokens_per_second", "mfu", "usd_per_million_tokens",
+}  # fmt: skip
+
+
+def test_the_json_of_an_estimate() -> None:
+    done = run("estimate-memory", RECIPE, "--gpu", "h100-80gb", "--gpu", "h200", "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    results = json.loads(done.stdout)["results"]
+    assert [each["gpu"] for each in results] == ["h100-80gb", "h200"]
+    for each in results:
+        assert each.keys() >= KEYS
+        assert set(each["step_parts"]) == set(PARTS)
+        assert sum(each["step_parts"].values()) == pytest.approx(each["step_seconds"])
+        assert max(sum(lines.values()) for lines in each["phases"].values()) == each["gpu_peak_bytes"]
+        assert each["margin_bytes"] == each["gpu_capacity_bytes"] - each["gpu_peak_bytes"]
+        assert each["verdict"] in ("fits", "too_close", "does_not_fit")
+        assert each["peak_phase"] in each["phases"]
+        assert each["max_length"] <= each["max_length_all_levers"]
+    assert list(results[0]["phases"]) == ["load", "forward", "backward", "optimizer_step", "evaluation", "save"]
+
+
+def test_the_text_of_an_estimate() -> None:
+    done = run("estimate-memory", RECIPE)
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in ("verdict    fits: ", "no --gpu is named: h100-80gb", "peak       in backward", "longest    ", "USD "):
+        assert words in done.stdout
+
+
+def test_without_a_recipe_what_was_assumed_is_said() -> None:
+    done = run("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "256Ki", "--num-processes", "16")
+    assert done.returncode == 0
+    assert "sp_size 8, the largest legal one inside a node; levers are auto" in done.stdout
+    assert "positions are stretched by yarn: the model knows 40,960" in done.stdout
+    assert "dp_shard 2 x sp 8" in done.stdout
+    with_lora = run(
+        "estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "lora.r=8", "--format", "json"
+    )
+    assert json.loads(with_lora.stdout)["results"][0]["phases"]["backward"]["optimizer_adam"] < 2**30
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    words = ("estimate-memory", RECIPE, "--gpu", "l40s", "memory.tiled_loss=false", "memory.offload_optimizer=none")
+    done = run(*words, "memory.activation_offloading=false", "memory.tiled_mlp=false")
+    assert done.returncode == 0
+    assert "does not fit" in done.stdout
+    assert "the cheapest change that fits:\n\n  memory:\n" in done.stdout
+    assert run(*words, "memory.activation_offloading=false", "memory.tiled_mlp=false", "--strict").returncode == 1
+
+
+def spend(*words: str) -> float:
+    """CPU seconds of a command: what others do on this machine meanwhile does not count."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run(*words).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_it_answers_in_half_a_second() -> None:
+    assert min(spend("estimate-memory", RECIPE) for _ in range(3)) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("estimate-memory",), "there is neither a recipe nor --model"),
+        (("estimate-memory", RECIPE, "--gpu", "h1000"), "--gpu: no GPU is called h1000"),
+        (("estimate-memory", RECIPE, "--model", "Qwen/Qwen3-8B"), "is given beside"),
+        (("estimate-memory", RECIPE, "--max-length", "8Ki"), "--max-length: belongs to --model"),
+        (("estimate-memory", "--model", "Qwen/Qwen3-8B"), "--max-length: required with --model"),
+        (("estimate-memory", "--model", "Qwen/Qwen3-8", "--max-length", "8Ki"), "did you mean Qwen/Qwen3-8B?"),
+        (("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "-3"), "-3 is not a whole number from 2"),
+        (("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "lots"), "lots is not a whole number"),
+        (("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "1T"), "past the 2^31"),
+        (
+            ("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "parallel.sp_size=3"),
+            "does not divide",
+        ),
+        (("estimate-memory", "--model", "LiquidAI/LFM2-1.2B", "--max-length", "8Ki"), "no memory formula"),
+        (("estimate-memory", RECIPE, "--num-processes", "6"), "there are 6 processes"),
+        (("estimate-memory", RECIPE, "--num-processes", "0"), "Invalid value"),
+        (("estimate-memory", "nowhere.yaml"), "cannot be read"),
+        (("estimate-memory", "--model", "", "--max-length", "8Ki"), "'' is not text"),
+        (("plan", "--model", "Qwen/Qwen3-8B"), "--max-length: required"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--tokens", "4Ki"), "less than one row"),
+        (("plan", "--model", "microsoft/Phi-3-mini-128k-instruct", "--max-length", "256Ki"), "longer than the 131072"),
+        (("plan", "--model", "deepseek-ai/DeepSeek-V3", "--max-length", "8Ki"), "quantized by fp8"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--gpus", "h100:none"), "is not a number of GPUs"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--gpus", "h100:0"), "is not a number of GPUs"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--gpus", ""), "no GPU is called"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--deadline", "soon"), "soon is not a time"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--budget", "-1"), "Invalid value"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--longest"), "leave one of them out"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "64Mi", "--gpus", "h100:8"), "no plan (heads)"),
+        (("plan", "--model", "meta-llama/Llama-3.1-70B", "--max-length", "8Ki", "--gpus", "h100:1"), "no plan (host)"),
+    ],
+)
+def test_mistakes_end_with_2_and_say_what_to_do(words: tuple[str, ...], message: str) -> None:
+    done = run(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_users_table_is_read_and_its_mistakes_are_placed(tmp_path: Path) -> None:
+    folder = tmp_path / "ulysses"
+    folder.mkdir()
+    own = folder / "hardware.yaml"
+    own.write_text("gpus:\n  h100-80gb:\n    usd_per_hour: 1.5\n")
+    done = run("estimate-memory", RECIPE, "--format", "json", XDG_CONFIG_HOME=str(tmp_path))
+    price = json.loads(done.stdout)["results"][0]["usd_per_million_tokens"]
+    assert price["low"] == price["high"]
+    own.write_text("gpus:\n  h100-80gb:\n   - [\n")
+    done = run("estimate-memory", RECIPE, XDG_CONFIG_HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert f"{own}:4:1: not valid YAML" in done.stderr
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_written_plan_is_a_recipe_that_validates_and_fits(tmp_path: Path, method: str) -> None:
+    file = tmp_path / "planned.yaml"
+    words = ("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "256Ki", "--gpus", "h100-80gb:16", "--tokens", "200M")
+    done = run(*words, "--method", method, "--write", str(file))
+    assert done.returncode == 0
+    assert "wrote " in done.stderr
+    assert run("validate-config", str(file)).returncode == 0
+    assert file.read_text().startswith("# ")
+    assert "# predicted  " in file.read_text()
+    assert (load_recipe(file).recipe.lora is not None) == (method == "lora")
+    found = json.loads(run("estimate-memory", str(file), "--format", "json").stdout)["results"][0]
+    assert found["verdict"] == "fits"
+    planned = json.loads(run(*words, "--method", method, "--format", "json").stdout)["by_cost"][0]
+    assert planned["gpu_peak_bytes"] == pytest.approx(found["gpu_peak_bytes"], rel=0.01)
+    again = run(*words, "--write", str(file))
+    assert again.returncode == 2
+    assert "add --force" in again.stderr
+
+
+def test_a_search_over_8_kinds_and_64_machines_takes_3_seconds() -> None:
+    kinds = ",".join(
+        f"{name}:512" for name in ["h100-80gb", "h200", "b200", "b300", "a100-80gb", "mi300x", "l40s", "rtx-pro-6000"]
+    )
+    words = ("--model", "meta-llama/Llama-3.1-70B", "--max-length", "128Ki", "--tokens", "10B", "--gpus", kinds)
+    assert spend("plan", *words) < 3
+
+
+def test_the_longest_row() -> None:
+    done = run("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--gpus", "h100-80gb:8,rtx-4090:1", "--format", "json")
+    found = json.loads(done.stdout)["longest"]
+    assert done.returncode == 0
+    assert found[0]["gpu"] == "h100-80gb"
+    assert found[0]["max_length"] > 1_000_000
+
+
+def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
+    page = tmp_path / "sweep.html"
+    done = run("estimate-memory", RECIPE, "--gpu", "a100-40gb", "--sweep", "--html", str(page))
+    assert done.returncode == 0
+    for words in ("sp 8 x dp 1", "sp 1 x dp 8", "every lever", "131,072", " x"):
+        assert words in done.stdout
+    assert "<svg" in page.read_text()
+    assert "wrote " in done.stderr
+    sweep = json.loads(run("estimate-memory", RECIPE, "--sweep", "--format", "json").stdout)["sweeps"][0]
+    for peaks in sweep["gpu_peak_bytes"].values():
+        known = [peak for peak in peaks if peak is not None]
+        assert len(peaks) == len(sweep["lengths"])
+        assert all(a <= b * 1.02 for a, b in itertools.pairwise(known))
+    assert run("estimate-memory", RECIPE, "--html", str(tmp_path / "none" / "x.html")).returncode == 2
+
+
+def test_validate_config_says_whether_it_fits() -> None:
+    done = run("validate-config", RECIPE, "--gpu", "h200")
+    assert done.returncode == 0
+    assert "memory      h200: fits: " in done.stdout
+    assert "tiled_loss false: not needed" in done.stdout
+    found = json.loads(run("validate-config", RECIPE, "--gpu", "rtx-4090", "--format", "json").stdout)
+    memory = found["plans"][0]["memory"]
+    estimate = json.loads(run("estimate-memory", RECIPE, "--gpu", "rtx-4090", "--format", "json").stdout)["results"][0]
+    assert memory["verdict"] == estimate["verdict"]
+    assert memory["levers"] == estimate["levers"]
+    assert run("validate-config", RECIPE, "--gpu", "h2000").returncode == 2

@@ -1,0 +1,99 @@
+"""The hardware table: what is shipped, a user's own entries, and every mistake in them."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ulysses_cli.commands.hardware_table import SHIPPED, _read_yaml, load_hardware
+from ulysses_cli.plan.hardware import read_hardware
+from ulysses_cli.plan.problem import RecipeError
+
+WANTED = (
+    "h100-80gb h100-pcie h100-nvl h200 b200 b300 gh200 a100-40gb a100-80gb l40s rtx-4090 rtx-5090 rtx-6000-ada "
+    "rtx-pro-6000 mi300x mi355x"
+)
+MINE: dict[str, Any] = {
+    "name": "Mine",
+    "memory_mib": 1000,
+    "tflops": 10,
+    "memory_gb_s": 100,
+    "link_gb_s": 10,
+    "host_gb_s": 10,
+    "network_gb_s": 1,
+    "attention": [0.5, 0.4],
+    "gpus_per_node": 2,
+    "host_gib_per_gpu": 16,
+}
+
+
+def read(own: Any) -> Any:
+    return read_hardware(("shipped", _read_yaml(SHIPPED)), ("own.yaml", own))
+
+
+@pytest.mark.parametrize("key", WANTED.split())
+def test_the_shipped_table(key: str) -> None:
+    gpu = load_hardware().get_gpu(key)
+    assert gpu.source
+    assert 20 < gpu.memory_bytes / 2**30 < 300
+    assert 0.2 < gpu.attention_backward <= gpu.attention_forward < 0.8
+    if gpu.usd_low is not None:
+        assert gpu.price_source
+        assert gpu.price_date >= "2026"
+
+
+def test_names_are_found_however_they_are_written() -> None:
+    table = load_hardware()
+    for name in ("h100", "H100", "h100_80gb", " h100-sxm "):
+        assert table.get_gpu(name).key == "h100-80gb"
+    with pytest.raises(RecipeError, match=r"no GPU is called h10\n\nhint: did you mean h100"):
+        table.get_gpu("h10")
+
+
+def test_a_users_entry_wins_key_by_key() -> None:
+    found = read({"gpus": {"h200": {"usd_per_hour": 2.2}, "mine": MINE}, "efficiency": {"matmul": 0.5}})
+    assert (found.get_gpu("h200").usd_low, found.get_gpu("h200").usd_high) == (2.2, 2.2)
+    assert found.get_gpu("h200").tflops == 989
+    assert found.get_gpu("mine").memory_bytes == 1000 * 2**20
+    assert found.get_gpu("mine").usd_middle is None
+    assert found.get_gpu("b200").efficiency.matmul == 0.5
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ([], "own.yaml holds no mapping"),
+        ({"gpu": {}}, "gpu: unknown section of own.yaml"),
+        ({"gpus": [1]}, "gpus: own.yaml: is no mapping of GPUs"),
+        ({"gpus": {"h200": 3}}, "gpus.h200: own.yaml: is no mapping"),
+        ({"gpus": {"h200": {"tflop": 3}}}, "gpus.h200.tflop: own.yaml: unknown key"),
+        ({"gpus": {"h200": {"tflops": -3}}}, "gpus.h200.tflops: own.yaml: -3 is not a positive number"),
+        ({"gpus": {"h200": {"usd_per_hour": [3, 2]}}}, "is neither a price nor"),
+        ({"gpus": {"h200": {"usd_per_hour": "cheap"}}}, "is neither a price nor"),
+        ({"gpus": {"h200": {"attention": [2, 1]}}}, "is not a pair of shares"),
+        ({"gpus": {"h200": {"gpus_per_node": 2.5}}}, "is not a positive whole number"),
+        ({"gpus": {"new": {"name": "New"}}}, "gpus.new.tflops: own.yaml: missing"),
+        ({"efficiency": {"matmul": 7}}, "efficiency.matmul: own.yaml: 7 cannot be used"),
+        ({"efficiency": 3}, "efficiency: own.yaml: is no mapping"),
+    ],
+)
+def test_mistakes(own: Any, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read(own)
+    assert any(message in str(problem) for problem in caught.value.problems), caught.value
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from([*MINE, "usd_per_hour", "aliases", "source", "other"]), JSON)
+def test_no_value_raises_anything_but_recipe_error(key: str, value: object) -> None:
+    try:
+        read({"gpus": {"mine": {**MINE, key: value}}})
+    except RecipeError:
+        pass

@@ -1,0 +1,134 @@
+"""Levers: each on only where it is needed, in the order of its cost, with a reason; suggestions that do fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from recipes import load, make_shape
+from ulysses_cli.commands.hardware_table import load_hardware
+from ulysses_cli.plan.estimate import compute_estimate
+from ulysses_cli.plan.fit import is_indexable, judge
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.lever_choice import choose_levers, find_cheapest, list_strongest, read_levers
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.load import parse_recipe
+from ulysses_cli.plan.memory import compute_ledger
+
+H100 = load_hardware().get_gpu("h100-80gb")
+LLAMA_8B = make_shape(num_hidden_layers=32, max_position_embeddings=2**24)
+EIGHT = ("parallel.sp_size=8",)
+
+
+def choose(*overrides: str):
+    return choose_levers(load(*EIGHT, *overrides).recipe, LLAMA_8B, H100)
+
+
+def test_none_is_on_where_none_is_needed() -> None:
+    choice = choose("data.max_length=64Ki")
+    assert choice.levers == Levers()
+    assert set(choice.reasons) == {
+        "head_chunks", "activation_offloading", "tiled_mlp", "tiled_loss", "offload_optimizer",
+    }  # fmt: skip
+    assert all(reason.startswith("not needed: the peak is ") for reason in choice.reasons.values())
+
+
+def test_they_come_on_one_after_another_as_rows_grow() -> None:
+    found = [choose(f"data.max_length={length}Ki").levers for length in (64, 512, 1024, 1536)]
+    counts = [sum([each.tiled_loss, each.tiled_mlp, each.activation_offloading]) for each in found]
+    assert counts == sorted(counts)
+    assert found[1].tiled_loss
+    assert not found[1].activation_offloading
+    assert found[2].activation_offloading
+    for each in found:
+        assert each.offload_optimizer == "none"
+
+
+def test_what_is_on_is_needed() -> None:
+    for length in ("512Ki", "1Mi", "1536Ki"):
+        recipe = load(*EIGHT, f"data.max_length={length}").recipe
+        choice = choose_levers(recipe, LLAMA_8B, H100)
+        assert choice.fit is not None
+        assert choice.fit.verdict == "fits"
+        job = make_job(recipe, LLAMA_8B, choice.levers)
+        for name in choice.reasons:
+            off = getattr(Levers(), name)
+            if getattr(choice.levers, name) != off:
+                without = replace(job, levers=replace(choice.levers, **{name: off}))
+                fit = judge(without, compute_ledger(without), H100)
+                assert fit.verdict != "fits" or not is_indexable(without), (length, name)
+                assert choice.reasons[name].startswith("without it")
+
+
+def test_what_the_recipe_says_stays() -> None:
+    choice = choose("data.max_length=1Mi", "memory.tiled_mlp=false", "memory.offload_optimizer=cpu")
+    assert (choice.levers.tiled_mlp, choice.levers.offload_optimizer) == (False, "cpu")
+    assert "tiled_mlp" not in choice.reasons
+
+
+def test_kernels_that_count_in_32_bits_turn_levers_on() -> None:
+    """Logits of 16,384 tokens pass 2^31 elements long before they pass this GPU's memory."""
+    huge = replace(H100, memory_bytes=10**15, host_bytes_per_gpu=10**15)
+    choice = choose_levers(load(*EIGHT, "data.max_length=256Ki").recipe, LLAMA_8B, huge)
+    assert choice.levers.tiled_loss
+    assert choice.reasons["tiled_loss"] == "without it a kernel would see 2^31 elements"
+
+
+def test_without_a_gpu_nothing_is_on() -> None:
+    choice = choose_levers(load("data.max_length=1Mi").recipe, LLAMA_8B, None)
+    assert choice.levers == Levers()
+    assert choice.fit is None
+
+
+def test_lora_needs_no_optimizer_on_the_host() -> None:
+    choice = choose("data.max_length=512Ki", "lora.r=16")
+    assert choice.levers.offload_optimizer == "none"
+
+
+def test_a_suggestion_fits_when_it_is_followed() -> None:
+    never = [f"memory.{name}=false" for name in ("tiled_mlp", "tiled_loss", "activation_offloading")]
+    overrides = [*EIGHT, "data.max_length=128Ki", "memory.offload_optimizer=none", "memory.attention_head_chunks=1"]
+    small = replace(H100, memory_bytes=40 << 30)
+    text = load().recipe
+    assert text
+    estimate = compute_estimate(load(*overrides, *never).recipe, LLAMA_8B, small)
+    assert estimate.fit.verdict == "does_not_fit"
+    assert estimate.suggestion.startswith("memory:\n")
+    lines = [line.strip().replace(": ", "=") for line in estimate.suggestion.splitlines()[1:]]
+    mended = compute_estimate(load(*overrides, *never, *(f"memory.{line}" for line in lines)).recipe, LLAMA_8B, small)
+    assert mended.fit.verdict == "fits"
+    assert parse_recipe(
+        estimate.suggestion + "data: {datasets: [{path: a}], max_length: 8}\nmodel: {name_or_path: a/b}"
+    )
+
+
+def test_no_suggestion_where_none_helps() -> None:
+    estimate = compute_estimate(load("data.max_length=8Mi").recipe, LLAMA_8B, H100)
+    assert estimate.fit.verdict == "does_not_fit"
+    assert estimate.suggestion == ""
+    assert 0 < estimate.max_length < estimate.max_length_all_levers < 8 << 20
+
+
+@pytest.mark.parametrize("length", ["256Ki", "2Mi"])
+def test_the_cheapest_is_the_cheapest(length: str) -> None:
+    """Against every combination, tried one by one."""
+    recipe = load(*EIGHT, f"data.max_length={length}").recipe
+    levers, open_names = read_levers(recipe)
+    job = make_job(recipe, LLAMA_8B, levers)
+    found = find_cheapest(job, H100, open_names)
+    assert found is not None
+    order = ["tiled_loss", "tiled_mlp", "activation_offloading"]
+    for flags in range(8):
+        tried = replace(levers, **{name: bool(flags >> bit & 1) for bit, name in enumerate(order)})
+        attempt = replace(job, levers=tried)
+        if is_indexable(attempt) and judge(attempt, compute_ledger(attempt), H100).verdict == "fits":
+            ours = sum(getattr(found, name) << bit for bit, name in enumerate(order))
+            assert ours <= flags
+            break
+
+
+def test_the_strongest_levers_take_the_least() -> None:
+    job = make_job(load(*EIGHT, "data.max_length=1Mi").recipe, LLAMA_8B, Levers())
+    least = min(compute_ledger(replace(job, levers=each)).gpu_peak_bytes for each in list_strongest(job))
+    for name in ("tiled_loss", "tiled_mlp", "activation_offloading"):
+        one = compute_ledger(replace(job, levers=replace(Levers(), **{name: True}))).gpu_peak_bytes
+        assert least < one

@@ -1,0 +1,272 @@
+"""The ledger: figures of a trace of the real engine, sums, and what must never fall or rise."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes import load, make_shape
+from ulysses_cli.hub import load_table
+from ulysses_cli.plan.fit import find_largest, find_max_length, judge
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger import states
+from ulysses_cli.plan.ledger.gathering import compute_gathered
+from ulysses_cli.plan.ledger.host import list_host_lines
+from ulysses_cli.plan.ledger.job import Engine, Job, make_job, read_engine
+from ulysses_cli.plan.ledger.weights import Adapters, list_weights
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.memory import PHASES, compute_ledger
+from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
+from ulysses_cli.plan.problem import RecipeError
+
+GIB = 1 << 30
+FULL = Levers(gradient_checkpointing="full")
+NAMES = ("Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "google/gemma-2-9b", "openai/gpt-oss-20b")
+
+
+def get_shape(name: str) -> ModelShape:
+    return read_model_shape(load_table()[name.lower()]["config"], name)
+
+
+SHAPES = {name: get_shape(name) for name in NAMES}
+QWEN, LLAMA = SHAPES["Qwen/Qwen3-4B"], SHAPES["meta-llama/Llama-3.1-8B"]
+
+
+@pytest.mark.parametrize(
+    ("sp_size", "row_tokens", "levers", "traced"),
+    [
+        (1, 8_192, FULL, 76.35),
+        (4, 32_768, FULL, 33.29),
+        (4, 65_536, FULL, 48.77),
+        (4, 98_304, FULL, 64.25),
+        (4, 131_072, FULL, 79.7),
+        (4, 98_304, Levers(gradient_checkpointing=False), 207.0),
+    ],
+)
+def test_a_trace_of_the_real_engine_gave_the_same(sp_size: int, row_tokens: int, levers: Levers, traced: float) -> None:
+    """Allocated GiB of Qwen3-4B under DeepSpeed 0.19.8, bfloat16 reduction: every allocation counted, no GPU."""
+    ledger = compute_ledger(Job(QWEN, Layout(1, 1, sp_size), row_tokens, levers))
+    assert ledger.gpu_allocated_bytes / GIB == pytest.approx(traced, abs=0.06)
+    assert (ledger.peak.phase, ledger.peak.name) == ("backward", "loss")
+
+
+def test_what_the_engine_holds_between_steps() -> None:
+    """After init and after a step, traced: 8.423 and 15.915 GiB for 4B on 4 ranks, 2.801 for 8B on 8 with the optimizer
+    on the host."""
+
+    def hold(job: Job) -> list[int]:
+        lines = [
+            states.compute_parameters,
+            states.compute_gradients,
+            states.compute_master,
+            states.compute_reduce_bucket,
+        ]
+        persistent = job.dtype_bytes * compute_gathered(job).persistent
+        loaded = sum(line(job) for line in lines) + persistent
+        return [loaded, loaded + states.compute_adam(job)]
+
+    four = [size / GIB for size in hold(Job(QWEN, Layout(1, 1, 4), 4096, FULL))]
+    assert four == pytest.approx([8.423, 15.915], abs=0.003)
+    eight = hold(Job(LLAMA, Layout(1, 1, 8), 4096, replace(FULL, offload_optimizer="cpu")))[1]
+    assert eight / GIB == pytest.approx(2.801, abs=0.003)
+
+
+def test_the_optimizer_on_the_host_takes_18_bytes_a_weight() -> None:
+    job = Job(LLAMA, Layout(1, 1, 8), 4096, replace(FULL, offload_optimizer="cpu", offload_param="cpu"))
+    lines = list_host_lines(job, "forward")
+    taken = lines["optimizer_pinned"] + lines["optimizer_pageable"]
+    assert taken == pytest.approx(18 * 8.03e9, rel=1e-3)
+    assert lines["parameters_pinned"] == pytest.approx(2 * 8.03e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_counted_one_by_one(name: str) -> None:
+    shape = SHAPES[name]
+    weights = list_weights(shape, None)
+    counted = sum({n: size for module in weights.modules for n, size in module.weights}.values())
+    assert weights.num_elements == shape.num_parameters
+    assert counted == pytest.approx(weights.num_elements, rel=1e-4)  # biases are not listed
+
+
+def test_adapters_train_little_and_freeze_the_rest() -> None:
+    weights = list_weights(LLAMA, Adapters(16))
+    hidden, kv, inner = 4096, 1024, 14336
+    pairs = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)] + 2 * [(hidden, inner)] + [(inner, hidden)]
+    assert weights.num_trained == 32 * 16 * sum(a + b for a, b in pairs)
+    assert weights.num_frozen == LLAMA.num_parameters
+    assert list_weights(LLAMA, Adapters(16, ("q_proj",))).num_trained == 32 * 16 * 2 * hidden
+
+
+def make_jobs() -> st.SearchStrategy[Job]:
+    def build(
+        shape: ModelShape, sp: int, dp: int, tiles: int, levers: Levers, stage: int, extra: dict[str, Any]
+    ) -> Job:
+        chunks = levers.head_chunks if (shape.num_heads // sp) % levers.head_chunks == 0 else 1
+        if stage < 3:
+            levers = replace(levers, offload_param="none")
+        row = 512 * 8 * tiles
+        return Job(shape, Layout(1, dp, sp), row, replace(levers, head_chunks=chunks), zero_stage=stage, **extra)
+
+    on = st.booleans()
+    levers = st.builds(
+        Levers,
+        gradient_checkpointing=st.sampled_from([True, "full", False]),
+        head_chunks=st.sampled_from([1, 2, 4]),
+        activation_offloading=on,
+        tiled_mlp=on,
+        tiled_loss=on,
+        offload_optimizer=st.sampled_from(["none", "cpu"]),
+        offload_param=st.sampled_from(["none", "cpu"]),
+    )
+    extra = st.fixed_dictionaries(
+        {
+            "adapters": st.sampled_from([None, Adapters(8)]),
+            "dtype_bytes": st.sampled_from([2, 4]),
+            "optim": st.sampled_from(["adamw", "adamw_8bit"]),
+            "batch": st.integers(1, 3),
+        }
+    )
+    shapes, sizes = st.sampled_from(list(SHAPES.values())), st.sampled_from([1, 2, 4, 8])
+    stages = st.sampled_from([1, 2, 3])
+    return st.builds(build, shapes, sizes, sizes, st.integers(1, 64), levers, stages, extra)
+
+
+@given(make_jobs())
+def test_parts_add_up_and_none_is_negative(job: Job) -> None:
+    ledger = compute_ledger(job)
+    assert list(ledger.phases) == [phase for phase in PHASES if phase in ledger.phases]
+    for moment in ledger.phases.values():
+        assert moment.num_bytes == sum(moment.lines.values())
+        assert min(moment.lines.values()) >= 0
+        assert all(isinstance(size, int) for size in moment.lines.values())
+    assert ledger.gpu_peak_bytes == max(moment.num_bytes for moment in ledger.phases.values())
+    assert ledger.host_peak_bytes == max(sum(lines.values()) for lines in ledger.host_phases.values())
+    assert 0 < ledger.gpu_allocated_bytes < ledger.gpu_peak_bytes
+
+
+@given(make_jobs(), st.integers(1, 3))
+def test_memory_never_falls_with_length(job: Job, more: int) -> None:
+    longer = replace(job, row_tokens=job.row_tokens + 512 * 8 * more)
+    ours, theirs = compute_ledger(job), compute_ledger(longer)
+    # A tile more makes each tile smaller: at most one tile of the MLP, or of the loss, apart.
+    slack = 0.02 if job.levers.tiled_mlp or job.levers.tiled_loss else 0.0
+    assert theirs.gpu_peak_bytes >= ours.gpu_peak_bytes * (1 - slack)
+    assert theirs.host_peak_bytes >= ours.host_peak_bytes
+
+
+@given(make_jobs())
+def test_memory_never_rises_with_sp_at_the_same_length(job: Job) -> None:
+    """Apart from what sharing a row costs by itself: communicators, gathering, float32 sums, and exchange buffers."""
+    sp_size = job.layout.sp_size
+    if sp_size == 1 or job.shape.num_heads % (2 * sp_size * job.levers.head_chunks):
+        return
+    wider = replace(job, layout=Layout(1, job.layout.dp_shard_size, 2 * sp_size))
+    ours, theirs = compute_ledger(job), compute_ledger(wider)
+    kv_heads = job.shape.num_kv_heads
+    repeats = kv_heads % (2 * sp_size * job.levers.head_chunks) != 0  # then keys are sent more than once
+    slack = 0.25 if repeats or job.levers.tiled_mlp else 0.01
+    assert theirs.gpu_peak_bytes <= ours.gpu_peak_bytes * (1 + slack)
+
+
+@given(make_jobs())
+def test_every_lever_has_the_right_sign(job: Job) -> None:
+    """On frees GPU memory at the moment it is meant for, and never costs any beyond what it needs itself."""
+    base = replace(job, levers=Levers(gradient_checkpointing=True), zero_stage=3)
+
+    def measure(**levers: Any) -> dict[str, int]:
+        ledger = compute_ledger(replace(base, levers=replace(base.levers, **levers)))
+        return {"gpu": ledger.gpu_peak_bytes, "host": ledger.host_peak_bytes}
+
+    none = measure()
+    assert measure(gradient_checkpointing=False)["gpu"] >= none["gpu"]
+    assert measure(activation_offloading=True)["gpu"] <= none["gpu"]
+    assert measure(activation_offloading=True)["host"] > none["host"]
+    assert measure(offload_optimizer="cpu")["gpu"] < none["gpu"]
+    assert measure(offload_optimizer="cpu")["host"] > none["host"]
+    kept = compute_ledger(base).phases["backward"].lines.get("kept_attention_results", 0)
+    assert measure(gradient_checkpointing="full")["gpu"] <= none["gpu"] + kept
+
+
+def test_levers_at_work() -> None:
+    """Where its line is the largest, a lever takes most of it away."""
+    long = Job(LLAMA, Layout(1, 1, 8), 2**20, Levers())
+
+    def peak(**levers: Any) -> float:
+        return compute_ledger(replace(long, levers=replace(Levers(), **levers))).gpu_peak_bytes / GIB
+
+    assert peak() - peak(tiled_loss=True) > 100  # 12 bytes x 128,256 x 131,072 tokens
+    tiled = peak(tiled_loss=True)
+    offloaded = peak(tiled_loss=True, activation_offloading=True)
+    kept = 30 * 131_072 * (2 * 4096 + 2 * 4096 + 4 * 32) / GIB  # two of 32 layers stay
+    assert tiled - offloaded == pytest.approx(kept, rel=0.02)
+    assert peak(tiled_loss=True, tiled_mlp=True, activation_offloading=True) < offloaded
+
+
+def test_one_rank_gathers_nothing_unless_weights_are_elsewhere() -> None:
+    alone = Job(LLAMA, Layout(), 4096, Levers())
+    assert compute_gathered(alone).forward == 0
+    offloaded = replace(alone, levers=Levers(offload_param="cpu"))
+    assert compute_gathered(offloaded).forward > 0
+    assert states.compute_parameters(offloaded) == 0
+    assert compute_gathered(replace(alone, layout=Layout(1, 1, 2), zero_stage=2)).forward == 0
+
+
+def test_gathering_is_bounded_by_the_settings() -> None:
+    job = Job(LLAMA, Layout(1, 1, 8), 4096, Levers())
+    usual = compute_gathered(job)
+    tight = compute_gathered(replace(job, engine=Engine(prefetch_bucket=0, max_live=0, max_reuse_distance=0)))
+    largest_layer_weight = 4096 * 14336
+    assert tight.backward <= 2 * largest_layer_weight
+    assert usual.backward > 0.9e9
+    assert tight.head >= 128_256 * 4096
+
+
+def test_replicas_keep_a_second_shard() -> None:
+    job = Job(LLAMA, Layout(2, 1, 8), 4096, Levers())
+    assert states.compute_second_shard(job) == pytest.approx(2 * LLAMA.num_parameters / 8, rel=1e-6)  # type: ignore[operator]
+    assert states.compute_second_shard(replace(job, layout=Layout(1, 2, 8))) == 0
+
+
+def test_a_recipe_becomes_a_job() -> None:
+    loaded = load(
+        "deepspeed.zero_optimization.reduce_bucket_size=100M", "lora.r=8", "train.gradient_accumulation_steps=3"
+    )
+    job = make_job(loaded.recipe, make_shape(), Levers(tiled_loss=True))
+    assert (job.local_tokens, job.accumulation, job.adapters) == (2048, 3, Adapters(8))
+    assert job.engine.reduce_bucket == 100_000_000
+    assert job.engine.communication_bytes == 4  # DeepSpeed's default under sequence parallelism
+    assert states.compute_reduce_bucket(job) == 400_000_000
+
+
+def test_the_engines_settings() -> None:
+    assert read_engine({}, 2, 1).communication_bytes == 2
+    assert read_engine({"seq_parallel_communication_data_type": "bf16"}, 2, 8).communication_bytes == 2
+    assert read_engine({"data_types": {"grad_accum_dtype": "fp32"}}, 2, 8).gradient_bytes == 4
+    assert read_engine({"zero_optimization": {"stage3_max_live_parameters": 5}}, 2, 8).max_live == 5
+
+
+def test_a_model_that_no_formula_describes_is_refused() -> None:
+    with pytest.raises(RecipeError, match="there is no memory formula for owner/model, a model of type novel"):
+        make_job(load().recipe, make_shape(model_type="novel"), Levers())
+
+
+@given(st.integers(0, 100_000))
+def test_the_largest_is_found(limit: int) -> None:
+    found = find_largest(lambda number: number <= limit)
+    assert found <= limit
+    assert limit - found <= max(1, limit // 256)
+    assert (found == 0) == (limit == 0)
+
+
+def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
+    from ulysses_cli.commands.hardware_table import load_hardware
+
+    gpu = load_hardware().get_gpu("h200")
+    job = Job(LLAMA, Layout(1, 1, 8), 4096, Levers(tiled_loss=True))
+    longest = find_max_length(job, gpu)
+    at = replace(job, row_tokens=longest)
+    assert judge(at, compute_ledger(at), gpu).verdict == "fits"
+    beyond = replace(job, row_tokens=round(longest * 1.02))
+    assert judge(beyond, compute_ledger(beyond), gpu).verdict != "fits"

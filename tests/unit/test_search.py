@@ -1,0 +1,103 @@
+"""The planner: what it offers fits and is the best, and walls are named with their distance."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from test_memory import LLAMA, SHAPES
+
+from ulysses_cli.commands.hardware_table import load_hardware
+from ulysses_cli.plan.fit import judge
+from ulysses_cli.plan.memory import compute_ledger
+from ulysses_cli.plan.search import MIN_STEPS, Offer, Wish, search, search_longest
+
+TABLE = load_hardware()
+
+
+def offer(*kinds: str) -> list[Offer]:
+    return [Offer(TABLE.get_gpu(name), int(count)) for name, count in (kind.split(":") for kind in kinds)]
+
+
+WISH = Wish(LLAMA, 2**18, 10**8)
+
+
+def test_what_is_offered_fits_and_is_legal() -> None:
+    found = search(WISH, offer("h100-80gb:16", "h200:8", "a100-80gb:8"))
+    assert found.by_cost
+    assert not found.walls
+    for each in (*found.by_cost, *found.by_time):
+        layout = each.job.layout
+        assert judge(each.job, compute_ledger(each.job), each.gpu).verdict == "fits"
+        assert LLAMA.num_heads % layout.sp_size == 0
+        assert WISH.max_length % layout.sp_size == 0
+        assert each.job.world_size <= {"h100-80gb": 16, "h200": 8, "a100-80gb": 8}[each.gpu.key]
+        assert each.seconds == pytest.approx(WISH.num_tokens / each.speed.tokens_per_second)
+        assert layout.dp_size == 1 or WISH.num_tokens / each.speed.tokens_per_step >= MIN_STEPS
+
+
+def test_the_order_is_by_cost_and_by_time() -> None:
+    found = search(WISH, offer("h100-80gb:64", "h200:64", "b200:64", "a100-80gb:64"))
+    costs = [each.usd_middle for each in found.by_cost]
+    times = [each.seconds for each in found.by_time]
+    assert all(a <= b * 1.11 for a, b in itertools.pairwise(costs))  # to two digits
+    assert times == sorted(times)
+    assert min(costs) <= min(each.usd_middle for each in found.by_time) * 1.11
+    assert min(times) <= min(each.seconds for each in found.by_cost)
+
+
+def test_a_kind_without_a_price_comes_last_by_cost() -> None:
+    found = search(WISH, offer("b300:8", "h100-80gb:8"))
+    assert [each.gpu.key for each in found.by_cost] == ["h100-80gb", "b300"]
+    assert found.by_cost[1].usd is None
+
+
+def test_a_bound_is_kept_or_named() -> None:
+    free = search(WISH, offer("h100-80gb:64"))
+    cheapest, fastest = free.by_cost[0], free.by_time[0]
+    inside = search(replace(WISH, budget_usd=cheapest.usd_middle * 1.2), offer("h100-80gb:64"))
+    assert all(each.usd_middle <= cheapest.usd_middle * 1.2 for each in inside.by_cost)
+    broke = search(replace(WISH, budget_usd=1.0), offer("h100-80gb:64"))
+    assert [wall.kind for wall in broke.walls] == ["price"]
+    assert "times the budget" in broke.walls[0].message
+    late = search(replace(WISH, deadline_seconds=fastest.seconds / 3), offer("h100-80gb:64"))
+    assert [wall.kind for wall in late.walls] == ["deadline"]
+    assert "3 times the deadline" in late.walls[0].message
+    nobody = search(replace(WISH, budget_usd=100.0), offer("b300:8"))
+    assert "no price is known" in nobody.walls[0].message
+
+
+def test_walls_of_memory_and_heads() -> None:
+    found = search(replace(WISH, max_length=2**24 - 2**16), offer("h100-80gb:64"))
+    assert found.walls[0].kind == "gpu"
+    assert "of 79.6" in found.walls[0].message
+    assert found.walls[-1].kind == "heads"
+    assert "a row is shared by at most 32 GPUs here: 32 heads" in found.walls[-1].message
+    far = search(replace(WISH, max_length=2**26), offer("h100-80gb:8"))
+    assert [wall.kind for wall in far.walls] == ["heads"]
+    poor = replace(TABLE.get_gpu("h100-80gb"), host_bytes_per_gpu=1 << 30)
+    assert [wall.kind for wall in search(WISH, [Offer(poor, 8)]).walls] == ["host"]
+
+
+def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
+    wish = Wish(LLAMA, 0, 10**9)
+    lengths = {
+        f"{each.candidate.gpu.key}:{each.candidate.job.world_size}": each.max_length
+        for kinds in (("h100-80gb:1", "h200:1"), ("h100-80gb:8", "h200:8"))
+        for each in search_longest(wish, offer(*kinds))
+    }
+    assert lengths["h100-80gb:1"] < lengths["h200:1"] < lengths["h200:8"]
+    assert lengths["h100-80gb:1"] < lengths["h100-80gb:8"] < lengths["h200:8"]
+
+
+def test_nothing_fits_a_gpu_that_is_too_small() -> None:
+    tiny = replace(TABLE.get_gpu("rtx-4090"), memory_bytes=2 << 30)
+    assert search_longest(Wish(LLAMA, 0, 10**9), [Offer(tiny, 1)]) == []
+
+
+def test_a_plan_for_experts_and_for_adapters() -> None:
+    moe = Wish(SHAPES["Qwen/Qwen3-30B-A3B"], 2**17, 10**8)
+    assert search(moe, offer("h200:8")).by_cost
+    full = search(replace(WISH, max_length=2**15), offer("l40s:2"))
+    lora = search(replace(WISH, max_length=2**15, is_lora=True), offer("l40s:2"))
+    assert lora.by_cost[0].job.levers.offload_optimizer == "none"
+    assert not full.by_cost or full.by_cost[0].usd_middle >= lora.by_cost[0].usd_middle

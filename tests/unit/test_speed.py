@@ -1,0 +1,135 @@
+"""Seconds by part: published rows, brute-force counts of work, and what must not speed anything up."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_memory import LLAMA, QWEN, SHAPES
+
+from ulysses_cli.commands.hardware_table import load_hardware
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.weights import Adapters
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.speed import (
+    PARTS,
+    compute_attention_flops,
+    compute_cost,
+    compute_exchange_bytes,
+    compute_mlp_flops,
+    compute_projection_flops,
+    compute_speed,
+    count_pairs,
+)
+
+TABLE = load_hardware()
+H100 = TABLE.get_gpu("h100-80gb")
+TILED = Levers("full", 1, True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("kibi_tokens", "chunks", "published"),
+    [(128, 1, 2320.47), (512, 1, 878.63), (3072, 1, 162.41), (128, 4, 2281.05), (1024, 4, 472.53), (5120, 4, 98.25)],
+)
+def test_published_rows(kibi_tokens: int, chunks: int, published: float) -> None:
+    """Llama3-8B on 8 H100, tokens/s of each: arXiv 2602.21196. All rows stand in benchmarks/estimate.py."""
+    llama_3 = Job(LLAMA, Layout(1, 1, 8), kibi_tokens * 1024, replace(TILED, head_chunks=chunks), fused_norms=True)
+    assert compute_speed(llama_3, H100).tokens_per_second / 8 == pytest.approx(published, rel=0.15)
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.none() | st.integers(1, 80))
+def test_pairs_against_brute_force(document: int, copies: int, window: int | None) -> None:
+    length = document * copies
+    pairs = sum(
+        sum(1 for key in range(query + 1) if window is None or query - key < window) for query in range(document)
+    )
+    assert count_pairs(length, document, window) == pytest.approx(copies * pairs)
+
+
+def test_documents_make_rows_cheaper_and_windows_too() -> None:
+    row = Job(LLAMA, Layout(1, 1, 8), 2**20, Levers())
+    packed = replace(row, document_tokens=2**14)
+    assert compute_attention_flops(packed) == pytest.approx(compute_attention_flops(row) / 64, rel=1e-3)
+    gemma = Job(SHAPES["google/gemma-2-9b"], Layout(1, 1, 8), 2**20, Levers())
+    full = 4 * gemma.query_width * 42 * 2**39 / 8
+    assert compute_attention_flops(gemma) == pytest.approx(full / 2, rel=0.01)  # every other layer sees 4,096 tokens
+
+
+def test_matrix_work_is_two_for_each_weight_and_token() -> None:
+    job = Job(LLAMA, Layout(1, 1, 8), 2**17, Levers())
+    assert LLAMA.num_parameters is not None
+    matrices = LLAMA.num_parameters - 2 * 128_256 * 4096 - 65 * 4096  # without embedding, head and norms
+    assert compute_projection_flops(job) + compute_mlp_flops(job) == 2 * matrices * 2**17 / 8
+
+
+def test_experts_that_nobody_chose_do_no_work() -> None:
+    job = Job(SHAPES["Qwen/Qwen3-30B-A3B"], Layout(1, 1, 4), 2**17, Levers())
+    per_token = compute_mlp_flops(job) / job.local_tokens / 48
+    assert per_token == 2 * 2048 * (8 * 3 * 768 + 128)
+
+
+def test_what_an_exchange_moves() -> None:
+    """Forward: q, k, v there and the result back, of which one part in sp stays where it is."""
+    job = Job(QWEN, Layout(1, 1, 4), 2**16, Levers(gradient_checkpointing=False))
+    q, kv = 4096, 1024
+    forward = 2 * (q + 2 * kv + q)
+    backward = 2 * (q + q + 2 * kv)
+    assert compute_exchange_bytes(job) == pytest.approx((forward + backward) * 2**14 * 36 * 3 / 4)
+    assert compute_exchange_bytes(replace(job, layout=Layout(1, 4, 1))) == 0
+
+
+jobs = st.builds(
+    lambda shape, sp, dp, row, levers, lora: Job(
+        shape, Layout(1, dp, sp), 4096 * row, levers, adapters=Adapters(8) if lora else None
+    ),
+    st.sampled_from(list(SHAPES.values())),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 16]),
+    st.integers(1, 200),
+    st.builds(
+        Levers,
+        gradient_checkpointing=st.sampled_from([True, "full", False]),
+        activation_offloading=st.booleans(),
+        tiled_mlp=st.booleans(),
+        offload_optimizer=st.sampled_from(["none", "cpu"]),
+    ),
+    st.booleans(),
+)
+
+
+@given(jobs, st.sampled_from(list(TABLE.gpus.values())))
+def test_parts_add_up_to_the_step(job: Job, gpu: object) -> None:
+    speed = compute_speed(job, gpu)  # type: ignore[arg-type]
+    assert tuple(speed.parts) == PARTS
+    assert min(speed.parts.values()) >= 0
+    assert min(speed.hidden.values()) >= 0
+    assert sum(speed.parts.values()) == pytest.approx(speed.step_seconds)
+    assert 0 < speed.mfu < 1
+    assert speed.tokens_per_second == pytest.approx(speed.tokens_per_step / speed.step_seconds)
+
+
+@given(jobs)
+def test_nothing_that_saves_memory_saves_time(job: Job) -> None:
+    def seconds(**levers: object) -> float:
+        return compute_speed(replace(job, levers=replace(job.levers, **levers)), H100).step_seconds  # type: ignore[arg-type]
+
+    on_gpu = {"activation_offloading": False}  # what is kept more has farther to go
+    assert seconds(gradient_checkpointing="full", **on_gpu) >= seconds(gradient_checkpointing=True, **on_gpu)
+    assert seconds(gradient_checkpointing=True) >= seconds(gradient_checkpointing=False)
+    assert seconds(offload_optimizer="cpu") > seconds(offload_optimizer="none")
+    assert seconds(activation_offloading=True) >= seconds(activation_offloading=False)
+    assert seconds(tiled_mlp=True) >= seconds(tiled_mlp=False)
+
+
+def test_accumulation_repeats_all_but_the_optimizer() -> None:
+    once = compute_speed(Job(LLAMA, Layout(1, 1, 8), 2**17, Levers()), H100)
+    four = compute_speed(Job(LLAMA, Layout(1, 1, 8), 2**17, Levers(), accumulation=4), H100)
+    assert four.tokens_per_step == 4 * once.tokens_per_step
+    for part in PARTS:
+        assert four.parts[part] == pytest.approx(once.parts[part] * (1 if part == "optimizer" else 4))
+
+
+def test_money_is_hours_times_price() -> None:
+    assert compute_cost(7200, 8, H100) == pytest.approx((16 * 1.99, 16 * 5.00))
+    assert compute_cost(7200, 8, TABLE.get_gpu("b300")) is None

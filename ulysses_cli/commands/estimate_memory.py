@@ -1,0 +1,183 @@
+"""`ulysses estimate-memory`: will it fit, how long, how much, and what to change."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOption, or_exit
+
+if TYPE_CHECKING:
+    from ulysses_cli.plan.estimate import Estimate
+    from ulysses_cli.plan.model_shape import ModelShape
+    from ulysses_cli.validate import Validated
+
+DEFAULT_GPU = "h100-80gb"
+MAX_PROCESSES = 1 << 20
+
+
+def estimate_memory(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="a recipe, and settings laid over it")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="instead of a recipe: hub name or local folder")] = None,
+    max_length: Annotated[str | None, typer.Option(help="with --model: tokens per row, such as 128Ki or 1M")] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, max=MAX_PROCESSES, help="with --model: GPUs of the run; 8 when left out")
+    ] = None,
+    gpu: Annotated[list[str] | None, typer.Option(help="GPU kind; may be repeated; h100-80gb when left out")] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="memory against length, for several layouts")] = False,
+    html: Annotated[Path | None, typer.Option(help="with --sweep: write the picture to this file")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="exit code 1 when it does not fit for sure")] = False,
+    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
+    output: FormatOption = Format.text,
+) -> None:
+    """Predict the memory of every phase, the time and the price of a recipe before a GPU is rented.
+
+    Per rank on the GPU and per node on the host, line by line, with the longest row that fits and the cheapest change
+    that would make this one fit. Without a recipe, sp_size is the largest legal one inside a node and levers are auto.
+
+    \b
+    Examples:
+      ulysses estimate-memory recipes/llama-3.1-8b-128k-8gpu.yaml --gpu h100-80gb --gpu h200
+      ulysses estimate-memory --model Qwen/Qwen3-8B --max-length 256Ki --num-processes 8
+      ulysses estimate-memory my.yaml data.max_length=512Ki memory.offload_optimizer=cpu --format json
+      ulysses estimate-memory --model Qwen/Qwen3-8B --max-length 1M --sweep --html sweep.html
+    """
+    from ulysses_cli.commands.hardware_table import load_hardware
+    from ulysses_cli.plan.estimate import compute_estimate
+    from ulysses_cli.report import ledger, printing
+
+    table = or_exit(load_hardware)
+    gpus = or_exit(lambda: [table.get_gpu(name) for name in dict.fromkeys(gpu or [DEFAULT_GPU])])
+    valid, said = or_exit(lambda: _find_recipe(words or [], model, max_length, num_processes, online=online))
+    if valid.problems or valid.loaded is None or valid.shape is None:
+        if output is Format.json:
+            printing.print_json({"problems": [problem.as_json() for problem in valid.problems]})
+        else:
+            printing.print_problems(valid.problems)
+        raise typer.Exit(USAGE)
+    if not gpu:
+        said.append(f"no --gpu is named: {DEFAULT_GPU}")
+    recipe, shape = valid.loaded.recipe, valid.shape
+    results = or_exit(lambda: [compute_estimate(recipe, shape, kind) for kind in gpus])
+    if sweep or html is not None:
+        _show_sweep(results, html, output)
+    elif output is Format.json:
+        printing.print_json({"results": [ledger.describe_estimate(each, said) for each in results]})
+    else:
+        printing.print_data("\n\n".join(ledger.format_estimate(each, valid.file, said) for each in results))
+    raise typer.Exit(FAILED if strict and any(each.fit.verdict != "fits" for each in results) else DONE)
+
+
+def _show_sweep(results: list[Estimate], html: Path | None, output: Format) -> None:
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.report import printing, sweep
+
+    found = sweep.compute_sweeps(results)
+    if output is Format.json:
+        printing.print_json({"sweeps": [sweep.describe_sweep(*each) for each in found]})
+    else:
+        printing.print_data("\n\n".join(sweep.format_sweep(*each) for each in found))
+    if html is not None:
+        page = sweep.make_sweep_page(found)
+
+        def write() -> None:
+            try:
+                html.write_text(page, encoding="utf-8")
+            except OSError as error:
+                raise RecipeError([Problem("--html", f"{html} cannot be written: {error.strerror}")]) from None
+
+        or_exit(write)
+        printing.print_talk(f"wrote {html}")
+
+
+def _find_recipe(
+    words: list[str], model: str | None, max_length: str | None, num_processes: int | None, *, online: bool
+) -> tuple[Validated, list[str]]:
+    """The recipe that is asked about, and what was taken for granted to have one."""
+    from ulysses_cli import validate
+    from ulysses_cli.plan.problem import Problem, RecipeError
+
+    files, overrides = validate.split_words(words)
+    if model is None:
+        if max_length is not None:
+            raise RecipeError(
+                [Problem("--max-length", "belongs to --model", "write data.max_length=... after a recipe")]
+            )
+        if not files:
+            hint = "name a recipe file, or --model NAME --max-length N --num-processes P"
+            raise RecipeError([Problem("", "there is neither a recipe nor --model", hint)])
+        if len(files) > 1:
+            raise RecipeError([Problem("", f"one recipe at a time, not {', '.join(files)}")])
+        return validate.validate_recipe(files[0], overrides, num_processes, online=online), []
+    if files:
+        raise RecipeError([Problem("--model", f"is given beside {files[0]}", "name a recipe or a model, not both")])
+    return draft_and_validate(model, max_length, num_processes or 8, overrides, online=online)
+
+
+def draft_and_validate(
+    model: str, max_length: str | None, num_processes: int, overrides: list[str], *, online: bool
+) -> tuple[Validated, list[str]]:
+    """A recipe from a model's name and a length, checked like any other. Sizes that overrides give are kept, and the
+    others made to fit."""
+    from ulysses_cli import validate
+    from ulysses_cli.plan.draft import GPUS_PER_NODE, Draft, find_obstacle, find_sp_size, needs_stretch, write_draft
+    from ulysses_cli.plan.layout import Layout
+    from ulysses_cli.plan.load import parse_recipe
+
+    shape = find_shape(model, online=online)
+    tokens = read_length("--max-length", max_length)
+    stretches = needs_stretch(shape, tokens)
+    given = parse_recipe(write_draft(Draft(model, tokens, Layout())), "the command line", overrides)
+    parallel = given.recipe.parallel
+    replicas = parallel.dp_replicate_size
+    said = []
+    if "parallel.sp_size" in given.places:
+        sp_size = parallel.sp_size
+    else:
+        sp_size = find_sp_size(shape, num_processes // replicas or 1, tokens)
+        said.append(f"sp_size {sp_size}, the largest legal one inside a node; levers are auto")
+        if tokens % GPUS_PER_NODE and num_processes > sp_size and not find_obstacle(shape):
+            below = tokens // GPUS_PER_NODE * GPUS_PER_NODE
+            said.append(f"{tokens:,} divides by few sp_sizes; {below:,} would leave more of them")
+    shards = max(1, num_processes // (sp_size * replicas))
+    layout = Layout(replicas, parallel.dp_shard_size if "parallel.dp_shard_size" in given.places else shards, sp_size)
+    if stretches:
+        said.append(f"positions are stretched by yarn: the model knows {shape.max_position_embeddings:,}")
+    text = write_draft(Draft(model, tokens, layout, needs_stretch=stretches))
+    return validate.validate_recipe("the command line", overrides, num_processes, online=online, text=text), said
+
+
+def find_shape(model: str, *, online: bool) -> ModelShape:
+    """A model's shape by its name, without a recipe."""
+    from dataclasses import replace
+
+    from ulysses_cli import hub
+    from ulysses_cli.plan.draft import quote
+    from ulysses_cli.plan.load import parse_recipe
+    from ulysses_cli.plan.problem import RecipeError, Where
+
+    text = f"model:\n  name_or_path: {quote(model)}\ndata:\n  datasets:\n    - path: owner/texts\n  max_length: 2\n"
+    try:
+        return hub.find_model_shape(parse_recipe(text).recipe, online=online).shape
+    except RecipeError as error:
+        raise RecipeError([replace(each, key="--model", where=Where()) for each in error.problems]) from None
+
+
+def read_length(key: str, text: str | None) -> int:
+    """A number of tokens, as in a recipe."""
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.recipe import MAX_TOKENS
+    from ulysses_cli.plan.yaml_tree import parse_number
+
+    hint = "write a number of tokens, such as 131072, 128Ki or 1M"
+    if text is None:
+        raise RecipeError([Problem(key, "required with --model", hint)])
+    found = parse_number(re.sub("B$", "G", text.strip()))
+    if not isinstance(found, int) or not 2 <= found <= MAX_TOKENS:
+        raise RecipeError([Problem(key, f"{text} is not a whole number from 2 to {MAX_TOKENS}", hint)])
+    return found

@@ -1,0 +1,210 @@
+"""`ulysses plan`: which GPUs, which layout, which levers; what it costs and how long it takes."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ulysses_cli.commands.estimate_memory import find_shape, read_length
+from ulysses_cli.commands.options import DONE, USAGE, Format, FormatOption, or_exit
+
+if TYPE_CHECKING:
+    from ulysses_cli.plan.hardware import Hardware
+    from ulysses_cli.plan.model_shape import ModelShape
+    from ulysses_cli.plan.search import Candidate, Found, Offer, Wish
+
+DEFAULT_TOKENS = 10**9
+MAX_MACHINES = 64
+MAX_GPUS = 1 << 20
+UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+class Method(StrEnum):
+    full = "full"
+    lora = "lora"
+
+
+class Order(StrEnum):
+    cost = "cost"
+    time = "time"
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="hub name or local folder")],
+    max_length: Annotated[str | None, typer.Option(help="tokens per row, such as 128Ki or 1M")] = None,
+    tokens: Annotated[str | None, typer.Option(help="tokens to train on in all; 1B when left out")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="what could be had: KIND:MOST,...; every kind, 64 machines, when left out")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(min=0.01, max=1e12, help="USD at most, at middle prices")] = None,
+    deadline: Annotated[str | None, typer.Option(help="time at most, such as 24h or 3d")] = None,
+    method: Annotated[Method, typer.Option(help="train all weights, or adapters of rank 16")] = Method.full,
+    longest: Annotated[bool, typer.Option("--longest", help="the longest row on all GPUs of --gpus instead")] = False,
+    by: Annotated[Order, typer.Option(help="which of the best --write takes")] = Order.cost,
+    write: Annotated[Path | None, typer.Option(help="write the best as a recipe to this file")] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite a file that is there")] = False,
+    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
+    output: FormatOption = Format.text,
+) -> None:
+    """Search GPUs, machine counts, layouts and levers for what fits, what is cheapest and what is fastest.
+
+    Each result has its memory margin, hours, a range of money and what limits it. When nothing fits, the wall that is
+    hit and how far away it is. Exit code 2 when there is no plan.
+
+    \b
+    Examples:
+      ulysses plan --model Qwen/Qwen3-8B --max-length 256Ki --tokens 500M
+      ulysses plan --model Qwen/Qwen3-8B --max-length 1M --gpus h100-80gb:8,h200:16 --budget 200 --write my.yaml
+      ulysses plan --model Qwen/Qwen3-8B --longest --gpus h100-80gb:8,a100-80gb:8
+    """
+    from ulysses_cli.commands.hardware_table import load_hardware
+    from ulysses_cli.plan import search
+    from ulysses_cli.report import planner, printing
+
+    table = or_exit(load_hardware)
+    offers = or_exit(lambda: _read_offers(gpus, table))
+    wish, said = or_exit(lambda: _read_wish(model, max_length, tokens, budget, deadline, method, longest, online))
+    if write is not None:
+        or_exit(lambda: _check_writable(write, force, longest))
+    if longest:
+        found = or_exit(lambda: search.search_longest(wish, offers))
+        title = f"{wish.shape.name}: the longest row that fits for sure"
+        if output is Format.json:
+            printing.print_json(planner.describe_longest(found, said))
+        else:
+            printing.print_data(planner.format_longest(found, title, said))
+            for offer in offers:
+                if offer.gpu.key not in {each.candidate.gpu.key for each in found}:
+                    printing.print_talk(f"{offer.max_gpus} x {offer.gpu.key}: no row fits, whatever the levers")
+        raise typer.Exit(DONE if found else USAGE)
+    result = or_exit(lambda: search.search(wish, offers))
+    if output is Format.json:
+        printing.print_json(planner.describe_found(result, said))
+    elif result.by_cost:
+        rows = f"{wish.max_length:,} tokens per row, {wish.num_tokens:,} tokens in all"
+        title = f"{wish.shape.name}, {rows}, {method} training"
+        printing.print_data(planner.format_found(result, title, said))
+    if not result.by_cost:
+        _explain_walls(result)
+        raise typer.Exit(USAGE)
+    if write is not None:
+        best = result.by_cost[0] if by is Order.cost else result.by_time[0]
+        or_exit(lambda: _write_recipe(best, wish, model, write, online=online))
+        printing.print_talk(f"wrote {write}: put your data in it, then ulysses validate-config {write}")
+
+
+def _read_wish(
+    model: str,
+    max_length: str | None,
+    tokens: str | None,
+    budget: float | None,
+    deadline: str | None,
+    method: Method,
+    longest: bool,
+    online: bool,
+) -> tuple[Wish, list[str]]:
+    from ulysses_cli.plan.draft import find_obstacle, needs_stretch
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.search import Wish
+
+    if longest and max_length is not None:
+        raise RecipeError(
+            [Problem("--longest", "finds the length, but --max-length gives one", "leave one of them out")]
+        )
+    shape = find_shape(model, online=online)
+    length = 0 if longest else read_length("--max-length", max_length)
+    num_tokens = DEFAULT_TOKENS if tokens is None else read_length("--tokens", tokens)
+    if not longest and num_tokens < length:
+        hint = f"write at least {length:,}"
+        raise RecipeError([Problem("--tokens", f"{num_tokens:,} are less than one row of {length:,}", hint)])
+    said = [] if tokens is not None or longest else [f"--tokens {DEFAULT_TOKENS:,}"]
+    _check_model(model, shape, length or 2)
+    if find_obstacle(shape):
+        said.append(f"one GPU for each row: {find_obstacle(shape)}")
+    if needs_stretch(shape, length):
+        said.append(f"positions are stretched by yarn: the model knows {shape.max_position_embeddings:,}")
+    seconds = None if deadline is None else _read_time(deadline)
+    return Wish(shape, length, num_tokens, method is Method.lora, budget, seconds), said
+
+
+def _check_model(model: str, shape: ModelShape, length: int) -> None:
+    """What no layout could mend: weights, dropout, positions."""
+    from ulysses_cli.plan import check_model, check_positions
+    from ulysses_cli.plan.draft import Draft, needs_stretch, write_draft
+    from ulysses_cli.plan.layout import Layout
+    from ulysses_cli.plan.load import parse_recipe
+    from ulysses_cli.plan.problem import RecipeError
+
+    draft = Draft(model, length, Layout(), needs_stretch=needs_stretch(shape, length))
+    recipe = parse_recipe(write_draft(draft)).recipe
+    rules = (check_model.check_weights, check_model.check_dropout, check_positions.check_positions)
+    problems = [problem for rule in rules for problem in rule(recipe, shape)]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _read_time(text: str) -> float:
+    from ulysses_cli.plan.problem import Problem, RecipeError
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", text.strip().lower())
+    if not match or match[2] not in UNITS or float(match[1]) <= 0:
+        raise RecipeError([Problem("--deadline", f"{text} is not a time", "write hours or days, such as 24h or 3d")])
+    return float(match[1]) * UNITS[match[2]]
+
+
+def _read_offers(text: str | None, table: Hardware) -> list[Offer]:
+    """`h100-80gb:8,h200` -> offers; without a number, up to 64 machines."""
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.search import Offer
+
+    if text is None:
+        return [Offer(gpu, MAX_MACHINES * gpu.gpus_per_node) for gpu in table.gpus.values()]
+    offers: list[Offer] = []
+    for part in text.split(","):
+        name, colon, count = part.strip().partition(":")
+        gpu = table.get_gpu(name)
+        if colon and not (count.isascii() and count.isdigit() and 1 <= int(count) <= MAX_GPUS):
+            hint = f"write KIND:MOST, such as {gpu.key}:8"
+            raise RecipeError([Problem("--gpus", f"{count or 'nothing'} is not a number of GPUs", hint)])
+        offers.append(Offer(gpu, int(count) if colon else MAX_MACHINES * gpu.gpus_per_node))
+    return offers
+
+
+def _check_writable(file: Path, force: bool, longest: bool) -> None:
+    from ulysses_cli.plan.problem import Problem, RecipeError
+
+    if longest:
+        raise RecipeError([Problem("--write", "belongs to a plan with --max-length", "leave --longest out")])
+    if file.exists() and not force:
+        raise RecipeError([Problem("--write", f"{file} exists", "add --force to overwrite it, or name another file")])
+    if not file.parent.is_dir():
+        raise RecipeError([Problem("--write", f"{file.parent} is not a folder", "make it, or name another file")])
+
+
+def _write_recipe(best: Candidate, wish: Wish, model: str, file: Path, *, online: bool) -> None:
+    """The recipe passes its checks before it is written."""
+    from ulysses_cli import validate
+    from ulysses_cli.plan.draft import write_draft
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.search import draft_candidate
+
+    draft, header = draft_candidate(best, wish, model, str(file))
+    text = write_draft(draft, header)
+    valid = validate.validate_recipe(str(file), online=online, text=text)
+    if valid.problems:
+        raise RecipeError(valid.problems)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecipeError([Problem("--write", f"{file} cannot be written: {error.strerror}")]) from None
+
+
+def _explain_walls(found: Found) -> None:
+    from ulysses_cli.plan.problem import Problem
+    from ulysses_cli.report import printing
+
+    printing.print_problems([Problem(f"no plan ({wall.kind})", wall.message, wall.hint) for wall in found.walls])

@@ -1,0 +1,68 @@
+"""One recipe on one kind of GPU: memory, time, money, the longest row, and what to change when it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ulysses_cli.plan.draft import write_levers
+from ulysses_cli.plan.fit import Fit, find_max_length, judge
+from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.ledger.job import Job, make_job
+from ulysses_cli.plan.lever_choice import COSTS, Choice, choose_for_job, find_cheapest, list_strongest, read_levers
+from ulysses_cli.plan.memory import Ledger, compute_ledger
+from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.speed import Speed, compute_cost, compute_speed
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Everything about one job on one GPU kind. `suggestion` is YAML, or '' where nothing is to be changed or helps."""
+
+    gpu: Gpu
+    job: Job
+    choice: Choice
+    ledger: Ledger
+    fit: Fit
+    speed: Speed
+    max_length: int
+    max_length_all_levers: int
+    suggestion: str
+
+    @property
+    def usd_per_million_tokens(self) -> tuple[float, float] | None:
+        seconds = 1e6 / self.speed.tokens_per_second
+        return compute_cost(seconds, self.job.world_size, self.gpu)
+
+
+def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
+    """For a recipe that passed its checks."""
+    levers, open_names = read_levers(recipe)
+    job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
+    choice = choose_for_job(job, gpu, open_names)
+    settled = replace(job, levers=choice.levers)
+    ledger = compute_ledger(settled)
+    fit = judge(settled, ledger, gpu)
+    return Estimate(
+        gpu=gpu,
+        job=settled,
+        choice=choice,
+        ledger=ledger,
+        fit=fit,
+        speed=compute_speed(settled, gpu),
+        max_length=find_max_length(settled, gpu),
+        max_length_all_levers=max(find_max_length(replace(job, levers=each), gpu) for each in list_strongest(job)),
+        suggestion="" if fit.verdict == "fits" else suggest_levers(settled, gpu),
+    )
+
+
+def suggest_levers(job: Job, gpu: Gpu) -> str:
+    """The cheapest change of levers that makes a job fit, as YAML; '' when no lever does."""
+    open_names = [name for name in COSTS if name != "offload_param"]
+    found = find_cheapest(job, gpu, open_names) or find_cheapest(job, gpu, list(COSTS))
+    if found is None or found == job.levers:
+        return ""
+    tried = replace(job, levers=found)
+    if judge(tried, compute_ledger(tried), gpu).verdict != "fits":
+        return ""
+    return "\n".join(write_levers(found, job.levers)) + "\n"

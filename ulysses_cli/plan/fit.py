@@ -1,0 +1,92 @@
+"""Does a job fit a GPU and its machine, by how much, and how long a row would still fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.memory import Ledger, compute_ledger
+
+Verdict = Literal["fits", "too_close", "does_not_fit"]
+INT32_LIMIT = 2**31
+ROW_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Bytes of a rank on its GPU, of a node on its host. The margin may be negative."""
+
+    verdict: Verdict
+    wall: str  # what is too small: "", "gpu" or "host"
+    gpu_peak_bytes: int
+    gpu_capacity_bytes: int
+    host_peak_bytes: int
+    host_capacity_bytes: int
+    uncertainty_bytes: int
+
+    @property
+    def margin_bytes(self) -> int:
+        return self.gpu_capacity_bytes - self.gpu_peak_bytes
+
+    @property
+    def host_margin_bytes(self) -> int:
+        return self.host_capacity_bytes - self.host_peak_bytes
+
+
+def judge(job: Job, ledger: Ledger, gpu: Gpu) -> Fit:
+    """Fits when the margin is wider than what the ledger may be off; too close when it is not, either way."""
+    uncertainty = ledger.uncertainty_bytes
+    margin = gpu.memory_bytes - ledger.gpu_peak_bytes
+    host_capacity = gpu.get_host_bytes(job.world_size)
+    verdict: Verdict = "fits" if margin >= uncertainty else "too_close" if margin > -uncertainty else "does_not_fit"
+    wall = "" if verdict == "fits" else "gpu"
+    if ledger.host_peak_bytes > host_capacity and verdict != "does_not_fit":
+        verdict, wall = "does_not_fit", "host"
+    return Fit(
+        verdict=verdict,
+        wall=wall,
+        gpu_peak_bytes=ledger.gpu_peak_bytes,
+        gpu_capacity_bytes=gpu.memory_bytes,
+        host_peak_bytes=ledger.host_peak_bytes,
+        host_capacity_bytes=host_capacity,
+        uncertainty_bytes=uncertainty,
+    )
+
+
+def is_indexable(job: Job) -> bool:
+    """No kernel call sees a tensor of 2^31 elements (check_model.py says why)."""
+    heads = job.shape.num_heads // job.layout.sp_size // job.levers.head_chunks
+    tensors = [job.batch * job.row_tokens * heads * job.shape.head_dim, job.local_tokens * job.shape.hidden_size]
+    if not job.levers.tiled_mlp:
+        tensors.append(job.local_tokens * max(job.shape.intermediate_size, job.shape.moe_intermediate_size))
+    if not job.levers.tiled_loss:
+        tensors.append(job.local_tokens * job.shape.vocab_size)
+    return max(tensors) < INT32_LIMIT
+
+
+def fits(job: Job, gpu: Gpu) -> bool:
+    return is_indexable(job) and judge(job, compute_ledger(job), gpu).verdict == "fits"
+
+
+def find_max_length(job: Job, gpu: Gpu) -> int:
+    """The longest row that fits with these levers, in whole multiples; 0 when none does. Memory never falls with
+    length, so that halving finds it."""
+    multiple = job.layout.sp_size * ROW_MULTIPLE
+    return multiple * find_largest(lambda count: fits(replace(job, row_tokens=count * multiple), gpu))
+
+
+def find_largest(holds: Callable[[int], bool]) -> int:
+    """The largest positive number for which something holds that stops holding at some point; 0 if it never does."""
+    if not holds(1):
+        return 0
+    high = 2
+    while holds(high):
+        high *= 2
+    low = high // 2
+    while high - low > max(1, low // 512):  # a fifth of a percent is finer than the ledger is sure
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

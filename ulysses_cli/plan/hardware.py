@@ -1,0 +1,187 @@
+"""GPUs, links and prices: mappings (the shipped hardware.yaml, then the user's) -> checked values.
+
+No file is opened here. Rates are datasheet numbers; the shares of them that a step reaches stand beside them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+GIB = 1 << 30
+KEY = "--gpu"
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a datasheet's rate; host_memory_gb_s is a rate itself."""
+
+    matmul: float = 0.72
+    memory: float = 0.8
+    link: float = 0.75
+    host: float = 0.8
+    network: float = 0.8
+    host_memory_gb_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU in the machine it usually comes in. Rates as datasheets state them; links one way."""
+
+    key: str
+    name: str
+    memory_bytes: int
+    tflops: float
+    memory_gb_s: float
+    link_gb_s: float
+    host_gb_s: float
+    network_gb_s: float
+    attention_forward: float
+    attention_backward: float
+    gpus_per_node: int
+    host_bytes_per_gpu: int
+    usd_low: float | None
+    usd_high: float | None
+    source: str
+    price_source: str
+    price_date: str
+    efficiency: Efficiency = Efficiency()
+
+    @property
+    def usd_middle(self) -> float | None:
+        """Geometric: prices spread by factors, not by differences."""
+        return None if self.usd_low is None or self.usd_high is None else math.sqrt(self.usd_low * self.usd_high)
+
+    def get_host_bytes(self, num_gpus: int) -> int:
+        """Host memory of the machine that holds the fullest share of a run."""
+        return self.host_bytes_per_gpu * min(num_gpus, self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    gpus: dict[str, Gpu]
+    aliases: dict[str, str]
+
+    def get_gpu(self, name: str) -> Gpu:
+        key = name.strip().lower().replace("_", "-").replace(" ", "-")
+        key = self.aliases.get(key, key)
+        if key in self.gpus:
+            return self.gpus[key]
+        close = difflib.get_close_matches(key, [*self.gpus, *self.aliases], n=1)
+        near = f"did you mean {close[0]}? " if close else ""
+        raise RecipeError([Problem(KEY, f"no GPU is called {name}", f"{near}known: {', '.join(self.gpus)}")])
+
+
+NUMBERS = {"tflops", "memory_gb_s", "link_gb_s", "host_gb_s", "network_gb_s"}
+REQUIRED = {*NUMBERS, "name", "memory_mib", "attention", "gpus_per_node", "host_gib_per_gpu"}
+OPTIONAL = {"aliases", "usd_per_hour", "source", "price_source", "price_date"}
+
+
+def read_hardware(*tables: tuple[str, Any]) -> Hardware:
+    """(file, its content), later ones laid over earlier ones. Every mistake at once."""
+    problems: list[Problem] = []
+    entries: dict[str, dict[str, Any]] = {}
+    efficiency = Efficiency()
+    origin: dict[str, str] = {}
+    for file, content in tables:
+        if not isinstance(content, Mapping):
+            problems.append(Problem("", f"{file} holds no mapping", "write `gpus:` and below it a GPU's name"))
+            continue
+        problems += [
+            Problem(str(section), f"unknown section of {file}", "sections are gpus and efficiency")
+            for section in content.keys() - {"gpus", "efficiency"}
+        ]
+        efficiency = _read_efficiency(file, content.get("efficiency") or {}, efficiency, problems)
+        gpus = content.get("gpus") or {}
+        if not isinstance(gpus, Mapping):
+            problems.append(Problem("gpus", f"{file}: is no mapping of GPUs", "write a name and below it its numbers"))
+            continue
+        for key, entry in gpus.items():
+            if not isinstance(entry, Mapping):
+                problems.append(Problem(f"gpus.{key}", f"{file}: is no mapping", "write its numbers below it"))
+                continue
+            entries[str(key).lower()] = {**entries.get(str(key).lower(), {}), **entry}
+            origin[str(key).lower()] = file
+    found = {key: _read_gpu(origin[key], key, entry, efficiency, problems) for key, entry in entries.items()}
+    if problems:
+        raise RecipeError(problems)
+    gpus = {key: gpu for key, gpu in found.items() if gpu is not None}
+    aliases = {str(alias).lower(): key for key in gpus for alias in entries[key].get("aliases") or ()}
+    return Hardware(gpus, aliases)
+
+
+def _read_efficiency(file: str, said: Any, known: Efficiency, problems: list[Problem]) -> Efficiency:
+    names = {field.name for field in fields(Efficiency)}
+    if not isinstance(said, Mapping):
+        problems.append(Problem("efficiency", f"{file}: is no mapping", f"keys are {', '.join(sorted(names))}"))
+        return known
+    for name, value in said.items():
+        limit = 10_000.0 if name == "host_memory_gb_s" else 1.0
+        if name not in names or not _is_number(value, limit):
+            hint = f"keys are {', '.join(sorted(names))}; shares lie above 0 and at most 1"
+            problems.append(Problem(f"efficiency.{name}", f"{file}: {value!r} cannot be used", hint))
+        else:
+            known = replace(known, **{name: float(value)})
+    return known
+
+
+def _is_number(value: Any, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
+
+
+def _is_pair(value: Any, most: float) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(_is_number(each, most) for each in value)
+
+
+def _read_gpu(
+    file: str, key: str, entry: Mapping[str, Any], efficiency: Efficiency, problems: list[Problem]
+) -> Gpu | None:
+    before = len(problems)
+
+    def complain(name: str, message: str, hint: str = "") -> None:
+        problems.append(Problem(f"gpus.{key}.{name}", f"{file}: {message}", hint))
+
+    for name in sorted(entry.keys() - REQUIRED - OPTIONAL, key=str):
+        complain(str(name), "unknown key", f"keys are {', '.join(sorted(REQUIRED | OPTIONAL))}")
+    for name in sorted(REQUIRED - entry.keys()):
+        complain(name, "missing", "a GPU of your own needs all numbers; one that is shipped, only what differs")
+    for name in sorted(NUMBERS & entry.keys()):
+        if not _is_number(entry[name], 1e6):
+            complain(name, f"{entry[name]!r} is not a positive number")
+    for name in ("memory_mib", "gpus_per_node", "host_gib_per_gpu"):
+        if name in entry and not (_is_number(entry[name], 1e9) and entry[name] == int(entry[name])):
+            complain(name, f"{entry[name]!r} is not a positive whole number")
+    if "attention" in entry and not _is_pair(entry["attention"], 1.0):
+        complain("attention", f"{entry['attention']!r} is not a pair of shares", "write [forward, backward]")
+    price = entry.get("usd_per_hour")
+    if _is_number(price, 1e4):
+        price = [price, price]
+    if price is not None and not (_is_pair(price, 1e4) and price[0] <= price[1]):
+        complain("usd_per_hour", f"{price!r} is neither a price nor [low, high]")
+    if not isinstance(entry.get("aliases") or [], list):
+        complain("aliases", "is not a list of names")
+    if len(problems) > before:
+        return None
+    low, high = (float(price[0]), float(price[1])) if price is not None else (None, None)
+    forward, backward = entry["attention"]
+    return Gpu(
+        key=key,
+        name=str(entry["name"]),
+        memory_bytes=int(entry["memory_mib"]) << 20,
+        **{name: float(entry[name]) for name in NUMBERS},
+        attention_forward=float(forward),
+        attention_backward=float(backward),
+        gpus_per_node=int(entry["gpus_per_node"]),
+        host_bytes_per_gpu=int(entry["host_gib_per_gpu"]) * GIB,
+        usd_low=low,
+        usd_high=high,
+        source=str(entry.get("source") or ""),
+        price_source=str(entry.get("price_source") or ""),
+        price_date=str(entry.get("price_date") or ""),
+        efficiency=efficiency,
+    )

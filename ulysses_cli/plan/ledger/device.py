@@ -1,0 +1,56 @@
+"""What a GPU holds beside torch's tensors, and how sure the ledger is. No trace sees these; each has a source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.layer import compute_mlp_forward
+from ulysses_cli.plan.ledger.states import compute_reduce_flush
+
+MIB, GIB = 1 << 20, 1 << 30
+CONTEXT_BYTES = GIB  # ALST, arXiv 2506.13996: "CUDA context about 1 GiB"; kernels are loaded as they are first used
+CUBLAS_BYTES = 32 * MIB  # torch: CUBLAS_WORKSPACE_CONFIG default on Hopper and newer, 8 MiB before
+NCCL_CHANNEL_BYTES = 10 * MIB  # a connection's buffers: NCCL_BUFFSIZE 4 MiB, LL128 about 5 MiB, LL 1 MiB
+NCCL_CHANNELS, NCCL_CONNECTIONS = 16, 4  # a ring and a tree have two neighbours each
+PAGE_BYTES = 2 * MIB  # expandable segments grow by pages of this size
+SHARE_UNSURE, DEVICE_SHARE_UNSURE = 0.03, 0.5  # of torch's bytes; of what is beside them
+
+
+def compute_context(job: Job) -> int:
+    """The CUDA context with its loaded kernels."""
+    return CONTEXT_BYTES
+
+
+def compute_nccl(job: Job) -> int:
+    """Buffers per communicator: one of all ranks, one of an sp group, one of the replicas' ranks; none on one rank."""
+    if job.world_size == 1:
+        return 0
+    layout = job.layout
+    groups = 1 + (layout.sp_size > 1) + (layout.dp_replicate_size > 1)
+    return groups * NCCL_CHANNELS * NCCL_CONNECTIONS * NCCL_CHANNEL_BYTES
+
+
+def compute_cublas(job: Job) -> int:
+    return CUBLAS_BYTES
+
+
+def compute_allocator(job: Job, allocated: int, *, expandable: bool) -> int:
+    """What torch's allocator holds beyond the bytes in use. Memory of the stream that reduces gradients cannot serve
+    the others, so a flushed bucket's room stays held. With expandable segments the rest is pages that are not full:
+    one for each of the hundreds of tensors alive, 1 %. Without them, what a large tensor leaves cannot serve a larger
+    one: plain logits leave b V S under their float32 copies, a layer leaves its widest forward."""
+    held = compute_reduce_flush(job)
+    if expandable:
+        return held + allocated // 100
+    plain = 0 if job.levers.tiled_loss else job.dtype_bytes * job.shape.vocab_size * job.local_tokens
+    return held + allocated // 100 + max(plain, max(compute_mlp_forward(job, layer) for layer in set(job.shape.layers)))
+
+
+def compute_uncertainty(gpu_lines: Mapping[str, int]) -> int:
+    """How far the truth may be off either way: 3 % of torch's bytes, half of what is beside them."""
+    beside = sum(gpu_lines.get(name, 0) for name in DEVICE_LINES)
+    return round(SHARE_UNSURE * (sum(gpu_lines.values()) - beside) + DEVICE_SHARE_UNSURE * beside)
+
+
+DEVICE_LINES = ("cuda_context", "nccl", "allocator")

@@ -1,0 +1,72 @@
+"""Bytes of the output head and the loss, plain and in tiles. V vocabulary, h hidden, S local tokens, b dtype bytes."""
+
+from __future__ import annotations
+
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.layer import compute_norm_backward, compute_norm_saved
+from ulysses_cli.plan.tiles import compute_loss_tile_tokens
+
+
+def count_head_elements(job: Job) -> int:
+    return job.shape.vocab_size * job.shape.hidden_size
+
+
+def trains_head(job: Job) -> bool:
+    return job.adapters is None
+
+
+def compute_final_norm(job: Job) -> int:
+    """The last norm keeps its float32 input and scaled result, and its output is the head's input: (4 + 2 b) h S."""
+    return compute_norm_saved(job, job.shape.hidden_size) + job.dtype_bytes * job.shape.hidden_size * job.local_tokens
+
+
+def compute_final_norm_backward(job: Job) -> int:
+    """Four float32 tensors and the gradients on either side, beside what was saved."""
+    hidden, tokens = job.shape.hidden_size, job.local_tokens
+    return compute_norm_backward(job, hidden) + 2 * job.dtype_bytes * hidden * tokens
+
+
+def compute_loss_forward(job: Job) -> int:
+    """Logits, their float32 copy and log-softmax: (b + 8) V S (transformers 5: loss_utils.py, ForCausalLMLoss). In
+    tiles there is no copy: (b + 4) V of a tile."""
+    vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
+    if job.levers.tiled_loss:
+        return (b + 4 + 4 * bool(job.shape.final_softcap)) * vocab * tokens
+    return ((0 if b == 4 else b) + 8) * vocab * tokens
+
+
+def compute_loss_backward(job: Job) -> int:
+    """Log-softmax, the gradient that reaches it and the one that leaves it, all float32: 12 V S; a capped model keeps
+    the capped logits too. In tiles: logits and two float32 copies (capped: three), or their gradient and the one of
+    the head's weight that the tile makes (train/tiled_loss.py)."""
+    vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
+    capped = bool(job.shape.final_softcap)
+    if job.levers.tiled_loss:
+        return b * vocab * tokens + max((8 + 4 * capped) * vocab * tokens, compute_head_gradient(job))
+    return (12 + b * capped) * vocab * tokens
+
+
+def count_loss_tokens(job: Job) -> int:
+    if not job.levers.tiled_loss:
+        return job.local_tokens
+    return compute_loss_tile_tokens(job.local_tokens, job.shape.vocab_size)
+
+
+def compute_head_accumulator(job: Job) -> int:
+    """In tiles, the head's gradient adds up in float32: 4 V h. A frozen head has none."""
+    return 4 * count_head_elements(job) if job.levers.tiled_loss and trains_head(job) else 0
+
+
+def compute_hidden_gradient(job: Job) -> int:
+    """In tiles, the hidden states' gradient is made with the loss and waits for the backward: b h S."""
+    return job.dtype_bytes * job.shape.hidden_size * job.local_tokens if job.levers.tiled_loss else 0
+
+
+def compute_head_gradient(job: Job) -> int:
+    """b V h, whole on every rank until it is reduced."""
+    return job.dtype_bytes * count_head_elements(job) if trains_head(job) else 0
+
+
+def compute_logits_gradient(job: Job) -> int:
+    """While the head's own gradient is made from them: b V S; in tiles they are gone by then."""
+    return 0 if job.levers.tiled_loss else job.dtype_bytes * job.shape.vocab_size * job.local_tokens

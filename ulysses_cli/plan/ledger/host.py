@@ -1,0 +1,60 @@
+"""Bytes of host memory on the fullest node, by line. Page-locked memory cannot be swapped and counts in full."""
+
+from __future__ import annotations
+
+from ulysses_cli.plan.ledger import states
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.layer import compute_attention_result, compute_kept_output, compute_layer_input
+from ulysses_cli.plan.ledger.weights import count_shard
+
+PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; resident set as ranks report it
+LARGEST_FILE_BYTES = 5 << 30  # transformers writes weights in files of this size
+ADAM_SAVED_BYTES = 12
+
+
+def compute_kept_pinned(job: Job) -> int:
+    """Per rank: what recomputation starts from, of every layer: ALST's tokens / world x hidden x layers x 2 x ranks of
+    the node, and results that are kept. Buffers are page-locked as large as they are (train/offload.py: HostPool)."""
+    if not job.levers.activation_offloading or job.levers.gradient_checkpointing is False:
+        return 0
+    kept = compute_layer_input(job) + compute_kept_output(job)
+    return job.shape.num_layers * (kept + (compute_attention_result(job) if keeps_result(job) else 0))
+
+
+def keeps_result(job: Job) -> bool:
+    return job.levers.gradient_checkpointing is True
+
+
+def compute_pinned_rounding(job: Job) -> int:
+    """DeepSpeed's page-locked buffers are torch's, which rounds each up to a power of two (CachingHostAllocator.h)."""
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    blocks = [states.compute_host_parameters(job)]
+    if job.levers.offload_optimizer == "cpu":
+        group = min(shard, job.engine.sub_group)
+        blocks += [job.engine.gradient_bytes * shard, *[4 * group] * (shard // group), 4 * (shard % group)]
+    return sum(round_up(size) - size for size in blocks)
+
+
+def round_up(size: int) -> int:
+    """To the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def list_host_lines(job: Job, phase: str) -> dict[str, int]:
+    """Lines of one node in one phase."""
+    ranks = job.ranks_per_node
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    lines = {
+        "process": PROCESS_BYTES,
+        "optimizer_pinned": states.compute_host_optimizer_pinned(job),
+        "optimizer_pageable": states.compute_host_optimizer_pageable(job),
+        "parameters_pinned": states.compute_host_parameters(job),
+        "activations_pinned": compute_kept_pinned(job) if phase not in ("load", "evaluation") else 0,
+        "pinned_rounding": compute_pinned_rounding(job),
+    }
+    if phase == "save":  # a copy of everything that a checkpoint holds, or of one tensor at a time; and the file
+        lines["save_copy"] = ADAM_SAVED_BYTES * shard if job.async_save else 4 * min(shard, job.engine.sub_group)
+    found = {name: ranks * size for name, size in lines.items() if size}
+    if phase in ("load", "save"):
+        found["weights_file"] = LARGEST_FILE_BYTES
+    return found

@@ -1,0 +1,170 @@
+"""What the ledger looks at: one run with everything settled. Plain numbers; a recipe is read here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
+from ulysses_cli.plan.families import FAMILIES, Family
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.weights import Adapters, Weights, list_weights
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.resolved import compute_kv_heads, make_layout, resolve
+
+BYTES = {"bfloat16": 2, "bf16": 2, "fp16": 2, "float32": 4, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """DeepSpeed's settings that cost memory, in elements; its defaults where the config is silent (runtime/zero/
+    config.py, runtime/engine.py: with sequence parallelism gradients travel in float32, otherwise as they are)."""
+
+    reduce_bucket: int = 500_000_000
+    prefetch_bucket: int = 50_000_000
+    max_live: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    persistence_threshold: int = 100_000
+    sub_group: int = 1_000_000_000
+    communication_bytes: int = 2
+    gradient_bytes: int = 2
+
+
+def read_engine(config: Mapping[str, Any], dtype_bytes: int, sp_size: int) -> Engine:
+    zero = config.get("zero_optimization") or {}
+    said = config.get("seq_parallel_communication_data_type", "fp32") if sp_size > 1 else None
+    said = said or config.get("communication_data_type")
+    accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
+
+    def get(name: str, default: int) -> int:
+        found = zero.get(name, zero.get(f"stage3_{name}", default))
+        return int(found) if isinstance(found, int | float) and not isinstance(found, bool) else default
+
+    return Engine(
+        get("reduce_bucket_size", 500_000_000),
+        get("prefetch_bucket_size", 50_000_000),
+        get("max_live_parameters", 1_000_000_000),
+        get("max_reuse_distance", 1_000_000_000),
+        get("param_persistence_threshold", 100_000),
+        get("sub_group_size", 1_000_000_000),
+        BYTES.get(str(said), dtype_bytes),
+        BYTES.get(str(accumulated), dtype_bytes),
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. `row_tokens` is the padded row; a micro-step is `batch` rows for each sp group."""
+
+    shape: ModelShape
+    layout: Layout
+    row_tokens: int
+    levers: Levers
+    batch: int = 1
+    accumulation: int = 1
+    dtype_bytes: int = 2
+    zero_stage: int = 3
+    optim: str = "adamw"
+    adapters: Adapters | None = None
+    engine: Engine = Engine()
+    gpus_per_node: int = 8
+    evaluates: bool = True
+    async_save: bool = False
+    fused_norms: bool = False  # RMSNorm in one kernel (Liger): no float32 copies
+    kernel: str = "auto"  # decides the attention backward's workspace; auto: the larger one, FlashAttention 2's
+    document_tokens: int | None = None  # mean length of the documents in a row; None: one document fills it
+
+    @cached_property
+    def family(self) -> Family:
+        return FAMILIES[self.shape.model_type]
+
+    @cached_property
+    def weights(self) -> Weights:
+        return list_weights(self.shape, self.adapters)
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a micro-step on each rank."""
+        return self.batch * self.row_tokens // self.layout.sp_size
+
+    @property
+    def query_width(self) -> int:
+        return self.shape.num_heads * self.shape.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.shape.num_kv_heads * self.shape.head_dim
+
+    @cached_property
+    def row_kv_width(self) -> int:
+        """Keys after the exchange, per local token: more than kv_width where ranks share key/value heads."""
+        heads = compute_kv_heads(self.shape.num_heads, self.shape.num_kv_heads, self.layout.sp_size)
+        return self.layout.sp_size * heads.num_local * self.shape.head_dim
+
+    @cached_property
+    def chunk_kv_width(self) -> int:
+        """The same for one chunk of heads: key/value heads do not shrink below one for each rank."""
+        chunks, sp_size = self.levers.head_chunks, self.layout.sp_size
+        heads = compute_kv_heads(self.shape.num_heads, self.shape.num_kv_heads, sp_size * chunks)
+        return sp_size * heads.num_local * self.shape.head_dim
+
+    @property
+    def kv_gradients_add_up(self) -> bool:
+        """Key/value gradients arrive piecemeal and are summed in float32 (train/heads.py: HeadPlan.adds_up)."""
+        chunks, sp_size = self.levers.head_chunks, self.layout.sp_size
+        return chunks > 1 and (self.shape.num_kv_heads % (sp_size * chunks) != 0)
+
+    @property
+    def num_nodes(self) -> int:
+        return math.ceil(self.world_size / self.gpus_per_node)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(self.world_size, self.gpus_per_node)
+
+
+def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
+    """A model whose layers no formula describes is refused: a guess would look like an answer."""
+    if shape.model_type in FAMILIES and shape.num_parameters is not None:
+        return
+    why = f": {shape.inexact}" if shape.inexact and "not on the list" not in shape.inexact else ""
+    message = f"there is no memory formula for {shape.name}, a model of type {shape.model_type}{why}"
+    raise RecipeError([Problem(key, message, f"formulas know {', '.join(sorted(FAMILIES))}")])
+
+
+def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8) -> Job:
+    """A recipe that passed its checks, with its levers settled -> Job."""
+    check_known(shape)
+    layout, resolved = make_layout(recipe), resolve(recipe, shape)
+    dtype_bytes = BYTES[recipe.model.dtype]
+    config = merge_user_config(make_ds_config(recipe, layout, levers.offload_optimizer), recipe.deepspeed)
+    lora = recipe.lora
+    return Job(
+        shape=shape,
+        layout=layout,
+        row_tokens=resolved.row_tokens,
+        levers=levers,
+        batch=recipe.train.per_device_train_batch_size,
+        accumulation=recipe.train.gradient_accumulation_steps,
+        dtype_bytes=dtype_bytes,
+        zero_stage=recipe.parallel.zero_stage,
+        optim=recipe.train.optim,
+        adapters=None
+        if lora is None
+        else Adapters(lora.r, () if lora.target_modules == "all-linear" else lora.target_modules),
+        engine=read_engine(config, dtype_bytes, layout.sp_size),
+        gpus_per_node=gpus_per_node,
+        evaluates=bool(recipe.data.eval_datasets or recipe.data.eval_split),
+        async_save=recipe.run.async_save,
+        kernel=recipe.model.attn_implementation,
+    )

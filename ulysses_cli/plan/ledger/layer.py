@@ -1,0 +1,231 @@
+"""Bytes that a decoder layer keeps and works with, per rank and micro-step: transformers' layers, our attention.
+
+Widths count elements per token: h hidden, q queries, k keys (or values), r the same after the exchange, i inner, b
+bytes of the dtype, S local tokens. Held against real models by tests/single/test_ledger.py.
+"""
+
+from __future__ import annotations
+
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.model_shape import Layer
+from ulysses_cli.plan.tiles import compute_num_mlp_tiles
+
+PRECISE_NORMS = {"gemma2", "gemma3_text", "gpt_oss", "olmo2"}  # the scaled result too is float32
+POST_NORMS = {"gemma2", "gemma3_text", "olmo2"}  # a norm behind the MLP; olmo2 has none before attention
+EXPERT_INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
+EXPERT_INNER_SAVED = {"gpt_oss": 7}  # tensors of the inner width that an expert saves; others save 4
+
+
+def compute_layer_input(job: Job) -> int:
+    """b h S: what recomputation starts from."""
+    return job.dtype_bytes * job.shape.hidden_size * job.local_tokens
+
+
+def compute_attention_result(job: Job) -> int:
+    """b q S and the log-sum-exp, 4 heads S: what the attention kernel gave, of the rank's heads and whole rows."""
+    return (job.dtype_bytes * job.query_width + 4 * job.shape.num_heads) * job.local_tokens
+
+
+def compute_kept_output(job: Job) -> int:
+    """b h S: a norm behind a tiled MLP needs its output again, which is then kept (train/tiled_mlp.py)."""
+    keeps = is_tiled(job) and job.levers.gradient_checkpointing is True and job.shape.model_type in POST_NORMS
+    return compute_layer_input(job) if keeps else 0
+
+
+def compute_norm_saved(job: Job, width: int) -> int:
+    """RMSNorm saves its float32 input and, for its weight's gradient, the scaled one in the model's dtype: (4 + b) S
+    width; where weights are frozen, the first alone; fused, its input."""
+    if job.fused_norms:
+        return job.dtype_bytes * width * job.local_tokens
+    scaled = 4 if job.shape.model_type in PRECISE_NORMS else job.dtype_bytes
+    return (4 + scaled * (job.adapters is None)) * width * job.local_tokens
+
+
+def compute_norm_backward(job: Job, width: int) -> int:
+    """Four float32 tensors at its widest, beside what was saved: 16 S width; fused, the gradient alone."""
+    return (job.dtype_bytes if job.fused_norms else 16) * width * job.local_tokens
+
+
+def compute_query_norms_saved(job: Job) -> int:
+    """The norms of queries and keys, where the family has them."""
+    return compute_norm_saved(job, job.query_width + job.kv_width) if job.family.query_key_norm else 0
+
+
+def keeps_slices(job: Job) -> bool:
+    """In chunks of heads, and where recomputation is spared attention, a rank keeps its own slices and the backward
+    exchanges them again; otherwise it keeps the whole rows that the kernel saw (train/ulysses.py)."""
+    return job.levers.head_chunks > 1 or job.levers.gradient_checkpointing is True
+
+
+def compute_attention_rows(job: Job) -> int:
+    """What is kept of queries, keys and values: b (q + 2 k) S of slices, b (q + 2 r) S of rows. Where v is kept as it
+    was projected and the family projects q, k and v as one, it holds all of it."""
+    is_own = keeps_slices(job) or job.layout.sp_size == 1
+    kv = job.kv_width if is_own else job.row_kv_width
+    fused = job.query_width + job.kv_width if is_own and "qkv_proj" in job.family.attention_modules else 0
+    return job.dtype_bytes * (job.query_width + 2 * kv + fused) * job.local_tokens
+
+
+def compute_attention_saved(job: Job) -> int:
+    """What attention's backward needs besides its result: norms and inputs of the projections, rows, and (where rows
+    are exchanged) the result once more as the input of the output projection."""
+    saved = compute_query_norms_saved(job) + compute_attention_rows(job) + compute_output_input(job)
+    if job.shape.model_type == "olmo2":
+        return saved
+    # Recomputed, a fused norm's input is the layer's, which is kept as such.
+    is_kept = job.fused_norms and job.levers.gradient_checkpointing is not False
+    norm = 0 if is_kept else compute_norm_saved(job, job.shape.hidden_size)
+    return saved + norm + compute_layer_input(job)
+
+
+def compute_output_input(job: Job) -> int:
+    """b q S; on one rank, and where slices are kept, it is attention's own result."""
+    is_same = job.layout.sp_size == 1 or keeps_slices(job)
+    return 0 if is_same else job.dtype_bytes * job.query_width * job.local_tokens
+
+
+def compute_mlp_saved(job: Job, layer: Layer) -> int:
+    """Its norms and input, and what its inside saves; in tiles, nothing of the inside."""
+    num_norms = job.family.norms_per_layer - (job.shape.model_type != "olmo2")
+    saved = num_norms * compute_norm_saved(job, job.shape.hidden_size) + compute_layer_input(job)
+    return saved + (0 if is_tiled(job) else compute_inside_saved(job, layer, job.local_tokens))
+
+
+def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
+    """4 i b: gate, activated gate, up and their product. Experts: for each choice of a token also its copy and the
+    expert's output, 2 h b."""
+    shape, b = job.shape, job.dtype_bytes
+    if not layer.num_experts:
+        return 4 * b * shape.intermediate_size * tokens
+    inner = EXPERT_INNER_SAVED.get(shape.model_type, 4) * shape.moe_intermediate_size
+    return shape.num_experts_per_token * (b * (inner + 2 * shape.hidden_size) + EXPERT_INDEX_BYTES) * tokens
+
+
+def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
+    """Beside what is saved: 2 i b at the product's backward (three gradients come, one saved tensor has gone), or the
+    gradient of one matrix at a time. Experts, for each of k choices: three gradients of its copies, 3 h b; or one of
+    the inner width and the gradients of all experts' matrices."""
+    shape, b, trained = job.shape, job.dtype_bytes, job.adapters is None
+    if layer.num_experts:
+        inner, hidden, k = shape.moe_intermediate_size, shape.hidden_size, shape.num_experts_per_token
+        experts = b * layer.num_experts * inner * hidden * trained
+        down = k * b * inner * tokens + experts
+        gate_up = 2 * experts - k * b * (hidden + 2 * inner) * tokens
+        return max(3 * k * b * hidden * tokens, down, k * b * (2 * inner - hidden) * tokens, gate_up)
+    matrix = b * shape.hidden_size * shape.intermediate_size * trained
+    return b * shape.intermediate_size * tokens + max(b * shape.intermediate_size * tokens, matrix)
+
+
+def count_mlp_tile_tokens(job: Job) -> int:
+    if not job.levers.tiled_mlp:
+        return job.local_tokens
+    return -(-job.local_tokens // compute_num_mlp_tiles(job.local_tokens, job.shape.hidden_size))
+
+
+def is_tiled(job: Job) -> bool:
+    """One tile is the MLP as it is (train/tiled_mlp.py)."""
+    return count_mlp_tile_tokens(job) < job.local_tokens
+
+
+def count_mlp_elements(job: Job, layer: Layer) -> int:
+    """Weights of the block, of all its experts."""
+    inner = layer.num_experts * job.shape.moe_intermediate_size or job.shape.intermediate_size
+    return 3 * inner * job.shape.hidden_size
+
+
+def compute_mlp_forward(job: Job, layer: Layer) -> int:
+    """Three tensors of the inner width at once, the input and the residual beside them: b (3 i + 2 h) S. Experts: what
+    is wider of the inner tensors and four copies of the chosen tokens. In tiles, those of a tile and the output."""
+    shape, b, tile = job.shape, job.dtype_bytes, count_mlp_tile_tokens(job)
+    around = (3 if is_tiled(job) else 2) * b * shape.hidden_size * job.local_tokens
+    if layer.num_experts:
+        widest = max(4 * shape.hidden_size, shape.hidden_size + 4 * shape.moe_intermediate_size)
+        return around + shape.num_experts_per_token * (b * widest + EXPERT_INDEX_BYTES) * tile
+    return around + 3 * b * shape.intermediate_size * tile
+
+
+def compute_mlp_backward(job: Job, layer: Layer) -> int:
+    """Beside what is saved: the inside's backward. In tiles, all of one tile's inside, the gradient of the input, and
+    the weights' gradients, which add up over tiles in float32 (train/tiling.py: WeightSums)."""
+    if not is_tiled(job):
+        return compute_inside_backward(job, layer, job.local_tokens)
+    tile = count_mlp_tile_tokens(job)
+    sums = 4 * count_mlp_elements(job, layer) * (job.adapters is None)
+    inside = compute_inside_saved(job, layer, tile) + compute_inside_backward(job, layer, tile)
+    return inside + compute_layer_input(job) + sums
+
+
+def compute_attention_forward(job: Job) -> int:
+    """The projections' input and the rank's own q, k, v: b (h + q + 2 k) S; and the widest of: rotating them, 3 q or
+    q + 3 k; the exchange in, 2 (q + 2 r) / n, beside the previous chunk's result and the output; the exchange out, with
+    rows, result, and a buffer on either side."""
+    h, q, k, r, n = job.shape.hidden_size, job.query_width, job.kv_width, job.chunk_kv_width, job.levers.head_chunks
+    own = h + q + 2 * k
+    rotating = max(3 * q, q + 3 * k)
+    if job.layout.sp_size == 1:
+        widest = max(rotating, q if n == 1 else q + q // n)
+    elif n == 1:
+        widest = max(rotating, 2 * (q + 2 * r), q + 2 * r + 3 * q)
+    else:
+        widest = max(rotating, q + 2 * (q // n + 2 * r) + q // n, q + q // n + 2 * r + 2 * (q // n))
+    return (job.dtype_bytes * (own + widest) + 4 * job.shape.num_heads) * job.local_tokens
+
+
+def compute_attention_exchange(job: Job) -> int:
+    """Backward, beside what is saved, while slices travel: the output's gradient, b q S, and buffers on both sides: of
+    that gradient, 2 q; of slices too where they were kept, 2 (3 q + 2 r) / n. A slice is let go once it is copied,
+    unless more chunks need it. In chunks, room for all gradients."""
+    q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
+    if job.layout.sp_size == 1:
+        return (b * q + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
+    moved = 3 * (q // n) + 2 * r if keeps_slices(job) else q
+    gone = 2 * q + 2 * k if keeps_slices(job) and n == 1 else 0
+    return (b * (q + 2 * moved - gone) + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
+
+
+def compute_attention_kernel(job: Job) -> int:
+    """Backward, beside what is saved, while the kernel runs: the output's gradient here, b q S; of whole rows that
+    gradient, q, k, v and result where they had to be exchanged; and the gradients of q, k and v. Slices that were kept
+    have gone by then, unless more chunks of heads need them."""
+    q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
+    is_split = job.layout.sp_size > 1
+    if n > 1:
+        rows = 3 * (q // n) + 2 * r if is_split else 0
+        return (b * (q + rows + q // n + 2 * r) + _count_room_bytes(job)) * job.local_tokens
+    rows = (3 * q + 2 * r - 2 * q - 2 * k if keeps_slices(job) else q) if is_split else 0
+    return b * (q + rows + q + 2 * r) * job.local_tokens
+
+
+def _count_room_bytes(job: Job) -> int:
+    """Per token, for the gradients of all chunks; those of shared keys add up in float32."""
+    return job.dtype_bytes * job.query_width + 2 * job.kv_width * (4 if job.kv_gradients_add_up else job.dtype_bytes)
+
+
+def compute_kernel_workspace(job: Job) -> int:
+    """Inside flash attention's backward: a float32 accumulator of dq and a number per token and head; with shared keys
+    also dk and dv, of every query head in b bytes (FlashAttention 2, flash_api.cpp: dk_expanded), or of every key head
+    in float32 (3 and newer: dk_accum). No trace sees it."""
+    expanded = 0
+    if job.shape.num_kv_heads < job.shape.num_heads:
+        is_old = job.kernel not in ("flash_attention_3", "flash_attention_4")
+        expanded = 2 * job.dtype_bytes * job.query_width if is_old else 8 * job.row_kv_width
+    per_token = 4 * job.query_width + 4 * job.shape.num_heads + expanded
+    return per_token * job.local_tokens // job.levers.head_chunks
+
+
+def compute_adapter_saved(job: Job) -> int:
+    """Each adapter keeps its narrow result, b rank S; the input it shares with the layer it adapts."""
+    if job.adapters is None:
+        return 0
+    modules = job.weights.modules
+    num = sum(1 for m in modules if m.layer == 0 and m.is_trained and m.weights and m.weights[0][0].endswith(".a"))
+    return num * job.dtype_bytes * job.adapters.rank * job.local_tokens
+
+
+def compute_adapter_work(job: Job, layer: Layer) -> int:
+    """Beside a frozen layer's result, the adapter's own and the scaled one: 2 b of the widest result; in the backward
+    the scaled gradient alone, half of that."""
+    if job.adapters is None:
+        return 0
+    width = job.shape.intermediate_size if not layer.num_experts else job.query_width
+    return 2 * job.dtype_bytes * width * count_mlp_tile_tokens(job)

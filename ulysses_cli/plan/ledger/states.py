@@ -1,0 +1,124 @@
+"""What a rank holds of the model between steps and in the optimizer's step: weights, gradients, Adam, buckets.
+
+From DeepSpeed's runtime/zero/stage3.py and stage_1_and_2.py. N trained elements, F frozen, W ranks that shard.
+"""
+
+from __future__ import annotations
+
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.weights import count_shard
+
+ADAM_BYTES = {"adamw": 8, "adamw_8bit": 2}
+
+
+def compute_parameters(job: Job) -> int:
+    """b (N + F) / W at stage 3 (stage3.py: lp_param_buffer), b (N + F) below; on the host with offload_param."""
+    if job.levers.offload_param != "none":
+        return 0
+    weights = job.weights
+    if job.zero_stage < 3:
+        return job.dtype_bytes * weights.num_elements
+    return job.dtype_bytes * count_shard(weights.num_elements, job.world_size)
+
+
+def compute_second_shard(job: Job) -> int:
+    """b (N + F) / replica: with dp_replicate_size > 1 a copy for gathering inside each replica (hpZ:
+    partition_parameters.py, ds_secondary_tensor); made in the first forward, renewed after each step."""
+    if job.zero_stage < 3 or job.layout.dp_replicate_size == 1:
+        return 0
+    return job.dtype_bytes * count_shard(job.weights.num_elements, job.layout.replica_size)
+
+
+def compute_gradients(job: Job) -> int:
+    """g N / W (stage3.py: grad_partitions_flat_buffer), on the host with offload_optimizer. Stage 2 the same; stage 1
+    keeps every gradient whole until the step: b N."""
+    trained = job.weights.num_trained
+    if job.zero_stage == 1:
+        return job.dtype_bytes * trained
+    if job.levers.offload_optimizer != "none":
+        return 0
+    return job.engine.gradient_bytes * count_shard(trained, job.world_size)
+
+
+def compute_reduce_bucket(job: Job) -> int:
+    """reduce_bucket_size elements of the dtype in which gradients travel, allocated at start (stage3.py: ipg_buckets).
+    Below stage 3 two of the model's dtype, one of which fills while the other is sent (stage_1_and_2.py:
+    setup_buckets); they live in the backward alone, and are counted throughout."""
+    if job.zero_stage < 3:
+        return 2 * job.engine.reduce_bucket * job.dtype_bytes
+    return job.engine.reduce_bucket * job.engine.communication_bytes
+
+
+def compute_reduce_flush(job: Job) -> int:
+    """When the bucket is full its gradients are laid side by side for the reduce-scatter (coalesced_collectives.py:
+    torch.cat): as much again as the bucket holds, at most N. Below stage 3 it is cast where it travels in another
+    dtype (stage_1_and_2.py: gradient_reduction_w_predivide)."""
+    filled = min(job.engine.reduce_bucket, job.weights.num_trained) * job.engine.communication_bytes
+    return filled if job.zero_stage == 3 or job.engine.communication_bytes != job.dtype_bytes else 0
+
+
+def compute_oversize_gradient(job: Job, num_elements: int) -> int:
+    """A gradient that is larger than the bucket bypasses it: it is cast whole to the dtype in which it travels."""
+    is_oversize = num_elements > job.engine.reduce_bucket and job.engine.communication_bytes != job.dtype_bytes
+    return num_elements * job.engine.communication_bytes if is_oversize else 0
+
+
+def compute_master(job: Job) -> int:
+    """4 N / W float32 weights; none where the model itself is float32 (stage3.py: _create_fp32_partitions)."""
+    is_same = job.dtype_bytes == 4
+    if is_same or job.levers.offload_optimizer != "none":
+        return 0
+    return 4 * count_shard(job.weights.num_trained, job.world_size)
+
+
+def compute_adam(job: Job) -> int:
+    """8 N / W from the first step on; 2 N / W in 8 bits."""
+    if job.levers.offload_optimizer != "none":
+        return 0
+    return ADAM_BYTES[job.optim] * count_shard(job.weights.num_trained, job.world_size)
+
+
+def compute_step_transients(job: Job) -> int:
+    """Per sub-group of n_s elements: gradients laid flat, g n_s, then cast, 4 n_s; fused Adam takes nothing (stage3.py:
+    _prepare_fp32_grad_for_sub_group). With the optimizer on the host nothing happens here."""
+    if job.levers.offload_optimizer != "none":
+        return 0
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    group = min(shard, job.engine.sub_group) if job.zero_stage == 3 else shard
+    return (4 if job.engine.gradient_bytes == 4 else 4 + job.engine.gradient_bytes) * group
+
+
+def compute_load_transients(job: Job) -> int:
+    """While the engine is made: a float32 copy of a sub-group is cloned, 2 x 4 n_s (_create_fp32_partitions)."""
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    return 4 * min(shard, job.engine.sub_group) if job.dtype_bytes != 4 else 0
+
+
+def compute_host_optimizer_pinned(job: Job) -> int:
+    """Per rank: gradients g N / W and their float32 copies 4 N / W, page-locked (stage3.py:
+    initialize_optimizer_states, grad_partitions_flat_buffer). On NVMe: DeepSpeed's four buffers of a sub-group's
+    states instead of the copies."""
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    if job.levers.offload_optimizer == "cpu":
+        return (job.engine.gradient_bytes + 4) * shard
+    if job.levers.offload_optimizer == "nvme":
+        return job.engine.gradient_bytes * shard + 4 * 4 * min(shard, job.engine.sub_group)
+    return 0
+
+
+def compute_host_optimizer_pageable(job: Job) -> int:
+    """Per rank: master weights 4 N / W and Adam 8 N / W, in ordinary memory."""
+    if job.levers.offload_optimizer != "cpu":
+        return 0
+    return 12 * count_shard(job.weights.num_trained, job.world_size)
+
+
+def compute_host_parameters(job: Job) -> int:
+    """Per rank: b (N + F) / W, page-locked (stage3.py: _create_param_groups_fp16_flat_cpu_memory); on NVMe DeepSpeed's
+    five buffers of the largest weight (offload_config.py: buffer_count, buffer_size)."""
+    weights = job.weights
+    if job.levers.offload_param == "cpu":
+        return job.dtype_bytes * count_shard(weights.num_elements, job.world_size)
+    if job.levers.offload_param == "nvme":
+        return 5 * job.dtype_bytes * max(100_000_000, count_shard(weights.largest, job.world_size))
+    return 0

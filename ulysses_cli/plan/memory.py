@@ -1,0 +1,244 @@
+"""The ledger: bytes per rank on the GPU and per node on the host, by phase and by line.
+
+A phase is as large as its fullest moment; the lines of a moment add up to it. Each line is a function in plan/ledger/.
+Arguments in, values out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ulysses_cli.plan.ledger import device, head, layer, states
+from ulysses_cli.plan.ledger.gathering import Gathered, compute_gathered
+from ulysses_cli.plan.ledger.host import keeps_result, list_host_lines
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.model_shape import Layer
+
+PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
+Lines = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A time at which memory may be fullest: what happens then, and every line alive."""
+
+    phase: str
+    name: str
+    lines: Lines
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(self.lines.values())
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Every phase at its fullest. Bytes are a rank's on the GPU and a node's on the host."""
+
+    phases: dict[str, Moment]
+    host_phases: dict[str, Lines]
+    fragmentation: dict[str, int]
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.phases.values(), key=lambda moment: moment.num_bytes)
+
+    @property
+    def gpu_peak_bytes(self) -> int:
+        return self.peak.num_bytes
+
+    @property
+    def gpu_allocated_bytes(self) -> int:
+        """What torch.cuda.max_memory_allocated would say."""
+        beside = device.DEVICE_LINES
+        return max(sum(n for name, n in moment.lines.items() if name not in beside) for moment in self.phases.values())
+
+    @property
+    def host_peak_bytes(self) -> int:
+        return max(sum(lines.values()) for lines in self.host_phases.values())
+
+    @property
+    def uncertainty_bytes(self) -> int:
+        return device.compute_uncertainty(self.peak.lines)
+
+
+def compute_ledger(job: Job, *, expandable_segments: bool = True) -> Ledger:
+    fullest: dict[str, Moment] = {}  # what stands beside torch's tensors grows with them: it is added at the end
+    for moment in walk_moments(job):
+        if moment.phase not in fullest or moment.num_bytes > fullest[moment.phase].num_bytes:
+            fullest[moment.phase] = moment
+    phases = {
+        phase: _complete(job, fullest[phase], expandable=expandable_segments) for phase in PHASES if phase in fullest
+    }
+    allocated = max(moment.num_bytes for moment in fullest.values())
+    fragmentation = {
+        "expandable_segments": device.compute_allocator(job, allocated, expandable=True),
+        "fixed_segments": device.compute_allocator(job, allocated, expandable=False),
+    }
+    return Ledger(phases, {phase: list_host_lines(job, phase) for phase in phases}, fragmentation)
+
+
+def _complete(job: Job, moment: Moment, *, expandable: bool) -> Moment:
+    """With what stands beside torch's tensors; lines that are zero are left out."""
+    lines = {name: size for name, size in moment.lines.items() if size}
+    lines["allocator"] = device.compute_allocator(job, sum(lines.values()), expandable=expandable)
+    lines["cuda_context"] = device.compute_context(job)
+    if job.world_size > 1:
+        lines["nccl"] = device.compute_nccl(job)
+    return Moment(moment.phase, moment.name, lines)
+
+
+def walk_moments(job: Job) -> Iterator[Moment]:
+    """Every time at which a rank may be at its fullest, in order."""
+    gathered = compute_gathered(job)
+    held = _list_held(job, gathered)
+    loaded = {**_list_loaded(job, gathered), "load_transients": states.compute_load_transients(job)}
+    yield Moment("load", "the engine is made", loaded)
+    kept = _list_kept(job)
+    in_layers = {**held, **kept, "parameters_gathered": job.dtype_bytes * gathered.forward}
+    recomputes = job.levers.gradient_checkpointing is not False
+    for kind in _list_kinds(job):
+        attention, mlp = layer.compute_attention_forward(job), layer.compute_mlp_forward(job, kind)
+        if not recomputes:  # most of it is part of what is kept
+            attention = max(0, attention - layer.compute_attention_saved(job))
+            mlp = max(0, mlp - layer.compute_mlp_saved(job, kind))
+        yield Moment("forward", "attention", {**in_layers, "attention": attention})
+        yield Moment("forward", "mlp", {**in_layers, "mlp": mlp, "lora": layer.compute_adapter_work(job, kind)})
+    at_loss = {**held, **kept, "parameters_gathered": job.dtype_bytes * gathered.loss}
+    yield from _walk_loss(job, at_loss)
+    tied = {"tied_gradient": head.compute_head_gradient(job) if job.shape.tie_word_embeddings else 0}
+    saved = {"final_norm": layer.compute_norm_saved(job, job.shape.hidden_size)}
+    norm = {"norm_backward": head.compute_final_norm_backward(job)}
+    yield Moment("backward", "final norm", {**at_loss, **saved, **tied, **norm})
+    grad = {"residual_gradient": layer.compute_layer_input(job)}
+    base = {**held, **kept, "parameters_gathered": job.dtype_bytes * gathered.backward, **tied, **grad}
+    for kind in _list_kinds(job):
+        yield from _walk_layer_backward(job, kind, base)
+    yield from _walk_ends(job, held, gathered)
+
+
+def _list_kinds(job: Job) -> list[Layer]:
+    """The kinds of layers that differ in memory: windows do not."""
+    return [Layer(None, num_experts) for num_experts in sorted({each.num_experts for each in job.shape.layers})]
+
+
+def _walk_loss(job: Job, at_loss: Lines) -> Iterator[Moment]:
+    """Head and loss. In tiles the forward makes the gradients, and the backward only hands them on."""
+    tiled, final = job.levers.tiled_loss, {"final_norm": head.compute_final_norm(job)}
+    tiles = {
+        "head_accumulator": head.compute_head_accumulator(job),
+        "hidden_gradient": head.compute_hidden_gradient(job),
+    }
+    line = "loss_tile" if tiled else "logits"
+    yield Moment("forward", "loss", {**at_loss, **final, **tiles, line: head.compute_loss_forward(job)})
+    phase = "forward" if tiled else "backward"
+    yield Moment(phase, "loss", {**at_loss, **final, **tiles, line: head.compute_loss_backward(job)})
+    if tiled:
+        final = {"final_norm": layer.compute_norm_saved(job, job.shape.hidden_size)}
+    oversize = states.compute_oversize_gradient(job, head.count_head_elements(job)) * head.trains_head(job)
+    gradient = {"head_gradient": head.compute_head_gradient(job), "oversize_gradient": oversize}
+    logits = {line: head.compute_logits_gradient(job)}
+    yield Moment("backward", "head's gradient", {**at_loss, **final, **tiles, **gradient, **logits})
+
+
+def _walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[Moment]:
+    """The last layer's backward, when everything below is still kept. With recomputation its inside is made anew;
+    without, it is part of what is kept, and goes piece by piece."""
+    attention, mlp = layer.compute_attention_saved(job), layer.compute_mlp_saved(job, kind)
+    adapters, hidden = layer.compute_adapter_saved(job), job.shape.hidden_size
+    recomputes = job.levers.gradient_checkpointing is not False
+    result = 0 if keeps_result(job) else layer.compute_attention_result(job)
+    norm_saved, own_input = layer.compute_norm_saved(job, hidden), layer.compute_layer_input(job)
+
+    def at(name: str, attention_left: int, mlp_left: int, **work: int) -> Moment:
+        """What is left of the layer at that time, and what is worked with."""
+        if recomputes:
+            left = {"recomputed_attention": attention_left, "recomputed_mlp": mlp_left, "lora": adapters}
+            return Moment("backward", name, {**base, **left, **work})
+        gone = attention + result - attention_left + mlp - mlp_left
+        return Moment("backward", name, {**base, "kept_layers": base["kept_layers"] - gone, **work})
+
+    whole = attention + result
+    has_norm_behind = job.shape.model_type in layer.POST_NORMS
+    if has_norm_behind:
+        yield at("norm behind the MLP", whole, mlp, norm_backward=layer.compute_norm_backward(job, hidden))
+    before = mlp - norm_saved + own_input if has_norm_behind else mlp
+    work = {"mlp": layer.compute_mlp_backward(job, kind), "lora_work": layer.compute_adapter_work(job, kind) // 2}
+    yield at("mlp", whole, before, **work)
+    yield at("gradients are reduced", whole, before, reduce_flush=states.compute_reduce_flush(job))
+    yield at("norm", whole, norm_saved, norm_backward=layer.compute_norm_backward(job, hidden) + own_input)
+    rest = attention - layer.compute_output_input(job) + result
+    yield at("exchange", rest, 0, attention_exchange=layer.compute_attention_exchange(job))
+    kernel = {"attention": layer.compute_attention_kernel(job), "attention_kernel": layer.compute_kernel_workspace(job)}
+    yield at("attention", rest, 0, **kernel)
+    if job.family.query_key_norm:
+        rows = layer.compute_attention_rows(job)
+        norm = layer.compute_norm_backward(job, job.query_width) + rows
+        yield at("query norm", rest - rows - result, 0, norm_backward=norm)
+
+
+def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
+    """After the layers: the embedding's gradient, the optimizer, evaluation and saving."""
+    b, embedding = job.dtype_bytes, head.compute_head_gradient(job)
+    end = {**held, "parameters_gathered": b * gathered.embedding, "residual_gradient": layer.compute_layer_input(job)}
+    if head.trains_head(job):
+        end |= {
+            "embedding_gradient": embedding * (2 if job.shape.tie_word_embeddings else 1),
+            "oversize_gradient": states.compute_oversize_gradient(job, head.count_head_elements(job)),
+            "reduce_flush": states.compute_reduce_flush(job),
+        }
+    yield Moment("backward", "embedding", end)
+    yield Moment("optimizer_step", "the step", {**held, "optimizer_transients": states.compute_step_transients(job)})
+    if job.evaluates:
+        grown = {**held, "parameters_gathered": b * gathered.forward, "residual": layer.compute_layer_input(job)}
+        for kind in _list_kinds(job):
+            yield Moment("evaluation", "mlp", {**grown, "mlp": layer.compute_mlp_forward(job, kind)})
+        yield Moment("evaluation", "attention", {**grown, "attention": layer.compute_attention_forward(job)})
+        loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job)}
+        yield Moment("evaluation", "loss", {**grown, "parameters_gathered": b * gathered.loss, **loss})
+    largest = 0 if job.zero_stage < 3 or job.world_size == 1 else 2 * b * job.weights.largest
+    yield Moment("save", "weights are gathered one by one", {**held, "parameters_gathered": largest})
+
+
+def _list_loaded(job: Job, gathered: Gathered) -> Lines:
+    return {
+        "parameters": states.compute_parameters(job),
+        "parameters_persistent": job.dtype_bytes * gathered.persistent,
+        "gradients": states.compute_gradients(job),
+        "optimizer_master": states.compute_master(job),
+        "reduce_bucket": states.compute_reduce_bucket(job),
+        "cublas_workspace": device.compute_cublas(job),
+    }
+
+
+def _list_held(job: Job, gathered: Gathered) -> Lines:
+    """What stays between moments once the first step was made."""
+    inputs = (2 * job.dtype_bytes * job.shape.head_dim + 24) * job.local_tokens  # rotary tables and three numbers
+    if job.adapters is not None:  # the embedding's output is made to need a gradient, and stays
+        inputs += layer.compute_layer_input(job)
+    return {
+        **_list_loaded(job, gathered),
+        "parameters_second_shard": states.compute_second_shard(job),
+        "optimizer_adam": states.compute_adam(job),
+        "inputs": inputs,
+    }
+
+
+def _list_kept(job: Job) -> Lines:
+    """What the backward needs of all layers. In host memory, two layers' worth is on the GPU: one arrives while another
+    is used."""
+    levers, layers = job.levers, job.shape.layers
+    if levers.gradient_checkpointing is False:
+        inside = layer.compute_attention_saved(job) + layer.compute_attention_result(job)
+        inside += layer.compute_adapter_saved(job)
+        mlps = {kind: layer.compute_mlp_saved(job, kind) for kind in set(layers)}
+        return {"kept_layers": len(layers) * inside + sum(mlps[kind] for kind in layers)}
+    num = min(2, len(layers)) if levers.activation_offloading else len(layers)
+    results = layer.compute_attention_result(job) if keeps_result(job) else 0
+    return {
+        "kept_layer_inputs": num * layer.compute_layer_input(job),
+        "kept_attention_results": num * results,
+        "kept_mlp_outputs": num * layer.compute_kept_output(job),
+    }

@@ -1,0 +1,319 @@
+"""The planner: legal layouts x levers x machine counts -> what fits, what it costs, how long it takes, or which wall is
+hit and how far away it is. A layout's memory is the same on every GPU kind, so that it is computed once for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ulysses_cli.plan.draft import Draft, find_obstacle, needs_stretch
+from ulysses_cli.plan.fit import Fit, find_max_length, is_indexable, judge
+from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.layout import Layout, list_divisors
+from ulysses_cli.plan.ledger.job import Engine, Job, check_known
+from ulysses_cli.plan.ledger.weights import Adapters
+from ulysses_cli.plan.lever_choice import list_ranked_levers, list_strongest
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.memory import Ledger, compute_ledger
+from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.speed import Speed, compute_cost, compute_speed
+
+MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+MIN_STEPS = 100  # fewer optimizer steps than that are no training: it bounds the rows of a step
+OPEN_LEVERS = ["tiled_loss", "tiled_mlp", "activation_offloading", "head_chunks", "offload_optimizer"]
+ADAPTERS = Adapters(16)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked: rows of that length, so many tokens in all. Bounds of None are none."""
+
+    shape: ModelShape
+    max_length: int
+    num_tokens: int
+    is_lora: bool = False
+    budget_usd: float | None = None
+    deadline_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """GPUs of one kind that could be had, at most."""
+
+    gpu: Gpu
+    max_gpus: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to do it."""
+
+    gpu: Gpu
+    job: Job
+    fit: Fit
+    speed: Speed
+    num_tokens: int
+
+    @property
+    def seconds(self) -> float:
+        return self.num_tokens / self.speed.tokens_per_second
+
+    @property
+    def usd(self) -> tuple[float, float] | None:
+        return compute_cost(self.seconds, self.job.world_size, self.gpu)
+
+    @property
+    def usd_middle(self) -> float:
+        price = self.gpu.usd_middle
+        return float("inf") if price is None else self.seconds / 3600 * self.job.world_size * price
+
+
+@dataclass(frozen=True)
+class Wall:
+    """What stands in the way, how far away the nearest candidate is, and what would help."""
+
+    kind: str  # gpu, host, heads, price, deadline
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """Candidates inside all bounds, best first by cost and by time, or the walls."""
+
+    by_cost: tuple[Candidate, ...]
+    by_time: tuple[Candidate, ...]
+    walls: tuple[Wall, ...]
+
+
+def search(wish: Wish, offers: Sequence[Offer], limit: int = 5) -> Found:
+    check_known(wish.shape, "--model")
+    layouts = _list_layouts(wish, offers)
+    tried = [candidate for job, kinds in layouts for candidate in _try_levers(wish, job, kinds)]
+    fitting = [each for each in tried if each.fit.verdict == "fits"]
+    inside = [each for each in fitting if not _find_excess(wish, each)]
+    if not inside:
+        return Found((), (), tuple(_list_walls(wish, offers, layouts, tried, fitting)))
+    by_cost = sorted(inside, key=lambda each: (round_cost(each.usd_middle), each.job.num_nodes, each.seconds))
+    by_time = sorted(inside, key=lambda each: (each.seconds, each.usd_middle))
+    return Found(tuple(_list_distinct(by_cost, limit)), tuple(_list_distinct(by_time, limit)), ())
+
+
+def round_cost(usd: float) -> float:
+    """To two digits: less is no difference."""
+    return float(f"{usd:.2g}")
+
+
+def format_usd(usd: float) -> str:
+    return f"USD {round_cost(usd):,.0f}" if usd >= 10 else f"USD {usd:.2g}"
+
+
+def _list_distinct(ranked: Iterable[Candidate], limit: int) -> list[Candidate]:
+    """The best of each kind of GPU."""
+    best: dict[str, Candidate] = {}
+    for each in ranked:
+        best.setdefault(each.gpu.key, each)
+    return list(best.values())[:limit]
+
+
+def _list_layouts(wish: Wish, offers: Sequence[Offer]) -> list[tuple[Job, list[Gpu]]]:
+    """Every layout with the kinds that could run it."""
+    kinds: dict[tuple[int, int], list[Gpu]] = {}
+    for offer in offers:
+        for count in _list_counts(offer):
+            kinds.setdefault((count, offer.gpu.gpus_per_node), []).append(offer.gpu)
+    most_rows = max(1, wish.num_tokens // wish.max_length // MIN_STEPS)
+    return [
+        (make_plan_job(wish, Layout(1, count // sp_size, sp_size), per_node), gpus)
+        for (count, per_node), gpus in kinds.items()
+        for sp_size in list_sp_sizes(wish.shape, count, wish.max_length)
+        if count // sp_size <= most_rows
+    ]
+
+
+def _list_counts(offer: Offer) -> list[int]:
+    """Parts of a machine, then whole machines."""
+    per_node = offer.gpu.gpus_per_node
+    counts = {n for n in list_divisors(per_node) if n < per_node}
+    counts |= {per_node * machines for machines in MACHINE_COUNTS}
+    counts |= {offer.max_gpus} if offer.max_gpus < per_node or offer.max_gpus % per_node == 0 else set()
+    return sorted(n for n in counts if n <= offer.max_gpus)
+
+
+def list_sp_sizes(shape: ModelShape, num_gpus: int, max_length: int | None) -> list[int]:
+    """Sizes that divide heads, GPUs and, unless it is what is looked for, the row."""
+    if find_obstacle(shape):
+        return [1]
+    return [n for n in list_divisors(shape.num_heads) if num_gpus % n == 0 and (max_length or 0) % n == 0]
+
+
+def make_plan_job(wish: Wish, layout: Layout, gpus_per_node: int) -> Job:
+    return Job(
+        shape=wish.shape,
+        layout=layout,
+        row_tokens=wish.max_length,
+        levers=Levers(),
+        adapters=ADAPTERS if wish.is_lora else None,
+        engine=Engine(communication_bytes=4 if layout.sp_size > 1 else 2),
+        gpus_per_node=gpus_per_node,
+        evaluates=False,
+    )
+
+
+def _try_levers(wish: Wish, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate]:
+    """The cheapest levers that fit on each kind; where none do, the nearest miss."""
+    ledgers: dict[int, tuple[Job, Ledger]] = {}
+    ranked = list_ranked_levers(job, OPEN_LEVERS)
+    ranked += [replace(each, gradient_checkpointing="full") for each in ranked]  # the host keeps half as much
+    smallest = min(list_strongest(job), key=lambda each: _peak(replace(job, levers=each)))
+    last = replace(job, levers=smallest)
+    last_ledger = compute_ledger(last)
+    for gpu in gpus:
+        chosen, fit = last, judge(last, last_ledger, gpu)
+        if fit.wall != "gpu" and is_indexable(last):  # only then can a cheaper one fit
+            for index, levers in enumerate(ranked):
+                if index not in ledgers:
+                    tried = replace(job, levers=levers)
+                    ledgers[index] = tried, compute_ledger(tried)
+                tried, ledger = ledgers[index]
+                found = judge(tried, ledger, gpu)
+                if found.verdict == "fits" and is_indexable(tried):
+                    chosen, fit = tried, found
+                    break
+        if is_indexable(chosen):
+            yield Candidate(gpu, chosen, fit, compute_speed(chosen, gpu), wish.num_tokens)
+
+
+def _peak(job: Job) -> int:
+    return compute_ledger(job).gpu_peak_bytes
+
+
+def _find_excess(wish: Wish, each: Candidate) -> str:
+    """The bound that a fitting candidate breaks, or ''."""
+    if wish.deadline_seconds is not None and each.seconds > wish.deadline_seconds:
+        return "deadline"
+    if wish.budget_usd is not None and each.usd_middle > wish.budget_usd:
+        return "price"
+    return ""
+
+
+def _list_walls(
+    wish: Wish,
+    offers: Sequence[Offer],
+    layouts: Sequence[tuple[Job, list[Gpu]]],
+    tried: Sequence[Candidate],
+    fitting: Sequence[Candidate],
+) -> Iterator[Wall]:
+    gib = 1 << 30
+    if fitting:
+        if wish.deadline_seconds is not None:
+            fastest = min(fitting, key=lambda each: each.seconds)
+            hours, most = fastest.seconds / 3600, wish.deadline_seconds / 3600
+            message = (
+                f"the fastest that fits takes {hours:.3g} h, {hours / most:,.2g} times the deadline of {most:.3g} h"
+            )
+            if hours <= most:
+                message = f"what meets the deadline of {most:.3g} h costs more than the budget"
+            yield Wall("deadline", message, "offer more GPUs, allow more time, or train on fewer tokens")
+        if wish.budget_usd is not None:
+            cheapest = min(fitting, key=lambda each: each.usd_middle)
+            usd = cheapest.usd_middle
+            if usd == float("inf"):
+                yield Wall("price", "no price is known for any kind that fits", "add usd_per_hour to hardware.yaml")
+                return
+            message = (
+                f"the cheapest that fits costs about {format_usd(usd)}, {usd / wish.budget_usd:,.1f} times the budget"
+            )
+            if usd <= wish.budget_usd:
+                hours = cheapest.seconds / 3600
+                message = f"the cheapest, about {format_usd(usd)}, is inside the budget but takes {hours:.3g} h"
+            yield Wall("price", message, "raise --budget, train on fewer tokens, or try --method lora")
+        return
+    if not tried:
+        widest = max((offer.max_gpus for offer in offers), default=0)
+        message = f"rows of {wish.max_length:,} tokens pass what kernels can index on {widest} GPUs"
+        hint = "use shorter rows, or more GPUs for a row as far as heads allow"
+        if widest > 1 and wish.max_length % 8:
+            hint = f"{wish.max_length:,} divides by few sp_sizes: use {wish.max_length // 8 * 8:,}, or shorter rows"
+        yield Wall("heads", message, hint)
+        return
+    on_gpu = [each for each in tried if each.fit.wall == "gpu"]
+    on_host = [each for each in tried if each.fit.wall == "host"]
+    if on_gpu:
+        near = min(on_gpu, key=lambda each: each.fit.gpu_peak_bytes / each.fit.gpu_capacity_bytes)
+        needs, has = near.fit.gpu_peak_bytes / gib, near.fit.gpu_capacity_bytes / gib
+        how = f"{near.job.world_size} x {near.gpu.key} with sp_size {near.job.layout.sp_size} and every lever"
+        message = (
+            f"nearest is {how}: {needs:.1f} GiB and {near.fit.uncertainty_bytes / gib:.1f} for safety, of {has:.1f}"
+        )
+        yield Wall("gpu", message, "offer GPUs with more memory, more of them, shorter rows, or --method lora")
+    if on_host:
+        near = min(on_host, key=lambda each: each.fit.host_peak_bytes / each.fit.host_capacity_bytes)
+        needs, has = near.fit.host_peak_bytes / gib, near.fit.host_capacity_bytes / gib
+        message = (
+            f"{near.job.world_size} x {near.gpu.key} need {needs:,.0f} GiB of host memory on a node of about {has:,.0f}"
+        )
+        yield Wall("host", message, "offer machines with more memory: host_gib_per_gpu in hardware.yaml")
+    most = max(job.layout.sp_size for job, _ in layouts)
+    if most < max(offer.max_gpus for offer in offers):
+        limit = find_obstacle(wish.shape) or f"{wish.shape.num_heads} heads"
+        yield Wall("heads", f"a row is shared by at most {most} GPUs here: {limit}", "sp_size divides the heads")
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest row on all GPUs of an offer."""
+
+    candidate: Candidate
+    max_length: int
+
+
+def search_longest(wish: Wish, offers: Sequence[Offer]) -> list[Longest]:
+    """With every lever, for each kind; `wish.max_length` is not read."""
+    check_known(wish.shape, "--model")
+    found = []
+    for offer in offers:
+        best: Longest | None = None
+        for sp_size in list_sp_sizes(wish.shape, offer.max_gpus, None):
+            layout = Layout(1, offer.max_gpus // sp_size, sp_size)
+            job = make_plan_job(wish, layout, offer.gpu.gpus_per_node)
+            for levers in list_strongest(job):
+                length = find_max_length(replace(job, levers=levers), offer.gpu)
+                if length and (best is None or length > best.max_length):
+                    settled = replace(job, levers=levers, row_tokens=length)
+                    fit = judge(settled, compute_ledger(settled), offer.gpu)
+                    speed = compute_speed(settled, offer.gpu)
+                    best = Longest(Candidate(offer.gpu, settled, fit, speed, wish.num_tokens), length)
+        if best is not None:
+            found.append(best)
+    return sorted(found, key=lambda each: -each.max_length)
+
+
+def draft_candidate(best: Candidate, wish: Wish, model: str, file: str) -> tuple[Draft, tuple[str, ...]]:
+    """A recipe for a candidate, and its header."""
+    job, gpu, gib = best.job, best.gpu, 1 << 30
+    trained = "LoRA" if wish.is_lora else "Full fine-tuning"
+    steps = max(1, -(-wish.num_tokens // best.speed.tokens_per_step))
+    draft = Draft(
+        model=model,
+        max_length=wish.max_length,
+        layout=job.layout,
+        is_lora=wish.is_lora,
+        levers=job.levers,
+        needs_stretch=needs_stretch(wish.shape, wish.max_length),
+        dataset="emozilla/pg19",
+        max_steps=steps,
+    )
+    peak = f"{best.fit.gpu_peak_bytes / gib:.1f} of {best.fit.gpu_capacity_bytes / gib:.1f} GiB"
+    machines = "one machine" if job.num_nodes == 1 else f"{job.num_nodes} machines"
+    header = (
+        f"{trained} at {wish.max_length:,} tokens, as planned.",
+        "",
+        f"model      {wish.shape.name}",
+        f"hardware   {job.world_size} x {gpu.name} ({gpu.key}) in {machines}",
+        f"launch     ulysses train {file}",
+        f"predicted  {peak} per GPU, {best.speed.tokens_per_second:,.0f} tokens/s, {best.seconds / 3600:.3g} hours",
+        "",
+        "Put your own data in place of the data set below.",
+    )
+    return draft, header

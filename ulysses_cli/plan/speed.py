@@ -1,0 +1,232 @@
+"""Seconds of a training step by part: work over a rate that has a physical meaning. And what the time costs.
+
+Rates are a GPU's datasheet numbers times shares that are the same for every model and row; see hardware.yaml.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.ledger import host
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.layer import keeps_slices
+from ulysses_cli.plan.ledger.weights import count_shard
+from ulysses_cli.plan.model_shape import Layer
+
+PARTS = (
+    "projections",
+    "attention",
+    "mlp",
+    "head_loss",
+    "exchange",
+    "gather_reduce",
+    "offload",
+    "optimizer",
+    "data",
+    "other",
+)
+GIGA, TERA = 1e9, 1e12
+BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-2, arXiv 2307.08691)
+ADAM_TRAFFIC_BYTES = 34  # an element of the shard: master and two moments read and written, gradient, result
+CPU_ADAM_TRAFFIC_BYTES = 34
+MOST_HIDDEN = 0.8  # the first gathers of a pass and its last sums have nothing to hide behind
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One optimizer step. Parts add up to the step; what is hidden behind computing is not in them."""
+
+    parts: dict[str, float]
+    hidden: dict[str, float]
+    step_seconds: float
+    tokens_per_step: int
+    model_flops: float  # of all ranks: forward and twice as much backward, no recomputation
+    peak_flops: float
+    num_gpus: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops / self.step_seconds / self.peak_flops
+
+    @property
+    def limit(self) -> str:
+        """The part that takes longest."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+
+def count_pairs(row_tokens: int, document_tokens: int | None, window_tokens: int | None) -> float:
+    """(query, key) pairs of a row: n squared over two for each document, not for the row; windows cut them short."""
+    length = min(document_tokens or row_tokens, row_tokens)
+    window = min(window_tokens or length, length)
+    return (row_tokens / length) * (window * (window + 1) / 2 + (length - window) * window)
+
+
+def compute_attention_flops(job: Job) -> float:
+    """Forward, of one rank in a micro-step: 4 q for each pair and layer, shared by the ranks of the row."""
+    pairs = sum(count_pairs(job.row_tokens, job.document_tokens, each.window_tokens) for each in job.shape.layers)
+    return 4 * job.query_width * pairs * job.batch / job.layout.sp_size
+
+
+def compute_projection_flops(job: Job) -> float:
+    """Forward: q, k, v and out, 2 h (2 q + 2 k) for each token and layer."""
+    width = 2 * job.query_width + 2 * job.kv_width
+    return 2 * job.shape.hidden_size * width * job.shape.num_layers * job.local_tokens
+
+
+def compute_mlp_flops(job: Job) -> float:
+    """Forward: 6 h i for each token and dense layer; with experts, for each that a token chose, and the router."""
+    return float(sum(_count_mlp_weights(job, each) * 2 * job.local_tokens for each in job.shape.layers))
+
+
+def _count_mlp_weights(job: Job, each: Layer) -> int:
+    shape = job.shape
+    if not each.num_experts:
+        return 3 * shape.hidden_size * shape.intermediate_size
+    chosen = shape.num_experts_per_token * 3 * shape.moe_intermediate_size
+    return shape.hidden_size * (chosen + each.num_experts)
+
+
+def compute_head_flops(job: Job) -> float:
+    """Forward: 2 h V for each token."""
+    return 2 * job.shape.hidden_size * job.shape.vocab_size * job.local_tokens
+
+
+def compute_exchange_bytes(job: Job) -> float:
+    """One rank's sends in a micro-step, b S (sp - 1) / sp for a layer times: q + 2 r there and q back; where layers are
+    recomputed in full, the same once more; in the backward q there (where only slices were kept 3 q + 2 r) and q + 2 r
+    back."""
+    sp_size = job.layout.sp_size
+    if sp_size == 1:
+        return 0.0
+    q, r = job.query_width, job.row_kv_width
+    forward = 2 * q + 2 * r
+    backward = (3 * q + 2 * r if keeps_slices(job) else q) + q + 2 * r
+    width = forward * (1 + (job.levers.gradient_checkpointing == "full")) + backward
+    return job.dtype_bytes * width * job.local_tokens * job.shape.num_layers * (sp_size - 1) / sp_size
+
+
+def compute_elementwise_bytes(job: Job) -> float:
+    """Memory traffic of a forward besides matrices: norms (nine passes over float32 and bfloat16 copies, two when
+    fused), rotation, residuals, activation."""
+    b, h, inner = job.dtype_bytes, job.shape.hidden_size, job.shape.intermediate_size
+    norm = 2 * b if job.fused_norms else 28 + 4 * b
+    norms = job.family.norms_per_layer * h + (job.query_width + job.kv_width if job.family.query_key_norm else 0)
+    rotation = 12 * b * (job.query_width + job.kv_width)
+    total = 0.0
+    for each in job.shape.layers:
+        width = inner
+        if each.num_experts:
+            width = job.shape.num_experts_per_token * (job.shape.moe_intermediate_size + 2 * h)
+        total += norm * norms + rotation + 6 * b * h + 5 * b * width
+    return total * job.local_tokens
+
+
+def compute_speed(job: Job, gpu: Gpu) -> Speed:
+    share = gpu.efficiency
+    matmul = gpu.tflops * TERA * share.matmul
+    memory = gpu.memory_gb_s * GIGA * share.memory
+    levers, steps = job.levers, job.accumulation
+    recomputes = levers.gradient_checkpointing is not False
+    # A frozen weight needs no gradient of its own: half of the backward.
+    passes = 1 + recomputes + (2 if job.adapters is None else 1)
+    attention = compute_attention_flops(job)
+    forwards = 1 + (levers.gradient_checkpointing == "full")
+    peak = gpu.tflops * TERA
+
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts["projections"] = passes * compute_projection_flops(job) / matmul
+    parts["mlp"] = (passes + (levers.tiled_mlp and not recomputes)) * compute_mlp_flops(job) / matmul
+    parts["head_loss"] = (3 if job.adapters is None else 2) * compute_head_flops(job) / matmul
+    parts["attention"] = attention * forwards / (peak * gpu.attention_forward)
+    parts["attention"] += attention * BACKWARD_ATTENTION / (peak * gpu.attention_backward)
+    parts["other"] = (3 + recomputes) * compute_elementwise_bytes(job) / memory
+    parts["exchange"] = _compute_exchange_seconds(job, gpu, memory)
+    computing = sum(parts.values())
+    hidden = {}
+    for part, seconds in (
+        ("gather_reduce", _compute_gather_seconds(job, gpu)),
+        ("offload", _compute_offload(job, gpu)),
+    ):
+        parts[part] = seconds - min(MOST_HIDDEN * seconds, computing)
+        hidden[part] = seconds - parts[part]
+    parts = {part: steps * seconds for part, seconds in parts.items()}
+    parts["optimizer"], exchanged = _compute_optimizer_seconds(job, gpu, memory)
+    parts["offload"] += exchanged
+    forward = compute_projection_flops(job) + compute_mlp_flops(job) + compute_head_flops(job) + attention
+    return Speed(
+        parts=parts,
+        hidden={part: steps * seconds for part, seconds in hidden.items()},
+        step_seconds=sum(parts.values()),
+        tokens_per_step=steps * job.batch * job.row_tokens * job.layout.dp_size,
+        model_flops=3 * forward * steps * job.world_size,
+        peak_flops=peak * job.world_size,
+        num_gpus=job.world_size,
+    )
+
+
+def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> float:
+    """Over NVLink or PCIe inside a machine, over the network beyond; and two copies that put heads in order, each read
+    and written. In the attention's way, so never hidden."""
+    num_bytes = compute_exchange_bytes(job)
+    return num_bytes / _get_link(gpu, job.layout.sp_size) + 4 * num_bytes / memory
+
+
+def _get_link(gpu: Gpu, num_ranks: int) -> float:
+    """Bytes per second and rank between that many neighbours."""
+    inside = gpu.link_gb_s * GIGA * gpu.efficiency.link
+    if num_ranks <= gpu.gpus_per_node:
+        return inside
+    return min(inside, gpu.network_gb_s * GIGA * gpu.efficiency.network)
+
+
+def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
+    """Per micro-step: stage 3 gathers b (N + F) for the forward and for the backward and scatters the sums of N
+    gradients. Across machines every byte enters a machine once and is shared out there; a second shard keeps the
+    backward's gather inside a replica. Fetched ahead, so hidden as far as there is computing."""
+    weights, ranks = job.weights, job.world_size
+    if ranks == 1:
+        return 0.0
+    gathered = job.dtype_bytes * weights.num_elements * (job.zero_stage == 3)
+    reduced = job.engine.communication_bytes * weights.num_trained
+    inside = gpu.link_gb_s * GIGA * gpu.efficiency.link
+
+    def spread(num_bytes: float, num_ranks: int) -> float:
+        if num_ranks <= gpu.gpus_per_node:
+            return num_bytes * (num_ranks - 1) / num_ranks / inside
+        between = gpu.network_gb_s * GIGA * gpu.efficiency.network * gpu.gpus_per_node
+        return max(num_bytes / inside, num_bytes / between)
+
+    replica = job.layout.replica_size if job.layout.dp_replicate_size > 1 else ranks
+    return spread(gathered, ranks) + spread(gathered, replica) + spread(reduced, ranks)
+
+
+def _compute_offload(job: Job, gpu: Gpu) -> float:
+    """Per micro-step: what is kept goes to the host and comes back, shards of offloaded weights come twice."""
+    rate = gpu.host_gb_s * GIGA * gpu.efficiency.host
+    moved = 2.0 * host.compute_kept_pinned(job)
+    if job.levers.offload_param != "none":
+        moved += 2 * job.dtype_bytes * job.weights.num_elements / job.world_size
+    return moved / rate
+
+
+def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float, float]:
+    """(Adam, what it moves to the host and back) once per step; neither is hidden."""
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    if job.levers.offload_optimizer == "none":
+        return ADAM_TRAFFIC_BYTES * shard / memory, 0.0
+    link = gpu.host_gb_s * GIGA * gpu.efficiency.host
+    seconds = CPU_ADAM_TRAFFIC_BYTES * shard / (gpu.efficiency.host_memory_gb_s * GIGA)
+    return seconds, (job.engine.gradient_bytes + job.dtype_bytes) * shard / link
+
+
+def compute_cost(seconds: float, num_gpus: int, gpu: Gpu) -> tuple[float, float] | None:
+    """USD from the low to the high price of its GPUs for that time; None where no price is known."""
+    if gpu.usd_low is None or gpu.usd_high is None:
+        return None
+    hours = seconds / 3600 * num_gpus
+    return hours * gpu.usd_low, hours * gpu.usd_high

@@ -1,0 +1,104 @@
+"""What the planner found, as plain data and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.search import Candidate, Found, Longest, Wall
+from ulysses_cli.report.ledger import GIB, format_money, format_seconds
+from ulysses_cli.report.printing import format_table
+
+HEADER = ("GPUs", "sp x dp", "levers", "hours", "money", "tokens/s", "margin GiB", "limited by")
+
+
+def describe_candidate(each: Candidate) -> dict[str, Any]:
+    layout, usd = each.job.layout, each.usd
+    return {
+        "gpu": each.gpu.key,
+        "num_gpus": each.job.world_size,
+        "mesh": {
+            "dp_replicate_size": layout.dp_replicate_size,
+            "dp_shard_size": layout.dp_shard_size,
+            "sp_size": layout.sp_size,
+        },
+        "levers": {**vars(each.job.levers)},
+        "row_tokens": each.job.row_tokens,
+        "hours": each.seconds / 3600,
+        "usd": None if usd is None else {"low": usd[0], "high": usd[1]},
+        "tokens_per_second": each.speed.tokens_per_second,
+        "mfu": each.speed.mfu,
+        "step_seconds": each.speed.step_seconds,
+        "gpu_peak_bytes": each.fit.gpu_peak_bytes,
+        "gpu_capacity_bytes": each.fit.gpu_capacity_bytes,
+        "margin_bytes": each.fit.margin_bytes,
+        "uncertainty_bytes": each.fit.uncertainty_bytes,
+        "host_peak_bytes_per_node": each.fit.host_peak_bytes,
+        "limited_by": each.speed.limit,
+    }
+
+
+def describe_found(found: Found, said: Sequence[str]) -> dict[str, Any]:
+    return {
+        "feasible": bool(found.by_cost),
+        "assumptions": list(said),
+        "by_cost": [describe_candidate(each) for each in found.by_cost],
+        "by_time": [describe_candidate(each) for each in found.by_time],
+        "walls": [describe_wall(wall) for wall in found.walls],
+    }
+
+
+def describe_wall(wall: Wall) -> dict[str, str]:
+    return {"wall": wall.kind, "message": wall.message, "hint": wall.hint}
+
+
+def describe_longest(found: Sequence[Longest], said: Sequence[str]) -> dict[str, Any]:
+    return {
+        "assumptions": list(said),
+        "longest": [{"max_length": each.max_length, **describe_candidate(each.candidate)} for each in found],
+    }
+
+
+def format_found(found: Found, title: str, said: Sequence[str]) -> str:
+    text = title + "".join(f"\nassumed: {each}" for each in said)
+    text += "\n\nby cost\n" + format_table(HEADER, [_format_row(each) for each in found.by_cost])
+    return text + "\n\nby time\n" + format_table(HEADER, [_format_row(each) for each in found.by_time])
+
+
+def format_longest(found: Sequence[Longest], title: str, said: Sequence[str]) -> str:
+    header = ("GPUs", "longest row", "sp x dp", "levers", "tokens/s", "step", "margin GiB", "limited by")
+    rows = []
+    for each in found:
+        row = _format_row(each.candidate)
+        step = format_seconds(each.candidate.speed.step_seconds)
+        rows.append((row[0], f"{each.max_length:,}", row[1], row[2], row[5], step, row[6], row[7]))
+    return title + "".join(f"\nassumed: {each}" for each in said) + "\n\n" + format_table(header, rows)
+
+
+def _format_row(each: Candidate) -> tuple[str, ...]:
+    layout, usd = each.job.layout, each.usd
+    return (
+        f"{each.job.world_size} x {each.gpu.key}",
+        f"{layout.sp_size} x {layout.dp_size}",
+        format_levers(each.job.levers),
+        f"{each.seconds / 3600:.3g}",
+        "no price" if usd is None else format_money(usd),
+        f"{each.speed.tokens_per_second:,.0f}",
+        f"{each.fit.margin_bytes / GIB:.1f} of {each.fit.gpu_capacity_bytes / GIB:.0f}",
+        each.speed.limit.replace("_", " "),
+    )
+
+
+def format_levers(levers: Levers) -> str:
+    """Those that are on, in short."""
+    names = {
+        "tiled_loss": levers.tiled_loss,
+        "tiled_mlp": levers.tiled_mlp,
+        "activations on host": levers.activation_offloading,
+        f"{levers.head_chunks} head chunks": levers.head_chunks > 1,
+        "full recompute": levers.gradient_checkpointing == "full",
+        f"optimizer on {levers.offload_optimizer}": levers.offload_optimizer != "none",
+        f"weights on {levers.offload_param}": levers.offload_param != "none",
+    }
+    return ", ".join(name.replace("_", " ") for name, is_on in names.items() if is_on) or "none"

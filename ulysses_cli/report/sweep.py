@@ -1,0 +1,66 @@
+"""Memory against length as a table for the terminal, as plain data, and as a page with a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ulysses_cli.plan.estimate import Estimate
+from ulysses_cli.plan.sweep import Sweep, compute_sweep
+from ulysses_cli.report.charts import Mark, Series, draw_lines
+from ulysses_cli.report.page import Chart, Note, Section, Table, make_page
+from ulysses_cli.report.printing import format_table
+
+GIB = 1 << 30
+
+
+def describe_sweep(found: Estimate, sweep: Sweep) -> dict[str, Any]:
+    return {
+        "gpu": found.gpu.key,
+        "gpu_capacity_bytes": found.fit.gpu_capacity_bytes,
+        "lengths": list(sweep.lengths),
+        "gpu_peak_bytes": {curve.name: list(curve.peaks) for curve in sweep.curves},
+    }
+
+
+def format_sweep(found: Estimate, sweep: Sweep) -> str:
+    """GiB of a rank; what does not fit is marked."""
+    room = found.fit.gpu_capacity_bytes
+
+    def cell(peak: int | None) -> str:
+        return "-" if peak is None else f"{peak / GIB:,.1f}{'' if peak <= room else ' x'}"
+
+    rows = [
+        (f"{length:,}", *(cell(curve.peaks[index]) for curve in sweep.curves))
+        for index, length in enumerate(sweep.lengths)
+    ]
+    head = f"{found.job.shape.name} on {found.job.world_size} x {found.gpu.key}: GiB per GPU, of {room / GIB:.1f}"
+    table = format_table(("tokens per row", *(curve.name for curve in sweep.curves)), rows)
+    return f"{head}\n\n{table}\n\nx: does not fit; -: past what kernels can index"
+
+
+def make_sweep_page(found: Sequence[tuple[Estimate, Sweep]]) -> str:
+    sections = []
+    for each, sweep in found:
+        room = each.fit.gpu_capacity_bytes
+        most = 2.5 * room  # beyond, a curve says nothing more
+        series = [
+            Series(curve.name, sweep.lengths, [p if p is None or p <= most else None for p in curve.peaks])
+            for curve in sweep.curves
+        ]
+        marks = [Mark(room, f"{each.gpu.key}")]
+        title = f"{each.job.shape.name} on {each.job.world_size} x {each.gpu.name}"
+        svg = draw_lines(title, series, "tokens per row (tokens)", "memory per GPU (bytes)", x_log=True, marks=marks)
+        rows = [
+            (f"{length:,}", *("-" if (p := c.peaks[i]) is None else f"{p / GIB:,.1f}" for c in sweep.curves))
+            for i, length in enumerate(sweep.lengths)
+        ]
+        table = Table(("tokens per row", *(curve.name for curve in sweep.curves)), rows, "GiB per GPU")
+        note = "Predicted by formula, with the levers of the estimate; the last curve has every lever."
+        sections.append(Section(title, [Chart(svg, note, table)]))
+    sections.append(Section("What this is", [Note("Predictions before a run; a rehearsal on the machine measures.")]))
+    return make_page("Memory against length", sections)
+
+
+def compute_sweeps(results: Sequence[Estimate]) -> list[tuple[Estimate, Sweep]]:
+    return [(each, compute_sweep(each.job)) for each in results]
