@@ -96,7 +96,7 @@ class _Loss(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         for rows in dtokens.flatten(0, 1).split(ctx.tile_tokens):
             rows.copy_(rows.to(dtotal.dtype).mul_(dtotal))  # a scale rounded to bfloat16 would bend every gradient
-        dweights = []
+        dweights: list[Tensor] = []
         while sums:  # each sum is let go before the next weight's gradient is made
             dweights.append(sums.pop(0).mul_(dtotal).to(ctx.dtypes[len(dweights)]))
         return dtokens if ctx.needs_input_grad[0] else None, None, None, None, *dweights

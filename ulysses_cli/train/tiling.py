@@ -7,6 +7,7 @@ and leave as one gradient, so that whoever reduces them does it once. No collect
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,7 +18,7 @@ def split_tokens(num_tokens: int, num_tiles: int) -> list[slice]:
     """At most `num_tiles` parts of nearly equal size, none of them empty."""
     num_tiles = max(1, min(num_tiles, num_tokens))
     bounds = [num_tokens * tile // num_tiles for tile in range(num_tiles + 1)]
-    return [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def check_is_whole(module: nn.Module, what: str) -> None:
@@ -64,7 +65,7 @@ class WeightSums:
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for tensor, places in zip(tensors, self._places, strict=True):
             for owner, name in places:
-                owner._parameters[name] = tensor  # type: ignore[assignment]  # a twin is no Parameter, and need not be
+                owner._parameters[name] = tensor  # a twin is no Parameter, and need not be
 
 
 def _make_adder(sums: list[Tensor], index: int) -> Callable[[Tensor], None]:
@@ -80,8 +81,10 @@ def _make_adder(sums: list[Tensor], index: int) -> Callable[[Tensor], None]:
     return add
 
 
-def backward_tile(compute: Callable[[Tensor], Tensor], tokens: Tensor, find_slope: Callable[[Tensor], Tensor]) -> Tensor:
-    """One tile forward and backward -> the gradient of its tokens. `find_slope` turns the result into its gradient."""
+def backward_tile(
+    compute: Callable[[Tensor], Tensor], tokens: Tensor, find_slope: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """A tile forward and backward -> the gradient of its tokens. `find_slope` turns the result into its gradient."""
     leaf = tokens.detach().requires_grad_()
     with torch.enable_grad():
         result = compute(leaf)
