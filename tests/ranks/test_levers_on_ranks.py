@@ -79,7 +79,7 @@ def count_gathers_of(case: Case, parts: tuple[str, ...]) -> dict[str, int]:
 
 
 def test_gathers_do_not_grow_with_tiles() -> None:
-    """At most once in the forward and once for the backward, where the recomputation asks for them while they are there;
+    """At most once in the forward and once for the backward, where the recomputation finds them there already;
     the head, whose one pass does everything, at most once more when the backward passes by."""
     few, many, plain = (
         run_on_ranks(2, count_gathers_of, Case("llama", levers, dtype=torch.float32), (".mlp.", "lm_head"))[0]
