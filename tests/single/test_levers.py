@@ -116,7 +116,7 @@ def test_bfloat16_is_bounded(levers: Levers) -> None:
 
 
 class CountedMlps:
-    """How often each layer's MLP runs over all of its tokens, by the tokens that its down projection sees."""
+    """How often each layer's MLP runs over all of its tokens, by the tokens that reach its down projection."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tokens = [0 for _ in list_layers(model)]
@@ -168,10 +168,23 @@ def test_every_family_has_an_mlp_in_each_layer(kind: str) -> None:
     assert len(set(whole)) == 3
 
 
-def test_dropout_falls_in_the_backward_as_it_fell_in_the_forward() -> None:
+class Noisy(nn.Module):
+    """An MLP that drops in the middle, and at will after its last linear layer."""
+
+    def __init__(self, has_end: bool) -> None:
+        super().__init__()
+        self.first, self.down_proj, self.drop, self.has_end = nn.Linear(4, 16), nn.Linear(16, 4), nn.Dropout(), has_end
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = self.down_proj(nn.functional.silu(self.drop(self.first(tokens))))
+        return self.drop(out) if self.has_end else out
+
+
+@pytest.mark.parametrize("has_end", [False, True])
+def test_dropout_falls_in_the_backward_as_it_fell_in_the_forward(has_end: bool) -> None:
     """The slope along a direction, by finite differences with the same seed."""
     torch.manual_seed(0)
-    block = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.SiLU(), nn.Linear(16, 4)).double()
+    block = Noisy(has_end).double()
     TiledBlock(block, lambda _: 3)
     hidden, along = torch.randn(1, 10, 4, dtype=torch.float64), torch.randn(1, 10, 4, dtype=torch.float64)
 

@@ -81,10 +81,15 @@ class _Loss(torch.autograd.Function):
             losses.append(found.sum())
             return slope
 
-        with weights.collect() as sums:
+        with weights.collect():
             for part in loss.walk_tiles(targets.numel()):
-                dtokens[part] = backward_tile(loss.compute_logits, tokens[part], find_slope)
-        ctx.save_for_backward(dtokens.view(hidden.shape), *sums)
+                if type(loss.head) is nn.Linear:
+                    slope = find_slope(loss.compute_logits(tokens[part]))
+                    dtokens[part] = weights.backward_linear(loss.head, tokens[part], slope)
+                    del slope
+                else:
+                    dtokens[part] = backward_tile(loss.compute_logits, tokens[part], find_slope)
+        ctx.save_for_backward(dtokens.view(hidden.shape), *weights.take_sums())
         ctx.tile_tokens = loss.tile_tokens
         ctx.dtypes = [weight.dtype for weight in weights.weights]
         return torch.stack(losses).sum()

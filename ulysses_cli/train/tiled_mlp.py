@@ -7,7 +7,6 @@ a layer that is computed again, the recomputation stops before it. Knows no reci
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,12 +42,18 @@ def tile_mlps(
     return found
 
 
+class _DoesMoreError(Exception):
+    """A block's result is not that of its `down_proj`."""
+
+
 class TiledBlock:
     """A block whose forward is taken over. `keeps_output`: its recomputation gets the output back."""
 
     def __init__(self, block: nn.Module, count_tiles: Callable[[int], int], *, keeps_output: bool = False) -> None:
         self.block, self.count_tiles, self.keeps_output = block, count_tiles, keeps_output
         self.whole_forward: Callable[[Tensor], Any] = block.forward
+        last = getattr(block, "down_proj", None)
+        self.last: nn.Linear | None = last if type(last) is nn.Linear else None
         self.num_results = 0  # a block that returns a tuple gets one back, of which only the first is more than None
         block.forward = self._run
 
@@ -57,6 +62,39 @@ class TiledBlock:
         result = self.whole_forward(tokens[None])
         if isinstance(result, tuple):
             self.num_results, result = len(result), result[0]
+        return result[0]
+
+    def backward_tile(self, weights: WeightSums, tokens: Tensor, slope: Tensor) -> Tensor:
+        """[N, H] and the gradient of the result -> the gradient of the tokens. The result of a linear layer at the end
+        is not needed for that, and not computed."""
+        last, random_state = self.last, _get_random_state(tokens.device)
+        if last is not None:
+            try:
+                return backward_tile(
+                    self._compute_before_last, tokens, lambda wide: weights.backward_linear(last, wide, slope)
+                )
+            except _DoesMoreError:
+                self.last = None
+                _set_random_state(random_state, tokens.device)
+        return backward_tile(self.compute, tokens, lambda _: slope)
+
+    def _compute_before_last(self, tokens: Tensor) -> Tensor:
+        """What the last linear layer is given, [N, I]."""
+        if self.last is None:
+            raise AssertionError("no last linear layer")
+        seen: list[Tensor] = []
+
+        def give_back(wide: Tensor) -> Tensor:
+            seen.append(wide)
+            return wide
+
+        whole, self.last.forward = self.last.forward, give_back
+        try:
+            result = self.whole_forward(tokens[None])
+        finally:
+            self.last.forward = whole
+        if len(seen) != 1 or result is not seen[0]:
+            raise _DoesMoreError
         return result[0]
 
     def compute_tiles(self, hidden: Tensor, parts: list[slice]) -> Tensor:
@@ -107,18 +145,15 @@ class _Entry(torch.autograd.Function):
         tokens, dout = hidden.detach().flatten(0, 1), dout.flatten(0, 1)
         dtokens = torch.empty_like(tokens)
         devices = [hidden.device] if hidden.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), ctx.weights.collect() as sums:
+        with torch.random.fork_rng(devices), ctx.weights.collect():
             _set_random_state(ctx.random_state, hidden.device)
             for part in ctx.parts:
-                dtokens[part] = backward_tile(ctx.block.compute, tokens[part], partial(_give, dout[part]))
+                dtokens[part] = ctx.block.backward_tile(ctx.weights, tokens[part], dout[part])
+        sums = ctx.weights.take_sums()
         dweights: list[Tensor] = []
         while sums:
             dweights.append(sums.pop(0).to(ctx.weights.weights[len(dweights)].dtype))
         return dtokens.view(hidden.shape) if ctx.needs_input_grad[0] else None, None, None, None, *dweights
-
-
-def _give(slope: Tensor, _: Tensor) -> Tensor:
-    return slope
 
 
 class _Exit(torch.autograd.Function):

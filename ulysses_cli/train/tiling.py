@@ -33,7 +33,7 @@ def check_is_whole(module: nn.Module, what: str) -> None:
 
 
 class WeightSums:
-    """The trainable weights of a module while it is applied to tiles: twins that take each tile's gradient."""
+    """The trainable weights of a module while it is applied to tiles, and the sums of their gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -43,24 +43,55 @@ class WeightSums:
                     places.setdefault(parameter, []).append((owner, name))
         self._places = list(places.values())
         self.weights = list(places)
+        self._twins: list[Tensor] = []
+        self._sums: dict[int, Tensor] = {}
 
     @contextlib.contextmanager
-    def collect(self) -> Iterator[list[Tensor]]:
-        """Inside, the module computes with the twins. The list holds a sum for each weight, in their order, once a
-        backward has run; each tile's gradient is let go as soon as it is added."""
-        sums = [torch.empty(0) for _ in self.weights]
-        twins = [weight.detach().requires_grad_() for weight in self.weights]
-        for index, twin in enumerate(twins):
-            twin.register_post_accumulate_grad_hook(_make_adder(sums, index))
-        originals = list(self.weights)
+    def collect(self) -> Iterator[None]:
+        """Inside, the module computes with twins of its weights, whose gradients are added up after each tile's
+        backward and let go."""
+        self._twins = [weight.detach().requires_grad_() for weight in self.weights]
+        for twin in self._twins:
+            twin.register_post_accumulate_grad_hook(self._take_gradient)
         try:
-            self._put(twins)
-            yield sums
+            self._put(self._twins)
+            yield
         finally:
-            self._put(originals)
-        for index, weight in enumerate(originals):
-            if sums[index].shape != weight.shape:  # no tile used it
-                sums[index] = torch.zeros_like(weight, dtype=_get_precision(weight))
+            self._put(self.weights)
+            self._twins = []
+
+    def take_sums(self) -> list[Tensor]:
+        """Of all tiles, in the order of the weights; zero where no tile used one."""
+        found = [self._sums.pop(at, None) for at in range(len(self.weights))]
+        return [
+            torch.zeros_like(weight, dtype=_get_precision(weight)) if total is None else total
+            for total, weight in zip(found, self.weights, strict=True)
+        ]
+
+    def backward_linear(self, linear: nn.Linear, inputs: Tensor, slope: Tensor) -> Tensor:
+        """A plain linear layer's backward by hand: [N, in] and [N, out] -> the gradient of its inputs. Its result is
+        not needed for that, and the sum takes the product as it is made."""
+        for at, twin in enumerate(self._twins):
+            if twin is linear.weight:
+                total = self._sums.get(at)
+                if total is not None and total.dtype == slope.dtype:
+                    total.addmm_(slope.mT, inputs)
+                else:
+                    self._add(at, slope.mT @ inputs)
+            elif twin is linear.bias:
+                self._add(at, slope.sum(0, dtype=_get_precision(slope)))
+        return slope @ linear.weight.detach()
+
+    def _take_gradient(self, twin: Tensor) -> None:
+        grad, twin.grad = twin.grad, None
+        if grad is not None:
+            self._add(next(at for at, other in enumerate(self._twins) if other is twin), grad)
+
+    def _add(self, at: int, grad: Tensor) -> None:
+        if at in self._sums:
+            self._sums[at].add_(grad)
+        else:
+            self._sums[at] = grad.to(_get_precision(grad))
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for tensor, places in zip(tensors, self._places, strict=True):
@@ -68,27 +99,14 @@ class WeightSums:
                 owner._parameters[name] = tensor  # a twin is no Parameter, and need not be
 
 
-def _make_adder(sums: list[Tensor], index: int) -> Callable[[Tensor], None]:
-    def add(twin: Tensor) -> None:
-        grad, twin.grad = twin.grad, None
-        if grad is None:
-            return
-        if sums[index].shape == twin.shape:
-            sums[index].add_(grad)
-        else:
-            sums[index] = grad.to(_get_precision(grad))
-
-    return add
-
-
 def backward_tile(
-    compute: Callable[[Tensor], Tensor], tokens: Tensor, find_slope: Callable[[Tensor], Tensor]
+    compute: Callable[[Tensor], Tensor], tokens: Tensor, give_slope: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """A tile forward and backward -> the gradient of its tokens. `find_slope` turns the result into its gradient."""
+    """A tile forward and backward -> the gradient of its tokens. `give_slope` turns the result into its gradient."""
     leaf = tokens.detach().requires_grad_()
     with torch.enable_grad():
         result = compute(leaf)
-    torch.autograd.backward(result, find_slope(result.detach()))
+    torch.autograd.backward(result, give_slope(result.detach()))
     if leaf.grad is None:
         raise AssertionError("a tile's result does not depend on its tokens")
     return leaf.grad

@@ -132,10 +132,10 @@ def _backward_at_once(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     else:
         q, k, v, out, sinks, lse = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()
-        slices = [q, k, v, dout, out]
+        slices, results = [q, k, v], [dout, out]
         del q, k, v, out
-        *rows, drows, result = exchange_in(slices, [*spans, chunk.queries, chunk.queries], call.axis)
-        del slices
+        rows = exchange_in(slices, spans, call.axis)  # apart from the results: half the buffers at a time
+        drows, result = exchange_in(results, [chunk.queries, chunk.queries], call.axis)
     wanted_sinks = sinks if ctx.needs_input_grad[3] else None
     grads, dsinks = _attend_backward(rows, drows, result, lse, wanted_sinks, chunk, call)
     # What the kernel saw is not needed to send gradients home. Letting go of it here is what keeps the peak low.
