@@ -18,7 +18,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 install: $(VENV)/installed  ## set up .venv with the tested versions
 
 demo: install  ## the main job on the embedded recipe (RECIPE=...)
-	ulysses validate-config $(RECIPE)
+	ulysses train $(RECIPE) --overwrite
 
 test: install  ## unit tests and a fixed sample of the rank tests
 	python -m pytest tests

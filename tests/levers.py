@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.train import ulysses
-from ulysses_cli.train.documents import Documents, make_documents
+from ulysses_cli.train.documents import make_documents
 from ulysses_cli.train.exchange import make_axis
 from ulysses_cli.train.interface import register_attention
-from ulysses_cli.train.loss import IGNORED, HeadRule
+from ulysses_cli.train.loss import IGNORED, HeadRule, LossModel
 from ulysses_cli.train.offload import Offloader
 from ulysses_cli.train.recompute import recompute_layers
 from ulysses_cli.train.tiled_loss import make_tiled_loss
@@ -59,20 +59,6 @@ class Case:
     lora: tuple[str, ...] = ()
     z_loss_weight: float = 0.0
     changes: dict[str, Any] = field(default_factory=dict, hash=False)
-
-
-class LossModel(nn.Module):
-    """Tokens of a slice -> the sum of its losses."""
-
-    def __init__(self, model: Any, loss: Any) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, input_ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents) -> Tensor:
-        found = self.model.get_decoder()(
-            input_ids=input_ids, position_ids=positions, documents=documents, use_cache=False
-        )
-        return self.loss(found.last_hidden_state, labels)
 
 
 def make_model(case: Case, attention: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ulysses_cli import __version__
-from ulysses_cli.commands import recipes, validate_config
+from ulysses_cli.commands import prepare, recipes, report, train, validate_config
 from ulysses_cli.commands.options import DONE, FAILED
 
 app = typer.Typer(
@@ -46,6 +46,9 @@ def main(
 
 app.command()(validate_config.validate_config)
 app.command()(validate_config.config_schema)
+app.command()(prepare.prepare)
+app.command()(train.train)
+app.command()(report.report)
 app.add_typer(recipes_app, name="recipes")
 recipes_app.command("list")(recipes.list_recipes)
 recipes_app.command("show")(recipes.show_recipe)

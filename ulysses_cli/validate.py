@@ -70,5 +70,9 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word not in overrides], overrides
 
 
+def several_recipes(files: Sequence[str]) -> Problem:
+    return Problem("", f"{len(files)} recipes: {', '.join(files)}", "name one; settings are KEY=VALUE")
+
+
 def no_recipe(words: Sequence[str]) -> Problem:
     return Problem("", f"no recipe among {' '.join(words)}", "name a recipe file; `ulysses recipes list` shows some")

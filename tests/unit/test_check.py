@@ -63,6 +63,14 @@ def test_check_row_length() -> None:
     )
 
 
+def test_check_long_documents() -> None:
+    assert only("data.packing=stream", "data.excess_length_strategy=drop") == (
+        "command line: data.excess_length_strategy: drop is not used: packing: stream cuts documents wherever a row "
+        "ends\n\nhint: leave it out, or set data.packing: documents"
+    )
+    assert check("data.packing=stream") == []
+
+
 def test_check_fixed_length() -> None:
     fixed = "parallel.sp_seq_length_is_variable=false"
     assert only(fixed) == (
@@ -220,7 +228,8 @@ def test_check_deepspeed_section() -> None:
         "zero_optimization.cpu_offload=true": "is DeepSpeed's old name\n\nhint: use memory.offload_optimizer: cpu",
         "zero_optimization.reduce_bucket_sizee=3": "did you mean zero_optimization.reduce_bucket_size?",
         "zero_optimisation.stage=2": "did you mean zero_optimization.stage?",
-        "train_batch_size=auto": "is auto",
+        "train_batch_size=auto": "is the recipe's to decide",
+        "sequence_parallel_size=4": "is the recipe's to decide\n\nhint: use parallel.sp_size",
     }.items():
         assert words in only(f"deepspeed.{override}"), override
     for fine in (
@@ -377,6 +386,18 @@ def test_check_datasets(tmp_path: Path) -> None:
     assert only(f"data.datasets.0.path={tmp_path}/no/such/x.jsonl") == (
         f"command line: data.datasets.0.path: {tmp_path}/no/such/x.jsonl does not exist\n\n"
         f"hint: the path is right as far as {tmp_path}"
+    )
+    assert only("data.datasets.0.join_files=false") == (
+        "command line: data.datasets.0.join_files: is not used for type auto\n\nhint: set type: folder, or leave it out"
+    )
+    assert check(f"data.datasets=[{{path: {tmp_path}, type: folder, join_files: false}}]") == []
+    assert only("data.eval_datasets=[{path: owner/texts, weight: 2}]") == (
+        "command line: data.eval_datasets.0.weight: is not used: evaluation reads each document once"
+        "\n\nhint: leave it out"
+    )
+    assert only(f"data.datasets=[{{path: {tmp_path}/train.jsonl, name: en}}]") == (
+        "command line: data.datasets.0.name: is not used for files on disk"
+        "\n\nhint: leave it out, or name a hub data set"
     )
     assert only("data.datasets=[{type: text}]") == (
         "command line: data.datasets.0.path: no source is named\n\nhint: write a file, a folder or a hub data set"

@@ -10,10 +10,18 @@ def make(*overrides: str, offload_optimizer: str = "none") -> dict[str, object]:
     return make_ds_config(recipe, make_layout(recipe), offload_optimizer)
 
 
-def test_batches_count_rows_not_ranks() -> None:
+def test_for_deepspeed_every_rank_is_data_parallel() -> None:
     made = make("parallel.dp_shard_size=3", "train.gradient_accumulation_steps=5", "train.micro_batch_size=2")
     assert made["train_micro_batch_size_per_gpu"] == 2
-    assert made["train_batch_size"] == 2 * 5 * 3  # the 4 ranks of an sp group share their rows
+    assert made["train_batch_size"] == 2 * 5 * (3 * 4)
+    assert "sequence_parallel_size" not in made
+
+
+def test_what_travels_and_what_is_summed_is_float32() -> None:
+    assert make()["communication_data_type"] == "fp32"
+    assert make("train.gradient_accumulation_steps=2")["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "data_types" not in make("train.gradient_accumulation_steps=2", "model.dtype=float32")
+    assert "data_types" not in make("train.gradient_accumulation_steps=2", "parallel.zero_stage=1")
 
 
 def test_copies_and_offload() -> None:

@@ -54,7 +54,8 @@ def test_imports(file: Path) -> None:
             target = rest.split(".")[0]
             assert target != "cli" or (file.name == "__main__.py" and not room), f"nothing imports cli: {file}"
             if room and target:
-                assert target in MAY_IMPORT[room], f"{file} imports {module}"
+                is_entry = file.name == "__main__.py" and target == "report"  # a child process speaks for itself
+                assert target in MAY_IMPORT[room] or is_entry, f"{file} imports {module}"
             if file.name in STDLIB_ONLY:
                 assert target == "plan", file
                 assert module.split(".")[-1] in {"problem", "layout", "bins", "plan"}, file

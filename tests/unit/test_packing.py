@@ -151,3 +151,19 @@ def test_the_set_of_rooms_finds_the_next_number(changes: list[tuple[bool, int]],
             expected.discard(number)
     for at in (start, *sorted(expected)):
         assert found.find_from(at) == min((number for number in expected if number >= at), default=None)
+
+
+def test_cuts_keep_to_the_places_that_do_no_harm() -> None:
+    cut = cut_documents([10, 3], 4, "split", lambda _: [2, 6, 7])
+    assert cut.pieces == [(0, 0, 2), (0, 2, 6), (0, 6, 7 + 3), (1, 0, 3)]
+    assert cut.num_torn == 0
+    assert cut_documents([10], 4, "split", lambda _: [2]).num_torn == 1
+    assert cut_documents([9], 4, "split", lambda _: []).num_torn == 2
+
+
+def test_no_tail_of_one_token() -> None:
+    assert cut_documents([9], 4, "split").pieces == [(0, 0, 4), (0, 4, 7), (0, 7, 9)]
+    rows = pack_stream([Piece(0, 0, 9)], 4, 0)
+    assert [rows.get_row(index) for index in range(3)] == [[(0, 0, 4)], [(0, 4, 7)], [(0, 7, 9)]]
+    rows = pack_stream([Piece(0, 0, 4), Piece(1, 0, 1)], 4, 0)
+    assert sorted(len(rows.get_row(index)) for index in range(2)) == [1, 2]

@@ -137,6 +137,17 @@ def check_fixed_length(case: Case) -> Found:
         )
 
 
+def check_long_documents(case: Case) -> Found:
+    """A stream is cut where rows end, whatever a document's length."""
+    data = case.recipe.data
+    if data.packing == "stream" and data.excess_length_strategy != "auto":
+        yield Problem(
+            "data.excess_length_strategy",
+            f"{data.excess_length_strategy} is not used: packing: stream cuts documents wherever a row ends",
+            "leave it out, or set data.packing: documents",
+        )
+
+
 def check_zero_stage(case: Case) -> Found:
     """What each ZeRO stage can shard and offload."""
     parallel, memory = case.recipe.parallel, case.recipe.memory
@@ -210,6 +221,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     check_world_size,
     check_row_length,
     check_fixed_length,
+    check_long_documents,
     check_zero_stage,
     check_model_source,
     check_deepspeed_section,

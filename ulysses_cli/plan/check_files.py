@@ -13,7 +13,10 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Dataset, Recipe, compute_recipe_hash
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".md", ".csv", ".arrow", ".gz", ".zst")
+DATA_SUFFIXES = (
+    *(".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".md"),
+    *(".gz", ".zst"),
+)
 CHAT_TYPES = ("chat", "conversations")
 Found = Iterator[Problem]
 
@@ -23,6 +26,7 @@ def check_datasets(recipe: Recipe) -> Found:
     for section in ("datasets", "eval_datasets"):
         for index, dataset in enumerate(getattr(recipe.data, section)):
             yield from _check_dataset(dataset, f"data.{section}.{index}")
+            yield from _check_unused(dataset, f"data.{section}.{index}", is_eval=section == "eval_datasets")
 
 
 def check_loss_mask(recipe: Recipe) -> Found:
@@ -90,6 +94,16 @@ def _check_dataset(dataset: Dataset, key: str) -> Found:
         path = Path(os.path.expanduser(dataset.path or "."), os.path.expanduser(file))
         if not _exists(path):
             yield Problem(f"{key}.data_files.{index}", f"{path} does not exist", _suggest_nearby(path))
+
+
+def _check_unused(dataset: Dataset, key: str, *, is_eval: bool) -> Found:
+    """Settings that would be ignored."""
+    if not dataset.join_files and dataset.type != "folder":
+        yield Problem(f"{key}.join_files", f"is not used for type {dataset.type}", "set type: folder, or leave it out")
+    if is_eval and dataset.weight != 1:
+        yield Problem(f"{key}.weight", "is not used: evaluation reads each document once", "leave it out")
+    if dataset.name is not None and (dataset.path is None or is_local(dataset.path)):
+        yield Problem(f"{key}.name", "is not used for files on disk", "leave it out, or name a hub data set")
 
 
 def is_local(path: str) -> bool:

@@ -15,7 +15,6 @@ from ulysses_cli.plan.recipe import Recipe
 
 # DeepSpeed's key -> the recipe's key that decides it.
 OWNERS = {
-    "train_batch_size": "train.per_device_train_batch_size",
     "train_micro_batch_size_per_gpu": "train.per_device_train_batch_size",
     "gradient_accumulation_steps": "train.gradient_accumulation_steps",
     "gradient_clipping": "train.max_grad_norm",
@@ -26,10 +25,11 @@ OWNERS = {
     "zero_optimization.offload_optimizer.nvme_path": "memory.nvme_path",
     "zero_optimization.offload_param.device": "memory.offload_param",
     "zero_optimization.offload_param.nvme_path": "memory.nvme_path",
-    "sequence_parallel_size": "parallel.sp_size",
 }
 # Sections that would bring a second owner for what the recipe decides.
 REFUSED = {
+    "train_batch_size": "rows per step follow from the train and parallel sections",
+    "sequence_parallel_size": "use parallel.sp_size; DeepSpeed itself is told of data parallelism only",
     "optimizer": "the optimizer is made from train.optim, train.learning_rate and train.adam_*",
     "scheduler": "the schedule is made from train.lr_scheduler_type",
     "fp16": "float16 is not offered; see model.dtype",
@@ -87,15 +87,24 @@ def make_ds_config(recipe: Recipe, layout: Layout, offload_optimizer: str = "non
     return {
         "train_micro_batch_size_per_gpu": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
-        # DeepSpeed multiplies by the ranks that hold different rows; ranks of one sp group hold the same ones.
-        "train_batch_size": train.per_device_train_batch_size * train.gradient_accumulation_steps * layout.dp_size,
+        # For DeepSpeed all ranks are data-parallel. Told of sequence parallelism, ZeRO-3 (0.19.8) divides gradients by
+        # the world size on one of its reduction paths and by world / sp on the other.
+        "train_batch_size": train.per_device_train_batch_size * train.gradient_accumulation_steps * layout.world_size,
         "gradient_clipping": train.max_grad_norm,
         "bf16": {"enabled": recipe.model.dtype == "bfloat16"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31 - 1,
-        "sequence_parallel_size": layout.sp_size,
+        "communication_data_type": "fp32",
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if _accumulates(recipe) else {}),
     }
+
+
+def _accumulates(recipe: Recipe) -> bool:
+    """bfloat16 gradients of several micro-steps are summed in float32. (At stage 1 DeepSpeed has another optimizer for
+    that, which keeps no shards of the moments.)"""
+    train, stage = recipe.train, recipe.parallel.zero_stage
+    return recipe.model.dtype == "bfloat16" and train.gradient_accumulation_steps > 1 and stage > 1
 
 
 def merge_user_config(made: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -72,15 +73,22 @@ class Cut:
     num_split: int = 0
     num_truncated: int = 0
     num_dropped: int = 0
+    num_torn: int = 0
     lost_tokens: int = 0
 
 
 def cut_documents(
-    lengths: Sequence[int], capacity: int, strategy: Literal["split", "truncate", "drop", "raise"]
+    lengths: Sequence[int],
+    capacity: int,
+    strategy: Literal["split", "truncate", "drop", "raise"],
+    find_places: Callable[[int], Sequence[int]] | None = None,
 ) -> Cut:
-    """Bring documents to at most `capacity` tokens. Nothing is lost without being counted."""
+    """Bring documents to at most `capacity` tokens. Nothing is lost without being counted.
+
+    `find_places`: the tokens of a document before which a cut does no harm, in order; cuts elsewhere count as torn.
+    """
     pieces: list[Piece] = []
-    num_long = lost = 0
+    num_long = num_torn = lost = 0
     for document, length in enumerate(lengths):
         if length <= capacity:
             if length:
@@ -90,14 +98,32 @@ def cut_documents(
             raise ValueError(f"document {document} has {length} tokens, more than the {capacity} of a row")
         num_long += 1
         if strategy == "split":
-            pieces += [Piece(document, at, min(at + capacity, length)) for at in range(0, length, capacity)]
+            found, torn = _split(document, length, capacity, find_places(document) if find_places else ())
+            pieces += found
+            num_torn += torn if find_places else 0
         elif strategy == "truncate":
             pieces.append(Piece(document, 0, capacity))
             lost += length - capacity
         else:
             lost += length
     counts = {"split": "num_split", "truncate": "num_truncated", "drop": "num_dropped"}
-    return Cut(pieces, lost_tokens=lost, **({counts[strategy]: num_long} if num_long else {}))
+    return Cut(pieces, num_torn=num_torn, lost_tokens=lost, **({counts[strategy]: num_long} if num_long else {}))
+
+
+def _split(document: int, length: int, capacity: int, places: Sequence[int]) -> tuple[list[Piece], int]:
+    """Pieces as long as places allow, and how many cuts found none. No tail of one token, which nothing predicts."""
+    pieces: list[Piece] = []
+    start = num_torn = 0
+    while length - start > capacity:
+        stop = start + capacity - (length - start == capacity + 1 and capacity > 2)
+        at = bisect_right(places, stop) - 1
+        if at >= 0 and places[at] > start + 1:
+            stop = places[at]
+        else:
+            num_torn += 1
+        pieces.append(Piece(document, start, stop))
+        start = stop
+    return [*pieces, Piece(document, start, length)], num_torn
 
 
 def pack_documents(pieces: Sequence[Piece], capacity: int, work: Work) -> Rows:
@@ -120,7 +146,8 @@ def pack_documents(pieces: Sequence[Piece], capacity: int, work: Work) -> Rows:
 
 
 def pack_stream(pieces: Sequence[Piece], capacity: int, seed: int) -> Rows:
-    """One endless stream of all pieces in an order from the seed, cut at every `capacity` tokens."""
+    """One endless stream of all pieces in an order from the seed, cut at every `capacity` tokens; where one token
+    would be left over, the row before it gives it company."""
     rows: list[list[Piece]] = [[]]
     room = capacity
     for at in range(len(pieces)):
@@ -132,6 +159,14 @@ def pack_stream(pieces: Sequence[Piece], capacity: int, seed: int) -> Rows:
             taken = min(room, stop - start)
             rows[-1].append(Piece(document, start, start + taken))
             start, room = start + taken, room - taken
+    document, start, stop = rows[-1][0] if rows[-1] else (0, 0, 0)
+    if len(rows) > 1 and stop - start == 1 == len(rows[-1]) and capacity > 2:
+        last = rows[-2].pop()
+        if last.stop - last.start > 1:
+            rows[-2].append(last._replace(stop=last.stop - 1))
+        follows = (last.document, last.stop) == (document, start)
+        given = last._replace(start=last.stop - 1)
+        rows[-1] = [given._replace(stop=stop)] if follows else [given, rows[-1][0]]
     flat = [piece for row in rows for piece in row]
     ends = iter(range(len(flat)))
     return _collect(flat, [[next(ends) for _ in row] for row in rows if row], capacity)

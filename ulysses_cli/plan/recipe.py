@@ -165,7 +165,14 @@ class Dataset(Section):
     data_files: tuple[str, ...] | None = setting(
         None, "files below path", unit="paths", min_length=1, max_length=100_000
     )
-    weight: float = setting(1.0, "share of this source in a mixture", unit="x", gt=0, le=1e6)
+    weight: float = setting(
+        1.0,
+        "copies of each document in an epoch; the fraction adds one for that share of them, chosen by the seed",
+        unit="copies",
+        gt=0,
+        le=1000,
+    )
+    join_files: bool = setting(True, "folder: the whole tree is one document; false = each file is one")
     streaming: bool = setting(False, "read without a local copy, for what does not fit on disk")
 
 
@@ -191,8 +198,10 @@ class Data(Section):
         unit="tokens",
         aliases=("div_length",),
     )
-    excess_length_strategy: Literal["split", "truncate", "drop", "raise"] = setting(
-        "split", "what happens to a document longer than max_length", aliases=("truncation_strategy",)
+    excess_length_strategy: Literal["auto", "split", "truncate", "drop", "raise"] = setting(
+        "auto",
+        "what happens to a document longer than max_length; auto = split text, raise for chats and completions",
+        aliases=("truncation_strategy",),
     )
     packing: Literal["documents", "stream", "off"] = setting(
         "documents",

@@ -56,6 +56,12 @@ def compute_pad_multiple(recipe: Recipe) -> int:
     return sp_size * tokens
 
 
+def compute_row_tokens(recipe: Recipe) -> int:
+    """A full row with its padding."""
+    multiple = compute_pad_multiple(recipe)
+    return math.ceil(recipe.data.max_length / multiple) * multiple
+
+
 def compute_kv_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> KvHeads:
     """The most key/value heads that any rank's run of query heads reaches."""
     local_heads, group = num_heads // sp_size, num_heads // num_kv_heads
@@ -87,7 +93,7 @@ def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> 
     """Only for a recipe that passed its checks. `written` holds the keys that the user gave."""
     layout = make_layout(recipe)
     rows = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps * layout.dp_size
-    row_tokens = math.ceil(recipe.data.max_length / compute_pad_multiple(recipe)) * compute_pad_multiple(recipe)
+    row_tokens = compute_row_tokens(recipe)
     return Resolved(
         layout=layout,
         recipe_hash=compute_recipe_hash(recipe),

@@ -16,16 +16,16 @@ STYLES = {"bold": "1", "red": "31", "yellow": "33"}
 def print_data(text: str) -> None:
     """To stdout. A reader that has gone away (`| head`) is no failure."""
     try:
-        _write(sys.stdout, text)
+        write_to(sys.stdout, text)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_talk(text: str) -> None:
-    _write(sys.stderr, text)
+    write_to(sys.stderr, text)
 
 
-def _write(stream: TextIO, text: str) -> None:
+def write_to(stream: TextIO, text: str) -> None:
     """What the terminal cannot show is shown by its number."""
     encoding = stream.encoding or "utf-8"
     text = text if text.endswith("\n") else text + "\n"

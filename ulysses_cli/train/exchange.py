@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ulysses_cli.train.clock import part_of_step
 from ulysses_cli.train.heads import Spans, find_pattern
 
 # Shapes. B rows in a batch, S tokens of a row on this rank, P ranks that share it, T = B x P x S tokens in all,
@@ -103,12 +104,12 @@ def exchange_out(
 
 def _all_to_all(received: Tensor, send: Tensor, widths_in: list[int], widths_out: list[int], axis: Axis) -> None:
     """One collective on the axis. All its ranks are here: they run the same layers on slices of the same rows."""
-    if len(set(widths_in)) == len(set(widths_out)) == 1:
-        dist.all_to_all_single(received.view(-1), send.view(-1), group=axis.group)
-        return
-    unit = send.numel() // sum(widths_out)
-    splits_in, splits_out = [w * unit for w in widths_in], [w * unit for w in widths_out]
-    dist.all_to_all_single(received.view(-1), send.view(-1), splits_in, splits_out, group=axis.group)
+    splits: tuple[list[int], ...] = ()
+    if len(set(widths_in)) > 1 or len(set(widths_out)) > 1:
+        unit = send.numel() // sum(widths_out)
+        splits = ([width * unit for width in widths_in], [width * unit for width in widths_out])
+    with part_of_step("exchange"):
+        dist.all_to_all_single(received.view(-1), send.view(-1), *splits, group=axis.group)
 
 
 def _split(buffer: Tensor, widths: list[int], batch: int, tokens: int, dim: int) -> list[Tensor] | Tensor:

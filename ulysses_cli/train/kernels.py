@@ -14,6 +14,7 @@ from torch import Tensor, library
 from torch.utils.flop_counter import register_flop_formula
 
 from ulysses_cli.train import flash_kernels, torch_kernels
+from ulysses_cli.train.clock import part_of_step
 from ulysses_cli.train.documents import Documents
 from ulysses_cli.train.torch_kernels import Rule
 
@@ -55,7 +56,7 @@ def attend(
     """Causal attention inside documents -> (out like q, log-sum-exp [heads, tokens]). A sink is a logit of its head
     that takes weight and gives nothing: it only raises the normaliser, so any kernel that hands that out serves it."""
     documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
         out, lse = KERNELS[kernel].forward(q, k, v, documents, rule)
         out, lse = out.contiguous(), lse.contiguous()
         if sinks is None:
@@ -91,7 +92,7 @@ def attend_backward(
     """Gradients of q, k and v. With the raised log-sum-exp, a kernel's own backward is that of attention with sinks:
     it makes the weights as exp(logit - lse) and their mean from dout and out, and both already know of the sink."""
     documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
         dq, dk, dv = KERNELS[kernel].backward(dout, q, k, v, out, lse, documents, rule)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
@@ -112,7 +113,7 @@ def run_backward(
     if not KERNELS[kernel].needs_autograd:
         found: tuple[Tensor, Tensor, Tensor] = attend_backward(dout, q, k, v, out, lse, *options)
         return found
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
         return KERNELS[kernel].backward(dout, q, k, v, out, lse, Documents(tuple(lengths), cu_seqlens), Rule(*rule))
 
 

@@ -5,7 +5,16 @@ Whoever sums over ranks and micro-steps divides once, by the number of targets o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ulysses_cli.train.clock import part_of_step, watch_backward
+from ulysses_cli.train.documents import Documents
 
 IGNORED = -100
 
@@ -17,3 +26,64 @@ class HeadRule:
     softcap: float | None = None
     divisor: float = 1.0
     z_loss_weight: float = 0.0
+
+
+class Loss(Protocol):
+    """Hidden states [B, S, H] and shifted labels [B, S] -> losses."""
+
+    def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Float32 sum over targets, part of the graph even when there is none."""
+
+    def per_token(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Float32 [B, S], 0 where there is no target. No gradients."""
+
+
+def compute_token_losses(logits: Tensor, labels: Tensor, rule: HeadRule) -> Tensor:
+    """[N, vocabulary] and [N] -> float32 [N] (float64 stays)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if rule.divisor != 1.0:
+        logits = logits / rule.divisor
+    if rule.softcap is not None:
+        logits = rule.softcap * torch.tanh(logits / rule.softcap)
+    losses = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+    if rule.z_loss_weight:
+        squares = torch.logsumexp(logits, -1).square()
+        losses = losses + rule.z_loss_weight * torch.where(labels == IGNORED, 0.0, squares)
+    return losses
+
+
+class PlainLoss:
+    """All logits of the slice at once."""
+
+    def __init__(self, head: Callable[[Tensor], Tensor], rule: HeadRule) -> None:
+        self.head, self.rule = head, rule
+
+    def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return compute_token_losses(self.head(hidden).flatten(0, 1), labels.flatten(), self.rule).sum()
+
+    @torch.no_grad()
+    def per_token(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return compute_token_losses(self.head(hidden).flatten(0, 1), labels.flatten(), self.rule).view(labels.shape)
+
+
+class LossModel(nn.Module):
+    """What the engine wraps: tokens of a slice -> its loss. The decoder is the model's own; the head is the loss's."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss  # holds the head, which stays registered under the model alone
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, per_token: bool = False
+    ) -> Tensor:
+        output: Any = self.model.get_decoder()(
+            input_ids=input_ids, position_ids=positions, documents=documents, use_cache=False
+        )
+        hidden = output.last_hidden_state
+        with part_of_step("head_loss"):
+            if per_token:
+                return self.loss.per_token(hidden, labels)
+            total = self.loss(hidden, labels)
+        watch_backward("head_loss", total, hidden)
+        return total

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses_cli.train.clock import part_of_step
+
 # Runs of layers whose copies may be on their way out at once: what they keep is still on the device.
 MAX_LEAVING = 2
 
@@ -154,21 +156,24 @@ class HostShelf:
         tensor = tensor.detach()
         if not self.is_offloaded:
             return tensor
-        item = Item(self.offloader, self, tensor)
+        with part_of_step("offload"):
+            item = Item(self.offloader, self, tensor)
         self.waiting.append(item)
         return item
 
     def fetch(self, stored: Item | Tensor) -> Tensor:
-        self.bring_back()
-        if self.previous is not None:
-            self.previous.bring_back()
+        with part_of_step("offload"):
+            self.bring_back()
+            if self.previous is not None:
+                self.previous.bring_back()
         if isinstance(stored, Tensor):
             return stored
         tensor, stored.tensor = stored.tensor, None
         if tensor is None:
             raise RuntimeError("a tensor in host memory is fetched a second time: a layer's backward can run once")
         if stored.arrived is not None:
-            torch.cuda.current_stream(self.offloader.device).wait_event(stored.arrived)
+            with part_of_step("offload"):
+                torch.cuda.current_stream(self.offloader.device).wait_event(stored.arrived)
         return tensor
 
     def bring_back(self) -> None:

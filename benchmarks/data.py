@@ -1,0 +1,243 @@
+"""How fast text becomes rows and rows are read, against the bare tokenizer and against a CPU training step, in one run.
+
+Bars: preparing text at 80 % of the bare `tokenizers` batch rate per worker, a 50 MB document in linear time, rows read
+50x faster than a CPU training step takes them; and those of packing.py, which is run too.
+
+    python benchmarks/data.py [--megabytes 64] [--workers 2] [--json FILE]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+VOCABULARY = 16_000
+BATCH_BYTES = 4 << 20
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+RECIPE = """\
+model:
+  config: {{model_type: llama}}
+  tokenizer: {folder}/tokenizer
+data:
+  datasets: [{{path: {file}}}]
+  max_length: 32Ki
+  num_workers: {workers}
+  store_dir: {folder}/{store}
+"""
+
+
+def walk_texts(num_bytes: int) -> Iterator[str]:
+    """Python's own library and what is installed beside it, file by file, again from the start when it ends."""
+    folders = [sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]]
+    files = sorted(file for folder in folders for file in Path(folder).rglob("*.py"))
+    done = 0
+    while True:
+        for file in files:
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            if text.strip():
+                yield text
+                done += len(text.encode())
+                if done >= num_bytes:
+                    return
+
+
+def train_tokenizer(folder: Path) -> Any:
+    """A byte-level BPE with the pattern of Llama 3, from the first megabytes."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, initial_alphabet=alphabet, special_tokens=["</s>"], show_progress=False
+    )
+    made.train_from_iterator(walk_texts(4_000_000), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return made
+
+
+def make_batches(texts: list[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def measure_bare(made: Any, texts: list[str]) -> float:
+    """Seconds of nothing but the batch call, one thread, in batches as large as preparing uses."""
+    from tokenizers import Tokenizer
+
+    fresh = Tokenizer.from_str(made.to_str())  # no cache of words from the training
+    seconds = 0.0
+    for batch in make_batches(texts):
+        start = time.perf_counter()
+        fresh.encode_batch_fast(batch, add_special_tokens=False)
+        seconds += time.perf_counter() - start
+    return seconds
+
+
+def prepare(folder: Path, file: Path, workers: int, store: str) -> tuple[float, Any]:
+    """Seconds of preparing a file anew, from reading it to rows on disk."""
+    from ulysses_cli.data.prepare import prepare_data
+    from ulysses_cli.plan.load import parse_recipe
+
+    text = RECIPE.format(folder=folder, file=file, workers=workers, store=store)
+    start = time.perf_counter()
+    prepared = prepare_data(parse_recipe(text).recipe, 128, lambda _: None)
+    return time.perf_counter() - start, prepared
+
+
+def write_texts(file: Path, texts: list[str]) -> Path:
+    with open(file, "w") as stream:
+        stream.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    return file
+
+
+def measure_preparing(folder: Path, made: Any, num_bytes: int, workers: int) -> dict[str, float]:
+    texts = list(walk_texts(num_bytes))
+    file = write_texts(folder / "texts.jsonl", texts)
+    size = sum(len(text.encode()) for text in texts)
+    measure_bare(made, texts[:1])
+    prepare(folder, write_texts(folder / "few.jsonl", texts[:1]), 1, "few")  # imports
+    runs = [(measure_bare(made, texts), *prepare(folder, file, 1, f"one-{run}")) for run in range(2)]
+    bare, one = min(run[0] for run in runs), min(run[1] for run in runs)  # other work on the machine adds to either
+    prepared = runs[0][2]
+    again, _ = prepare(folder, file, 1, "one-0")
+    many, _ = prepare(folder, file, workers, "many")
+    start = time.perf_counter()
+    num_tokens = read_all(prepared.path)
+    read_seconds = time.perf_counter() - start
+    return {
+        "text_megabytes": size / 1e6,
+        "bare_megabytes_per_second": size / 1e6 / bare,
+        "prepare_megabytes_per_second": size / 1e6 / one,
+        "share_of_bare_rate_1_worker": bare / one,
+        f"share_of_bare_rate_per_worker_of_{workers}": bare / many / workers,
+        "second_run_seconds": again,
+        "read_million_tokens_per_second": num_tokens / 1e6 / read_seconds,
+    }
+
+
+def read_all(path: Path) -> int:
+    from ulysses_cli.data.rows import open_rows
+
+    rows = open_rows(path, "train")
+    for row in range(len(rows)):
+        rows.read(row, 0, rows.capacity)
+    return len(rows) * rows.capacity
+
+
+def measure_long_documents(folder: Path, num_bytes: int) -> dict[str, float]:
+    """Seconds per megabyte of one document, at a tenth of the size and at the whole."""
+    found = {}
+    for share in (0.1, 1.0):
+        file = folder / f"one-{share}.txt"
+        file.write_text("".join(walk_texts(int(num_bytes * share))))
+        seconds, _ = prepare(folder, file, 1, f"long-{share}")
+        found[share] = seconds / (file.stat().st_size / 1e6)
+    return {
+        "one_document_megabytes": num_bytes / 1e6,
+        "one_document_seconds_per_megabyte": found[1.0],
+        "one_document_time_per_byte_against_a_tenth": found[1.0] / found[0.1],
+    }
+
+
+def measure_against_training(folder: Path) -> dict[str, float]:
+    """The embedded recipe's model and rows: seconds of a step on one core, and of reading the row that it takes."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ulysses_cli.data.prepare import prepare_data
+    from ulysses_cli.data.rows import open_rows
+    from ulysses_cli.plan.load import load_recipe
+
+    torch.set_num_threads(1)
+    recipe = load_recipe(ROOT / "recipes" / "tiny-cpu.yaml", [f"data.store_dir={folder}/tiny"]).recipe
+    rows = open_rows(prepare_data(recipe, 128, lambda _: None).path, "train")
+    settings = dict(recipe.model.config or {})
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step_seconds = read_seconds = float("inf")
+    for row in range(10):
+        start = time.perf_counter()
+        part = rows.read(row, 0, rows.capacity)
+        lengths = rows.get_lengths(row)
+        read_seconds = min(read_seconds, time.perf_counter() - start)
+        assert sum(lengths) <= rows.capacity
+        start = time.perf_counter()
+        logits = model(input_ids=torch.from_numpy(part.input_ids)[None]).logits[0]
+        torch.nn.functional.cross_entropy(logits, torch.from_numpy(part.labels)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step_seconds = min(step_seconds, time.perf_counter() - start)
+    return {
+        "cpu_step_milliseconds": step_seconds * 1e3,
+        "read_row_milliseconds": read_seconds * 1e3,
+        "reading_faster_than_training": step_seconds / read_seconds,
+    }
+
+
+def run_packing(folder: Path) -> dict[str, float]:
+    file = folder / "packing.json"
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "packing.py"), "--json", str(file)], check=False)
+    return {f"packing_{name}": value for name, value in json.loads(file.read_text()).items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=64)
+    parser.add_argument("--document-megabytes", type=float, default=50)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        packing = run_packing(folder)  # first: a process is charged with the memory of the one that starts it
+        result = measure_preparing(folder, train_tokenizer(folder), int(options.megabytes * 1e6), options.workers)
+        result |= measure_long_documents(folder, int(options.document_megabytes * 1e6))
+        result |= measure_against_training(folder)
+        result |= packing
+    for key, value in result.items():
+        print(f"{key:<48} {value:.6g}")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    bars = {
+        "prepare at 80 % of the bare rate, one worker": result["share_of_bare_rate_1_worker"] >= 0.8,
+        "one document in linear time (within 15 %)": result["one_document_time_per_byte_against_a_tenth"] <= 1.15,
+        "rows read 50x faster than a CPU step": result["reading_faster_than_training"] >= 50,
+        "rows 99 % full": result["packing_efficiency"] >= 0.99,
+        "work per rank within 3 %": result["packing_work_per_rank_above_mean"] <= 0.03,
+        "a million lengths in 20 s": result["packing_pack_seconds"] < 20,
+        "and in 1 GB": result["packing_max_rss_gb"] < 1,
+        "the cursor in a second": result["packing_locate_seconds"] < 1,
+    }
+    for bar, is_met in bars.items():
+        print(f"{'met   ' if is_met else 'MISSED'} {bar}")
+    return int(not all(bars.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

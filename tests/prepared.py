@@ -1,0 +1,57 @@
+"""Prepared data from plain lists of tokens, for tests that need rows and no recipe."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ulysses_cli.data.packer import RowSettings, make_rows
+from ulysses_cli.data.store import Batch, StoreWriter, TokenStore, hash_document
+from ulysses_cli.data.transaction import make_folder
+
+Documents = Sequence[Sequence[int]]
+
+
+def make_store(folder: Path, documents: Documents, flags: Documents | None = None, **facts: Any) -> TokenStore:
+    """`flags`: per token 1 = target, 2 = a turn begins; left out: all are targets."""
+
+    def build(partial: Path) -> dict[str, Any]:
+        writer = StoreWriter(partial, 1000)
+        for number, document in enumerate(documents):
+            ids = np.asarray(document, writer.dtype)
+            marks = None if flags is None else np.asarray(flags[number], np.uint8)
+            writer.append(Batch(ids, [len(ids)], [hash_document(ids, marks)], ["d.jsonl"], [number + 1], marks))
+        return {**writer.finish(), **facts}
+
+    make_folder(folder, build, lambda: None)
+    return TokenStore(folder)
+
+
+def make_prepared(
+    root: Path,
+    train: Sequence[Documents],
+    evaluation: Sequence[Documents] = (),
+    flags: Sequence[Documents] | None = None,
+    weights: Sequence[float] | None = None,
+    **settings: Any,
+) -> Path:
+    """A folder for open_rows. `train`, `evaluation`: documents source by source; `settings`: those of RowSettings."""
+    chosen = RowSettings(**settings)
+    stores = [
+        make_store(root / "tokens" / f"s{index}", documents, flags[index] if flags else None)
+        for index, documents in enumerate([*train, *evaluation])
+    ]
+
+    def build(partial: Path) -> dict[str, Any]:
+        facts = make_rows(partial, stores, weights or [1.0] * len(train), chosen)
+        return {
+            **facts,
+            "max_length": chosen.max_length,
+            "pad_id": chosen.pad_id,
+            "attend_across_documents": chosen.attend_across_documents,
+            "stores": [store.folder.name for store in stores],
+        }
+
+    make_folder(root / "rows" / "r", build, lambda: None)
+    return root / "rows" / "r"

@@ -1,0 +1,132 @@
+"""Training on ranks equals plain torch on one process: loss, every gradient and the weights after five steps."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from torch import Tensor
+from training import CONFIG, Course, MemoryRows, make_recipe, measure_difference, train_plainly
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ulysses_cli.data.steps import Batching, plan_step, read_micro_batch
+from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.resolved import make_layout
+
+NUM_STEPS = 5
+# (length, first target): uneven documents, a row whose second half has no target, rows with few, one-token documents.
+ROWS = [
+    [(40, 0), (1, 0), (7, 3)],
+    [(30, 0), (31, 31)],
+    [(64, 0)],
+    [(5, 0), (9, 9), (3, 0), (20, 15)],
+    [(50, 48)],
+    [(16, 0), (16, 0), (16, 0), (16, 0)],
+    [(11, 2)],
+]
+LAYOUTS = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2), "4x1": (4, 1), "2x2": (2, 2)}
+
+
+def make_batching(recipe: Recipe) -> Batching:
+    layout = make_layout(recipe)
+    return Batching(
+        layout.dp_size,
+        recipe.train.per_device_train_batch_size,
+        recipe.train.gradient_accumulation_steps,
+        layout.sp_size,
+        recipe.run.seed,
+    )
+
+
+def train_on_ranks(recipe: Recipe) -> Course:
+    """One rank's part; results are gathered whole."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    from ulysses_cli.train.build import build
+    from ulysses_cli.train.groups import make_groups
+
+    layout = make_layout(recipe)
+    groups = make_groups(layout, timedelta(seconds=60))
+    shape = read_model_shape(recipe.model.config or {}, "test")
+    built = build(recipe, shape, groups, torch.device("cpu"), NUM_STEPS)
+    engine, rows = built.engine, MemoryRows(ROWS)
+    trained = {name.removeprefix("model."): p for name, p in built.module.named_parameters() if p.requires_grad}
+    losses: list[float] = []
+    grads: list[dict[str, Tensor]] = []
+    norms: list[float] = []
+    real_step = engine.wrapped.step
+
+    def step_and_tell() -> None:
+        if engine.wrapped.is_gradient_accumulation_boundary():
+            grads.append({name: safe_get_full_grad(p).clone() for name, p in trained.items()})
+        real_step()
+
+    engine.wrapped.step = step_and_tell
+    batching = make_batching(recipe)
+    position = 0
+    for step in range(NUM_STEPS):
+        plan = plan_step(rows, batching, position, end=1000)
+        engine.set_learning_rate(engine.learning_rate_at(step))
+        total = torch.zeros(1)
+        for micro in range(plan.num_micro_steps):
+            batch = read_micro_batch(rows, plan, groups.dp_index, micro, groups.sp_axis.rank, groups.sp_axis.size)
+            total += engine.train_micro_step(batch, plan.num_targets)
+        losses.append(engine.sum_over_ranks(total).item() / plan.num_targets)
+        update = engine.read_update(engine.learning_rate_at(step))
+        assert update.was_applied
+        norms.append(update.grad_norm)
+        position = plan.next_position
+    weights = {name: safe_get_full_fp32_param(p).clone() for name, p in trained.items()}
+    return Course(losses, grads, norms, weights)
+
+
+def make_reference(recipe: Recipe) -> Course:
+    torch.manual_seed(recipe.run.seed)
+    config = AutoConfig.for_model(**(recipe.model.config or {}))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    if recipe.lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(recipe.run.seed)
+        get_peft_model(model, LoraConfig(r=recipe.lora.r, lora_alpha=recipe.lora.alpha, target_modules="all-linear"))
+    rows, batching = MemoryRows(ROWS), make_batching(recipe)
+    per_step = batching.rows_per_step
+    steps = [list(plan_step(rows, batching, step * per_step, 1000).rows) for step in range(NUM_STEPS)]
+    rates = [recipe.train.learning_rate * (1 - step / NUM_STEPS) for step in range(NUM_STEPS)]
+    return train_plainly(model, rows, steps, recipe, rates)
+
+
+def list_cases() -> list[Any]:
+    cases = []
+    for name in LAYOUTS:
+        for accumulation in (1, 3):
+            for stage in (1, 2, 3):
+                for lora in (False, True):
+                    telling = (stage == 3 and (accumulation == 3) != lora) or (name == "2x2" and not lora and stage < 3)
+                    marks = () if telling else pytest.mark.full
+                    cases.append(pytest.param(name, accumulation, stage, lora, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "accumulation", "stage", "lora"), list_cases())
+def test_training_equals_plain_torch(name: str, accumulation: int, stage: int, lora: bool) -> None:
+    sp_size, dp_size = LAYOUTS[name]
+    overrides = [
+        f"parallel.sp_size={sp_size}",
+        f"parallel.dp_shard_size={dp_size}",
+        f"parallel.zero_stage={stage}",
+        f"train.gradient_accumulation_steps={accumulation}",
+        "train.lr_scheduler_type=linear",
+        *(["lora.r=4"] if lora else []),
+    ]
+    recipe = make_recipe(*overrides, config=CONFIG)
+    right = make_reference(recipe)
+    for rank, ours in enumerate(run_on_ranks(sp_size * dp_size, train_on_ranks, recipe)):
+        assert ours.losses == pytest.approx(right.losses, rel=1e-5), rank
+        assert ours.norms == pytest.approx(right.norms, rel=1e-5), rank
+        assert max(map(measure_difference, ours.grads, right.grads)) < 1e-5, rank
+        assert measure_difference(ours.weights, right.weights) < 1e-5, rank

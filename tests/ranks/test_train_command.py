@@ -1,0 +1,227 @@
+"""`ulysses train` as a person runs it: real processes, a real signal, a model folder that plain transformers loads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ulysses_cli.data.rows import PackedRows, open_rows
+
+ROOT = Path(__file__).parents[2]
+TIME_LIMIT = 240
+RECIPE: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "qwen3",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "vocab_size": 260,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+        },
+        "tokenizer": "bytes",
+        "dtype": "float32",
+    },
+    "parallel": {"sp_size": 2},
+    "data": {"datasets": [{"type": "synthetic"}], "eval_split": 0.02, "max_length": 256},
+    "train": {"max_steps": 8, "learning_rate": 0.003, "adam_epsilon": 1e-3},
+    "run": {"device": "cpu", "eval_steps": 4, "save_steps": 3, "save_total_limit": None, "output_dir": "run"},
+}
+METRICS = {
+    *("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens", "step_seconds"),
+    *("tokens_per_second", "tokens_per_second_per_gpu", "tflops", "mfu", "peak_memory_bytes"),
+    *("host_peak_memory_bytes", "communication_share"),
+}
+
+
+class Shop:
+    """A folder with a recipe, and the command run in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+        self.environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "ulysses_cli", "train", "r.yaml", *words]
+        return subprocess.Popen(
+            command, cwd=self.folder, env=self.environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def train(self, *words: str) -> tuple[int, str, str]:
+        process = self.start(*words)
+        out, err = process.communicate(timeout=TIME_LIMIT)
+        return process.returncode, out, err
+
+    def wait_for(self, process: subprocess.Popen[str], is_there: Callable[[], bool]) -> None:
+        end = time.monotonic() + TIME_LIMIT
+        while not is_there():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    def read_lines(self, run: str, name: str = "metrics") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / run / f"{name}.jsonl").read_text().splitlines()]
+
+    def read_losses(self, run: str) -> list[float]:
+        return [line["loss"] for line in self.read_lines(run)]
+
+    def open_rows(self, run: str, split: Any) -> PackedRows:
+        name = json.loads((self.folder / run / "run.json").read_text())["data"]["hash"]
+        return open_rows(self.folder / "runs" / "store" / "rows" / name, split)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    """With one finished run in `run`, as the recipe says."""
+    made = Shop(tmp_path_factory.mktemp("shop"))
+    code, out, err = made.train()
+    assert code == 0, err
+    assert out == "run/model\n"
+    assert "done model_dir=run/model" in err
+    return made
+
+
+def test_a_run_leaves_its_lines_and_its_facts(shop: Shop) -> None:
+    lines = shop.read_lines("run")
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert all(line.keys() >= METRICS for line in lines)
+    sampled = [line for line in lines if "step_parts" in line]
+    assert [line["step"] for line in sampled] == [3]
+    parts = sampled[0]["step_parts"]
+    assert sum(parts.values()) == pytest.approx(sampled[0]["step_seconds"], rel=0.05)
+    assert {name for name, seconds in parts.items() if seconds > 0} >= {
+        *("projections", "attention", "mlp", "head_loss", "exchange", "gather_reduce", "optimizer", "data", "other")
+    }
+    assert [line["step"] for line in shop.read_lines("run", "eval")] == [4, 8]
+    facts = json.loads((shop.folder / "run" / "run.json").read_text())
+    assert facts["layout"]["world_size"] == 2
+    assert facts["recipe"]["data"]["max_length"] == 256
+    assert sorted(path.name for path in (shop.folder / "run" / "checkpoints").iterdir()) == [
+        "step-3",
+        "step-6",
+        "step-8",
+    ]
+
+
+def test_plain_transformers_loads_the_model_and_finds_the_same_loss(shop: Shop) -> None:
+    model = AutoModelForCausalLM.from_pretrained(shop.folder / "run" / "model")
+    assert model.config.use_cache
+    assert "r.yaml" not in (shop.folder / "run" / "model" / "README.md").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(shop.folder / "run" / "model")
+    assert tokenizer.decode(tokenizer("déjà vu")["input_ids"], skip_special_tokens=True) == "déjà vu"
+    rows, total, count = shop.open_rows("run", "eval"), 0.0, 0
+    for row in range(len(rows)):
+        at, tokens = 0, rows.read(row, 0, rows.count_tokens(row)).input_ids
+        for length in rows.get_lengths(row):
+            document = torch.from_numpy(tokens[at : at + length].copy())
+            at += length
+            with torch.no_grad():
+                logits = model(document[None]).logits[0].double()
+            total += functional.cross_entropy(logits[:-1], document[1:], reduction="sum").item()
+            count += length - 1
+    told = shop.read_lines("run", "eval")[-1]
+    assert told["tokens"] == count
+    assert told["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert told["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert told["by_position"] == {"0-2K": {"loss": pytest.approx(total / count, rel=1e-5), "tokens": count}}
+
+
+def test_a_run_on_one_rank_has_the_same_rows_and_losses(shop: Shop) -> None:
+    code, _, err = shop.train("parallel.sp_size=1", "run.output_dir=alone")
+    assert code == 0, err
+    assert shop.read_losses("alone") == pytest.approx(shop.read_losses("run"), rel=1e-5)
+    for ours, theirs in zip(shop.read_lines("alone", "eval"), shop.read_lines("run", "eval"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["tokens"] == theirs["tokens"]
+
+
+def test_a_rehearsal_changes_no_bit(shop: Shop) -> None:
+    code, _, err = shop.train("run.rehearsal=false", "run.output_dir=unrehearsed")
+    assert code == 0, err
+    assert "phase rehearsal" not in err
+    assert shop.read_losses("unrehearsed") == shop.read_losses("run")
+    ours, theirs = (shop.folder / run / "model" / "model.safetensors" for run in ("unrehearsed", "run"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_happened(shop: Shop) -> None:
+    process = shop.start("run.output_dir=stopped", "run.save_steps=null")
+    metrics = shop.folder / "stopped" / "metrics.jsonl"
+    shop.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=TIME_LIMIT)
+    assert (process.returncode, out) == (0, ""), err
+    stopped = re.search(r"stopped: by a signal after step (\d) of 8", err)
+    assert stopped, err
+    assert [path.name for path in (shop.folder / "stopped" / "checkpoints").iterdir()] == [f"step-{stopped[1]}"]
+    assert len(shop.read_losses("stopped")) == int(stopped[1]) < 8
+
+    code, _, err = shop.train("run.output_dir=stopped", "run.save_steps=null")
+    assert code == 2
+    assert "hint: go on with --resume auto, choose another run.output_dir, or delete them with --overwrite" in err
+    code, _, err = shop.train("run.output_dir=stopped", "run.save_steps=null", "--resume", "auto")
+    assert code == 0, err
+    assert f"resumed from stopped/checkpoints/step-{stopped[1]} after step {stopped[1]}" in err
+    assert shop.read_losses("stopped") == shop.read_losses("run")
+    ours, theirs = (shop.folder / run / "model" / "model.safetensors" for run in ("stopped", "run"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_killed_rank_is_named_once_and_the_others_end(shop: Shop) -> None:
+    process = shop.start("run.output_dir=killed", "train.max_steps=100000")
+    metrics = shop.folder / "killed" / "metrics.jsonl"
+    shop.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
+    second = shop.train("run.output_dir=killed", "train.max_steps=100000")
+    assert second[0] == 2
+    assert "killed belongs to a run that goes on right now" in second[2]
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            is_ours = b"--set=run.output_dir=killed" in words and b"ulysses_cli.train" in words
+            if is_ours and b"RANK=1" in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:
+            continue
+    _, err = process.communicate(timeout=TIME_LIMIT)
+    assert process.returncode == 1, err
+    end = err[err.rindex("rank ") :]
+    assert re.search(r"rank \d (was killed by SIGKILL|failed)", err), end
+    assert "the whole trace: killed/logs/" in err
+    assert "Traceback" not in err
+
+
+def test_what_is_missing_is_told_before_ranks_meet(shop: Shop) -> None:
+    code, _, err = shop.train("run.output_dir=tracked", "run.report_to=[wandb]")
+    assert code == 2
+    assert "rank 0 failed (reading inputs): run.report_to: wandb is not installed" in err
+    assert "pip install ulysses-cli[wandb]" in err
+    assert "Traceback" not in err
+
+
+def test_a_dry_run_may_be_larger_than_the_machine(shop: Shop) -> None:
+    code, out, err = shop.train("--dry-run", "parallel.dp_shard_size=32", "run.output_dir=dry")
+    assert (code, out) == (0, ""), err
+    assert "64 processes = dp_replicate 1 x dp_shard 32 x sp 2" in err
+    assert "step 1: 32 rows, " in err
+    assert re.search(r"each rank holds [\d,]+ of [\d,]+ parameters", err)
+    assert not (shop.folder / "dry" / "checkpoints").exists()

@@ -1,0 +1,172 @@
+"""assistant_only_loss against a plain reading of the rendered text, character by character and token by token."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from templates import TEMPLATES
+from tokenizers_trained import train, wrap
+
+from ulysses_cli.data.chat import InexactTemplate, find_spans, make_render
+from ulysses_cli.data.columns import Chat, read_sample
+from ulysses_cli.data.encoder import Encoder, EncoderSettings
+from ulysses_cli.data.problems import BadRow
+from ulysses_cli.data.store import TARGET, TURN
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+WORDS = st.text("abc XY.,\n'é你 ", min_size=1, max_size=12).filter(str.strip)
+
+
+@cache
+def make_tokenizer(name: str) -> Any:
+    template = TEMPLATES[name]
+    tokenizer = wrap(train("qwen"), chat_template=template.text)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(template.specials)})
+    return tokenizer
+
+
+@st.composite
+def draw_chats(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    """Turns as a template may see them: a system prompt, rounds of tools, thoughts, the last word with either side."""
+    template = TEMPLATES[name]
+    messages: list[dict[str, Any]] = []
+    if "system" in template.roles and draw(st.booleans()):
+        messages.append({"role": "system", "content": draw(WORDS)})
+    for _ in range(draw(st.integers(1, 4))):
+        messages.append({"role": "user", "content": draw(WORDS)})
+        if template.has_tools and draw(st.booleans()):
+            for _ in range(draw(st.integers(1, 2))):
+                call = {"type": "function", "function": {"name": "add", "arguments": {"a": draw(st.integers(0, 9))}}}
+                content = draw(WORDS | st.just("")) if "mistral" not in name else draw(WORDS)
+                messages.append({"role": "assistant", "content": content, "tool_calls": [call]})
+                messages.append({"role": "tool", "content": draw(WORDS)})
+        thought = (
+            f"<think>\n{draw(WORDS)}\n</think>\n\n" if name in ("qwen3", "thinking") and draw(st.booleans()) else ""
+        )
+        messages.append({"role": "assistant", "content": thought + draw(WORDS)})
+    if draw(st.integers(0, 4)) == 0:
+        messages.pop()
+    return {"messages": messages, "tools": TOOLS if template.has_tools and draw(st.booleans()) else None}
+
+
+def measure_tokens(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Bytes of each token, from its name: a special token's own, or one for each letter of a byte-level name."""
+    names = tokenizer.convert_ids_to_tokens(ids)
+    specials = set(tokenizer.all_special_tokens)
+    return [len(name.encode()) if name in specials else len(name) for name in names]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_targets_are_what_a_reader_would_mark(name: str) -> None:
+    tokenizer, template = make_tokenizer(name), TEMPLATES[name]
+    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
+
+    @settings(max_examples=60)
+    @given(draw_chats(name))
+    def check(row: dict[str, Any]) -> None:
+        sample = read_sample("chat", row)
+        assert isinstance(sample, Chat)
+        text = make_render(tokenizer, sample.tools)(sample.messages)
+        said = template.read(text)
+        assert len(said) == sum(message["role"] == "assistant" for message in sample.messages)
+        ids, flags = encoder.encode(sample)
+        sizes = measure_tokens(tokenizer, ids.tolist())
+        content = text.encode()
+        assert sum(sizes) == len(content)
+        is_said = np.zeros(len(content), bool)
+        for start, stop in said:
+            is_said[len(text[:start].encode()) : len(text[:stop].encode())] = True
+        ends = np.cumsum(sizes)
+        expected = [bool(is_said[end - size : end].any()) for end, size in zip(ends, sizes, strict=True)]
+        assert flags is not None
+        assert ((flags & TARGET) > 0).tolist() == expected
+        assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3"])
+def test_a_chat_may_be_cut_where_a_turn_of_the_assistant_has_ended(name: str) -> None:
+    tokenizer = make_tokenizer(name)
+    row = {"messages": [{"role": role, "content": "hi there"} for role in ("user", "assistant") * 3]}
+    ids, flags = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True)).encode(read_sample("chat", row))
+    assert flags is not None
+    cuts = np.flatnonzero(flags & TURN).tolist()
+    assert len(cuts) == 2
+    assert all(tokenizer.decode(ids[at:]).startswith("<|im_start|>user") for at in cuts)
+
+
+def test_everything_is_a_target_without_the_setting() -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    _, flags = Encoder(make_tokenizer("chatml")).encode(read_sample("chat", row))
+    assert flags is not None
+    assert (flags & TARGET).all()
+
+
+@pytest.mark.parametrize("name", ["chatml", "mistral", "qwen3"])
+def test_completions(name: str) -> None:
+    """Only what stands behind the prompt: an earlier answer of the assistant is none."""
+    tokenizer, template = make_tokenizer(name), TEMPLATES[name]
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    sample = read_sample("completion", {"prompt": turns[:3], "completion": turns[3:]})
+    ids, flags = Encoder(tokenizer).encode(sample)
+    assert flags is not None
+    text = make_render(tokenizer, None)(turns)
+    start, stop = template.read(text)[-1]
+    assert tokenizer.decode(ids[(flags & TARGET) > 0]) == text[start:stop]
+
+
+def test_a_prompt_and_its_completion() -> None:
+    tokenizer = wrap(train("llama3"))
+    ids, flags = Encoder(tokenizer).encode(read_sample("completion", {"prompt": "Q: 1 + 1?\nA:", "completion": " 2."}))
+    assert flags is not None
+    assert tokenizer.decode(ids[flags > 0]) == " 2.</s>"
+    assert tokenizer.decode(ids) == "<s>Q: 1 + 1?\nA: 2.</s>"
+
+
+COUNTING = "{% for m in messages %}{{ m.role }} {{ messages | length }}: {{ m.content }}\n{% endfor %}"
+LATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ ' ' * (messages | length) }};{% endfor %}"
+SILENT = "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}"
+TURNED = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [LATE, SILENT, TURNED])
+def test_a_template_that_does_not_tell_is_refused(template: str) -> None:
+    tokenizer = wrap(train("qwen"), chat_template=template)
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    render = make_render(tokenizer, None)
+    with pytest.raises(InexactTemplate):
+        find_spans(render, turns, render(turns), ())
+    encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
+    with pytest.raises(BadRow, match="chat template"):
+        encoder.encode(read_sample("chat", {"messages": turns}))
+
+
+def test_headings_without_a_generation_prompt_are_not_said() -> None:
+    """And no prefix of this chat's text is the text of its first turns."""
+    tokenizer = wrap(train("qwen"), chat_template=COUNTING)
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    render = make_render(tokenizer, None)
+    text = render(turns)
+    assert [text[start:stop] for start, stop in find_spans(render, turns, text, ()).said] == ["b\n", "d\n"]
+
+
+def test_an_assistant_who_speaks_first() -> None:
+    tokenizer = make_tokenizer("chatml")
+    turns = [
+        {"role": role, "content": text} for role, text in zip(("assistant", "user", "assistant"), "abc", strict=True)
+    ]
+    ids, flags = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True)).encode(
+        read_sample("chat", {"messages": turns})
+    )
+    assert flags is not None
+    assert tokenizer.decode(ids[(flags & TARGET) > 0]) == "a<|im_end|>c<|im_end|>"
+
+
+def test_what_a_template_refuses_is_a_bad_row() -> None:
+    turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(BadRow, match="refuses this chat: only user and assistant"):
+        Encoder(make_tokenizer("mistral")).encode(read_sample("chat", {"messages": turns}))

@@ -1,0 +1,128 @@
+"""Long documents in pieces: token for token the same as whole, for every kind of tokenizer; or left whole."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers_trained import CORPUS, KINDS, train, wrap
+
+from ulysses_cli.data import encoder as encoder_module
+from ulysses_cli.data.encoder import Encoder
+from ulysses_cli.data.pieces import find_cut_rule
+
+ALPHABET = "abzZéÄßñ '.,:!?\n\t\r  12(){}_-/你好せ한сПΣ\u0301\u00a0\u3000😀<|>"
+PIECES = [
+    "<|im_end|>",
+    "</s>",
+    "<unk>",
+    "it's ",
+    "  \n\n",
+    "word word ",
+    "\r\n",
+    "don't\n",
+    "a 你好 b\n",
+    " \n x",
+    "``",
+]
+TEXT = st.lists(st.text(ALPHABET, max_size=6) | st.sampled_from(PIECES), max_size=60).map("".join)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So short that small texts are cut many times."""
+    from ulysses_cli.data.pieces import CutRule
+
+    monkeypatch.setattr(encoder_module, "PIECE_CHARS", 12)
+    monkeypatch.setattr(encoder_module, "NEIGHBOURHOOD", 1)
+    find = CutRule.find_cuts
+    monkeypatch.setattr(CutRule, "find_cuts", lambda self, text, target=12: find(self, text, target))
+    monkeypatch.setattr(Encoder, "_holds", lambda *_: True)  # the rule alone must be right
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_are_token_for_token_the_whole(kind: str) -> None:
+    backend = train(kind)
+    encoder = Encoder(wrap(backend))
+    assert encoder.rule.before, encoder.rule.reason
+    num_cut = 0
+
+    @settings(max_examples=250)
+    @given(TEXT)
+    def check(text: str) -> None:
+        nonlocal num_cut
+        encoder.num_in_pieces = 0
+        ids, bounds = encoder.encode_long(text, with_bounds=True)
+        whole = encoder.backend.encode(text, add_special_tokens=False)
+        assert ids.tolist() == whole.ids == encoder.encode_long(text)[0].tolist()
+        num_cut += encoder.num_in_pieces
+        if kind not in ("llama2", "t5-strip"):  # elsewhere a piece's first bounds may lack what was put in front
+            assert bounds.tolist() == [list(bound) for bound in whole.offsets]
+
+    check()
+    assert num_cut > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_are_what_transformers_makes_of_them(kind: str) -> None:
+    tokenizer = wrap(train(kind))
+    encoder = Encoder(tokenizer)
+    texts = [*CORPUS[:4], "x", "".join(CORPUS)]
+    for text, ids in zip(texts, encoder.encode_texts(texts), strict=True):
+        assert ids.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_document_is_cut_and_stays_the_same(kind: str) -> None:
+    draw = random.Random(0)
+    text = " ".join(draw.choice(CORPUS)[draw.randrange(20) :] for _ in range(20_000))
+    encoder = Encoder(wrap(train(kind)))
+    ids, _ = encoder.encode_long(text)
+    assert (encoder.num_in_pieces, encoder.num_whole) == (1, 0)
+    assert ids.tolist() == encoder.backend.encode(text, add_special_tokens=False).ids
+
+
+def make_odd(name: str) -> Tokenizer:
+    made = Tokenizer(models.BPE(vocab={"a": 0, " ": 1, "a b": 2, "</s>": 3, "<unk>": 4}, merges=[]))
+    if name == "pattern":
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+ \w+"), "isolated")
+    elif name == "normalizer":
+        made.normalizer = normalizers.Replace(Regex(r"a b"), "c")
+    elif name == "unigram":
+        made = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("aa", -2.0)], unk_id=0))
+    elif name == "added":
+        made.add_tokens(["new york"])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pattern", "splits by a pattern that is not known"),
+        ("normalizer", "normalizer Replace is not known"),
+        ("unigram", "reads the text as one word"),
+        ("added", "'new york' holds a letter and white space"),
+    ],
+)
+def test_what_is_not_proven_stays_whole_and_says_why(name: str, reason: str) -> None:
+    rule = find_cut_rule(make_odd(name).to_str())
+    assert not rule.before
+    assert reason in rule.reason
+    assert rule.find_cuts("a b " * 1_000_000) == []
+
+
+def test_letters_that_a_token_joins_to_a_space_are_barred() -> None:
+    rule = find_cut_rule(make_odd("").to_str())
+    assert rule.find_cuts("a b " * 100, 20)
+    assert all(("a b " * 100)[at - 1] == "b" for at in rule.find_cuts("a b " * 100, 20))
+
+
+def test_a_cut_that_fails_in_its_neighbourhood_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder(wrap(train("gpt2")))
+    monkeypatch.setattr(Encoder, "_holds", lambda *_: False)
+    text = "word " * 200_000
+    ids, _ = encoder.encode_long(text)
+    assert (encoder.num_in_pieces, encoder.num_whole) == (0, 1)
+    assert ids.tolist() == encoder.backend.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,314 @@
+"""Preparing a recipe: what lands on disk, what is found again, what is noticed, and what happens to the killed and to
+two at once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers_trained import train, wrap
+
+from ulysses_cli.data.prepare import Prepared, prepare_data
+from ulysses_cli.data.problems import DataError
+from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.tokenizer import load_tokenizer, make_bytes_tokenizer
+from ulysses_cli.plan.load import parse_recipe
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe import Model
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """\
+model:
+  config: {model_type: llama}
+  tokenizer: bytes
+data:
+  datasets:
+    - path: PATH
+  max_length: 64
+  store_dir: STORE
+"""
+
+
+def prepare(tmp_path: Path, *overrides: str, events: list[Any] | None = None) -> Prepared:
+    text = RECIPE.replace("PATH", str(tmp_path / "d.jsonl")).replace("STORE", str(tmp_path / "store"))
+    seen: list[Any] = [] if events is None else events
+    return prepare_data(parse_recipe(text, "r.yaml", overrides).recipe, 8, seen.append)
+
+
+def write_rows(tmp_path: Path, *rows: Any, name: str = "d.jsonl") -> Path:
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / name
+
+
+def write_texts(tmp_path: Path, count: int = 12, name: str = "d.jsonl") -> Path:
+    return write_rows(tmp_path, *({"text": f"document {n} " * (n + 1)} for n in range(count)), name=name)
+
+
+def read_documents(prepared: Prepared, split: Any = "train") -> list[str]:
+    """Every document, put together again from the rows that hold its pieces."""
+    rows, tokenizer = open_rows(prepared.path, split), make_bytes_tokenizer()
+    parts: dict[int, list[tuple[int, list[int]]]] = {}
+    for row in range(len(rows)):
+        at = 0
+        for number, start, stop in rows.pieces(row):
+            parts.setdefault(number, []).append((start, rows.read(row, at, at + stop - start).input_ids.tolist()))
+            at += stop - start
+    return [tokenizer.decode([i for _, ids in sorted(parts[number]) for i in ids]) for number in sorted(parts)]
+
+
+def test_what_went_in_comes_out(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    prepared = prepare(tmp_path)
+    assert read_documents(prepared) == [f"document {n} " * (n + 1) + "<|end|>" for n in range(12)]
+    counts = prepared.report["splits"]["train"]["sources"][0]
+    assert counts["documents"] == counts["copies"] == 12
+    assert counts["tokens"] == counts["kept_tokens"] == prepared.report["splits"]["train"]["num_tokens"]
+    json.dumps(prepared.report)
+
+
+def test_a_second_run_does_nothing_and_a_change_is_noticed(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    first = prepare(tmp_path)
+    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*.*") if file.suffix != ".lock"}
+    events: list[Any] = []
+    assert prepare(tmp_path, events=events) == first
+    assert all(file.stat().st_mtime_ns == stamp for file, stamp in stamps.items())
+    assert not [event for event in events if event["event"] == "progress"]
+    write_texts(tmp_path, 13)
+    assert len(read_documents(prepare(tmp_path))) == 13
+
+
+@pytest.mark.parametrize(
+    ("override", "has_new_tokens"),
+    [
+        ("data.max_length=128", False),
+        ("data.packing=off", False),
+        ("data.attend_across_documents=true", False),
+        ("data.eval_split=0.2", False),
+        ("data.datasets.0.weight=2", False),
+        ("data.excess_length_strategy=truncate", False),
+        ("model.tokenizer=TOKENIZER", True),
+        ("data.num_workers=1", None),
+        ("run.seed=7", None),  # neither packing nor splitting draws
+    ],
+)
+def test_what_a_setting_makes_anew(tmp_path: Path, override: str, has_new_tokens: bool | None) -> None:
+    wrap(train("gpt2")).save_pretrained(tmp_path / "tokenizer")
+    write_texts(tmp_path)
+    first, stores = prepare(tmp_path), set((tmp_path / "store" / "tokens").glob("[!.]*"))
+    second = prepare(tmp_path, override.replace("TOKENIZER", str(tmp_path / "tokenizer")))
+    assert (second.path != first.path) == (has_new_tokens is not None)
+    assert (set((tmp_path / "store" / "tokens").glob("[!.]*")) != stores) == bool(has_new_tokens)
+
+
+def test_workers_make_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ulysses_cli.data import files
+
+    monkeypatch.setattr(files, "BLOCK_BYTES", 300)
+    write_texts(tmp_path, 40)
+    alone = prepare(tmp_path, "data.num_workers=1")
+    together = prepare(tmp_path, "data.num_workers=2", f"data.store_dir={tmp_path / 'other'}")
+    assert alone.path.name == together.path.name
+    for name in ("tokens.bin", "hashes.npy", "lines.npy", "offsets.npy"):
+        (one,), (other,) = ((tmp_path / d / "tokens").glob(f"*/{name}") for d in ("store", "other"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_bad_rows_are_an_error_or_counted_and_never_hidden(tmp_path: Path) -> None:
+    file = write_texts(tmp_path, 3)
+    file.write_text(file.read_text() + '{"text": ""}\n\n{"txt": "a"}\n{"text": "last"}\n')
+    with pytest.raises(DataError) as error:
+        prepare(tmp_path)
+    assert str(error.value) == (
+        f"{file}:4:1: column `text` is empty\n\n{file}:6:1: column `text` is missing; there is txt\n\n"
+        "hint: mend the rows, or set data.on_bad_row: skip to leave them out and count them\n"
+    )
+    report = prepare(tmp_path, "data.on_bad_row=skip").report
+    assert (report["sources"][0]["num_bad"], report["sources"][0]["num_blank"]) == (2, 1)
+    assert report["sources"][0]["num_documents"] == 4
+    with pytest.raises(DataError, match="column `text` is empty"):
+        prepare(tmp_path)  # the store is there by now, and still says so
+
+
+def test_long_documents(tmp_path: Path) -> None:
+    write_rows(tmp_path, {"text": "a" * 99}, {"text": "b" * 9})
+    kept = {
+        strategy: prepare(tmp_path, f"data.excess_length_strategy={strategy}").report["splits"]["train"]["sources"][0]
+        for strategy in ("auto", "split", "truncate", "drop")
+    }
+    assert kept["auto"] == kept["split"]
+    assert (kept["split"]["split_documents"], kept["split"]["kept_tokens"]) == (1, 110)
+    assert (kept["truncate"]["truncated_documents"], kept["truncate"]["truncated_tokens"]) == (1, 36)
+    assert (kept["drop"]["dropped_documents"], kept["drop"]["dropped_tokens"]) == (1, 100)
+    with pytest.raises(DataError, match=r"d.jsonl:1:1: a document of 100 tokens is longer than data.max_length 64"):
+        prepare(tmp_path, "data.excess_length_strategy=raise")
+
+
+def test_a_chat_is_not_cut_without_a_word(tmp_path: Path) -> None:
+    turns = [{"role": role, "content": "x" * 20} for role in ("user", "assistant") * 2]
+    write_rows(tmp_path, {"messages": turns}, {"messages": turns[:2]})
+    with pytest.raises(DataError, match=r"a chat of .* tokens is longer than data.max_length 120") as error:
+        prepare(tmp_path, "data.max_length=120")
+    assert "split (between turns where that is possible), truncate or drop" in str(error.value)
+    split = prepare(tmp_path, "data.max_length=120", "data.excess_length_strategy=split")
+    counts = split.report["splits"]["train"]["sources"][0]
+    assert (counts["split_documents"], counts["torn_turns"]) == (1, 0)
+    rows = open_rows(split.path, "train")
+    cuts = [piece.start for row in range(len(rows)) for piece in rows.pieces(row) if piece.start]
+    store = rows.stores[0]
+    assert make_bytes_tokenizer().decode(store.read(0, cuts[0], cuts[0] + 6)[0]) == "<|begin|>user\n"
+    torn = prepare(tmp_path, "data.max_length=48", "data.excess_length_strategy=split", "data.skip_untrainable=true")
+    assert torn.report["splits"]["train"]["sources"][0]["torn_turns"] > 0
+    assert any("cuts fall inside a turn" in note for note in torn.report["notes"])
+
+
+def test_chats_completions_and_texts_in_one_mixture(tmp_path: Path) -> None:
+    write_texts(tmp_path, 3)
+    chat = write_rows(
+        tmp_path,
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+        name="c.jsonl",
+    )
+    pair = write_rows(tmp_path, {"prompt": "2 + 2 =", "completion": " 4"}, name="p.jsonl")
+    ids = write_rows(tmp_path, {"input_ids": [65, 66, 67], "labels": [-100, 66, 67]}, name="i.jsonl")
+    ask = write_rows(tmp_path, {"instruction": "q", "input": "i", "output": "o"}, name="a.jsonl")
+    files = [tmp_path / "d.jsonl", chat, pair, ids, ask]
+    sources = f"data.datasets=[{', '.join(f'{{path: {file}}}' for file in files)}]"
+    prepared = prepare(tmp_path, sources, "data.assistant_only_loss=true")
+    assert [source["kind"] for source in prepared.report["sources"]] == [
+        "text",
+        "chat",
+        "completion",
+        "tokens",
+        "instruction",
+    ]
+    assert read_documents(prepared)[3:] == [
+        "<|begin|>user\nq<|end|>\n<|begin|>assistant\na<|end|>\n",
+        "2 + 2 = 4<|end|>",
+        "ABC",
+        "<|begin|>user\nq\n\ni<|end|>\n<|begin|>assistant\no<|end|>\n",
+    ]
+    targets = [source["num_targets"] for source in prepared.report["sources"]]
+    assert targets[1:] == [2, 3, 2, 2]
+    sample = prepared.report["sample"]["runs"]
+    assert {run["is_target"] for run in sample} == {True, False}
+
+
+def test_evaluation_documents(tmp_path: Path) -> None:
+    write_texts(tmp_path, 20)
+    report = prepare(tmp_path, "data.eval_split=0.1", "data.max_length=512")
+    train_side, eval_side = read_documents(report), read_documents(report, "eval")
+    assert (len(train_side), len(eval_side)) == (18, 2)
+    assert not set(train_side) & set(eval_side)
+    other = write_rows(tmp_path, {"text": "document 0 "}, {"text": "new"}, name="e.jsonl")
+    report = prepare(tmp_path, f"data.eval_datasets=[{{path: {other}}}]", "data.max_length=512")
+    assert read_documents(report, "eval") == ["document 0 <|end|>", "new<|end|>"]
+    assert report.report["leaked_documents"] == 1
+    write_texts(tmp_path, 1)
+    with pytest.raises(RecipeError, match="nothing is left to train on: there is 1 document"):
+        prepare(tmp_path, "data.eval_split=0.1")
+
+
+def test_data_sets_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+    file = write_texts(tmp_path)
+    expected = read_documents(prepare(tmp_path))
+    by_name = f"data.datasets=[{{path: json, data_files: [{file}], streaming: STREAMING}}]"
+    for streaming in ("false", "true"):
+        prepared = prepare(tmp_path, by_name.replace("STREAMING", streaming))
+        assert read_documents(prepared) == expected
+        assert prepared.report["sources"][0]["name"] == "json [train]"
+    datasets.Dataset.from_json(str(file), cache_dir=str(tmp_path / "cache")).save_to_disk(tmp_path / "saved")
+    assert read_documents(prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'saved'}}}]")) == expected
+    with pytest.raises(RecipeError, match=r"data.datasets.0.split: json has no split nonsense"):
+        prepare(tmp_path, by_name.replace("streaming: STREAMING", "split: nonsense"))
+
+
+def test_a_folder_from_end_to_end(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "a.py").write_text("a = 1")
+    (tmp_path / "tree" / "b.py").write_bytes("\ufeffb = 'ä'\n".encode())
+    prepared = prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'tree'}, type: folder}}]")
+    assert read_documents(prepared) == ["=== a.py ===\na = 1\n=== b.py ===\nb = 'ä'\n<|end|>"]
+    with pytest.raises(RecipeError, match="join_files: false to make each file of a folder a document"):
+        prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'tree'}, type: folder}}]", "data.eval_split=0.1")
+    (tmp_path / "tree" / "c.py").write_bytes(b"c = 1\nd = '\xe4'\n")
+    with pytest.raises(DataError, match=r"tree:2:1: c.py: not valid UTF-8 at byte 12 of the file"):
+        prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'tree'}, type: folder}}]")
+
+
+def start(tmp_path: Path, *overrides: str) -> "subprocess.Popen[str]":
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(RECIPE.replace("PATH", str(tmp_path / "d.jsonl")).replace("STORE", str(tmp_path / "store")))
+    command = [sys.executable, "-m", "ulysses_cli.data", str(recipe), *overrides, "--format", "json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_two_at_once_and_one_that_is_killed(tmp_path: Path) -> None:
+    write_texts(tmp_path, 700)
+    killed = start(tmp_path)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "store").glob("tokens/.*.partial")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert not list((tmp_path / "store").glob("tokens/[!.]*"))
+    both = [start(tmp_path) for _ in range(2)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    reports = [json.loads(out) for out, _ in said]
+    assert reports[0] == reports[1]
+    assert reports[0]["sources"][0]["num_documents"] == 700
+    assert len(list((tmp_path / "store").glob("tokens/[!.]*"))) == 1
+    assert not list((tmp_path / "store").glob("*/.*.partial"))
+
+
+def test_a_damaged_store_is_made_again(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    prepared = prepare(tmp_path)
+    expected = read_documents(prepared)
+    (tokens,) = (tmp_path / "store" / "tokens").glob("*/tokens.bin")
+    tokens.write_bytes(tokens.read_bytes()[:-1])
+    assert read_documents(prepare(tmp_path)) == expected
+
+
+def test_the_process_speaks_plainly(tmp_path: Path) -> None:
+    write_rows(tmp_path, {"text": "a"}, {"text": None})
+    process = start(tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert json.loads(out)["problems"][0]["line"] == 2
+    assert "d.jsonl:2:1: column `text` is null" in err
+    assert "Traceback" not in err
+    process = start(tmp_path, "model.tokenizer=owner/missing")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "model.tokenizer: the tokenizer of owner/missing cannot be loaded" in err
+
+
+def test_the_embedded_tokenizer(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(Model(tokenizer="bytes"))
+    text = "ä\n<x> 你\0\x7f"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
+        259,
+        256,
+        257,
+        258,
+    )
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(Model(tokenizer=str(tmp_path)))
+    assert again("a<|end|>")["input_ids"] == [97, 257]
+    assert again.chat_template == tokenizer.chat_template
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert again.apply_chat_template(chat, tokenize=False) == "<|begin|>user\na<|end|>\n<|begin|>assistant\nb<|end|>\n"

@@ -1,0 +1,282 @@
+"""The display of a run: plain lines that can be grepped, a live one that fits, and neither can hurt the run."""
+
+import io
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ulysses_cli.report import screen
+from ulysses_cli.report.progress import make_display, show_steps
+
+ROOT = Path(__file__).parents[2]
+STEP: dict[str, Any] = {
+    "event": "step",
+    "step": 1,
+    "loss": 2.5,
+    "grad_norm": 0.75,
+    "learning_rate": 1e-5,
+    "tokens_per_second": 49943.66,
+    "step_seconds": 20.0,
+    "peak_memory_bytes": 94 * 2**30,
+    "communication_share": 0.123,
+}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def show(*events: dict[str, Any], seconds: float = 0, **options: Any) -> list[str]:
+    stream, clock = io.StringIO(), Clock()
+    display = make_display(stream, 100, clock=clock, **options)
+    for event in events:
+        clock.now += seconds
+        display.emit(event)
+    display.close()
+    return stream.getvalue().splitlines()
+
+
+def test_a_step_is_one_line_of_pairs() -> None:
+    (line,) = show(STEP, seconds=3600, price_per_gpu_hour=2.5, num_gpus=8)
+    assert line == (
+        "step=1/100 loss=2.5 grad_norm=0.75 learning_rate=1e-05 tokens_per_second=49944 step_seconds=20 "
+        "peak_memory_gib=94.00 communication=12.3% eta_seconds=1980 cost_usd=20.00"
+    )
+
+
+def test_every_event_has_its_line() -> None:
+    lines = show(
+        {"event": "plan", "lines": ["8 GPUs", "one row"], "note": "a\nb"},
+        {"event": "phase", "name": "loading model", "detail": "Qwen/Qwen3-8B"},
+        {"event": "eval", "step": 20, "loss": 1.5, "perplexity": 4.48, "tokens": 2000, "by_position": {"0-2K": {}}},
+        {"event": "warning", "message": "two\nlines \x1b[31mred"},
+        {"event": "saved", "path": "runs/a/checkpoints/step-20", "seconds": 61},
+        {"event": "stopped", "reason": "max_hours"},
+        {"event": "done", "model_dir": "runs/a/model"},
+        {"event": "weather", "sky": "blue", "degrees": 20.5},
+        {},
+    )
+    assert lines == [
+        "8 GPUs",
+        "one row",
+        "a",
+        "b",
+        "phase loading model (Qwen/Qwen3-8B)",
+        "eval step=20 loss=1.5 perplexity=4.48 tokens=2000",
+        "warning: two lines  [31mred",
+        "saved runs/a/checkpoints/step-20 in 1 min 1 s",
+        "stopped: max_hours",
+        "done model_dir=runs/a/model",
+        "weather sky=blue degrees=20.5",
+        "event",
+    ]
+
+
+def test_steps_between_logging_steps_are_silent_but_the_last_is_not() -> None:
+    lines = show(*({**STEP, "step": step} for step in range(1, 38)), logging_steps=10)
+    assert [line.split()[0] for line in lines] == [f"step={step}/100" for step in (1, 10, 20, 30, 37)]
+
+
+def test_the_time_left_counts_evaluations_and_saves() -> None:
+    steps = [{**STEP, "step": step} for step in (41, 42, 43)]  # resumed
+    lines = show(*steps, seconds=60)
+    assert "eta_seconds=3420" in lines[-1]  # 57 steps of a minute, though a step takes 20 s
+
+
+def test_a_loss_that_is_no_number_is_said() -> None:
+    lines = show({**STEP, "loss": float("nan")}, {**STEP, "step": 2, "loss": None})
+    assert all(" loss=nan " in line for line in lines)
+
+
+plain = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
+)
+names = st.sampled_from(["plan", "phase", "step", "eval", "warning", "saved", "stopped", "done", "other"])
+events = st.dictionaries(st.sampled_from([*STEP, "name", "detail", "message", "path", "seconds", "reason"]), plain)
+
+
+@given(st.lists(st.tuples(names, events), max_size=8), st.integers(0, 120), st.booleans())
+def test_no_event_hurts_and_every_row_fits(found: list[tuple[str, Any]], width: int, has_unicode: bool) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), "utf-8" if has_unicode else "ascii")
+    display = make_display(stream, 10, 2.0, 8)
+    assert display._screen.has_unicode is has_unicode
+    for name, event in found:
+        display.emit({**event, "event": name})
+        for row in display._draw(width):
+            assert sum(len(text) for text, _ in screen.fit_row(row, width)) <= width
+    display.close()
+
+
+def test_a_stream_that_goes_away_stops_nothing() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", buffering=1) as stream:
+        display = make_display(stream, 10)
+        for step in range(3):
+            display.emit({**STEP, "step": step})
+        display.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is left in the buffer has to go somewhere
+    display.emit(STEP)
+
+
+def measure(emit: Callable[[dict[str, Any]], None]) -> float:
+    """Median seconds of an event."""
+    times = []
+    for step in range(500):
+        start = time.perf_counter()
+        emit({**STEP, "step": step})
+        times.append(time.perf_counter() - start)
+    return sorted(times)[250]
+
+
+def test_an_event_costs_less_than_a_millisecond() -> None:
+    display = make_display(io.StringIO(), 500, 2.5, 8)
+    assert measure(display.emit) < 1e-3
+    display.close()
+
+
+def test_sparks_show_the_course() -> None:
+    display = show_steps(io.StringIO(), "x")
+    sparks = display._screen.make_sparks
+    assert sparks([1, 2, 3, 4, 5, 6, 7, 8], 8) == screen.SPARKS
+    assert sparks([3.0] * 5, 24) == screen.SPARKS[0] * 5
+    assert sparks([], 24) == ""
+    assert sparks(range(1000), 4) == "▁▃▆█"
+    display.close()
+
+
+def test_counted_work_says_how_far_and_how_fast() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with show_steps(stream, "tokenizing", "documents", clock=clock) as steps:
+        for count in range(0, 101):
+            clock.now += 0.5
+            steps.update(count, 100, "a.jsonl")
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "tokenizing: 19/100 documents, 1.9/s (a.jsonl)"
+    assert lines[-1] == "tokenizing: 100/100 documents, 1.98/s (a.jsonl) in 50.5 s"
+    assert len(lines) == 6  # one in ten seconds, and the end
+
+
+SCRIPT = """
+import sys, time
+from ulysses_cli.report.progress import make_display
+display = make_display(sys.stderr, 100, 2.5, 8)
+display.emit({"event": "phase", "name": "loading model"})
+time.sleep(0.3)
+slowest = []
+for step in range(1, 43):
+    start = time.perf_counter()
+    display.emit({"event": "step", "step": step, "loss": 3 - step / 50, "tokens_per_second": 5e4,
+                  "step_seconds": 20.0, "peak_memory_bytes": 94 * 2**30})
+    slowest.append(time.perf_counter() - start)
+display.emit({"event": "eval", "step": 42, "loss": 1.5})
+display.emit({"event": "warning", "message": "caf\\u00e9 [bold]markup[/bold] is text"})
+print("said by a library", file=sys.stderr)
+time.sleep(0.3)
+display.close()
+print("slowest", max(slowest), "median", sorted(slowest)[21])
+"""
+
+
+def run_on_a_terminal(columns: int, **environment: str) -> tuple[str, str]:
+    """(what the terminal got, stdout), as a process with a terminal of its own on stderr only."""
+    pty = pytest.importorskip("pty")
+    fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
+    main, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdin=other,
+        stdout=subprocess.PIPE,
+        stderr=other,
+        cwd=ROOT,
+        env={**kept, "TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8", **environment},
+    )
+    os.close(other)
+    written = b""
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            part = b""
+        if not part:
+            break
+        written += part
+    os.close(main)
+    said = process.communicate(timeout=30)[0].decode()
+    assert process.returncode == 0, written.decode()
+    return written.decode("utf-8", "replace"), said
+
+
+def render(text: str) -> list[str]:
+    """The lines that are left on a terminal, which knows no more than these movements."""
+    rows, row, column = [""], 0, 0
+    for word in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|.|\n", text, re.S):
+        if word == "\n":
+            row += 1
+            rows += [""] * (row + 1 - len(rows))
+        elif word == "\r":
+            column = 0
+        elif word.endswith("A") and word.startswith("\x1b"):
+            row -= int(word[2:-1] or 1)
+        elif word == "\x1b[2K":
+            rows[row] = ""
+        elif not word.startswith("\x1b"):
+            rows[row] = rows[row][:column].ljust(column) + word + rows[row][column + 1 :]
+            column += 1
+    return [line for line in rows if line.strip()]
+
+
+def strip(text: str) -> str:
+    return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text)
+
+
+def test_on_a_terminal_it_is_live() -> None:
+    text, said = run_on_a_terminal(100)
+    assert "loading model" in text
+    plain = strip(text)
+    for words in ("step 42/100  42%", "loss 2.16", "50k tokens/s", "94.0 GiB", "of about $", "━", "▁", "eval 1.5"):
+        assert words in plain, words
+    for line in ("eval step=42 loss=1.5", "warning: café [bold]markup[/bold] is text", "said by a library"):
+        assert line in plain
+    assert [line.split(" ")[0] for line in render(text)] == ["said", "eval", "warning:", "step=42/100"]  # what stays
+    assert text.rindex("\x1b[?25h") > text.find("\x1b[?25l")  # the cursor is there
+    assert said.startswith("slowest ")
+    assert float(said.split()[-1]) < 1e-3
+
+
+@pytest.mark.parametrize("columns", [20, 40])
+def test_on_a_narrow_terminal_rows_fit(columns: int) -> None:
+    text, _ = run_on_a_terminal(columns)
+    moving = [line for line in re.split(r"[\r\n]+", strip(text)) if re.match(r"(step|loss) \d|50k tokens", line)]
+    assert moving
+    assert max(map(len, moving)) < columns
+
+
+def test_without_colour_and_without_unicode() -> None:
+    text, _ = run_on_a_terminal(100, NO_COLOR="1")
+    assert not re.search(r"\x1b\[[\d;]*3[0-9](;|m)", text)
+    text, _ = run_on_a_terminal(100, PYTHONIOENCODING="ascii")
+    assert text.isascii()
+    assert "####" in text
+    assert "caf\\xe9" in text
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    text, _ = run_on_a_terminal(80, TERM="dumb")
+    assert "\x1b" not in text
+    assert text.count("step=") == 43  # every step and the evaluation

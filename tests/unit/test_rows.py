@@ -1,0 +1,192 @@
+"""Rows read from disk against a plain list of what each position holds, predicts and sees; every document exactly once
+over epochs, resumes and rank counts."""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prepared import make_prepared
+
+from ulysses_cli.data.problems import DataError
+from ulysses_cli.data.rows import PackedRows, open_rows
+from ulysses_cli.plan.packing import locate_row, share_rows
+from ulysses_cli.plan.problem import RecipeError
+
+TOKENS = st.lists(st.integers(0, 999), min_size=2, max_size=40)
+SOURCE = st.lists(TOKENS, min_size=1, max_size=12)
+PACKINGS = st.sampled_from(["documents", "stream", "off"])
+
+
+def read_plainly(rows: PackedRows, row: int, documents: list[list[int]], flags: list[list[int]]) -> list[Any]:
+    """(token, label, position) of a row's tokens, written once more from the documents themselves."""
+    found: list[list[int]] = []
+    targets: list[bool] = []
+    for number, start, stop in rows.pieces(row):
+        for at in range(start, stop):
+            has_next = at + 1 < stop and flags[number][at + 1] & 1
+            found.append(
+                [
+                    documents[number][at],
+                    documents[number][at + 1] if has_next else -100,
+                    len(found) if rows.is_joined else at - start,
+                ]
+            )
+            targets.append(bool(flags[number][at] & 1))
+    if rows.is_joined:
+        for at in range(len(found) - 1):
+            found[at][1] = found[at + 1][0] if targets[at + 1] else -100
+    return found
+
+
+@settings(max_examples=40)
+@given(st.data(), PACKINGS, st.booleans(), st.integers(4, 50), st.integers(0, 5))
+def test_rows_hold_what_the_documents_say(
+    data: st.DataObject, packing: str, is_joined: bool, max_length: int, seed: int
+) -> None:
+    sources = data.draw(st.lists(SOURCE, min_size=1, max_size=3))
+    flags = [[[data.draw(st.integers(0, 3)) for _ in document] for document in source] for source in sources]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = make_prepared(
+                Path(folder),
+                sources,
+                flags=flags if data.draw(st.booleans()) else None,
+                max_length=max_length,
+                packing=packing,
+                attend_across_documents=is_joined,
+                seed=seed,
+                skip_untrainable=True,
+                pad_id=7,
+            )
+        except RecipeError as error:
+            assert "no row is left" in str(error)
+            return
+        rows = open_rows(path, "train")
+        documents = [document for source in sources for document in source]
+        marks = [mark for source in flags for mark in source]
+        if rows.stores[0].flags is None and all(store.flags is None for store in rows.stores):
+            marks = [[1] * len(document) for document in documents]
+        for row in range(len(rows)):
+            expected = read_plainly(rows, row, documents, marks)
+            assert rows.count_tokens(row) == len(expected) <= max_length
+            assert rows.count_targets(row) == sum(label != -100 for _, label, _ in expected) > 0
+            lengths = [piece.stop - piece.start for piece in rows.pieces(row)]
+            assert rows.get_lengths(row) == ((sum(lengths),) if is_joined else tuple(lengths))
+            padded = expected + [[7, -100, at] for at in range(9)]
+            start = data.draw(st.integers(0, len(padded) - 1))
+            stop = data.draw(st.integers(start + 1, len(padded)))
+            for first, last in ((0, len(padded)), (start, stop)):
+                part = rows.read(row, first, last)
+                shown = np.stack([part.input_ids, part.labels, part.positions], 1)
+                assert shown.dtype == np.int64
+                assert shown.tolist() == padded[first:last]
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(SOURCE, min_size=1, max_size=2),
+    PACKINGS,
+    st.integers(3, 50),
+    st.integers(0, 9),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4),
+)
+def test_every_token_exactly_once_per_epoch_over_resumes_and_rank_counts(
+    sources: list[Any], packing: str, max_length: int, seed: int, legs: list[tuple[int, int, int]]
+) -> None:
+    """A run of two epochs in legs, each on other numbers of groups, that goes on from the cursor of the one before."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = open_rows(
+            make_prepared(Path(folder), sources, max_length=max_length, packing=packing, seed=seed), "train"
+        )
+        seen: Counter[tuple[int, int, int]] = Counter()
+        cursor, leg = 0, 0
+        while cursor < 2 * len(rows):
+            num_groups, num_micro, num_steps = legs[leg % len(legs)]
+            leg += 1
+            for step in range(num_steps):
+                positions = range(cursor, min(cursor + num_groups * num_micro, 2 * len(rows)))
+                places = [locate_row(at, len(rows), seed) for at in positions]
+                works = [float(rows.count_tokens(place.row)) for place in places]
+                for share in share_rows(works, num_groups, step):
+                    for at in share:
+                        if at >= 0:
+                            for number, start, stop in rows.pieces(places[at].row):
+                                seen.update((places[at].epoch, number, token) for token in range(start, stop))
+                cursor = positions.stop
+        lengths = [len(document) for source in sources for document in source]
+        expected = {(epoch, n, at) for epoch in (0, 1) for n, length in enumerate(lengths) for at in range(length)}
+        assert set(seen.values()) <= {1}
+        assert seen.keys() == expected
+
+
+def test_weights_are_copies_per_epoch(tmp_path: Path) -> None:
+    sources = [[[n, n] for n in range(10)], [[n, n] for n in range(100, 200)]]
+    rows = open_rows(make_prepared(tmp_path, sources, weights=[2.5, 0.3], max_length=2, packing="off"), "train")
+    seen = Counter(rows.pieces(row)[0].document for row in range(len(rows)))
+    assert sorted(seen[n] for n in range(10)) == [2] * 5 + [3] * 5
+    assert sum(seen[n] for n in range(10, 110)) == 30
+    assert max(seen[n] for n in range(10, 110)) == 1
+
+
+def test_a_weight_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"data.datasets.0.weight: 0.01 of 10 documents is not one document"):
+        make_prepared(tmp_path, [[[n, n] for n in range(10)]], weights=[0.01], max_length=4)
+
+
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=60), st.floats(0.01, 0.5), st.integers(0, 3))
+@settings(max_examples=30)
+def test_no_document_and_no_copy_of_one_stands_in_both_splits(contents: list[int], share: float, seed: int) -> None:
+    documents = [[content, content + 1] for content in contents]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = make_prepared(Path(folder), [documents], max_length=2, packing="off", eval_share=share, seed=seed)
+        except RecipeError as error:
+            assert "nothing is left to train on" in str(error)
+            return
+        sides = []
+        for split in ("train", "eval"):
+            rows = open_rows(path, split)  # type: ignore[arg-type]
+            sides.append([rows.read(row, 0, 1).input_ids[0] for row in range(len(rows))])
+        assert not set(sides[0]) & set(sides[1])
+        assert sorted([*sides[0], *sides[1]]) == sorted(contents)
+        assert len(sides[1]) >= max(1, round(share * len(contents)))
+
+
+def test_one_document_cannot_be_in_both_splits(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"data.eval_split: nothing is left to train on: there is 1 document"):
+        make_prepared(tmp_path, [[[1, 2, 3]]], max_length=4, eval_share=0.1)
+
+
+def test_a_row_without_a_target_is_an_error_or_counted(tmp_path: Path) -> None:
+    documents, flags = [[[1, 2, 3], [4, 5], [6, 7]]], [[[1, 0, 0], [1, 1], [0, 1]]]
+    with pytest.raises(DataError, match=r"d.jsonl:1:1: 3 tokens, and they hold no supervised token"):
+        make_prepared(tmp_path / "a", documents, flags=flags, max_length=4)
+    path = make_prepared(tmp_path / "b", documents, flags=flags, max_length=4, skip_untrainable=True)
+    rows = open_rows(path, "train")
+    assert [rows.pieces(0)[at].document for at in range(2)] == [1, 2]
+
+
+def test_truncation_that_removes_every_target_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="tokens 0 to 3 of 5 hold no supervised token"):
+        make_prepared(tmp_path, [[[1, 2, 3, 4, 5]]], flags=[[[0, 0, 0, 0, 1]]], max_length=3, strategy="truncate")
+
+
+def test_a_stream_row_without_a_target_is_an_error_or_left_out(tmp_path: Path) -> None:
+    documents, flags = [[list(range(10))]], [[[0] * 9 + [1]]]
+    with pytest.raises(DataError, match="2 of 3 train rows hold no supervised token"):
+        make_prepared(tmp_path / "a", documents, flags=flags, max_length=4, packing="stream")
+    path = make_prepared(tmp_path / "b", documents, flags=flags, max_length=4, packing="stream", skip_untrainable=True)
+    rows = open_rows(path, "train")
+    assert [rows.pieces(row) for row in range(len(rows))] == [[(0, 8, 10)]]
+
+
+def test_a_damaged_folder_is_named(tmp_path: Path) -> None:
+    path = make_prepared(tmp_path, [[[1, 2, 3]]], max_length=4)
+    (path / "train-stops.npy").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"train-stops.npy has 0 bytes, not .*; run `ulysses prepare` again"):
+        open_rows(path, "train")

@@ -1,0 +1,217 @@
+"""A run directory as a page and as a summary: right numbers, no secrets, whatever a crash leaves."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_directory import BUCKETS, FACTS, SECRET, write_run
+
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.report import run_files, run_page, run_summary
+from ulysses_cli.report.secrets import MASK, mask_secrets, mask_text
+
+EVIL = "<script>alert('x')</script>"
+
+
+def make(folder: Path) -> tuple[dict[str, Any], str]:
+    run = run_files.load_run(folder)
+    summary = run_summary.summarize_run(run)
+    json.dumps(summary, allow_nan=False)
+    return summary, run_page.make_run_page(run, summary)
+
+
+def write_lines(folder: Path, *lines: Any, name: str = "metrics.jsonl") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_the_summary_against_the_files_themselves(tmp_path: Path) -> None:
+    summary, _ = make(write_run(tmp_path / "run"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines]
+    assert summary["loss"] == {
+        "first": losses[0],
+        "last": losses[-1],
+        "min": min(losses),
+        "min_step": 1 + losses.index(min(losses)),
+    }
+    assert summary["tokens"] == 1000 * 1_048_576
+    assert summary["median_tokens_per_second"] == statistics.median(line["tokens_per_second"] for line in lines)
+    assert summary["peak_memory_bytes"] == max(line["peak_memory_bytes"] for line in lines)
+    hours = sum(line["step_seconds"] for line in lines) / 3600
+    assert summary["steps_cost_usd"] == pytest.approx(8 * 2.5 * hours)
+    assert (summary["dominant_part"], summary["dominant_share"]) == ("attention", pytest.approx(0.5))
+    assert summary["predicted_peak_memory_bytes"] == 96 * 2**30
+    assert summary["notes"] == []
+
+
+def test_the_page_shows_every_story_and_no_secret(tmp_path: Path) -> None:
+    _, page = make(write_run(tmp_path / "run"))
+    for text in ("Qwen/Qwen3-8B: run", "Loss", "64K-128K", "Learning rate", "Gradient norm", "Tokens per second"):
+        assert text in page
+    for text in ("Parts of a step", "attention takes most: 50%", "predicted 96.0 GiB", "$116", "flash_attention_3"):
+        assert text in page
+    assert "sp_size: 8" in page
+    assert "layout sp size" in page
+    for secret in (SECRET, "correct horse", "123456", "deadbeefcafe"):
+        assert secret not in page
+    assert page.count(MASK) >= 4
+    assert page.count("<svg ") == 11
+    assert page.count("<summary>numbers</summary>") == 11
+
+
+def test_what_is_planted_stays_text(tmp_path: Path) -> None:
+    facts = dict.fromkeys(("recipe_hash", "started", "recipe_file"), EVIL)
+    facts |= {name: {EVIL: EVIL, "name": EVIL, "kernel": EVIL} for name in ("recipe", "layout", "model", "attention")}
+    facts |= {name: {EVIL: {"value": EVIL, "reason": EVIL}} for name in ("levers", "data", "machine", "versions")}
+    folder = write_run(tmp_path / EVIL.replace("/", ""), 3, **facts)
+    line = {"step": 1, "loss": 2.0, "step_parts": {EVIL: 1.0}}
+    write_lines(folder, line)
+    write_lines(folder, {"step": 1, "loss": 2.0, "by_position": {EVIL: {"loss": 1.0}}}, name="eval.jsonl")
+    _, page = make(folder)
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") > 15
+
+
+def test_a_cut_off_last_line_is_told_and_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 5)
+    with open(folder / "metrics.jsonl", "a") as stream:
+        stream.write('{"step": 6, "loss": 1.')
+    summary, page = make(folder)
+    assert summary["last_step"] == 5
+    assert summary["notes"] == ["The last line of metrics.jsonl is cut off, as a crash leaves it; it is not shown."]
+    assert "is cut off" in page
+
+
+def test_damaged_lines_in_the_middle_are_counted(tmp_path: Path) -> None:
+    folder = write_lines(tmp_path / "run", {"step": 1, "loss": 3.0}, [1], {"loss": 2.0}, {"step": 2, "loss": 2.0})
+    summary, _ = make(folder)
+    assert "2 lines of metrics.jsonl cannot be read, the first is line 2." in summary["notes"]
+    assert summary["loss"]["last"] == 2.0
+
+
+def test_steps_done_again_after_a_resume_are_shown_once_and_paid_twice(tmp_path: Path) -> None:
+    steps = [*range(1, 11), *range(6, 9)]
+    lines = [{"step": step, "loss": 100.0 + at, "tokens": 10, "step_seconds": 3600.0} for at, step in enumerate(steps)]
+    folder = write_lines(tmp_path / "run", *lines)
+    (folder / "run.json").write_text(json.dumps({"layout": {"world_size": 2}, "price_per_gpu_hour": 1.5}))
+    summary, _ = make(folder)
+    assert (summary["last_step"], summary["tokens"], summary["loss"]["last"]) == (8, 80, 112.0)
+    assert summary["steps_cost_usd"] == 13 * 2 * 1.5
+    assert any("5 steps done again" in note for note in summary["notes"])
+
+
+def test_losses_that_are_no_numbers_are_counted_and_marked(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": loss} for step, loss in enumerate([3.0, math.nan, None, math.inf, 2.0])]
+    summary, page = make(write_lines(tmp_path / "run", *lines, {"step": 5}))
+    assert summary["num_bad_steps"] == 3
+    assert summary["loss"]["last"] == 2.0
+    assert "3 steps with a loss that is no number" in page
+    assert "<title>not a number</title>" in page
+
+
+def test_a_run_without_metrics_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps(FACTS))
+    summary, page = make(folder)
+    assert summary["loss"] is None
+    assert "No optimizer step is recorded" in page
+    assert "<svg " not in page
+    assert "sp_size: 8" in page
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"layout": 3, "recipe": [], "prediction": null, "levers": {"a": 1}}']
+)
+def test_a_damaged_run_json_stops_nothing(tmp_path: Path, text: str) -> None:
+    folder = write_run(tmp_path / "run", 3)
+    (folder / "run.json").write_text(text)
+    summary, page = make(folder)
+    assert summary["last_step"] == 3
+    assert "Loss" in page
+
+
+def test_one_evaluation_is_bars_by_position(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 100)
+    _, page = make(folder)
+    assert "Bars, nats per supervised token, 7 places. nats per supervised token: highest" in page
+    assert all(name in page for name in BUCKETS)
+
+
+def test_what_is_no_run_directory_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, words in (
+        (tmp_path, "is no run directory"),
+        (tmp_path / "no", "does not exist"),
+        (tmp_path / "file", "is a file"),
+    ):
+        with pytest.raises(RecipeError, match=words) as caught:
+            run_files.load_run(folder)
+        assert "run.output_dir" in caught.value.problems[0].hint
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**400), 10**400) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = [*FACTS, "step", "loss", "grad_norm", "tokens", "step_seconds", "step_parts", "by_position", "peak_memory_bytes"]
+
+
+@given(
+    st.dictionaries(st.sampled_from(KEYS), plain),
+    st.lists(st.dictionaries(st.sampled_from(KEYS), plain | st.floats(0, 9), max_size=9), max_size=6),
+)
+def test_no_content_breaks_the_page(
+    tmp_path_factory: pytest.TempPathFactory, facts: dict[str, Any], lines: list[dict[str, Any]]
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "run.json").write_text(json.dumps(facts))
+    lines = [{"step": place, **line} for place, line in enumerate(lines)]
+    write_lines(folder, *lines)
+    write_lines(folder, *lines, name="eval.jsonl")
+    make(folder)[1].encode()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_masked"),
+    [
+        ("hf_token", "abc", True),
+        ("HF_TOKEN", "abc", True),
+        ("wandb_api_key", "abc", True),
+        ("apiKey", 12345, True),
+        ("password", 12345, True),
+        ("client_secret", ["a", "b"], True),
+        ("tokenizer", "Qwen/Qwen3-8B", False),
+        ("tokenizers", "0.22.1", False),
+        ("num_key_value_heads", 8, False),
+        ("max_tokens", 4096, False),
+        ("pad_token_id", 0, False),
+        ("path", "Qwen/Qwen3-8B", False),
+        ("path", f"x{SECRET}"[1:], True),
+        ("path", "https://me:pass@host/x", True),
+        ("path", "https://host/x?token=abc&v=1", True),
+        ("header", "Authorization: Bearer abc", True),
+        ("url", "https://host/x?v=1", False),
+        ("enabled_token", True, False),
+    ],
+)
+def test_secrets_are_masked_and_names_are_not(key: str, value: Any, is_masked: bool) -> None:
+    masked = mask_secrets({"a": [{key: value}]})["a"][0][key]
+    assert (MASK in str(masked)) is is_masked
+    if not is_masked:
+        assert masked == value
+    else:
+        assert not {"abc", "12345", "pass", SECRET} & set(str(masked).replace("@", " ").replace("=", " ").split())
+
+
+def test_what_stands_below_a_secret_key_is_secret() -> None:
+    assert mask_secrets({"secrets": {"a": {"b": "x"}}, SECRET: 1}) == {"secrets": {"a": {"b": MASK}}, MASK: 1}
+    assert mask_text(f"saved with {SECRET}.") == f"saved with {MASK}"

@@ -1,0 +1,302 @@
+"""Sources of every kind, the same rows from every format, folders as git sees them, and every way a row can be bad."""
+
+import csv
+import gzip
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from ulysses_cli.data.blocks import Block, walk_rows
+from ulysses_cli.data.columns import detect_kind, read_sample
+from ulysses_cli.data.fingerprint import FileHashes
+from ulysses_cli.data.folder import walk_tree
+from ulysses_cli.data.problems import BadRow, DataError
+from ulysses_cli.data.sources import Source, open_source
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe import Dataset
+
+ROWS = [{"text": f"row {number}\nä"} for number in range(5)]
+
+
+def open_one(tmp_path: Path, path: object, **settings: Any) -> Source:
+    settings.setdefault("data_files", None)
+    hashes = FileHashes(tmp_path / "hashes.json")
+    return open_source(Dataset(path=str(path), **settings), "data.datasets.0", 0, hashes)
+
+
+def read_all(source: Source) -> list[tuple[int, Any]]:
+    found = [pair for block in source.walk_blocks() for pair in walk_rows(block)]
+    return [(line, str(row) if isinstance(row, BadRow) else row) for line, row in found]
+
+
+def write(folder: Path, kind: str) -> Path:
+    file = folder / f"rows.{kind}"
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+    table = pyarrow.Table.from_pylist(ROWS)
+    if kind == "jsonl":
+        file.write_text(lines)
+    elif kind == "crlf.jsonl":
+        file.write_bytes(lines.replace("\n", "\r\n").encode())
+    elif kind == "bom.jsonl":
+        file.write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    elif kind == "jsonl.gz":
+        file.write_bytes(gzip.compress(lines.encode()))
+    elif kind == "jsonl.zst":
+        with pyarrow.output_stream(str(file), compression="zstd") as stream:
+            stream.write(lines.encode())
+    elif kind == "json":
+        file.write_text(json.dumps(ROWS, indent=1))
+    elif kind == "lines.json":
+        file.write_text(lines)
+    elif kind == "parquet":
+        parquet.write_table(table, file, row_group_size=2)
+    elif kind == "arrow":
+        with pyarrow.ipc.new_file(str(file), table.schema) as writer:
+            writer.write_table(table)
+    elif kind == "stream.arrow":
+        with pyarrow.ipc.new_stream(str(file), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        with open(file, "w", newline="") as stream:
+            rows = csv.DictWriter(stream, ["text"], delimiter="\t" if kind == "tsv" else ",")
+            rows.writeheader()
+            rows.writerows(ROWS)
+    return file
+
+
+KINDS = ["jsonl", "crlf.jsonl", "bom.jsonl", "jsonl.gz", "jsonl.zst", "json", "lines.json", "parquet", "arrow"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "stream.arrow", "csv", "tsv"])
+def test_every_format_holds_the_same_rows(kind: str, tmp_path: Path) -> None:
+    source = open_one(tmp_path, write(tmp_path, kind))
+    assert [row for _, row in read_all(source)] == ROWS
+    assert source.find_kind() == "text"
+
+
+def test_files_patterns_and_folders(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "c/d.txt", ".hidden.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    texts = [row["text"] for _, row in read_all(open_one(tmp_path, tmp_path))]
+    assert texts == ["a.txt", "b.txt", "c/d.txt"]
+    assert [row["text"] for _, row in read_all(open_one(tmp_path, tmp_path / "*.txt"))] == ["a.txt", "b.txt"]
+    picked = open_one(tmp_path, tmp_path, data_files=("c/*.txt", "a.txt"))
+    assert [row["text"] for _, row in read_all(picked)] == ["c/d.txt", "a.txt"]
+    (tmp_path / "e").mkdir()
+    with pytest.raises(RecipeError, match=r"holds no data file\n\nhint: write type: folder"):
+        open_one(tmp_path, tmp_path / "e")
+
+
+def test_a_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n')
+    first = open_one(tmp_path, file).fingerprint
+    os.utime(file, (1, 1))
+    assert open_one(tmp_path, file).fingerprint == first
+    stat = file.stat()
+    file.write_text('{"text": "b"}\n')
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size, same time: only the content differs
+    assert open_one(tmp_path, file).fingerprint != first
+
+
+def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("old")
+    cache = tmp_path / "hashes.json"
+    hashes = FileHashes(cache)
+    first = hashes.hash_file(file)
+    hashes.save()
+    assert not cache.exists()  # too fresh to be trusted
+    assert hashes.find_changed() is None
+    stat = file.stat()
+    facts = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
+    cache.write_text(json.dumps({str(file): [facts, "remembered"]}))
+    assert FileHashes(cache).hash_file(file) == "remembered"
+    file.write_text("new")
+    assert FileHashes(cache).hash_file(file) not in ("remembered", first)
+    assert hashes.find_changed() == str(file)
+
+
+def make_tree(root: Path) -> None:
+    files = {
+        ".gitignore": "*.log\n!keep.log\n/build/\ndocs/*.md\n!docs/README.md\n# no\n\\#odd\n**/deep/*.tmp\n",
+        "a.py": "a = 1\n",
+        "B.py": "b = 2",
+        "x.log": "x",
+        "keep.log": "kept",
+        "build/out.py": "o",
+        "sub/build/in.py": "i",
+        "docs/a.md": "a",
+        "docs/README.md": "r",
+        "#odd": "o",
+        "sub/.gitignore": "!x.log\n*.py\n!/build\n",
+        "sub/x.log": "sx",
+        "sub/y.py": "y",
+        "sub/deep/z.tmp": "z",
+        "ümlaut dir/ß.txt": "u",
+        "empty/__init__.py": "",
+    }
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    (root / "binary.dat").write_bytes(b"a\0b")
+    (root / "loop").symlink_to(root)
+    (root / "link.py").symlink_to(root / "a.py")
+    os.mkfifo(root / "pipe")
+
+
+def test_a_folder_is_what_git_would_take(tmp_path: Path) -> None:
+    root = tmp_path / "repository"
+    make_tree(root)
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    listed = subprocess.run(
+        ["git", "-c", "core.quotePath=false", "ls-files", "-coz", "--exclude-standard"],
+        cwd=root,
+        capture_output=True,
+        check=True,
+    ).stdout.decode()
+    odd = {"binary.dat", "loop", "link.py", "empty/__init__.py"}
+    tree = walk_tree(root)
+    assert set(tree.files) == set(filter(None, listed.split("\0"))) - odd
+    assert tree.files == sorted(tree.files, key=lambda path: [part.encode() for part in path.split("/")])
+    assert {
+        why: tree.left_out[why] for why in ("links", "binary files", "empty files", "neither files nor folders")
+    } == {
+        "links": 2,
+        "binary files": 1,
+        "empty files": 1,
+        "neither files nor folders": 1,
+    }
+    whole = read_all(open_one(tmp_path, root, type="folder"))
+    assert len(whole) == 1
+    text = whole[0][1]["text"]
+    assert [line[4:-4] for line in text.split("\n") if line.startswith("=== ")] == tree.files
+    assert "=== B.py ===\nb = 2\n=== " in text
+    single = read_all(open_one(tmp_path, root, type="folder", join_files=False))
+    assert [row["text"].split(" ===")[0][4:] for _, row in single] == tree.files
+
+
+def test_a_folder_without_text_says_why(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.bin").write_bytes(b"\0")
+    with pytest.raises(RecipeError, match="holds no text file: 1 binary files"):
+        open_one(tmp_path, tmp_path / "a", type="folder")
+
+
+BAD_LINES = [
+    (b'{"text": "a"', "malformed JSON: Expecting ',' delimiter at character 13 of the line"),
+    (b"[1]", "a JSON value that is not an object; each line holds one row"),
+    (b'{"text": "\xff"}', "not valid UTF-8 at byte 11 of the line"),
+    (b"[" * 100_000, "malformed JSON: "),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_bad_lines(line: bytes, message: str) -> None:
+    block = Block("f", "lines", [b'{"text": "a"}\n', b"\n", line], 0, 7)
+    (_, good), (number, bad) = walk_rows(block)
+    assert good == {"text": "a"}
+    assert number == 9
+    assert isinstance(bad, BadRow)
+    assert str(bad).startswith(message)
+
+
+def turn(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+BAD_ROWS = [
+    ("text", {"txt": "a"}, "column `text` is missing; there is txt"),
+    ("text", {}, "column `text` is missing; there is no column"),
+    ("text", {"text": None}, "column `text` is null"),
+    ("text", {"text": " \n"}, "column `text` is empty"),
+    ("text", {"text": 3}, "column `text` holds a number, not text"),
+    ("text", {"text": "a\ud800"}, "column `text` holds half a surrogate pair at character 1"),
+    ("text", [1], "a list where a row of columns is needed"),
+    ("chat", {"messages": None}, "column `messages` is null"),
+    ("chat", {"messages": []}, "column `messages` is an empty list"),
+    ("chat", {"messages": "hello"}, "messages is not valid JSON: Expecting value"),
+    ("chat", {"messages": [None]}, "turn 1 is null"),
+    ("chat", {"messages": ["hi"]}, "turn 1 is text, not role and content"),
+    ("chat", {"messages": [turn("user", "a"), turn("robot", "b")]}, "turn 2 has the unknown role 'robot'; known are"),
+    ("chat", {"messages": [turn("user", None)]}, r"turn 1 (user) has no content"),
+    ("chat", {"messages": [turn("assistant", "")]}, "turn 1 (assistant) is empty"),
+    ("chat", {"messages": [{"content": "a"}]}, "turn 1 has no role; there is content"),
+    ("chat", {"messages": [turn("user", 5)]}, "turn 1 (user) holds a number, not text"),
+    ("chat", {"messages": [turn("user", [{"type": "image"}])]}, "turn 1 holds a part that is not text: image"),
+    ("chat", {"messages": [turn("user", "a")], "tools": "{"}, "tools is not valid JSON"),
+    ("chat", {"messages": [turn("user", "a")], "tools": [1]}, "column `tools` is not a list of JSON schemas"),
+    ("chat", {"messages": [{**turn("assistant", ""), "tool_calls": [1]}]}, "turn 1: tool_calls is not a list of calls"),
+    ("conversations", {"conversations": [{"from": "alien", "value": "a"}]}, "turn 1 has the unknown role 'alien'"),
+    ("completion", {"prompt": "a"}, "column `completion` is missing"),
+    ("completion", {"prompt": "a", "completion": ""}, "column `completion` is empty"),
+    ("completion", {"prompt": 1, "completion": "a"}, "column `prompt` holds a number, not text"),
+    ("instruction", {"instruction": "a", "output": None}, "column `output` is null"),
+    ("instruction", {"instruction": "a", "input": 3, "output": "b"}, "column `input` holds a number, not text"),
+    ("tokens", {"input_ids": "1 2"}, "column `input_ids` is not a list of whole numbers"),
+    ("tokens", {"input_ids": []}, "column `input_ids` is an empty list"),
+    ("tokens", {"input_ids": [1, 2], "labels": [1]}, "column `labels` has 1 elements for 2 input_ids"),
+    ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, "label 2 at 0 is neither -100 nor 1, the token there"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), BAD_ROWS)
+def test_bad_rows(kind: Any, row: Any, message: str) -> None:
+    with pytest.raises(BadRow) as error:
+        read_sample(kind, row)
+    assert str(error.value).startswith(message)
+
+
+def test_columns_tell_the_kind() -> None:
+    assert detect_kind({"id": 1, "messages": []}) == "chat"
+    assert detect_kind({"conversations": []}) == "conversations"
+    assert detect_kind({"prompt": "", "completion": ""}) == "completion"
+    assert detect_kind({"instruction": "", "input": "", "output": ""}) == "instruction"
+    assert detect_kind({"input_ids": [], "text": ""}) == "tokens"
+    with pytest.raises(BadRow, match="columns question, answer are not understood: one of these is needed: messages;"):
+        detect_kind({"question": "", "answer": ""})
+
+
+def test_conversations_and_nulls_of_parquet_are_messages() -> None:
+    row = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"}
+    chat = read_sample("conversations", row)
+    assert chat.messages == [turn("system", "s"), turn("user", "a"), turn("assistant", "b")]  # type: ignore[union-attr]
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    row = {"messages": [{**turn("user", "a"), "tool_calls": None}, {**turn("assistant", None), "tool_calls": [call]}]}
+    first, second = read_sample("chat", row).messages  # type: ignore[union-attr]
+    assert first == turn("user", "a")
+    assert second == {**turn("assistant", ""), "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'[{"text": "a"},\n{"text" "b"}]', r"a.json:2:1: malformed JSON: Expecting ':' delimiter"),
+        ("a.json", b'{"a": "\n\xff"}', r"a.json:2:1: not valid UTF-8"),
+        ("a.parquet", b"PAR1 no", r"a.parquet: cannot be read: "),
+        ("a.arrow", b"no", r"a.arrow: cannot be read: "),
+        ("a.jsonl.gz", b"no", r"a.jsonl.gz: cannot be read: Not a gzipped file"),
+        ("a.jsonl.zst", b"no", r"a.jsonl.zst: cannot be read: "),
+        ("a.jsonl", b"", r"a.jsonl: holds no row"),
+        ("a.jsonl", b"{]\n", r"a.jsonl:1:1: malformed JSON"),
+        ("a.jsonl", b'{"q": 1}\n', r"a.jsonl:1:1: columns q are not understood"),
+    ],
+)
+def test_files_that_cannot_be_read(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        open_one(tmp_path, tmp_path / name).find_kind()
+
+
+def test_a_csv_row_with_too_many_or_too_few_fields(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text,id\n"a\nb",1\nc\nd,2,3\n')
+    found = read_all(open_one(tmp_path, tmp_path / "a.csv"))
+    assert found == [(2, {"text": "a\nb", "id": "1"}), (4, "1 fields where the header has 2"), (5, found[2][1])]
+    assert found[2][1] == "3 fields where the header has 2"

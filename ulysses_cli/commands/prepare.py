@@ -1,0 +1,113 @@
+"""`ulysses prepare`: tokenize and pack a recipe's data, without GPUs. `train` calls prepare_recipe for the same."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOption
+
+INTERRUPT_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What the child process said. `report["path"]` is the folder for data.rows.open_rows."""
+
+    exit_code: int
+    report: dict[str, Any]
+
+
+def prepare(
+    words: Annotated[
+        list[str], typer.Argument(metavar="RECIPE [KEY=VALUE ...]", help="a recipe file, and settings laid over it")
+    ],
+    html: Annotated[Path | None, typer.Option("--html", help="write the report with its pictures to this file")] = None,
+    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
+    output: FormatOption = Format.text,
+) -> None:
+    """Turn a recipe's data into packed rows of tokens on disk, and account for every token.
+
+    No GPU is used. What is prepared already is found and not made again; train finds it too.
+
+    \b
+    Examples:
+      ulysses prepare recipes/tiny-cpu.yaml
+      ulysses prepare my.yaml data.max_length=256Ki data.on_bad_row=skip --html report.html
+      ulysses prepare my.yaml --format json
+    """
+    from ulysses_cli import validate
+    from ulysses_cli.plan.problem import Problem
+    from ulysses_cli.report import data_page, data_report, printing
+
+    files, overrides = validate.split_words(words)
+    if len(files) != 1:
+        several = Problem("", f"{len(files)} recipes: {', '.join(files)}", "name one; settings are KEY=VALUE")
+        printing.print_problems([several if files else validate.no_recipe(words)])
+        raise typer.Exit(USAGE)
+    result = validate.validate_recipe(files[0], overrides, online=online)
+    if result.problems:
+        if output is Format.json:
+            printing.print_json({"problems": [problem.as_json() for problem in result.problems]})
+        else:
+            printing.print_problems(result.problems)
+        raise typer.Exit(USAGE)
+    done = prepare_recipe(files[0], overrides)
+    if output is Format.json:
+        printing.print_json(done.report)
+    elif done.exit_code == DONE:
+        printing.print_data(data_report.format_report(done.report))
+    if html is not None and done.exit_code == DONE:
+        try:
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(data_page.make_data_page(done.report), encoding="utf-8")
+        except OSError as error:
+            printing.print_problems([Problem("", f"{html} cannot be written: {error.strerror}", "name another file")])
+            raise typer.Exit(FAILED) from None
+        printing.print_talk(f"wrote {html}")
+    raise typer.Exit(done.exit_code)
+
+
+def prepare_recipe(file: str, overrides: Sequence[str] = ()) -> PreparedData:
+    """For a recipe that passed validation. Progress and problems go to stderr; nothing is written to stdout."""
+    import json
+
+    command = [sys.executable, "-m", "ulysses_cli.data", file, *overrides, "--format", "json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child, _ending(child):
+        said, _ = child.communicate()
+    try:
+        report = json.loads(said)
+    except ValueError:
+        report = {"problems": []}
+    return PreparedData(child.returncode if child.returncode >= 0 else 128 - child.returncode, report)
+
+
+@contextmanager
+def _ending(child: subprocess.Popen[str]) -> Iterator[None]:
+    """Whatever ends this process ends the child too, which removes what it has half made."""
+
+    def stop(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:  # a terminal sends it to the child as well
+        try:
+            child.wait(INTERRUPT_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.terminate()
+        raise
+    except BaseException:
+        child.terminate()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,47 @@
+"""`ulysses report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ulysses_cli.commands.options import Format, FormatOption, or_exit
+
+PAGE_NAME = "report.html"
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="the directory that run.output_dir of the recipe names")],
+    to: Annotated[
+        Path | None, typer.Option("--output", "-o", help="file or folder; left out: report.html in the run directory")
+    ] = None,
+    output: FormatOption = Format.text,
+) -> None:
+    """Make one HTML page of a run: loss, speed, memory, money, and what it was made of.
+
+    Works while the run goes on. The page needs no network and shows no secrets. With --format json the summary goes to
+    stdout, and a page is written only where --output names one.
+
+    \b
+    Examples:
+      ulysses report runs/tiny-cpu
+      ulysses report runs/tiny-cpu --output report.html
+      ulysses report runs/tiny-cpu --format json
+    """
+    from ulysses_cli.report import printing, run_files, run_page, run_summary
+
+    run = or_exit(lambda: run_files.load_run(run_dir))
+    summary = run_summary.summarize_run(run)
+    target = to or (run_dir / PAGE_NAME if output is Format.text else None)
+    if target is not None:
+        wanted = target
+        page = run_page.make_run_page(run, summary)
+        target = or_exit(lambda: run_files.save_page(wanted, page))
+    if output is Format.json:
+        printing.print_json(summary)
+    else:
+        printing.print_data(run_summary.format_summary(summary))
+    if target is not None:
+        printing.print_talk(f"wrote {target}")

@@ -1,0 +1,103 @@
+"""`ulysses train`: validate, prepare, launch, and say how it ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ulysses_cli.commands.options import DONE, USAGE, or_exit
+
+
+def train(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE [KEY=VALUE ...] [-- LAUNCHER ARGS]", help="a recipe file, and settings laid over it"
+        ),
+    ],
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="processes of the run; left out: the recipe's own product")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="a checkpoint folder, or `auto` for the newest valid one in output_dir")
+    ] = None,
+    resume_anyway: Annotated[
+        bool, typer.Option("--resume-anyway", help="resume although model, data or lengths have changed")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="start anew and delete an earlier run's checkpoints in output_dir")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="everything but the steps")] = False,
+    nnodes: Annotated[int | None, typer.Option(min=1, help="machines of the run [NNODES]")] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="which of them this is [NODE_RANK]")] = None,
+    master_addr: Annotated[str | None, typer.Option(help="where machines meet [MASTER_ADDR]")] = None,
+    master_port: Annotated[int | None, typer.Option(min=1, max=65535, help="[MASTER_PORT], 29400")] = None,
+    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
+) -> None:
+    """Fine-tune a model as a recipe says, and leave a Hugging Face folder in output_dir/model.
+
+    One process per GPU; with run.device: cpu, one CPU process per rank. The first Ctrl-C or SIGTERM stops at the next
+    step with a checkpoint, exit code 0; a second Ctrl-C stops at once.
+
+    \b
+    Examples:
+      ulysses train recipes/tiny-cpu.yaml
+      ulysses train my.yaml train.max_steps=100 parallel.sp_size=8
+      ulysses train my.yaml --resume auto
+      ulysses train my.yaml --nnodes 2 --node-rank 0 --master-addr gpu01
+      ulysses train my.yaml --dry-run parallel.dp_shard_size=8
+    """
+    from ulysses_cli import launch, validate
+    from ulysses_cli.commands.prepare import prepare_recipe
+    from ulysses_cli.report import printing, run_end
+
+    files, overrides = validate.split_words([word for word in words if not word.startswith("-")])
+    extra = [word for word in words if word.startswith("-")]
+    if len(files) != 1:
+        printing.print_problems([validate.no_recipe(words) if not files else validate.several_recipes(files)])
+        raise typer.Exit(USAGE)
+    result = validate.validate_recipe(files[0], overrides, num_processes, online=online)
+    loaded, resolved = result.loaded, result.resolved
+    if result.problems or loaded is None or resolved is None:
+        printing.print_problems(result.problems)
+        raise typer.Exit(USAGE)
+    recipe, world_size = loaded.recipe, resolved.layout.world_size
+    nodes = or_exit(
+        lambda: launch.find_nodes(
+            world_size,
+            os.environ,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
+    )
+    printing.print_talk(run_end.format_start(result, nodes.count))
+    run_dir = Path(os.path.expanduser(recipe.run.output_dir))
+    wanted = resume or recipe.run.resume_from_checkpoint
+    lock = or_exit(lambda: launch.lock_run(run_dir, nodes.rank))
+    if not wanted and not dry_run and nodes.rank == 0:
+        or_exit(lambda: launch.clear_run(run_dir, overwrite=overwrite))
+    data = prepare_recipe(files[0], overrides)
+    if data.exit_code != DONE:
+        raise typer.Exit(data.exit_code)
+    rank_args = ["--recipe", files[0], "--data", str(data.report["path"]), *(f"--set={text}" for text in overrides)]
+    rank_args += [f"--resume={wanted}"] if wanted else []
+    rank_args += ["--resume-anyway"] if resume_anyway else []
+    environ = launch.make_environment(os.environ, recipe.run.device, nodes.processes_here)
+    if dry_run:
+        rank_args.append("--dry-run")
+        if world_size > launch.count_places(recipe.run.device):
+            rank_args.append("--pretend")
+            nodes = launch.Nodes()
+            environ["DS_ACCELERATOR"] = "cpu"
+    launcher_args = launch.make_launcher_args(nodes, recipe.run.max_restarts, extra)
+    outcome = launch.launch(launcher_args, rank_args, environ, run_dir / "logs", lock)
+    if outcome.exit_code != DONE:
+        printing.print_talk(run_end.format_failure(outcome.failure, run_dir / "logs"))
+    elif not dry_run and (run_dir / "model").is_dir():
+        printing.print_data(str(run_dir / "model"))
+    raise typer.Exit(outcome.exit_code)

@@ -1,0 +1,1 @@
+"""From documents to rows of tokens. No GPU, no process group, no torch."""

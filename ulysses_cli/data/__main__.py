@@ -1,0 +1,69 @@
+"""`python -m ulysses_cli.data RECIPE [KEY=VALUE ...] [--format json]`: prepare a recipe's data in a process of its own.
+
+The command has validated the recipe before; what is said here goes through report/.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ulysses_cli.data.prepare import prepare_data
+from ulysses_cli.data.problems import DataError
+from ulysses_cli.plan.load import load_recipe
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.resolved import compute_pad_multiple
+from ulysses_cli.report import data_report, printing
+from ulysses_cli.report.preparing import ProgressLine
+
+DONE, FAILED, USAGE = 0, 1, 2
+
+
+def main(words: Sequence[str]) -> int:
+    is_json = list(words[-2:]) == ["--format", "json"]
+    file, *overrides = words[:-2] if is_json else words
+    progress = ProgressLine()
+    try:
+        loaded = load_recipe(file, overrides)
+        try:
+            prepared = prepare_data(loaded.recipe, compute_pad_multiple(loaded.recipe), progress.show)
+        except RecipeError as error:
+            raise RecipeError(
+                replace(problem, where=loaded.locate(problem.key)) for problem in error.problems
+            ) from None
+    except (RecipeError, DataError) as error:
+        progress.end()
+        printing.print_problems(error.problems)
+        if is_json:
+            printing.print_json({"problems": [problem.as_json() for problem in error.problems]})
+        return FAILED if isinstance(error, DataError) else USAGE
+    except OSError as error:
+        progress.end()
+        said = f"{error.filename or loaded.recipe.data.store_dir} cannot be written: {error.strerror}"
+        problem = Problem("data.store_dir", said, "make room there, or name another folder")
+        printing.print_problems([problem])
+        if is_json:
+            printing.print_json({"problems": [problem.as_json()]})
+        return FAILED
+    progress.end()
+    if is_json:
+        printing.print_json(prepared.report)
+    else:
+        printing.print_data(data_report.format_report(prepared.report))
+    return DONE
+
+
+def _stop(number: int, _: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)  # what is half made is removed on the way out
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(130)

@@ -1,0 +1,47 @@
+"""A recipe's way from rows to steps: how many rows a step takes, how many steps a run has, what a row costs."""
+
+from __future__ import annotations
+
+from ulysses_cli.data.steps import Batching
+from ulysses_cli.plan.flops import compute_model_flops, compute_pair_flops
+from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.packing import Work
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.resolved import compute_pad_multiple, compute_row_tokens, make_layout
+
+
+def make_batching(recipe: Recipe, shape: ModelShape) -> Batching:
+    train = recipe.train
+    return Batching(
+        dp_size=make_layout(recipe).dp_size,
+        rows_per_micro_step=train.per_device_train_batch_size,
+        micro_steps=train.gradient_accumulation_steps,
+        pad_multiple=compute_pad_multiple(recipe),
+        seed=recipe.run.seed,
+        work=make_work(shape),
+        fixed_row_tokens=None if recipe.parallel.sp_seq_length_is_variable else compute_row_tokens(recipe),
+    )
+
+
+def make_eval_batching(recipe: Recipe, shape: ModelShape) -> Batching:
+    """One row at a time and sp group, in order: the same rows whatever the layout."""
+    return Batching(
+        dp_size=make_layout(recipe).dp_size,
+        rows_per_micro_step=1,
+        micro_steps=1,
+        pad_multiple=compute_pad_multiple(recipe),
+        work=make_work(shape),
+        is_shuffled=False,
+    )
+
+
+def make_work(shape: ModelShape) -> Work:
+    """Operations of a token, and of a pair of tokens that looks back without a window."""
+    return Work(compute_model_flops(shape, [1]), compute_pair_flops(shape))
+
+
+def count_rows(recipe: Recipe, num_rows: int, rows_per_step: int) -> int:
+    """Rows of the whole run; the last step may be short of some."""
+    if recipe.train.max_steps is not None:
+        return recipe.train.max_steps * rows_per_step
+    return max(1, round(num_rows * (recipe.train.num_train_epochs or 1.0)))

@@ -1,0 +1,93 @@
+"""Blocks: what one worker reads and tokenizes at a time. Lines, rows, a table or whole files, with their places.
+
+A block travels to another process as it is; decoding happens there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ulysses_cli.data.problems import BadRow
+
+BLOCK_BYTES = 4 << 20
+Found = tuple[int, dict[str, Any] | BadRow]  # a line and what stands there
+
+
+@dataclass(frozen=True)
+class Block:
+    """`content`: lines: list of bytes; rows: list of (line, row); table: a pyarrow table; tree: list of (path, bytes);
+    text: the bytes of a file; bad: a message. `first`: the number of the first line or row."""
+
+    file: str
+    kind: Literal["lines", "rows", "table", "text", "tree", "bad"]
+    content: Any
+    num_bytes: int
+    first: int = 1
+
+
+def walk_rows(block: Block) -> Iterator[Found]:
+    """Each row of a block, or what is wrong with it. Blank lines are no rows."""
+    if block.kind == "lines":
+        for number, line in enumerate(block.content, block.first):
+            if line.strip():
+                yield number, parse_line(line)
+    elif block.kind == "rows":
+        yield from block.content
+    elif block.kind == "table":
+        yield from enumerate(block.content.to_pylist(), block.first)
+    elif block.kind == "tree":
+        yield from _join_files(block)
+    elif block.kind == "text":
+        yield _decode_text(block.content)
+    else:
+        yield block.first, BadRow(block.content)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | BadRow:
+    """One line of JSONL."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return BadRow(f"not valid UTF-8 at byte {error.start + 1:,} of the line")
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        return BadRow(f"malformed JSON: {error.msg} at character {error.pos + 1:,} of the line")
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"malformed JSON: {error}")
+    return row if isinstance(row, dict) else BadRow("a JSON value that is not an object; each line holds one row")
+
+
+def count_blank(block: Block) -> int:
+    return sum(not line.strip() for line in block.content) if block.kind == "lines" else 0
+
+
+def _decode_text(content: bytes) -> Found:
+    """A file as one document. A byte order mark is no text."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        return line, BadRow(f"not valid UTF-8 at byte {error.start + 1:,} of the file")
+    return 0, {"text": text}
+
+
+def _join_files(block: Block) -> Iterator[Found]:
+    """Files of a tree, each under its path, as one document."""
+    parts = []
+    for path, content in block.content:
+        line, row = _decode_text(content)
+        if isinstance(row, BadRow):
+            yield line, BadRow(f"{path}: {row}")
+        else:
+            parts.append(f"{make_header(path)}{row['text']}")
+    if parts:
+        yield 0, {"text": "".join(part if part.endswith("\n") else part + "\n" for part in parts)}
+
+
+def make_header(path: str) -> str:
+    """What stands above a file of a tree."""
+    return f"=== {path} ===\n"

@@ -1,0 +1,170 @@
+"""Numbers about prepared data for its report: lengths, other row lengths, balance between ranks, one sample.
+
+Plain data; how it looks is report's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ulysses_cli.data.packer import WORK
+from ulysses_cli.data.rows import PackedRows
+from ulysses_cli.data.store import TARGET, TokenStore
+from ulysses_cli.plan.packing import cut_documents, locate_row, pack_documents, share_rows
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.resolved import make_layout
+
+SAMPLED_DOCUMENTS = 20_000
+SAMPLED_ROWS = 4096
+SHOWN_TOKENS = 240
+LOOKED_AT = 1000  # documents that are asked for a mask worth showing
+
+
+def compute_length_facts(stores: Sequence[TokenStore], num_train: int, max_length: int) -> dict[str, Any]:
+    """Histogram of document lengths by source, and what other row lengths would mean for the training sources."""
+    trained = np.concatenate([np.asarray(store.lengths) for store in stores[:num_train]])
+    return {
+        "quantiles": {f"{q:g}": int(np.quantile(trained, q)) for q in (0, 0.1, 0.5, 0.9, 0.99, 1)},
+        "histogram": [count_lengths(np.asarray(store.lengths)) for store in stores],
+        "lengths": [compare_length(trained, length) for length in _choose_lengths(max_length)],
+    }
+
+
+def count_lengths(lengths: NDArray[np.int64]) -> list[dict[str, int]]:
+    """Documents and tokens by powers of two: from < length <= to."""
+    powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    return [
+        {
+            "from": 0 if power == 0 else 2 ** (power - 1),
+            "to": 2**power,
+            "documents": int((powers == power).sum()),
+            "tokens": int(lengths[powers == power].sum()),
+        }
+        for power in range(int(powers.min(initial=63)), int(powers.max(initial=0)) + 1)
+    ]
+
+
+def _choose_lengths(max_length: int) -> list[int]:
+    return sorted({length for length in (max_length * n // 4 for n in (1, 2, 4, 8, 16)) if length >= 2})
+
+
+def compare_length(lengths: NDArray[np.int64], max_length: int) -> dict[str, Any]:
+    """What rows of this length would lose by truncation, and how full they would be when documents are split."""
+    stride = max(1, len(lengths) // SAMPLED_DOCUMENTS)
+    sample = lengths[::stride].tolist()
+    pieces = cut_documents(sample, max_length, "split").pieces
+    rows = pack_documents(pieces, max_length, WORK)
+    return {
+        "max_length": max_length,
+        "long_documents": int((lengths > max_length).sum()),
+        "truncated_share": float(np.maximum(lengths - max_length, 0).sum() / max(1, lengths.sum())),
+        "efficiency": rows.compute_efficiency(),
+        "sampled_documents": len(sample),
+    }
+
+
+def compute_layout_facts(rows: PackedRows, recipe: Recipe, pad_to_multiple_of: int) -> dict[str, Any]:
+    """What depends on the mesh: padding, steps of an epoch, and how even the predicted work of the groups is."""
+    tokens = np.asarray([rows.count_tokens(row) for row in _sample(len(rows))])
+    padded = -(-tokens // pad_to_multiple_of) * pad_to_multiple_of
+    num_groups = make_layout(recipe).dp_size
+    micro_steps = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps
+    return {
+        "pad_to_multiple_of": pad_to_multiple_of,
+        "padding_share": float(1 - tokens.sum() / padded.sum()),
+        "num_groups": num_groups,
+        "rows_per_step": num_groups * micro_steps,
+        "steps_per_epoch": math.ceil(len(rows) / (num_groups * micro_steps)),
+        **compute_balance(rows, num_groups, micro_steps, recipe.run.seed),
+    }
+
+
+def compute_balance(rows: PackedRows, num_groups: int, micro_steps: int, seed: int) -> dict[str, Any]:
+    """Work of the busiest group above the mean, over full steps at the start of the first epoch, and time lost to
+    waiting within micro-steps. None where there is no full step or no other group."""
+    per_step = num_groups * micro_steps
+    num_steps = min(len(rows), max(SAMPLED_ROWS, per_step)) // per_step
+    if num_groups == 1 or not num_steps:
+        return {"work_above_mean": None, "waiting_share": None, "sampled_steps": 0}
+    totals, lost = [0.0] * num_groups, []
+    for step in range(num_steps):
+        places = [locate_row(at, len(rows), seed).row for at in range(step * per_step, (step + 1) * per_step)]
+        works = [sum(WORK.of(length) for length in rows.get_lengths(row)) for row in places]
+        shares = share_rows(works, num_groups, step)
+        for group, share in enumerate(shares):
+            totals[group] += sum(works[row] for row in share)
+        slowest = sum(max(works[share[micro]] for share in shares) for micro in range(micro_steps))
+        lost.append(1 - sum(works) / num_groups / slowest)
+    return {
+        "work_above_mean": max(totals) / (sum(totals) / num_groups) - 1,
+        "waiting_share": sum(lost) / len(lost),
+        "sampled_steps": num_steps,
+    }
+
+
+def _sample(size: int) -> range:
+    return range(0, size, max(1, size // SAMPLED_ROWS))
+
+
+def find_sample(rows: PackedRows, tokenizer: Any) -> dict[str, Any]:
+    """Part of one training document, in runs of tokens that are targets and tokens that are not."""
+    chosen = rows.pieces(0)[0]
+    every = (piece for row in range(len(rows)) for piece in rows.pieces(row))
+    for piece in islice(every, LOOKED_AT):
+        store, number = rows.find_document(piece.document)
+        if store.flags is not None:
+            _, flags = store.read(number, piece.start, piece.stop)
+            if flags is not None and 0 < np.count_nonzero(flags & TARGET) < len(flags):
+                chosen = piece
+                break
+    store, number = rows.find_document(chosen.document)
+    ids, flags = store.read(number, chosen.start, chosen.stop)
+    targets = np.ones(len(ids), bool) if flags is None else (flags & TARGET) > 0
+    changes = np.flatnonzero(targets[1:] != targets[:-1]) + 1
+    start = max(0, int(changes[0]) - SHOWN_TOKENS // 2) if len(changes) else 0
+    stop = min(len(ids), start + SHOWN_TOKENS)
+    bounds = [start, *(int(at) for at in changes if start < at < stop), stop]
+    where = store.locate(number)
+    return {
+        "where": str(where),
+        "num_tokens": len(ids),
+        "num_targets": int(targets.sum()),
+        "from_token": chosen.start + start,
+        "runs": [
+            {"is_target": bool(targets[first]), "text": tokenizer.decode(ids[first:last].tolist())}
+            for first, last in pairwise(bounds)
+        ],
+    }
+
+
+def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
+    """What a reader should not miss."""
+    notes = []
+    for source in report["sources"]:
+        if source["num_whole"]:
+            why = f"the tokenizer offers no safe place to cut: {source['whole_because']}"
+            why = why if source["whole_because"] else "no safe place to cut was found in them"
+            notes.append(f"{source['name']}: long documents that were tokenized whole: {source['num_whole']:,}; {why}")
+        if source["kind"] == "instruction":
+            notes.append(f"{source['name']}: instructions are shown as a chat where the tokenizer has a chat template")
+    train = report["splits"]["train"]
+    torn = sum(counts["torn_turns"] for counts in train["sources"])
+    if torn:
+        notes.append(f"{torn:,} cuts fall inside a turn of a chat, because the turn is longer than a row")
+    if recipe.data.packing == "stream" and any(s["kind"] not in ("text", "tokens") for s in report["sources"]):
+        notes.append("packing: stream cuts chats wherever a row ends, also inside a turn")
+    if report["leaked_documents"]:
+        notes.append(f"{report['leaked_documents']:,} evaluation documents are also trained on, word for word")
+    layout = report["layout"]
+    if train["num_rows"] < layout["rows_per_step"]:
+        notes.append(
+            f"{train['num_rows']:,} rows do not fill one optimizer step of {layout['rows_per_step']:,}; rows without "
+            "weight fill it up"
+        )
+    return notes

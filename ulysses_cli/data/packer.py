@@ -1,0 +1,290 @@
+"""Token stores -> packed rows on disk, with the number of every document and token that was cut, dropped or skipped.
+
+Decides with selection.py and plan/packing.py; reads targets, never tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ulysses_cli.data.problems import DataError, shorten
+from ulysses_cli.data.rows import Split, save_rows
+from ulysses_cli.data.selection import select_documents
+from ulysses_cli.data.store import TARGET, TokenStore
+from ulysses_cli.plan.packing import Piece, Rows, Work, cut_documents, pack_alone, pack_documents, pack_stream
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+# Attention's share of the work at the hidden size of a mid-size model (per pair 12 x layers x hidden FLOPs, per token
+# 72 x layers x hidden^2). Fixed, so that rows depend on seed and data alone.
+WORK = Work(per_token=1.0, per_pair=1 / (6 * 4096))
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """What rows depend on besides the documents."""
+
+    max_length: int
+    packing: Literal["documents", "stream", "off"] = "documents"
+    strategy: Literal["auto", "split", "truncate", "drop", "raise"] = "auto"
+    attend_across_documents: bool = False
+    eval_share: float = 0.0
+    seed: int = 0
+    skip_untrainable: bool = False
+    pad_id: int = 0
+
+
+@dataclass
+class Counts:
+    """What became of the documents of one source in one split. The first line adds up to the last but pieces."""
+
+    documents: int = 0
+    tokens: int = 0
+    copies: int = 0
+    left_out_documents: int = 0
+    left_out_tokens: int = 0
+    split_documents: int = 0
+    torn_turns: int = 0
+    truncated_documents: int = 0
+    truncated_tokens: int = 0
+    dropped_documents: int = 0
+    dropped_tokens: int = 0
+    untrainable_pieces: int = 0
+    untrainable_tokens: int = 0
+    kept_pieces: int = 0
+    kept_tokens: int = 0
+
+
+@dataclass
+class _Part:
+    """Pieces of one split, source after source, with their number of targets."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    counts: list[Counts] = field(default_factory=list)
+    untrainable: list[Problem] = field(default_factory=list)
+    num_untrainable: int = 0
+
+
+def make_rows(
+    folder: Path,
+    stores: Sequence[TokenStore],
+    weights: Sequence[float],
+    settings: RowSettings,
+) -> dict[str, Any]:
+    """Write both splits -> the facts of the manifest. The first len(weights) stores train, the others evaluate."""
+    num_train = len(weights)
+    bases = np.cumsum([0, *(len(store) for store in stores)])
+    has_joined = any(store.manifest.get("is_joined") for store in stores)
+    chosen = select_documents(
+        [store.hashes for store in stores[:num_train]],
+        weights,
+        settings.eval_share,
+        settings.seed,
+        has_joined=has_joined,
+    )
+    num_more = int(bases[-1] - bases[num_train])
+    copies: dict[Split, NDArray[np.int64]] = {
+        "train": np.concatenate([chosen.copies, np.zeros(num_more, np.int64)]),
+        "eval": np.concatenate([chosen.is_eval.astype(np.int64), np.ones(num_more, np.int64)]),
+    }
+    facts: dict[str, Any] = {}
+    for split, wanted in copies.items():
+        part = _Part()
+        for index, store in enumerate(stores):
+            at = slice(int(bases[index]), int(bases[index + 1]))
+            is_member = ~chosen.is_eval[at] if split == "train" and index < num_train else wanted[at] > 0
+            _add_source(part, store, wanted[at], is_member, int(bases[index]), settings)
+        if part.num_untrainable and not settings.skip_untrainable:
+            raise DataError(_explain_untrainable(part))
+        rows = _pack(part.pieces, settings)
+        targets = _count_row_targets(rows, stores, bases, settings)
+        rows, targets, skipped = _leave_out(rows, targets, settings, split)
+        if split == "train" and not len(rows):
+            raise RecipeError([Problem("data.datasets", "no row is left to train on", "see what was dropped and why")])
+        if split == "eval" and (settings.eval_share or num_more) and not len(rows):
+            hint = "see what was dropped and why, or evaluate on other documents"
+            raise RecipeError([Problem("data.eval_split", "no row is left to evaluate on", hint)])
+        save_rows(folder, split, rows, targets)
+        facts[split] = {
+            "num_rows": len(rows),
+            "num_tokens": rows.count_tokens(),
+            "num_targets": int(targets.sum()),
+            "efficiency": rows.compute_efficiency(),
+            "untrainable_rows": skipped[0],
+            "untrainable_row_tokens": skipped[1],
+            "sources": [vars(counts) for counts in part.counts],
+        }
+    return {"splits": facts, "leaked_documents": _count_leaked(stores, num_train, chosen.copies)}
+
+
+def _add_source(
+    part: _Part,
+    store: TokenStore,
+    copies: NDArray[np.int64],
+    is_member: NDArray[np.bool_],
+    base: int,
+    settings: RowSettings,
+) -> None:
+    """Cut one source's documents to size and count what is lost."""
+    lengths, members = store.lengths, np.flatnonzero(copies)
+    left_out = is_member & (copies == 0)
+    counts = Counts(
+        documents=int(is_member.sum()),
+        tokens=int(lengths[is_member].sum()),
+        copies=int(copies.sum()),
+        left_out_documents=int(left_out.sum()),
+        left_out_tokens=int(lengths[left_out].sum()),
+    )
+    part.counts.append(counts)
+    strategy = settings.strategy
+    if strategy == "auto":
+        strategy = "raise" if store.manifest.get("has_turns") else "split"
+    capacity = settings.max_length
+    if settings.packing == "stream":
+        capacity, strategy = max(1, int(lengths.max(initial=1))), "split"  # rows do the cutting
+    if strategy == "raise":
+        _refuse_long(store, members, settings)
+    chosen = lengths[members].tolist()
+    numbers = members.tolist()
+    cut = cut_documents(
+        chosen,
+        capacity,
+        strategy,
+        (lambda at: store.find_turns(numbers[at])) if store.manifest.get("has_turns") else None,
+    )
+    times = copies[members].tolist()
+    is_split = {piece.document for piece in cut.pieces if piece.start}
+    counts.split_documents = len(is_split)
+    counts.torn_turns = cut.num_torn
+    shortened = [at for at, length in enumerate(chosen) if length > capacity]
+    if strategy == "truncate":
+        counts.truncated_documents = sum(times[at] for at in shortened)
+        counts.truncated_tokens = sum(times[at] * (chosen[at] - capacity) for at in shortened)
+    elif strategy == "drop":
+        counts.dropped_documents = sum(times[at] for at in shortened)
+        counts.dropped_tokens = sum(times[at] * chosen[at] for at in shortened)
+    for piece in cut.pieces:
+        number, repeats = numbers[piece.document], times[piece.document]
+        tokens = piece.stop - piece.start
+        if not _count_targets(store, number, piece, settings):
+            counts.untrainable_pieces += repeats
+            counts.untrainable_tokens += repeats * tokens
+            part.num_untrainable += 1
+            if len(part.untrainable) < 100:
+                part.untrainable.append(_describe_untrainable(store, number, piece))
+            continue
+        counts.kept_pieces += repeats
+        counts.kept_tokens += repeats * tokens
+        part.pieces += [Piece(base + number, piece.start, piece.stop)] * repeats
+
+
+def _count_targets(store: TokenStore, document: int, piece: Piece, settings: RowSettings) -> int:
+    if settings.attend_across_documents and store.flags is None:
+        return piece.stop - piece.start
+    if settings.attend_across_documents:
+        _, flags = store.read(document, piece.start, piece.stop)
+        return int(np.count_nonzero(flags & TARGET)) if flags is not None else 0
+    return store.count_targets(document, piece.start, piece.stop)
+
+
+def _pack(pieces: list[Piece], settings: RowSettings) -> Rows:
+    if settings.packing == "documents":
+        return pack_documents(pieces, settings.max_length, WORK)
+    if settings.packing == "stream":
+        return pack_stream(pieces, settings.max_length, settings.seed)
+    return pack_alone(pieces, settings.max_length)
+
+
+def _count_row_targets(
+    rows: Rows, stores: Sequence[TokenStore], bases: NDArray[Any], settings: RowSettings
+) -> NDArray[np.int64]:
+    """Positions with a label, row by row."""
+    documents = np.asarray(rows.documents, np.int64)
+    starts, stops = np.asarray(rows.starts, np.int64), np.asarray(rows.stops, np.int64)
+    offsets = np.asarray(rows.offsets, np.int64)
+    sources = np.searchsorted(bases, documents, "right") - 1
+    counts = np.maximum(stops - starts - 1, 0)
+    is_follower = np.full(len(counts), settings.attend_across_documents)
+    is_follower[offsets[:-1]] = False  # nothing stands before a row's first token
+    counts += is_follower
+    for index, store in enumerate(stores):
+        if store.flags is None:
+            continue
+        for at in np.flatnonzero(sources == index).tolist():
+            number, start, stop = int(documents[at] - bases[index]), int(starts[at]), int(stops[at])
+            is_first_target = bool(store.flags[store.offsets[number] + start] & TARGET)
+            counts[at] = store.count_targets(number, start, stop) + (is_first_target and bool(is_follower[at]))
+    return np.add.reduceat(counts, offsets[:-1]) if len(counts) else np.empty(0, np.int64)
+
+
+def _leave_out(
+    rows: Rows, targets: NDArray[np.int64], settings: RowSettings, split: Split
+) -> tuple[Rows, NDArray[np.int64], tuple[int, int]]:
+    """Rows of a stream that hold no target: an error, or left out and counted."""
+    empty = np.flatnonzero(targets == 0).tolist()
+    if not empty:
+        return rows, targets, (0, 0)
+    if not settings.skip_untrainable:
+        message = f"{len(empty):,} of {len(rows):,} {split} rows hold no supervised token"
+        hint = "use a larger data.max_length, or data.skip_untrainable: true to leave them out and count them"
+        raise DataError([Problem("data.packing", message, hint)])
+    gone = set(empty)
+    kept = [index for index in range(len(rows)) if index not in gone]
+    tokens = sum(piece.stop - piece.start for index in empty for piece in rows.get_row(index))
+    left = Rows(rows.capacity, array("q"), array("q"), array("q"), array("q", [0]))
+    for index in kept:
+        for piece in rows.get_row(index):
+            left.documents.append(piece.document)
+            left.starts.append(piece.start)
+            left.stops.append(piece.stop)
+        left.offsets.append(len(left.documents))
+    return left, targets[kept], (len(empty), tokens)
+
+
+def _refuse_long(store: TokenStore, members: NDArray[Any], settings: RowSettings) -> None:
+    long = members[store.lengths[members] > settings.max_length]
+    if not len(long):
+        return
+    kind = "chat" if store.manifest.get("has_turns") else "document"
+    ways = "split (between turns where that is possible)" if kind == "chat" else "split"
+    hint = f"set data.excess_length_strategy: {ways}, truncate or drop; or a larger data.max_length"
+    found = [
+        Problem(
+            "",
+            f"a {kind} of {int(store.lengths[at]):,} tokens is longer than data.max_length {settings.max_length:,}",
+            hint if at == long[0] else "",
+            store.locate(int(at)),
+        )
+        for at in long[:20].tolist()
+    ]
+    raise DataError(shorten(found, len(long), ""))
+
+
+def _describe_untrainable(store: TokenStore, document: int, piece: Piece) -> Problem:
+    length = int(store.lengths[document])
+    part = f"tokens {piece.start:,} to {piece.stop:,} of {length:,} hold" if piece.stop - piece.start < length else ""
+    message = f"{part or f'{length:,} tokens, and they hold'} no supervised token"
+    return Problem("", message, "", store.locate(document))
+
+
+def _explain_untrainable(part: _Part) -> list[Problem]:
+    found = shorten(part.untrainable, part.num_untrainable, "")
+    hint = "mend the data or the loss mask, or set data.skip_untrainable: true to leave such rows out and count them"
+    return [*found[:-1], Problem(found[-1].key, found[-1].message, hint, found[-1].where)]
+
+
+def _count_leaked(stores: Sequence[TokenStore], num_train: int, copies: NDArray[np.int64]) -> int:
+    """Documents of evaluation sources that are trained on, word for word."""
+    trained = np.concatenate([np.empty(0, np.uint64), *(store.hashes for store in stores[:num_train])])[copies > 0]
+    return sum(int(np.isin(store.hashes, trained).sum()) for store in stores[num_train:])
+
+
+def merge_counts(sources: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """All sources together."""
+    return {name: sum(source[name] for source in sources) for name in vars(Counts())}

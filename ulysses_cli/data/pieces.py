@@ -1,0 +1,232 @@
+"""Where a long text may be cut so that the tokens of its pieces are those of the whole, by the tokenizer's own rules.
+
+A cut stands between a letter and white space. It is offered only when every stage of the tokenizer is known to keep
+the two apart; otherwise the reason is told and texts stay whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PIECE_CHARS = 1 << 18
+NEIGHBOURHOOD = 256  # characters on each side of a cut that are tokenized together and apart before it is trusted
+# Alternatives of pre-tokenizer patterns, each of which: matches no letter followed by white space; and matches the same
+# up to a letter whether white space or nothing follows.
+CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
+CASES = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+WORDS = {
+    r" ?\p{L}+",
+    r"[^\r\n\p{L}\p{N}]?\p{L}+",
+    r"[^\r\n\p{L}\p{N}]?+\p{L}+",
+    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{CASES[0]}]*[{CASES[1]}]+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{CASES[0]}]*[{CASES[1]}]+(?i:{CONTRACTIONS})?",
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{CASES[0]}]+[{CASES[1]}]*",
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{CASES[0]}]+[{CASES[1]}]*(?i:{CONTRACTIONS})?",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+",
+}
+SPACES = {r"\s+", r"\s"}
+KNOWN = {
+    *WORDS,
+    *SPACES,
+    *CONTRACTIONS.split("|"),
+    f"(?i:{CONTRACTIONS})",
+    r"'(?i:[sdmt]|ll|ve|re)",
+    *(r"\p{N}", r"\p{N}+", r" ?\p{N}+", r"\p{N}{1,3}", r"\p{N}{1,3}+", r"\d", r"[0-9]", r"\d{1,3}"),
+    r" ?[^\s\p{L}\p{N}]+",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r" ?[^\s\p{L}\p{N}]++[\r\n]*",
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n/]*",
+    r" ?[\p{P}\p{S}]+[\r\n]*",
+    *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"[一-龥぀-ゟ゠-ヿ]+"),
+}
+LOCAL_PRETOKENIZERS = {"Digits", "Punctuation", "UnicodeScripts"}  # by single characters, letters and spaces alike
+LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Precompiled", "Nmt"}
+CUT_BEFORE = {"any": " \n\t\r", "space": " "}
+
+
+@dataclass(frozen=True)
+class CutRule:
+    """Before which characters a cut may stand, or why there is none. `continuation`: the tokenizer, as JSON, for all
+    pieces but the first, where that is another one. It would also leave out what belongs behind an added token, so
+    texts that hold one of `added` stay whole then."""
+
+    before: str = ""
+    reason: str = ""
+    continuation: str = ""
+    barred: frozenset[str] = frozenset()
+    added: tuple[str, ...] = ()
+
+    def find_cuts(self, text: str, target: int = PIECE_CHARS) -> list[int]:
+        """Places about `target` characters apart."""
+        places: list[int] = []
+        if not self.before or len(text) <= 2 * target or any(token in text for token in self.added):
+            return places
+        pattern = re.compile(rf"(?<=[^\W\d_])(?=[{self.before}])")
+        at = target
+        while at < len(text) - target // 2:
+            found = next((match.start() for match in pattern.finditer(text, at) if self._is_safe(text, match)), None)
+            if found is None:
+                break
+            places.append(found)
+            at = found + target
+        return places
+
+    def _is_safe(self, text: str, match: re.Match[str]) -> bool:
+        letter = text[match.start() - 1]
+        return letter not in self.barred and (letter < "\u0250" or "\u0370" <= letter < "\u0530" or _is_cjk(letter))
+
+
+def _is_cjk(letter: str) -> bool:
+    return "\u3041" <= letter <= "\u30fa" or "\u4e00" <= letter <= "\u9fff" or "\uac00" <= letter <= "\ud7a3"
+
+
+class _NotProven(Exception):
+    pass
+
+
+def find_cut_rule(backend: str) -> CutRule:
+    """`backend`: tokenizer.json. What the proof rests on is read from it; nothing is assumed of a part not known."""
+    spec: dict[str, Any] = json.loads(backend)
+    try:
+        _check_added_tokens(spec.get("added_tokens") or [])
+        parts = _walk(spec.get("normalizer"), "normalizers")
+        spaces_are_bars = sum(_check_normalizer(part) for part in parts) > 0  # each of them is looked at
+        before, barred = _check_pretokenizer(spec.get("pre_tokenizer")), frozenset[str]()
+        if before is None:
+            before, barred = _check_vocabulary(spec["model"], spaces_are_bars)
+        if spaces_are_bars:
+            before = CUT_BEFORE["space"]
+    except _NotProven as reason:
+        return CutRule(reason=str(reason))
+    continuation = _make_continuation(spec)
+    if continuation is None:
+        return CutRule(before, barred=barred)
+    added = tuple(token["content"] for token in spec.get("added_tokens") or [])
+    return CutRule(before, "", json.dumps(continuation), barred, added)
+
+
+def _walk(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+    """A stage and, for a sequence, its parts in order."""
+    if part is None:
+        return []
+    if part.get("type") != "Sequence":
+        return [part]
+    inner = part.get(name) or []
+    return [found for one in inner for found in _walk(one, name)]
+
+
+def _check_added_tokens(tokens: list[Mapping[str, Any]]) -> None:
+    for token in tokens:
+        content = token.get("content", "")
+        if re.search(r"[^\W\d_]\s", content):
+            raise _NotProven(f"the added token {content!r} holds a letter and white space")
+        if token.get("rstrip") and content[-1:].isalpha():
+            raise _NotProven(f"the added token {content!r} takes the white space behind it")
+
+
+def _check_normalizer(part: Mapping[str, Any]) -> bool:
+    """True when it writes spaces as bars."""
+    kind = part.get("type")
+    if kind in LOCAL_NORMALIZERS or kind in ("Prepend", "Strip"):
+        return False
+    if kind == "Replace":
+        pattern, content = part.get("pattern", {}), part.get("content", "")
+        if pattern.get("String") == " " and content == "▁":
+            return True
+        if pattern.get("Regex") in (" {2,}", r"\s{2,}", " +") and content in (" ", "▁"):
+            return content == "▁"
+        if pattern.get("String") in ("``", "''", "\n", "\t"):
+            return False
+    raise _NotProven(f"its normalizer {kind} is not known to work place by place")
+
+
+def _check_pretokenizer(stage: Mapping[str, Any] | None) -> str | None:
+    """Before what it always cuts behind a letter; None when it never does."""
+    found = None
+    for part in _walk(stage, "pretokenizers"):
+        kind = part.get("type")
+        if kind == "ByteLevel":
+            prefixed = CUT_BEFORE["space" if part.get("add_prefix_space", True) else "any"]
+            cuts = prefixed if part.get("use_regex", True) else None
+        elif kind in ("Whitespace", "WhitespaceSplit", "BertPreTokenizer"):
+            cuts = CUT_BEFORE["any"]
+        elif kind == "Metaspace":
+            cuts = CUT_BEFORE["space"] if part.get("split", True) else None
+        elif kind == "Split":
+            cuts = _check_split(part)
+        elif kind in LOCAL_PRETOKENIZERS:
+            cuts = None
+        else:
+            raise _NotProven(f"its pre-tokenizer {kind} is not known to cut between a letter and white space")
+        found = min(filter(None, (found, cuts)), key=len, default=None)
+    return found
+
+
+def _check_split(part: Mapping[str, Any]) -> str | None:
+    pattern = part.get("pattern", {})
+    if pattern.get("String") == " " and part.get("behavior") in ("MergedWithNext", "Isolated", "Removed"):
+        return CUT_BEFORE["space"]
+    if pattern.get("String") == " " and part.get("behavior") == "MergedWithPrevious":
+        return None  # the cut is behind the space; where spaces are bars by now, there is none at all
+    alternatives = _split_alternatives(pattern.get("Regex", ""))
+    form = (part.get("behavior"), part.get("invert", False))
+    if form not in (("Isolated", False), ("Removed", True)) or not set(alternatives) <= KNOWN:
+        strange = next((one for one in alternatives if one not in KNOWN), part.get("behavior"))
+        raise _NotProven(f"its pre-tokenizer splits by a pattern that is not known: {strange}")
+    cuts = WORDS & set(alternatives) and SPACES & set(alternatives)
+    return CUT_BEFORE["any"] if cuts else None
+
+
+def _split_alternatives(pattern: str) -> list[str]:
+    """At the bars outside of brackets and groups."""
+    found, depth, in_class, at = [""], 0, False, 0
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\":
+            char = pattern[at : at + 2]
+        elif in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+        at += len(char)
+        if char == "|" and not depth and not in_class:
+            found.append("")
+        else:
+            found[-1] += char
+    return found
+
+
+def _check_vocabulary(model: Mapping[str, Any], spaces_are_bars: bool) -> tuple[str, frozenset[str]]:
+    """Without a pre-tokenizer: no token reaches over a cut, so no merge does. Letters that stand before a space inside
+    of a token are barred."""
+    if model.get("type") != "BPE" or model.get("dropout") or model.get("end_of_word_suffix"):
+        raise _NotProven(f"its {model.get('type')} model reads the text as one word")
+    if model.get("continuing_subword_prefix"):
+        raise _NotProven("its pieces inside of a word are marked")
+    space = "▁" if spaces_are_bars else " "
+    vocabulary = model.get("vocab", {})
+    if space not in vocabulary:
+        raise _NotProven("its vocabulary has no space, and no pre-tokenizer cuts at one")
+    barred = {found for token in vocabulary for found in re.findall(f"(.){space}", token)}
+    return CUT_BEFORE["space"], frozenset(barred)
+
+
+def _make_continuation(spec: dict[str, Any]) -> dict[str, Any] | None:
+    """The same tokenizer without what it puts in front of a text or strips there; None when there is no such thing. (A
+    Metaspace or ByteLevel that puts a space in front does so only where none stands: pieces begin with one.)"""
+    parts = _walk(spec.get("normalizer"), "normalizers")
+    left = [part for part in parts if part["type"] != "Prepend"]
+    left = [{**part, "strip_left": False} if part["type"] == "Strip" else part for part in left]
+    if left == parts:
+        return None
+    return {**spec, "normalizer": {"type": "Sequence", "normalizers": left} if left else None}

@@ -1,0 +1,236 @@
+"""A recipe -> its prepared data on disk: token stores by content, packed rows by content and row settings.
+
+What is there already is found by its name and not made again. Emits plain events; prints nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.data import facts
+from ulysses_cli.data.encoder import Encoder, EncoderSettings
+from ulysses_cli.data.fingerprint import FileHashes, hash_parts
+from ulysses_cli.data.packer import RowSettings, make_rows
+from ulysses_cli.data.problems import DataError, make_where, shorten
+from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.sources import Source, open_source
+from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore
+from ulysses_cli.data.tokenizer import load_tokenizer
+from ulysses_cli.data.transaction import find_damage, make_folder, read_manifest
+from ulysses_cli.data.workers import Task, encode_blocks
+from ulysses_cli.plan.problem import Problem, Where
+from ulysses_cli.plan.recipe import Recipe
+
+MAX_KEPT_BAD = 100
+Event = dict[str, Any]
+Emit = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """`path`: a folder for open_rows; its name is the hash of everything that decides the rows."""
+
+    path: Path
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Context:
+    recipe: Recipe
+    encoder: Encoder
+    tokenizer_hash: str
+    hashes: FileHashes
+    root: Path
+    emit: Emit
+
+
+def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit) -> Prepared:
+    """Raises RecipeError for a mistake in the recipe and DataError for one in the data."""
+    emit({"event": "stage", "stage": "tokenizer"})
+    tokenizer = load_tokenizer(recipe.model)
+    data = recipe.data
+    encoder = Encoder(tokenizer, EncoderSettings(data.assistant_only_loss, data.completion_only_loss))
+    root = Path(os.path.expanduser(data.store_dir))
+    context = _Context(recipe, encoder, _hash_tokenizer(tokenizer), FileHashes(root / "files.json"), root, emit)
+    wanted = [(f"data.datasets.{index}", dataset) for index, dataset in enumerate(data.datasets)]
+    wanted += [(f"data.eval_datasets.{index}", dataset) for index, dataset in enumerate(data.eval_datasets)]
+    stores: list[TokenStore] = []
+    described: list[Event] = []
+    for key, dataset in wanted:
+        emit({"event": "stage", "stage": "source", "source": key})
+        source = open_source(dataset, key, recipe.run.seed, context.hashes)
+        store = _make_store(source, context)
+        stores.append(store)
+        described.append(_describe_source(source, store, dataset.weight))
+        _check_bad_rows(store, data.on_bad_row)
+    context.hashes.save()
+    path = _make_rows(stores, context)
+    manifest = read_manifest(path)
+    report = {
+        "path": str(path),
+        "sources": described,
+        **{name: manifest[name] for name in ("max_length", "packing", "attend_across_documents", "splits", "facts")},
+        "leaked_documents": manifest["leaked_documents"],
+        "layout": facts.compute_layout_facts(open_rows(path, "train"), recipe, pad_to_multiple_of),
+        "sample": facts.find_sample(open_rows(path, "train"), tokenizer),
+    }
+    report["notes"] = facts.list_notes(report, recipe)
+    return Prepared(path, report)
+
+
+def _hash_tokenizer(tokenizer: Any) -> str:
+    """Everything about it that decides tokens: vocabulary, rules, special tokens, chat template."""
+    backend = ""
+    if getattr(tokenizer, "is_fast", False):
+        spec = json.loads(tokenizer.backend_tokenizer.to_str())
+        backend = json.dumps({**spec, "truncation": None, "padding": None}, sort_keys=True)
+    else:
+        backend = json.dumps([type(tokenizer).__name__, tokenizer.get_vocab()], sort_keys=True)
+    return hash_parts(backend, tokenizer.chat_template, tokenizer.special_tokens_map, len(tokenizer))
+
+
+def _make_store(source: Source, context: _Context) -> TokenStore:
+    kind = source.find_kind()
+    settings = context.encoder.settings
+    deciding = {
+        "chat": [settings.assistant_only_loss],
+        "conversations": [settings.assistant_only_loss],
+        "completion": [settings.completion_only_loss, settings.assistant_only_loss],
+        "instruction": [settings.completion_only_loss],
+    }.get(kind, [])
+    name = hash_parts(FORMAT, source.fingerprint, kind, deciding, context.tokenizer_hash)[:32]
+    folder = context.root / "tokens" / name
+    make_folder(
+        folder,
+        lambda partial: _tokenize(partial, source, kind, context),
+        lambda: context.emit({"event": "wait", "what": str(folder)}),
+        is_whole=find_damage(folder) is None,
+    )
+    return TokenStore(folder)
+
+
+def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Mapping[str, Any]:
+    recipe, encoder, emit = context.recipe, context.encoder, context.emit
+    workers = recipe.data.num_workers
+    num_workers = len(os.sched_getaffinity(0)) if workers == "auto" else workers
+    writer = StoreWriter(partial, len(encoder.tokenizer))
+    totals = dict.fromkeys(("num_bytes", "num_bad", "num_blank", "num_in_pieces", "num_whole"), 0)
+    bad: list[tuple[str, int, str]] = []
+    task = Task(recipe.model, kind, encoder.settings)
+    progress = {"event": "progress", "source": source.key, "name": source.name, "total_bytes": source.num_bytes}
+    for done in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, num_workers):
+        writer.append(done.batch)
+        bad += done.bad[: MAX_KEPT_BAD - len(bad)]
+        totals["num_bad"] += len(done.bad)
+        for name in ("num_bytes", "num_blank", "num_in_pieces", "num_whole"):
+            totals[name] += getattr(done, name)
+        if done.bad and recipe.data.on_bad_row == "raise":
+            raise DataError(_explain_bad(bad, totals["num_bad"], has_lines=source.has_lines))
+        emit({**progress, "bytes": totals["num_bytes"], "tokens": writer.num_tokens})
+    changed = context.hashes.find_changed()
+    if changed is not None:
+        raise DataError([Problem("", "changed while it was read", "run again", Where(changed))])
+    found = writer.finish()
+    if not found["num_documents"]:
+        raise DataError([_explain_empty(source, totals)])
+    emit({**progress, "bytes": source.num_bytes or totals["num_bytes"], "tokens": writer.num_tokens, "is_done": True})
+    return {
+        **found,
+        **totals,
+        "bad": bad,
+        "kind": kind,
+        "has_lines": source.has_lines,
+        "has_turns": kind not in ("text", "tokens"),
+        "is_joined": source.is_joined,
+        "whole_because": encoder.rule.reason,
+        "name": source.name,
+        "versions": _list_versions(),
+    }
+
+
+def _explain_empty(source: Source, totals: Mapping[str, int]) -> Problem:
+    bad = f": all of its {totals['num_bad']:,} rows are bad" if totals["num_bad"] else ""
+    hint = "set data.on_bad_row: raise to see what is wrong with them" if bad else f"see {source.key}"
+    return Problem("", f"holds no document{bad}", hint, Where(source.name))
+
+
+def _explain_bad(bad: list[tuple[str, int, str]], total: int, *, has_lines: bool) -> list[Problem]:
+    hint = "mend the rows, or set data.on_bad_row: skip to leave them out and count them"
+    found = [Problem("", message, "", make_where(file, line, has_lines=has_lines)) for file, line, message in bad]
+    shown = shorten(found, total, "")
+    return [*shown[:-1], Problem("", shown[-1].message, hint, shown[-1].where)]
+
+
+def _check_bad_rows(store: TokenStore, on_bad_row: str) -> None:
+    """A store that was made while bad rows were skipped does not hide them from who wants to hear of them."""
+    manifest = store.manifest
+    if manifest["num_bad"] and on_bad_row == "raise":
+        bad = [(str(file), int(line), str(message)) for file, line, message in manifest["bad"]]
+        raise DataError(_explain_bad(bad, manifest["num_bad"], has_lines=manifest["has_lines"]))
+
+
+def _make_rows(stores: list[TokenStore], context: _Context) -> Path:
+    recipe = context.recipe
+    data, tokenizer = recipe.data, context.encoder.tokenizer
+    pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    settings = RowSettings(
+        max_length=data.max_length,
+        packing=data.packing,
+        strategy=data.excess_length_strategy,
+        attend_across_documents=data.attend_across_documents,
+        eval_share=data.eval_split,
+        seed=recipe.run.seed if _needs_seed(recipe) else 0,
+        skip_untrainable=data.skip_untrainable,
+        pad_id=pad_id,
+    )
+    weights = [dataset.weight for dataset in data.datasets]
+    names = [store.folder.name for store in stores]
+    folder = context.root / "rows" / hash_parts(FORMAT, names, weights, asdict(settings))[:32]
+
+    def build(partial: Path) -> Mapping[str, Any]:
+        context.emit({"event": "stage", "stage": "rows"})
+        made = make_rows(partial, stores, weights, settings)
+        return {
+            **made,
+            **asdict(settings),
+            "weights": weights,
+            "stores": names,
+            "facts": facts.compute_length_facts(stores, len(weights), settings.max_length),
+        }
+
+    make_folder(
+        folder,
+        build,
+        lambda: context.emit({"event": "wait", "what": str(folder)}),
+        is_whole=find_damage(folder) is None,
+    )
+    return folder
+
+
+def _needs_seed(recipe: Recipe) -> bool:
+    data = recipe.data
+    return bool(data.packing == "stream" or data.eval_split or any(d.weight % 1 for d in data.datasets))
+
+
+def _describe_source(source: Source, store: TokenStore, weight: float) -> dict[str, Any]:
+    manifest = store.manifest
+    names = ("kind", "num_documents", "num_tokens", "num_targets", "max_id", "num_bytes", "num_bad", "bad", "num_blank")
+    more = ("num_in_pieces", "num_whole", "whole_because")
+    return {
+        "key": source.key,
+        "name": source.name,
+        "weight": weight,
+        **{name: manifest[name] for name in (*names, *more)},
+        **source.facts,
+    }
+
+
+def _list_versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("transformers", "tokenizers", "datasets")}

@@ -1,0 +1,136 @@
+"""Rows of a prepared recipe, read from disk slice by slice: tokens, shifted labels, positions, document boundaries.
+
+Knows no rank and no step: any process may read any part of any row, and reads no more than that part.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ulysses_cli.data.store import TARGET, TokenStore
+from ulysses_cli.data.transaction import find_damage, read_manifest
+from ulysses_cli.plan.packing import Piece, Rows
+
+Split = Literal["train", "eval"]
+IGNORED = -100
+PARTS = ("documents", "starts", "stops", "offsets", "targets")
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """Tokens [start, stop) of a row, int64 each. labels[i] is what position i is to predict; -100 = nothing."""
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+class PackedRows:
+    """The rows of one split. A document's number counts over all sources, in the recipe's order."""
+
+    def __init__(self, folder: Path, split: Split) -> None:
+        damage = find_damage(folder)
+        if damage:
+            raise ValueError(f"{damage}; run `ulysses prepare` again")
+        manifest = read_manifest(folder)
+        self.capacity: int = manifest["max_length"]
+        self.pad_id: int = manifest["pad_id"]
+        self.is_joined: bool = manifest["attend_across_documents"]
+        self.stores = [TokenStore(folder.parents[1] / "tokens" / name) for name in manifest["stores"]]
+        self._bases = [0]
+        for store in self.stores:
+            self._bases.append(self._bases[-1] + len(store))
+        parts = (np.load(folder / f"{split}-{part}.npy", mmap_mode="r") for part in PARTS)
+        self._documents, self._starts, self._stops, self._offsets, self._targets = parts
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def get_lengths(self, row: int) -> tuple[int, ...]:
+        """Tokens of each document that attention keeps apart, in order, without padding."""
+        lengths = self._measure(row)
+        return (int(lengths.sum()),) if self.is_joined else tuple(lengths.tolist())
+
+    def count_tokens(self, row: int) -> int:
+        return int(self._measure(row).sum())
+
+    def count_targets(self, row: int) -> int:
+        """Positions with a label."""
+        return int(self._targets[row])
+
+    def pieces(self, row: int) -> list[Piece]:
+        """Which parts of which documents stand in the row, in order."""
+        at = slice(*self._bounds(row))
+        return [
+            Piece(*map(int, piece))
+            for piece in zip(self._documents[at], self._starts[at], self._stops[at], strict=True)
+        ]
+
+    def find_document(self, document: int) -> tuple[TokenStore, int]:
+        """A document's store and its number in it."""
+        index = bisect_right(self._bases, document) - 1
+        return self.stores[index], document - self._bases[index]
+
+    def read(self, row: int, start: int, stop: int) -> RowSlice:
+        """Tokens [start, stop) of the row. Behind the row's own tokens stands padding, a document of its own."""
+        size = stop - start
+        first_piece, end_piece = self._bounds(row)
+        ends = np.cumsum(self._measure(row))
+        num_tokens = int(ends[-1])
+        ids = np.full(size, self.pad_id, np.int64)
+        labels = np.full(size, IGNORED, np.int64)
+        positions = np.arange(start, stop, dtype=np.int64)
+        positions[max(0, num_tokens - start) :] -= num_tokens
+        for at in range(int(np.searchsorted(ends, start, "right")), end_piece - first_piece):
+            end = int(ends[at])
+            begin = end - int(self._stops[first_piece + at] - self._starts[first_piece + at])
+            if begin >= stop:
+                break
+            first, last = max(start, begin), min(stop, end)
+            here = slice(first - start, last - start)
+            found = self._read_piece(first_piece + at, first - begin, last + 1 - begin)
+            ids[here] = found[0, : last - first]
+            labels[first - start : first - start + found.shape[1] - 1] = found[1, 1:]
+            if self.is_joined and last == end < num_tokens:
+                labels[here.stop - 1] = self._read_piece(first_piece + at + 1, 0, 1)[1, 0]
+            if not self.is_joined:
+                positions[here] -= begin
+        return RowSlice(ids, labels, positions)
+
+    def _read_piece(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens of a piece, and above each what one before it is to predict: [2, at most stop - start]."""
+        store, document = self.find_document(int(self._documents[index]))
+        begin, end = int(self._starts[index]), int(self._stops[index])
+        ids, flags = store.read(document, begin + start, min(begin + stop, end))
+        found = np.empty((2, len(ids)), np.int64)
+        found[:] = ids
+        if flags is not None:
+            found[1][flags & TARGET == 0] = IGNORED
+        return found
+
+    def _bounds(self, row: int) -> tuple[int, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        return int(self._offsets[row]), int(self._offsets[row + 1])
+
+    def _measure(self, row: int) -> NDArray[np.int64]:
+        at = slice(*self._bounds(row))
+        return np.asarray(self._stops[at] - self._starts[at])
+
+
+def open_rows(prepared: Path, split: Split) -> PackedRows:
+    """One split of what prepare_data made."""
+    return PackedRows(Path(prepared), split)
+
+
+def save_rows(folder: Path, split: Split, rows: Rows, targets: Any) -> None:
+    """The files that PackedRows maps. `targets`: positions with a label, row by row."""
+    arrays = (rows.documents, rows.starts, rows.stops, rows.offsets, targets)
+    for part, values in zip(PARTS, arrays, strict=True):
+        np.save(folder / f"{split}-{part}.npy", np.asarray(values, np.int64))

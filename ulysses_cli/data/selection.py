@@ -1,0 +1,85 @@
+"""Which documents train, which evaluate, and how often each stands in an epoch. Computed from content and seed.
+
+Equal documents share a side: no copy of an evaluation document is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+Keys = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Copies of every document in an epoch of training, and which are held out. Both over all training sources."""
+
+    copies: NDArray[np.int64]
+    is_eval: NDArray[np.bool_]
+
+
+def select_documents(
+    hashes: Sequence[Keys], weights: Sequence[float], eval_share: float, seed: int, *, has_joined: bool = False
+) -> Selection:
+    """`hashes`: the documents' contents, source by source."""
+    together = np.concatenate([*hashes, np.empty(0, np.uint64)])
+    is_eval = _hold_out(together, eval_share, seed, has_joined=has_joined)
+    copies = np.zeros(len(together), np.int64)
+    first = 0
+    for index, (source, weight) in enumerate(zip(hashes, weights, strict=True)):
+        at = slice(first, first + len(source))
+        copies[at] = _count_copies(source, ~is_eval[at], weight, seed)
+        first += len(source)
+        if len(source) and not copies[at].any() and not is_eval[at].all():
+            raise RecipeError(
+                [
+                    Problem(
+                        f"data.datasets.{index}.weight",
+                        f"{weight:g} of {int((~is_eval[at]).sum()):,} documents is not one document",
+                        "use a larger weight, or leave the source out",
+                    )
+                ]
+            )
+    return Selection(copies, is_eval)
+
+
+def _hold_out(hashes: Keys, share: float, seed: int, *, has_joined: bool) -> NDArray[np.bool_]:
+    """At least one document when a share is wanted, and exactly as many as it says but for copies of the last one."""
+    if not share or not len(hashes):
+        return np.zeros(len(hashes), bool)
+    keys = mix(hashes, seed, salt=1)
+    wanted = max(1, round(share * len(hashes)))
+    chosen = keys <= np.partition(keys, wanted - 1)[wanted - 1]
+    if chosen.all():
+        count = "1 document" if len(hashes) == 1 else f"{len(hashes):,} documents of equal content"
+        hint = "set data.eval_split: 0 and name data.eval_datasets"
+        hint += ", or join_files: false to make each file of a folder a document" if has_joined else ""
+        raise RecipeError([Problem("data.eval_split", f"nothing is left to train on: there is {count}", hint)])
+    return chosen
+
+
+def _count_copies(hashes: Keys, is_left: NDArray[np.bool_], weight: float, seed: int) -> NDArray[np.int64]:
+    """The weight's whole part for every document, one more for a share of them that is its fraction."""
+    copies = is_left * int(weight)
+    wanted = round((weight - int(weight)) * int(is_left.sum()))
+    if wanted:
+        keys = mix(hashes ^ mix(np.arange(len(hashes), dtype=np.uint64), seed, salt=2), seed, salt=3)
+        left = np.flatnonzero(is_left)
+        copies[left[np.argsort(keys[left], kind="stable")[:wanted]]] += 1
+    return copies
+
+
+def mix(keys: Keys, seed: int, salt: int) -> Keys:
+    """A number that looks random for each key (splitmix64's finalizer)."""
+    start = (seed * 4 + salt + 1) * 0x9E3779B97F4A7C15 % 2**64
+    mixed: Any = keys + np.uint64(start)  # wraps around, as it should
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return np.asarray(mixed ^ (mixed >> np.uint64(31)), np.uint64)

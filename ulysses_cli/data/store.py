@@ -1,0 +1,158 @@
+"""The token store of one source on disk: tokens, what is a target, where documents begin and where they came from.
+
+Memory-mapped for reading, appended to for writing. Knows no tokenizer and no row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ulysses_cli.data.transaction import read_manifest
+from ulysses_cli.plan.problem import Where
+
+FORMAT = 1
+TARGET, TURN = 1, 2  # flags of a token: the model learns to say it; a document may be cut before it
+Ids = NDArray[Any]
+Flags = NDArray[np.uint8]
+
+
+def choose_dtype(vocabulary: int) -> np.dtype[Any]:
+    """The smallest unsigned integer that holds every id."""
+    return next(np.dtype(t) for t in (np.uint8, np.uint16, np.uint32) if vocabulary - 1 <= np.iinfo(t).max)
+
+
+def hash_document(ids: Ids, flags: Flags | None) -> int:
+    """64 bits of a document's content: equal documents are found by it, and never part company in a split."""
+    digest = hashlib.blake2b(ids.tobytes(), digest_size=8)
+    if flags is not None:
+        digest.update((flags & TARGET).tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+@dataclass
+class Batch:
+    """Documents on their way into a store. `flags` is None when every token is a target."""
+
+    ids: Ids
+    lengths: Sequence[int]
+    hashes: Sequence[int]
+    files: Sequence[str]
+    lines: Sequence[int]
+    flags: Flags | None = None
+
+
+class StoreWriter:
+    """Appends documents to the files of a store."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        self.folder = folder
+        self.dtype = choose_dtype(vocabulary)
+        self.num_tokens = self.num_targets = self.max_id = 0
+        self._lengths, self._lines = array("q"), array("q")
+        self._hashes, self._files = array("Q"), array("L")
+        self._names: dict[str, int] = {}
+        self._tokens = open(folder / "tokens.bin", "wb")  # noqa: SIM115 - closed by finish
+        self._flags: Any = None
+
+    def append(self, batch: Batch) -> None:
+        if batch.flags is not None and self._flags is None:
+            self._flags = open(self.folder / "flags.bin", "wb")  # noqa: SIM115 - closed by finish
+            for at in range(0, self.num_tokens, 1 << 24):
+                self._flags.write(bytes([TARGET]) * min(1 << 24, self.num_tokens - at))
+        self._tokens.write(batch.ids.astype(self.dtype, copy=False).tobytes())
+        if self._flags is not None:
+            plain = np.full(len(batch.ids), TARGET, np.uint8)
+            self._flags.write((plain if batch.flags is None else batch.flags).tobytes())
+        targets = len(batch.ids) if batch.flags is None else int(np.count_nonzero(batch.flags & TARGET))
+        self.num_targets += targets
+        self.max_id = max(self.max_id, int(batch.ids.max(initial=0)))
+        self.num_tokens += len(batch.ids)
+        self._lengths.extend(batch.lengths)
+        self._hashes.extend(batch.hashes)
+        self._lines.extend(batch.lines)
+        self._files.extend(self._names.setdefault(name, len(self._names)) for name in batch.files)
+
+    def finish(self) -> dict[str, Any]:
+        """Close the files -> the facts that a manifest needs."""
+        self._tokens.close()
+        if self._flags is not None:
+            self._flags.close()
+        offsets = np.zeros(len(self._lengths) + 1, np.int64)
+        np.cumsum(np.asarray(self._lengths, np.int64), out=offsets[1:])
+        np.save(self.folder / "offsets.npy", offsets)
+        np.save(self.folder / "hashes.npy", np.asarray(self._hashes, np.uint64))
+        np.save(self.folder / "files.npy", np.asarray(self._files, np.uint32))
+        np.save(self.folder / "lines.npy", np.asarray(self._lines, np.int64))
+        return {
+            "format": FORMAT,
+            "dtype": self.dtype.name,
+            "num_documents": len(self._lengths),
+            "num_tokens": self.num_tokens,
+            "num_targets": self.num_targets,
+            "max_id": self.max_id,
+            "files": list(self._names),
+        }
+
+
+class TokenStore:
+    """One source's documents, memory-mapped. Cheap to open on every rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self.num_tokens: int = self.manifest["num_tokens"]
+        self.offsets: NDArray[np.int64] = np.load(folder / "offsets.npy", mmap_mode="r")
+        dtype = np.dtype(self.manifest["dtype"])
+        empty = self.num_tokens == 0
+        self.tokens: Ids = np.empty(0, dtype) if empty else np.memmap(folder / "tokens.bin", dtype, "r")
+        has_flags = not empty and (folder / "flags.bin").exists()
+        self.flags: Flags | None = np.memmap(folder / "flags.bin", np.uint8, "r") if has_flags else None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+    @cached_property
+    def hashes(self) -> NDArray[np.uint64]:
+        found: NDArray[np.uint64] = np.load(self.folder / "hashes.npy")
+        return found
+
+    def read(self, document: int, start: int, stop: int) -> tuple[Ids, Flags | None]:
+        """Tokens [start, stop) of a document and their flags; None: every one is a target. Views of the file."""
+        first = int(self.offsets[document])
+        at = slice(first + start, first + stop)
+        return self.tokens[at], None if self.flags is None else self.flags[at]
+
+    def count_targets(self, document: int, start: int, stop: int) -> int:
+        """Tokens of [start, stop) that are predicted from one before them in it."""
+        if self.flags is None or stop - start < 2:
+            return max(0, stop - start - 1)
+        first = int(self.offsets[document])
+        return int(np.count_nonzero(self.flags[first + start + 1 : first + stop] & TARGET))
+
+    def find_turns(self, document: int) -> list[int]:
+        """Tokens before which a document may be cut without tearing a turn."""
+        if self.flags is None:
+            return []
+        part = self.flags[int(self.offsets[document]) : int(self.offsets[document + 1])]
+        return [int(at) for at in np.flatnonzero(part & TURN)]
+
+    def locate(self, document: int) -> Where:
+        """Where a document came from."""
+        name = self.manifest["files"][int(np.load(self.folder / "files.npy", mmap_mode="r")[document])]
+        line = int(np.load(self.folder / "lines.npy", mmap_mode="r")[document])
+        if not line:
+            return Where(name)
+        return Where(name, line, 1) if self.manifest.get("has_lines", True) else Where(f"{name}, row {line}")

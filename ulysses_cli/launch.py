@@ -1,0 +1,247 @@
+"""Layout -> the launcher's command line and environment, on one machine or many; starts it and reads what became of it.
+
+Imports nothing heavy: the launcher and the ranks are child processes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+DEFAULT_PORT = 29400
+INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+BUILD_LOCK_SECONDS = 600  # no operator of DeepSpeed's takes this long to build
+PEER_SHUTDOWN_SECONDS = "10"  # after one rank has failed, the others wait in a collective that never ends
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run, and which of them this is."""
+
+    count: int = 1
+    rank: int = 0
+    master_addr: str | None = None
+    master_port: int = DEFAULT_PORT
+    processes_here: int = 1
+
+
+def find_nodes(
+    world_size: int,
+    environ: Mapping[str, str],
+    *,
+    nnodes: int | None = None,
+    node_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+) -> Nodes:
+    """Options win over NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and NPROC_PER_NODE, which win over SLURM's."""
+    in_srun = "SLURM_STEP_NODELIST" in environ and "SLURM_NODEID" in environ
+    slurm = environ if in_srun else {}
+    count = nnodes or _read_count(environ, "NNODES") or _read_count(slurm, "SLURM_STEP_NUM_NODES") or 1
+    rank = node_rank if node_rank is not None else _read_rank(environ, "NODE_RANK")
+    rank = rank if rank is not None else _read_rank(slurm, "SLURM_NODEID")
+    address = master_addr or environ.get("MASTER_ADDR") or _first_host(slurm.get("SLURM_STEP_NODELIST", ""))
+    if count == 1:
+        here = _read_count(environ, "NPROC_PER_NODE") or world_size
+        if here != world_size:
+            raise _refuse(
+                f"NPROC_PER_NODE is {here}, but the recipe has {world_size} processes", "change one of the two"
+            )
+        return Nodes(processes_here=world_size)
+    if rank is None or not address:
+        missing = "--node-rank" if rank is None else "--master-addr"
+        raise _refuse(f"{count} machines need {missing}", "give it here or in NODE_RANK and MASTER_ADDR")
+    if not 0 <= rank < count:
+        raise _refuse(f"node rank {rank} is outside {count} machines", f"use 0 to {count - 1}")
+    here = _read_count(environ, "NPROC_PER_NODE") or world_size // count
+    if here * count != world_size:
+        raise _refuse(
+            f"{count} machines with {here} processes each are {here * count}, but the recipe has {world_size}",
+            "machines are alike: the number of processes is a multiple of theirs",
+        )
+    port = master_port or _read_count(environ, "MASTER_PORT") or DEFAULT_PORT
+    return Nodes(count, rank, address, port, here)
+
+
+def _refuse(message: str, hint: str) -> RecipeError:
+    return RecipeError([Problem("", message, hint)])
+
+
+def _read_rank(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    if text and not text.isdecimal():
+        raise _refuse(f"{name} is {text}", "it is a whole number")
+    return int(text) if text else None
+
+
+def _read_count(environ: Mapping[str, str], name: str) -> int | None:
+    return _read_rank(environ, name) or None
+
+
+def _first_host(nodes: str) -> str:
+    """The first name of SLURM's compressed list: gpu[07-09,12],login1 -> gpu07."""
+    found = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
+    return (found[1] + (found[2] or "")) if found else ""
+
+
+def make_launcher_args(nodes: Nodes, max_restarts: int, extra: Sequence[str] = ()) -> list[str]:
+    """For torch's elastic launcher. Any node may start first: they meet at the master's address."""
+    args = [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.processes_here}", f"--max-restarts={max_restarts}"]
+    if nodes.count == 1:
+        args += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_find_free_port()}", "--rdzv-id=ulysses"]
+        args += ["--local-addr=localhost"]
+    else:
+        is_host = "true" if nodes.rank == 0 else "false"
+        args += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.master_addr}:{nodes.master_port}"]
+        args += ["--rdzv-id=ulysses", f"--rdzv-conf=is_host={is_host}", f"--node-rank={nodes.rank}"]
+    return [*args, *extra]
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def count_places(device: str) -> int:
+    """Ranks that this machine can really run: one per GPU, or per core."""
+    if device == "cpu":
+        return max(4, len(os.sched_getaffinity(0)))
+    return sum(file.name.removeprefix("nvidia").isdecimal() for file in Path("/dev").glob("nvidia*"))
+
+
+def make_environment(environ: Mapping[str, str], device: str, processes_here: int) -> dict[str, str]:
+    """What ranks must find before torch is imported. What the user has set stays."""
+    ours = {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": PEER_SHUTDOWN_SECONDS,
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes_here)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    if device == "cpu":
+        ours["DS_ACCELERATOR"] = "cpu"
+    else:
+        ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return {**ours, **environ}
+
+
+def lock_run(run_dir: Path, node_rank: int) -> int:
+    """A lock that lives as long as any process of the run -> its file, to be handed to the launcher."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    handle = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        message = f"{run_dir} belongs to a run that goes on right now"
+        raise RecipeError(
+            [Problem("run.output_dir", message, "wait for it, or choose another run.output_dir")]
+        ) from None
+    return handle
+
+
+def clear_run(run_dir: Path, *, overwrite: bool) -> None:
+    """A run that starts anew finds no older one's results in its folder."""
+    old = sorted((run_dir / "checkpoints").glob("step-*"))
+    if old and not overwrite:
+        raise RecipeError(
+            [
+                Problem(
+                    "run.output_dir",
+                    f"{run_dir} holds {len(old)} checkpoint{'s' if len(old) > 1 else ''} of an earlier run",
+                    "go on with --resume auto, choose another run.output_dir, or delete them with --overwrite",
+                )
+            ]
+        )
+    for name in ("checkpoints", "model", "rehearsal"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+
+
+def clear_build_locks(environ: Mapping[str, str]) -> None:
+    """A process that was killed while it built one of DeepSpeed's operators leaves a lock that all others wait for."""
+    folder = environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
+    for lock in Path(folder).rglob("lock"):
+        if time.time() - lock.stat().st_mtime > BUILD_LOCK_SECONDS:
+            lock.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `failure`: what the first failing rank said, or {}."""
+
+    exit_code: int
+    failure: dict[str, Any]
+
+
+def launch(
+    launcher_args: Sequence[str], rank_args: Sequence[str], environ: Mapping[str, str], logs: Path, lock: int
+) -> Outcome:
+    """Start the launcher and wait. Ranks write the display to this process's stderr and everything else to logs."""
+    logs.mkdir(parents=True, exist_ok=True)
+    clear_build_locks(environ)
+    failure_file = logs / "failure.json"
+    for stale in [failure_file, *logs.glob("rank-*.error.json")]:
+        stale.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "ulysses_cli.train.agent", *launcher_args, "-m", "ulysses_cli.train", *rank_args]
+    started = time.time()
+    with open(logs / "launcher.log", "ab") as log:
+        agent = subprocess.Popen(
+            command,
+            stdout=sys.stderr.fileno(),
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env={**environ, "ULYSSES_FAILURE_FILE": str(failure_file)},
+            pass_fds=(lock,),
+            start_new_session=True,  # a Ctrl-C in the terminal reaches this process alone, which hands it on once
+        )
+        heard: list[int] = []
+        kept = {number: signal.getsignal(number) for number in INTERRUPTED}
+
+        def hand_on(number: int, frame: Any) -> None:
+            heard.append(number)
+            agent.send_signal(signal.SIGINT if len(heard) > 1 else signal.SIGTERM)
+
+        try:
+            for number in INTERRUPTED:
+                signal.signal(number, hand_on)
+            code = agent.wait()
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+    if code == 0:
+        return Outcome(0, {})
+    failure = find_first_failure(logs, started)
+    if heard and not failure.get("message"):
+        return Outcome(INTERRUPTED[signal.Signals(heard[0])], failure)
+    return Outcome(int(failure.get("exit_code_wanted", 1)), failure)
+
+
+def find_first_failure(logs: Path, started: float) -> dict[str, Any]:
+    """What the first failing rank wrote; or, when it was killed and wrote nothing, what the launcher saw of it."""
+    told = [found for file in logs.glob("rank-*.error.json") if (found := _read_json(file))]
+    told = [found for found in told if found["time"] >= started]
+    if told:
+        return dict(min(told, key=lambda found: found["time"]))
+    seen = _read_json(logs / "failure.json") or [{}]
+    return dict(min(seen, key=lambda found: found.get("time", 0)))
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,40 @@
+"""The model's own work: what a step must compute, whatever is recomputed on the way. The numerator of MFU.
+
+A multiplication and an addition are two operations; backward is twice the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ulysses_cli.plan.model_shape import Layer, ModelShape
+
+
+def compute_model_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Forward and backward of documents of these lengths."""
+    tokens = sum(lengths)
+    total = float(tokens * 2 * shape.hidden_size * shape.vocab_size)
+    for layer in shape.layers:
+        pairs = sum(count_pairs(length, layer.window_tokens) for length in lengths)
+        total += 2 * tokens * count_layer_weights(shape, layer) + 4 * shape.num_heads * shape.head_dim * pairs
+    return 3 * total
+
+
+def compute_pair_flops(shape: ModelShape) -> float:
+    """Forward and backward of one (query, key) pair in all layers that look back to the document's start."""
+    return 12.0 * shape.num_heads * shape.head_dim * sum(layer.window_tokens is None for layer in shape.layers)
+
+
+def count_pairs(length: int, window_tokens: int | None) -> int:
+    """(query, key) pairs of one causal document."""
+    window = min(window_tokens or length, length)
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def count_layer_weights(shape: ModelShape, layer: Layer) -> int:
+    """Weights that one token is multiplied with in a layer: projections, and the experts it is sent to."""
+    attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
+    if not layer.num_experts:
+        return attention + 3 * shape.hidden_size * shape.intermediate_size
+    experts = 3 * shape.hidden_size * shape.moe_intermediate_size * shape.num_experts_per_token
+    return attention + experts + shape.hidden_size * layer.num_experts

@@ -1,0 +1,192 @@
+"""The report of prepared data, as text: every token that came in, and what became of it. data_page.py draws it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ulysses_cli.report.printing import format_count, format_table
+
+BAR_CELLS = 40
+LINE_CHARS = 100
+SHOWN_BAD = 20
+Report = Mapping[str, Any]
+
+
+def format_report(report: Report) -> str:
+    """Paragraphs for a terminal."""
+    parts = [
+        _format_head(report),
+        _format_sources(report),
+        *(_format_split(report, split) for split in ("train", "eval") if report["splits"][split]["num_rows"]),
+        _format_histogram(report),
+        _format_lengths(report),
+        format_sample(report["sample"]),
+        format_bad(report["sources"]),
+        _format_notes(report["notes"]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _format_head(report: Report) -> str:
+    layout, train = report["layout"], report["splits"]["train"]
+    across = "attention looks across them" if report["attend_across_documents"] else "kept apart by attention"
+    padding = f"{format_share(layout['padding_share'])} of the tokens is padding"
+    steps = f"{format_count(layout['steps_per_epoch'], 'step')} of {format_count(layout['rows_per_step'], 'row')}"
+    supervised = format_share(train["num_targets"] / train["num_tokens"])
+    lines = [
+        ("prepared", report["path"]),
+        ("rows", f"of {report['max_length']:,} tokens, packing {report['packing']}, documents {across}"),
+        ("", f"{format_share(train['efficiency'])} full; {padding} to a multiple of {layout['pad_to_multiple_of']:,}"),
+        ("epoch", f"{format_count(train['num_rows'], 'row')} in {steps}, {train['num_tokens']:,} tokens"),
+        ("targets", f"{format_count(train['num_targets'], 'token')}, {supervised}"),
+        ("balance", format_balance(layout)),
+    ]
+    return "\n".join(f"{name:<9} {value}" for name, value in lines)
+
+
+def format_balance(layout: Mapping[str, Any]) -> str:
+    """How even the work of groups is predicted to be, in words."""
+    if layout["num_groups"] == 1:
+        return "one group works on every row"
+    if layout["work_above_mean"] is None:
+        return f"not one full step for {layout['num_groups']:,} groups"
+    above, waiting = format_share(layout["work_above_mean"]), format_share(layout["waiting_share"])
+    steps = format_count(layout["sampled_steps"], "step")
+    busiest = f"the busiest of {layout['num_groups']:,} groups {above} above the mean"
+    return f"predicted over {steps}: {busiest}, {waiting} of the time spent waiting"
+
+
+def tabulate_sources(report: Report) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+    """Header and rows."""
+    rows: list[tuple[str, ...]] = [
+        (
+            source["key"].removeprefix("data."),
+            source["name"],
+            source["kind"],
+            f"{source['num_documents']:,}",
+            f"{source['num_tokens']:,}",
+            format_share(source["num_targets"] / max(1, source["num_tokens"])),
+            f"{source['weight']:g}",
+            _format_left_out(source),
+        )
+        for source in report["sources"]
+    ]
+    return ("source", "name", "type", "documents", "tokens", "targets", "weight", "not read"), rows
+
+
+def _format_sources(report: Report) -> str:
+    return format_table(*tabulate_sources(report))
+
+
+def _format_left_out(source: Mapping[str, Any]) -> str:
+    parts = [format_count(source["num_bad"], "bad row")] if source["num_bad"] else []
+    parts += [format_count(source["num_blank"], "blank line")] if source["num_blank"] else []
+    parts += [f"{entry['count']:,} {why}" for why, entry in source.get("left_out", {}).items()]
+    return ", ".join(parts) or "-"
+
+
+def list_fates(counts: Mapping[str, int]) -> list[tuple[str, int, int | None]]:
+    """(what became of them, documents or pieces, tokens) of one source in one split; None: tokens are not counted."""
+    return [
+        ("documents", counts["documents"], counts["tokens"]),
+        ("left out by weight", counts["left_out_documents"], counts["left_out_tokens"]),
+        ("copies by weight", counts["copies"] if counts["copies"] != counts["documents"] else 0, None),
+        ("split", counts["split_documents"], None),
+        ("cuts inside a turn", counts["torn_turns"], None),
+        ("truncated, lost", counts["truncated_documents"], counts["truncated_tokens"]),
+        ("dropped as too long", counts["dropped_documents"], counts["dropped_tokens"]),
+        ("without a target, left out", counts["untrainable_pieces"], counts["untrainable_tokens"]),
+        ("pieces kept", counts["kept_pieces"], counts["kept_tokens"]),
+    ]
+
+
+def tabulate_split(report: Report, split: str) -> list[tuple[str, str, str]]:
+    """What became of one split's documents, all sources together: (fate, count, tokens)."""
+    found = report["splits"][split]
+    counts = {name: sum(source[name] for source in found["sources"]) for name in found["sources"][0]}
+    rows = [
+        (name, f"{count:,}", "" if tokens is None else f"{tokens:,}")
+        for name, count, tokens in list_fates(counts)
+        if count or name in ("documents", "pieces kept")
+    ]
+    if found["untrainable_rows"]:
+        count, tokens = found["untrainable_rows"], found["untrainable_row_tokens"]
+        rows.append(("rows without a target, left out", f"{count:,}", f"{tokens:,}"))
+    return [*rows, ("rows", f"{found['num_rows']:,}", f"{found['num_tokens']:,}")]
+
+
+def _format_split(report: Report, split: str) -> str:
+    return format_table((split, "count", "tokens"), tabulate_split(report, split))
+
+
+def sum_histogram(report: Report) -> dict[int, int]:
+    """Documents by the power of two that bounds their length, all training sources together."""
+    totals: dict[int, int] = {}
+    for source, bins in zip(report["sources"], report["facts"]["histogram"], strict=True):
+        if source["key"].startswith("data.datasets"):
+            for entry in bins:
+                totals[entry["to"]] = totals.get(entry["to"], 0) + entry["documents"]
+    return {to: totals[to] for to in sorted(totals)}
+
+
+def _format_histogram(report: Report) -> str:
+    totals = sum_histogram(report)
+    most = max(totals.values(), default=1)
+    rows = [(f"to {to:,}", f"{totals[to]:,}", "#" * round(BAR_CELLS * totals[to] / most)) for to in totals]
+    quantiles = report["facts"]["quantiles"]
+    middle = f"half of them have at most {quantiles['0.5']:,} tokens, the longest {quantiles['1']:,}"
+    return format_table(("length", "documents", middle), rows)
+
+
+def _format_lengths(report: Report) -> str:
+    rows = [
+        (
+            f"{entry['max_length']:,}{' (yours)' if entry['max_length'] == report['max_length'] else ''}",
+            f"{entry['long_documents']:,}",
+            format_share(entry["truncated_share"]),
+            format_share(entry["efficiency"]),
+        )
+        for entry in report["facts"]["lengths"]
+    ]
+    return format_table(("max_length", "longer documents", "lost if truncated", "rows full if split"), rows)
+
+
+def format_sample(sample: Mapping[str, Any]) -> str:
+    """What is a target stands between brackets."""
+    shown = "".join(f"[[{run['text']}]]" if run["is_target"] else run["text"] for run in sample["runs"])
+    head = f"sample {sample['where']}, from token {sample['from_token']:,}: {sample['num_targets']:,} of "
+    head += f"{format_count(sample['num_tokens'], 'token')} are targets, shown in [[ ]]"
+    return head + "\n" + "\n".join(f"  | {part}" for line in shown.split("\n") for part in wrap_line(line))
+
+
+def wrap_line(line: str) -> list[str]:
+    """At spaces where there are some; no letter is lost."""
+    parts = textwrap.wrap(line, LINE_CHARS, drop_whitespace=False, replace_whitespace=False, expand_tabs=False)
+    return parts or [""]
+
+
+def format_bad(sources: Sequence[Mapping[str, Any]]) -> str:
+    """The first bad rows of each source, and their number."""
+    lines = []
+    for source in sources:
+        if source["num_bad"]:
+            lines.append(f"{format_count(source['num_bad'], 'bad row')} of {source['name']} left out")
+            lines += [f"  {file}:{line}: {message}" for file, line, message in source["bad"][:SHOWN_BAD]]
+            if source["num_bad"] > SHOWN_BAD:
+                lines.append(f"  and {source['num_bad'] - SHOWN_BAD:,} more")
+    return "\n".join(lines)
+
+
+def _format_notes(notes: Sequence[str]) -> str:
+    return "\n".join(f"note: {note}" for note in notes)
+
+
+def format_share(share: float) -> str:
+    """A percentage that never rounds something to nothing or nearly all to all."""
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
+    if 0.9995 < share < 1:
+        return "> 99.9 %"
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,96 @@
+"""Numbers in words that people read: 16Ki tokens, 71.3 GiB, 4 min 12 s, 5e-6. Knows units, draws nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeGuard
+
+NO_VALUE = "\u2013"
+LARGEST = 1e300  # beyond it arithmetic on a chart overflows; such a value is shown as infinite
+SI_SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+BINARY_SUFFIXES = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
+UNITS = ("tokens", "bytes", "seconds", "share", "USD")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of unknown origin can be placed on a chart."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def split_unit(label: str) -> tuple[str, str]:
+    """`memory (bytes)` -> (`memory`, `bytes`): a unit named last in a label decides how its numbers are written."""
+    text, _, unit = label.rstrip(") ").rpartition("(")
+    if text and unit in UNITS:
+        return text.rstrip(), unit
+    return label, label if label in UNITS else ""
+
+
+def format_quantity(value: float | None, unit: str = "") -> str:
+    """A single value with its unit, three digits or so."""
+    if value is None or not is_number(value):
+        return NO_VALUE if value is None or isinstance(value, bool) or math.isnan(value) else format_infinite(value)
+    match unit:
+        case "bytes":
+            return format_bytes(value)
+        case "seconds":
+            return format_seconds(value)
+        case "tokens":
+            return f"{value:,.0f}" if abs(value) < 1e6 else format_number(value).replace("G", "B")
+        case "share":
+            return f"{value:.1%}"
+        case "USD":
+            return f"${value:,.2f}"
+    return format_number(value)
+
+
+def format_infinite(value: float) -> str:
+    return "infinite" if value > 0 else "minus infinite"
+
+
+def format_number(value: float) -> str:
+    """0.00213, 2.31, 1,234, 12.3k, 5e-6."""
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size < 1e-3 or size >= 1e15:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{trim_zeros(mantissa)}e{int(exponent)}"
+    if size < 9_999.5:
+        whole = f"{value:,.0f}"
+        return whole if size >= 999.5 or value == int(value) else trim_zeros(f"{value:.3g}")
+    scale, suffix = pick_scale(size, SI_SUFFIXES)
+    return trim_zeros(f"{value / scale:.3g}" if size / scale < 999.5 else f"{value / scale:.0f}") + suffix
+
+
+def format_bytes(value: float) -> str:
+    scale, suffix = pick_scale(abs(value), BINARY_SUFFIXES)
+    if scale == 1:
+        return f"{value:,.0f} B"
+    return f"{value / scale:,.{2 if abs(value) / scale < 10 else 1}f} {suffix}B"
+
+
+def format_binary(tokens: float) -> str:
+    """8Ki, 512Ki, 1Mi for powers of two, and plain digits for what is no multiple of 1,024."""
+    scale, suffix = pick_scale(tokens, BINARY_SUFFIXES)
+    return f"{tokens / scale:,.0f}{suffix}" if tokens % scale == 0 else f"{tokens:,.0f}"
+
+
+def format_seconds(value: float) -> str:
+    if 0 < abs(value) < 1:
+        return f"{format_number(value * 1e3)} ms"
+    if abs(value) < 59.95:
+        return f"{value:.3g} s"
+    minutes, seconds = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds} s" if seconds else f"{minutes} min"
+    hours, minutes = divmod(round(value / 60), 60)
+    return f"{hours:,} h {minutes} min" if minutes else f"{hours:,} h"
+
+
+def trim_zeros(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def pick_scale(size: float, suffixes: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    return next(((scale, suffix) for scale, suffix in suffixes if size >= scale * 0.9995), (1.0, ""))

@@ -1,0 +1,36 @@
+"""How a run begins and ends, in a few lines."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.report import resolved_plan
+from ulysses_cli.validate import Validated
+
+
+def format_start(valid: Validated, num_nodes: int) -> str:
+    plan = resolved_plan.format_plan(resolved_plan.describe_plan(valid), with_defaults=False)
+    return f"{plan}\nmachines    {num_nodes}" if num_nodes > 1 else plan
+
+
+def format_failure(failure: Mapping[str, Any], logs: Path) -> str:
+    """The first failing rank's error, once and short, with the place of the whole trace."""
+    rank = failure.get("rank")
+    who = f"rank {rank}" if rank is not None else "the run"
+    if failure.get("message"):
+        at = f" ({failure['phase']})" if failure.get("phase") else ""
+        text = f"{who} failed{at}: {failure['message']}"
+    elif failure.get("exit_code", 0) and failure["exit_code"] < 0:
+        number = -failure["exit_code"]
+        name = signal.Signals(number).name
+        text = f"{who} was killed by {name}"
+        if number == signal.SIGKILL:
+            text += ": most often the system ran out of host memory"
+    else:
+        text = f"{who} ended with exit code {failure.get('exit_code', 'unknown')}"
+    trace = logs / (f"rank-{rank}.log" if rank is not None and failure.get("message") else "launcher.log")
+    hint = f"\n\nhint: {failure['hint']}" if failure.get("hint") else ""
+    return f"{text}{hint}\n\nthe whole trace: {trace}"

@@ -1,0 +1,138 @@
+"""A run directory -> what it tells: run.json, metrics.jsonl, eval.jsonl. Tolerates what a crash leaves, and says so.
+
+Secrets are masked here, once, so that nothing downstream can show them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.report.printing import format_count
+from ulysses_cli.report.quantities import is_number
+from ulysses_cli.report.secrets import mask_secrets, mask_text
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """`metrics` and `evals` rise by step; `spent_seconds` counts steps that were done again after a resume twice."""
+
+    folder: Path
+    facts: dict[str, Any]
+    metrics: list[Line]
+    evals: list[Line]
+    spent_seconds: float
+    notes: tuple[str, ...]
+
+    def get_part(self, name: str) -> dict[str, Any]:
+        """A section of run.json; empty when it is missing or no mapping."""
+        part = self.facts.get(name)
+        return part if isinstance(part, dict) else {}
+
+
+def load_run(folder: Path) -> Run:
+    """Raises RecipeError when the folder is no run directory."""
+    files = [folder / name for name in ("run.json", "metrics.jsonl", "eval.jsonl")]
+    hint = "name the directory that run.output_dir of the recipe names; it holds run.json and metrics.jsonl"
+    if not folder.is_dir():
+        what = "is a file, not a run directory" if folder.exists() else "does not exist"
+        raise RecipeError([Problem("", f"{folder} {what}", hint)])
+    if not any(file.is_file() for file in files):
+        raise RecipeError([Problem("", f"{folder} is no run directory: it has none of run.json, metrics.jsonl", hint)])
+    notes: list[str] = []
+    try:
+        facts = _load_facts(files[0], notes)
+        lines, evals = _load_lines(files[1], notes), _load_lines(files[2], notes)
+    except OSError as error:
+        raise RecipeError([Problem("", f"{error.filename} cannot be read: {error.strerror}")]) from None
+    spent = [line["step_seconds"] for line in lines if is_number(line.get("step_seconds"))]
+    metrics = _drop_redone(lines)
+    if len(metrics) < len(lines):
+        redone = format_count(len(lines) - len(metrics), "step")
+        notes.append(f"The run resumed from an older checkpoint: {redone} done again. The last attempt is shown.")
+    if not metrics:
+        notes.append("No optimizer step is recorded: metrics.jsonl is missing or empty. There is nothing to plot yet.")
+    return Run(folder, facts, metrics, _drop_redone(evals), float(sum(spent)), tuple(notes))
+
+
+def _load_facts(file: Path, notes: list[str]) -> dict[str, Any]:
+    if not file.is_file():
+        notes.append("run.json is missing: recipe, layout and versions are not known.")
+        return {}
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        facts = None
+    if not isinstance(facts, dict):
+        notes.append("run.json is damaged: recipe, layout and versions are not known.")
+        return {}
+    masked: dict[str, Any] = mask_secrets(facts)
+    return masked
+
+
+def _load_lines(file: Path, notes: list[str]) -> list[Line]:
+    """Every line that is an object with a step. The last line may be cut off by a crash."""
+    if not file.is_file():
+        return []
+    found: list[Line] = []
+    bad: list[int] = []
+    number, text = 0, ""
+    with open(file, encoding="utf-8", errors="replace") as stream:
+        for number, text in enumerate(stream, 1):
+            line = _parse_line(text)
+            if line is not None:
+                found.append(line)
+            elif text.strip():
+                bad.append(number)
+    if bad and bad[-1] == number and not text.endswith("\n"):
+        notes.append(f"The last line of {file.name} is cut off, as a crash leaves it; it is not shown.")
+        bad.pop()
+    if bad:
+        notes.append(f"{format_count(len(bad), 'line')} of {file.name} cannot be read, the first is line {bad[0]}.")
+    return found
+
+
+def _parse_line(text: str) -> Line | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not is_number(line.get("step")):
+        return None
+    for name in ("step_parts", "by_position"):
+        if isinstance(line.get(name), dict):
+            line[name] = {mask_text(part): value for part, value in line[name].items()}
+    return line
+
+
+def _drop_redone(lines: list[Line]) -> list[Line]:
+    """A step that comes again, as after a resume, replaces all that stood from there on."""
+    kept: list[Line] = []
+    for line in lines:
+        while kept and kept[-1]["step"] >= line["step"]:
+            kept.pop()
+        kept.append(line)
+    return kept
+
+
+def save_page(target: Path, page: str) -> Path:
+    """Whole or not at all: a reader never meets half a page."""
+    if target.is_dir():
+        target = target / "report.html"
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(target)
+    except OSError as error:
+        if draft.exists():
+            draft.unlink()
+        hint = "name a place that can be written with --output"
+        raise RecipeError([Problem("", f"{target} cannot be written: {error.strerror}", hint)]) from None
+    return target

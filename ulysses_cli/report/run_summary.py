@@ -1,0 +1,143 @@
+"""A run in a few numbers, for programs (JSON), for the terminal and for the head of its page. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from ulysses_cli.report.printing import format_count
+from ulysses_cli.report.quantities import format_quantity, is_number
+from ulysses_cli.report.run_files import Line, Run
+
+PARTS = (  # of a step, in the order in which they are stacked
+    *("attention", "mlp", "projections", "head_loss", "exchange", "gather_reduce", "offload", "optimizer", "data"),
+    "other",
+)
+
+
+def list_values(lines: Sequence[Line], name: str) -> list[float]:
+    """The finite values of a key."""
+    return [line[name] for line in lines if is_number(line.get(name))]
+
+
+def list_step_parts(run: Run) -> list[tuple[int, dict[str, float]]]:
+    """(step, seconds by part) of the sampled steps; what is no amount of time is left out."""
+    found = []
+    for line in run.metrics:
+        parts = line.get("step_parts")
+        if isinstance(parts, dict):
+            clean = {name: float(value) for name, value in parts.items() if is_number(value) and value >= 0}
+            if clean:
+                found.append((line["step"], clean))
+    return found
+
+
+def sum_parts(samples: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = [*PARTS, *sorted({name for parts in samples for name in parts} - set(PARTS))]
+    totals = {name: math.fsum(parts.get(name, 0.0) for parts in samples) for name in names}
+    return {name: total for name, total in totals.items() if total > 0}
+
+
+def summarize_run(run: Run) -> dict[str, Any]:
+    """Plain data; null where the run does not tell."""
+    metrics, layout, prediction = run.metrics, run.get_part("layout"), run.get_part("prediction")
+    spent = sum_parts([parts for _, parts in list_step_parts(run)])
+    dominant = max(spent, key=lambda name: spent[name]) if spent else None
+    world_size = _get_number(layout, "world_size")
+    price = _get_number(run.facts, "price_per_gpu_hour")
+    cost = price * world_size * run.spent_seconds / 3600 if price is not None and world_size else None
+    tokens = sum(list_values(metrics, "tokens"))
+    return {
+        "run_dir": str(run.folder),
+        "recipe_hash": run.facts.get("recipe_hash"),
+        "model": run.get_part("model").get("name"),
+        "started": run.facts.get("started"),
+        "world_size": world_size,
+        "first_step": metrics[0]["step"] if metrics else None,
+        "last_step": metrics[-1]["step"] if metrics else None,
+        "num_steps": _get_number(run.facts, "num_steps"),
+        "loss": _summarize_loss(metrics),
+        "eval_loss": _summarize_loss(run.evals),
+        "num_bad_steps": sum("loss" in line and not is_number(line["loss"]) for line in metrics),
+        "tokens": tokens or None,
+        "supervised_tokens": sum(list_values(metrics, "supervised_tokens")) or None,
+        "median_tokens_per_second": _compute_median(metrics, "tokens_per_second"),
+        "median_tokens_per_second_per_gpu": _compute_median(metrics, "tokens_per_second_per_gpu"),
+        "median_step_seconds": _compute_median(metrics, "step_seconds"),
+        "predicted_step_seconds": _get_number(prediction, "step_seconds"),
+        "median_mfu": _compute_median(metrics, "mfu"),
+        "median_communication_share": _compute_median(metrics, "communication_share"),
+        "peak_memory_bytes": max(list_values(metrics, "peak_memory_bytes"), default=None),
+        "predicted_peak_memory_bytes": _get_number(prediction, "peak_memory_bytes"),
+        "host_peak_memory_bytes": max(list_values(metrics, "host_peak_memory_bytes"), default=None),
+        "dominant_part": dominant,
+        "dominant_share": spent[dominant] / sum(spent.values()) if dominant else None,
+        "steps_seconds": run.spent_seconds,
+        "steps_cost_usd": cost,
+        "notes": list(run.notes),
+    }
+
+
+def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(name, value, remark): what a reader wants first. Only what is known."""
+    loss, evals, figures = summary["loss"], summary["eval_loss"], []
+    planned = f"of {summary['num_steps']:,}" if summary["num_steps"] else ""
+    if summary["last_step"] is not None:
+        figures.append(("step", f"{summary['last_step']:,}", planned))
+    for name, found in (("train loss", loss), ("eval loss", evals)):
+        if found:
+            lowest = f"from {found['first']:.4g}, lowest {found['min']:.4g} at step {found['min_step']:,}"
+            figures.append((name, f"{found['last']:.4g}", lowest))
+    if summary["tokens"]:
+        seen = summary["supervised_tokens"]
+        remark = f"{seen / summary['tokens']:.0%} of them supervised" if seen else ""
+        figures.append(("tokens", format_quantity(summary["tokens"], "tokens"), remark))
+    speed, each = summary["median_tokens_per_second"], summary["median_tokens_per_second_per_gpu"]
+    if speed is not None:
+        remark = f"median; {format_quantity(each)} per GPU" if each is not None else "median"
+        figures.append(("tokens per second", format_quantity(speed), remark))
+    if summary["median_mfu"] is not None:
+        figures.append(("MFU", format_quantity(summary["median_mfu"], "share"), "median"))
+    for name, key in (("peak GPU memory", "peak_memory_bytes"), ("peak host memory", "host_peak_memory_bytes")):
+        if summary[key]:
+            predicted = summary.get(f"predicted_{key}")
+            remark = f"predicted {format_quantity(predicted, 'bytes')}" if predicted else ""
+            figures.append((name, format_quantity(summary[key], "bytes"), remark))
+    if summary["dominant_part"]:
+        share = f"{summary['dominant_share']:.0%} of a step"
+        figures.append(("most time goes to", summary["dominant_part"].replace("_", " "), share))
+    if summary["steps_seconds"]:
+        figures.append(("time in steps", format_quantity(summary["steps_seconds"], "seconds"), "no loading, no saving"))
+    if summary["steps_cost_usd"] is not None:
+        remark = f"for steps alone, {format_count(summary['world_size'], 'GPU')}"
+        if summary["tokens"]:
+            remark += f"; ${summary['steps_cost_usd'] / summary['tokens'] * 1e6:,.3g} per million tokens"
+        figures.append(("money", format_quantity(summary["steps_cost_usd"], "USD"), remark))
+    return figures
+
+
+def format_summary(summary: dict[str, Any]) -> str:
+    rows = [(name, value, remark) for name, value, remark in list_figures(summary)]
+    width, wide = (max((len(row[at]) for row in rows), default=0) for at in (0, 1))
+    lines = [f"{name:<{width}}  {value:<{wide}}  {remark}".rstrip() for name, value, remark in rows]
+    return "\n".join([*lines, *(f"note: {note}" for note in summary["notes"])])
+
+
+def _summarize_loss(lines: Sequence[Line]) -> dict[str, float] | None:
+    found = [(line["step"], line["loss"]) for line in lines if is_number(line.get("loss"))]
+    if not found:
+        return None
+    min_step, lowest = min(found, key=lambda one: one[1])
+    return {"first": found[0][1], "last": found[-1][1], "min": lowest, "min_step": min_step}
+
+
+def _compute_median(lines: Sequence[Line], name: str) -> float | None:
+    found = list_values(lines, name)
+    return statistics.median(found) if found else None
+
+
+def _get_number(part: dict[str, Any], name: str) -> Any:
+    value = part.get(name)
+    return value if is_number(value) else None

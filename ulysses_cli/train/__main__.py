@@ -1,0 +1,72 @@
+"""One rank's life: read what is wanted, meet the others, build, rehearse, train, leave a model, tear down."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def read_arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m ulysses_cli.train", description=__doc__)
+    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--data", required=True, type=Path, help="prepared rows")
+    parser.add_argument("--resume")
+    parser.add_argument("--resume-anyway", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--pretend", action="store_true", help="be rank 0 of a world that is not there")
+    return parser.parse_args(words)
+
+
+def take_screen(logs: Path, rank: int) -> int | None:
+    """Rank 0's stdout is the person's terminal, for the display alone. All else that this process, its libraries and
+    their C++ say goes to its log."""
+    logs.mkdir(parents=True, exist_ok=True)
+    screen = os.dup(1) if rank == 0 else None
+    log = os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    return screen
+
+
+def main(words: Sequence[str]) -> int:
+    from ulysses_cli.plan.load import load_recipe
+
+    options = read_arguments(words)
+    loaded = load_recipe(options.recipe, options.set)
+    rank = int(os.environ.get("RANK", "0"))
+    logs = Path(os.path.expanduser(loaded.recipe.run.output_dir)) / "logs"
+    screen = take_screen(logs, rank)
+    from ulysses_cli.report.progress import Display, make_display
+    from ulysses_cli.train.life import Life
+
+    def show(num_steps: int) -> Display:
+        run, world_size = loaded.recipe.run, int(os.environ.get("WORLD_SIZE", "1"))
+        stream = os.fdopen(screen if screen is not None else 2, "w", encoding="utf-8", errors="backslashreplace")
+        return make_display(stream, num_steps, run.price_per_gpu_hour, world_size, logging_steps=run.logging_steps)
+
+    life = Life(loaded, options, show)
+    try:
+        life.run()
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
+        from ulysses_cli.train.failure import describe_failure
+
+        traceback.print_exc()
+        told = describe_failure(error, life) | {"rank": rank, "time": time.time(), "phase": life.describe_phase()}
+        beside = logs / f"rank-{rank}.error.part"
+        beside.write_text(json.dumps(told))
+        beside.rename(logs / f"rank-{rank}.error.json")
+        sys.stderr.flush()
+        os._exit(told["exit_code_wanted"])  # others may wait in a collective; nothing here may wait for them
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,312 @@
+"""Recipe -> model, loss, optimizer and engine on this rank. The only place that wraps or patches; each feature becomes
+a value here. deepspeed is imported in this file; the rest of train/ is handed what it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, get_scheduler
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations import deepspeed as integration
+
+from ulysses_cli.plan.attention import Need
+from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
+from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.recipe import Recipe, Train
+from ulysses_cli.plan.resolved import compute_rope_factor, get_original_positions
+from ulysses_cli.train.agreement import gather_values
+from ulysses_cli.train.clock import count_as, watch_module
+from ulysses_cli.train.engine import Engine
+from ulysses_cli.train.groups import Groups
+from ulysses_cli.train.interface import register_attention
+from ulysses_cli.train.kernel_choice import Choice, choose_kernel
+from ulysses_cli.train.loss import HeadRule, LossModel, PlainLoss
+from ulysses_cli.train.shards import get_shape
+
+MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
+ATTENTION_NAMES = ("self_attn", "attention", "attn")
+
+
+class BuildError(ValueError):
+    """The model cannot be made as the recipe says: a mistake of the user's or of the files."""
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """What the loop and the checkpoint need."""
+
+    engine: Engine
+    module: LossModel
+    config: PretrainedConfig
+    adapter: Any  # peft's model around the same weights, or None
+    kernel: Choice
+    num_trained: int
+
+
+def load_model_config(recipe: Recipe) -> PretrainedConfig:
+    model = recipe.model
+    try:
+        if model.config is not None:
+            config = AutoConfig.for_model(**model.config)
+        else:
+            path = os.path.expanduser(str(model.name_or_path))
+            config = AutoConfig.from_pretrained(
+                path, revision=model.revision, trust_remote_code=model.trust_remote_code
+            )
+        config = config.get_text_config(decoder=True)
+    except (OSError, ValueError) as error:
+        raise BuildError(f"the model's config cannot be read: {_first_line(error)}") from error
+    return config
+
+
+def stretch_positions(config: PretrainedConfig, recipe: Recipe, shape: ModelShape) -> None:
+    """Write the recipe's stretch and length into the config, which goes with the exported model."""
+    model = recipe.model
+    if model.rope_scaling is not None:
+        written = model.rope_scaling.model_dump(exclude_none=True, exclude={"type", "factor"})
+        original = get_original_positions(recipe, shape)
+        # llama3's own number of original positions is part of its formula and stays as written in the model.
+        stretch = {"rope_type": model.rope_scaling.type, "factor": compute_rope_factor(recipe, shape), **written}
+        if model.rope_scaling.type in ("yarn", "llama3"):
+            stretch.setdefault("original_max_position_embeddings", original)
+        config.rope_parameters = {**_get_rope_base(config), **stretch}
+    config.max_position_embeddings = max(config.max_position_embeddings, recipe.data.max_length)
+
+
+def _get_rope_base(config: PretrainedConfig) -> dict[str, Any]:
+    """The rotary base and how much of a head turns: what a stretch leaves alone."""
+    own = getattr(config, "rope_parameters", None) or {}
+    return {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if name in own}
+
+
+def build(
+    recipe: Recipe,
+    shape: ModelShape,
+    groups: Groups,
+    device: torch.device,
+    num_steps: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Built:
+    """Collective over all ranks."""
+    import deepspeed
+
+    layout = groups.layout
+    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())  # takes over torch's groups
+    ds_config = merge_user_config(make_ds_config(recipe, layout, _settle_offload(recipe)), recipe.deepspeed)
+    kernel = _choose_kernel(recipe, shape, groups, device)
+    tell(f"attention {kernel.name}: {kernel.reason}")
+    config = load_model_config(recipe)
+    stretch_positions(config, recipe, shape)
+    chunks = recipe.memory.attention_head_chunks
+    attention = register_attention(groups.sp_axis, kernel.name, 1 if chunks == "auto" else chunks)
+    with _tell_transformers(ds_config if recipe.parallel.zero_stage == 3 else None):
+        model = _load_weights(recipe, config, attention)
+    adapter = _add_adapters(recipe, model) if recipe.lora is not None else None
+    if recipe.memory.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if adapter is not None:
+            model.enable_input_require_grads()
+    head_rule = HeadRule(
+        softcap=shape.final_softcap,
+        divisor=float(getattr(config, "logits_scaling", 1.0) or 1.0),
+        z_loss_weight=recipe.train.z_loss_weight,
+    )
+    module = LossModel(model, PlainLoss(model.get_output_embeddings(), head_rule))
+    module.train()
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    optimizer = _make_optimizer(recipe.train, trained, _settle_offload(recipe))
+    wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config, dist_init_required=False)
+    if hasattr(wrapped.optimizer, "check_grad_overflow"):
+        wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 look for NaN in float32 only when told
+    _watch(wrapped, module)
+    engine = Engine(wrapped, groups, device, make_schedule(recipe.train, num_steps))
+    num_trained = sum(math.prod(get_shape(parameter)) for _, parameter in trained)
+    return Built(engine, module, config, adapter, kernel, num_trained)
+
+
+def _settle_offload(recipe: Recipe) -> str:
+    offload = recipe.memory.offload_optimizer
+    return "none" if offload == "auto" else offload
+
+
+def _choose_kernel(recipe: Recipe, shape: ModelShape, groups: Groups, device: torch.device) -> Choice:
+    """Rank 0 tries and times; all use what it chose, since times differ from rank to rank."""
+    need = Need(
+        head_dim=shape.head_dim,
+        has_window=bool(shape.windows),
+        has_softcap=shape.attention_softcap is not None,
+        has_sinks=shape.has_sinks,
+        dtype=recipe.model.dtype,
+    )
+    choice: Choice | str | None = None
+    if groups.is_first:
+        try:
+            window = min(shape.windows) if shape.windows else None
+            choice = choose_kernel(recipe.model.attn_implementation, need, device, window)
+        except ValueError as error:
+            choice = str(error)
+    choice = gather_values(choice, groups.host_group)[0]
+    if not isinstance(choice, Choice):
+        raise BuildError(str(choice))
+    return choice
+
+
+def _load_weights(recipe: Recipe, config: PretrainedConfig, attention: str) -> Any:
+    """Under ZeRO-3 each rank receives its part of every weight as it is read; no rank ever holds the model."""
+    dtype = getattr(torch, recipe.model.dtype)
+    if recipe.model.config is not None:
+        return _start_from_random(recipe, config, attention, dtype)
+    path = os.path.expanduser(str(recipe.model.name_or_path))
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            revision=recipe.model.revision,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=recipe.model.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{path} cannot be loaded: {_first_line(error)}") from error
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    missing = sorted(set(found["missing_keys"]) - tied)
+    if missing or found["mismatched_keys"]:
+        names = ", ".join(map(str, [*missing, *sorted(map(str, found["mismatched_keys"]))][:3]))
+        raise BuildError(f"{path} lacks weights of the model that its config.json describes: {names}")
+    return model
+
+
+def _start_from_random(recipe: Recipe, config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:
+    """The same weights for a seed, whatever the layout: drawn in whole on rank 0 and shared out."""
+    import deepspeed
+
+    options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": recipe.model.trust_remote_code}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    is_first = torch.distributed.get_rank() == 0
+    if is_first:
+        with _tell_transformers(None):
+            torch.manual_seed(recipe.run.seed)
+            drawn = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).named_parameters())
+    for name, parameter in model.named_parameters():
+        whole = (
+            deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+            if hasattr(parameter, "ds_id")
+            else contextlib.nullcontext()
+        )
+        with whole, torch.no_grad():
+            if is_first:
+                parameter.copy_(drawn.pop(name))
+            if not hasattr(parameter, "ds_id"):
+                torch.distributed.broadcast(parameter.data, 0)
+    torch.manual_seed(recipe.run.seed)
+    return model
+
+
+@contextlib.contextmanager
+def _tell_transformers(ds_config: dict[str, Any] | None) -> Iterator[None]:
+    """While it loads a model, transformers looks for DeepSpeed's config in a global of its own: under ZeRO-3 it then
+    shards each weight as it is made."""
+    kept = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    holder = HfDeepSpeedConfig(ds_config) if ds_config else None
+    try:
+        yield
+    finally:
+        del holder
+        integration._hf_deepspeed_config_weak_ref = kept
+
+
+def _add_adapters(recipe: Recipe, model: Any) -> Any:
+    """peft puts adapters into the model, which keeps its own class; the base is frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = recipe.lora
+    if lora is None:
+        raise AssertionError("no lora section")
+    targets: Any = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    settings = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=recipe.model.name_or_path,
+    )
+    torch.manual_seed(recipe.run.seed)
+    try:
+        return get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise BuildError(f"the adapters cannot be added: {_first_line(error)}") from error
+
+
+def _make_optimizer(train: Train, trained: list[tuple[str, nn.Parameter]], offload: str) -> torch.optim.Optimizer:
+    """Weight decay is for matrices: norms, biases and sinks are vectors."""
+    groups = [
+        {"params": [p for _, p in trained if len(get_shape(p)) >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for _, p in trained if len(get_shape(p)) < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    numbers: dict[str, Any] = {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "eps": train.adam_epsilon,
+    }
+    if offload != "none":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **numbers)
+    if train.optim == "adamw_8bit":
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError as error:
+            raise BuildError(
+                "train.optim: adamw_8bit needs the package bitsandbytes: pip install ulysses-cli[bitsandbytes]"
+            ) from error
+        return AdamW8bit(groups, **numbers)
+    return torch.optim.AdamW(groups, fused=True, **numbers)
+
+
+def make_schedule(train: Train, num_steps: int) -> Callable[[int], float]:
+    """Learning rate of step 0, 1, ...: transformers' schedules as a pure function. There is no state to save."""
+    stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    warmup = train.warmup_steps or math.ceil(train.warmup_ratio * num_steps)
+    special: dict[str, Any] = dict(train.lr_scheduler_kwargs)
+    for name in ("num_decay_steps", "num_stable_steps", "timescale"):
+        if name in special:
+            special[name] = int(special[name])
+    for name in ("lr_end", "min_lr"):  # written as rates; the stand-in's peak is 1
+        if name in special and train.learning_rate:
+            special[name] = special[name] / train.learning_rate
+    factor = get_scheduler(train.lr_scheduler_type, stand_in, warmup, num_steps, special).lr_lambdas[0]
+    return lambda step: train.learning_rate * factor(step)
+
+
+def _watch(wrapped: Any, module: LossModel) -> None:
+    """Let the clock see the parts of a step."""
+    for name, part in module.model.named_modules():
+        last = name.rpartition(".")[2]
+        if last in ATTENTION_NAMES:
+            watch_module(part, "projections")
+        elif last in MLP_NAMES:
+            watch_module(part, "mlp")
+    offload = getattr(wrapped.optimizer, "parameter_offload", None)
+    if offload is not None:
+        coordinator = offload.get_param_coordinator()
+        coordinator.fetch_sub_module = count_as("gather_reduce", coordinator.fetch_sub_module)
+    for name in ("reduce_independent_p_g_buckets_and_remove_grads", "reduce_ready_partitions_and_remove_grads"):
+        if hasattr(wrapped.optimizer, name):
+            setattr(wrapped.optimizer, name, count_as("gather_reduce", getattr(wrapped.optimizer, name)))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,91 @@
+"""The engine as the loop sees it: forward and backward of a micro-batch, an update, an evaluation.
+
+Owns the arithmetic of the loss: sums travel, one division by the step's number of targets. Knows no recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ulysses_cli.data.steps import MicroBatch
+from ulysses_cli.train.clock import part_of_step
+from ulysses_cli.train.documents import make_documents
+from ulysses_cli.train.groups import Groups
+from ulysses_cli.train.shards import reset_moments
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer step did."""
+
+    was_applied: bool
+    grad_norm: float
+    learning_rate: float
+
+
+class Engine:
+    """One rank's end of the sharded model. `learning_rate_at` is a pure function of the step's number."""
+
+    def __init__(
+        self, wrapped: Any, groups: Groups, device: torch.device, learning_rate_at: Callable[[int], float]
+    ) -> None:
+        self.wrapped, self.groups, self.device = wrapped, groups, device
+        self.learning_rate_at = learning_rate_at
+
+    def train_micro_step(self, batch: MicroBatch, num_targets: int) -> Tensor:
+        """Forward and backward -> this rank's sum of token losses, on the device.
+
+        DeepSpeed averages gradients over all ranks; the step's loss is one sum over one count, so that is undone here.
+        """
+        loss = self.wrapped(**self._load(batch))
+        scale = self.groups.layout.world_size / max(1, num_targets)
+        self.wrapped.backward(loss * scale, scale_wrt_gas=False)
+        with part_of_step("optimizer"):
+            self.wrapped.step()  # DeepSpeed counts micro-steps by itself and updates at the last one
+        return loss.detach()
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.wrapped.optimizer.param_groups:
+            group["lr"] = rate
+
+    def read_update(self, learning_rate: float) -> Update:
+        """After the last micro-step. A gradient that is not finite leaves the weights as they are."""
+        norm = self.wrapped.get_global_grad_norm()
+        norm = float(norm) if norm is not None else math.nan
+        return Update(bool(self.wrapped.was_step_applied()) and math.isfinite(norm), norm, learning_rate)
+
+    @torch.no_grad()
+    def evaluate_micro_batch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The same sharded forward -> (losses, positions) of this slice's targets."""
+        self.wrapped.eval()
+        loaded = self._load(batch)
+        losses = self.wrapped(**loaded, per_token=True)
+        self.wrapped.train()
+        kept = loaded["labels"] >= 0
+        return losses[kept], loaded["positions"][kept]
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Collective over all ranks: every rank holds other tokens."""
+        values = values.to(self.device, torch.float64 if self.device.type == "cpu" else torch.float32)
+        dist.all_reduce(values)
+        return values
+
+    def forget(self) -> None:
+        """Moments and step count as before the first step."""
+        reset_moments(self.wrapped.optimizer)
+
+    def _load(self, batch: MicroBatch) -> dict[str, Any]:
+        numbers = {"input_ids": batch.input_ids, "positions": batch.positions, "labels": batch.labels}
+        moved: dict[str, Any] = {}
+        for name, value in numbers.items():
+            tensor = torch.from_numpy(value)
+            pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
+            moved[name] = pinned.to(self.device, non_blocking=True)
+        return {**moved, "documents": make_documents(batch.lengths, self.device)}

@@ -1,0 +1,67 @@
+"""Loss on the held-out split by the same sharded forward: one sum over one count, whole and by position in a document.
+
+What a longer context is worth shows in the later buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ulysses_cli.data.steps import Batching, Rows, plan_step, read_micro_batch
+from ulysses_cli.train.agreement import compare_facts
+from ulysses_cli.train.engine import Engine
+from ulysses_cli.train.groups import Groups
+
+FIRST_BOUND = 2048
+MAX_PERPLEXITY_LOSS = 700.0  # beyond, exp overflows
+
+
+def list_bounds(longest: int) -> list[int]:
+    """2K, 8K, 32K, ...: upper bounds of the buckets, the last one beyond the longest position."""
+    bounds = [FIRST_BOUND]
+    while bounds[-1] < longest:
+        bounds.append(bounds[-1] * 4)
+    return bounds
+
+
+def name_bucket(low: int, high: int) -> str:
+    return f"{low // 1024}-{high // 1024}K"
+
+
+def evaluate(engine: Engine, groups: Groups, rows: Rows, batching: Batching) -> dict[str, Any]:
+    """Collective over all ranks. Every row once, in order."""
+    longest = max(max(rows.get_lengths(row)) for row in range(len(rows)))
+    bounds = torch.tensor(list_bounds(longest))
+    sums = torch.zeros(len(bounds), 2, dtype=torch.float64, device=engine.device)
+    position = 0
+    while position < len(rows):
+        plan = plan_step(rows, batching, position, len(rows))
+        compare_facts(plan.list_facts(), groups.host_group)
+        for micro_step in range(plan.num_micro_steps):
+            batch = read_micro_batch(rows, plan, groups.dp_index, micro_step, groups.sp_axis.rank, groups.sp_axis.size)
+            losses, positions = engine.evaluate_micro_batch(batch)
+            at = torch.bucketize(positions, bounds.to(positions.device), right=True)
+            sums[:, 0].index_add_(0, at, losses.double())
+            sums[:, 1].index_add_(0, at, torch.ones_like(losses, dtype=torch.float64))
+        position = plan.next_position
+    sums = engine.sum_over_ranks(sums).double().cpu()
+    return summarize(sums, bounds.tolist())
+
+
+def summarize(sums: torch.Tensor, bounds: list[int]) -> dict[str, Any]:
+    total, count = sums[:, 0].sum().item(), int(sums[:, 1].sum().item())
+    loss = total / count if count else math.nan
+    lows = [0, *bounds[:-1]]
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, MAX_PERPLEXITY_LOSS)) if count else math.nan,
+        "tokens": count,
+        "by_position": {
+            name_bucket(low, high): {"loss": part / number, "tokens": int(number)}
+            for low, high, (part, number) in zip(lows, bounds, sums.tolist(), strict=True)
+            if number
+        },
+    }

@@ -1,0 +1,299 @@
+"""What a rank does from its first breath to its last, in order. Joins the parts; holds no arithmetic of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ulysses_cli.data.batching import count_rows, make_batching, make_eval_batching
+from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.steps import plan_step
+from ulysses_cli.data.tokenizer import load_tokenizer
+from ulysses_cli.plan.flops import compute_model_flops
+from ulysses_cli.plan.load import Loaded
+from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.resolved import make_layout, resolve
+from ulysses_cli.train.agreement import gather_values
+from ulysses_cli.train.bad_steps import BadSteps
+from ulysses_cli.train.build import build, load_model_config
+from ulysses_cli.train.checkpoint import Owner
+from ulysses_cli.train.evaluation import evaluate
+from ulysses_cli.train.export import export_model
+from ulysses_cli.train.groups import make_groups
+from ulysses_cli.train.loop import Course, StepResult, train
+from ulysses_cli.train.metrics import Meter
+from ulysses_cli.train.record import Display, Record, make_trackers
+from ulysses_cli.train.rehearsal import rehearse
+from ulysses_cli.train.run_file import describe_machine, list_versions, make_card, write_run_file
+from ulysses_cli.train.saves import Saves
+from ulysses_cli.train.shards import count_held
+from ulysses_cli.train.stop import StopWishes
+
+START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
+SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
+
+
+class StartError(ValueError):
+    """Something that the recipe needs is not there."""
+
+
+class Life:
+    """One rank of a run."""
+
+    def __init__(self, loaded: Loaded, options: argparse.Namespace, show: Callable[[int], Display]) -> None:
+        self.loaded, self.options, self.show = loaded, options, show
+        self.recipe = loaded.recipe
+        self.layout = make_layout(self.recipe)
+        self.run_dir = Path(os.path.expanduser(self.recipe.run.output_dir))
+        self.record = Record(self.run_dir, None, (), self.recipe.run.logging_steps)
+        self.course: Course | None = None
+
+    def run(self) -> None:
+        self.read_inputs()
+        self.meet_others()
+        course = self.build_all()
+        if self.options.dry_run:
+            self.record.tell(event="done", note="dry run: everything but the steps")
+        else:
+            self.start(course)
+            self.finish(course, train(course))
+        self.tear_down()
+
+    def read_inputs(self) -> None:
+        """Whatever a file or a package can spoil is found before any process group exists."""
+        self.record.phase = "reading inputs"
+        recipe = self.recipe
+        self.rows = open_rows(self.options.data, "train")
+        held_out = open_rows(self.options.data, "eval")
+        self.eval_rows = held_out if len(held_out) else None
+        self.tokenizer = load_tokenizer(recipe.model)
+        name = str(recipe.model.name_or_path or "the model of model.config")
+        self.shape = read_model_shape(load_model_config(recipe).to_dict(), name)
+        if len(self.tokenizer) > self.shape.vocab_size:
+            raise StartError(
+                f"the tokenizer has {len(self.tokenizer):,} tokens, the model's embedding only "
+                f"{self.shape.vocab_size:,}: name the tokenizer that belongs to the model (model.tokenizer)"
+            )
+        self.resolved = resolve(recipe, self.shape)
+        self.batching = make_batching(recipe, self.shape)
+        self.end = count_rows(recipe, len(self.rows), self.batching.rows_per_step)
+        self.num_steps = -(-self.end // self.batching.rows_per_step)
+        self.device = self.choose_device()
+        if int(os.environ.get("RANK", "0")) == 0:
+            run_name = recipe.run.run_name or self.run_dir.name
+            trackers = make_trackers(recipe.run.report_to, self.run_dir, run_name)
+            self.record = Record(self.run_dir, self.show(self.num_steps), trackers, recipe.run.logging_steps)
+
+    def choose_device(self) -> torch.device:
+        if self.recipe.run.device == "cpu" or self.options.pretend:
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise StartError("torch sees no GPU: set run.device: cpu, or see what `nvidia-smi` says")
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if here > torch.cuda.device_count():
+            raise StartError(f"{here} processes on this machine, but {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+
+    def meet_others(self) -> None:
+        self.record.enter("meeting the other ranks")
+        if self.options.pretend:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.layout.world_size)
+        else:
+            dist.init_process_group("gloo" if self.device.type == "cpu" else "nccl", timeout=START_TIMEOUT)
+        self.groups = make_groups(self.layout, START_TIMEOUT)
+        facts = {
+            "recipe": self.resolved.recipe_hash,
+            "layout": str(self.layout),
+            "data": self.options.data.name,
+            "processes per machine": os.environ.get("LOCAL_WORLD_SIZE"),
+            **list_versions(),
+        }
+        if not self.options.pretend:
+            compare_machines(gather_values((socket.gethostname(), facts), self.groups.host_group))
+        run = self.recipe.run
+        usd_per_hour = (run.price_per_gpu_hour or 0.0) * self.layout.world_size
+        self.wishes = StopWishes(run.max_hours, run.max_cost, usd_per_hour)
+        self.wishes.listen()
+
+    def build_all(self) -> Course:
+        self.record.enter("loading the model")
+        seed_all(self.recipe.run.seed)
+        built = build(self.recipe, self.shape, self.groups, self.device, self.num_steps, self.record.say)
+        self.built = built
+        self.assert_sharded()
+        self.owner = Owner(
+            built.module,
+            built.engine.wrapped.optimizer,
+            self.groups.rank,
+            self.layout.world_size,
+            wait=lambda: dist.barrier(group=self.groups.host_group),
+            tell_all=lambda value: gather_values(value, self.groups.host_group),
+        )
+        facts = {
+            "world_size": self.layout.world_size,
+            "layout": vars(self.layout),
+            "rows_per_step": self.batching.rows_per_step,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "recipe_hash": self.resolved.recipe_hash,
+            "data": self.options.data.name,
+            "versions": list_versions(),
+        }
+        self.bad_steps = BadSteps(self.recipe.run.max_bad_steps, self.record.warn)
+        self.saves = Saves(self.owner, self.record, self.recipe.run.save_total_limit, facts, self.bad_steps)
+        self.course = Course(built.engine, self.groups, self.rows, self.batching, self.num_steps, self.end, self.wishes)
+        seed_all(self.recipe.run.seed + self.groups.rank)
+        first = plan_step(self.rows, self.batching, 0, self.end)
+        self.record.say(
+            f"step 1: {len(first.rows)} rows, {first.num_tokens:,} tokens, {first.num_targets:,} targets; "
+            f"{built.num_trained:,} trained parameters"
+        )
+        return self.course
+
+    def start(self, course: Course) -> None:
+        """From here on things are written: the checkpoint's state comes first, a rehearsal only before step 1."""
+        self.record.enter("looking for a checkpoint")
+        path = self.saves.find(self.options.resume, course)
+        if path is not None:
+            self.saves.resume(course, path)
+        elif self.recipe.run.rehearsal:
+            self.rehearse(course)
+        self.record.start_files(course.step)
+        if self.groups.is_first:
+            write_run_file(self.run_dir, self.list_facts())
+        run = self.recipe.run
+        meter = Meter(partial(compute_model_flops, self.shape), None, self.record.write_step)
+        course.before = (meter.start,)
+        after: list[Callable[[Course, StepResult], None]] = [meter.record, self.bad_steps.judge]
+        after += [every(run.eval_steps, self.evaluate)] if run.eval_steps else []
+        after += [every(run.save_steps, self.saves.save)] if run.save_steps else []
+        course.after = tuple(after)
+        self.record.enter("training")
+
+    def rehearse(self, course: Course) -> None:
+        self.record.enter("rehearsal")
+        started = time.perf_counter()
+        eval_batching = make_eval_batching(self.recipe, self.shape)
+        longest = rehearse(
+            course, self.eval_rows, eval_batching, self.owner, self.run_dir / "rehearsal", self.record.enter
+        )
+        memory = ""
+        if self.device.type == "cuda":
+            memory = f", peak {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB"
+            torch.cuda.reset_peak_memory_stats(self.device)
+        seconds = time.perf_counter() - started
+        self.record.say(f"rehearsed step, evaluation and save at {longest:,} tokens per row in {seconds:.1f} s{memory}")
+
+    def evaluate(self, course: Course) -> None:
+        if self.eval_rows is None:
+            return
+        course.phase = "evaluation"
+        batching = make_eval_batching(self.recipe, self.shape)
+        found = evaluate(course.engine, self.groups, self.eval_rows, batching)
+        self.record.write_eval({"step": course.step, **found})
+
+    def finish(self, course: Course, reason: str) -> None:
+        self.saves.save(course)
+        if reason:
+            self.record.tell(event="stopped", reason=f"by {reason} after step {course.step} of {course.num_steps}")
+            return
+        self.evaluate(course)
+        self.record.enter("writing the model")
+        if self.groups.is_first:
+            adapter, recipe = self.built.adapter, self.recipe.model_dump(mode="json")
+            export_model(
+                self.saves.get_last_path(),
+                self.run_dir / "model",
+                config=self.built.config,
+                tokenizer=self.tokenizer,
+                adapter_config=adapter.peft_config["default"] if adapter is not None else None,
+                dtype=getattr(torch, self.recipe.model.dtype),
+                card=make_card(recipe, self.recipe.run.run_name or self.run_dir.name, self.shape.model_type),
+            )
+        self.owner.wait()
+        self.record.tell(event="done", model_dir=str(self.run_dir / "model"))
+
+    def tear_down(self) -> None:
+        self.record.phase = "tear down"
+        self.record.close()
+        self.built.engine.wrapped.destroy()
+        dist.destroy_process_group()
+
+    def list_facts(self) -> dict[str, Any]:
+        """What run.json holds."""
+        recipe, shape = self.recipe, self.shape
+        return {
+            "recipe_hash": self.resolved.recipe_hash,
+            "recipe_file": self.loaded.file,
+            "recipe": recipe.model_dump(mode="json"),
+            "run_name": recipe.run.run_name or self.run_dir.name,
+            "layout": {**vars(self.layout), "world_size": self.layout.world_size},
+            "model": {"name": shape.name, "model_type": shape.model_type, "num_parameters": shape.num_parameters},
+            "versions": list_versions(),
+            "machine": describe_machine(self.device),
+            "data": {"hash": self.options.data.name, "num_rows": len(self.rows)},
+            "attention": vars(self.built.kernel),
+            "prediction": None,
+            "price_per_gpu_hour": recipe.run.price_per_gpu_hour,
+            "num_steps": self.num_steps,
+        }
+
+    def assert_sharded(self) -> None:
+        """Under ZeRO-3 this rank holds about its share of the parameters, and no more."""
+        if self.recipe.parallel.zero_stage != 3:
+            return
+        held, whole, small = count_held(self.built.module)
+        if held > whole / self.layout.world_size * SHARD_SLACK + small:
+            raise AssertionError(f"this rank holds {held:,} of {whole:,} parameters, its share is 1 in {self.layout}")
+        self.record.say(f"each rank holds {held:,} of {whole:,} parameters")
+
+    def describe_phase(self) -> str:
+        course = self.course
+        if course is None or not course.phase:
+            return self.record.phase
+        return f"{self.record.phase}, step {course.step + 1}, {course.phase}"
+
+    def explain_out_of_memory(self, error: BaseException) -> dict[str, Any]:
+        first = (str(error).strip().splitlines() or ["out of memory"])[0]
+        rows = f"rows of {self.resolved.row_tokens:,} tokens, {self.resolved.local_tokens:,} per rank"
+        return {"message": f"out of memory with {rows}: {first[:300]}", "hint": ""}
+
+
+def every(period: int, chore: Callable[[Course], None]) -> Callable[[Course, StepResult], None]:
+    """A chore of each `period`-th step; the last step's is done at the end of the run."""
+
+    def due(course: Course, _: StepResult) -> None:
+        if course.step % period == 0 and course.step < course.num_steps:
+            chore(course)
+
+    return due
+
+
+def compare_machines(told: list[tuple[str, Mapping[str, Any]]]) -> None:
+    """Every rank sees the same difference, so all stop with the same words."""
+    first_host, first = told[0]
+    for host, facts in told[1:]:
+        for name, value in facts.items():
+            if value != first[name]:
+                raise StartError(f"{host} and {first_host} differ in {name}: {value} and {first[name]}")
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,86 @@
+"""The training loop. One for every recipe: a feature is a value in Course or a chore, never a condition here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ulysses_cli.data.steps import Batching, Rows, StepPlan, plan_step, read_micro_batch
+from ulysses_cli.train.agreement import compare_facts
+from ulysses_cli.train.clock import part_of_step
+from ulysses_cli.train.engine import Engine, Update
+from ulysses_cli.train.groups import Groups
+from ulysses_cli.train.stop import StopWishes
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step was."""
+
+    plan: StepPlan
+    loss: float
+    update: Update
+    micro_losses: tuple[float, ...]  # this rank's own
+
+
+@dataclass(eq=False)
+class Course:
+    """A run on its way: what does not change, and the three numbers that do."""
+
+    engine: Engine
+    groups: Groups
+    rows: Rows
+    batching: Batching
+    num_steps: int
+    end: int  # rows of the whole run
+    wishes: StopWishes
+    before: Sequence[Callable[[Course], None]] = ()
+    after: Sequence[Callable[[Course, StepResult], None]] = ()
+    step: int = 0
+    position: int = 0
+    optimizer_steps: int = 0
+    phase: str = ""
+
+
+def train(course: Course) -> str:
+    """-> why it ended; '' when all steps are done. Collective over all ranks."""
+    while course.step < course.num_steps:
+        plan = plan_step(course.rows, course.batching, course.position, course.end)
+        reason = agree(course, plan)
+        if reason:
+            return reason
+        for chore in course.before:
+            chore(course)
+        result = run_step(course, plan, course.engine.learning_rate_at(course.step))
+        course.step += 1
+        course.position = plan.next_position
+        course.optimizer_steps += int(result.update.was_applied)
+        for follow_up in course.after:
+            follow_up(course, result)
+    return ""
+
+
+def agree(course: Course, plan: StepPlan) -> str:
+    """All ranks are about to do the same; a wish to stop that one of them has is everyone's."""
+    course.phase = "comparing plans"
+    facts: dict[str, Any] = {"step": course.step, **plan.list_facts()}
+    return course.wishes.name(compare_facts(facts, course.groups.host_group, *course.wishes.read_flags()))
+
+
+def run_step(course: Course, plan: StepPlan, learning_rate: float) -> StepResult:
+    """Every rank of the world runs the same number of micro-steps; the engine's collectives match by that."""
+    engine, axis = course.engine, course.groups.sp_axis
+    engine.set_learning_rate(learning_rate)
+    losses = []
+    for micro_step in range(plan.num_micro_steps):
+        course.phase = f"micro-step {micro_step + 1} of {plan.num_micro_steps}"
+        with part_of_step("data"):
+            batch = read_micro_batch(course.rows, plan, course.groups.dp_index, micro_step, axis.rank, axis.size)
+        losses.append(engine.train_micro_step(batch, plan.num_targets))
+    course.phase = "update"
+    own = torch.stack(losses)
+    total = engine.sum_over_ranks(own.sum()).item() / max(1, plan.num_targets)
+    return StepResult(plan, total, engine.read_update(learning_rate), tuple(own.tolist()))

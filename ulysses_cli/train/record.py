@@ -1,0 +1,167 @@
+"""What a run tells: events for the person's display, lines for programs, numbers for trackers. Only rank 0 has any of
+them; on every other rank the same calls say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Display(Protocol):
+    """Where words for the person go."""
+
+    def emit(self, event: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracker(Protocol):
+    """A service that draws curves."""
+
+    def write(self, split: str, line: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Record:
+    """The voice of the run."""
+
+    def __init__(self, run_dir: Path, display: Display | None, trackers: Sequence[Tracker], logging_steps: int) -> None:
+        self.run_dir, self.display, self.trackers = run_dir, display, trackers
+        self.logging_steps = logging_steps
+        self.files: dict[str, LineFile] = {}
+        self.phase = "start"
+
+    def start_files(self, last_step: int) -> None:
+        """Lines after `last_step` are of steps that will be done again."""
+        if self.display is None:
+            return
+        for name in ("metrics", "eval"):
+            cut_lines(self.run_dir / f"{name}.jsonl", last_step)
+            self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
+
+    def tell(self, **event: Any) -> None:
+        if self.display is not None:
+            self.display.emit(event)
+
+    def say(self, text: str) -> None:
+        self.tell(event="plan", text=text)
+
+    def warn(self, text: str) -> None:
+        self.tell(event="warning", message=text)
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.tell(event="phase", name=phase)
+
+    def write_step(self, line: dict[str, Any]) -> None:
+        if line["step"] % self.logging_steps == 0:
+            self._write("metrics", "step", "train", line)
+
+    def write_eval(self, line: dict[str, Any]) -> None:
+        self._write("eval", "eval", "eval", line)
+
+    def _write(self, file: str, event: str, split: str, line: dict[str, Any]) -> None:
+        if self.display is None:
+            return
+        self.files[file].write(line)
+        self.tell(event=event, **line)
+        for tracker in self.trackers:
+            tracker.write(split, line)
+
+    def close(self) -> None:
+        for part in (self.display, *self.files.values(), *self.trackers):
+            if part is not None:
+                part.close()
+
+
+class LineFile:
+    """One JSON object a line, on disk at once. NaN and infinity are null: they are no JSON."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.stream.write(json.dumps(_clean(line)) + "\n")
+        self.stream.flush()
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items()}
+    return value
+
+
+def cut_lines(path: Path, last_step: int) -> None:
+    """On resume: steps that will be done again are taken out, so that each appears once; so is a torn last line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    beside = path.with_suffix(".part")
+    beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(beside, path)
+
+
+class MissingTrackerError(ValueError):
+    """A tracker that the recipe names is not installed."""
+
+
+def make_trackers(names: Sequence[str], run_dir: Path, run_name: str) -> list[Tracker]:
+    makers: dict[str, Callable[[Path, str], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    trackers: list[Tracker] = []
+    for name in names:
+        try:
+            trackers.append(makers[name](run_dir, run_name))
+        except ImportError as error:
+            raise MissingTrackerError(
+                f"run.report_to: {name} is not installed ({error}): pip install ulysses-cli[{name}]"
+            ) from error
+    return trackers
+
+
+def _pick_numbers(line: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
+
+
+class TensorBoard:
+    def __init__(self, run_dir: Path, run_name: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(run_dir / "tensorboard" / run_name))
+
+    def write(self, split: str, line: dict[str, Any]) -> None:
+        for name, value in _pick_numbers(line).items():
+            self.writer.add_scalar(f"{split}/{name}", value, line["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    def __init__(self, run_dir: Path, run_name: str) -> None:
+        import wandb
+
+        self.run = wandb.init(project="ulysses", name=run_name, dir=str(run_dir))
+
+    def write(self, split: str, line: dict[str, Any]) -> None:
+        self.run.log({f"{split}/{name}": value for name, value in _pick_numbers(line).items()}, step=line["step"])
+
+    def close(self) -> None:
+        self.run.finish()

@@ -1,0 +1,50 @@
+"""Facts of a run as plain data: run.json, versions, the machine, the model card. Facts in, text out."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "transformers", "deepspeed", "peft", "datasets", "safetensors")
+TOOL = "ulysses-cli"
+
+
+def list_versions() -> dict[str, str]:
+    found = {"ulysses": metadata.version(TOOL), "python": platform.python_version()}
+    return found | {name: metadata.version(name) for name in PACKAGES}
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type != "cuda":
+        return {"device": f"CPU, {platform.machine()}", "processes_per_machine": here}
+    facts = torch.cuda.get_device_properties(device)
+    return {"device": facts.name, "device_memory_bytes": facts.total_memory, "processes_per_machine": here}
+
+
+def write_run_file(run_dir: Path, content: dict[str, Any]) -> None:
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    beside = run_dir / "run.json.part"
+    beside.write_text(json.dumps({**content, "started": started}, indent=1), encoding="utf-8")
+    os.replace(beside, run_dir / "run.json")
+
+
+def make_card(recipe: dict[str, Any], name: str, model_type: str) -> str:
+    """The model card: what was trained, on what, and the whole recipe."""
+    import yaml
+
+    base, max_length = recipe["model"]["name_or_path"], recipe["data"]["max_length"]
+    lines = ["---", f"library_name: {'peft' if recipe['lora'] else 'transformers'}"]
+    lines += [f"base_model: {base}"] if base else []
+    lines += ["---", "", f"# {name}", ""]
+    what = f"{base or 'A model from random weights'} ({model_type}), fine-tuned at {max_length:,} tokens per row"
+    lines += [f"{what} with ulysses {metadata.version(TOOL)}. The recipe, all defaults included:", ""]
+    written = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    return "\n".join([*lines, "```yaml", written.rstrip(), "```", ""])
