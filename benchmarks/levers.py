@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from ranks import run_on_ranks
 
 NUM_RANKS, HEADS, HEAD_DIM, KV_HEADS, HIDDEN, INTERMEDIATE, VOCABULARY = 2, 8, 64, 4, 512, 1408, 32768
-LOSS_TILE, NUM_METERED = 512, 3
+LOSS_TILE = 512
 CHECKED = 2048  # tokens of the row that is computed
 
 
@@ -168,16 +168,10 @@ class _HostCheckpoint(torch.autograd.Function):
 
 
 def measure(variant: Variant, tokens: int, num_layers: int, is_computing: bool) -> dict[str, float]:
-    """Forward and backward on one rank, more than once: gloo may let go of a buffer late, so the smallest peak is the
-    variant's own."""
-    register_cpu_flops()
-    found = [run_once(variant, tokens, num_layers, is_computing) for _ in range(1 if is_computing else NUM_METERED)]
-    return {field: min(one[field] for one in found) for field in found[0]}
-
-
-def run_once(variant: Variant, tokens: int, num_layers: int, is_computing: bool) -> dict[str, float]:
+    """One forward and backward on one rank."""
     from ulysses_cli.train.documents import make_documents
 
+    register_cpu_flops()
     local, rank = tokens // NUM_RANKS, dist.get_rank()
     meter = Meter(is_computing=is_computing)
     decoder, loss = build(variant, num_layers, local, meter)
