@@ -33,7 +33,7 @@ types: install  ## mypy, strict
 	mypy
 
 bench: install  ## ratios against named peers
-	python benchmarks/startup.py && python benchmarks/exchange.py
+	python benchmarks/startup.py && python benchmarks/exchange.py && python benchmarks/levers.py
 
 check: lint types test  ## what CI runs
 

@@ -44,7 +44,7 @@ class HostPool:
             )
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         if self.is_pinned:  # torch's own allocator of pinned memory would round up to a power of two
-            _check(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+            _check(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0), num_bytes)
         self.num_bytes += num_bytes
         return buffer
 
@@ -59,12 +59,16 @@ class HostPool:
     def _release(self, buffer: Tensor) -> None:
         if self.is_pinned:
             torch.cuda.synchronize()
-            _check(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
+            _check(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()), buffer.numel())
         self.num_bytes -= buffer.numel()
 
 
-def _check(status: Any) -> None:
-    torch.cuda.check_error(int(status))
+def _check(status: Any, num_bytes: int) -> None:
+    if int(status) != 0:
+        raise MemoryError(
+            f"{num_bytes} bytes of host memory cannot be page-locked (CUDA error {int(status)}): raise the limit on "
+            "locked memory (ulimit -l, or the container's), or offload nothing"
+        )
 
 
 class Offloader:
