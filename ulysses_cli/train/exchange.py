@@ -34,8 +34,11 @@ def make_axis(group: dist.ProcessGroup | None) -> Axis:
     return Axis(group, dist.get_world_size(group), dist.get_rank(group))
 
 
-def exchange_in(slices: Sequence[Tensor], spans: Sequence[Spans], axis: Axis) -> list[Tensor]:
-    """Each [B, S, all heads, D] -> [T, h, D], views of one buffer. `spans` says which heads of it each rank gets."""
+def exchange_in(slices: list[Tensor], spans: Sequence[Spans], axis: Axis) -> list[Tensor]:
+    """Each [B, S, all heads, D] -> [T, h, D], views of one buffer. `spans` says which heads of it each rank gets.
+
+    `slices` is emptied: each is let go as soon as it is copied.
+    """
     if axis.group is None:
         parts = [part[:, :, own[0].start : own[0].stop] for part, own in zip(slices, spans, strict=True)]
         return [(part if part.stride(-1) == 1 else part.contiguous()).flatten(0, 1) for part in parts]
@@ -44,8 +47,8 @@ def exchange_in(slices: Sequence[Tensor], spans: Sequence[Spans], axis: Axis) ->
     send = slices[0].new_empty(sum(widths) * batch * tokens * dim)
     segments = _split(send, widths, batch, tokens, dim)
     offsets = [0] * axis.size
-    for part, own in zip(slices, spans, strict=True):
-        _pack(part, segments, own, offsets)
+    for own in spans:
+        _pack(slices.pop(0), segments, own, offsets)
         offsets = [at + span.num_heads for at, span in zip(offsets, own, strict=True)]
     width = widths[axis.rank]
     received = send.new_empty(axis.size, batch, tokens, width, dim)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from ulysses_cli.train.documents import Documents
 from ulysses_cli.train.exchange import Axis, exchange_in, exchange_out
 from ulysses_cli.train.heads import Chunk, HeadPlan, Span, plan_heads
+from ulysses_cli.train.kept import is_keeping, keep
 from ulysses_cli.train.kernels import attend, compute_sink_gradient, run_backward
 from ulysses_cli.train.torch_kernels import Rule
 
@@ -53,7 +54,7 @@ def ulysses_attention(
             f"make {batch * tokens * axis.size}"
         )
     plan = plan_heads(heads, k.size(2), axis.size, num_head_chunks)
-    out: Tensor = _Attention.apply(q, k, v, sinks, _Call(documents, rule, axis, kernel, plan))
+    out: Tensor = _Attention.apply(q, k, v, sinks, _Call(documents, rule, axis, kernel, plan, is_keeping()))
     return out
 
 
@@ -66,6 +67,7 @@ class _Call:
     axis: Axis
     kernel: str
     plan: HeadPlan
+    is_kept: bool  # the layer is computed again in the backward and gets the output back
 
     def list_options(self) -> tuple[Any, ...]:
         documents, rule = self.documents, self.rule
@@ -73,26 +75,19 @@ class _Call:
 
 
 class _Attention(torch.autograd.Function):
-    """In one chunk, what the kernel saw is kept for the backward. In several, only the rank's own slices are kept and
-    the backward exchanges them again, so that whole rows exist for one chunk of heads at a time."""
+    """In one chunk, what the kernel saw is kept for the backward. In several, and in a layer that is computed again,
+    only the rank's own slices are kept and the backward exchanges them: whole rows exist for one chunk of heads at a
+    time, and a recomputation needs neither the kernel nor a collective."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         ctx.call, ctx.num_kv_heads = call, k.size(2)
-        chunks, batch, heads = call.plan.chunks, q.size(0), q.size(2)
-        if len(chunks) == 1:
-            rows = exchange_in([q, k, v], [chunks[0].queries, chunks[0].keys, chunks[0].keys], call.axis)
-            result, lse = _attend(rows, sinks, chunks[0], call)
+        ctx.keeps_rows = len(call.plan.chunks) == 1 and not call.is_kept
+        if ctx.keeps_rows:
+            rows, result, lse = _attend_at_once(q, k, v, sinks, call)
             ctx.save_for_backward(*rows, result, lse, sinks)
-            return exchange_out([result], [chunks[0].queries], call.axis, batch, num_heads=[heads])[0]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        all_lse = []
-        for chunk in chunks:
-            rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], call.axis)
-            result, lse = _attend(rows, sinks, chunk, call)
-            del rows
-            exchange_out([result], [chunk.queries], call.axis, batch, [out])
-            all_lse.append(lse)
+            return exchange_out([result], [call.plan.chunks[0].queries], call.axis, q.size(0), num_heads=[q.size(2)])[0]
+        out, *all_lse = keep(lambda: _attend_by_chunks(q, k, v, sinks, call))
         ctx.save_for_backward(q, k, v, out, sinks, *all_lse)
         return out
 
@@ -102,17 +97,50 @@ class _Attention(torch.autograd.Function):
         return (_backward_at_once if len(ctx.call.plan.chunks) == 1 else _backward_by_chunks)(ctx, dout)
 
 
+def _attend_at_once(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    chunk = call.plan.chunks[0]
+    rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], call.axis)
+    return rows, *_attend(rows, sinks, chunk, call)
+
+
+def _attend_by_chunks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> tuple[Tensor, ...]:
+    """The output [B, S, heads, D] and each chunk's log-sum-exp."""
+    if len(call.plan.chunks) == 1:
+        _, result, lse = _attend_at_once(q, k, v, sinks, call)
+        spans = [call.plan.chunks[0].queries]
+        return exchange_out([result], spans, call.axis, q.size(0), num_heads=[q.size(2)])[0], lse
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    all_lse = []
+    for chunk in call.plan.chunks:
+        rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], call.axis)
+        result, lse = _attend(rows, sinks, chunk, call)
+        del rows
+        exchange_out([result], [chunk.queries], call.axis, q.size(0), [out])
+        all_lse.append(lse)
+    return out, *all_lse
+
+
 def _backward_at_once(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     call: _Call = ctx.call
-    *rows, result, lse, sinks = ctx.saved_tensors
     chunk, batch, counts = call.plan.chunks[0], dout.size(0), [dout.size(2), ctx.num_kv_heads, ctx.num_kv_heads]
-    (drows,) = exchange_in([dout], [chunk.queries], call.axis)
+    spans = [chunk.queries, chunk.keys, chunk.keys]
+    if ctx.keeps_rows:
+        *rows, result, lse, sinks = ctx.saved_tensors
+        (drows,) = exchange_in([dout], [chunk.queries], call.axis)
+    else:
+        q, k, v, out, sinks, lse = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()
+        slices, results = [q, k, v], [dout, out]
+        del q, k, v, out
+        rows = exchange_in(slices, spans, call.axis)  # apart from the results: half the buffers at a time
+        drows, result = exchange_in(results, [chunk.queries, chunk.queries], call.axis)
     wanted_sinks = sinks if ctx.needs_input_grad[3] else None
     grads, dsinks = _attend_backward(rows, drows, result, lse, wanted_sinks, chunk, call)
     # What the kernel saw is not needed to send gradients home. Letting go of it here is what keeps the peak low.
     ctx.maybe_clear_saved_tensors()
     del rows, result, drows
-    spans = [chunk.queries, chunk.keys, chunk.keys]
     if not call.plan.adds_up:
         return *exchange_out(grads, spans, call.axis, batch, num_heads=counts), dsinks, None
     into = _make_room(dout, counts, adds=True)

@@ -1,0 +1,61 @@
+"""Memory levers on a GPU: what travels to host memory and back on side streams is what was sent, step after step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from levers import LENGTHS, Case, Levers, make_loss_model, make_row
+from torch import Tensor
+
+from ulysses_cli.train.documents import make_documents
+from ulysses_cli.train.exchange import make_axis
+from ulysses_cli.train.offload import Offloader
+from ulysses_cli.train.recompute import recompute_layers
+
+pytestmark = pytest.mark.gpu
+SHAPE = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}
+
+
+def run(levers: Levers, offloaded: int | None, steps: int) -> list[list[Tensor]]:
+    """Gradients of each step."""
+    model = make_loss_model(Case("llama", levers, dtype=torch.bfloat16, changes=SHAPE), make_axis(None)).cuda()
+    offloader = None
+    if offloaded is not None:
+        offloader = Offloader(torch.device("cuda"), offloaded)
+        recompute_layers(model.model, "keep_attention", offloader.make_shelf)
+    found = []
+    for _ in range(steps):
+        batch = {name: tensor.cuda().repeat(1, 16) for name, tensor in make_row(LENGTHS).items()}
+        model(**batch, documents=make_documents(LENGTHS * 16, "cuda")).backward()
+        found.append([p.grad for p in model.parameters()])
+        model.zero_grad(set_to_none=True)
+    if offloader is not None:
+        torch.cuda.synchronize()
+        offloader.pool.close()
+        assert offloader.pool.num_bytes == 0
+    return found
+
+
+@pytest.mark.parametrize("offloaded", [1, 5, 6])
+def test_offload_changes_no_value(offloaded: int) -> None:
+    levers = Levers(loss_tile=64, mlp_tiles=3, recompute="keep_attention")
+    expected = run(levers, None, 1)[0]
+    for grads in run(levers, offloaded, 4):
+        for ours, right in zip(grads, expected, strict=True):
+            torch.testing.assert_close(ours, right, rtol=0.02, atol=0.02 * right.abs().max().item())
+
+
+def test_what_is_kept_does_not_grow_with_layers() -> None:
+    held = []
+    for num_layers in (3, 9):
+        case = Case("llama", dtype=torch.bfloat16, changes={**SHAPE, "num_hidden_layers": num_layers})
+        model = make_loss_model(case, make_axis(None)).cuda()
+        offloader = Offloader(torch.device("cuda"), num_layers)
+        recompute_layers(model.model, "keep_attention", offloader.make_shelf)
+        batch = {name: tensor.cuda().repeat(1, 64) for name, tensor in make_row(LENGTHS).items()}
+        before = torch.cuda.memory_allocated()
+        loss = model(**batch, documents=make_documents(LENGTHS * 64, "cuda"))
+        offloader.let_go(0)
+        held.append(torch.cuda.memory_allocated() - before)
+        loss.backward()
+    assert held[1] <= 1.05 * held[0]

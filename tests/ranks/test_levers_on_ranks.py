@@ -1,0 +1,110 @@
+"""Memory levers over ranks: rows that are split, weights that ZeRO-3 shards, rows of unequal length."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from levers import Case, Levers, measure_difference, run_split, run_zero3
+from ranks import RankError, run_on_ranks
+
+ALL = Levers(loss_tile=7, mlp_tiles=5, recompute="keep_attention", offloaded=1, chunks=2)
+ADAPTED = ("q_proj", "down_proj", "gate_proj", "lm_head")
+
+
+def compare_split(case: Case) -> float:
+    expected = run_split(dataclasses.replace(case, levers=Levers()))
+    return max(measure_difference(run_split(case), expected).values())
+
+
+def compare_zero3(case: Case, sp_size: int) -> float:
+    expected = run_zero3(dataclasses.replace(case, levers=Levers()), sp_size)
+    found = run_zero3(case, sp_size)
+    del expected["gathers"], found["gathers"]
+    return max(measure_difference(found, expected).values())
+
+
+@pytest.mark.parametrize("levers", [ALL, Levers(recompute="keep_attention")], ids=["all", "kept"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_split_rows_in_float64(kind: str, levers: Levers) -> None:
+    assert max(run_on_ranks(2, compare_split, Case(kind, levers))) < 1e-6
+
+
+# float32, two steps of SGD; deep sums in another order.
+TOLERANCE = 2e-5
+SAMPLE = [
+    ("llama", 1, ()),
+    ("llama", 2, ADAPTED),
+    ("qwen3", 2, ()),
+    ("gemma3_text", 1, ()),
+    ("qwen3_moe", 2, ()),
+]
+
+
+@pytest.mark.parametrize(("kind", "sp_size", "lora"), SAMPLE, ids=str)
+def test_zero3(kind: str, sp_size: int, lora: tuple[str, ...]) -> None:
+    """At sp 1 the second rank's row is 5 tokens long: fewer tokens than tiles, and other counts than the first's."""
+    case = Case(kind, ALL, dtype=torch.float32, lora=lora)
+    assert max(run_on_ranks(2, compare_zero3, case, sp_size)) < TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lora", [(), ("q_proj", "gate_proj", "down_proj")], ids=["full", "lora"])
+@pytest.mark.parametrize("sp_size", [1, 2])
+@pytest.mark.parametrize(
+    "levers",
+    [
+        ALL,
+        Levers(loss_tile=7),
+        Levers(mlp_tiles=5),
+        Levers(recompute="keep_attention"),
+        Levers(recompute="full", mlp_tiles=3, offloaded=2),
+    ],
+    ids=["all", "loss", "mlp", "kept", "full"],
+)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss"])
+def test_zero3_grid(kind: str, levers: Levers, sp_size: int, lora: tuple[str, ...]) -> None:
+    if lora and kind in ("qwen3_moe", "gpt_oss"):
+        lora = ("q_proj", "o_proj")  # experts are no linear layers
+    case = Case(kind, levers, dtype=torch.float32, lora=lora)
+    assert max(run_on_ranks(2, compare_zero3, case, sp_size)) < TOLERANCE
+
+
+def count_gathers_of(case: Case, parts: tuple[str, ...]) -> dict[str, int]:
+    """Of weights that are let go as soon as their module has run."""
+    gathers: dict[str, int] = run_zero3(case, 1, steps=3, reuse=0)["gathers"]
+    return {name: count for name, count in gathers.items() if any(part in name for part in parts)}
+
+
+def test_gathers_do_not_grow_with_tiles() -> None:
+    """At most once in the forward and once for the backward, where the recomputation finds them there already;
+    the head, whose one pass does everything, at most once more when the backward passes by."""
+    few, many, plain = (
+        run_on_ranks(2, count_gathers_of, Case("llama", levers, dtype=torch.float32), (".mlp.", "lm_head"))[0]
+        for levers in (
+            Levers(loss_tile=40, mlp_tiles=2, recompute="keep_attention"),
+            Levers(loss_tile=3, mlp_tiles=9, recompute="keep_attention"),
+            Levers(recompute="keep_attention"),
+        )
+    )
+    assert few == many
+    assert max(many.values()) <= 2, many
+    assert sum(many.values()) <= sum(plain.values())
+
+
+def run_unmarked() -> Any:
+    import levers
+
+    original = levers.tile_mlps
+    levers.tile_mlps = lambda model, count_tiles, _: original(model, count_tiles)  # type: ignore[assignment]
+    try:
+        return run_zero3(Case("llama", Levers(mlp_tiles=3), dtype=torch.float32), 1)
+    finally:
+        levers.tile_mlps = original
+
+
+def test_a_block_that_would_gather_for_each_tile_is_refused() -> None:
+    with pytest.raises(RankError, match="not gathered as a whole: mark it as a ZeRO-3 leaf"):
+        run_on_ranks(2, run_unmarked)

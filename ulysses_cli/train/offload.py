@@ -1,0 +1,188 @@
+"""What layers keep for the backward, in host memory: copied out on a stream of its own while later layers compute, and
+back while the backward of the layer above computes.
+
+Takes tensors and a device. On a CPU the same steps run with plain copies, so that values and bytes can be tested.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.train.clock import part_of_step
+
+# Runs of layers whose copies may be on their way out at once: what they keep is still on the device.
+MAX_LEAVING = 2
+
+
+class HostPool:
+    """Host buffers, page-locked for a GPU once and used again in every step."""
+
+    def __init__(self, *, is_pinned: bool, max_bytes: int | None = None) -> None:
+        self.is_pinned, self.max_bytes = is_pinned, max_bytes
+        self.num_bytes = 0
+        self._free: list[Tensor] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """The smallest free buffer that is large enough; else a new one, in place of a free one that is too small."""
+        fitting = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
+        if fitting:
+            found = min(fitting, key=Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not found]
+            return found
+        if self._free:
+            self._release(self._free.pop())
+        if self.max_bytes is not None and self.num_bytes + num_bytes > self.max_bytes:
+            raise MemoryError(
+                f"offloading needs {num_bytes} more bytes of host memory than the {self.num_bytes} it holds, and may "
+                f"hold {self.max_bytes}: offload fewer layers"
+            )
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if self.is_pinned:  # torch's own allocator of pinned memory would round up to a power of two
+            _check(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0), num_bytes)
+        self.num_bytes += num_bytes
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        """After the last step, when no copy is on its way."""
+        while self._free:
+            self._release(self._free.pop())
+
+    def _release(self, buffer: Tensor) -> None:
+        if self.is_pinned:
+            torch.cuda.synchronize()
+            _check(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()), buffer.numel())
+        self.num_bytes -= buffer.numel()
+
+
+def _check(status: Any, num_bytes: int) -> None:
+    if int(status) != 0:
+        raise MemoryError(
+            f"{num_bytes} bytes of host memory cannot be page-locked (CUDA error {int(status)}): raise the limit on "
+            "locked memory (ulimit -l, or the container's), or offload nothing"
+        )
+
+
+class Offloader:
+    """The streams, the pool, and the runs of layers whose tensors are in host memory, newest last."""
+
+    def __init__(self, device: torch.device, num_layers: int, max_host_bytes: int | None = None) -> None:
+        """`num_layers` counts from the first layer: what it keeps waits longest."""
+        self.device, self.num_layers = device, num_layers
+        is_cuda = device.type == "cuda"
+        self.pool = HostPool(is_pinned=is_cuda, max_bytes=max_host_bytes)
+        self.out_stream = torch.cuda.Stream(device) if is_cuda else None
+        self.in_stream = torch.cuda.Stream(device) if is_cuda else None
+        self.leaving: deque[tuple[HostShelf, Any, Tensor]] = deque()
+        self._newest: weakref.ref[HostShelf] | None = None
+
+    def make_shelf(self, layer: int) -> HostShelf | None:
+        """The place for what one run of a layer keeps. Layers above the offloaded ones keep theirs on the device, but
+        announce that the backward comes near."""
+        previous = self._newest() if self._newest is not None else None
+        shelf = HostShelf(self, previous, is_offloaded=layer < self.num_layers)
+        self._newest = weakref.ref(shelf)
+        return shelf
+
+    def copy_out(self, shelf: HostShelf, tensor: Tensor, room: Tensor) -> Any:
+        """Start the copy -> an event after it, None on a CPU."""
+        if self.out_stream is None:
+            room.copy_(tensor)
+            return None
+        self.out_stream.wait_stream(torch.cuda.current_stream(self.device))  # it makes the tensor
+        with torch.cuda.stream(self.out_stream):
+            room.copy_(tensor, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self.leaving.append((shelf, done, tensor))
+        self.let_go(MAX_LEAVING)
+        return done
+
+    def let_go(self, num_shelves: int) -> None:
+        """Of device tensors, but for those of the newest runs: compute waits for their copies, so that the memory is
+        free to be written again."""
+        newest: list[HostShelf] = []
+        for shelf, _, _ in reversed(self.leaving):
+            if shelf not in newest:
+                newest.append(shelf)
+        for _ in range(sum(shelf not in newest[:num_shelves] for shelf, _, _ in self.leaving)):
+            torch.cuda.current_stream(self.device).wait_event(self.leaving.popleft()[1])
+
+    def copy_in(self, item: Item) -> None:
+        """Start the copy back. Memory for it comes from the stream that computes, and is its own again afterwards."""
+        self.let_go(0)
+        item.tensor = torch.empty(item.shape, dtype=item.dtype, device=self.device)
+        if self.in_stream is None:
+            item.tensor.copy_(item.room)
+            return
+        self.in_stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.in_stream.wait_event(item.copied_out)
+        with torch.cuda.stream(self.in_stream):
+            item.tensor.copy_(item.room, non_blocking=True)
+            item.arrived = torch.cuda.Event()
+            item.arrived.record()
+        # A later step's copy into this buffer must come after this one.
+        if self.out_stream is not None:
+            self.out_stream.wait_event(item.arrived)
+
+
+class Item:
+    """One tensor in host memory, or on its way back from it."""
+
+    def __init__(self, offloader: Offloader, shelf: HostShelf, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.tensor: Tensor | None = None
+        self.arrived: Any = None
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        buffer = offloader.pool.take(num_bytes)
+        self.give_back = weakref.finalize(self, offloader.pool.give_back, buffer)  # also when no backward comes
+        self.room = buffer[:num_bytes].view(self.dtype).view(self.shape)
+        self.copied_out = offloader.copy_out(shelf, tensor.contiguous(), self.room)
+
+
+class HostShelf:
+    """What one run of one layer keeps in host memory. The first tensor that is fetched brings the others along, and
+    those of the run before it, whose backward is next."""
+
+    def __init__(self, offloader: Offloader, previous: HostShelf | None, *, is_offloaded: bool) -> None:
+        self.offloader, self.previous, self.is_offloaded = offloader, previous, is_offloaded
+        self.waiting: list[Item] = []
+
+    def store(self, tensor: Tensor) -> Item | Tensor:
+        tensor = tensor.detach()
+        if not self.is_offloaded:
+            return tensor
+        with part_of_step("offload"):
+            item = Item(self.offloader, self, tensor)
+        self.waiting.append(item)
+        return item
+
+    def fetch(self, stored: Item | Tensor) -> Tensor:
+        with part_of_step("offload"):
+            self.bring_back()
+            if self.previous is not None:
+                self.previous.bring_back()
+        if isinstance(stored, Tensor):
+            return stored
+        tensor, stored.tensor = stored.tensor, None
+        if tensor is None:
+            raise RuntimeError("a tensor in host memory is fetched a second time: a layer's backward can run once")
+        if stored.arrived is not None:
+            with part_of_step("offload"):
+                torch.cuda.current_stream(self.offloader.device).wait_event(stored.arrived)
+        return tensor
+
+    def bring_back(self) -> None:
+        """Start the copies of all that is still in host memory."""
+        for item in self.waiting:
+            self.offloader.copy_in(item)
+            item.give_back()
+        self.waiting = []
