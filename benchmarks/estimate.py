@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ulysses_cli.commands.hardware_table import load_hardware
+from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import load_table
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Engine, Job

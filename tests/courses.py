@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ulysses_cli.data.batching import make_batching
+from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
@@ -32,7 +33,8 @@ class Trip:
         groups = make_groups(layout, timedelta(seconds=60))
         shape = read_model_shape(recipe.model.config or {}, "test")
         torch.manual_seed(recipe.run.seed)
-        self.built: Built = build(recipe, shape, groups, torch.device("cpu"), num_steps)
+        levers = choose_levers(recipe, shape, None).levers
+        self.built: Built = build(recipe, shape, groups, torch.device("cpu"), num_steps, levers)
         torch.manual_seed(recipe.run.seed + groups.rank)
         batching = make_batching(recipe, shape)
         self.course = Course(

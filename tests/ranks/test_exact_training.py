@@ -13,6 +13,7 @@ from training import CONFIG, Course, MemoryRows, make_recipe, measure_difference
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.data.steps import Batching, plan_step, read_micro_batch
+from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
@@ -52,7 +53,8 @@ def train_on_ranks(recipe: Recipe) -> Course:
     layout = make_layout(recipe)
     groups = make_groups(layout, timedelta(seconds=60))
     shape = read_model_shape(recipe.model.config or {}, "test")
-    built = build(recipe, shape, groups, torch.device("cpu"), NUM_STEPS)
+    levers = choose_levers(recipe, shape, None).levers
+    built = build(recipe, shape, groups, torch.device("cpu"), NUM_STEPS, levers)
     engine, rows = built.engine, MemoryRows(ROWS)
     trained = {name.removeprefix("model."): p for name, p in built.module.named_parameters() if p.requires_grad}
     losses: list[float] = []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.commands.hardware_table import SHIPPED, _read_yaml, load_hardware
+from ulysses_cli.hardware_table import SHIPPED, _read_yaml, load_hardware
 from ulysses_cli.plan.hardware import read_hardware
 from ulysses_cli.plan.problem import RecipeError
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from recipes import load, make_shape
-from ulysses_cli.commands.hardware_table import load_hardware
+from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.estimate import compute_estimate
 from ulysses_cli.plan.fit import is_indexable, judge
 from ulysses_cli.plan.ledger.job import make_job

@@ -261,7 +261,7 @@ def test_the_largest_is_found(limit: int) -> None:
 
 
 def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
-    from ulysses_cli.commands.hardware_table import load_hardware
+    from ulysses_cli.hardware_table import load_hardware
 
     gpu = load_hardware().get_gpu("h200")
     job = Job(LLAMA, Layout(1, 1, 8), 4096, Levers(tiled_loss=True))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from test_memory import LLAMA, SHAPES
 
-from ulysses_cli.commands.hardware_table import load_hardware
+from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.fit import judge
 from ulysses_cli.plan.memory import compute_ledger
 from ulysses_cli.plan.search import MIN_STEPS, Offer, Wish, search, search_longest

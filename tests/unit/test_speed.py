@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_memory import LLAMA, QWEN, SHAPES
 
-from ulysses_cli.commands.hardware_table import load_hardware
+from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.weights import Adapters

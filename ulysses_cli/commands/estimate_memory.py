@@ -47,7 +47,7 @@ def estimate_memory(
       ulysses estimate-memory my.yaml data.max_length=512Ki memory.offload_optimizer=cpu --format json
       ulysses estimate-memory --model Qwen/Qwen3-8B --max-length 1M --sweep --html sweep.html
     """
-    from ulysses_cli.commands.hardware_table import load_hardware
+    from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.plan.estimate import compute_estimate
     from ulysses_cli.report import ledger, printing
 

@@ -61,7 +61,7 @@ def plan(
       ulysses plan --model Qwen/Qwen3-8B --max-length 1M --gpus h100-80gb:8,h200:16 --budget 200 --write my.yaml
       ulysses plan --model Qwen/Qwen3-8B --longest --gpus h100-80gb:8,a100-80gb:8
     """
-    from ulysses_cli.commands.hardware_table import load_hardware
+    from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.plan import search
     from ulysses_cli.report import planner, printing
 

@@ -69,7 +69,7 @@ def validate_config(
 
 def _judge_all(gpu: str, valid: list[Validated]) -> list[dict[str, Any]]:
     """The ledger's verdict and the levers that it chooses, for recipes that are valid."""
-    from ulysses_cli.commands.hardware_table import load_hardware
+    from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.plan.estimate import compute_estimate
     from ulysses_cli.report.ledger import describe_verdict
 

@@ -9,10 +9,13 @@ from ulysses_cli.plan.fit import Fit, find_max_length, judge
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.lever_choice import COSTS, Choice, choose_for_job, find_cheapest, list_strongest, read_levers
+from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.memory import Ledger, compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.speed import Speed, compute_cost, compute_speed
+
+LESS = 0.95  # of the ledger's peak: what ran out was less than that
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,18 @@ def suggest_levers(job: Job, gpu: Gpu) -> str:
     if judge(tried, compute_ledger(tried), gpu).verdict != "fits":
         return ""
     return "\n".join(write_levers(found, job.levers)) + "\n"
+
+
+def explain_memory(recipe: Recipe, shape: ModelShape, levers: Levers, gpu: Gpu) -> str:
+    """After memory ran out: the ledger's largest lines, and the cheapest change that needs less than what was tried."""
+    job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
+    ledger = compute_ledger(job)
+    largest = sorted(ledger.peak.lines.items(), key=lambda line: -line[1])[:3]
+    lines = ", ".join(f"{name} {num_bytes / 2**30:.1f} GiB" for name, num_bytes in largest)
+    tried = replace(gpu, memory_bytes=min(gpu.memory_bytes, int(LESS * ledger.gpu_peak_bytes)))
+    change = suggest_levers(job, tried)
+    if not change:
+        length = find_max_length(job, tried)
+        change = f"data:\n  max_length: {length}\n" if length else ""
+    advice = f"; this needs less:\n{change}" if change else "; no lever and no shorter row helps: use more GPUs"
+    return f"largest in {ledger.peak.phase}: {lines}{advice}"

@@ -76,6 +76,16 @@ class Hardware:
         near = f"did you mean {close[0]}? " if close else ""
         raise RecipeError([Problem(KEY, f"no GPU is called {name}", f"{near}known: {', '.join(self.gpus)}")])
 
+    def recognise(self, device_name: str, memory_bytes: int, host_bytes: int) -> tuple[Gpu, bool]:
+        """The entry for what a driver calls its device, with the memory that is really there, and whether the name is
+        known. Of a GPU that is not in the table the one of the most similar size lends its rates."""
+        words = set(device_name.lower().replace("-", " ").split())
+        scores = {key: sum(word in words for word in key.split("-")) for key in self.gpus}
+        best = max(scores.values())
+        alike = [gpu for key, gpu in self.gpus.items() if scores[key] == best]
+        nearest = min(alike, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes))
+        return replace(nearest, memory_bytes=memory_bytes, host_bytes_per_gpu=host_bytes), best > 0
+
 
 NUMBERS = {"tflops", "memory_gb_s", "link_gb_s", "host_gb_s", "network_gb_s"}
 REQUIRED = {*NUMBERS, "name", "memory_mib", "attention", "gpus_per_node", "host_gib_per_gpu"}

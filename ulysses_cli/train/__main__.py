@@ -44,6 +44,7 @@ def main(words: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     logs = Path(os.path.expanduser(loaded.recipe.run.output_dir)) / "logs"
     screen = take_screen(logs, rank)
+    from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.report.progress import Display, make_display
     from ulysses_cli.train.life import Life
 
@@ -52,7 +53,7 @@ def main(words: Sequence[str]) -> int:
         stream = os.fdopen(screen if screen is not None else 2, "w", encoding="utf-8", errors="backslashreplace")
         return make_display(stream, num_steps, run.price_per_gpu_hour, world_size, logging_steps=run.logging_steps)
 
-    life = Life(loaded, options, show)
+    life = Life(loaded, options, show, load_hardware)
     try:
         life.run()
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told

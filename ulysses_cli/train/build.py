@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from transformers.integrations import deepspeed as integration
 
 from ulysses_cli.plan.attention import Need
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
+from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe, Train
-from ulysses_cli.plan.resolved import compute_rope_factor, get_original_positions
+from ulysses_cli.plan.resolved import compute_rope_factor, compute_row_tokens, get_original_positions
+from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 from ulysses_cli.train.agreement import gather_values
 from ulysses_cli.train.clock import count_as, watch_module
 from ulysses_cli.train.documents import make_documents
@@ -30,8 +33,12 @@ from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.groups import Groups
 from ulysses_cli.train.interface import register_attention
 from ulysses_cli.train.kernel_choice import Choice, choose_kernel
-from ulysses_cli.train.loss import HeadRule, LossModel, PlainLoss, apply_rule
+from ulysses_cli.train.loss import HeadRule, Loss, LossModel, PlainLoss, apply_rule
+from ulysses_cli.train.offload import Offloader
+from ulysses_cli.train.recompute import recompute_layers
 from ulysses_cli.train.shards import get_shape
+from ulysses_cli.train.tiled_loss import make_tiled_loss
+from ulysses_cli.train.tiled_mlp import tile_mlps
 
 PROBE_TOKENS = 8
 HEAD_TOLERANCE = 0.02  # bfloat16 keeps 8 bits; a lost scale or softcap costs far more
@@ -97,6 +104,7 @@ def build(
     groups: Groups,
     device: torch.device,
     num_steps: int,
+    levers: Levers,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Built:
     """Collective over all ranks."""
@@ -104,25 +112,21 @@ def build(
 
     layout = groups.layout
     deepspeed.init_distributed(dist_backend=dist.get_backend())  # takes over torch's groups
-    ds_config = merge_user_config(make_ds_config(recipe, layout, _settle_offload(recipe)), recipe.deepspeed)
+    ds_config = merge_user_config(make_ds_config(recipe, layout, levers.offload_optimizer), recipe.deepspeed)
     kernel = _choose_kernel(recipe, shape, groups, device)
     tell(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
     stretch_positions(config, recipe, shape)
-    chunks = recipe.memory.attention_head_chunks
-    attention = register_attention(groups.sp_axis, kernel.name, 1 if chunks == "auto" else chunks)
+    attention = register_attention(groups.sp_axis, kernel.name, levers.head_chunks)
     with _tell_transformers(ds_config if recipe.parallel.zero_stage == 3 else None):
         model = _load_weights(recipe, config, attention)
     adapter = _add_adapters(recipe, model) if recipe.lora is not None else None
-    if recipe.memory.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        if adapter is not None:
-            model.enable_input_require_grads()
     head_rule = read_head_rule(config, recipe.train.z_loss_weight)
-    module = LossModel(model, PlainLoss(model.get_output_embeddings(), head_rule))
+    loss = _pull_levers(model, levers, head_rule, recipe, shape, device)
+    module = LossModel(model, loss)
     module.train()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    optimizer = _make_optimizer(recipe.train, trained, _settle_offload(recipe))
+    optimizer = _make_optimizer(recipe.train, trained, levers.offload_optimizer)
     wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config, dist_init_required=False)
     if hasattr(wrapped.optimizer, "check_grad_overflow"):
         wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 look for NaN in float32 only when told
@@ -164,9 +168,28 @@ def _prove_head(model: Any, rule: HeadRule, groups: Groups, device: torch.device
         )
 
 
-def _settle_offload(recipe: Recipe) -> str:
-    offload = recipe.memory.offload_optimizer
-    return "none" if offload == "auto" else offload
+def _pull_levers(
+    model: Any, levers: Levers, rule: HeadRule, recipe: Recipe, shape: ModelShape, device: torch.device
+) -> Loss:
+    """Each lever changes how a part of the model runs, none what it computes."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    gather_whole: Callable[[nn.Module], None] | None = None
+    if recipe.parallel.zero_stage == 3:
+        gather_whole = partial(set_z3_leaf_module, flag=True)
+    try:
+        if levers.tiled_mlp:
+            tile_mlps(model, lambda tokens: compute_num_mlp_tiles(tokens, shape.hidden_size), gather_whole)
+        if levers.gradient_checkpointing:
+            shelves = Offloader(device, shape.num_layers).make_shelf if levers.activation_offloading else None
+            recompute_layers(model, "full" if levers.gradient_checkpointing == "full" else "keep_attention", shelves)
+    except ValueError as error:
+        raise BuildError(f"{error}: turn memory.tiled_mlp or memory.gradient_checkpointing off") from error
+    head = model.get_output_embeddings()
+    if not levers.tiled_loss:
+        return PlainLoss(head, rule)
+    local_tokens = recipe.train.per_device_train_batch_size * compute_row_tokens(recipe) // recipe.parallel.sp_size
+    return make_tiled_loss(head, rule, compute_loss_tile_tokens(local_tokens, shape.vocab_size), gather_whole)
 
 
 def _choose_kernel(recipe: Recipe, shape: ModelShape, groups: Groups, device: torch.device) -> Choice:

@@ -21,7 +21,10 @@ from ulysses_cli.data.batching import count_rows, make_batching, make_eval_batch
 from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.steps import plan_step
 from ulysses_cli.data.tokenizer import load_tokenizer
+from ulysses_cli.plan.estimate import explain_memory
 from ulysses_cli.plan.flops import compute_model_flops
+from ulysses_cli.plan.hardware import Gpu, Hardware
+from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.resolved import make_layout, resolve
@@ -52,8 +55,14 @@ class StartError(ValueError):
 class Life:
     """One rank of a run."""
 
-    def __init__(self, loaded: Loaded, options: argparse.Namespace, show: Callable[[int], Display]) -> None:
-        self.loaded, self.options, self.show = loaded, options, show
+    def __init__(
+        self,
+        loaded: Loaded,
+        options: argparse.Namespace,
+        show: Callable[[int], Display],
+        load_hardware: Callable[[], Hardware],
+    ) -> None:
+        self.loaded, self.options, self.show, self.load_hardware = loaded, options, show, load_hardware
         self.recipe = loaded.recipe
         self.layout = make_layout(self.recipe)
         self.run_dir = Path(os.path.expanduser(self.recipe.run.output_dir))
@@ -91,6 +100,8 @@ class Life:
         self.end = count_rows(recipe, len(self.rows), self.batching.rows_per_step)
         self.num_steps = -(-self.end // self.batching.rows_per_step)
         self.device = self.choose_device()
+        self.gpu = self.recognise_gpu()
+        self.choice = choose_levers(recipe, self.shape, self.gpu)
         if int(os.environ.get("RANK", "0")) == 0:
             run_name = recipe.run.run_name or self.run_dir.name
             trackers = make_trackers(recipe.run.report_to, self.run_dir, run_name)
@@ -107,6 +118,15 @@ class Life:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         return device
+
+    def recognise_gpu(self) -> Gpu | None:
+        if self.device.type != "cuda":
+            return None
+        facts = torch.cuda.get_device_properties(self.device)
+        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpu, self.is_known_gpu = self.load_hardware().recognise(facts.name, facts.total_memory, host_bytes // here)
+        return gpu
 
     def meet_others(self) -> None:
         self.record.enter("meeting the other ranks")
@@ -134,7 +154,11 @@ class Life:
     def build_all(self) -> Course:
         self.record.enter("loading the model")
         seed_all(self.recipe.run.seed)
-        built = build(self.recipe, self.shape, self.groups, self.device, self.num_steps, self.record.say)
+        self.choice = gather_values(self.choice, self.groups.host_group)[0]  # memories differ a little; levers must not
+        self.say_levers()
+        built = build(
+            self.recipe, self.shape, self.groups, self.device, self.num_steps, self.choice.levers, self.record.say
+        )
         self.built = built
         self.assert_sharded()
         self.owner = Owner(
@@ -177,7 +201,8 @@ class Life:
         if self.groups.is_first:
             write_run_file(self.run_dir, self.list_facts())
         run = self.recipe.run
-        meter = Meter(partial(compute_model_flops, self.shape), None, self.record.write_step)
+        peak_tflops = self.gpu.tflops if self.gpu is not None and self.is_known_gpu else None
+        meter = Meter(partial(compute_model_flops, self.shape), peak_tflops, self.record.write_step)
         course.before = (meter.start,)
         after: list[Callable[[Course, StepResult], None]] = [meter.record, self.bad_steps.judge]
         after += [every(run.eval_steps, self.evaluate)] if run.eval_steps else []
@@ -194,7 +219,7 @@ class Life:
         )
         memory = ""
         if self.device.type == "cuda":
-            memory = f", peak {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB"
+            memory = f", peak {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB{self.format_predicted()}"
             torch.cuda.reset_peak_memory_stats(self.device)
         seconds = time.perf_counter() - started
         self.record.say(f"rehearsed step, evaluation and save at {longest:,} tokens per row in {seconds:.1f} s{memory}")
@@ -248,10 +273,36 @@ class Life:
             "machine": describe_machine(self.device),
             "data": {"hash": self.options.data.name, "num_rows": len(self.rows)},
             "attention": vars(self.built.kernel),
-            "prediction": None,
+            "levers": self.list_levers(),
+            "prediction": self.list_prediction(),
             "price_per_gpu_hour": recipe.run.price_per_gpu_hour,
             "num_steps": self.num_steps,
         }
+
+    def list_levers(self) -> dict[str, Any]:
+        reasons = self.choice.reasons
+        return {
+            name: {"value": value, "reason": reasons.get(name, "as the recipe says")}
+            for name, value in vars(self.choice.levers).items()
+        }
+
+    def list_prediction(self) -> dict[str, Any] | None:
+        fit = self.choice.fit
+        return None if fit is None else {"peak_memory_bytes": fit.gpu_peak_bytes, **vars(fit)}
+
+    def say_levers(self) -> None:
+        for name, lever in self.list_levers().items():
+            if name in self.choice.reasons:
+                self.record.say(f"memory.{name}: {lever['value']}, {lever['reason']}")
+        fit = self.choice.fit
+        if fit is not None and fit.verdict != "fits":
+            self.record.warn(f"the ledger says {fit.verdict.replace('_', ' ')}{self.format_predicted()}")
+        if self.device.type == "cuda" and "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
+            self.record.say("expandable segments are off: the allocator loses memory to fragments at long rows")
+
+    def format_predicted(self) -> str:
+        fit = self.choice.fit
+        return f" (predicted {fit.gpu_peak_bytes / 2**30:.2f} of {fit.gpu_capacity_bytes / 2**30:.2f})" if fit else ""
 
     def assert_sharded(self) -> None:
         """Under ZeRO-3 this rank holds about its share of the parameters, and no more."""
@@ -269,9 +320,13 @@ class Life:
         return f"{self.record.phase}, step {course.step + 1}, {course.phase}"
 
     def explain_out_of_memory(self, error: BaseException) -> dict[str, Any]:
-        first = (str(error).strip().splitlines() or ["out of memory"])[0]
+        """The row, the ledger's largest lines, and the smallest change of the recipe that fits."""
+        first = (str(error).strip().splitlines() or ["out of memory"])[0][:300]
         rows = f"rows of {self.resolved.row_tokens:,} tokens, {self.resolved.local_tokens:,} per rank"
-        return {"message": f"out of memory with {rows}: {first[:300]}", "hint": ""}
+        message = f"out of memory with {rows}: {first}"
+        if self.gpu is None:
+            return {"message": message, "hint": "shorter rows (data.max_length), or a larger sp_size"}
+        return {"message": message, "hint": explain_memory(self.recipe, self.shape, self.choice.levers, self.gpu)}
 
 
 def every(period: int, chore: Callable[[Course], None]) -> Callable[[Course, StepResult], None]:

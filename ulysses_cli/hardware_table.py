@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ulysses_cli.plan.hardware import Hardware
 
-SHIPPED = Path(__file__).parents[1] / "plan" / "hardware.yaml"
+SHIPPED = Path(__file__).parent / "plan" / "hardware.yaml"
 MAX_BYTES = 1 << 20
 
 
