@@ -114,10 +114,38 @@ def list_cases() -> list[Any]:
     return cases
 
 
+TILED = ("memory.tiled_mlp=true", "memory.tiled_loss=true")
+LEVERS = {
+    "all": (*TILED, "memory.activation_offloading=true", "memory.attention_head_chunks=2"),
+    "full": (*TILED, "memory.gradient_checkpointing=full", "memory.activation_offloading=true"),
+    "none": ("memory.gradient_checkpointing=false",),
+    "cpu adam": ("memory.offload_optimizer=cpu", "memory.tiled_loss=true"),
+}
+
+
+@pytest.mark.parametrize(
+    ("levers", "name", "lora"),
+    [
+        pytest.param(levers, name, lora, marks=() if telling else pytest.mark.full)
+        for levers in LEVERS
+        for name in ("2x1", "2x2")
+        for lora in (False, True)
+        for telling in [(levers == "all" and name == "2x1") or (levers == "full" and name == "2x1" and lora)]
+    ],
+)
+def test_levers_through_the_engine_change_nothing(levers: str, name: str, lora: bool) -> None:
+    check_training(name, 2, 3, lora, *LEVERS[levers])
+
+
 @pytest.mark.parametrize(("name", "accumulation", "stage", "lora"), list_cases())
 def test_training_equals_plain_torch(name: str, accumulation: int, stage: int, lora: bool) -> None:
+    check_training(name, accumulation, stage, lora)
+
+
+def check_training(name: str, accumulation: int, stage: int, lora: bool, *more: str) -> None:
     sp_size, dp_size = LAYOUTS[name]
     overrides = [
+        *more,
         f"parallel.sp_size={sp_size}",
         f"parallel.dp_shard_size={dp_size}",
         f"parallel.zero_stage={stage}",
