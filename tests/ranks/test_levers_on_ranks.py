@@ -32,6 +32,39 @@ def test_split_rows_in_float64(kind: str, levers: Levers) -> None:
     assert max(run_on_ranks(2, compare_split, Case(kind, levers))) < 1e-6
 
 
+def count_exchanges(levers: Levers) -> float:
+    """All-to-alls of a layer in one forward and backward."""
+    from ulysses_cli.train import exchange
+
+    calls, original = [0], exchange._all_to_all
+
+    def counted(*args: Any) -> None:
+        calls[0] += 1
+        original(*args)
+
+    exchange._all_to_all = counted  # type: ignore[assignment]
+    try:
+        run_split(Case("llama", levers))
+    finally:
+        exchange._all_to_all = original
+    return calls[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("levers", "exchanges"),
+    [
+        (Levers(), 4),
+        (Levers(recompute="full"), 6),
+        (Levers(recompute="keep_attention"), 5),
+        (Levers(recompute="keep_attention", chunks=2), 8),
+        (Levers(recompute="full", chunks=2), 12),
+    ],
+    ids=str,
+)
+def test_a_recomputation_that_keeps_attention_exchanges_nothing(levers: Levers, exchanges: int) -> None:
+    assert run_on_ranks(2, count_exchanges, levers) == [exchanges, exchanges]
+
+
 # float32, two steps of SGD; deep sums in another order.
 TOLERANCE = 2e-5
 SAMPLE = [
