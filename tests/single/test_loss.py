@@ -63,7 +63,8 @@ def test_a_sum_of_token_losses_and_its_gradients(rule: HeadRule) -> None:
     each = PlainLoss(head, rule).per_token(hidden, labels)
     assert each.shape == labels.shape
     assert not each.requires_grad
-    assert each.sum().item() == pytest.approx(expected.item(), rel=1e-12)
+    plain = PlainLoss(head, HeadRule(rule.softcap, rule.divisor))(hidden, labels)
+    assert each.sum().item() == pytest.approx(plain.item(), rel=1e-12)
 
 
 def test_without_a_target_the_sum_is_zero_and_still_part_of_the_graph() -> None:

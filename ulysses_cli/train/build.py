@@ -132,7 +132,7 @@ def build(
         wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 look for NaN in float32 only when told
     _prove_head(model, head_rule, groups, device)
     _watch(wrapped, module)
-    engine = Engine(wrapped, groups, device, make_schedule(recipe.train, num_steps))
+    engine = Engine(wrapped, groups, device, make_schedule(recipe.train, num_steps), _forget_modules)
     num_trained = sum(math.prod(get_shape(parameter)) for _, parameter in trained)
     return Built(engine, module, config, adapter, kernel, num_trained)
 
@@ -181,7 +181,8 @@ def _pull_levers(
         if levers.tiled_mlp:
             tile_mlps(model, lambda tokens: compute_num_mlp_tiles(tokens, shape.hidden_size), gather_whole)
         if levers.gradient_checkpointing:
-            shelves = Offloader(device, shape.num_layers).make_shelf if levers.activation_offloading else None
+            # the last layer's backward follows at once: what it keeps would come back before it had left
+            shelves = Offloader(device, shape.num_layers - 1).make_shelf if levers.activation_offloading else None
             recompute_layers(model, "full" if levers.gradient_checkpointing == "full" else "keep_attention", shelves)
     except ValueError as error:
         raise BuildError(f"{error}: turn memory.tiled_mlp or memory.gradient_checkpointing off") from error
@@ -343,6 +344,13 @@ def make_schedule(train: Train, num_steps: int) -> Callable[[int], float]:
             special[name] = special[name] / train.learning_rate
     factor = get_scheduler(train.lr_scheduler_type, stand_in, warmup, num_steps, special).lr_lambdas[0]
     return lambda step: train.learning_rate * factor(step)
+
+
+def _forget_modules() -> None:
+    """A recomputation that ends early leaves modules that DeepSpeed thinks are still running: one list, for ever."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    del parameter_offload.FWD_MODULE_STACK[1:]
 
 
 def _watch(wrapped: Any, module: LossModel) -> None:

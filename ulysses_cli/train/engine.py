@@ -34,10 +34,15 @@ class Engine:
     """One rank's end of the sharded model. `learning_rate_at` is a pure function of the step's number."""
 
     def __init__(
-        self, wrapped: Any, groups: Groups, device: torch.device, learning_rate_at: Callable[[int], float]
+        self,
+        wrapped: Any,
+        groups: Groups,
+        device: torch.device,
+        learning_rate_at: Callable[[int], float],
+        tidy_up: Callable[[], None],
     ) -> None:
         self.wrapped, self.groups, self.device = wrapped, groups, device
-        self.learning_rate_at = learning_rate_at
+        self.learning_rate_at, self.tidy_up = learning_rate_at, tidy_up
 
     def train_micro_step(self, batch: MicroBatch, num_targets: int) -> Tensor:
         """Forward and backward -> this rank's sum of token losses, on the device.
@@ -57,6 +62,7 @@ class Engine:
 
     def read_update(self, learning_rate: float) -> Update:
         """After the last micro-step. A gradient that is not finite leaves the weights as they are."""
+        self.tidy_up()
         norm = self.wrapped.get_global_grad_norm()
         norm = float(norm) if norm is not None else math.nan
         return Update(bool(self.wrapped.was_step_applied()) and math.isfinite(norm), norm, learning_rate)

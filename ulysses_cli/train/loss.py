@@ -6,7 +6,7 @@ Whoever sums over ranks and micro-steps divides once, by the number of targets o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +35,7 @@ class Loss(Protocol):
         """Float32 sum over targets, part of the graph even when there is none."""
 
     def per_token(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Float32 [B, S], 0 where there is no target. No gradients."""
+        """Float32 [B, S] of cross-entropy alone, 0 where there is no target. No gradients."""
 
 
 def apply_rule(logits: Tensor, rule: HeadRule) -> Tensor:
@@ -68,7 +68,8 @@ class PlainLoss:
 
     @torch.no_grad()
     def per_token(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return compute_token_losses(self.head(hidden).flatten(0, 1), labels.flatten(), self.rule).view(labels.shape)
+        rule = replace(self.rule, z_loss_weight=0.0)
+        return compute_token_losses(self.head(hidden).flatten(0, 1), labels.flatten(), rule).view(labels.shape)
 
 
 class LossModel(nn.Module):

@@ -7,6 +7,7 @@ weight gathers it once. Knows no model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class TiledLoss:
 
     @torch.no_grad()
     def per_token(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Float32 [B, S], 0 where there is no target."""
+        """Float32 [B, S] of cross-entropy alone, 0 where there is no target."""
         losses: Tensor = self.head(hidden, labels, per_token=True)
         return losses
 
@@ -50,19 +51,18 @@ class TiledLoss:
             return self.compute_logits(hidden)
         check_is_whole(self.head, "the output head")
         if per_token:
-            return self._find_losses(hidden.flatten(0, 1), labels.flatten()).view(labels.shape)
+            rule = replace(self.rule, z_loss_weight=0.0)
+            return self._find_losses(hidden.flatten(0, 1), labels.flatten(), rule).view(labels.shape)
         weights = WeightSums(self.head)
         if torch.is_grad_enabled() and (hidden.requires_grad or weights.weights):
             total: Tensor = _Loss.apply(hidden, labels, self, weights, *weights.weights)
             return total
-        return self._find_losses(hidden.flatten(0, 1), labels.flatten()).sum()
+        return self._find_losses(hidden.flatten(0, 1), labels.flatten(), self.rule).sum()
 
     @torch.no_grad()
-    def _find_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _find_losses(self, hidden: Tensor, labels: Tensor, rule: HeadRule) -> Tensor:
         parts = self.walk_tiles(labels.numel())
-        return torch.cat(
-            [compute_losses(self.compute_logits(hidden[part]), labels[part], self.rule)[0] for part in parts]
-        )
+        return torch.cat([compute_losses(self.compute_logits(hidden[part]), labels[part], rule)[0] for part in parts])
 
 
 class _Loss(torch.autograd.Function):

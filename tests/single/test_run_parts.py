@@ -1,0 +1,180 @@
+"""Parts of a run that need no ranks: wishes to stop, buckets of an evaluation, lines, trackers, schedules, the card."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from training import make_recipe
+from transformers import get_scheduler
+
+from ulysses_cli.plan.recipe import Train
+from ulysses_cli.train.build import make_schedule
+from ulysses_cli.train.evaluation import list_bounds, summarize
+from ulysses_cli.train.record import LineFile, MissingTrackerError, Record, cut_lines, make_trackers
+from ulysses_cli.train.run_file import make_card
+from ulysses_cli.train.stop import StopWishes
+from ulysses_cli.train.tensor_file import read_metadata, write_tensors
+
+
+def test_time_and_money_are_wishes_to_stop() -> None:
+    wishes = StopWishes(max_hours=2.0, max_cost=30.0, usd_per_hour=16.0)
+    assert wishes.name(wishes.read_flags()) == ""
+    wishes.hours_before = 1.9
+    assert wishes.name(wishes.read_flags()) == "run.max_cost"  # 1.9 x 16 = 30.4
+    wishes.hours_before = 2.1
+    assert wishes.name(wishes.read_flags()) == "run.max_hours"
+    wishes.signals = 1
+    assert wishes.name(wishes.read_flags()) == "a signal"
+    assert StopWishes().read_flags() == (0, 0, 0)
+
+
+def test_buckets_cover_every_position_once() -> None:
+    assert list_bounds(100) == [2048]
+    assert list_bounds(2049) == [2048, 8192]
+    assert list_bounds(1 << 20)[-2:] == [524288, 2097152]
+    bounds = torch.tensor(list_bounds(40_000))
+    positions = torch.tensor([0, 2047, 2048, 8191, 8192, 39_999])
+    assert torch.bucketize(positions, bounds, right=True).tolist() == [0, 0, 1, 1, 2, 3]
+
+
+def test_an_evaluation_is_one_sum_over_one_count() -> None:
+    found = summarize(torch.tensor([[10.0, 4], [0, 0], [2, 2]], dtype=torch.float64), [2048, 8192, 32768])
+    assert found["loss"] == 2.0
+    assert found["perplexity"] == pytest.approx(math.exp(2))
+    assert found["tokens"] == 6
+    assert found["by_position"] == {"0-2K": {"loss": 2.5, "tokens": 4}, "8-32K": {"loss": 1.0, "tokens": 2}}
+    nothing = summarize(torch.zeros(1, 2, dtype=torch.float64), [2048])
+    assert math.isnan(nothing["loss"])
+    assert nothing["by_position"] == {}
+
+
+def test_lines_after_the_resumed_step_and_a_torn_one_are_cut(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    cut_lines(file, 3)
+    lines = LineFile(file)
+    for step in range(1, 6):
+        lines.write({"step": step, "loss": math.nan if step == 2 else 1.0})
+    lines.close()
+    with open(file, "a") as stream:
+        stream.write('{"step": 1, "lo')
+    cut_lines(file, 3)
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in kept] == [(1, 1.0), (2, None), (3, 1.0)]
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def emit(self, event: Any) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.events.append("closed")
+
+
+def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    run = types.SimpleNamespace(log=lambda values, step: told.append((step, values)), finish=lambda: told.append("end"))
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **settings: told.append(settings) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    screen = Screen()
+    record = Record(tmp_path, screen, make_trackers(["wandb"], tmp_path, "mine"), logging_steps=2)
+    record.start_files(0)
+    record.write_step({"step": 1, "loss": 3.0})  # not a logging step
+    record.write_step({"step": 2, "loss": 2.0, "mfu": None, "step_parts": {"mlp": 1.0}})
+    record.write_eval({"step": 2, "loss": 2.5, "by_position": {}})
+    record.close()
+    assert told == [
+        {"project": "ulysses", "name": "mine", "dir": str(tmp_path)},
+        (2, {"train/loss": 2.0}),
+        (2, {"eval/loss": 2.5}),
+        "end",
+    ]
+    assert [event["event"] for event in screen.events[:-1]] == ["step", "eval"]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 2
+
+
+def test_a_tracker_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingTrackerError, match=r"wandb is not installed .*pip install ulysses-cli\[wandb\]"):
+        make_trackers(["wandb"], tmp_path, "mine")
+
+
+def test_ranks_without_a_display_say_nothing(tmp_path: Path) -> None:
+    record = Record(tmp_path, None, (), 1)
+    record.start_files(0)
+    record.write_step({"step": 1})
+    record.say("hello")
+    record.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("constant", {}),
+        ("constant_with_warmup", {}),
+        ("inverse_sqrt", {"timescale": 7.0}),
+        ("polynomial", {"lr_end": 1e-4, "power": 2.0}),
+        ("cosine_with_min_lr", {"min_lr": 1e-4}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 5.0}),
+    ],
+)
+def test_the_schedule_is_transformers_own(name: Any, special: dict[str, float]) -> None:
+    warmup = 0 if name == "constant" else 4
+    train = Train(learning_rate=0.01, lr_scheduler_type=name, lr_scheduler_kwargs=special, warmup_steps=warmup)
+    ours = make_schedule(train, 20)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    whole = {key: int(value) if key in ("num_decay_steps", "timescale") else value for key, value in special.items()}
+    scheduler = get_scheduler(name, optimizer, warmup, 20, whole)
+    for step in range(20):
+        assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-15), step
+        optimizer.step()
+        scheduler.step()
+
+
+def test_a_warm_up_as_a_share_of_all_steps() -> None:
+    ours = make_schedule(Train(learning_rate=1.0, warmup_ratio=0.25, lr_scheduler_type="constant_with_warmup"), 16)
+    assert [ours(step) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_the_card_holds_the_whole_recipe() -> None:
+    recipe = make_recipe("lora.r=4").model_dump(mode="json")
+    card = make_card(recipe, "mine", "qwen3")
+    _, front, text = card.split("---\n", 2)
+    assert yaml.safe_load(front) == {"library_name": "peft"}
+    assert yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]) == recipe
+
+
+def test_a_tensor_file_is_read_by_the_library(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    whole = torch.arange(24.0).view(4, 6)
+    given = {
+        "view": whole[1:3],
+        "column": whole[:, 2],
+        "half": torch.tensor([1.5], dtype=torch.bfloat16),
+        "empty": torch.empty(0),
+        "bytes": torch.tensor([1, 2, 255], dtype=torch.uint8),
+    }
+    digest = write_tensors(tmp_path / "x.safetensors", given.items(), {"note": "é"})
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == given.keys()
+    for name, tensor in given.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    assert read_metadata(tmp_path / "x.safetensors") == {"note": "é"}
+    assert len(digest) == 64

@@ -1,0 +1,40 @@
+"""The model's own work, against a count by hand and pair by pair."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ulysses_cli.plan.flops import compute_model_flops, compute_pair_flops, count_pairs
+from ulysses_cli.plan.model_shape import read_model_shape
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+
+@given(st.integers(1, 60), st.none() | st.integers(1, 80))
+def test_pairs_are_those_that_a_causal_window_allows(length: int, window: int | None) -> None:
+    pairs = sum(1 for q in range(length) for k in range(q + 1) if window is None or q - k < window)
+    assert count_pairs(length, window) == pairs
+
+
+def test_a_small_model_by_hand() -> None:
+    shape = read_model_shape(CONFIG, "test")
+    per_layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96  # q, k and v, out, MLP
+    tokens, pairs = 10 + 3, 55 + 6
+    forward = 2 * tokens * (2 * per_layer + 64 * 128) + 2 * 4 * 4 * 16 * pairs
+    assert compute_model_flops(shape, [10, 3]) == 3 * forward
+    assert compute_pair_flops(shape) == 3 * 2 * 4 * 4 * 16
+
+
+def test_experts_count_where_a_token_is_sent() -> None:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    shape = read_model_shape({**CONFIG, "model_type": "mixtral", **experts, "head_dim": 16}, "test")
+    dense = read_model_shape(CONFIG, "test")
+    more = 3 * 2 * 2 * (3 * 64 * 96 + 64 * 8)  # forward and backward, two layers, one more expert and the router
+    assert compute_model_flops(shape, [1]) - compute_model_flops(dense, [1]) == more
