@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import get_scheduler
 
 from ulysses_cli.plan.recipe import Train
 from ulysses_cli.train.build import make_schedule
+from ulysses_cli.train.cores import bind_to_device, find_near_cores, read_list
 from ulysses_cli.train.evaluation import list_bounds, summarize
 from ulysses_cli.train.record import LineFile, MissingTrackerError, Record, cut_lines, make_trackers
 from ulysses_cli.train.run_file import make_card
@@ -157,6 +159,17 @@ def test_the_card_holds_the_whole_recipe() -> None:
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front) == {"library_name": "peft"}
     assert yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]) == recipe
+
+
+def test_cores_near_a_device_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
+    assert read_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (tmp_path / "0000:1b:00.0" / "local_cpulist").write_text("2-3\n")
+    assert find_near_cores("0000:1b:00.0", tmp_path) == {2, 3}
+    assert find_near_cores("0000:1c:00.0", tmp_path) == set()
+    allowed = os.sched_getaffinity(0)
+    assert bind_to_device(torch.device("cpu")) == len(allowed)
+    assert os.sched_getaffinity(0) == allowed
 
 
 def test_a_tensor_file_is_read_by_the_library(tmp_path: Path) -> None:

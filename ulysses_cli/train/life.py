@@ -32,6 +32,7 @@ from ulysses_cli.train.agreement import gather_values
 from ulysses_cli.train.bad_steps import BadSteps
 from ulysses_cli.train.build import build, load_model_config
 from ulysses_cli.train.checkpoint import Owner
+from ulysses_cli.train.cores import bind_to_device
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.export import export_model
 from ulysses_cli.train.groups import make_groups
@@ -117,6 +118,7 @@ class Life:
             raise StartError(f"{here} processes on this machine, but {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        bind_to_device(device)
         return device
 
     def recognise_gpu(self) -> Gpu | None:
