@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ulysses_cli.data.batching import make_batching
+from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.recipe import Recipe
@@ -28,13 +29,22 @@ from ulysses_cli.train.stop import StopWishes
 class Trip:
     """A course with what stands around it."""
 
-    def __init__(self, recipe: Recipe, rows: Any, num_steps: int, run_dir: str = "", seed_ranks: bool = True) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        rows: Any,
+        num_steps: int,
+        run_dir: str = "",
+        device: torch.device | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        device = device or torch.device("cpu")
         layout = make_layout(recipe)
         groups = make_groups(layout, timedelta(seconds=60))
         shape = read_model_shape(recipe.model.config or {}, "test")
         torch.manual_seed(recipe.run.seed)
-        levers = choose_levers(recipe, shape, None).levers
-        self.built: Built = build(recipe, shape, groups, torch.device("cpu"), num_steps, levers)
+        levers = choose_levers(recipe, shape, gpu).levers
+        self.built: Built = build(recipe, shape, groups, device, num_steps, levers)
         torch.manual_seed(recipe.run.seed + groups.rank)
         batching = make_batching(recipe, shape)
         self.course = Course(

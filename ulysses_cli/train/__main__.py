@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def main(words: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     logs = Path(os.path.expanduser(loaded.recipe.run.output_dir)) / "logs"
     screen = take_screen(logs, rank)
+    warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's use of torch: several a step, in a log for people
     from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.report.progress import Display, make_display
     from ulysses_cli.train.life import Life

@@ -294,7 +294,7 @@ class Life:
 
     def say_levers(self) -> None:
         for name, lever in self.list_levers().items():
-            if name in self.choice.reasons:
+            if name in self.choice.reasons and self.gpu is not None:
                 self.record.say(f"memory.{name}: {lever['value']}, {lever['reason']}")
         fit = self.choice.fit
         if fit is not None and fit.verdict != "fits":
