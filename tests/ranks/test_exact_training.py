@@ -120,6 +120,7 @@ LEVERS = {
     "full": (*TILED, "memory.gradient_checkpointing=full", "memory.activation_offloading=true"),
     "none": ("memory.gradient_checkpointing=false",),
     "cpu adam": ("memory.offload_optimizer=cpu", "memory.tiled_loss=true"),
+    "host": ("memory.offload_optimizer=cpu", "memory.offload_param=cpu"),
 }
 
 

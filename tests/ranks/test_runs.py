@@ -147,6 +147,16 @@ def test_a_checkpoint_goes_on_at_any_layout_and_stage(tmp_path: Path) -> None:
             assert losses == pytest.approx(expected, rel=1e-5), overrides
 
 
+@pytest.mark.full
+def test_a_checkpoint_moves_between_device_and_host(tmp_path: Path) -> None:
+    common = ("parallel.sp_size=2", "train.gradient_accumulation_steps=2")
+    on_host = make_recipe(*common, "memory.offload_optimizer=cpu", "memory.offload_param=cpu")
+    expected = run_on_ranks(2, save_after, on_host, str(tmp_path), 3)[0]
+    assert run_on_ranks(2, resume_from, on_host, str(tmp_path))[0] == (6, expected)
+    _, losses = run_on_ranks(2, resume_from, make_recipe(*common), str(tmp_path))[0]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def disagree(facts: dict[int, Any]) -> list[int]:
     mine = facts.get(dist.get_rank(), "as planned")
     return compare_facts({"lengths": mine, "rows": (1, 2)}, dist.group.WORLD, dist.get_rank(), 7)

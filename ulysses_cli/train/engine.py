@@ -79,7 +79,7 @@ class Engine:
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Collective over all ranks: every rank holds other tokens."""
-        values = values.to(self.device, torch.float64 if self.device.type == "cpu" else torch.float32)
+        values = values.to(self.device, torch.float64)
         dist.all_reduce(values)
         return values
 

@@ -47,7 +47,7 @@ def evaluate(engine: Engine, groups: Groups, rows: Rows, batching: Batching) -> 
             sums[:, 0].index_add_(0, at, losses.double())
             sums[:, 1].index_add_(0, at, torch.ones_like(losses, dtype=torch.float64))
         position = plan.next_position
-    sums = engine.sum_over_ranks(sums).double().cpu()
+    sums = engine.sum_over_ranks(sums).cpu()
     return summarize(sums, bounds.tolist())
 
 

@@ -137,7 +137,9 @@ class Life:
 
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.layout.world_size)
         else:
-            dist.init_process_group("gloo" if self.device.type == "cpu" else "nccl", timeout=START_TIMEOUT)
+            on_gpu = self.device.type == "cuda"
+            device = self.device if on_gpu else None  # NCCL then need not guess it at its first collective
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=START_TIMEOUT, device_id=device)
         self.groups = make_groups(self.layout, START_TIMEOUT)
         facts = {
             "recipe": self.resolved.recipe_hash,
