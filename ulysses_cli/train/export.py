@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ulysses_cli.train.checkpoint import CheckpointError, Source, index_sources, read_range
+from ulysses_cli.train.archive import CheckpointError
+from ulysses_cli.train.checkpoint import Source, index_sources, read_range
 from ulysses_cli.train.tensor_file import write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -8,11 +8,12 @@ import torch
 
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.train.agreement import DisagreementError
+from ulysses_cli.train.archive import CheckpointError
 from ulysses_cli.train.bad_steps import BadStepsError
 from ulysses_cli.train.build import BuildError
-from ulysses_cli.train.checkpoint import CheckpointError
 from ulysses_cli.train.life import Life, StartError
 from ulysses_cli.train.record import MissingTrackerError
+from ulysses_cli.train.resume import ResumeError
 
 FAILED, USAGE = 1, 2
 ANTICIPATED = (BadStepsError, CheckpointError, DisagreementError)
@@ -23,7 +24,7 @@ def describe_failure(error: BaseException, life: Life) -> dict[str, Any]:
         text = "; ".join(f"{problem.key}: {problem.message}" if problem.key else problem.message
                          for problem in error.problems)  # fmt: skip
         return {"message": text, "hint": error.problems[0].hint, "exit_code_wanted": USAGE}
-    if isinstance(error, BuildError | StartError | MissingTrackerError):
+    if isinstance(error, BuildError | StartError | MissingTrackerError | ResumeError):
         return {"message": str(error), "exit_code_wanted": USAGE}
     if isinstance(error, torch.OutOfMemoryError):
         return {**life.explain_out_of_memory(error), "exit_code_wanted": FAILED}

@@ -39,6 +39,7 @@ from ulysses_cli.train.loop import Course, StepResult, train
 from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.record import Display, Record, make_trackers
 from ulysses_cli.train.rehearsal import rehearse
+from ulysses_cli.train.resume import FRESH, check_changes, find_beginning, fit_accumulation
 from ulysses_cli.train.run_file import describe_machine, list_versions, make_card, write_run_file
 from ulysses_cli.train.saves import Saves
 from ulysses_cli.train.shards import count_held
@@ -96,16 +97,46 @@ class Life:
                 f"{self.shape.vocab_size:,}: name the tokenizer that belongs to the model (model.tokenizer)"
             )
         self.resolved = resolve(recipe, self.shape)
-        self.batching = make_batching(recipe, self.shape)
-        self.end = count_rows(recipe, len(self.rows), self.batching.rows_per_step)
-        self.num_steps = -(-self.end // self.batching.rows_per_step)
         self.device = self.choose_device()
         self.gpu = self.recognise_gpu()
         self.choice = choose_levers(recipe, self.shape, self.gpu)
-        if int(os.environ.get("RANK", "0")) == 0:
+        is_first = int(os.environ.get("RANK", "0")) == 0
+        said: list[str] = []
+        self.beginning = FRESH
+        if is_first and not self.options.dry_run:
+            restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            self.beginning = find_beginning(self.run_dir, self.options.resume, restarts, said.append)
+        self.plan_steps(said.append)
+        if is_first:
             run_name = recipe.run.run_name or self.run_dir.name
             trackers = make_trackers(recipe.run.report_to, self.run_dir, run_name)
             self.record = Record(self.run_dir, self.show(self.num_steps), trackers, recipe.run.logging_steps)
+            for text in said:
+                self.record.warn(text)
+
+    def plan_steps(self, tell: Callable[[str], None] = lambda _: None) -> None:
+        """How many rows and steps are ahead of the beginning. Accumulation follows the checkpoint's rows per step."""
+        recipe, state = self.loaded.recipe, self.beginning.state
+        if state:
+            train, anyway = recipe.train, self.options.resume_anyway
+            check_changes(state, recipe.model_dump(mode="json"), self.options.data.name, anyway=anyway, tell=tell)
+            width, before = train.per_device_train_batch_size, train.gradient_accumulation_steps
+            layout = self.layout
+            fitted = fit_accumulation(state, width, before, layout.dp_size, layout.sp_size, anyway=anyway)
+            if fitted != before:
+                rows = state["rows_per_step"]
+                tell(f"train.gradient_accumulation_steps: {before} -> {fitted}, to keep {rows} rows per step")
+            recipe = recipe.model_copy(
+                update={"train": train.model_copy(update={"gradient_accumulation_steps": fitted})}
+            )
+        self.recipe = recipe
+        self.batching = make_batching(recipe, self.shape)
+        rows_per_step, begin = self.batching.rows_per_step, self.beginning
+        if recipe.train.max_steps is not None:
+            self.end = begin.position + max(0, recipe.train.max_steps - begin.step) * rows_per_step
+        else:
+            self.end = count_rows(recipe, len(self.rows), rows_per_step)
+        self.num_steps = begin.step + -(-max(0, self.end - begin.position) // rows_per_step)
 
     def choose_device(self) -> torch.device:
         if self.recipe.run.device == "cpu" or self.options.pretend:
@@ -146,6 +177,8 @@ class Life:
         }
         if not self.options.pretend:
             compare_machines(gather_values((socket.gethostname(), facts), self.groups.host_group))
+            self.beginning = gather_values(self.beginning, self.groups.host_group)[0]
+            self.plan_steps()
         run = self.recipe.run
         usd_per_hour = (run.price_per_gpu_hour or 0.0) * self.layout.world_size
         self.wishes = StopWishes(run.max_hours, run.max_cost, usd_per_hour)
@@ -191,10 +224,9 @@ class Life:
 
     def start(self, course: Course) -> None:
         """From here on things are written: the checkpoint's state comes first, a rehearsal only before step 1."""
-        self.record.enter("looking for a checkpoint")
-        path = self.saves.find(self.options.resume, course)
-        if path is not None:
-            self.saves.resume(course, path)
+        if self.beginning.path is not None:
+            self.record.enter("loading the checkpoint")
+            self.saves.resume(course, self.beginning.path)
         elif self.recipe.run.rehearsal:
             self.rehearse(course)
         self.record.start_files(course.step)

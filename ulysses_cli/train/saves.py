@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.train.agreement import gather_values
+from ulysses_cli.train.archive import prune_checkpoints, set_aside
 from ulysses_cli.train.bad_steps import BadSteps
-from ulysses_cli.train.checkpoint import (
-    Owner,
-    find_newest_valid,
-    load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from ulysses_cli.train.checkpoint import Owner, load_checkpoint, save_checkpoint
 from ulysses_cli.train.loop import Course
 from ulysses_cli.train.record import Record
 
@@ -50,17 +43,11 @@ class Saves:
         self.last_step = course.step
         self.record.tell(event="saved", path=str(path), seconds=time.perf_counter() - started)
 
-    def find(self, wanted: str | None, course: Course) -> Path | None:
-        """Collective over all ranks: rank 0 looks, all take what it found."""
-        if wanted is None or wanted != "auto":
-            return Path(os.path.expanduser(wanted)) if wanted else None
-        found = find_newest_valid(self.record.run_dir, self.record.warn) if self.owner.rank == 0 else None
-        newest: Path | None = gather_values(found, course.groups.host_group)[0]
-        return newest
-
     def resume(self, course: Course, path: Path) -> None:
         """Collective over all ranks."""
         state = load_checkpoint(self.owner, path)
+        if self.owner.rank == 0:
+            set_aside(self.record.run_dir, path, self.record.warn)
         course.step, course.position = int(state["step"]), int(state["position"])
         course.optimizer_steps = int(state["optimizer_steps"])
         self.bad_steps.count = int(state["bad_steps"])

@@ -58,12 +58,3 @@ def read_metadata(file: Path) -> dict[str, str]:
         header = json.loads(stream.read(size))
     found: dict[str, str] = header["__metadata__"]
     return found
-
-
-def sync_folder(folder: Path) -> None:
-    """A rename is durable once its folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
