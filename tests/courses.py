@@ -21,14 +21,17 @@ from ulysses_cli.train.checkpoint import Owner
 from ulysses_cli.train.groups import make_groups
 from ulysses_cli.train.loop import Course, StepResult
 from ulysses_cli.train.record import Record
-from ulysses_cli.train.saves import Saves
+from ulysses_cli.train.saves import Habits, Saves
 from ulysses_cli.train.stop import StopWishes
 
 
 class Trip:
     """A course with what stands around it."""
 
-    def __init__(self, recipe: Recipe, rows: Any, num_steps: int, run_dir: str = "", seed_ranks: bool = True) -> None:
+    def __init__(
+        self, recipe: Recipe, rows: Any, num_steps: int, run_dir: str = "", seed_ranks: bool = True,
+        habits: Habits | None = None,
+    ) -> None:  # fmt: skip
         layout = make_layout(recipe)
         groups = make_groups(layout, timedelta(seconds=60))
         shape = read_model_shape(recipe.model.config or {}, "test")
@@ -53,7 +56,7 @@ class Trip:
             tell_all=lambda value: gather_values(value, groups.host_group),
         )
         facts = {"world_size": layout.world_size}
-        self.saves = Saves(self.owner, Record(Path(run_dir), None, (), 1), None, facts, self.bad_steps)
+        self.saves = Saves(self.owner, Record(Path(run_dir), None, (), 1), habits or Habits(), facts, self.bad_steps)
 
     @property
     def losses(self) -> list[float]:

@@ -221,3 +221,14 @@ def test_rows_per_step_are_kept() -> None:
     with pytest.raises(ResumeError, match=r"rows per step: was 8, is 4"):
         fit(8, (1, 4), (1, 2), 2)
     assert fit(8, (1, 4), (1, 2), 2, anyway=True) == 2
+
+
+def test_steps_ahead_of_a_beginning() -> None:
+    assert resume.FRESH.count_ahead(10, 40, 4) == (40, 10)
+    assert resume.FRESH.count_ahead(None, 41, 4) == (41, 11)
+    begun = resume.Beginning(Path("x"), {"step": 6, "position": 24})
+    assert begun.count_ahead(10, 40, 4) == (40, 10)
+    assert begun.count_ahead(None, 41, 4) == (41, 11)
+    assert begun.count_ahead(10, 20, 2) == (32, 10)  # rows per step changed, anyway
+    assert begun.count_ahead(None, 41, 2) == (41, 15)
+    assert begun.count_ahead(5, 20, 4) == (24, 6)

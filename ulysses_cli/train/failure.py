@@ -20,6 +20,14 @@ ANTICIPATED = (BadStepsError, CheckpointError, DisagreementError)
 
 
 def describe_failure(error: BaseException, life: Life) -> dict[str, Any]:
+    """`is_cause`: what was anticipated is why the run ended, while anything else may be another rank's death, seen from
+    here. It would happen again (`is_final`): a restart in its place is of no use."""
+    told = _describe(error, life)
+    is_anticipated = "is_unforeseen" not in told
+    return {**told, "is_cause": is_anticipated, "is_final": is_anticipated}
+
+
+def _describe(error: BaseException, life: Life) -> dict[str, Any]:
     if isinstance(error, RecipeError):
         text = "; ".join(f"{problem.key}: {problem.message}" if problem.key else problem.message
                          for problem in error.problems)  # fmt: skip
@@ -31,4 +39,4 @@ def describe_failure(error: BaseException, life: Life) -> dict[str, Any]:
     if isinstance(error, ANTICIPATED):
         return {"message": str(error), "exit_code_wanted": FAILED}
     lines = str(error).strip().splitlines() or [""]
-    return {"message": f"{type(error).__name__}: {lines[0][:400]}", "exit_code_wanted": FAILED}
+    return {"message": f"{type(error).__name__}: {lines[0][:400]}", "exit_code_wanted": FAILED, "is_unforeseen": True}

@@ -39,11 +39,12 @@ from ulysses_cli.train.loop import Course, StepResult, train
 from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.record import Display, Record, make_trackers
 from ulysses_cli.train.rehearsal import rehearse
-from ulysses_cli.train.resume import FRESH, check_changes, find_beginning, fit_accumulation
+from ulysses_cli.train.resume import FRESH, adapt, find_beginning
 from ulysses_cli.train.run_file import describe_machine, list_versions, make_card, write_run_file
-from ulysses_cli.train.saves import Saves
+from ulysses_cli.train.saves import Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
 from ulysses_cli.train.stop import StopWishes
+from ulysses_cli.train.watchdog import Watchdog
 
 START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
 SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
@@ -78,7 +79,9 @@ class Life:
             self.record.tell(event="done", note="dry run: everything but the steps")
         else:
             self.start(course)
-            self.finish(course, train(course))
+            reason = train(course)
+            self.watchdog.stop()
+            self.finish(course, reason)
         self.tear_down()
 
     def read_inputs(self) -> None:
@@ -118,25 +121,15 @@ class Life:
         """How many rows and steps are ahead of the beginning. Accumulation follows the checkpoint's rows per step."""
         recipe, state = self.loaded.recipe, self.beginning.state
         if state:
-            train, anyway = recipe.train, self.options.resume_anyway
-            check_changes(state, recipe.model_dump(mode="json"), self.options.data.name, anyway=anyway, tell=tell)
-            width, before = train.per_device_train_batch_size, train.gradient_accumulation_steps
-            layout = self.layout
-            fitted = fit_accumulation(state, width, before, layout.dp_size, layout.sp_size, anyway=anyway)
-            if fitted != before:
-                rows = state["rows_per_step"]
-                tell(f"train.gradient_accumulation_steps: {before} -> {fitted}, to keep {rows} rows per step")
+            dumped, anyway = recipe.model_dump(mode="json"), self.options.resume_anyway
+            fitted = adapt(state, dumped, self.options.data.name, self.layout, anyway=anyway, tell=tell)
             recipe = recipe.model_copy(
-                update={"train": train.model_copy(update={"gradient_accumulation_steps": fitted})}
+                update={"train": recipe.train.model_copy(update={"gradient_accumulation_steps": fitted})}
             )
-        self.recipe = recipe
+        self.recipe, begin = recipe, self.beginning
         self.batching = make_batching(recipe, self.shape)
-        rows_per_step, begin = self.batching.rows_per_step, self.beginning
-        if recipe.train.max_steps is not None:
-            self.end = begin.position + max(0, recipe.train.max_steps - begin.step) * rows_per_step
-        else:
-            self.end = count_rows(recipe, len(self.rows), rows_per_step)
-        self.num_steps = begin.step + -(-max(0, self.end - begin.position) // rows_per_step)
+        whole = count_rows(recipe, len(self.rows), self.batching.rows_per_step)
+        self.end, self.num_steps = begin.count_ahead(recipe.train.max_steps, whole, self.batching.rows_per_step)
 
     def choose_device(self) -> torch.device:
         if self.recipe.run.device == "cpu" or self.options.pretend:
@@ -212,7 +205,9 @@ class Life:
             "versions": list_versions(),
         }
         self.bad_steps = BadSteps(self.recipe.run.max_bad_steps, self.record.warn)
-        self.saves = Saves(self.owner, self.record, self.recipe.run.save_total_limit, facts, self.bad_steps)
+        run = self.recipe.run
+        habits = Habits(run.save_total_limit, run.async_save, run.on_save_error == "continue")
+        self.saves = Saves(self.owner, self.record, habits, facts, self.bad_steps)
         self.course = Course(built.engine, self.groups, self.rows, self.batching, self.num_steps, self.end, self.wishes)
         seed_all(self.recipe.run.seed + self.groups.rank)
         first = plan_step(self.rows, self.batching, 0, self.end)
@@ -227,7 +222,8 @@ class Life:
         if self.beginning.path is not None:
             self.record.enter("loading the checkpoint")
             self.saves.resume(course, self.beginning.path)
-        elif self.recipe.run.rehearsal:
+        self.check_disk()
+        if self.beginning.path is None and self.recipe.run.rehearsal:
             self.rehearse(course)
         self.record.start_files(course.step)
         if self.groups.is_first:
@@ -239,8 +235,24 @@ class Life:
         after: list[Callable[[Course, StepResult], None]] = [meter.record, self.bad_steps.judge]
         after += [every(run.eval_steps, self.evaluate)] if run.eval_steps else []
         after += [every(run.save_steps, self.saves.save)] if run.save_steps else []
+        after += [self.saves.look] if run.async_save else []
         course.after = tuple(after)
         self.record.enter("training")
+        logs = self.run_dir / "logs"
+        self.watchdog = Watchdog(course, run.step_timeout, self.groups.rank, self.layout.world_size, logs)
+        self.watchdog.start()
+
+    def check_disk(self) -> None:
+        """Rank 0 looks; all follow. A disk that will be full is known before the first step."""
+        run, built, width = self.recipe.run, self.built, getattr(torch, self.recipe.model.dtype).itemsize
+        num_saves = -(-(self.num_steps - self.beginning.step) // run.save_steps) if run.save_steps else 1
+        num_exported = built.num_trained if built.adapter is not None else self.shape.num_parameters
+        look = partial(find_shortage, self.run_dir, built.num_trained, num_exported * width, run.save_total_limit)
+        shortage = self.owner.tell_all(look(num_saves) if self.groups.is_first else "")[0]
+        if shortage and run.on_save_error == "stop":
+            raise StartError(shortage)
+        if shortage:
+            self.record.warn(shortage)
 
     def rehearse(self, course: Course) -> None:
         self.record.enter("rehearsal")
@@ -261,11 +273,12 @@ class Life:
             return
         course.phase = "evaluation"
         batching = make_eval_batching(self.recipe, self.shape)
-        found = evaluate(course.engine, self.groups, self.eval_rows, batching)
+        beat = partial(setattr, course, "phase")
+        found = evaluate(course.engine, self.groups, self.eval_rows, batching, beat)
         self.record.write_eval({"step": course.step, **found})
 
     def finish(self, course: Course, reason: str) -> None:
-        self.saves.save(course)
+        self.saves.save_last(course)
         if reason:
             self.record.tell(event="stopped", reason=f"by {reason} after step {course.step} of {course.num_steps}")
             return

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.changes import list_changes
+from ulysses_cli.plan.layout import Layout
 from ulysses_cli.train.archive import (
     CheckpointError,
     find_damage,
@@ -19,6 +20,8 @@ from ulysses_cli.train.archive import (
     load_state,
     tidy_folder,
 )
+
+WIDTHS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 class ResumeError(ValueError):
@@ -39,6 +42,12 @@ class Beginning:
     @property
     def position(self) -> int:
         return int(self.state.get("position", 0))
+
+    def count_ahead(self, max_steps: int | None, num_rows: int, rows_per_step: int) -> tuple[int, int]:
+        """-> (position where the stream of rows ends, number of the last step), also where rows per step have
+        changed. `num_rows`: of the whole run."""
+        end = num_rows if max_steps is None else self.position + max(0, max_steps - self.step) * rows_per_step
+        return end, self.step - (-max(0, end - self.position) // rows_per_step)
 
 
 FRESH = Beginning(None, {})
@@ -69,6 +78,24 @@ def find_beginning(run_dir: Path, wanted: str | None, num_restarts: int, tell: C
         raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
 
 
+def adapt(
+    state: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    data: str,
+    layout: Layout,
+    *,
+    anyway: bool,
+    tell: Callable[[str], None],
+) -> int:
+    """-> gradient_accumulation_steps with which this recipe goes on from a checkpoint on the present layout."""
+    check_changes(state, recipe, data, anyway=anyway, tell=tell)
+    width, before = (recipe["train"][name] for name in WIDTHS)
+    fitted = fit_accumulation(state, width, before, layout.dp_size, layout.sp_size, anyway=anyway)
+    if fitted != before:
+        tell(f"{WIDTHS[1]}: {before} -> {fitted}, to keep {state['rows_per_step']} rows per step")
+    return fitted
+
+
 def check_changes(
     state: Mapping[str, Any], recipe: Mapping[str, Any], data: str, *, anyway: bool, tell: Callable[[str], None]
 ) -> None:
@@ -92,8 +119,7 @@ def fit_accumulation(
     if width * accumulation == wanted:
         return accumulation
     before = state["recipe"]["train"]
-    old = (before["per_device_train_batch_size"], before["gradient_accumulation_steps"])
-    was_rewritten = old != (rows_per_device, accumulation)
+    was_rewritten = tuple(before[name] for name in WIDTHS) != (rows_per_device, accumulation)
     if was_rewritten and anyway:
         return accumulation
     if wanted % width == 0 and not was_rewritten:
