@@ -34,6 +34,7 @@ from ulysses_cli.train.build import build, load_model_config
 from ulysses_cli.train.checkpoint import Owner
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.export import export_model
+from ulysses_cli.train.export_check import check_adapter, check_model
 from ulysses_cli.train.groups import make_groups
 from ulysses_cli.train.loop import Course, StepResult, train
 from ulysses_cli.train.metrics import Meter
@@ -238,16 +239,14 @@ class Life:
         after += [self.saves.look] if run.async_save else []
         course.after = tuple(after)
         self.record.enter("training")
-        logs = self.run_dir / "logs"
-        self.watchdog = Watchdog(course, run.step_timeout, self.groups.rank, self.layout.world_size, logs)
-        self.watchdog.start()
+        self.watchdog = Watchdog(course, run.step_timeout, self.owner.rank, self.owner.world_size, self.run_dir)
 
     def check_disk(self) -> None:
         """Rank 0 looks; all follow. A disk that will be full is known before the first step."""
         run, built, width = self.recipe.run, self.built, getattr(torch, self.recipe.model.dtype).itemsize
         num_saves = -(-(self.num_steps - self.beginning.step) // run.save_steps) if run.save_steps else 1
-        num_exported = built.num_trained if built.adapter is not None else self.shape.num_parameters
-        look = partial(find_shortage, self.run_dir, built.num_trained, num_exported * width, run.save_total_limit)
+        model_bytes = width * (built.num_trained if built.adapter is not None else self.shape.num_parameters)
+        look = partial(find_shortage, self.run_dir, built.num_trained, model_bytes, run.save_total_limit)
         shortage = self.owner.tell_all(look(num_saves) if self.groups.is_first else "")[0]
         if shortage and run.on_save_error == "stop":
             raise StartError(shortage)
@@ -273,8 +272,7 @@ class Life:
             return
         course.phase = "evaluation"
         batching = make_eval_batching(self.recipe, self.shape)
-        beat = partial(setattr, course, "phase")
-        found = evaluate(course.engine, self.groups, self.eval_rows, batching, beat)
+        found = evaluate(course.engine, self.groups, self.eval_rows, batching, partial(setattr, course, "phase"))
         self.record.write_eval({"step": course.step, **found})
 
     def finish(self, course: Course, reason: str) -> None:
@@ -285,14 +283,17 @@ class Life:
         self.evaluate(course)
         self.record.enter("writing the model")
         if self.groups.is_first:
-            adapter, recipe = self.built.adapter, self.recipe.model_dump(mode="json")
+            adapter, recipe, config = self.built.adapter, self.recipe.model_dump(mode="json"), self.built.config
+            last, dtype = self.saves.get_last_path(), getattr(torch, self.recipe.model.dtype)
+            check = partial(check_model, last, config=config, dtype=dtype, tell=self.record.enter)
             export_model(
-                self.saves.get_last_path(),
+                last,
                 self.run_dir / "model",
-                config=self.built.config,
+                config=config,
                 tokenizer=self.tokenizer,
                 adapter_config=adapter.peft_config["default"] if adapter is not None else None,
-                dtype=getattr(torch, self.recipe.model.dtype),
+                dtype=dtype,
+                check=check if adapter is None else partial(check_adapter, last, dtype=dtype),
                 card=make_card(recipe, self.recipe.run.run_name or self.run_dir.name, self.shape.model_type),
             )
         self.owner.wait()

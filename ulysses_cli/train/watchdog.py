@@ -47,13 +47,12 @@ class Sighting:
 
 
 class Watchdog:
-    def __init__(self, course: Moving, seconds: float, rank: int, world_size: int, logs: Path) -> None:
-        self.course, self.seconds, self.rank, self.world_size, self.logs = course, seconds, rank, world_size, logs
+    def __init__(self, course: Moving, seconds: float, rank: int, world_size: int, run_dir: Path) -> None:
+        self.course, self.seconds, self.rank, self.world_size = course, seconds, rank, world_size
+        self.logs = run_dir / "logs"
         self.main_thread = threading.get_ident()
         self.stopped = threading.Event()
         self.store = _connect()
-
-    def start(self) -> None:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
