@@ -73,11 +73,13 @@ class Watchdog:
         return self.course.step, "step" if phase.startswith(STEP_PHASES) else phase
 
     def _end(self) -> None:
-        faulthandler.dump_traceback(sys.stderr)
-        own = self._look()
-        told = explain_hang(ask_others(self.store, own, self.world_size), own, self.world_size, self.seconds)
-        if not self.stopped.is_set():
+        """Whatever goes wrong here, the process ends."""
+        try:
+            faulthandler.dump_traceback(sys.stderr)
+            own = self._look()
+            told = explain_hang(ask_others(self.store, own, self.world_size), own, self.world_size, self.seconds)
             write_last_words(self.logs, self.rank, told)
+        finally:
             os._exit(FAILED)
 
     def _look(self) -> Sighting:
