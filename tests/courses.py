@@ -22,7 +22,7 @@ from ulysses_cli.train.checkpoint import Owner
 from ulysses_cli.train.groups import make_groups
 from ulysses_cli.train.loop import Course, StepResult
 from ulysses_cli.train.record import Record
-from ulysses_cli.train.saves import Saves
+from ulysses_cli.train.saves import Habits, Saves
 from ulysses_cli.train.stop import StopWishes
 
 
@@ -37,6 +37,7 @@ class Trip:
         run_dir: str = "",
         device: torch.device | None = None,
         gpu: Gpu | None = None,
+        habits: Habits | None = None,
     ) -> None:
         device = device or torch.device("cpu")
         layout = make_layout(recipe)
@@ -63,7 +64,7 @@ class Trip:
             tell_all=lambda value: gather_values(value, groups.host_group),
         )
         facts = {"world_size": layout.world_size}
-        self.saves = Saves(self.owner, Record(Path(run_dir), None, (), 1), None, facts, self.bad_steps)
+        self.saves = Saves(self.owner, Record(Path(run_dir), None, (), 1), habits or Habits(), facts, self.bad_steps)
 
     @property
     def losses(self) -> list[float]:

@@ -194,7 +194,7 @@ def launch(
     logs.mkdir(parents=True, exist_ok=True)
     clear_build_locks(environ)
     failure_file = logs / "failure.json"
-    for stale in [failure_file, *logs.glob("rank-*.error.json")]:
+    for stale in [failure_file, *logs.glob("rank-*.error*.json")]:
         stale.unlink(missing_ok=True)
     command = [sys.executable, "-m", "ulysses_cli.train.agent", *launcher_args, "-m", "ulysses_cli.train", *rank_args]
     started = time.time()
@@ -231,12 +231,17 @@ def launch(
 
 
 def find_first_failure(logs: Path, started: float) -> dict[str, Any]:
-    """What the first failing rank wrote; or, when it was killed and wrote nothing, what the launcher saw of it."""
+    """What the first failing rank wrote; or, when it was killed and wrote nothing, what the launcher saw of it. A rank
+    that lost its peer writes before the launcher sees the peer's death, which is the cause."""
     told = [found for file in logs.glob("rank-*.error.json") if (found := _read_json(file))]
     told = [found for found in told if found["time"] >= started]
-    if told:
-        return dict(min(told, key=lambda found: found["time"]))
     seen = _read_json(logs / "failure.json") or [{}]
+    killed = [found for found in seen if found.get("exit_code") == -signal.SIGKILL]
+    causes = [found for found in told if found.get("is_cause")]
+    if killed and not causes:
+        return dict(killed[0])
+    if told:
+        return dict(min(causes or told, key=lambda found: found["time"]))
     return dict(min(seen, key=lambda found: found.get("time", 0)))
 
 

@@ -47,9 +47,11 @@ def validate_recipe(
     *,
     online: bool = False,
     text: str | None = None,
+    starts_anew: bool = False,
 ) -> Validated:
     """Every mistake at once: the rules look at what is left of a recipe without its unreadable values. `text` stands
-    in for a file that nobody wrote; `file` is what problems call it."""
+    in for a file that nobody wrote; `file` is what problems call it. A run that `starts_anew` overwrites an older one,
+    whatever its recipe was."""
     problems: list[Problem] = []
     try:
         loaded = load_recipe(file, overrides) if text is None else parse_recipe(text, file, overrides)
@@ -64,6 +66,7 @@ def validate_recipe(
     except RecipeError as error:
         problems += [replace(problem, where=loaded.locate(problem.key)) for problem in error.problems]
     broken = check_recipe(loaded, found.shape if found else None, num_processes)
+    known |= {"run.output_dir"} if starts_anew else set()
     problems += [problem for problem in broken if problem.key not in known]
     if problems or found is None:
         return Validated(file, tuple(sorted(problems, key=lambda problem: problem.where)), loaded)

@@ -437,8 +437,9 @@ def test_check_output_dir(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"recipe_hash": "another"}))
     assert only(here) == (
         f"command line: run.output_dir: {tmp_path} holds the run of another recipe (hash another, this one is {ours})"
-        "\n\nhint: choose another run.output_dir"
+        "\n\nhint: choose another run.output_dir, or go on from its checkpoint with --resume auto"
     )
+    assert check(here, "run.resume_from_checkpoint=auto") == []
     (tmp_path / "run.json").write_text("{")
     assert "cannot be read" in only(here)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -59,7 +60,9 @@ def train(
     if len(files) != 1:
         printing.print_problems([validate.no_recipe(words) if not files else validate.several_recipes(files)])
         raise typer.Exit(USAGE)
-    result = validate.validate_recipe(files[0], overrides, num_processes, online=online)
+    if resume:
+        overrides = [*overrides, f"run.resume_from_checkpoint={json.dumps(resume)}"]
+    result = validate.validate_recipe(files[0], overrides, num_processes, online=online, starts_anew=overwrite)
     loaded, resolved = result.loaded, result.resolved
     if result.problems or loaded is None or resolved is None:
         printing.print_problems(result.problems)
@@ -77,7 +80,7 @@ def train(
     )
     printing.print_talk(run_end.format_start(result, nodes.count))
     run_dir = Path(os.path.expanduser(recipe.run.output_dir))
-    wanted = resume or recipe.run.resume_from_checkpoint
+    wanted = recipe.run.resume_from_checkpoint
     lock = or_exit(lambda: launch.lock_run(run_dir, nodes.rank))
     if not wanted and not dry_run and nodes.rank == 0:
         or_exit(lambda: launch.clear_run(run_dir, overwrite=overwrite))

@@ -41,7 +41,9 @@ def check_loss_mask(recipe: Recipe) -> Found:
 
 
 def check_output_dir(recipe: Recipe) -> Found:
-    """A run directory belongs to one recipe."""
+    """A run directory belongs to one recipe. Whether a checkpoint in it may be gone on from, ranks find out."""
+    if recipe.run.resume_from_checkpoint is not None:
+        return
     run_file = Path(os.path.expanduser(recipe.run.output_dir)) / "run.json"
     try:
         found = json.loads(run_file.read_text(encoding="utf-8"))
@@ -56,7 +58,7 @@ def check_output_dir(recipe: Recipe) -> Found:
         yield Problem(
             "run.output_dir",
             f"{recipe.run.output_dir} holds the run of another recipe (hash {theirs}, this one is {ours})",
-            "choose another run.output_dir",
+            "choose another run.output_dir, or go on from its checkpoint with --resume auto",
         )
 
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -37,6 +36,25 @@ def take_screen(logs: Path, rank: int) -> int | None:
     return screen
 
 
+def read_former_end(logs: Path, rank: int) -> int | None:
+    """After a restart in place: the exit code of a failure that would come again, or None. What was said last time is
+    put away, so that the next failure is not taken for it."""
+    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not num_restarts:
+        return None
+    for file in sorted(logs.glob("rank-*.error*.json")):
+        try:
+            told = json.loads(file.read_text())
+        except (OSError, ValueError):
+            continue  # another rank has just put it away
+        if told.get("is_final"):
+            return int(told["exit_code_wanted"])
+    own = logs / f"rank-{rank}.error.json"
+    if own.exists():
+        own.rename(logs / f"rank-{rank}.error-{num_restarts - 1}.json")
+    return None
+
+
 def main(words: Sequence[str]) -> int:
     from ulysses_cli.plan.load import load_recipe
 
@@ -46,6 +64,8 @@ def main(words: Sequence[str]) -> int:
     logs = Path(os.path.expanduser(loaded.recipe.run.output_dir)) / "logs"
     screen = take_screen(logs, rank)
     warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's use of torch: several a step, in a log for people
+    if (code := read_former_end(logs, rank)) is not None:
+        return code
     from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.report.progress import Display, make_display
     from ulysses_cli.train.life import Life
@@ -60,12 +80,11 @@ def main(words: Sequence[str]) -> int:
         life.run()
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
         from ulysses_cli.train.failure import describe_failure
+        from ulysses_cli.train.watchdog import write_last_words
 
         traceback.print_exc()
-        told = describe_failure(error, life) | {"rank": rank, "time": time.time(), "phase": life.describe_phase()}
-        beside = logs / f"rank-{rank}.error.part"
-        beside.write_text(json.dumps(told))
-        beside.rename(logs / f"rank-{rank}.error.json")
+        told = describe_failure(error, life) | {"rank": rank, "phase": life.describe_phase()}
+        write_last_words(logs, rank, told)
         sys.stderr.flush()
         os._exit(told["exit_code_wanted"])  # others may wait in a collective; nothing here may wait for them
     return 0

@@ -281,15 +281,14 @@ def _tell_transformers(ds_config: dict[str, Any] | None) -> Iterator[None]:
         integration._hf_deepspeed_config_weak_ref = kept
 
 
-def _add_adapters(recipe: Recipe, model: Any) -> Any:
-    """peft puts adapters into the model, which keeps its own class; the base is frozen."""
-    from peft import LoraConfig, get_peft_model
+def make_adapter_config(recipe: Recipe) -> Any:
+    from peft import LoraConfig
 
     lora = recipe.lora
     if lora is None:
         raise AssertionError("no lora section")
     targets: Any = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    settings = LoraConfig(
+    return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -297,6 +296,13 @@ def _add_adapters(recipe: Recipe, model: Any) -> Any:
         task_type="CAUSAL_LM",
         base_model_name_or_path=recipe.model.name_or_path,
     )
+
+
+def _add_adapters(recipe: Recipe, model: Any) -> Any:
+    """peft puts adapters into the model, which keeps its own class; the base is frozen."""
+    from peft import get_peft_model
+
+    settings = make_adapter_config(recipe)
     torch.manual_seed(recipe.run.seed)
     try:
         return get_peft_model(model, settings, autocast_adapter_dtype=False)

@@ -1,4 +1,4 @@
-"""The checkpoint's directory format: save, verify, find, load on any number of ranks. Nothing else knows it.
+"""What a checkpoint holds: save it, load it on any number of ranks. archive.py knows the folders around it.
 
 step-N/rank-R.safetensors (this rank's shares of float32 weights and moments, no gathering), state.json, and last of all
 manifest.json with sizes and hashes. The folder has its final name only when it is whole.
@@ -10,28 +10,34 @@ import hashlib
 import json
 import os
 import random
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ulysses_cli.train.archive import (
+    MANIFEST,
+    STATE,
+    WRITING,
+    CheckpointError,
+    get_folder,
+    list_shares,
+    load_state,
+    name_share,
+    put_in_place,
+    sync_folder,
+)
 from ulysses_cli.train.shards import MOMENTS, Shard, get_masters, get_state, list_shards, set_step_count
-from ulysses_cli.train.tensor_file import read_metadata, sync_folder, write_tensors
+from ulysses_cli.train.tensor_file import read_metadata, write_tensors
 
-MANIFEST, STATE = "manifest.json", "state.json"
-NAME = re.compile(r"step-(\d+)")
 KINDS = ("master", *MOMENTS)
-HASH_CHUNK_BYTES = 1 << 24
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or one that must not be read."""
+Entries = dict[str, dict[str, Any]]  # file name -> bytes and sha256
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,49 +52,75 @@ class Owner:
     tell_all: Callable[[Any], list[Any]]  # everyone's plain value
 
 
-def save_checkpoint(owner: Owner, run_dir: Path, step: int, state: Mapping[str, Any]) -> Path:
-    """Collective over all ranks. Each writes its own file; rank 0 the rest. A failure on one is a failure on all."""
-    final = run_dir / "checkpoints" / f"step-{step}"
-    beside = final.with_name(f"{final.name}.writing")
-    problem, entry = "", {}
-    try:
-        if owner.rank == 0:
+@dataclass(frozen=True)
+class Share:
+    """What one rank writes. `tensors` are views of the engine, or copies of them on the host."""
+
+    tensors: list[tuple[str, Tensor]]
+    facts: dict[str, str]
+
+
+def take_share(owner: Owner) -> Share:
+    shards = list_shards(owner.module, owner.optimizer, owner.rank)
+    facts = {"shards": json.dumps([[s.name, list(s.shape), s.start, s.numel] for s in shards])}
+    return Share(list(_walk_tensors(owner, shards)), {**facts, "rng": json.dumps(_read_rng())})
+
+
+def open_folder(owner: Owner, run_dir: Path, step: int) -> Path:
+    """Collective over all ranks -> the folder to write in, beside the place where it will be."""
+    beside = get_folder(run_dir) / f"step-{step}{WRITING}"
+    problem = ""
+    if owner.rank == 0:
+        try:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
-        owner.wait()
-        file = beside / f"rank-{owner.rank:05d}.safetensors"
-        shards = list_shards(owner.module, owner.optimizer, owner.rank)
-        facts = {"shards": json.dumps([[s.name, list(s.shape), s.start, s.numel] for s in shards])}
-        digest = write_tensors(file, _walk_tensors(owner, shards), {**facts, "rng": json.dumps(_read_rng())})
-        entry = {file.name: {"bytes": file.stat().st_size, "sha256": digest}}
-    except OSError as error:
-        problem = f"rank {owner.rank}: {error.strerror or error} ({beside})"
-    results = owner.tell_all((problem, entry))
-    problems = [found for found, _ in results if found]
-    if not problems and owner.rank == 0:
-        try:
-            _finish(beside, final, state, results)
         except OSError as error:
-            problems = [f"{error.strerror or error} ({beside})"]
-    problems = owner.tell_all(problems)[0]
-    if problems:
-        if owner.rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
-        raise CheckpointError(f"checkpoint step-{step} was not written: {problems[0]}")
+            problem = f"{error.strerror or error} ({beside})"
+    problem = owner.tell_all(problem)[0]
+    if problem:
+        raise CheckpointError(f"checkpoint step-{step} was not written: {problem}")
+    return beside
+
+
+def write_share(beside: Path, rank: int, share: Share) -> Entries:
+    file = beside / name_share(rank)
+    digest = write_tensors(file, share.tensors, share.facts)
+    return {file.name: {"bytes": file.stat().st_size, "sha256": digest}}
+
+
+def finish_folder(beside: Path, state: Mapping[str, Any], entries: Entries) -> Path:
+    """On one rank, when all have written: the manifest last, then the name."""
+    text = json.dumps(state, indent=1, default=str)
+    _write_text(beside / STATE, text)
+    files = entries | {STATE: {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
+    _write_text(beside / MANIFEST, json.dumps({"format": 1, "files": files}, indent=1))
+    sync_folder(beside)
+    final = beside.with_name(beside.name.removesuffix(WRITING))
+    put_in_place(beside, final)
     return final
 
 
-def _finish(beside: Path, final: Path, state: Mapping[str, Any], results: list[tuple[str, dict[str, Any]]]) -> None:
-    files = {name: entry for _, entries in results for name, entry in entries.items()}
-    text = json.dumps(state, indent=1, default=str)
-    _write_text(beside / STATE, text)
-    files[STATE] = {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    _write_text(beside / MANIFEST, json.dumps({"format": 1, "files": files}, indent=1))
-    sync_folder(beside)
-    if final.exists():
-        shutil.rmtree(final)
-    os.replace(beside, final)
-    sync_folder(final.parent)
+def save_checkpoint(owner: Owner, run_dir: Path, step: int, state: Mapping[str, Any]) -> Path:
+    """Collective over all ranks. Each writes its own file; rank 0 the rest. A failure on one is a failure on all."""
+    beside = open_folder(owner, run_dir, step)
+    problem, entry = "", {}
+    try:
+        entry = write_share(beside, owner.rank, take_share(owner))
+    except OSError as error:
+        problem = f"rank {owner.rank}: {error.strerror or error} ({beside})"
+    told = owner.tell_all((problem, entry))
+    problem = next((found for found, _ in told if found), "")
+    if not problem and owner.rank == 0:
+        try:
+            finish_folder(beside, state, {name: one for _, entries in told for name, one in entries.items()})
+        except OSError as error:
+            problem = f"{error.strerror or error} ({beside})"
+    problem = owner.tell_all(problem)[0]
+    if problem:
+        if owner.rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+        raise CheckpointError(f"checkpoint step-{step} was not written: {problem}")
+    return beside.with_name(f"step-{step}")
 
 
 def _write_text(file: Path, text: str) -> None:
@@ -116,69 +148,8 @@ def _view(optimizer: Any, masters: list[Tensor], shard: Shard, kind: str) -> Ten
 
 def _read_rng() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
-    return {"python": [version, list(numbers), gauss]}
-
-
-def prune_checkpoints(run_dir: Path, keep: int | None) -> None:
-    """On rank 0. The newest `keep` stay; what a dead run left half written goes."""
-    folder = run_dir / "checkpoints"
-    for stale in folder.glob("*.writing"):
-        shutil.rmtree(stale, ignore_errors=True)
-    for old in list_checkpoints(run_dir)[keep:] if keep is not None else []:
-        os.replace(old / MANIFEST, old / f"{MANIFEST}.gone")  # invalid from here on, whatever happens
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Newest first; whole or not."""
-    found = [path for path in (run_dir / "checkpoints").glob("step-*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: -int(path.name.removeprefix("step-")))
-
-
-def find_damage(path: Path) -> str:
-    """What is wrong with a checkpoint, or ''. Reads every byte."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"]
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing: it was never finished"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST} cannot be read: {error}"
-    for name, entry in files.items():
-        if Path(name).name != name:
-            return f"{MANIFEST} names {name}, which is outside the checkpoint"
-        file = path / name
-        try:
-            size = file.stat().st_size
-        except OSError:
-            return f"{name} is missing"
-        if size != entry["bytes"]:
-            return f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
-        if _hash_file(file) != entry["sha256"]:
-            return f"{name} does not have the content that was written (sha256 differs)"
-    return ""
-
-
-def _hash_file(file: Path) -> str:
-    digest = hashlib.sha256()
-    with open(file, "rb") as stream:
-        while chunk := stream.read(HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def find_newest_valid(run_dir: Path, tell: Callable[[str], None]) -> Path | None:
-    for path in list_checkpoints(run_dir):
-        damage = find_damage(path)
-        if not damage:
-            return path
-        tell(f"{path} is passed over: {damage}")
-    return None
-
-
-def load_state(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return state
+    kind, keys, *rest = np.random.get_state()
+    return {"python": [version, list(numbers), gauss], "numpy": [str(kind), np.asarray(keys).tolist(), *rest]}
 
 
 @dataclass(frozen=True)
@@ -194,7 +165,7 @@ def index_sources(path: Path) -> tuple[dict[str, list[Source]], dict[str, tuple[
     """Every parameter's pieces in a checkpoint, and its shape."""
     sources: dict[str, list[Source]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(path.glob("rank-*.safetensors")):
+    for file in list_shares(path):
         for name, shape, start, numel in json.loads(read_metadata(file)["shards"]):
             sources.setdefault(name, []).append(Source(file, start, numel))
             shapes[name] = tuple(shape)
@@ -231,7 +202,7 @@ def load_checkpoint(owner: Owner, path: Path) -> dict[str, Any]:
     set_step_count(owner.optimizer, int(state["optimizer_steps"]))
     _refresh_weights(owner, sources)
     if state["world_size"] == owner.world_size:
-        _set_rng(path / f"rank-{owner.rank:05d}.safetensors")
+        _set_rng(path / name_share(owner.rank))
     owner.wait()
     return state
 
@@ -260,8 +231,11 @@ def _refresh_weights(owner: Owner, sources: dict[str, list[Source]]) -> None:
 
 
 def _set_rng(file: Path) -> None:
-    version, numbers, gauss = json.loads(read_metadata(file)["rng"])["python"]
+    saved = json.loads(read_metadata(file)["rng"])
+    version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = saved["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
     with safe_open(file, "pt") as opened:
         torch.set_rng_state(opened.get_tensor("rng|torch"))
         if "rng|cuda" in opened.keys() and torch.cuda.is_available():  # noqa: SIM118 - not a mapping

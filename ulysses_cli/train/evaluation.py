@@ -6,6 +6,7 @@ What a longer context is worth shows in the later buckets.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +32,16 @@ def name_bucket(low: int, high: int) -> str:
     return f"{low // 1024}-{high // 1024}K"
 
 
-def evaluate(engine: Engine, groups: Groups, rows: Rows, batching: Batching) -> dict[str, Any]:
+def evaluate(
+    engine: Engine, groups: Groups, rows: Rows, batching: Batching, tell: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
     """Collective over all ranks. Every row once, in order."""
     longest = max(max(rows.get_lengths(row)) for row in range(len(rows)))
     bounds = torch.tensor(list_bounds(longest))
     sums = torch.zeros(len(bounds), 2, dtype=torch.float64, device=engine.device)
     position = 0
     while position < len(rows):
+        tell(f"evaluation, row {position + 1} of {len(rows)}")
         plan = plan_step(rows, batching, position, len(rows))
         compare_facts(plan.list_facts(), groups.host_group)
         for micro_step in range(plan.num_micro_steps):

@@ -1,54 +1,82 @@
-"""Checkpoint -> a Hugging Face folder, one tensor at a time: host memory holds one shard of the result.
+"""Checkpoint -> a Hugging Face folder, layer by layer: host memory holds one shard of the result.
 
-Works from the files alone, on one process, whatever number of ranks wrote them.
+Works from the files alone, on one process, whatever number of ranks wrote them. `python -m ulysses_cli.train.export`
+does it without a run; it tells the command that started it through a pipe.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
 import json
+import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ulysses_cli.train.checkpoint import CheckpointError, Source, index_sources, read_range
+from ulysses_cli.train.archive import CheckpointError, find_damage, load_state, sync_folder
+from ulysses_cli.train.checkpoint import Source, index_sources, read_range
 from ulysses_cli.train.tensor_file import write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
 PREFIX = "model."  # the engine wraps the model under this name
+LAYER = re.compile(r"(.*?\.layers\.\d+\.)")
+FAILED, USAGE = 1, 2
 
 
 def export_weights(
-    checkpoint: Path, to: Path, dtype: torch.dtype, left_out: frozenset[str], is_adapter: bool
+    checkpoint: Path, to: Path, dtype: torch.dtype, left_out: frozenset[str], is_adapter: bool, skeleton: Any = None
 ) -> list[str]:
-    """Every trained tensor -> model*.safetensors, or adapter_model.safetensors. -> the names written."""
+    """Every trained tensor -> model*.safetensors, or adapter_model.safetensors -> the names written. `skeleton` is the
+    model without weights: transformers reads from it how this family's tensors are named and cut in files."""
     sources, shapes = index_sources(checkpoint)
-    names = sorted(name for name in sources if _rename(name, is_adapter) not in left_out)
+    names = sorted(name for name in sources if rename(name, is_adapter) not in left_out)
     if not names:
         raise CheckpointError(f"{checkpoint} holds no weights")
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name in names:
-        own = torch.Size(shapes[name]).numel() * dtype.itemsize
-        if groups[-1] and size + own > MAX_SHARD_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += own
     stem = "adapter_model" if is_adapter else "model"
+    files: list[tuple[Path, list[str]]] = []
+    batch: list[tuple[str, Tensor]] = []
+    size = total = 0
+
+    def flush() -> None:
+        part = to / f"{stem}.{len(files)}.part"
+        write_tensors(part, batch, {"format": "pt"})
+        files.append((part, [name for name, _ in batch]))
+        batch.clear()
+
+    for group in _group_by_layer(names):
+        for name, tensor in _read(group, sources, shapes, dtype, is_adapter, skeleton):
+            own = tensor.numel() * dtype.itemsize
+            if batch and size + own > MAX_SHARD_BYTES:
+                flush()
+                size = 0
+            batch.append((name, tensor))
+            size, total = size + own, total + own
+    flush()
     index: dict[str, str] = {}
-    for at, group in enumerate(groups):
-        file = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{at + 1:05d}-of-{len(groups):05d}.safetensors"
-        write_tensors(to / file, _read(group, sources, shapes, dtype, is_adapter), {"format": "pt"})
-        index |= {_rename(name, is_adapter): file for name in group}
-    if len(groups) > 1:
-        total = sum(torch.Size(shapes[name]).numel() for name in names) * dtype.itemsize
+    for at, (part, held) in enumerate(files):
+        file = f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{at + 1:05d}-of-{len(files):05d}.safetensors"
+        part.rename(to / file)
+        index |= dict.fromkeys(held, file)
+    if len(files) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": index}
         (to / f"{stem}.safetensors.index.json").write_text(json.dumps(content, indent=2))
     return sorted(index)
+
+
+def _group_by_layer(names: Sequence[str]) -> list[list[str]]:
+    """A file's tensor may be made of several parameters of one layer, and of no other."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        found = LAYER.match(name)
+        groups.setdefault(found[1] if found else name, []).append(name)
+    return list(groups.values())
 
 
 def _read(
@@ -57,28 +85,50 @@ def _read(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     is_adapter: bool,
+    skeleton: Any,
 ) -> Iterator[tuple[str, Tensor]]:
-    for name in names:
-        flat = read_range(sources[name], f"{name}|master", 0, torch.Size(shapes[name]).numel())
-        yield _rename(name, is_adapter), flat.to(dtype).view(shapes[name])
+    held = {rename(name, is_adapter): read_parameter(name, sources, shapes).to(dtype) for name in names}
+    if skeleton is not None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        held = revert_weight_conversion(skeleton, held)
+    for name in sorted(held):
+        yield name, held[name].contiguous()
 
 
-def _rename(name: str, is_adapter: bool) -> str:
-    """As transformers or peft expect it in a file."""
+def read_parameter(name: str, sources: Mapping[str, list[Source]], shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    shape = shapes[name]
+    return read_range(sources[name], f"{name}|master", 0, torch.Size(shape).numel()).view(shape)
+
+
+def rename(name: str, is_adapter: bool) -> str:
+    """As the model calls it, or as peft expects it in a file."""
     name = name.removeprefix(PREFIX)
     return f"base_model.model.{name.replace('.default.', '.')}" if is_adapter else name
 
 
 def export_model(
-    checkpoint: Path, to: Path, *, config: Any, tokenizer: Any, adapter_config: Any, dtype: torch.dtype, card: str
+    checkpoint: Path,
+    to: Path,
+    *,
+    config: Any,
+    tokenizer: Any,
+    adapter_config: Any,
+    dtype: torch.dtype,
+    card: str,
+    check: Callable[[Path], object] = lambda _: None,
 ) -> Path:
-    """The whole folder, under its final name only when it is whole."""
+    """The whole folder, under its final name only when it is whole and `check` has nothing to say against it."""
+    from transformers import AutoModelForCausalLM
+
     beside = to.with_name(f"{to.name}.writing")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     is_adapter = adapter_config is not None
     tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset()
-    export_weights(checkpoint, beside, dtype, tied, is_adapter)
+    with torch.device("meta"):
+        skeleton = None if is_adapter else AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    export_weights(checkpoint, beside, dtype, tied, is_adapter, skeleton)
     if is_adapter:
         adapter_config.inference_mode = True
         adapter_config.save_pretrained(beside)
@@ -87,7 +137,47 @@ def export_model(
         config.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
     (beside / "README.md").write_text(card, encoding="utf-8")
+    check(beside)
+    put_folder(beside, to)
+    return to
+
+
+def put_folder(beside: Path, to: Path) -> None:
+    sync_folder(beside)
     if to.exists():
         shutil.rmtree(to)
     beside.rename(to)
-    return to
+    sync_folder(to.parent)
+
+
+def main(words: Sequence[str]) -> int:
+    from ulysses_cli.train.export_job import ExportError, ExportJob
+
+    parser = argparse.ArgumentParser(prog="python -m ulysses_cli.train.export")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--to", required=True, type=Path)
+    parser.add_argument("--dtype")
+    parser.add_argument("--merge-lora", action="store_true")
+    parser.add_argument("--events", required=True, type=int, help="a pipe for JSON lines")
+    options = parser.parse_args(words)
+    with os.fdopen(options.events, "w", encoding="utf-8") as events:
+
+        def tell(**event: Any) -> None:
+            events.write(json.dumps(event) + "\n")
+            events.flush()
+
+        try:
+            tell(phase="checking the checkpoint")
+            if damage := find_damage(options.checkpoint):
+                raise CheckpointError(f"{options.checkpoint} cannot be exported: {damage}")
+            job = ExportJob(options.checkpoint, load_state(options.checkpoint), options.dtype, options.merge_lora)
+            tell(result=job.run(options.to, lambda phase: tell(phase=phase)))
+        except (CheckpointError, ExportError, OSError) as error:
+            said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else error
+            tell(problem=str(said))
+            return USAGE if isinstance(error, ExportError) else FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -35,15 +35,18 @@ from ulysses_cli.train.checkpoint import Owner
 from ulysses_cli.train.cores import bind_to_device
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.export import export_model
+from ulysses_cli.train.export_check import check_adapter, check_model
 from ulysses_cli.train.groups import make_groups
 from ulysses_cli.train.loop import Course, StepResult, train
 from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.record import Display, Record, make_trackers
 from ulysses_cli.train.rehearsal import rehearse
+from ulysses_cli.train.resume import FRESH, adapt, find_beginning
 from ulysses_cli.train.run_file import describe_machine, list_versions, make_card, write_run_file
-from ulysses_cli.train.saves import Saves
+from ulysses_cli.train.saves import Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
 from ulysses_cli.train.stop import StopWishes
+from ulysses_cli.train.watchdog import Watchdog
 
 START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
 SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
@@ -78,7 +81,9 @@ class Life:
             self.record.tell(event="done", note="dry run: everything but the steps")
         else:
             self.start(course)
-            self.finish(course, train(course))
+            reason = train(course)
+            self.watchdog.stop()
+            self.finish(course, reason)
         self.tear_down()
 
     def read_inputs(self) -> None:
@@ -97,16 +102,36 @@ class Life:
                 f"{self.shape.vocab_size:,}: name the tokenizer that belongs to the model (model.tokenizer)"
             )
         self.resolved = resolve(recipe, self.shape)
-        self.batching = make_batching(recipe, self.shape)
-        self.end = count_rows(recipe, len(self.rows), self.batching.rows_per_step)
-        self.num_steps = -(-self.end // self.batching.rows_per_step)
         self.device = self.choose_device()
         self.gpu = self.recognise_gpu()
         self.choice = choose_levers(recipe, self.shape, self.gpu)
-        if int(os.environ.get("RANK", "0")) == 0:
+        is_first = int(os.environ.get("RANK", "0")) == 0
+        said: list[str] = []
+        self.beginning = FRESH
+        if is_first and not self.options.dry_run:
+            restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            self.beginning = find_beginning(self.run_dir, self.options.resume, restarts, said.append)
+        self.plan_steps(said.append)
+        if is_first:
             run_name = recipe.run.run_name or self.run_dir.name
             trackers = make_trackers(recipe.run.report_to, self.run_dir, run_name)
             self.record = Record(self.run_dir, self.show(self.num_steps), trackers, recipe.run.logging_steps)
+            for text in said:
+                self.record.warn(text)
+
+    def plan_steps(self, tell: Callable[[str], None] = lambda _: None) -> None:
+        """How many rows and steps are ahead of the beginning. Accumulation follows the checkpoint's rows per step."""
+        recipe, state = self.loaded.recipe, self.beginning.state
+        if state:
+            dumped, anyway = recipe.model_dump(mode="json"), self.options.resume_anyway
+            fitted = adapt(state, dumped, self.options.data.name, self.layout, anyway=anyway, tell=tell)
+            recipe = recipe.model_copy(
+                update={"train": recipe.train.model_copy(update={"gradient_accumulation_steps": fitted})}
+            )
+        self.recipe, begin = recipe, self.beginning
+        self.batching = make_batching(recipe, self.shape)
+        whole = count_rows(recipe, len(self.rows), self.batching.rows_per_step)
+        self.end, self.num_steps = begin.count_ahead(recipe.train.max_steps, whole, self.batching.rows_per_step)
 
     def choose_device(self) -> torch.device:
         if self.recipe.run.device == "cpu" or self.options.pretend:
@@ -150,6 +175,8 @@ class Life:
         }
         if not self.options.pretend:
             compare_machines(gather_values((socket.gethostname(), facts), self.groups.host_group))
+            self.beginning = gather_values(self.beginning, self.groups.host_group)[0]
+            self.plan_steps()
         run = self.recipe.run
         usd_per_hour = (run.price_per_gpu_hour or 0.0) * self.layout.world_size
         self.wishes = StopWishes(run.max_hours, run.max_cost, usd_per_hour)
@@ -183,7 +210,9 @@ class Life:
             "versions": list_versions(),
         }
         self.bad_steps = BadSteps(self.recipe.run.max_bad_steps, self.record.warn)
-        self.saves = Saves(self.owner, self.record, self.recipe.run.save_total_limit, facts, self.bad_steps)
+        run = self.recipe.run
+        habits = Habits(run.save_total_limit, run.async_save, run.on_save_error == "continue")
+        self.saves = Saves(self.owner, self.record, habits, facts, self.bad_steps)
         self.course = Course(built.engine, self.groups, self.rows, self.batching, self.num_steps, self.end, self.wishes)
         seed_all(self.recipe.run.seed + self.groups.rank)
         first = plan_step(self.rows, self.batching, 0, self.end)
@@ -195,11 +224,11 @@ class Life:
 
     def start(self, course: Course) -> None:
         """From here on things are written: the checkpoint's state comes first, a rehearsal only before step 1."""
-        self.record.enter("looking for a checkpoint")
-        path = self.saves.find(self.options.resume, course)
-        if path is not None:
-            self.saves.resume(course, path)
-        elif self.recipe.run.rehearsal:
+        if self.beginning.path is not None:
+            self.record.enter("loading the checkpoint")
+            self.saves.resume(course, self.beginning.path)
+        self.check_disk()
+        if self.beginning.path is None and self.recipe.run.rehearsal:
             self.rehearse(course)
         self.record.start_files(course.step)
         if self.groups.is_first:
@@ -211,8 +240,22 @@ class Life:
         after: list[Callable[[Course, StepResult], None]] = [meter.record, self.bad_steps.judge]
         after += [every(run.eval_steps, self.evaluate)] if run.eval_steps else []
         after += [every(run.save_steps, self.saves.save)] if run.save_steps else []
+        after += [self.saves.look] if run.async_save else []
         course.after = tuple(after)
         self.record.enter("training")
+        self.watchdog = Watchdog(course, run.step_timeout, self.owner.rank, self.owner.world_size, self.run_dir)
+
+    def check_disk(self) -> None:
+        """Rank 0 looks; all follow. A disk that will be full is known before the first step."""
+        run, built, width = self.recipe.run, self.built, getattr(torch, self.recipe.model.dtype).itemsize
+        num_saves = -(-(self.num_steps - self.beginning.step) // run.save_steps) if run.save_steps else 1
+        model_bytes = width * (built.num_trained if built.adapter is not None else self.shape.num_parameters)
+        look = partial(find_shortage, self.run_dir, built.num_trained, model_bytes, run.save_total_limit)
+        shortage = self.owner.tell_all(look(num_saves) if self.groups.is_first else "")[0]
+        if shortage and run.on_save_error == "stop":
+            raise StartError(shortage)
+        if shortage:
+            self.record.warn(shortage)
 
     def rehearse(self, course: Course) -> None:
         self.record.enter("rehearsal")
@@ -233,25 +276,28 @@ class Life:
             return
         course.phase = "evaluation"
         batching = make_eval_batching(self.recipe, self.shape)
-        found = evaluate(course.engine, self.groups, self.eval_rows, batching)
+        found = evaluate(course.engine, self.groups, self.eval_rows, batching, partial(setattr, course, "phase"))
         self.record.write_eval({"step": course.step, **found})
 
     def finish(self, course: Course, reason: str) -> None:
-        self.saves.save(course)
+        self.saves.save_last(course)
         if reason:
             self.record.tell(event="stopped", reason=f"by {reason} after step {course.step} of {course.num_steps}")
             return
         self.evaluate(course)
         self.record.enter("writing the model")
         if self.groups.is_first:
-            adapter, recipe = self.built.adapter, self.recipe.model_dump(mode="json")
+            adapter, recipe, config = self.built.adapter, self.recipe.model_dump(mode="json"), self.built.config
+            last, dtype = self.saves.get_last_path(), getattr(torch, self.recipe.model.dtype)
+            check = partial(check_model, last, config=config, dtype=dtype, tell=self.record.enter)
             export_model(
-                self.saves.get_last_path(),
+                last,
                 self.run_dir / "model",
-                config=self.built.config,
+                config=config,
                 tokenizer=self.tokenizer,
                 adapter_config=adapter.peft_config["default"] if adapter is not None else None,
-                dtype=getattr(torch, self.recipe.model.dtype),
+                dtype=dtype,
+                check=check if adapter is None else partial(check_adapter, last, dtype=dtype),
                 card=make_card(recipe, self.recipe.run.run_name or self.run_dir.name, self.shape.model_type),
             )
         self.owner.wait()

@@ -2,41 +2,103 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.train.agreement import gather_values
+from ulysses_cli.train.archive import CheckpointError, get_folder, list_checkpoints, prune_checkpoints, set_aside
+from ulysses_cli.train.background import BackgroundSave, HostCopies
 from ulysses_cli.train.bad_steps import BadSteps
-from ulysses_cli.train.checkpoint import (
-    Owner,
-    find_newest_valid,
-    load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
-from ulysses_cli.train.loop import Course
+from ulysses_cli.train.checkpoint import Owner, load_checkpoint, open_folder, save_checkpoint, take_share
+from ulysses_cli.train.loop import Course, StepResult
 from ulysses_cli.train.record import Record
+
+STATE_BYTES = 12  # of a trained parameter: its float32 value and two moments
+HEADER_SHARE = 1.01
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a run saves. `keep`: None for all. `goes_on`: a save that fails is a warning, but the last one."""
+
+    keep: int | None = None
+    is_async: bool = False
+    goes_on: bool = False
 
 
 class Saves:
     """The checkpoints of one run. `facts` are the parts of a checkpoint's state that never change."""
 
     def __init__(
-        self, owner: Owner, record: Record, keep: int | None, facts: Mapping[str, Any], bad_steps: BadSteps
+        self, owner: Owner, record: Record, habits: Habits, facts: Mapping[str, Any], bad_steps: BadSteps
     ) -> None:
-        self.owner, self.record, self.keep, self.facts, self.bad_steps = owner, record, keep, facts, bad_steps
+        self.owner, self.record, self.habits, self.facts, self.bad_steps = owner, record, habits, facts, bad_steps
         self.last_step: int | None = None
+        self.pending: BackgroundSave | None = None
+        self.copies = HostCopies()
 
     def save(self, course: Course) -> None:
-        """A chore. Collective over all ranks; nothing where this step is saved already."""
+        """A chore. Collective over all ranks."""
+        course.phase = "saving"
+        try:
+            self.settle()
+            if self.habits.is_async:
+                self._begin(course)
+            else:
+                self._save(course)
+        except CheckpointError as error:
+            if not self.habits.goes_on:
+                raise
+            self.record.warn(f"{error}; the run goes on (run.on_save_error: continue)")
+
+    def save_last(self, course: Course) -> None:
+        """Collective over all ranks. When it returns, the present step is on disk."""
+        course.phase = "saving"
+        try:
+            self.settle()
+        except CheckpointError as error:
+            self.record.warn(str(error))
+        self._save(course)
+
+    def look(self, course: Course, _: StepResult) -> None:
+        """A chore of each step while saves are in the background: on this rank, without a collective."""
+        pending = self.pending
+        if pending is not None and pending.is_done and pending.problem and not self.habits.goes_on:
+            raise CheckpointError(f"checkpoint step-{pending.step} was not written: {pending.problem}")
+
+    def settle(self) -> None:
+        """Collective over all ranks: a save on its way is durable, or an error, when this returns."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        if problem := pending.wait():
+            raise CheckpointError(f"checkpoint step-{pending.step} was not written: {problem}")
+        self.last_step = pending.step
+        self.record.tell(event="saved", path=str(self.get_last_path()), seconds=pending.seconds)
+
+    def _save(self, course: Course) -> None:
         if self.last_step == course.step:
             return
-        course.phase = "saving"
         started = time.perf_counter()
-        state = {
+        path = save_checkpoint(self.owner, self.record.run_dir, course.step, self.read_state(course))
+        if self.owner.rank == 0:
+            prune_checkpoints(self.record.run_dir, self.habits.keep)
+        self.last_step = course.step
+        self.record.tell(event="saved", path=str(path), seconds=time.perf_counter() - started)
+
+    def _begin(self, course: Course) -> None:
+        beside = open_folder(self.owner, self.record.run_dir, course.step)
+        share = self.copies.copy(take_share(self.owner))
+        self.pending = BackgroundSave(
+            self.owner, beside, course.step, share, self.read_state(course),
+            lambda: prune_checkpoints(self.record.run_dir, self.habits.keep),
+        )  # fmt: skip
+
+    def read_state(self, course: Course) -> dict[str, Any]:
+        return {
             "step": course.step,
             "position": course.position,
             "optimizer_steps": course.optimizer_steps,
@@ -44,29 +106,44 @@ class Saves:
             "hours": course.wishes.hours,
             **self.facts,
         }
-        path = save_checkpoint(self.owner, self.record.run_dir, course.step, state)
-        if self.owner.rank == 0:
-            prune_checkpoints(self.record.run_dir, self.keep)
-        self.last_step = course.step
-        self.record.tell(event="saved", path=str(path), seconds=time.perf_counter() - started)
-
-    def find(self, wanted: str | None, course: Course) -> Path | None:
-        """Collective over all ranks: rank 0 looks, all take what it found."""
-        if wanted is None or wanted != "auto":
-            return Path(os.path.expanduser(wanted)) if wanted else None
-        found = find_newest_valid(self.record.run_dir, self.record.warn) if self.owner.rank == 0 else None
-        newest: Path | None = gather_values(found, course.groups.host_group)[0]
-        return newest
 
     def resume(self, course: Course, path: Path) -> None:
         """Collective over all ranks."""
         state = load_checkpoint(self.owner, path)
+        if self.owner.rank == 0:
+            set_aside(self.record.run_dir, path, self.record.warn)
         course.step, course.position = int(state["step"]), int(state["position"])
         course.optimizer_steps = int(state["optimizer_steps"])
         self.bad_steps.count = int(state["bad_steps"])
         course.wishes.hours_before = float(state["hours"])
-        self.last_step = course.step
+        if path.resolve() == self.get_path(course.step).resolve():
+            self.last_step = course.step
         self.record.say(f"resumed from {path} after step {course.step}")
 
+    def get_path(self, step: int) -> Path:
+        return get_folder(self.record.run_dir) / f"step-{step}"
+
     def get_last_path(self) -> Path:
-        return self.record.run_dir / "checkpoints" / f"step-{self.last_step}"
+        return self.get_path(self.last_step or 0)
+
+
+def compute_needed_bytes(num_trained: int, model_bytes: int, keep: int | None, num_saves: int, num_there: int) -> int:
+    """What a run will still put on disk at its fullest: one checkpoint more than it keeps, or the model beside them."""
+    one = int(STATE_BYTES * num_trained * HEADER_SHARE)
+    kept = num_saves if keep is None else min(keep, num_saves)
+    while_saving = min(kept + 1, num_saves) if keep is not None else num_saves
+    return max(max(1, while_saving - num_there) * one, max(0, kept - num_there) * one + model_bytes)
+
+
+def find_shortage(run_dir: Path, num_trained: int, model_bytes: int, keep: int | None, num_saves: int) -> str:
+    """'' when there is room for what will be saved."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    needed = compute_needed_bytes(num_trained, model_bytes, keep, num_saves, len(list_checkpoints(run_dir)))
+    free = shutil.disk_usage(run_dir).free
+    if needed <= free:
+        return ""
+    one = STATE_BYTES * num_trained / 2**30
+    return (
+        f"{run_dir} has {free / 2**30:.2f} GiB free, checkpoints of {one:.2f} GiB each and the model will take "
+        f"{needed / 2**30:.2f} GiB: make room, choose another run.output_dir, or lower run.save_total_limit"
+    )

@@ -9,8 +9,11 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,14 +42,14 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor]], metadata: M
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     digest = hashlib.sha256()
-    with open(file, "wb") as stream:
-        for chunk in (struct.pack("<Q", len(text)), text):
+    contents: Iterator[Any] = (
+        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for _, tensor in listed
+    )
+    with open(file, "wb") as stream, ThreadPoolExecutor(1) as hashing:  # both let go of the interpreter
+        for chunk in chain((struct.pack("<Q", len(text)), text), map(memoryview, contents)):
+            hashed = hashing.submit(digest.update, chunk)
             stream.write(chunk)
-            digest.update(chunk)
-        for _, tensor in listed:
-            content = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-            stream.write(content)
-            digest.update(content)
+            hashed.result()
         stream.flush()
         os.fsync(stream.fileno())
     return digest.hexdigest()
@@ -58,12 +61,3 @@ def read_metadata(file: Path) -> dict[str, str]:
         header = json.loads(stream.read(size))
     found: dict[str, str] = header["__metadata__"]
     return found
-
-
-def sync_folder(folder: Path) -> None:
-    """A rename is durable once its folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,0 +1,134 @@
+"""Faults for real runs: signals to ranks at chosen moments, damage to what is on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+TIME_LIMIT = 240.0
+RECIPE: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "qwen3",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "vocab_size": 260,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+        },
+        "tokenizer": "bytes",
+        "dtype": "float32",
+    },
+    "parallel": {"sp_size": 2},
+    "data": {"datasets": [{"type": "synthetic"}], "max_length": 128},
+    "train": {"max_steps": 60, "learning_rate": 0.003, "adam_epsilon": 1e-3, "gradient_accumulation_steps": 2},
+    "run": {"device": "cpu", "save_steps": 1, "rehearsal": False, "output_dir": "run"},
+}
+
+
+class Workshop:
+    """A folder with a recipe, and runs in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+        self.environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+    def start(self, run: str, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "ulysses_cli", "train", "r.yaml", f"run.output_dir={run}", *words]
+        return subprocess.Popen(
+            command, cwd=self.folder, env=self.environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def train(self, run: str, *words: str) -> tuple[int, str]:
+        process = self.start(run, *words)
+        _, err = process.communicate(timeout=TIME_LIMIT)
+        return process.returncode, err
+
+    def count_steps(self, run: str) -> int:
+        file = self.folder / run / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def read_losses(self, run: str) -> dict[int, float]:
+        lines = [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
+        assert len({line["step"] for line in lines}) == len(lines), "a step appears twice"
+        return {line["step"]: line["loss"] for line in lines}
+
+    def read_model(self, run: str) -> bytes:
+        return (self.folder / run / "model" / "model.safetensors").read_bytes()
+
+    def list_checkpoints(self, run: str) -> list[str]:
+        """All that stands in the folder, half done or not."""
+        try:
+            return sorted(os.listdir(self.folder / run / "checkpoints"))
+        except FileNotFoundError:
+            return []
+
+
+def wait_until(process: subprocess.Popen[str], is_there: Callable[[], bool], pause: float = 0.01) -> bool:
+    """False when the run ended before."""
+    end = time.monotonic() + TIME_LIMIT
+    while not is_there():
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < end
+        time.sleep(pause)
+    return True
+
+
+def find_ranks(run: str) -> dict[int, int]:
+    """rank -> process, of a run that goes on."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if b"ulysses_cli.train" in words and f"--set=run.output_dir={run}".encode() in words:
+                facts = dict(line.partition(b"=")[::2] for line in (folder / "environ").read_bytes().split(b"\0"))
+                if b"RANK" in facts:
+                    found[int(facts[b"RANK"])] = int(folder.name)
+        except OSError:
+            continue
+    return found
+
+
+def strike(run: str, ranks: list[int], number: int = signal.SIGKILL) -> None:
+    processes = find_ranks(run)
+    for rank in ranks:
+        try:
+            os.kill(processes[rank], number)
+        except (KeyError, ProcessLookupError):
+            pass
+
+
+def damage_newest(run_dir: Path, kind: str, generator: random.Random) -> None:
+    """What a bad disk or a careless hand does to the newest checkpoint."""
+    newest = max((run_dir / "checkpoints").glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
+    shard = newest / f"rank-{generator.randrange(2):05d}.safetensors"
+    if kind == "truncated file":
+        os.truncate(shard, generator.randrange(shard.stat().st_size))
+    elif kind == "flipped byte":
+        content = bytearray(shard.read_bytes())
+        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        shard.write_bytes(content)
+    elif kind == "missing shard":
+        shard.unlink()
+    elif kind == "missing manifest":
+        (newest / "manifest.json").unlink()
+    elif kind == "torn metrics":
+        metrics = run_dir / "metrics.jsonl"
+        os.truncate(metrics, max(1, metrics.stat().st_size - generator.randrange(1, 200)))

@@ -1,0 +1,127 @@
+"""An exported folder is what transformers expects, for every family: names as it writes them itself, values, logits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ulysses_cli.data.tokenizer import make_bytes_tokenizer
+from ulysses_cli.plan.families import FAMILIES
+from ulysses_cli.train import export
+from ulysses_cli.train.archive import CheckpointError, name_share
+from ulysses_cli.train.export_check import check_adapter, check_model
+from ulysses_cli.train.tensor_file import write_tensors
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def make_config(model_type: str) -> Any:
+    values: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 270,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
+    probe = AutoConfig.for_model(model_type)
+    moe = {name: value for name, value in EXPERTS.items() if hasattr(probe, name)}
+    return AutoConfig.for_model(model_type, **values, **moe)
+
+
+def save_as_ranks(tensors: dict[str, torch.Tensor], path: Path, num_ranks: int = 3) -> Path:
+    """A checkpoint as ranks would write it, each a run of every flattened parameter."""
+    path.mkdir(parents=True)
+    files = {}
+    for rank in range(num_ranks):
+        shards, written = [], []
+        for name, tensor in tensors.items():
+            flat = tensor.float().reshape(-1)
+            width = -(-len(flat) // num_ranks)
+            part = flat[rank * width : (rank + 1) * width]
+            if len(part):
+                shards.append([f"model.{name}", list(tensor.shape), rank * width, len(part)])
+                written.append((f"model.{name}|master", part))
+        write_tensors(path / name_share(rank), written, {"shards": json.dumps(shards)})
+        content = (path / name_share(rank)).read_bytes()
+        files[name_share(rank)] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps({"files": files}))
+    return path
+
+
+def read_names(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    return names
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_a_family_is_exported_as_transformers_saves_it(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    config = make_config(model_type)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "theirs")
+    checkpoint = save_as_ranks(dict(model.named_parameters()), tmp_path / "step-1")
+    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 100_000)
+    said: list[str] = []
+    folder = export.export_model(
+        checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
+        dtype=torch.float32, card="a card",
+        check=lambda to: said.append(check_model(checkpoint, to, config, torch.float32, lambda _: None)),
+    )  # fmt: skip
+    assert re.fullmatch(r"\d+ tensors and the logits of a probe equal the trained model's", said[0])
+    assert read_names(folder) == read_names(tmp_path / "theirs")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_an_export_that_differs_is_refused(tmp_path: Path) -> None:
+    config = make_config("qwen3")
+    model = AutoModelForCausalLM.from_config(config)
+    checkpoint = save_as_ranks(dict(model.named_parameters()), tmp_path / "step-1")
+    with torch.no_grad():
+        model.model.norm.weight[3] += 1e-3
+    model.save_pretrained(tmp_path / "wrong")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight differs from the checkpoint"):
+        check_model(checkpoint, tmp_path / "wrong", config, torch.float32, lambda _: None)
+
+
+def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_config(make_config("llama"))
+    base.save_pretrained(tmp_path / "base")
+    settings = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(base, settings)
+    trained = {name: p for name, p in base.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.normal_()
+    checkpoint = save_as_ranks(trained, tmp_path / "step-1")
+    said: list[str] = []
+    folder = export.export_model(
+        checkpoint, tmp_path / "ours", config=base.config, tokenizer=make_bytes_tokenizer(),
+        adapter_config=adapted.peft_config["default"], dtype=torch.float32, card="",
+        check=lambda to: said.append(check_adapter(checkpoint, to, torch.float32)),
+    )  # fmt: skip
+    assert said == [f"{len(trained)} tensors equal the checkpoint's"]
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), folder)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, adapted.eval()(ids).logits)

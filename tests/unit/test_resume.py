@@ -1,0 +1,234 @@
+"""Where a run begins: damage that is found and named, folders that a dead process left, recipes that have changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import load
+from ulysses_cli.plan.changes import list_changes
+from ulysses_cli.train import archive, resume
+from ulysses_cli.train.archive import CheckpointError, find_damage, list_checkpoints
+from ulysses_cli.train.resume import ResumeError, check_changes, find_beginning, fit_accumulation
+
+
+def make_checkpoint(run_dir: Path, step: int, world_size: int = 2) -> Path:
+    path = run_dir / "checkpoints" / f"step-{step}"
+    path.mkdir(parents=True)
+    contents = {archive.name_share(rank): f"rank {rank} step {step} ".encode() * 50 for rank in range(world_size)}
+    contents["state.json"] = json.dumps({"world_size": world_size, "step": step, "position": 4 * step}).encode()
+    files = {}
+    for name, content in contents.items():
+        (path / name).write_bytes(content)
+        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    return path
+
+
+def flip(path: Path) -> None:
+    content = bytearray((path / "rank-00001.safetensors").read_bytes())
+    content[100] ^= 1
+    (path / "rank-00001.safetensors").write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    content = (path / "rank-00000.safetensors").read_bytes()
+    (path / "rank-00000.safetensors").write_bytes(content[:-1])
+
+
+def edit_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        content = json.loads((path / "manifest.json").read_text())
+        change(content["files"])
+        (path / "manifest.json").write_text(json.dumps(content))
+
+    return edit
+
+
+def link(path: Path) -> None:
+    outside = path.parent / "outside"
+    shutil.move(path / "rank-00000.safetensors", outside)
+    (path / "rank-00000.safetensors").symlink_to(outside)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped byte": (flip, "rank-00001.safetensors does not have the content that was written"),
+    "truncated": (truncate, "rank-00000.safetensors has 699 bytes instead of 700"),
+    "missing shard": (lambda path: (path / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
+    "missing manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+    "torn manifest": (lambda path: (path / "manifest.json").write_text('{"files": {"a'), "manifest.json cannot be"),
+    "no mapping": (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
+    "unnamed shard": (
+        edit_manifest(lambda files: files.pop("rank-00001.safetensors")),
+        "manifest.json does not name rank-00001.safetensors",
+    ),
+    "escape": (
+        edit_manifest(lambda files: files.update({"../../run.json": {"bytes": 1, "sha256": ""}})),
+        "manifest.json names ../../run.json, which is outside",
+    ),
+    "absolute": (
+        edit_manifest(lambda files: files.update({"/etc/passwd": {"bytes": 1, "sha256": ""}})),
+        "names /etc/passwd, which is outside",
+    ),
+    "link": (link, "which is outside the checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named_and_passed_over(tmp_path: Path, name: str) -> None:
+    damage, words = DAMAGES[name]
+    good, bad = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 6)
+    assert find_damage(bad) == ""
+    damage(bad)
+    assert words in find_damage(bad)
+    said: list[str] = []
+    beginning = find_beginning(tmp_path, "auto", 0, said.append)
+    assert (beginning.path, beginning.step, beginning.position) == (good, 3, 12)
+    assert len(said) == 1
+    assert said[0].startswith(f"{bad} is passed over: ")
+    with pytest.raises(CheckpointError, match=r"step-6 cannot be resumed from: .*--resume auto takes the newest valid"):
+        find_beginning(tmp_path, str(bad), 0, said.append)
+    truncate(good)
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* is valid, the newest: "):
+        find_beginning(tmp_path, "auto", 0, said.append)
+
+
+def test_without_a_checkpoint_auto_starts_anew(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert find_beginning(tmp_path, "auto", 0, said.append) == resume.FRESH
+    assert said == ["no checkpoint to resume from: starting at step 1"]
+
+
+def test_a_restart_in_place_looks_for_its_own_newest(tmp_path: Path) -> None:
+    elsewhere = make_checkpoint(tmp_path / "old", 9)
+    new = tmp_path / "new"
+    assert find_beginning(new, None, 1, print) == resume.FRESH
+    assert find_beginning(new, str(elsewhere), 1, print).step == 9
+    made = make_checkpoint(new, 12)
+    assert find_beginning(new, str(elsewhere), 1, print).path == made
+    assert find_beginning(new, None, 1, print).path == made
+    assert find_beginning(new, None, 0, print) == resume.FRESH
+
+
+def test_a_replacement_can_die_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of the same name is there before, during and after."""
+    calls = {"replace": archive.os.replace, "rmtree": archive.shutil.rmtree}
+    for die_at in range(6):
+        run_dir = tmp_path / str(die_at)
+        final = make_checkpoint(run_dir, 3)
+        beside = make_checkpoint(run_dir / "x", 3)
+        beside = beside.rename(run_dir / "checkpoints" / "step-3.writing")
+        left = [die_at]
+
+        def count(name: str, left: list[int] = left) -> Callable[..., None]:
+            def call(*args: Any, **options: Any) -> None:
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+                left[0] -= 1
+                calls[name](*args, **options)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(archive.os, "replace", count("replace"))
+            patch.setattr(archive.shutil, "rmtree", count("rmtree"))
+            try:
+                archive.put_in_place(beside, final)
+            except KeyboardInterrupt:
+                pass
+        assert find_beginning(run_dir, "auto", 0, print).path == final
+        assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-3"]
+
+
+def test_pruning_keeps_the_newest_and_can_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (3, 6, 9, 12):
+        make_checkpoint(tmp_path, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(archive.shutil, "rmtree", lambda *args, **options: None)
+        archive.prune_checkpoints(tmp_path, 2)
+    archive.tidy_folder(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-12", "step-9"]
+    archive.prune_checkpoints(tmp_path, None)
+    archive.prune_checkpoints(tmp_path, 1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-12"]
+
+
+def test_an_abandoned_course_is_set_aside(tmp_path: Path) -> None:
+    for step in (3, 6, 9):
+        make_checkpoint(tmp_path, step)
+    said: list[str] = []
+    archive.set_aside(tmp_path, tmp_path / "checkpoints" / "step-3", said.append)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-3"]
+    assert len(said) == 2
+    assert (tmp_path / "checkpoints" / "step-9.set-aside" / "manifest.json").exists()
+    archive.set_aside(tmp_path, make_checkpoint(tmp_path / "other", 50), said.append)
+    assert list_checkpoints(tmp_path) == []
+
+
+def dump(*overrides: str) -> dict[str, Any]:
+    recipe: dict[str, Any] = load(*overrides).recipe.model_dump(mode="json")
+    return json.loads(json.dumps(recipe))  # type: ignore[no-any-return]
+
+
+def test_changes_that_decide_values_are_listed() -> None:
+    same = ["memory.tiled_mlp=true", "run.output_dir=x", "data.num_workers=2", "train.gradient_accumulation_steps=4"]
+    same += ["parallel.zero_stage=2", "model.attn_implementation=sdpa", "run.save_steps=7"]
+    assert list_changes(dump(), dump(*same)) == []
+    new = dump("data.max_length=512", "train.learning_rate=0.5", "lora.r=4", "run.seed=9", "data.datasets.0.weight=2")
+    found = list_changes(dump(), new)
+    assert [change.partition(":")[0] for change in found] == [
+        *("data.datasets.0.weight", "data.max_length", "train.learning_rate", "lora", "run.seed")
+    ]
+    assert found[2].endswith(", is 0.5")
+    old = dump()
+    del old["train"]["z_loss_weight"]  # a version that did not have it
+    assert list_changes(old, dump()) == []
+
+
+def test_a_changed_recipe_is_an_error_or_a_warning() -> None:
+    state = {"recipe": dump(), "data": "abc"}
+    check_changes(state, dump(), "abc", anyway=False, tell=pytest.fail)
+    with pytest.raises(ResumeError, match=r"changed since .*\n  data.max_length: was \d+, is 512\n.*--resume-anyway"):
+        check_changes(state, dump("data.max_length=512"), "other", anyway=False, tell=pytest.fail)
+    with pytest.raises(ResumeError, match=r"the prepared data: was abc, is other"):
+        check_changes(state, dump(), "other", anyway=False, tell=pytest.fail)
+    said: list[str] = []
+    check_changes(state, dump("data.max_length=512"), "other", anyway=True, tell=said.append)
+    assert "data.max_length" in said[0]
+
+
+def fit(rows: int, saved: tuple[int, int], now: tuple[int, int], dp_size: int, *, anyway: bool = False) -> int:
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    state = {"rows_per_step": rows, "recipe": {"train": dict(zip(names, saved, strict=True))}}
+    return fit_accumulation(state, *now, dp_size, 2, anyway=anyway)
+
+
+def test_rows_per_step_are_kept() -> None:
+    assert fit(8, (1, 4), (1, 4), 2) == 4
+    assert fit(8, (1, 4), (1, 4), 1) == 8
+    assert fit(8, (1, 4), (1, 4), 8) == 1
+    assert fit(8, (1, 4), (2, 1), 4) == 1
+    with pytest.raises(ResumeError, match=r"8 rows per step .* with sp_size 2, process counts that can: 2, 4, 8, 16"):
+        fit(8, (1, 4), (1, 4), 3)
+    with pytest.raises(ResumeError, match=r"process counts that can: none; set train.per_device_train_batch_size to 1"):
+        fit(8, (3, 1), (3, 1), 1)
+    with pytest.raises(ResumeError, match=r"rows per step: was 8, is 4"):
+        fit(8, (1, 4), (1, 2), 2)
+    assert fit(8, (1, 4), (1, 2), 2, anyway=True) == 2
+
+
+def test_steps_ahead_of_a_beginning() -> None:
+    assert resume.FRESH.count_ahead(10, 40, 4) == (40, 10)
+    assert resume.FRESH.count_ahead(None, 41, 4) == (41, 11)
+    begun = resume.Beginning(Path("x"), {"step": 6, "position": 24})
+    assert begun.count_ahead(10, 40, 4) == (40, 10)
+    assert begun.count_ahead(None, 41, 4) == (41, 11)
+    assert begun.count_ahead(10, 20, 2) == (32, 10)  # rows per step changed, anyway
+    assert begun.count_ahead(None, 41, 2) == (41, 15)
+    assert begun.count_ahead(5, 20, 4) == (24, 6)

@@ -1,0 +1,72 @@
+"""`ulysses export`: a checkpoint -> a Hugging Face folder, on a machine without the run's GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ulysses_cli.commands.options import DONE, FAILED, Format, FormatOption
+
+
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="output_dir/checkpoints/step-N")],
+    to: Annotated[Path, typer.Option("--to", help="the folder to make; it must not exist")],
+    merge_lora: Annotated[
+        bool, typer.Option("--merge-lora", help="add the adapters to the base model; needs host memory for it")
+    ] = False,
+    dtype: Annotated[Dtype | None, typer.Option(help="of the tensors; left out: model.dtype of the recipe")] = None,
+    output: FormatOption = Format.text,
+) -> None:
+    """Make a folder that transformers (or peft, for adapters) loads, from a checkpoint of any number of ranks.
+
+    Tensors are streamed, layer by layer. The folder is loaded again and compared with the checkpoint before it gets
+    its name.
+
+    \b
+    Examples:
+      ulysses export runs/mine/checkpoints/step-400 --to model-400
+      ulysses export runs/mine/checkpoints/step-400 --to merged --merge-lora --dtype bfloat16
+    """
+    from ulysses_cli.report import printing
+
+    ours, theirs = os.pipe()
+    command = [sys.executable, "-m", "ulysses_cli.train.export", str(checkpoint), "--to", str(to)]
+    command += [f"--events={theirs}", *(["--merge-lora"] if merge_lora else [])]
+    command += [f"--dtype={dtype}"] if dtype is not None else []
+    environ = {"DS_ACCELERATOR": "cpu", **os.environ}
+    last: dict[str, Any] = {}
+    with subprocess.Popen(
+        command, pass_fds=(theirs,), env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as child:
+        os.close(theirs)
+        with os.fdopen(ours, encoding="utf-8") as events:
+            for line in events:
+                last = json.loads(line)
+                if "phase" in last:
+                    printing.print_talk(last["phase"])
+        said = child.communicate()[0]
+    if child.returncode == DONE and "result" in last:
+        printing.print_talk(last["result"]["checked"])
+        if output is Format.json:
+            printing.print_json(last["result"])
+        else:
+            printing.print_data(last["result"]["folder"])
+        raise typer.Exit(DONE)
+    problem = last.get("problem") or (said.strip().splitlines() or ["the export ended without a word"])[-1]
+    printing.print_talk(problem)
+    if output is Format.json:
+        printing.print_json({"problems": [{"message": problem}]})
+    raise typer.Exit(child.returncode if child.returncode > 0 else FAILED)

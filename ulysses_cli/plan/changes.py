@@ -1,0 +1,46 @@
+"""What differs between the recipe that wrote a checkpoint and the one that would go on from it. Plain data in.
+
+Layout, levers and bookkeeping are free to change. Rows per step are compared as a product, elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+DECIDING = ("model", "data", "train", "lora")
+FREE = {
+    "model.attn_implementation",
+    "model.trust_remote_code",
+    "data.store_dir",
+    "data.num_workers",
+    "data.pad_to_multiple_of",
+    "train.gradient_accumulation_steps",
+    "train.per_device_train_batch_size",
+}
+
+
+def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`key: was X, is Y` for each setting that decides values."""
+    found = [change for name in DECIDING for change in _compare(old.get(name), new.get(name), name, 0)]
+    return [*found, *_compare(old["run"]["seed"], new["run"]["seed"], "run.seed", 0)]
+
+
+def _compare(old: Any, new: Any, key: str, depth: int) -> Iterator[str]:
+    if key in FREE or old == new:
+        return
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        # a setting that only one version of this tool knows is no change of the user's
+        names = old.keys() & new.keys() if depth == 0 else old.keys() | new.keys()
+        for name in sorted(names):
+            yield from _compare(old.get(name), new.get(name), f"{key}.{name}", depth + 1)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for at, (before, now) in enumerate(zip(old, new, strict=True)):
+            yield from _compare(before, now, f"{key}.{at}", depth + 1)
+    else:
+        yield f"{key}: was {_show(old)}, is {_show(new)}"
+
+
+def _show(value: Any) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

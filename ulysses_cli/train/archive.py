@@ -1,0 +1,166 @@
+"""A run's checkpoints on disk: which there are, what is wrong with one, the newest valid, which go. No torch.
+
+A folder counts by its name and its manifest; whatever a dead process left half done is recognised and put right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MANIFEST, STATE = "manifest.json", "state.json"
+WRITING, REPLACED, GONE, ASIDE = ".writing", ".replaced", ".gone", ".set-aside"
+NAME = re.compile(r"step-(\d+)")
+HASH_CHUNK_BYTES = 1 << 24
+NUM_HASH_THREADS = 8
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or one that must not be read."""
+
+
+def get_folder(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def get_step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Newest first; whole or not."""
+    found = [path for path in get_folder(run_dir).glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: -get_step(path))
+
+
+def tidy_folder(run_dir: Path) -> None:
+    """What a process left that died in the middle of a save, a replacement or a removal. On one rank, before a run."""
+    for old in get_folder(run_dir).glob(f"step-*{REPLACED}"):
+        final = old.with_name(old.name.removesuffix(REPLACED))
+        if not final.exists():
+            os.replace(old, final)
+    for suffix in (WRITING, REPLACED, GONE):
+        for stale in get_folder(run_dir).glob(f"step-*{suffix}"):
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def put_in_place(beside: Path, final: Path) -> None:
+    """A checkpoint gets its name. An older one of that name stays until then."""
+    replaced = final.with_name(f"{final.name}{REPLACED}")
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(final, replaced)
+    os.replace(beside, final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def prune_checkpoints(run_dir: Path, keep: int | None) -> None:
+    """The newest `keep` stay. Called after a save, so that the newest one is valid."""
+    for old in list_checkpoints(run_dir)[keep:] if keep is not None else []:
+        gone = old.with_name(f"{old.name}{GONE}")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.replace(old, gone)  # no checkpoint from here on, whatever happens
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def set_aside(run_dir: Path, path: Path, tell: Callable[[str], None]) -> None:
+    """A run that goes on from `path` writes its own later checkpoints: older attempts at them, and damaged ones, must
+    neither be found by the next resume nor push good ones out."""
+    is_here = path.resolve().parent == get_folder(run_dir).resolve()
+    last = get_step(path) if is_here else -1
+    for other in list_checkpoints(run_dir):
+        if get_step(other) > last:
+            aside = other.with_name(f"{other.name}{ASIDE}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(other, aside)
+            tell(f"{other} is of another course than {path}: it is kept as {aside.name}, and not used")
+
+
+def find_damage(path: Path) -> str:
+    """What is wrong with a checkpoint, or ''. Reads every byte."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        entries = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing: it was never finished"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    for name, (num_bytes, _) in entries.items():
+        file = path / name
+        if Path(name).name != name or name in (".", "..") or file.is_symlink():
+            return f"{MANIFEST} names {name}, which is outside the checkpoint"
+        try:
+            size = file.stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size != num_bytes:
+            return f"{name} has {size:,} bytes instead of {num_bytes:,}"
+    with ThreadPoolExecutor(NUM_HASH_THREADS) as pool:
+        hashes = list(pool.map(_hash_file, [path / name for name in entries]))
+    for (name, (_, wanted)), found in zip(entries.items(), hashes, strict=True):
+        if found != wanted:
+            return f"{name} does not have the content that was written ({found or 'sha256 differs'})"
+    return _find_gap(path, set(entries))
+
+
+def _find_gap(path: Path, names: set[str]) -> str:
+    if STATE not in names:
+        return f"{MANIFEST} does not name {STATE}"
+    try:
+        world_size = int(load_state(path)["world_size"])
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{STATE} cannot be read: {error}"
+    missing = {name_share(rank) for rank in range(world_size)} - names
+    return f"{MANIFEST} does not name {min(missing)}" if missing else ""
+
+
+def name_share(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _hash_file(file: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with open(file, "rb") as stream:
+            while chunk := stream.read(HASH_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        return error.strerror or str(error)
+    return digest.hexdigest()
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    return state
+
+
+def list_shares(path: Path) -> list[Path]:
+    """The ranks' files, as the manifest names them."""
+    files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    return [path / name for name in sorted(files) if name != STATE]
+
+
+def find_newest_valid(run_dir: Path, tell: Callable[[str], None]) -> Path | None:
+    for path in list_checkpoints(run_dir):
+        damage = find_damage(path)
+        if not damage:
+            return path
+        tell(f"{path} is passed over: {damage}")
+    return None
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename is durable once its folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

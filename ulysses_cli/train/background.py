@@ -1,0 +1,106 @@
+"""A checkpoint that is written while steps go on: states are copied to the host, a thread does the rest.
+
+No collective happens in the thread. Ranks tell rank 0 by small files that theirs is written; rank 0's thread then gives
+the checkpoint its name. As long as it has none, it does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.train.checkpoint import Entries, Owner, Share, finish_folder, write_share
+
+TOLD = ".told"
+POLL_SECONDS = 0.02
+
+
+@dataclass(eq=False)
+class HostCopies:
+    """Buffers for one share, made once: pinned where they are filled by a device."""
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def copy(self, share: Share) -> Share:
+        """Returns when the engine may change its states again."""
+        copied = []
+        for name, tensor in share.tensors:
+            buffer = self.buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self.buffers[name] = buffer
+            copied.append((name, buffer.copy_(tensor, non_blocking=True)))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return Share(copied, share.facts)
+
+
+class BackgroundSave:
+    """One save on its way. `problem` is '' until something has gone wrong."""
+
+    def __init__(
+        self, owner: Owner, beside: Path, step: int, share: Share, state: Mapping[str, Any], tidy: Callable[[], None]
+    ) -> None:
+        self.owner, self.beside, self.step, self.tidy = owner, beside, step, tidy
+        self.problem, self.seconds = "", 0.0
+        self.is_given_up = threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(share, state), name="save")  # ends before the process
+        self.thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self.thread.is_alive()
+
+    def wait(self) -> str:
+        """Collective over all ranks -> what went wrong on any of them, or ''."""
+        is_first = self.owner.rank == 0
+        if not is_first:
+            self.thread.join()
+        problem = next((text for text in self.owner.tell_all("" if is_first else self.problem) if text), "")
+        if is_first:
+            if problem:
+                self.is_given_up.set()
+            self.thread.join()
+        return problem or str(self.owner.tell_all(self.problem)[0])
+
+    def _run(self, share: Share, state: Mapping[str, Any]) -> None:
+        started = time.perf_counter()
+        try:
+            entries = write_share(self.beside, self.owner.rank, share)
+            if self.owner.rank == 0:
+                self._finish(entries, state)
+            else:
+                _tell(self.beside / f"{self.owner.rank}{TOLD}", entries)
+        except OSError as error:
+            self.problem = f"rank {self.owner.rank}: {error.strerror or error} ({self.beside})"
+            if self.owner.rank == 0:
+                shutil.rmtree(self.beside, ignore_errors=True)
+        self.seconds = time.perf_counter() - started
+
+    def _finish(self, entries: Entries, state: Mapping[str, Any]) -> None:
+        for rank in range(1, self.owner.world_size):
+            file = self.beside / f"{rank}{TOLD}"
+            while not file.exists():
+                if self.is_given_up.wait(POLL_SECONDS):
+                    shutil.rmtree(self.beside, ignore_errors=True)
+                    return
+            entries |= json.loads(file.read_text(encoding="utf-8"))
+            file.unlink()
+        finish_folder(self.beside, state, entries)
+        self.tidy()
+
+
+def _tell(file: Path, entries: Entries) -> None:
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(entries), encoding="utf-8")
+    os.replace(part, file)

@@ -1,0 +1,138 @@
+"""Where a run begins: at step 1 or at a checkpoint, and whether the present recipe may go on from it. Plain values; one
+process looks, before the model is loaded, and tells the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.plan.changes import list_changes
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.train.archive import (
+    CheckpointError,
+    find_damage,
+    find_newest_valid,
+    list_checkpoints,
+    load_state,
+    tidy_folder,
+)
+
+WIDTHS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+class ResumeError(ValueError):
+    """The recipe does not go on from this checkpoint: the user decides what to change."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """`state` is empty without a checkpoint."""
+
+    path: Path | None
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state.get("step", 0))
+
+    @property
+    def position(self) -> int:
+        return int(self.state.get("position", 0))
+
+    def count_ahead(self, max_steps: int | None, num_rows: int, rows_per_step: int) -> tuple[int, int]:
+        """-> (position where the stream of rows ends, number of the last step), also where rows per step have
+        changed. `num_rows`: of the whole run."""
+        end = num_rows if max_steps is None else self.position + max(0, max_steps - self.step) * rows_per_step
+        return end, self.step - (-max(0, end - self.position) // rows_per_step)
+
+
+FRESH = Beginning(None, {})
+
+
+def find_beginning(run_dir: Path, wanted: str | None, num_restarts: int, tell: Callable[[str], None]) -> Beginning:
+    """On one rank. `wanted` is a folder or `auto`. A run that was restarted in place looks for its own newest first."""
+    tidy_folder(run_dir)
+    path: Path | None = None
+    if num_restarts or wanted == "auto":
+        path = find_newest_valid(run_dir, tell)
+    if path is None and wanted not in (None, "auto"):
+        path = Path(os.path.expanduser(str(wanted)))
+        if damage := find_damage(path):
+            raise CheckpointError(f"{path} cannot be resumed from: {damage}; --resume auto takes the newest valid one")
+    elif path is None and wanted == "auto" and (damaged := list_checkpoints(run_dir)):
+        raise CheckpointError(
+            f"none of the {len(damaged)} checkpoints in {damaged[0].parent} is valid, the newest: "
+            f"{find_damage(damaged[0])}; name an older copy with --resume PATH, or start anew with --overwrite"
+        )
+    if path is None:
+        if wanted == "auto":
+            tell("no checkpoint to resume from: starting at step 1")
+        return FRESH
+    try:
+        return Beginning(path, load_state(path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
+
+
+def adapt(
+    state: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    data: str,
+    layout: Layout,
+    *,
+    anyway: bool,
+    tell: Callable[[str], None],
+) -> int:
+    """-> gradient_accumulation_steps with which this recipe goes on from a checkpoint on the present layout."""
+    check_changes(state, recipe, data, anyway=anyway, tell=tell)
+    width, before = (recipe["train"][name] for name in WIDTHS)
+    fitted = fit_accumulation(state, width, before, layout.dp_size, layout.sp_size, anyway=anyway)
+    if fitted != before:
+        tell(f"{WIDTHS[1]}: {before} -> {fitted}, to keep {state['rows_per_step']} rows per step")
+    return fitted
+
+
+def check_changes(
+    state: Mapping[str, Any], recipe: Mapping[str, Any], data: str, *, anyway: bool, tell: Callable[[str], None]
+) -> None:
+    """Differences that decide values are an error, or, when the user insists, a warning."""
+    changes = list_changes(state["recipe"], recipe)
+    if not changes and state.get("data", data) != data:
+        changes = [f"the prepared data: was {state['data']}, is {data} (files behind data.datasets have changed)"]
+    if not changes:
+        return
+    text = "\n  ".join(["the recipe has changed since the checkpoint was written:", *changes])
+    if not anyway:
+        raise ResumeError(f"{text}\nput it back, start anew in another run.output_dir, or insist with --resume-anyway")
+    tell(text)
+
+
+def fit_accumulation(
+    state: Mapping[str, Any], rows_per_device: int, accumulation: int, dp_size: int, sp_size: int, *, anyway: bool
+) -> int:
+    """-> gradient_accumulation_steps that keep the checkpoint's rows per optimizer step on the present layout."""
+    wanted, width = int(state["rows_per_step"]), rows_per_device * dp_size
+    if width * accumulation == wanted:
+        return accumulation
+    before = state["recipe"]["train"]
+    was_rewritten = tuple(before[name] for name in WIDTHS) != (rows_per_device, accumulation)
+    if was_rewritten and anyway:
+        return accumulation
+    if wanted % width == 0 and not was_rewritten:
+        return wanted // width
+    if was_rewritten:
+        raise ResumeError(
+            f"the recipe has changed since the checkpoint was written:\n  rows per step: was {wanted}, is "
+            f"{width * accumulation} (train.per_device_train_batch_size, train.gradient_accumulation_steps)"
+            "\nput it back, or insist with --resume-anyway"
+        )
+    counts = [size * sp_size for size in range(1, wanted + 1) if wanted % (size * rows_per_device) == 0]
+    can = f"can: {', '.join(map(str, counts))}" if counts else "can: none; set train.per_device_train_batch_size to 1"
+    raise ResumeError(
+        f"{wanted} rows per step cannot be shared by {dp_size} x {rows_per_device} rows at a time; "
+        f"with sp_size {sp_size}, process counts that {can}"
+    )

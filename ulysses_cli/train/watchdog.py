@@ -1,0 +1,156 @@
+"""A thread of each rank that ends a run which no longer moves, and says which rank hangs, in which step and where.
+
+Ranks that wait in a collective are told apart from the one that they wait for by their stacks. They compare over the
+launcher's store, on a connection of its own: the main thread's may be in use by what hangs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import torch.distributed as dist
+
+ANSWER_SECONDS = 5.0  # watchdogs wake within a second of each other
+SAVING_PATIENCE = 10  # disks are slower than steps, and vary
+STEP_PHASES = ("comparing", "micro-step", "update")  # one clock for all of them
+COLLECTIVES = ("torch/distributed/", "deepspeed/comm/", "ulysses_cli/train/agreement.py")
+FAILED = 1
+
+
+class Moving(Protocol):
+    """What is watched: a course."""
+
+    step: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Where one rank stands."""
+
+    rank: int
+    step: int
+    phase: str
+    place: str
+    is_waiting: bool
+
+
+class Watchdog:
+    def __init__(self, course: Moving, seconds: float, rank: int, world_size: int, run_dir: Path) -> None:
+        self.course, self.seconds, self.rank, self.world_size = course, seconds, rank, world_size
+        self.logs = run_dir / "logs"
+        self.main_thread = threading.get_ident()
+        self.stopped = threading.Event()
+        self.store = _connect()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def _watch(self) -> None:
+        last, since = self._read_beat(), time.monotonic()
+        while not self.stopped.wait(min(1.0, self.seconds / 10)):
+            beat = self._read_beat()
+            if beat != last:
+                last, since = beat, time.monotonic()
+            patience = SAVING_PATIENCE if beat[1].startswith("saving") else 1
+            if time.monotonic() - since > self.seconds * patience:
+                self._end()
+
+    def _read_beat(self) -> tuple[int, str]:
+        phase = self.course.phase
+        return self.course.step, "step" if phase.startswith(STEP_PHASES) else phase
+
+    def _end(self) -> None:
+        """Whatever goes wrong here, the process ends."""
+        try:
+            faulthandler.dump_traceback(sys.stderr)
+            own = self._look()
+            told = explain_hang(ask_others(self.store, own, self.world_size), own, self.world_size, self.seconds)
+            write_last_words(self.logs, self.rank, told)
+        finally:
+            os._exit(FAILED)
+
+    def _look(self) -> Sighting:
+        frame = sys._current_frames().get(self.main_thread)
+        place, is_waiting = find_place(frame)
+        return Sighting(self.rank, self.course.step + 1, self.course.phase or "between steps", place, is_waiting)
+
+
+def _connect() -> dist.Store | None:
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = timedelta(seconds=ANSWER_SECONDS)
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except (KeyError, ValueError, RuntimeError):
+        return None  # no launcher: this rank speaks for itself
+
+
+def ask_others(store: dist.Store | None, own: Sighting, world_size: int) -> list[Sighting]:
+    """What every rank says that can still speak."""
+    found = [own]
+    if store is None:
+        return found
+    prefix = f"ulysses/hang/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
+    end = time.monotonic() + ANSWER_SECONDS
+    try:
+        store.set(f"{prefix}{own.rank}", json.dumps(asdict(own)))
+        waiting = set(range(world_size)) - {own.rank}
+        while waiting and time.monotonic() < end:
+            for rank in [rank for rank in waiting if store.check([f"{prefix}{rank}"])]:
+                found.append(Sighting(**json.loads(store.get(f"{prefix}{rank}"))))
+                waiting.discard(rank)
+            time.sleep(0.1)
+    except RuntimeError:
+        pass  # the store is gone: what is known is told
+    return found
+
+
+def find_place(frame: FrameType | None) -> tuple[str, bool]:
+    """(innermost place in this package, whether the stack ends in a collective)."""
+    place, is_waiting = "", False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_waiting = is_waiting or (not place and any(part in file for part in COLLECTIVES))
+        if not place and "ulysses_cli/" in file:
+            place = f"{file[file.rindex('ulysses_cli/') :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return place, is_waiting
+
+
+def explain_hang(seen: Sequence[Sighting], own: Sighting, world_size: int, seconds: float) -> dict[str, object]:
+    """Every rank that answers comes to the same words."""
+    silent = sorted(set(range(world_size)) - {one.rank for one in seen})
+    busy = sorted((one for one in seen if not one.is_waiting), key=lambda one: (one.step, one.rank))
+    late = f"takes longer than run.step_timeout ({seconds:g} s)"
+    told: dict[str, object] = {"rank": own.rank, "phase": f"step {own.step}, {own.phase}", "is_cause": True}
+    if silent:
+        who = ", ".join(map(str, silent))
+        message = f"step {own.step} {late}: rank {who} does not answer, the others wait for it in {own.phase}"
+        told["rank"] = silent[0]
+    elif busy:
+        one = busy[0]
+        message = f"step {one.step} {late}: rank {one.rank} hangs in {one.phase} at {one.place}"
+        told |= {"rank": one.rank, "phase": f"step {one.step}, {one.phase}"}
+    else:
+        message = f"step {own.step} {late}: all ranks wait for each other in {own.phase}; look at the network"
+    hint = "every rank's stack is in its log; --resume auto goes on; a longer run.step_timeout if steps are that slow"
+    return {**told, "message": message, "hint": hint, "exit_code_wanted": FAILED}
+
+
+def write_last_words(logs: Path, rank: int, told: dict[str, object]) -> None:
+    """What ended this rank, for the command to show. The first one's counts."""
+    beside = logs / f"rank-{rank}.error.part"
+    beside.write_text(json.dumps({**told, "time": time.time()}))
+    beside.rename(logs / f"rank-{rank}.error.json")
