@@ -149,6 +149,22 @@ def install() -> None:
     Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
 
 
+class HostAdam(torch.optim.Optimizer):
+    """What DeepSpeed's Adam for the host holds: two float32 moments of each tensor, from the first step on."""
+
+    def __init__(self, groups: Any, lr: float = 1e-3, adamw_mode: bool = True, **numbers: Any) -> None:
+        super().__init__(groups, {"lr": lr, **numbers})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if parameter.grad is not None and not state:
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+
+
 def replace_everywhere(function: Callable[..., Any], stand_in: Callable[..., Any], package: str) -> None:
     """In each loaded module of a package that imported a function by name."""
     for name, module in list(sys.modules.items()):
@@ -162,6 +178,7 @@ def replace_parts(max_tiles: int) -> None:
     """Parts of the project that need values or a real device: weights are made and not read, the kernel is the one that
     every GPU has, and of many equal tiles a few are enough."""
     import torch.optim.optimizer as optimizers
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
     from transformers import AutoModelForCausalLM
 
     from ulysses_cli.train import build, tiled_loss, tiled_mlp
@@ -169,7 +186,12 @@ def replace_parts(max_tiles: int) -> None:
 
     def make_weights(recipe: Any, config: Any, attention: str) -> Any:
         dtype = getattr(torch, recipe.model.dtype)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        with torch.device(DEVICE):  # moving a module there later would make new parameters
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+
+    def add_adapters(recipe: Any, model: Any) -> Any:
+        with torch.device(DEVICE):
+            return add(recipe, model)
 
     def choose(recipe: Any, *_: Any) -> Choice:
         wanted = recipe.model.attn_implementation
@@ -189,10 +211,13 @@ def replace_parts(max_tiles: int) -> None:
         found = [tiled_loss.compute_losses(loss.compute_logits(hidden[part]), labels[part], rule)[0] for part in parts]
         return found[0].new_empty(labels.numel())
 
+    add = build._add_adapters
+    build._add_adapters = add_adapters
     build._load_weights = make_weights
     build._choose_kernel = choose  # type: ignore[assignment]
     tiled_mlp.split_tokens = keep_few(tiled_mlp.split_tokens)
     tiled_loss.TiledLoss.walk_tiles = keep_few(tiled_loss.TiledLoss.walk_tiles)  # type: ignore[method-assign]
+    replace_everywhere(DeepSpeedCPUAdam, HostAdam, "deepspeed")
     tiled_loss.TiledLoss._find_losses = find_losses  # type: ignore[method-assign]
     supported = optimizers._get_fused_kernels_supported_devices
     optimizers._get_fused_kernels_supported_devices = lambda: [*supported(), DEVICE.type]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-FEW_LAYERS, MORE_LAYERS = 8, 16  # from 8 layers on ZeRO-3 has gathered what it may, and each layer adds the same
+FEW_LAYERS = 8
+LIVE_ELEMENTS = 800_000_000  # with that many in its layers ZeRO-3 has gathered what it may: each more adds the same
 MAX_TILES = 3  # tiles are alike: the first, one more, and the last
 
 
@@ -31,7 +32,8 @@ class Traced:
 def trace(wish: Mapping[str, Any], tell: Any = lambda _: None) -> dict[str, Any]:
     """`wish`: recipe, model config, levers and kernel as plain data -> findings as plain data."""
     num_layers = int(wish["config"]["num_hidden_layers"])
-    counts = [num_layers] if num_layers <= MORE_LAYERS else [FEW_LAYERS, MORE_LAYERS]
+    few = max(FEW_LAYERS, -(-LIVE_ELEMENTS // count_layer_elements(wish["config"])))
+    counts = [num_layers] if num_layers <= 2 * few else [few, 2 * few]
     found = []
     for count in counts:
         tell(f"tracing {count} of {num_layers} layers")
@@ -86,8 +88,10 @@ def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
 
     config = cut_layers(wish["config"], num_layers)
     asked = {**wish["recipe"], "model": {**wish["recipe"]["model"], "config": config, "name_or_path": None}}
-    if asked["train"]["gradient_accumulation_steps"] > 2:
-        asked["train"] = {**asked["train"], "gradient_accumulation_steps": 2}  # the third is like the second
+    if asked["train"]["gradient_accumulation_steps"] > 1:  # a micro-step is like the next; gradients add up as before
+        asked["train"] = {**asked["train"], "gradient_accumulation_steps": 1}
+        if asked["model"]["dtype"] == "bfloat16" and asked["parallel"]["zero_stage"] > 1:
+            asked["deepspeed"] = {"data_types": {"grad_accum_dtype": "fp32"}, **asked["deepspeed"]}
     recipe = Recipe.model_validate_json(json.dumps(asked))
     layout, levers = make_layout(recipe), Levers(**wish["levers"])
     tokens, batch = compute_row_tokens(recipe), recipe.train.per_device_train_batch_size
@@ -105,15 +109,27 @@ def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
         if step:
             storages.device.peaks = {"load": storages.device.peaks["load"]}
             storages.host.peaks = {"load": storages.host.peaks["load"]}
-        for _ in range(recipe.train.gradient_accumulation_steps):
-            with storages.during("forward"):
-                engine.train_micro_step(rows, tokens)
+        with storages.during("forward"):
+            engine.train_micro_step(rows, tokens)
         engine.read_update(0.0)
     if recipe.data.eval_datasets or recipe.data.eval_split:
         wrapped.eval()
         with storages.during("evaluation"), torch.no_grad():  # what Engine.evaluate_micro_batch runs
             wrapped(**engine._load(rows), per_token=True)
     wrapped.destroy()
+
+
+def count_layer_elements(config: Mapping[str, Any]) -> int:
+    """Of the last layer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = []
+    for num_layers in (1, 2):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**cut_layers(config, num_layers)))
+        sizes.append(sum(parameter.numel() for parameter in model.parameters()))
+    return sizes[1] - sizes[0]
 
 
 def cut_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
