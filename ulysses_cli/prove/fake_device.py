@@ -77,7 +77,7 @@ def enter_stream(stream: Stream | None) -> Iterator[None]:
         _current = before
 
 
-class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
+class FakeAccelerator(CPU_Accelerator):
     """What DeepSpeed asks of a GPU. Asynchronous, as a GPU is: the paths that use streams are taken."""
 
     def __init__(self) -> None:
@@ -101,11 +101,11 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return 1
 
     @property
-    def Stream(self) -> Any:  # noqa: N802 - DeepSpeed's name
+    def Stream(self) -> Any:
         return Stream
 
     @property
-    def Event(self) -> Any:  # noqa: N802 - DeepSpeed's name
+    def Event(self) -> Any:
         return Event
 
     def stream(self, stream: Any) -> Any:
@@ -146,7 +146,7 @@ def install() -> None:
     # Ranks compare lists of numbers; there are no others.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
     linear.get_accelerator = CPU_Accelerator  # asked for its autocast alone, which the fake device does not have
-    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
+    Tensor.record_stream = lambda self, stream: None
 
 
 class HostAdam(torch.optim.Optimizer):
@@ -156,7 +156,7 @@ class HostAdam(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, **numbers})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -181,7 +181,7 @@ def replace_parts(max_tiles: int) -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from transformers import AutoModelForCausalLM
 
-    from ulysses_cli.train import build, tiled_loss, tiled_mlp
+    from ulysses_cli.train import build, tiled_loss, tiled_mlp, tiling
     from ulysses_cli.train.kernel_choice import Choice
 
     def make_weights(recipe: Any, config: Any, attention: str) -> Any:
@@ -190,8 +190,14 @@ def replace_parts(max_tiles: int) -> None:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
     def add_adapters(recipe: Any, model: Any) -> Any:
-        with torch.device(DEVICE):
-            return add(recipe, model)
+        """peft gives adapters the base's dtype when it moves them to its device, and never moves to this one."""
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, recipe.model.dtype))
+        try:
+            with torch.device(DEVICE):
+                return add(recipe, model)
+        finally:
+            torch.set_default_dtype(usual)
 
     def choose(recipe: Any, *_: Any) -> Choice:
         wanted = recipe.model.attn_implementation
@@ -215,7 +221,7 @@ def replace_parts(max_tiles: int) -> None:
     build._add_adapters = add_adapters
     build._load_weights = make_weights
     build._choose_kernel = choose  # type: ignore[assignment]
-    tiled_mlp.split_tokens = keep_few(tiled_mlp.split_tokens)
+    tiled_mlp.split_tokens = keep_few(tiling.split_tokens)  # type: ignore[attr-defined]
     tiled_loss.TiledLoss.walk_tiles = keep_few(tiled_loss.TiledLoss.walk_tiles)  # type: ignore[method-assign]
     replace_everywhere(DeepSpeedCPUAdam, HostAdam, "deepspeed")
     tiled_loss.TiledLoss._find_losses = find_losses  # type: ignore[method-assign]

@@ -46,8 +46,10 @@ class Fullest:
 class Storages(TorchDispatchMode):
     """Counts while it is entered. Entered inside a FakeTensorMode, so that it sees an operator first."""
 
-    def __init__(self, get_stream: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, get_stream: Callable[[], int] = lambda: 0, *, sees_kernels: bool = True) -> None:
+        """`sees_kernels`: what attention kernels of a GPU take inside is added."""
         super().__init__()
+        self.sees_kernels = sees_kernels
         self.get_stream, self.phase = get_stream, "load"
         self.events: list[Event] = []
         self.device, self.host = Fullest(), Fullest()
@@ -56,7 +58,8 @@ class Storages(TorchDispatchMode):
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         before, self.phase = self.phase, phase
-        (self.device.add(0, phase), self.host.add(0, phase))
+        for place in (self.device, self.host):
+            place.add(0, phase)
         try:
             yield
         finally:
@@ -94,7 +97,7 @@ class Storages(TorchDispatchMode):
             return _make_one(args[0].dtype)
         if op is aten.equal.default:
             return True
-        if op is torch.ops.ulysses.attend_backward.default:
+        if self.sees_kernels and op is torch.ops.ulysses.attend_backward.default:
             found = op(*args, **(kwargs or {}))
             for leaf in found:
                 self.track(leaf)

@@ -1,5 +1,5 @@
-"""`python -m ulysses_cli.prove.trace`: a recipe's real model, levers and engine run a step on tensors without data, in a
-process of their own; every allocation is counted. Wishes come as JSON on stdin, findings leave as JSON on stdout, how
+"""`python -m ulysses_cli.prove.trace`: a recipe's real model, levers and engine run a step on tensors without data, in
+a process of their own; every allocation is counted. Wishes come as JSON on stdin, findings leave as JSON on stdout, how
 far it is goes to stderr. Patches this whole process; computes no value.
 """
 
@@ -61,7 +61,7 @@ def trace_layers(wish: Mapping[str, Any], num_layers: int) -> Traced:
     from ulysses_cli.prove.fake_device import get_current_stream
     from ulysses_cli.prove.storages import Storages
 
-    storages = Storages(get_current_stream)
+    storages = Storages(get_current_stream, sees_kernels=wish["recipe"]["run"]["device"] != "cpu")
     with FakeTensorMode(allow_non_fake_inputs=True), storages:
         run_steps(wish, num_layers, storages)
     moves = [(event.storage, event.num_bytes, event.stream) for event in storages.events if not event.is_host]
