@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,8 @@ from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOpti
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.estimate import Estimate
+    from ulysses_cli.plan.hardware import Gpu
+    from ulysses_cli.plan.levers import Levers
     from ulysses_cli.plan.model_shape import ModelShape
     from ulysses_cli.validate import Validated
 
@@ -32,6 +34,9 @@ def estimate_memory(
     sweep: Annotated[bool, typer.Option("--sweep", help="memory against length, for several layouts")] = False,
     html: Annotated[Path | None, typer.Option(help="with --sweep: write the picture to this file")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="exit code 1 when it does not fit for sure")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="also run the real model and engine without data, and compare; minutes")
+    ] = False,
     online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
     output: FormatOption = Format.text,
 ) -> None:
@@ -46,10 +51,12 @@ def estimate_memory(
       ulysses estimate-memory --model Qwen/Qwen3-8B --max-length 256Ki --num-processes 8
       ulysses estimate-memory my.yaml data.max_length=512Ki memory.offload_optimizer=cpu --format json
       ulysses estimate-memory --model Qwen/Qwen3-8B --max-length 1M --sweep --html sweep.html
+      ulysses estimate-memory my.yaml --trace
     """
     from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.plan.estimate import compute_estimate
-    from ulysses_cli.report import ledger, printing
+    from ulysses_cli.plan.ledger.job import is_known
+    from ulysses_cli.report import ledger, printing, traced
 
     table = or_exit(load_hardware)
     gpus = or_exit(lambda: [table.get_gpu(name) for name in dict.fromkeys(gpu or [DEFAULT_GPU])])
@@ -63,14 +70,50 @@ def estimate_memory(
     if not gpu:
         said.append(f"no --gpu is named: {DEFAULT_GPU}")
     recipe, shape = valid.loaded.recipe, valid.shape
+    if trace and not is_known(shape):
+        raise typer.Exit(_show_trace_alone(valid, gpus, output, strict=strict, online=online))
     results = or_exit(lambda: [compute_estimate(recipe, shape, kind) for kind in gpus])
     if sweep or html is not None:
         _show_sweep(results, html, output)
     elif output is Format.json:
-        printing.print_json({"results": [ledger.describe_estimate(each, said) for each in results]})
+        described = [ledger.describe_estimate(each, said) for each in results]
+        for each, told in zip(results, described, strict=True) if trace else ():
+            told["trace"] = traced.describe_trace(_trace(valid, each.job.levers, online=online), each.ledger)
+        printing.print_json({"results": described})
     else:
-        printing.print_data("\n\n".join(ledger.format_estimate(each, valid.file, said) for each in results))
+        for number, each in enumerate(results):
+            text = ledger.format_estimate(each, valid.file, said)
+            printing.print_data(f"\n{text}" if number else text)
+            if trace:
+                found = _trace(valid, each.job.levers, online=online)
+                printing.print_data("\n" + traced.format_trace(found, each.ledger))
     raise typer.Exit(FAILED if strict and any(each.fit.verdict != "fits" for each in results) else DONE)
+
+
+def _trace(valid: Validated, levers: Levers, *, online: bool) -> dict[str, Any]:
+    from ulysses_cli import hub
+    from ulysses_cli.commands.tracing import trace_recipe
+
+    if valid.loaded is None:
+        raise AssertionError("no recipe")
+    recipe = valid.loaded.recipe
+    return or_exit(lambda: trace_recipe(recipe, hub.find_model_config(recipe, online=online)[0], levers))
+
+
+def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, strict: bool, online: bool) -> int:
+    """A model that no formula describes: what a trace says, with levers that are left open off."""
+    from ulysses_cli.plan.lever_choice import read_levers
+    from ulysses_cli.report import printing, traced
+
+    if valid.loaded is None:
+        raise AssertionError("no recipe")
+    found = _trace(valid, read_levers(valid.loaded.recipe)[0], online=online)
+    results = [traced.judge_trace(found, gpu) for gpu in gpus]
+    if output is Format.json:
+        printing.print_json({"results": results})
+    else:
+        printing.print_data(traced.format_verdicts(results) + "\n\n" + traced.format_trace(found, None))
+    return FAILED if strict and any(each["verdict"] != "fits" for each in results) else DONE
 
 
 def _show_sweep(results: list[Estimate], html: Path | None, output: Format) -> None:

@@ -6,7 +6,7 @@ Arguments in, values out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -138,9 +138,10 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[Moment]:
     if tiled:
         final = {"final_norm": layer.compute_norm_saved(job, job.shape.hidden_size)}
     oversize = states.compute_oversize_gradient(job, head.count_head_elements(job)) * head.trains_head(job)
-    gradient = {"head_gradient": head.compute_head_gradient(job), "oversize_gradient": oversize}
-    logits = {line: head.compute_logits_gradient(job)}
+    gradient, logits = {"head_gradient": head.compute_head_gradient(job)}, {line: head.compute_logits_gradient(job)}
     yield Moment("backward", "head's gradient", {**at_loss, **final, **tiles, **gradient, **logits})
+    tiles["head_accumulator"], gradient["oversize_gradient"] = 0, oversize  # the sum has gone when its cast leaves
+    yield Moment("backward", "head's gradient leaves", {**at_loss, **final, **tiles, **gradient, **logits})
 
 
 def _walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[Moment]:
@@ -167,7 +168,7 @@ def _walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[Moment]
     before = mlp - norm_saved + own_input if has_norm_behind else mlp
     work = {"mlp": layer.compute_mlp_backward(job, kind), "lora_work": layer.compute_adapter_work(job, kind) // 2}
     yield at("mlp", whole, before, **work)
-    yield at("gradients are reduced", whole, before, reduce_flush=states.compute_reduce_flush(job))
+    yield from _walk_flushes(job, at, whole, before)
     yield at("norm", whole, norm_saved, norm_backward=layer.compute_norm_backward(job, hidden) + own_input)
     rest = attention - layer.compute_output_input(job) + result
     yield at("exchange", rest, 0, attention_exchange=layer.compute_attention_exchange(job))
@@ -177,6 +178,27 @@ def _walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[Moment]
         rows = layer.compute_attention_rows(job)
         norm = layer.compute_norm_backward(job, job.query_width) + rows
         yield at("query norm", rest - rows - result, 0, norm_backward=norm)
+
+
+def _walk_flushes(job: Job, at: Callable[..., Moment], attention: int, mlp: int) -> Iterator[Moment]:
+    """Where the bucket is full for the first time in an MLP and in an attention: layers above have gone by then."""
+    seen = set()
+    for flush in states.list_flushes(job.weights, job.engine.reduce_bucket):
+        if flush.in_mlp not in seen:
+            seen.add(flush.in_mlp)
+            moment = at("gradients are reduced", attention, mlp if flush.in_mlp else 0)
+            work = min(states.compute_reduce_flush(job), flush.num_elements * job.engine.communication_bytes)
+            yield Moment(moment.phase, moment.name, {**_drop_layers(job, moment.lines, flush), "reduce_flush": work})
+
+
+def _drop_layers(job: Job, lines: Lines, flush: states.Flush) -> Lines:
+    """Without what layers above kept; in host memory two layers' worth stays on the device until the end."""
+    left = flush.layer + 1
+    if job.levers.activation_offloading and job.levers.gradient_checkpointing is not False:
+        return lines
+    return {
+        name: size * left // job.shape.num_layers if name.startswith("kept_") else size for name, size in lines.items()
+    }
 
 
 def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:

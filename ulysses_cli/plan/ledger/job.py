@@ -133,13 +133,20 @@ class Job:
         return min(self.world_size, self.gpus_per_node)
 
 
+def is_known(shape: ModelShape) -> bool:
+    """There is a formula for its layers."""
+    return shape.model_type in FAMILIES and shape.num_parameters is not None
+
+
 def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
     """A model whose layers no formula describes is refused: a guess would look like an answer."""
-    if shape.model_type in FAMILIES and shape.num_parameters is not None:
+    if is_known(shape):
         return
     why = f": {shape.inexact}" if shape.inexact and "not on the list" not in shape.inexact else ""
     message = f"there is no memory formula for {shape.name}, a model of type {shape.model_type}{why}"
-    raise RecipeError([Problem(key, message, f"formulas know {', '.join(sorted(FAMILIES))}")])
+    raise RecipeError(
+        [Problem(key, message, f"estimate-memory --trace needs none; formulas know {', '.join(sorted(FAMILIES))}")]
+    )
 
 
 def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8) -> Job:

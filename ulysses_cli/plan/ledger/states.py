@@ -5,8 +5,11 @@ From DeepSpeed's runtime/zero/stage3.py and stage_1_and_2.py. N trained elements
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import count_shard
+from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard
 
 ADAM_BYTES = {"adamw": 8, "adamw_8bit": 2}
 
@@ -55,6 +58,33 @@ def compute_reduce_flush(job: Job) -> int:
     dtype (stage_1_and_2.py: gradient_reduction_w_predivide)."""
     filled = min(job.engine.reduce_bucket, job.weights.num_trained) * job.engine.communication_bytes
     return filled if job.zero_stage == 3 or job.engine.communication_bytes != job.dtype_bytes else 0
+
+
+@dataclass(frozen=True)
+class Flush:
+    """The bucket is sent: in the backward of which layer and part, and how full it was."""
+
+    layer: int
+    in_mlp: bool
+    num_elements: int
+
+
+@lru_cache(maxsize=64)
+def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
+    """Gradients fill the bucket in the order in which the backward makes them; one that does not fit any more sends
+    what is there, one that is larger than the bucket goes past it (stage3.py, reduce_independent_p_g_buckets_and_...).
+    A tied embedding comes last."""
+    filled, found = 0, []
+    for module in reversed(weights.modules):
+        for name, size in reversed(module.weights):
+            if not module.is_trained or size > bucket or name == "embedding":
+                continue
+            if filled + size > bucket:
+                if module.part == LAYERS:
+                    found.append(Flush(module.layer, module.in_mlp, filled))
+                filled = 0
+            filled += size
+    return tuple(found)
 
 
 def compute_oversize_gradient(job: Job, num_elements: int) -> int:

@@ -1,0 +1,107 @@
+"""The allocator's model against a brute force that knows no blocks: one byte of a map for each unit of memory."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ulysses_cli.prove.allocator import count_segment, replay
+
+UNIT, MIB = 512, 1 << 20
+Sizes = st.sampled_from([1, 512, 700 << 10, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 11 * MIB, 33 * MIB])
+Moves = st.lists(st.tuples(Sizes, st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=40)
+
+
+class Map:
+    """One segment: which units are taken, and where a free stretch may be given away."""
+
+    def __init__(self, num_units: int) -> None:
+        self.taken = [0] * num_units  # 0 free, else the storage's number
+
+    def list_stretches(self) -> list[tuple[int, int]]:
+        """(length, start) of each run of free units."""
+        found, start = [], None
+        for at, owner in enumerate([*self.taken, -1]):
+            if owner == 0 and start is None:
+                start = at
+            elif owner != 0 and start is not None:
+                found.append((at - start, start))
+                start = None
+        return found
+
+
+def replay_plainly(moves: list[tuple[int, int, int]], *, expandable: bool) -> int:
+    """By scanning every unit of every segment at every birth."""
+    pools: dict[tuple[int, bool], list[Map]] = {}
+    for storage, num_bytes, stream in moves:
+        if num_bytes < 0:
+            for segments in pools.values():
+                for segment in segments:
+                    segment.taken = [0 if owner == storage + 1 else owner for owner in segment.taken]
+            continue
+        units = -(-num_bytes // UNIT)
+        is_small = units * UNIT <= MIB
+        segments = pools.setdefault((stream, is_small), [])
+        stretches = [(length, number, start) for number, s in enumerate(segments) for length, start in s.list_stretches()]
+        fitting = [each for each in stretches if each[0] >= units]
+        if fitting:
+            shortest = min(length for length, *_ in fitting)
+            length, number, start = next(each for each in fitting if each[0] == shortest)
+        elif expandable:
+            page = (2 if is_small else 20) * MIB // UNIT
+            if not segments:
+                segments.append(Map(0))
+            whole = segments[0]
+            held = next((n for n, start in whole.list_stretches() if start + n == len(whole.taken)), 0)
+            whole.taken += [0] * (-(-(units - held) // page) * page)
+            number = 0
+            length, start = next((n, s) for n, s in whole.list_stretches() if s + n == len(whole.taken))
+        else:
+            segments.append(Map(count_segment(units * UNIT) // UNIT))
+            number, start, length = len(segments) - 1, 0, len(segments[-1].taken)
+        is_cut = expandable or is_small or (length - units) * UNIT > MIB
+        given_units = units if is_cut else length
+        for at in range(start, start + given_units):
+            segments[number].taken[at] = storage + 1
+    return sum(len(segment.taken) * UNIT for segments in pools.values() for segment in segments)
+
+
+def make_moves(drawn: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Births, and after each the death of one that is alive (or none)."""
+    moves, alive = [], []
+    for storage, (size, stream, dying) in enumerate(drawn):
+        moves.append((storage, size, stream))
+        alive.append((storage, size, stream))
+        if dying < len(alive):
+            gone, num_bytes, own = alive.pop(dying)
+            moves.append((gone, -num_bytes, own))
+    return moves
+
+
+@given(Moves)
+def test_what_is_held_is_what_a_map_of_memory_says(drawn: list[tuple[int, int, int]]) -> None:
+    distinct = [(size + 4096 * at, stream, dying) for at, (size, stream, dying) in enumerate(drawn)]
+    moves = make_moves(distinct)
+    for expandable in (True, False):
+        assert replay(moves, expandable=expandable) == replay_plainly(moves, expandable=expandable)
+
+
+@given(Moves)
+def test_no_less_than_what_is_alive(drawn: list[tuple[int, int, int]]) -> None:
+    moves = make_moves(drawn)
+    now = peak = 0
+    for _, size, _ in moves:
+        now += size
+        peak = max(peak, now)
+    assert replay(moves, expandable=True) >= peak
+    assert replay(moves, expandable=False) >= peak
+
+
+def test_a_hole_cannot_serve_a_larger_tensor_and_streams_do_not_share() -> None:
+    hole = [(0, 100 * MIB, 0), (1, 2 * MIB, 0), (0, -100 * MIB, 0), (2, 140 * MIB, 0)]
+    assert replay(hole, expandable=False) == 260 * MIB  # 20 for the small one
+    again = [(0, 100 * MIB, 0), (0, -100 * MIB, 0), (1, 140 * MIB, 0)]
+    assert replay(again, expandable=True) == 140 * MIB
+    assert replay(again, expandable=False) == 240 * MIB
+    other = [(0, 100 * MIB, 0), (0, -100 * MIB, 0), (1, 100 * MIB, 1)]
+    assert replay(other, expandable=True) == 200 * MIB

@@ -1,0 +1,76 @@
+"""Starts a trace in a process of its own and remembers what it found by all that it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ulysses_cli.plan.levers import Levers
+    from ulysses_cli.plan.recipe import Recipe
+
+DEPENDS_ON = ("torch", "transformers", "deepspeed", "peft")
+ROOMS = ("train", "prove", "plan")
+SHOWN_CHARS = 2000
+
+
+def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> dict[str, Any]:
+    """For a recipe that passed its checks. Found again at once when nothing has changed that it depends on; otherwise
+    minutes. Raises RecipeError where the trace itself fails."""
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.resolved import make_layout
+
+    wish = {
+        "recipe": recipe.model_dump(mode="json"),
+        "config": dict(config),
+        "levers": vars(levers),
+        "world_size": make_layout(recipe).world_size,
+    }
+    file = _get_folder() / f"{compute_key(wish)}.json"
+    try:
+        return {**json.loads(file.read_text(encoding="utf-8")), "from_cache": True}
+    except (OSError, ValueError):
+        pass
+    command = [sys.executable, "-m", "ulysses_cli.prove.trace"]
+    done = subprocess.run(command, input=json.dumps(wish), stdout=subprocess.PIPE, text=True, encoding="utf-8")
+    if done.returncode:
+        said = done.stdout.strip()[-SHOWN_CHARS:] or f"it ended with code {done.returncode}"
+        raise RecipeError([Problem("--trace", f"the traced step failed: {said}", "see what it said above")])
+    found: dict[str, Any] = json.loads(done.stdout)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_suffix(f".{os.getpid()}.part")
+        beside.write_text(json.dumps(found), encoding="utf-8")
+        beside.replace(file)
+    except OSError:
+        pass  # nothing is lost but time
+    return {**found, "from_cache": False}
+
+
+def compute_key(wish: Mapping[str, Any]) -> str:
+    """A hash of the wish, of the code that is traced and of the packages below it. Names and paths do not count."""
+    recipe = {name: value for name, value in wish["recipe"].items() if name != "run"}
+    recipe["data"] = {name: value for name, value in recipe["data"].items() if name not in ("datasets", "store_dir")}
+    digest = hashlib.sha256(json.dumps({**wish, "recipe": recipe}, sort_keys=True, default=str).encode())
+    for package in DEPENDS_ON:
+        try:
+            digest.update(f"{package} {version(package)}".encode())
+        except PackageNotFoundError:
+            digest.update(package.encode())
+    root = Path(__file__).parents[1]
+    for room in ROOMS:
+        for file in sorted((root / room).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _get_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "ulysses" / "traces"

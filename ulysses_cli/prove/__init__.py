@@ -1,0 +1,1 @@
+"""Commands that prove a claim: what a step takes, without a GPU."""

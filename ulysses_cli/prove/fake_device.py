@@ -1,0 +1,229 @@
+"""A GPU that is not there: tensors without data on `meta`, host memory on `cpu`, streams that only have numbers.
+
+What DeepSpeed and torch would ask a real device is answered here, for this whole process: run it in a child. Holds no
+model and counts no bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch import Tensor
+
+DEVICE = torch.device("meta")
+DEFAULT_STREAM = 0
+DEFAULT_KERNEL = "flash_attention_2"  # of those that a GPU may have, the one that takes most
+_current = DEFAULT_STREAM
+
+
+def get_current_stream() -> int:
+    """The number of the stream that work is now issued to: memory is reused within a stream."""
+    return _current
+
+
+class Stream:
+    """Order is that of the program; only the number matters."""
+
+    num_made = DEFAULT_STREAM
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        Stream.num_made += 1
+        self.number = Stream.num_made
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+
+class _Default(Stream):
+    def __init__(self) -> None:
+        self.number = DEFAULT_STREAM
+
+
+class Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+
+@contextmanager
+def enter_stream(stream: Stream | None) -> Iterator[None]:
+    global _current
+    before, _current = _current, stream.number if stream is not None else _current
+    try:
+        yield
+    finally:
+        _current = before
+
+
+class FakeAccelerator(CPU_Accelerator):
+    """What DeepSpeed asks of a GPU. Asynchronous, as a GPU is: the paths that use streams are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = DEVICE.type
+        self._communication_backend_name = "fake"
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def device_name(self, device_index: Any = None) -> str:
+        return DEVICE.type
+
+    def current_device_name(self) -> str:
+        return DEVICE.type
+
+    def current_device(self) -> Any:
+        return DEVICE
+
+    def device_count(self) -> int:
+        return 1
+
+    @property
+    def Stream(self) -> Any:
+        return Stream
+
+    @property
+    def Event(self) -> Any:
+        return Event
+
+    def stream(self, stream: Any) -> Any:
+        return enter_stream(stream)
+
+    def current_stream(self, device_index: Any = None) -> Any:
+        return _Default()
+
+    def default_stream(self, device_index: Any = None) -> Any:
+        return _Default()
+
+    def memory_allocated(self, device_index: Any = None) -> int:
+        return 0
+
+    max_memory_allocated = memory_cached = max_memory_cached = memory_reserved = max_memory_reserved = memory_allocated
+
+    def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
+        return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        return tensor.device.type == DEVICE.type
+
+    def create_op_builder(self, op_name: str) -> None:
+        return None  # nothing is compiled
+
+    def get_op_builder(self, class_name: str) -> None:
+        return None
+
+
+def install() -> None:
+    """From here on this process has the fake device and no other."""
+    set_accelerator(FakeAccelerator())
+    from deepspeed.runtime.zero import linear, partitioned_param_coordinator
+
+    # Ranks compare lists of numbers; there are no others.
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
+    linear.get_accelerator = CPU_Accelerator  # asked for its autocast alone, which the fake device does not have
+    Tensor.record_stream = lambda self, stream: None
+
+
+class HostAdam(torch.optim.Optimizer):
+    """What DeepSpeed's Adam for the host holds: two float32 moments of each tensor, from the first step on."""
+
+    def __init__(self, groups: Any, lr: float = 1e-3, adamw_mode: bool = True, **numbers: Any) -> None:
+        super().__init__(groups, {"lr": lr, **numbers})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if parameter.grad is not None and not state:
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+
+
+def replace_everywhere(function: Callable[..., Any], stand_in: Callable[..., Any], package: str) -> None:
+    """In each loaded module of a package that imported a function by name."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package):
+            for key, value in list(vars(module).items()):
+                if value is function:
+                    setattr(module, key, stand_in)
+
+
+def replace_parts(max_tiles: int) -> None:
+    """Parts of the project that need values or a real device: weights are made and not read, the kernel is the one that
+    every GPU has, and of many equal tiles a few are enough."""
+    import torch.optim.optimizer as optimizers
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from transformers import AutoModelForCausalLM
+
+    from ulysses_cli.train import build, tiled_loss, tiled_mlp, tiling
+    from ulysses_cli.train.kernel_choice import Choice
+
+    def make_weights(recipe: Any, config: Any, attention: str) -> Any:
+        dtype = getattr(torch, recipe.model.dtype)
+        with torch.device(DEVICE):  # moving a module there later would make new parameters
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+
+    def add_adapters(recipe: Any, model: Any) -> Any:
+        """peft gives adapters the base's dtype when it moves them to its device, and never moves to this one."""
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, recipe.model.dtype))
+        try:
+            with torch.device(DEVICE):
+                return add(recipe, model)
+        finally:
+            torch.set_default_dtype(usual)
+
+    def choose(recipe: Any, *_: Any) -> Choice:
+        wanted = recipe.model.attn_implementation
+        return Choice(DEFAULT_KERNEL if wanted == "auto" else wanted, "traced")
+
+    def keep_few(split: Callable[..., list[slice]]) -> Callable[..., list[slice]]:
+        def few(*args: Any) -> list[slice]:
+            parts = split(*args)
+            return parts if len(parts) <= max_tiles else [*parts[: max_tiles - 1], parts[-1]]
+
+        return few
+
+    @torch.no_grad()
+    def find_losses(loss: Any, hidden: Tensor, labels: Tensor, rule: Any) -> Tensor:
+        """As many losses as there are tokens, from a few tiles."""
+        parts = loss.walk_tiles(labels.numel())
+        found = [tiled_loss.compute_losses(loss.compute_logits(hidden[part]), labels[part], rule)[0] for part in parts]
+        return found[0].new_empty(labels.numel())
+
+    add = build._add_adapters
+    build._add_adapters = add_adapters
+    build._load_weights = make_weights
+    build._choose_kernel = choose  # type: ignore[assignment]
+    tiled_mlp.split_tokens = keep_few(tiling.split_tokens)  # type: ignore[attr-defined]
+    tiled_loss.TiledLoss.walk_tiles = keep_few(tiled_loss.TiledLoss.walk_tiles)  # type: ignore[method-assign]
+    replace_everywhere(DeepSpeedCPUAdam, HostAdam, "deepspeed")
+    tiled_loss.TiledLoss._find_losses = find_losses  # type: ignore[method-assign]
+    supported = optimizers._get_fused_kernels_supported_devices
+    optimizers._get_fused_kernels_supported_devices = lambda: [*supported(), DEVICE.type]

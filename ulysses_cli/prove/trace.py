@@ -1,0 +1,180 @@
+"""`python -m ulysses_cli.prove.trace`: a recipe's real model, levers and engine run a step on tensors without data, in
+a process of their own; every allocation is counted. Wishes come as JSON on stdin, findings leave as JSON on stdout, how
+far it is goes to stderr. Patches this whole process; computes no value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+FEW_LAYERS = 8
+LIVE_ELEMENTS = 800_000_000  # with that many in its layers ZeRO-3 has gathered what it may: each more adds the same
+MAX_TILES = 3  # tiles are alike: the first, one more, and the last
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Peaks of one traced model, bytes of rank 0: by phase on the device and on the host, and what the allocator
+    would hold."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    reserved: dict[str, int]
+
+
+def trace(wish: Mapping[str, Any], tell: Any = lambda _: None) -> dict[str, Any]:
+    """`wish`: recipe, model config, levers and kernel as plain data -> findings as plain data."""
+    num_layers = int(wish["config"]["num_hidden_layers"])
+    few = max(FEW_LAYERS, -(-LIVE_ELEMENTS // count_layer_elements(wish["config"])))
+    counts = [num_layers] if num_layers <= 2 * few else [few, 2 * few]
+    found = []
+    for count in counts:
+        tell(f"tracing {count} of {num_layers} layers")
+        found.append(trace_layers(wish, count))
+    whole = found[0] if len(found) == 1 else extrapolate(found[0], found[1], counts[0], counts[1], num_layers)
+    return {"num_layers": num_layers, "traced_layers": counts, **vars(whole)}
+
+
+def extrapolate(few: Traced, more: Traced, num_few: int, num_more: int, num_layers: int) -> Traced:
+    """A straight line through two numbers of layers."""
+
+    def reach(low: dict[str, int], high: dict[str, int]) -> dict[str, int]:
+        return {
+            name: high[name] + (high[name] - low[name]) * (num_layers - num_more) // (num_more - num_few)
+            for name in high
+        }
+
+    return Traced(reach(few.device, more.device), reach(few.host, more.host), reach(few.reserved, more.reserved))
+
+
+def trace_layers(wish: Mapping[str, Any], num_layers: int) -> Traced:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from ulysses_cli.prove.allocator import replay
+    from ulysses_cli.prove.fake_device import get_current_stream
+    from ulysses_cli.prove.storages import Storages
+
+    storages = Storages(get_current_stream, sees_kernels=wish["recipe"]["run"]["device"] != "cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True), storages:
+        run_steps(wish, num_layers, storages)
+    moves = [(event.storage, event.num_bytes, event.stream) for event in storages.events if not event.is_host]
+    reserved = {
+        "expandable_segments": replay(moves, expandable=True),
+        "fixed_segments": replay(moves, expandable=False),
+    }
+    return Traced(storages.device.peaks, storages.host.peaks, reserved)
+
+
+def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
+    """Two steps, of which the second is what every later one is like, and an evaluation."""
+    import numpy as np
+    import torch
+
+    from ulysses_cli.data.steps import MicroBatch
+    from ulysses_cli.plan.levers import Levers
+    from ulysses_cli.plan.model_shape import read_model_shape
+    from ulysses_cli.plan.recipe import Recipe
+    from ulysses_cli.plan.resolved import compute_row_tokens, make_layout
+    from ulysses_cli.prove.fake_device import DEVICE
+    from ulysses_cli.train.build import build
+    from ulysses_cli.train.groups import make_groups
+
+    config = cut_layers(wish["config"], num_layers)
+    asked = {**wish["recipe"], "model": {**wish["recipe"]["model"], "config": config, "name_or_path": None}}
+    if asked["train"]["gradient_accumulation_steps"] > 1:  # a micro-step is like the next; gradients add up as before
+        asked["train"] = {**asked["train"], "gradient_accumulation_steps": 1}
+        if asked["model"]["dtype"] == "bfloat16" and asked["parallel"]["zero_stage"] > 1:
+            asked["deepspeed"] = {"data_types": {"grad_accum_dtype": "fp32"}, **asked["deepspeed"]}
+    recipe = Recipe.model_validate_json(json.dumps(asked))
+    layout, levers = make_layout(recipe), Levers(**wish["levers"])
+    tokens, batch = compute_row_tokens(recipe), recipe.train.per_device_train_batch_size
+    local = tokens // layout.sp_size
+    groups = make_groups(layout, timedelta(minutes=1))
+    shape = read_model_shape(config, "the traced model")
+    built = build(recipe, shape, groups, DEVICE, 2, levers)
+    engine, wrapped = built.engine, built.engine.wrapped
+    numbers = np.zeros((batch, local), np.int64)
+    positions = np.broadcast_to(np.arange(local), (batch, local)).copy()
+    rows = MicroBatch(numbers, numbers, positions, (tokens,) * batch, tuple(range(batch)))
+    for name, phase in (("backward", "backward"), ("step", "optimizer_step")):
+        setattr(wrapped, name, _in_phase(storages, phase, getattr(wrapped, name)))
+    for step in range(2):
+        if step:
+            storages.device.peaks = {"load": storages.device.peaks["load"]}
+            storages.host.peaks = {"load": storages.host.peaks["load"]}
+        with storages.during("forward"):
+            engine.train_micro_step(rows, tokens)
+        engine.read_update(0.0)
+    if recipe.data.eval_datasets or recipe.data.eval_split:
+        wrapped.eval()
+        with storages.during("evaluation"), torch.no_grad():  # what Engine.evaluate_micro_batch runs
+            wrapped(**engine._load(rows), per_token=True)
+    wrapped.destroy()
+
+
+def count_layer_elements(config: Mapping[str, Any]) -> int:
+    """Of the last layer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = []
+    for num_layers in (1, 2):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**cut_layers(config, num_layers)))
+        sizes.append(sum(parameter.numel() for parameter in model.parameters()))
+    return sizes[1] - sizes[0]
+
+
+def cut_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The same model with its first layers alone; lists of one entry per layer are cut alike."""
+    whole = int(config["num_hidden_layers"])
+    cut = {
+        name: value[:num_layers] if isinstance(value, list) and len(value) == whole else value
+        for name, value in config.items()
+    }
+    return {**cut, "num_hidden_layers": num_layers}
+
+
+def _in_phase(storages: Any, phase: str, function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with storages.during(phase):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def prepare_process(world_size: int) -> None:
+    """The fake device, and what cannot run on it replaced. Before anything else of the project is imported."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    import torch.distributed as dist
+    from torch.distributed._tools import fake_collectives  # noqa: F401 - collectives of tensors without data
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from ulysses_cli.prove import fake_device
+
+    fake_device.install()
+    fake_device.replace_parts(MAX_TILES)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def main() -> int:
+    wish = json.load(sys.stdin)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries say is talk
+    with ExitStack() as stack:
+        stack.callback(out.close)
+        prepare_process(int(wish["world_size"]))
+        talk = sys.stderr
+        out.write(json.dumps(trace(wish, lambda words: talk.write(f"{words}\n"))) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
