@@ -46,7 +46,8 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor]], metadata: M
         tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for _, tensor in listed
     )
     with open(file, "wb") as stream, ThreadPoolExecutor(1) as hashing:  # both let go of the interpreter
-        for chunk in chain((struct.pack("<Q", len(text)), text), map(memoryview, contents)):
+        chunks: Iterator[Any] = chain((struct.pack("<Q", len(text)), text), map(memoryview, contents))
+        for chunk in chunks:
             hashed = hashing.submit(digest.update, chunk)
             stream.write(chunk)
             hashed.result()
