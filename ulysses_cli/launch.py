@@ -141,8 +141,12 @@ def make_environment(environ: Mapping[str, str], device: str, processes_here: in
 
 def lock_run(run_dir: Path, node_rank: int) -> int:
     """A lock that lives as long as any process of the run -> its file, to be handed to the launcher."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    handle = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        problem = Problem("run.output_dir", f"{run_dir} cannot be written: {error.strerror}", "choose another folder")
+        raise RecipeError([problem]) from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -154,20 +158,27 @@ def lock_run(run_dir: Path, node_rank: int) -> int:
     return handle
 
 
-def clear_run(run_dir: Path, *, overwrite: bool) -> None:
-    """A run that starts anew finds no older one's results in its folder."""
-    old = sorted((run_dir / "checkpoints").glob("step-*"))
-    if old and not overwrite:
-        raise RecipeError(
-            [
-                Problem(
-                    "run.output_dir",
-                    f"{run_dir} holds {len(old)} checkpoint{'s' if len(old) > 1 else ''} of an earlier run",
-                    "go on with --resume auto, choose another run.output_dir, or delete them with --overwrite",
-                )
-            ]
-        )
-    for name in ("checkpoints", "model", "rehearsal"):
+RESULTS = ("checkpoints", "model")
+
+
+def check_run_dir(run_dir: Path, inputs: Sequence[str], *, overwrite: bool) -> None:
+    """A run that starts anew finds no older one's results in its folder, and deletes nothing unless told to."""
+    for name in RESULTS:
+        folder = run_dir / name
+        inside = [path for path in inputs if Path(os.path.expanduser(path)).resolve().is_relative_to(folder.resolve())]
+        if inside:
+            raise _refuse(f"{inside[0]} lies in {folder}, where this run writes", "choose another run.output_dir")
+        if not overwrite and folder.is_dir() and any(folder.iterdir()):
+            problem = Problem(
+                "run.output_dir",
+                f"{folder} holds the results of an earlier run",
+                "go on with --resume auto, choose another run.output_dir, or delete them with --overwrite",
+            )
+            raise RecipeError([problem])
+
+
+def clear_run_dir(run_dir: Path) -> None:
+    for name in (*RESULTS, "rehearsal"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
 
 
@@ -213,7 +224,8 @@ def launch(
 
         def hand_on(number: int, frame: Any) -> None:
             heard.append(number)
-            agent.send_signal(signal.SIGINT if len(heard) > 1 else signal.SIGTERM)
+            # A first signal of either kind asks for a checkpoint, so does every SIGTERM; a second Ctrl-C ends all.
+            agent.send_signal(signal.SIGINT if heard.count(signal.SIGINT) > 1 else signal.SIGTERM)
 
         try:
             for number in INTERRUPTED:

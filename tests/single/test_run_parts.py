@@ -17,6 +17,7 @@ from training import make_recipe
 from transformers import get_scheduler
 
 from ulysses_cli.plan.recipe import Train
+from ulysses_cli.train.agreement import DisagreementError, compare_machines
 from ulysses_cli.train.build import make_schedule
 from ulysses_cli.train.cores import bind_to_device, find_near_cores, read_list
 from ulysses_cli.train.evaluation import list_bounds, summarize
@@ -24,6 +25,7 @@ from ulysses_cli.train.record import LineFile, MissingTrackerError, Record, cut_
 from ulysses_cli.train.run_file import make_card
 from ulysses_cli.train.stop import StopWishes
 from ulysses_cli.train.tensor_file import read_metadata, write_tensors
+from ulysses_cli.train.weight_files import find_weight_problem
 
 
 def test_time_and_money_are_wishes_to_stop() -> None:
@@ -170,6 +172,32 @@ def test_cores_near_a_device_are_read_as_the_kernel_writes_them(tmp_path: Path) 
     allowed = os.sched_getaffinity(0)
     assert bind_to_device(torch.device("cpu")) == len(allowed)
     assert os.sched_getaffinity(0) == allowed
+
+
+def test_weight_files_that_cannot_be_loaded_are_named_by_their_headers(tmp_path: Path) -> None:
+    assert find_weight_problem(tmp_path) == f"{tmp_path} holds no weights: no *.safetensors"
+    good = tmp_path / "model.safetensors"
+    write_tensors(good, [("a", torch.zeros(64, 64, dtype=torch.bfloat16))], {})
+    assert find_weight_problem(tmp_path) == ""
+    whole = good.read_bytes()
+    good.write_bytes(whole[:-100])
+    assert find_weight_problem(tmp_path).startswith(f"{good} is damaged: ")
+    good.write_bytes(b"\xff" * 100)
+    assert find_weight_problem(tmp_path).startswith(f"{good} is damaged: ")
+    write_tensors(good, [("a", torch.zeros(4)), ("b", torch.zeros(4, dtype=torch.int64))], {})
+    assert find_weight_problem(tmp_path) == f"{good} holds b as I64: quantized weights cannot be trained"
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    assert find_weight_problem(tmp_path) == f"{tmp_path}/x.safetensors is missing, {index.name} names it"
+    index.write_text("[]")
+    assert find_weight_problem(tmp_path).startswith(f"{index} cannot be read: ")
+
+
+def test_machines_that_differ_are_named_with_the_field() -> None:
+    same = {"layout": "a", "torch": "1"}
+    compare_machines([("gpu01", same), ("gpu02", dict(same))])
+    with pytest.raises(DisagreementError, match="gpu02 and gpu01 differ in torch: 2 and 1"):
+        compare_machines([("gpu01", same), ("gpu02", {**same, "torch": "2"})])
 
 
 def test_a_tensor_file_is_read_by_the_library(tmp_path: Path) -> None:

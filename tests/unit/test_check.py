@@ -120,12 +120,9 @@ def test_check_world_size() -> None:
 
 
 def test_check_optimizer() -> None:
-    assert only("train.optim=adamw_8bit", "memory.offload_optimizer=cpu") == (
-        "command line: train.optim: adamw_8bit computes on the GPU, but memory.offload_optimizer is cpu"
-        "\n\nhint: use train.optim: adamw, or memory.offload_optimizer: none"
-    )
-    assert only("train.optim=adamw_8bit", "run.device=cpu") == (
-        "command line: train.optim: adamw_8bit needs a GPU, but run.device is cpu\n\nhint: use train.optim: adamw"
+    assert only("train.optim=adamw_8bit") == (
+        "command line: train.optim: adamw_8bit is not offered yet: its moments could not be put into a checkpoint"
+        "\n\nhint: use train.optim: adamw, with memory.offload_optimizer: cpu where memory is short"
     )
 
 

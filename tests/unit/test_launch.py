@@ -105,14 +105,24 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
 
 
 def test_an_earlier_run_is_deleted_only_when_told_so(tmp_path: Path) -> None:
-    launch.clear_run(tmp_path, overwrite=False)
-    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
-    (tmp_path / "model").mkdir()
-    with pytest.raises(RecipeError, match="holds 1 checkpoint of an earlier run"):
-        launch.clear_run(tmp_path, overwrite=False)
-    assert (tmp_path / "model").is_dir()
-    launch.clear_run(tmp_path, overwrite=True)
-    assert list(tmp_path.iterdir()) == []
+    launch.check_run_dir(tmp_path, [], overwrite=False)
+    for name, mine in (("checkpoints", "mine.pt"), ("model", "weights.bin")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / mine).touch()
+        with pytest.raises(RecipeError, match=f"{name} holds the results of an earlier run"):
+            launch.check_run_dir(tmp_path, [], overwrite=False)
+        launch.check_run_dir(tmp_path, [], overwrite=True)
+        with pytest.raises(RecipeError, match="where this run writes"):
+            launch.check_run_dir(tmp_path, ["owner/name", str(tmp_path / name / "base")], overwrite=True)
+        assert (tmp_path / name / mine).exists()
+        launch.clear_run_dir(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match="cannot be written: Not a directory"):
+        launch.lock_run(tmp_path / "file" / "run", 0)
 
 
 def test_a_lock_of_a_build_that_died_is_cleared(tmp_path: Path) -> None:

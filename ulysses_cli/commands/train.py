@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ulysses_cli.commands.options import DONE, USAGE, or_exit
+from ulysses_cli.commands.options import DONE, FAILED, USAGE, or_exit
 
 
 def train(
@@ -55,8 +57,8 @@ def train(
     from ulysses_cli.commands.prepare import prepare_recipe
     from ulysses_cli.report import printing, run_end
 
-    files, overrides = validate.split_words([word for word in words if not word.startswith("-")])
-    extra = [word for word in words if word.startswith("-")]
+    extra = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+    files, overrides = validate.split_words(words[: len(words) - len(extra)])
     if len(files) != 1:
         printing.print_problems([validate.no_recipe(words) if not files else validate.several_recipes(files)])
         raise typer.Exit(USAGE)
@@ -82,8 +84,10 @@ def train(
     run_dir = Path(os.path.expanduser(recipe.run.output_dir))
     wanted = recipe.run.resume_from_checkpoint
     lock = or_exit(lambda: launch.lock_run(run_dir, nodes.rank))
-    if not wanted and not dry_run and nodes.rank == 0:
-        or_exit(lambda: launch.clear_run(run_dir, overwrite=overwrite))
+    starts_anew = not wanted and not dry_run and nodes.rank == 0
+    inputs = [path for path in (recipe.model.name_or_path, *(each.path for each in recipe.data.datasets)) if path]
+    if starts_anew:
+        or_exit(lambda: launch.check_run_dir(run_dir, inputs, overwrite=overwrite))
     data = prepare_recipe(files[0], overrides)
     if data.exit_code != DONE:
         raise typer.Exit(data.exit_code)
@@ -92,6 +96,8 @@ def train(
     if outside:
         printing.print_problems([run_end.explain_tokens(loaded, outside[0], vocabulary)])
         raise typer.Exit(USAGE)
+    if starts_anew:
+        launch.clear_run_dir(run_dir)
     rank_args = ["--recipe", files[0], "--data", str(data.report["path"]), *(f"--set={text}" for text in overrides)]
     rank_args += [f"--resume={wanted}"] if wanted else []
     rank_args += ["--resume-anyway"] if resume_anyway else []
@@ -102,10 +108,14 @@ def train(
             rank_args.append("--pretend")
             nodes = launch.Nodes()
             environ["DS_ACCELERATOR"] = "cpu"
+    started = time.time()
     launcher_args = launch.make_launcher_args(nodes, recipe.run.max_restarts, extra)
     outcome = launch.launch(launcher_args, rank_args, environ, run_dir / "logs", lock)
-    if outcome.exit_code != DONE:
+    model = run_dir / "model"
+    if outcome.exit_code > FAILED + USAGE:
+        printing.print_talk("interrupted before a checkpoint was written")
+    elif outcome.exit_code != DONE:
         printing.print_talk(run_end.format_failure(outcome.failure, run_dir / "logs"))
-    elif not dry_run and (run_dir / "model").is_dir():
-        printing.print_data(str(run_dir / "model"))
+    elif not dry_run and model.is_dir() and model.stat().st_mtime >= started:
+        printing.print_data(str(model))
     raise typer.Exit(outcome.exit_code)

@@ -22,18 +22,13 @@ SCHEDULES: dict[str, tuple[set[str], set[str]]] = {
 
 
 def check_optimizer(recipe: Recipe) -> Found:
-    """8-bit AdamW lives on the GPU."""
-    if recipe.train.optim != "adamw_8bit":
-        return
-    offload = recipe.memory.offload_optimizer
-    if offload in ("cpu", "nvme"):
+    """8-bit AdamW has moments of its own kind."""
+    if recipe.train.optim == "adamw_8bit":
         yield Problem(
             "train.optim",
-            f"adamw_8bit computes on the GPU, but memory.offload_optimizer is {offload}",
-            "use train.optim: adamw, or memory.offload_optimizer: none",
+            "adamw_8bit is not offered yet: its moments could not be put into a checkpoint",
+            "use train.optim: adamw, with memory.offload_optimizer: cpu where memory is short",
         )
-    if recipe.run.device == "cpu":
-        yield Problem("train.optim", "adamw_8bit needs a GPU, but run.device is cpu", "use train.optim: adamw")
 
 
 def check_steps(recipe: Recipe) -> Found:

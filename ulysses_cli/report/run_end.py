@@ -15,7 +15,8 @@ from ulysses_cli.validate import Validated
 
 def format_start(valid: Validated, num_nodes: int) -> str:
     plan = resolved_plan.format_plan(resolved_plan.describe_plan(valid), with_defaults=False)
-    return f"{plan}\nmachines    {num_nodes}" if num_nodes > 1 else plan
+    where = "the display is on the one that starts rank 0"
+    return f"{plan}\nmachines    {num_nodes}; {where}" if num_nodes > 1 else plan
 
 
 def explain_tokens(loaded: Loaded, source: Mapping[str, Any], vocabulary: int) -> Problem:

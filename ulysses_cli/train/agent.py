@@ -20,12 +20,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-FAILED = 1
+FAILED, USAGE = 1, 2
 PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str], failure_file: Path) -> int:
-    config, command, command_args = config_from_args(parse_args(list(arguments)))
+    try:
+        config, command, command_args = config_from_args(parse_args(list(arguments)))
+    except SystemExit:
+        said = "torch's launcher does not understand its arguments, those after --"
+        failure_file.write_text(json.dumps([{"message": said, "exit_code_wanted": USAGE}]))
+        return USAGE
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _hand_on)
     # When the command that started this dies, so does the run: after a checkpoint.

@@ -43,5 +43,14 @@ def gather_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return found
 
 
+def compare_machines(told: list[tuple[str, Mapping[str, Any]]]) -> None:
+    """(name of the machine, facts) of every rank. All see the same difference, so all stop with the same words."""
+    first_name, first = told[0]
+    for name, facts in told[1:]:
+        for key, value in facts.items():
+            if value != first[key]:
+                raise DisagreementError(f"{name} and {first_name} differ in {key}: {value} and {first[key]}")
+
+
 def _fold(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big", signed=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
@@ -161,6 +162,8 @@ def _prove_head(model: Any, rule: HeadRule, groups: Groups, device: torch.device
     model.train()
     share = ((ours - right).norm() / right.norm()).item() if dist.get_backend() != "fake" else 0.0
     worst = max(gather_values(share, groups.host_group)) if dist.get_backend() != "fake" else share
+    if math.isnan(worst):
+        raise BuildError("the model's logits are not numbers: its weights hold NaN or infinity")
     if not worst <= HEAD_TOLERANCE:
         raise BuildError(
             f"{model.config.model_type} does more to its logits than head and softcap: they differ by {worst:.2g}, "
@@ -231,7 +234,9 @@ def _load_weights(recipe: Recipe, config: PretrainedConfig, attention: str) -> A
             trust_remote_code=recipe.model.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         raise BuildError(f"{path} cannot be loaded: {_first_line(error)}") from error
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     missing = sorted(set(found["missing_keys"]) - tied)
@@ -311,10 +316,11 @@ def _add_adapters(recipe: Recipe, model: Any) -> Any:
 
 
 def _make_optimizer(train: Train, trained: list[tuple[str, nn.Parameter]], offload: str) -> torch.optim.Optimizer:
-    """Weight decay is for matrices: norms, biases and sinks are vectors."""
+    """Weight decay is for matrices: norms and sinks are vectors; biases of experts are not, but have their name."""
+    decayed = {name for name, p in trained if len(get_shape(p)) >= 2 and not name.endswith("bias")}
     groups = [
-        {"params": [p for _, p in trained if len(get_shape(p)) >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for _, p in trained if len(get_shape(p)) < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in trained if name in decayed], "weight_decay": train.weight_decay},
+        {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     numbers: dict[str, Any] = {
@@ -326,14 +332,6 @@ def _make_optimizer(train: Train, trained: list[tuple[str, nn.Parameter]], offlo
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **numbers)
-    if train.optim == "adamw_8bit":
-        try:
-            from bitsandbytes.optim import AdamW8bit
-        except ImportError as error:
-            raise BuildError(
-                "train.optim: adamw_8bit needs the package bitsandbytes: pip install ulysses-cli[bitsandbytes]"
-            ) from error
-        return AdamW8bit(groups, **numbers)
     return torch.optim.AdamW(groups, fused=True, **numbers)
 
 

@@ -133,13 +133,27 @@ def export_model(
         adapter_config.inference_mode = True
         adapter_config.save_pretrained(beside)
     else:
-        config.dtype = dtype
-        config.save_pretrained(beside)
+        config.architectures = [type(skeleton).__name__]
+        _copy_generation_config(config, beside)
+    config.dtype = dtype
+    config.save_pretrained(
+        beside
+    )  # also beside adapters: it holds the stretch of positions that they were trained with
     tokenizer.save_pretrained(beside)
     (beside / "README.md").write_text(card, encoding="utf-8")
     check(beside)
     put_folder(beside, to)
     return to
+
+
+def _copy_generation_config(config: Any, to: Path) -> None:
+    """Stop tokens and the like, which a chat model needs; a model from random weights has none."""
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig.from_pretrained(config.name_or_path).save_pretrained(to)
+    except (OSError, ValueError):
+        return
 
 
 def put_folder(beside: Path, to: Path) -> None:

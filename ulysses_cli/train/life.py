@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,17 +26,19 @@ from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.resolved import make_layout, resolve
-from ulysses_cli.train.agreement import gather_values
-from ulysses_cli.train.bad_steps import BadSteps
+from ulysses_cli.train.agreement import compare_machines, gather_values
+from ulysses_cli.train.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.build import build, load_model_config
 from ulysses_cli.train.checkpoint import Owner
 from ulysses_cli.train.cores import bind_to_device
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.export import export_model
 from ulysses_cli.train.export_check import check_adapter, check_model
+from ulysses_cli.train.forecast import Forecast
 from ulysses_cli.train.groups import make_groups
-from ulysses_cli.train.loop import Course, StepResult, train
+from ulysses_cli.train.loop import Course, StepResult, every, train
 from ulysses_cli.train.metrics import Meter
+from ulysses_cli.train.randomness import seed_all
 from ulysses_cli.train.record import Display, Record, make_trackers
 from ulysses_cli.train.rehearsal import rehearse
 from ulysses_cli.train.resume import FRESH, adapt, find_beginning
@@ -47,6 +47,7 @@ from ulysses_cli.train.saves import Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
 from ulysses_cli.train.stop import StopWishes
 from ulysses_cli.train.watchdog import Watchdog
+from ulysses_cli.train.weight_files import find_weight_problem
 
 START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
 SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
@@ -81,8 +82,13 @@ class Life:
             self.record.tell(event="done", note="dry run: everything but the steps")
         else:
             self.start(course)
-            reason = train(course)
-            self.watchdog.stop()
+            try:
+                reason = train(course)
+            except BadStepsError:
+                self.saves.save_last(course)  # bad steps were not applied: what stands is good
+                raise
+            finally:
+                self.watchdog.stop()
             self.finish(course, reason)
         self.tear_down()
 
@@ -101,10 +107,13 @@ class Life:
                 f"the tokenizer has {len(self.tokenizer):,} tokens, the model's embedding only "
                 f"{self.shape.vocab_size:,}: name the tokenizer that belongs to the model (model.tokenizer)"
             )
+        folder = Path(os.path.expanduser(recipe.model.name_or_path or ""))
+        if recipe.model.name_or_path and folder.is_dir() and (problem := find_weight_problem(folder)):
+            raise StartError(problem)
         self.resolved = resolve(recipe, self.shape)
         self.device = self.choose_device()
-        self.gpu = self.recognise_gpu()
-        self.choice = choose_levers(recipe, self.shape, self.gpu)
+        gpu, is_known = self.recognise_gpu()
+        self.forecast = Forecast(choose_levers(recipe, self.shape, gpu), gpu, is_known)
         is_first = int(os.environ.get("RANK", "0")) == 0
         said: list[str] = []
         self.beginning = FRESH
@@ -146,14 +155,13 @@ class Life:
         bind_to_device(device)
         return device
 
-    def recognise_gpu(self) -> Gpu | None:
+    def recognise_gpu(self) -> tuple[Gpu | None, bool]:
         if self.device.type != "cuda":
-            return None
+            return None, False
         facts = torch.cuda.get_device_properties(self.device)
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        gpu, self.is_known_gpu = self.load_hardware().recognise(facts.name, facts.total_memory, host_bytes // here)
-        return gpu
+        return self.load_hardware().recognise(facts.name, facts.total_memory, host_bytes // here)
 
     def meet_others(self) -> None:
         self.record.enter("meeting the other ranks")
@@ -165,16 +173,18 @@ class Life:
             on_gpu = self.device.type == "cuda"
             device = self.device if on_gpu else None  # NCCL then need not guess it at its first collective
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=START_TIMEOUT, device_id=device)
-        self.groups = make_groups(self.layout, START_TIMEOUT)
         facts = {
-            "recipe": self.resolved.recipe_hash,
-            "layout": str(self.layout),
-            "data": self.options.data.name,
             "processes per machine": os.environ.get("LOCAL_WORLD_SIZE"),
+            "layout": str(self.layout),
+            "recipe": self.resolved.recipe_hash,
+            "data": self.options.data.name,
             **list_versions(),
         }
         if not self.options.pretend:
-            compare_machines(gather_values((socket.gethostname(), facts), self.groups.host_group))
+            name = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', '0')})"
+            compare_machines(gather_values((name, facts), dist.group.WORLD))
+        self.groups = make_groups(self.layout, START_TIMEOUT)
+        if not self.options.pretend:
             self.beginning = gather_values(self.beginning, self.groups.host_group)[0]
             self.plan_steps()
         run = self.recipe.run
@@ -185,11 +195,11 @@ class Life:
     def build_all(self) -> Course:
         self.record.enter("loading the model")
         seed_all(self.recipe.run.seed)
-        self.choice = gather_values(self.choice, self.groups.host_group)[0]  # memories differ a little; levers must not
-        self.say_levers()
-        built = build(
-            self.recipe, self.shape, self.groups, self.device, self.num_steps, self.choice.levers, self.record.say
-        )
+        # memories differ a little from rank to rank; levers must not
+        self.forecast = gather_values(self.forecast, self.groups.host_group)[0]
+        self.forecast.say(self.record)
+        levers = self.forecast.choice.levers
+        built = build(self.recipe, self.shape, self.groups, self.device, self.num_steps, levers, self.record.say)
         self.built = built
         self.assert_sharded()
         self.owner = Owner(
@@ -223,19 +233,18 @@ class Life:
         return self.course
 
     def start(self, course: Course) -> None:
-        """From here on things are written: the checkpoint's state comes first, a rehearsal only before step 1."""
+        """From here on things are written. The rehearsal comes before the checkpoint's state is loaded."""
+        self.check_disk()
+        if self.recipe.run.rehearsal:
+            self.rehearse(course)
         if self.beginning.path is not None:
             self.record.enter("loading the checkpoint")
             self.saves.resume(course, self.beginning.path)
-        self.check_disk()
-        if self.beginning.path is None and self.recipe.run.rehearsal:
-            self.rehearse(course)
         self.record.start_files(course.step)
         if self.groups.is_first:
             write_run_file(self.run_dir, self.list_facts())
         run = self.recipe.run
-        peak_tflops = self.gpu.tflops if self.gpu is not None and self.is_known_gpu else None
-        meter = Meter(partial(compute_model_flops, self.shape), peak_tflops, self.record.write_step)
+        meter = Meter(partial(compute_model_flops, self.shape), self.forecast.peak_tflops, self.record.write_step)
         course.before = (meter.start,)
         after: list[Callable[[Course, StepResult], None]] = [meter.record, self.bad_steps.judge]
         after += [every(run.eval_steps, self.evaluate)] if run.eval_steps else []
@@ -266,7 +275,9 @@ class Life:
         )
         memory = ""
         if self.device.type == "cuda":
-            memory = f", peak {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB{self.format_predicted()}"
+            memory = (
+                f", peak {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB{self.forecast.format_peak()}"
+            )
             torch.cuda.reset_peak_memory_stats(self.device)
         seconds = time.perf_counter() - started
         self.record.say(f"rehearsed step, evaluation and save at {longest:,} tokens per row in {seconds:.1f} s{memory}")
@@ -284,7 +295,8 @@ class Life:
         if reason:
             self.record.tell(event="stopped", reason=f"by {reason} after step {course.step} of {course.num_steps}")
             return
-        self.evaluate(course)
+        if self.record.last_eval_step != course.step:
+            self.evaluate(course)
         self.record.enter("writing the model")
         if self.groups.is_first:
             adapter, recipe, config = self.built.adapter, self.recipe.model_dump(mode="json"), self.built.config
@@ -301,7 +313,20 @@ class Life:
                 card=make_card(recipe, self.recipe.run.run_name or self.run_dir.name, self.shape.model_type),
             )
         self.owner.wait()
+        if self.built.adapter is not None:
+            self.warn_of_base()
         self.record.tell(event="done", model_dir=str(self.run_dir / "model"))
+
+    def warn_of_base(self) -> None:
+        """Adapters alone are half a model: what the other half must be is said where it is not what people expect."""
+        model = self.recipe.model
+        if model.rope_scaling is not None:
+            self.record.warn(
+                "adapters do not carry the stretched positions: load the base with the config.json beside them, or run "
+                "`ulysses export CHECKPOINT --to DIR --merge-lora`"
+            )
+        if model.config is not None:
+            self.record.warn("the adapters belong to a random model, which is not on disk")
 
     def tear_down(self) -> None:
         self.record.phase = "tear down"
@@ -323,36 +348,11 @@ class Life:
             "machine": describe_machine(self.device),
             "data": {"hash": self.options.data.name, "num_rows": len(self.rows)},
             "attention": vars(self.built.kernel),
-            "levers": self.list_levers(),
-            "prediction": self.list_prediction(),
+            "levers": self.forecast.list_levers(),
+            "prediction": self.forecast.list_prediction(),
             "price_per_gpu_hour": recipe.run.price_per_gpu_hour,
             "num_steps": self.num_steps,
         }
-
-    def list_levers(self) -> dict[str, Any]:
-        reasons = self.choice.reasons
-        return {
-            name: {"value": value, "reason": reasons.get(name, "as the recipe says")}
-            for name, value in vars(self.choice.levers).items()
-        }
-
-    def list_prediction(self) -> dict[str, Any] | None:
-        fit = self.choice.fit
-        return None if fit is None else {"peak_memory_bytes": fit.gpu_peak_bytes, **vars(fit)}
-
-    def say_levers(self) -> None:
-        for name, lever in self.list_levers().items():
-            if name in self.choice.reasons and self.gpu is not None:
-                self.record.say(f"memory.{name}: {lever['value']}, {lever['reason']}")
-        fit = self.choice.fit
-        if fit is not None and fit.verdict != "fits":
-            self.record.warn(f"the ledger says {fit.verdict.replace('_', ' ')}{self.format_predicted()}")
-        if self.device.type == "cuda" and "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
-            self.record.say("expandable segments are off: the allocator loses memory to fragments at long rows")
-
-    def format_predicted(self) -> str:
-        fit = self.choice.fit
-        return f" (predicted {fit.gpu_peak_bytes / 2**30:.2f} of {fit.gpu_capacity_bytes / 2**30:.2f})" if fit else ""
 
     def assert_sharded(self) -> None:
         """Under ZeRO-3 this rank holds about its share of the parameters, and no more."""
@@ -374,31 +374,7 @@ class Life:
         first = (str(error).strip().splitlines() or ["out of memory"])[0][:300]
         rows = f"rows of {self.resolved.row_tokens:,} tokens, {self.resolved.local_tokens:,} per rank"
         message = f"out of memory with {rows}: {first}"
-        if self.gpu is None:
+        gpu, levers = self.forecast.gpu, self.forecast.choice.levers
+        if gpu is None:
             return {"message": message, "hint": "shorter rows (data.max_length), or a larger sp_size"}
-        return {"message": message, "hint": explain_memory(self.recipe, self.shape, self.choice.levers, self.gpu)}
-
-
-def every(period: int, chore: Callable[[Course], None]) -> Callable[[Course, StepResult], None]:
-    """A chore of each `period`-th step; the last step's is done at the end of the run."""
-
-    def due(course: Course, _: StepResult) -> None:
-        if course.step % period == 0 and course.step < course.num_steps:
-            chore(course)
-
-    return due
-
-
-def compare_machines(told: list[tuple[str, Mapping[str, Any]]]) -> None:
-    """Every rank sees the same difference, so all stop with the same words."""
-    first_host, first = told[0]
-    for host, facts in told[1:]:
-        for name, value in facts.items():
-            if value != first[name]:
-                raise StartError(f"{host} and {first_host} differ in {name}: {value} and {first[name]}")
-
-
-def seed_all(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+        return {"message": message, "hint": explain_memory(self.recipe, self.shape, levers, gpu)}

@@ -84,3 +84,13 @@ def run_step(course: Course, plan: StepPlan, learning_rate: float) -> StepResult
     own = torch.stack(losses)
     total = engine.sum_over_ranks(own.sum()).item() / max(1, plan.num_targets)
     return StepResult(plan, total, engine.read_update(learning_rate), tuple(own.tolist()))
+
+
+def every(period: int, chore: Callable[[Course], None]) -> Callable[[Course, StepResult], None]:
+    """A chore of each `period`-th step; the last step's is done at the end of the run."""
+
+    def due(course: Course, _: StepResult) -> None:
+        if course.step % period == 0 and course.step < course.num_steps:
+            chore(course)
+
+    return due

@@ -36,13 +36,15 @@ class Record:
         self.logging_steps = logging_steps
         self.files: dict[str, LineFile] = {}
         self.phase = "start"
+        self.last_eval_step = -1
 
     def start_files(self, last_step: int) -> None:
         """Lines after `last_step` are of steps that will be done again."""
         if self.display is None:
             return
         for name in ("metrics", "eval"):
-            cut_lines(self.run_dir / f"{name}.jsonl", last_step)
+            kept = cut_lines(self.run_dir / f"{name}.jsonl", last_step)
+            self.last_eval_step = kept if name == "eval" else self.last_eval_step
             self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
 
     def tell(self, **event: Any) -> None:
@@ -103,20 +105,24 @@ def _clean(value: Any) -> Any:
     return value
 
 
-def cut_lines(path: Path, last_step: int) -> None:
-    """On resume: steps that will be done again are taken out, so that each appears once; so is a torn last line."""
+def cut_lines(path: Path, last_step: int) -> int:
+    """On resume: steps that will be done again are taken out, so that each appears once; so is a torn last line. -> the
+    last step that stays, -1 for none."""
     if not path.exists():
-        return
+        return -1
     kept = []
+    newest = -1
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             if json.loads(line)["step"] <= last_step:
                 kept.append(line)
+                newest = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):
             continue
     beside = path.with_suffix(".part")
     beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     os.replace(beside, path)
+    return newest
 
 
 class MissingTrackerError(ValueError):

@@ -6,19 +6,17 @@ The learning rate is 0; moments, step count and random numbers are put back: los
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ulysses_cli.data.steps import Batching, Rows, plan_longest
 from ulysses_cli.train.checkpoint import Owner, save_checkpoint
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.loop import Course, agree, run_step
+from ulysses_cli.train.randomness import keep_all, restore_all
 
 
 class FirstRows:
@@ -47,7 +45,7 @@ def rehearse(
 ) -> int:  # fmt: skip
     """Collective over all ranks -> tokens of the longest row that was tried."""
     device = course.engine.device
-    kept = _keep_rng(device)
+    kept = keep_all(device)
     wishes, course.wishes = course.wishes, replace_wishes(course)
     plan = plan_longest(course.rows, course.batching)
     longest = max(max(part) for part in plan.row_tokens)
@@ -66,7 +64,7 @@ def rehearse(
     finally:
         course.wishes = wishes
     course.engine.forget()
-    _restore_rng(kept, device)
+    restore_all(kept, device)
     course.phase = ""
     return longest
 
@@ -74,15 +72,3 @@ def rehearse(
 def replace_wishes(course: Course) -> Any:
     """Nobody stops in a rehearsal: what was wished for counts from the first step."""
     return type(course.wishes)()
-
-
-def _keep_rng(device: torch.device) -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return random.getstate(), torch.get_rng_state(), cuda
-
-
-def _restore_rng(kept: tuple[Any, ...], device: torch.device) -> None:
-    random.setstate(kept[0])
-    torch.set_rng_state(kept[1])
-    if kept[2] is not None:
-        torch.cuda.set_rng_state(kept[2], device)

@@ -1,0 +1,54 @@
+"""What the ledger said of a run before it began: levers with their reasons, the predicted peak, advice when memory ran
+out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.lever_choice import Choice
+from ulysses_cli.train.record import Record
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`gpu` is None where ranks compute on a CPU: no lever comes on by itself there."""
+
+    choice: Choice
+    gpu: Gpu | None
+    is_known_gpu: bool
+
+    @property
+    def peak_tflops(self) -> float | None:
+        return self.gpu.tflops if self.gpu is not None and self.is_known_gpu else None
+
+    def list_levers(self) -> dict[str, Any]:
+        reasons = self.choice.reasons
+        return {
+            name: {"value": value, "reason": reasons.get(name, "as the recipe says")}
+            for name, value in vars(self.choice.levers).items()
+        }
+
+    def list_prediction(self) -> dict[str, Any] | None:
+        fit = self.choice.fit
+        return None if fit is None else {"peak_memory_bytes": fit.gpu_peak_bytes, **vars(fit)}
+
+    def say(self, record: Record) -> None:
+        if self.gpu is None:
+            return
+        for name, lever in self.list_levers().items():
+            if name in self.choice.reasons:
+                record.say(f"memory.{name}: {lever['value']}, {lever['reason']}")
+        fit = self.choice.fit
+        if fit is not None and fit.verdict != "fits":
+            record.warn(f"the ledger says {fit.verdict.replace('_', ' ')}{self.format_peak()}")
+        if "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
+            record.say("expandable segments are off: the allocator loses memory to fragments at long rows")
+
+    def format_peak(self) -> str:
+        fit = self.choice.fit
+        return f" (predicted {fit.gpu_peak_bytes / GIB:.2f} of {fit.gpu_capacity_bytes / GIB:.2f})" if fit else ""
