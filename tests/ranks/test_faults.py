@@ -106,16 +106,16 @@ def test_a_disk_that_is_full_on_one_rank_is_told_to_all(tmp_path: Path, is_async
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """With a run that was never touched in `whole`."""
     made = Workshop(tmp_path_factory.mktemp("shop"))
-    code, said = made.train("whole", "train.max_steps=20")
+    code, said = made.train("whole", "train.max_steps=12")
     assert code == 0, said
     return made
 
 
 def test_a_run_that_is_struck_twice_is_the_run_that_was_not(shop: Workshop) -> None:
     """Killed in the middle of a save; resumed with another rank's death ahead, which is mended without a person."""
-    words = ["train.max_steps=20", "run.async_save=true", "run.max_restarts=1"]
+    words = ["train.max_steps=12", "run.async_save=true", "run.max_restarts=1"]
     process = shop.start("struck", *words, "run.max_restarts=0")
-    assert wait_until(process, lambda: shop.count_steps("struck") >= 3)
+    assert wait_until(process, lambda: shop.count_steps("struck") >= 2)
     assert wait_until(process, lambda: any("writing" in name for name in shop.list_checkpoints("struck")), pause=0)
     strike("struck", [1])
     _, said = process.communicate(timeout=240)
@@ -123,7 +123,7 @@ def test_a_run_that_is_struck_twice_is_the_run_that_was_not(shop: Workshop) -> N
     assert "rank 1 was killed by SIGKILL" in said
 
     process = shop.start("struck", *words, "--resume", "auto")
-    assert wait_until(process, lambda: shop.count_steps("struck") >= 8)
+    assert wait_until(process, lambda: shop.count_steps("struck") >= 6)
     strike("struck", [0])
     _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
@@ -146,18 +146,18 @@ def test_a_rank_that_stands_still_is_named(shop: Workshop) -> None:
 
 @pytest.mark.full
 def test_another_layout_keeps_the_rows_and_a_changed_recipe_is_refused(shop: Workshop) -> None:
-    process = shop.start("moved", "train.max_steps=20")
+    process = shop.start("moved", "train.max_steps=12")
     assert wait_until(process, lambda: shop.count_steps("moved") >= 4)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=240)
-    code, said = shop.train("moved", "train.max_steps=20", "data.max_length=64", "--resume", "auto")
+    code, said = shop.train("moved", "train.max_steps=12", "data.max_length=64", "--resume", "auto")
     assert code == 2
     assert "data.max_length: was 128, is 64" in said
-    code, said = shop.train("moved", "train.max_steps=20", "parallel.dp_shard_size=3", "--resume", "auto")
+    code, said = shop.train("moved", "train.max_steps=12", "parallel.dp_shard_size=3", "--resume", "auto")
     assert code == 2
     assert "2 rows per step cannot be shared by 3 x 1 rows at a time" in said
     assert "with sp_size 2, process counts that can: 2, 4" in said
-    words = ["train.max_steps=20", "parallel.sp_size=1", "parallel.dp_shard_size=2", "parallel.zero_stage=2"]
+    words = ["train.max_steps=12", "parallel.sp_size=1", "parallel.dp_shard_size=2", "parallel.zero_stage=2"]
     code, said = shop.train("moved", *words, "--resume", "auto")
     assert code == 0, said
     assert "gradient_accumulation_steps: 2 -> 1, to keep 2 rows per step" in said
@@ -171,12 +171,12 @@ def test_another_layout_keeps_the_rows_and_a_changed_recipe_is_refused(shop: Wor
 )
 def test_damage_is_passed_over_or_mended(shop: Workshop, kind: str) -> None:
     run = kind.replace(" ", "-")
-    process = shop.start(run, "train.max_steps=20")
+    process = shop.start(run, "train.max_steps=12")
     assert wait_until(process, lambda: shop.count_steps(run) >= 4)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=240)
     damage_newest(shop.folder / run, kind, random.Random(1))
-    code, said = shop.train(run, "train.max_steps=20", "--resume", "auto")
+    code, said = shop.train(run, "train.max_steps=12", "--resume", "auto")
     assert code == 0, said
     assert shop.read_losses(run) == shop.read_losses("whole")
     assert shop.read_model(run) == shop.read_model("whole")
