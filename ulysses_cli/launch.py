@@ -129,6 +129,8 @@ def make_environment(environ: Mapping[str, str], device: str, processes_here: in
     ours = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": PEER_SHUTDOWN_SECONDS,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes_here)),
+        # ranks that are started again must not meet at the addresses of the dead, which a shared store still holds
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
@@ -215,7 +217,7 @@ def launch(
             stdout=sys.stderr.fileno(),
             stderr=log,
             stdin=subprocess.DEVNULL,
-            env={**environ, "ULYSSES_FAILURE_FILE": str(failure_file)},
+            env={**environ, "ULYSSES_FAILURE_FILE": str(failure_file), "ULYSSES_LAUNCH": str(time.time_ns())},
             pass_fds=(lock,),
             start_new_session=True,  # a Ctrl-C in the terminal reaches this process alone, which hands it on once
         )

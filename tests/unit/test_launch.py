@@ -134,3 +134,13 @@ def test_a_lock_of_a_build_that_died_is_cleared(tmp_path: Path) -> None:
     launch.clear_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert not old.exists()
     assert new.exists()
+
+
+def test_a_killed_rank_is_the_cause_unless_a_rank_knows_better(tmp_path: Path) -> None:
+    """A rank that lost its peer speaks before the launcher has seen the peer's death."""
+    (tmp_path / "failure.json").write_text(json.dumps([{"rank": 1, "exit_code": -9, "time": 12}]))
+    (tmp_path / "rank-0.error.json").write_text(json.dumps({"rank": 0, "message": "connection reset", "time": 11}))
+    assert find_first_failure(tmp_path, 10)["rank"] == 1
+    known = {"rank": 2, "message": "bad data", "time": 13, "is_cause": True}
+    (tmp_path / "rank-2.error.json").write_text(json.dumps(known))
+    assert find_first_failure(tmp_path, 10) == known

@@ -232,3 +232,12 @@ def test_steps_ahead_of_a_beginning() -> None:
     assert begun.count_ahead(10, 20, 2) == (32, 10)  # rows per step changed, anyway
     assert begun.count_ahead(None, 41, 2) == (41, 15)
     assert begun.count_ahead(5, 20, 4) == (24, 6)
+
+
+def test_restarts_are_counted_by_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ULYSSES_LAUNCH", "1")
+    assert [resume.count_restarts(tmp_path) for _ in range(3)] == [0, 1, 2]
+    monkeypatch.setenv("ULYSSES_LAUNCH", "2")
+    assert [resume.count_restarts(tmp_path) for _ in range(2)] == [0, 1]
+    monkeypatch.delenv("ULYSSES_LAUNCH")
+    assert [resume.count_restarts(tmp_path) for _ in range(2)] == [0, 0]

@@ -71,7 +71,10 @@ class BackgroundSave:
             if problem:
                 self.is_given_up.set()
             self.thread.join()
-        return problem or str(self.owner.tell_all(self.problem)[0])
+        problem = problem or str(self.owner.tell_all(self.problem)[0])
+        if problem and is_first:  # not before: others may still be writing in it
+            shutil.rmtree(self.beside, ignore_errors=True)
+        return problem
 
     def _run(self, share: Share, state: Mapping[str, Any]) -> None:
         started = time.perf_counter()
@@ -83,8 +86,6 @@ class BackgroundSave:
                 _tell(self.beside / f"{self.owner.rank}{TOLD}", entries)
         except OSError as error:
             self.problem = f"rank {self.owner.rank}: {error.strerror or error} ({self.beside})"
-            if self.owner.rank == 0:
-                shutil.rmtree(self.beside, ignore_errors=True)
         self.seconds = time.perf_counter() - started
 
     def _finish(self, entries: Entries, state: Mapping[str, Any]) -> None:
@@ -92,7 +93,6 @@ class BackgroundSave:
             file = self.beside / f"{rank}{TOLD}"
             while not file.exists():
                 if self.is_given_up.wait(POLL_SECONDS):
-                    shutil.rmtree(self.beside, ignore_errors=True)
                     return
             entries |= json.loads(file.read_text(encoding="utf-8"))
             file.unlink()

@@ -41,7 +41,7 @@ from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.randomness import seed_all
 from ulysses_cli.train.record import Display, Record, make_trackers
 from ulysses_cli.train.rehearsal import rehearse
-from ulysses_cli.train.resume import FRESH, adapt, find_beginning
+from ulysses_cli.train.resume import FRESH, adapt, count_restarts, find_beginning
 from ulysses_cli.train.run_file import describe_machine, list_versions, make_card, write_run_file
 from ulysses_cli.train.saves import Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
@@ -118,7 +118,7 @@ class Life:
         said: list[str] = []
         self.beginning = FRESH
         if is_first and not self.options.dry_run:
-            restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            restarts = count_restarts(self.run_dir / "logs")
             self.beginning = find_beginning(self.run_dir, self.options.resume, restarts, said.append)
         self.plan_steps(said.append)
         if is_first:

@@ -4,6 +4,7 @@ process looks, before the model is loaded, and tells the others.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,18 @@ class Beginning:
 
 
 FRESH = Beginning(None, {})
+
+
+def count_restarts(logs: Path) -> int:
+    """On rank 0: how often this launch's ranks have been started before. The launcher's own count is each machine's."""
+    launch, file = os.environ.get("ULYSSES_LAUNCH", ""), logs / "launch.json"
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        count = before["restarts"] + 1 if launch and before["launch"] == launch else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        count = 0
+    file.write_text(json.dumps({"launch": launch, "restarts": count}), encoding="utf-8")
+    return int(count)
 
 
 def find_beginning(run_dir: Path, wanted: str | None, num_restarts: int, tell: Callable[[str], None]) -> Beginning:

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,15 @@ class Saves:
         self.copies = HostCopies()
 
     def save(self, course: Course) -> None:
-        """A chore. Collective over all ranks."""
+        """A chore. Collective over all ranks. One that failed before does not hinder the next."""
         course.phase = "saving"
-        try:
-            self.settle()
-            if self.habits.is_async:
-                self._begin(course)
-            else:
-                self._save(course)
-        except CheckpointError as error:
-            if not self.habits.goes_on:
-                raise
-            self.record.warn(f"{error}; the run goes on (run.on_save_error: continue)")
+        for part in (self.settle, partial(self._begin if self.habits.is_async else self._save, course)):
+            try:
+                part()
+            except CheckpointError as error:
+                if not self.habits.goes_on:
+                    raise
+                self.record.warn(f"{error}; the run goes on (run.on_save_error: continue)")
 
     def save_last(self, course: Course) -> None:
         """Collective over all ranks. When it returns, the present step is on disk."""

@@ -42,18 +42,19 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor]], metadata: M
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     digest = hashlib.sha256()
-    contents: Iterator[Any] = (
-        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for _, tensor in listed
-    )
     with open(file, "wb") as stream, ThreadPoolExecutor(1) as hashing:  # both let go of the interpreter
-        chunks: Iterator[Any] = chain((struct.pack("<Q", len(text)), text), map(memoryview, contents))
-        for chunk in chunks:
+        for chunk in chain((struct.pack("<Q", len(text)), text), _walk_bytes(listed)):
             hashed = hashing.submit(digest.update, chunk)
             stream.write(chunk)
             hashed.result()
         stream.flush()
         os.fsync(stream.fileno())
     return digest.hexdigest()
+
+
+def _walk_bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Any]:
+    for _, tensor in tensors:
+        yield memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def read_metadata(file: Path) -> dict[str, str]:

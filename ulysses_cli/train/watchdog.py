@@ -136,7 +136,7 @@ def explain_hang(seen: Sequence[Sighting], own: Sighting, world_size: int, secon
     late = f"takes longer than run.step_timeout ({seconds:g} s)"
     told: dict[str, object] = {"rank": own.rank, "phase": f"step {own.step}, {own.phase}", "is_cause": True}
     if silent:
-        who = ", ".join(map(str, silent))
+        who = "0" if silent[0] == 0 else ", ".join(map(str, silent))  # which holds the store
         message = f"step {own.step} {late}: rank {who} does not answer, the others wait for it in {own.phase}"
         told["rank"] = silent[0]
     elif busy:

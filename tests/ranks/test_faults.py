@@ -1,0 +1,182 @@
+"""Real runs, struck and resumed; saves beside steps; saves that fail. The long loop stands in benchmarks/faults.py."""
+
+from __future__ import annotations
+
+import errno
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from courses import Trip
+from faults import Workshop, damage_newest, strike, wait_until
+from ranks import RankError, run_on_ranks
+from safetensors.torch import load_file
+from training import MemoryRows, make_recipe
+
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.train import background, checkpoint
+from ulysses_cli.train.archive import find_damage
+from ulysses_cli.train.loop import train
+from ulysses_cli.train.saves import Habits
+
+ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
+DAMAGES = ("truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics")
+ASYNC = Habits(is_async=True)
+
+
+def save_beside_steps(recipe: Recipe, folder: str) -> tuple[list[float], list[float]]:
+    """Saved after step 2 while steps go on; once more without a thread, for comparison."""
+    trip = Trip(recipe, MemoryRows(ROWS), 6, folder, habits=ASYNC)
+    trip.course.num_steps = 2
+    train(trip.course)
+    trip.saves.save(trip.course)
+    checkpoint.save_checkpoint(trip.owner, Path(folder) / "plain", 2, trip.saves.read_state(trip.course))
+    trip.course.num_steps = 6
+    train(trip.course)
+    trip.saves.settle()
+    ahead = trip.losses[2:]
+    again = Trip(recipe, MemoryRows(ROWS), 6, folder)
+    again.saves.resume(again.course, Path(folder) / "checkpoints" / "step-2")
+    train(again.course)
+    return ahead, again.losses
+
+
+def test_a_save_beside_steps_holds_the_step_at_which_it_began(tmp_path: Path) -> None:
+    recipe = make_recipe("parallel.sp_size=2", "lora.r=4", "lora.dropout=0.1")
+    for ahead, again in run_on_ranks(2, save_beside_steps, recipe, str(tmp_path)):
+        assert again == ahead
+        assert len(ahead) == 4
+    ours, plain = (tmp_path / part / "checkpoints" / "step-2" for part in ("", "plain"))
+    assert find_damage(ours) == ""
+    assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in plain.iterdir())
+    for rank in range(2):
+        mine, theirs = (load_file(path / f"rank-{rank:05d}.safetensors") for path in (ours, plain))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def fail_to_save(recipe: Recipe, folder: str, habits: Habits, bad_rank: int) -> tuple[list[str], list[float]]:
+    """Saves after steps 1 and 2; the first one meets a full disk on one rank."""
+    trip = Trip(recipe, MemoryRows(ROWS), 4, folder, habits=habits)
+    trip.saves.record.warn = trip.warnings.append  # type: ignore[method-assign]
+    real, left = checkpoint.write_share, [1]
+
+    def write(beside: Path, rank: int, share: Any) -> Any:
+        if rank == bad_rank and left[0]:
+            left[0] -= 1
+            (beside / f"rank-{rank:05d}.safetensors").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(beside, rank, share)
+
+    checkpoint.write_share = background.write_share = write
+    try:
+        for step in (1, 2):
+            trip.course.num_steps = step
+            train(trip.course)
+            trip.saves.save(trip.course)
+        trip.saves.settle()
+    finally:
+        checkpoint.write_share = background.write_share = real
+    return trip.warnings, trip.losses
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_disk_that_is_full_on_one_rank_is_told_to_all(tmp_path: Path, is_async: bool, bad_rank: int) -> None:
+    recipe = make_recipe("parallel.sp_size=2")
+    words = rf"checkpoint step-1 was not written: rank {bad_rank}: No space left on device"
+    for warnings, losses in run_on_ranks(
+        2, fail_to_save, recipe, str(tmp_path), Habits(is_async=is_async, goes_on=True), bad_rank
+    ):
+        assert len(losses) == 2
+        assert len(warnings) == 1
+        assert words in warnings[0]
+        assert warnings[0].endswith("the run goes on (run.on_save_error: continue)")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
+    assert find_damage(tmp_path / "checkpoints" / "step-2") == ""
+    if not is_async and bad_rank:
+        with pytest.raises(RankError, match=words):
+            run_on_ranks(2, fail_to_save, recipe, str(tmp_path / "x"), Habits(), bad_rank)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """With a run that was never touched in `whole`."""
+    made = Workshop(tmp_path_factory.mktemp("shop"))
+    code, said = made.train("whole", "train.max_steps=12")
+    assert code == 0, said
+    return made
+
+
+def test_a_run_that_is_struck_twice_is_the_run_that_was_not(shop: Workshop) -> None:
+    """Killed in the middle of a save; resumed with another rank's death ahead, which is mended without a person."""
+    words = ["train.max_steps=12", "run.async_save=true", "run.max_restarts=1"]
+    process = shop.start("struck", *words, "run.max_restarts=0")
+    assert wait_until(process, lambda: shop.count_steps("struck") >= 2)
+    assert wait_until(process, lambda: any("writing" in name for name in shop.list_checkpoints("struck")), pause=0)
+    strike("struck", [1])
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 1, said
+    assert "rank 1 was killed by SIGKILL" in said
+
+    process = shop.start("struck", *words, "--resume", "auto")
+    assert wait_until(process, lambda: shop.count_steps("struck") >= 6)
+    strike("struck", [0])
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert said.count("resumed from struck/checkpoints/step-") == 2
+    assert shop.read_losses("struck") == shop.read_losses("whole")
+    assert shop.read_model("struck") == shop.read_model("whole")
+
+
+@pytest.mark.full
+def test_a_rank_that_stands_still_is_named(shop: Workshop) -> None:
+    process = shop.start("hanging", "run.step_timeout=8")
+    assert wait_until(process, lambda: shop.count_steps("hanging") >= 2)
+    strike("hanging", [1], signal.SIGSTOP)
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert "takes longer than run.step_timeout (8 s): rank 1 does not answer, the others wait for it in " in said
+    assert "hint: every rank's stack is in its log; --resume auto goes on" in said
+    assert "Current thread" in (shop.folder / "hanging" / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.full
+def test_another_layout_keeps_the_rows_and_a_changed_recipe_is_refused(shop: Workshop) -> None:
+    process = shop.start("moved", "train.max_steps=12")
+    assert wait_until(process, lambda: shop.count_steps("moved") >= 4)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=240)
+    code, said = shop.train("moved", "train.max_steps=12", "data.max_length=64", "--resume", "auto")
+    assert code == 2
+    assert "data.max_length: was 128, is 64" in said
+    code, said = shop.train("moved", "train.max_steps=12", "parallel.dp_shard_size=3", "--resume", "auto")
+    assert code == 2
+    assert "2 rows per step cannot be shared by 3 x 1 rows at a time" in said
+    assert "with sp_size 2, process counts that can: 2, 4" in said
+    words = ["train.max_steps=12", "parallel.sp_size=1", "parallel.dp_shard_size=2", "parallel.zero_stage=2"]
+    code, said = shop.train("moved", *words, "--resume", "auto")
+    assert code == 0, said
+    assert "gradient_accumulation_steps: 2 -> 1, to keep 2 rows per step" in said
+    ours, theirs = shop.read_losses("moved"), shop.read_losses("whole")
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "kind", ["truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics"]
+)
+def test_damage_is_passed_over_or_mended(shop: Workshop, kind: str) -> None:
+    run = kind.replace(" ", "-")
+    process = shop.start(run, "train.max_steps=12")
+    assert wait_until(process, lambda: shop.count_steps(run) >= 4)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=240)
+    damage_newest(shop.folder / run, kind, random.Random(1))
+    code, said = shop.train(run, "train.max_steps=12", "--resume", "auto")
+    assert code == 0, said
+    assert shop.read_losses(run) == shop.read_losses("whole")
+    assert shop.read_model(run) == shop.read_model("whole")
