@@ -28,7 +28,11 @@ UNSEEN = {*DEVICE_LINES, "cublas_workspace", "attention_kernel"}
 def make_case(config: dict[str, Any], *overrides: str) -> Any:
     """Small buckets, so that a small model fills them as a large one does."""
     zero = "deepspeed.zero_optimization"
-    small = (f"{zero}.reduce_bucket_size=1000000", f"{zero}.prefetch_bucket_size=200000", f"{zero}.sub_group_size=2000000")
+    small = (
+        f"{zero}.reduce_bucket_size=1000000",
+        f"{zero}.prefetch_bucket_size=200000",
+        f"{zero}.sub_group_size=2000000",
+    )
     small += (f"{zero}.max_live_parameters=2000000", f"{zero}.param_persistence_threshold=1000")
     return make_recipe(f"data.max_length={TOKENS}", *small, *overrides, config={**CONFIG, **SIZES, **config})
 

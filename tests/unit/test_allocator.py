@@ -42,7 +42,9 @@ def replay_plainly(moves: list[tuple[int, int, int]], *, expandable: bool) -> in
         units = -(-num_bytes // UNIT)
         is_small = units * UNIT <= MIB
         segments = pools.setdefault((stream, is_small), [])
-        stretches = [(length, number, start) for number, s in enumerate(segments) for length, start in s.list_stretches()]
+        stretches = [
+            (length, number, start) for number, s in enumerate(segments) for length, start in s.list_stretches()
+        ]
         fitting = [each for each in stretches if each[0] >= units]
         if fitting:
             shortest = min(length for length, *_ in fitting)
