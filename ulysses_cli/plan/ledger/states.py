@@ -94,9 +94,8 @@ def compute_oversize_gradient(job: Job, num_elements: int) -> int:
 
 
 def compute_master(job: Job) -> int:
-    """4 N / W float32 weights; none where the model itself is float32 (stage3.py: _create_fp32_partitions)."""
-    is_same = job.dtype_bytes == 4
-    if is_same or job.levers.offload_optimizer != "none":
+    """4 N / W float32 weights, also where the model itself is float32 (stage3.py: _create_fp32_partitions clones)."""
+    if job.levers.offload_optimizer != "none":
         return 0
     return 4 * count_shard(job.weights.num_trained, job.world_size)
 
