@@ -186,7 +186,8 @@ def _walk_flushes(job: Job, at: Callable[..., Moment], attention: int, mlp: int)
     for flush in states.list_flushes(job.weights, job.engine.reduce_bucket):
         if flush.in_mlp not in seen:
             seen.add(flush.in_mlp)
-            moment = at("gradients are reduced", attention, mlp if flush.in_mlp else 0)
+            gone = layer.compute_inside_gone(job, flush.weight)
+            moment = at("gradients are reduced", attention, mlp - gone if flush.in_mlp else 0)
             work = min(states.compute_reduce_flush(job), flush.num_elements * job.engine.communication_bytes)
             yield Moment(moment.phase, moment.name, {**_drop_layers(job, moment.lines, flush), "reduce_flush": work})
 

@@ -101,6 +101,13 @@ def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
     return shape.num_experts_per_token * (b * (inner + 2 * shape.hidden_size) + EXPERT_INDEX_BYTES) * tokens
 
 
+def compute_inside_gone(job: Job, weight: str) -> int:
+    """Of what the inside saved, when the gradient of one of its weights is there: the product behind the last matrix;
+    then the activated gate and its partner too, of which one gradient is left."""
+    num = {"up_proj": 1, "gate_up_proj": 1, "gate_proj": 2}.get(weight, 0)
+    return 0 if is_tiled(job) else num * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
+
+
 def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
     """Beside what is saved: 2 i b at the product's backward (three gradients come, one saved tensor has gone), or the
     gradient of one matrix at a time. Experts, for each of k choices: three gradients of its copies, 3 h b; or one of

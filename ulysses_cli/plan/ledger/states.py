@@ -62,9 +62,10 @@ def compute_reduce_flush(job: Job) -> int:
 
 @dataclass(frozen=True)
 class Flush:
-    """The bucket is sent: in the backward of which layer and part, and how full it was."""
+    """The bucket is sent: in the backward of which weight of which layer, and how full it was."""
 
     layer: int
+    weight: str
     in_mlp: bool
     num_elements: int
 
@@ -81,7 +82,7 @@ def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
                 continue
             if filled + size > bucket:
                 if module.part == LAYERS:
-                    found.append(Flush(module.layer, module.in_mlp, filled))
+                    found.append(Flush(module.layer, name.partition(".")[2], module.in_mlp, filled))
                 filled = 0
             filled += size
     return tuple(found)
