@@ -166,8 +166,7 @@ def _walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[Moment]
     if has_norm_behind:
         yield at("norm behind the MLP", whole, mlp, norm_backward=layer.compute_norm_backward(job, hidden))
     before = mlp - norm_saved + own_input if has_norm_behind else mlp
-    work = {"mlp": layer.compute_mlp_backward(job, kind), "lora_work": layer.compute_adapter_work(job, kind) // 2}
-    yield at("mlp", whole, before, **work)
+    yield at("mlp", whole, before, mlp=layer.compute_mlp_backward(job, kind))
     yield from _walk_flushes(job, at, whole, before)
     yield at("norm", whole, norm_saved, norm_backward=layer.compute_norm_backward(job, hidden) + own_input)
     rest = attention - layer.compute_output_input(job) + result

@@ -231,7 +231,7 @@ def compute_adapter_saved(job: Job) -> int:
 
 def compute_adapter_work(job: Job, layer: Layer) -> int:
     """Beside a frozen layer's result, the adapter's own and the scaled one: 2 b of the widest result; in the backward
-    the scaled gradient alone, half of that."""
+    the product has two gradients to add, as without."""
     if job.adapters is None:
         return 0
     width = job.shape.intermediate_size if not layer.num_experts else job.query_width
