@@ -1,9 +1,10 @@
 """How accurate the ledger and the speed model are: published rows with their sources, in one run. No constant is fitted
 to a row; a row that is off by more than its bar says why.
 
-    python benchmarks/estimate.py [--counted] [--json FILE]
+    python benchmarks/estimate.py [--counted] [--ranks] [--json FILE]
 
 `--counted` adds every case of tests/single/test_ledger.py: real models stepped without data, each allocation counted.
+`--ranks` adds real steps on 1, 2 and 4 CPU ranks, against the formula and against a trace.
 """
 
 import argparse
@@ -174,6 +175,48 @@ def list_counted() -> Iterator[Row]:
                 yield Row(what, real / 2**20, found / 2**20, "MiB", "counted in this run", 0.03)
 
 
+def list_real() -> Iterator[Row]:
+    """Real steps of DeepSpeed's engine on CPU ranks, every byte counted, against the formula and a trace."""
+    sys.path[:0] = [str(ROOT / "tests")]
+    from ranks import run_on_ranks
+    from real_steps import make_case, measure_step, predict_step, trace_step
+
+    for what, num_ranks, config, overrides in walk_real_cases():
+        recipe = make_case(config, *overrides)
+        real, here = max(run_on_ranks(num_ranks, measure_step, recipe)) / 2**20, "real steps in this run"
+        yield Row(f"formula: {what}", real, predict_step(recipe) / 2**20, "MiB", here, 0.03)
+        yield Row(f"trace: {what}", real, trace_step(recipe) / 2**20, "MiB", here, 0.03)
+
+
+def walk_real_cases() -> Iterator[tuple[str, int, dict[str, object], tuple[str, ...]]]:
+    """Models x ways to train x ranks, and each lever on."""
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    models: dict[str, dict[str, object]] = {
+        "all keys": {"num_key_value_heads": 8},
+        "grouped keys": {},
+        "tied": {"tie_word_embeddings": True},
+        "experts": experts,
+    }
+    tiles = ("memory.tiled_loss=true",)
+    for name, config in models.items():
+        for ranks in (1, 2, 4):
+            yield f"{name}, {ranks} ranks", ranks, config, (f"parallel.sp_size={ranks}", *tiles)
+    levers = {
+        "plain loss": (),
+        "tiled MLP": (*tiles, "memory.tiled_mlp=true"),
+        "no recomputation": (*tiles, "memory.gradient_checkpointing=false"),
+        "full recomputation": (*tiles, "memory.gradient_checkpointing=full"),
+        "chunks of heads": (*tiles, "memory.attention_head_chunks=2"),
+        "bfloat16": (*tiles, "model.dtype=bfloat16"),
+    }
+    for name, words in levers.items():
+        for ranks in (1, 2):
+            yield f"{name}, {ranks} ranks", ranks, {}, (f"parallel.sp_size={ranks}", *words)
+    for ranks in (1, 2, 4):
+        yield f"adapters, {ranks} ranks", ranks, {}, (f"parallel.sp_size={ranks}", *tiles, "lora.r=8")
+    yield "sp 2 x dp 2", 4, {}, ("parallel.sp_size=2", "parallel.dp_shard_size=2", *tiles)
+
+
 def time_commands() -> dict[str, float]:
     """Median seconds of a start, of three."""
     recipe = str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml")
@@ -204,11 +247,14 @@ def print_rows(title: str, rows: list[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counted", action="store_true")
+    parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     groups = {"memory: published, predicted": list(list_memory()), "speed: published, predicted": list(list_speed())}
     if options.counted:
         groups["activations: counted, predicted"] = list(list_counted())
+    if options.ranks:
+        groups["a real step's peak: counted, predicted"] = list(list_real())
     for title, rows in groups.items():
         print_rows(title, rows)
     claims = list(list_claims())

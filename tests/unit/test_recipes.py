@@ -1,15 +1,21 @@
 """Every shipped recipe is valid, has its header, and is listed."""
 
+import math
+import re
 from pathlib import Path
 
 import pytest
 
+from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.hub import find_model_shape
+from ulysses_cli.plan.estimate import compute_estimate
 from ulysses_cli.plan.load import load_recipe
 from ulysses_cli.shipped import list_recipes
 from ulysses_cli.validate import validate_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+GIB = 1 << 30
 HEADER = ("model", "hardware", "launch", "predicted")
 
 
@@ -23,6 +29,35 @@ def test_a_recipe_is_valid_and_has_its_header(file: Path) -> None:
     for field in HEADER:
         assert any(line.startswith(f"{field:<11}") for line in header), field
     assert f"ulysses train recipes/{file.name}" in "\n".join(header)
+
+
+def list_predicted() -> list[Path]:
+    return [file for file in RECIPES if load_recipe(file).recipe.run.device != "cpu"]
+
+
+def read_field(file: Path, field: str) -> str:
+    return next(line[13:] for line in file.read_text().splitlines() if line.startswith(f"# {field:<11}"))
+
+
+@pytest.mark.parametrize("file", list_predicted(), ids=lambda file: file.stem)
+def test_the_header_says_what_the_ledger_says_and_the_hardware_is_enough(file: Path) -> None:
+    written = read_field(file, "predicted")
+    gpu = load_hardware().get_gpu(written.split(" on ")[1])
+    recipe = load_recipe(file).recipe
+    found = compute_estimate(recipe, find_model_shape(recipe).shape, gpu)
+    assert found.fit.verdict == "fits"
+    peak, room = found.fit.gpu_peak_bytes / GIB, found.fit.gpu_capacity_bytes / GIB
+    host, rate = math.ceil(found.fit.host_peak_bytes / GIB), float(f"{found.speed.tokens_per_second:.2g}")
+    line = f"{peak:.1f} of {room:.1f} GiB per GPU, {host} GiB of host per machine, {rate:,.0f} tokens/s on {gpu.key}"
+    assert written == line
+    hardware = read_field(file, "hardware")
+    sizes = [int(size) for size in re.findall(r"(\d+) GB", hardware)]
+    assert sizes
+    assert max(sizes) * 0.93 <= gpu.memory_bytes / 1e9 <= max(sizes) * 1.08, "the GPU is of another size"
+    if "of host memory" in hardware:
+        amount, unit = re.search(r"(\d+) ([GT]iB) of host memory", hardware).groups()  # type: ignore[union-attr]
+        assert host <= int(amount) * (1024 if unit == "TiB" else 1)
+    assert found.job.world_size <= int(hardware.split()[0]) * (8 if "machines" in hardware else 1)
 
 
 def test_the_recipes_that_people_want_are_there() -> None:

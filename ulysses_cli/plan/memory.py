@@ -166,8 +166,7 @@ def _walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[Moment]
     if has_norm_behind:
         yield at("norm behind the MLP", whole, mlp, norm_backward=layer.compute_norm_backward(job, hidden))
     before = mlp - norm_saved + own_input if has_norm_behind else mlp
-    work = {"mlp": layer.compute_mlp_backward(job, kind), "lora_work": layer.compute_adapter_work(job, kind) // 2}
-    yield at("mlp", whole, before, **work)
+    yield at("mlp", whole, before, mlp=layer.compute_mlp_backward(job, kind))
     yield from _walk_flushes(job, at, whole, before)
     yield at("norm", whole, norm_saved, norm_backward=layer.compute_norm_backward(job, hidden) + own_input)
     rest = attention - layer.compute_output_input(job) + result
@@ -186,7 +185,8 @@ def _walk_flushes(job: Job, at: Callable[..., Moment], attention: int, mlp: int)
     for flush in states.list_flushes(job.weights, job.engine.reduce_bucket):
         if flush.in_mlp not in seen:
             seen.add(flush.in_mlp)
-            moment = at("gradients are reduced", attention, mlp if flush.in_mlp else 0)
+            gone = layer.compute_inside_gone(job, flush.weight)
+            moment = at("gradients are reduced", attention, mlp - gone if flush.in_mlp else 0)
             work = min(states.compute_reduce_flush(job), flush.num_elements * job.engine.communication_bytes)
             yield Moment(moment.phase, moment.name, {**_drop_layers(job, moment.lines, flush), "reduce_flush": work})
 

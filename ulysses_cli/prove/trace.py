@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-FEW_LAYERS = 8
-LIVE_ELEMENTS = 800_000_000  # with that many in its layers ZeRO-3 has gathered what it may: each more adds the same
+FEW_LAYERS, MORE_LAYERS = 8, 4
+LIVE_ELEMENTS = 1_200_000_000  # with that many in its layers ZeRO-3 has gathered what it may: each more adds the same
 MAX_TILES = 3  # tiles are alike: the first, one more, and the last
 
 
@@ -33,7 +33,7 @@ def trace(wish: Mapping[str, Any], tell: Any = lambda _: None) -> dict[str, Any]
     """`wish`: recipe, model config, levers and kernel as plain data -> findings as plain data."""
     num_layers = int(wish["config"]["num_hidden_layers"])
     few = max(FEW_LAYERS, -(-LIVE_ELEMENTS // count_layer_elements(wish["config"])))
-    counts = [num_layers] if num_layers <= 2 * few else [few, 2 * few]
+    counts = [num_layers] if num_layers <= few + MORE_LAYERS else [few, few + MORE_LAYERS]
     found = []
     for count in counts:
         tell(f"tracing {count} of {num_layers} layers")

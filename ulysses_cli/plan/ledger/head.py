@@ -42,7 +42,8 @@ def compute_loss_backward(job: Job) -> int:
     vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
     capped = bool(job.shape.final_softcap)
     if job.levers.tiled_loss:
-        return b * vocab * tokens + max((8 + 4 * capped) * vocab * tokens, compute_head_gradient(job))
+        copies = (8 if b < 4 else 4) + 4 * capped  # float32 logits are not copied
+        return b * vocab * tokens + max(copies * vocab * tokens, compute_head_gradient(job))
     return (12 + b * capped) * vocab * tokens
 
 

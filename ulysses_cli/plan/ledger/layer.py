@@ -101,6 +101,13 @@ def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
     return shape.num_experts_per_token * (b * (inner + 2 * shape.hidden_size) + EXPERT_INDEX_BYTES) * tokens
 
 
+def compute_inside_gone(job: Job, weight: str) -> int:
+    """Of what the inside saved, when the gradient of one of its weights is there: the product behind the last matrix;
+    then the activated gate and its partner too, of which one gradient is left."""
+    num = {"up_proj": 1, "gate_up_proj": 1, "gate_proj": 2}.get(weight, 0)
+    return 0 if is_tiled(job) else num * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
+
+
 def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
     """Beside what is saved: 2 i b at the product's backward (three gradients come, one saved tensor has gone), or the
     gradient of one matrix at a time. Experts, for each of k choices: three gradients of its copies, 3 h b; or one of
@@ -224,7 +231,7 @@ def compute_adapter_saved(job: Job) -> int:
 
 def compute_adapter_work(job: Job, layer: Layer) -> int:
     """Beside a frozen layer's result, the adapter's own and the scaled one: 2 b of the widest result; in the backward
-    the scaled gradient alone, half of that."""
+    the product has two gradients to add, as without."""
     if job.adapters is None:
         return 0
     width = job.shape.intermediate_size if not layer.num_experts else job.query_width

@@ -62,9 +62,10 @@ def compute_reduce_flush(job: Job) -> int:
 
 @dataclass(frozen=True)
 class Flush:
-    """The bucket is sent: in the backward of which layer and part, and how full it was."""
+    """The bucket is sent: in the backward of which weight of which layer, and how full it was."""
 
     layer: int
+    weight: str
     in_mlp: bool
     num_elements: int
 
@@ -81,7 +82,7 @@ def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
                 continue
             if filled + size > bucket:
                 if module.part == LAYERS:
-                    found.append(Flush(module.layer, module.in_mlp, filled))
+                    found.append(Flush(module.layer, name.partition(".")[2], module.in_mlp, filled))
                 filled = 0
             filled += size
     return tuple(found)
@@ -94,9 +95,8 @@ def compute_oversize_gradient(job: Job, num_elements: int) -> int:
 
 
 def compute_master(job: Job) -> int:
-    """4 N / W float32 weights; none where the model itself is float32 (stage3.py: _create_fp32_partitions)."""
-    is_same = job.dtype_bytes == 4
-    if is_same or job.levers.offload_optimizer != "none":
+    """4 N / W float32 weights, also where the model itself is float32 (stage3.py: _create_fp32_partitions clones)."""
+    if job.levers.offload_optimizer != "none":
         return 0
     return 4 * count_shard(job.weights.num_trained, job.world_size)
 
