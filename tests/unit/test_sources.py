@@ -16,6 +16,7 @@ from ulysses_cli.data.blocks import Block, walk_rows
 from ulysses_cli.data.columns import detect_kind, read_sample
 from ulysses_cli.data.fingerprint import FileHashes
 from ulysses_cli.data.folder import walk_tree
+from ulysses_cli.data.hub_sets import HubSet
 from ulysses_cli.data.problems import BadRow, DataError
 from ulysses_cli.data.sources import Source, open_source
 from ulysses_cli.plan.problem import RecipeError
@@ -280,6 +281,11 @@ def test_conversations_and_nulls_of_parquet_are_messages() -> None:
     [
         ("a.json", b'[{"text": "a"},\n{"text" "b"}]', r"a.json:2:1: malformed JSON: Expecting ':' delimiter"),
         ("a.json", b'{"a": "\n\xff"}', r"a.json:2:1: not valid UTF-8"),
+        ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', r"a.json:2:1: malformed JSON: Extra data behind the list"),
+        ("a.json", b'[{"text": "a"}]\n\nx', r"a.json:3:1: malformed JSON: Extra data behind the list"),
+        ("a.json", b'[{"text": "a"},\n', r"a.json:2:1: malformed JSON: Expecting value"),
+        ("a.json", b'[{"text": "a"}\n', r"a.json:2:1: malformed JSON: Expecting ',' or '\]'"),
+        ("a.json", b"[", r"a.json:1:1: malformed JSON: Expecting value"),
         ("a.parquet", b"PAR1 no", r"a.parquet: cannot be read: "),
         ("a.arrow", b"no", r"a.arrow: cannot be read: "),
         ("a.jsonl.gz", b"no", r"a.jsonl.gz: cannot be read: Not a gzipped file"),
@@ -292,7 +298,34 @@ def test_conversations_and_nulls_of_parquet_are_messages() -> None:
 def test_files_that_cannot_be_read(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        open_one(tmp_path, tmp_path / name).find_kind()
+        source = open_one(tmp_path, tmp_path / name)
+        read_all(source)
+        source.find_kind()
+
+
+def test_mappings_of_a_table_are_those_of_the_lines(tmp_path: Path) -> None:
+    """Arrow fills mappings to the union of their keys; nulls that a template would show are taken out again."""
+    call = [{"type": "function", "function": {"name": name, "arguments": {name: 1}}} for name in "fg"]
+    tool = [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "integer"}}}}}
+        for name in "fg"
+    ]
+    rows = [
+        {"messages": [turn("user", "a"), {**turn("assistant", ""), "tool_calls": [call[at]]}], "tools": tool}
+        for at in range(2)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table, lines = (
+        [read_sample("chat", row) for _, row in read_all(open_one(tmp_path, tmp_path / name))]
+        for name in ("a.parquet", "a.jsonl")
+    )
+    assert table == lines
+    import datasets
+
+    found = HubSet("a", datasets.Dataset.from_list(rows), "", None)
+    hub = [read_sample("chat", row) for block in found.walk_blocks() for _, row in walk_rows(block)]  # type: ignore[arg-type]
+    assert hub == lines
 
 
 def test_a_csv_row_with_too_many_or_too_few_fields(tmp_path: Path) -> None:

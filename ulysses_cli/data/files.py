@@ -153,14 +153,18 @@ def _parse_json(text: str, file: str) -> Iterator[Found]:
         at = skip(at, " \t\r\n")
         is_list = text[at : at + 1] == "["
         at = skip(at + is_list, " \t\r\n")
-        while at < len(text) and not (is_list and text[at] == "]"):
+        is_open = is_list and text[at : at + 1] != "]"
+        while is_open or (not is_list and at < len(text)):
             line, counted = line + text.count("\n", counted, at), at
             row, at = decoder.raw_decode(text, at)
             yield line, row if isinstance(row, dict) else BadRow("a JSON value that is not an object")
             at = skip(at, " \t\r\n")
             if is_list and text[at : at + 1] not in (",", "]"):
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-            at = skip(at + (is_list and text[at] == ","), " \t\r\n")
+            is_open = is_list and text[at] == ","
+            at = skip(at + is_open, " \t\r\n")
+        if is_list and skip(at + 1, " \t\r\n") < len(text):
+            raise json.JSONDecodeError("Extra data behind the list", text, skip(at + 1, " \t\r\n"))
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", line)
         hint = "one object per line with the suffix .jsonl is easier to mend"
