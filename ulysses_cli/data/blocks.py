@@ -27,6 +27,7 @@ class Block:
     content: Any
     num_bytes: int
     first: int = 1
+    num_blank: int = 0
 
 
 def walk_rows(block: Block) -> Iterator[Found]:
@@ -75,7 +76,7 @@ def parse_line(line: bytes) -> dict[str, Any] | BadRow:
 
 
 def count_blank(block: Block) -> int:
-    return sum(not line.strip() for line in block.content) if block.kind == "lines" else 0
+    return sum(not line.strip() for line in block.content) if block.kind == "lines" else block.num_blank
 
 
 def _decode_text(content: bytes) -> Found:
