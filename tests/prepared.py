@@ -21,7 +21,7 @@ def make_store(folder: Path, documents: Documents, flags: Documents | None = Non
         for number, document in enumerate(documents):
             ids = np.asarray(document, writer.dtype)
             marks = None if flags is None else np.asarray(flags[number], np.uint8)
-            writer.append(Batch(ids, [len(ids)], [hash_document(ids, marks)], ["d.jsonl"], [number + 1], marks))
+            writer.append(Batch(ids, [len(ids)], [hash_document(ids)], ["d.jsonl"], [number + 1], marks))
         return {**writer.finish(), **facts}
 
     make_folder(folder, build, lambda: None)

@@ -404,6 +404,20 @@ def test_check_datasets(tmp_path: Path) -> None:
         f"command line: data.datasets.0.data_files.1: {tmp_path}/b.jsonl does not exist\n\n"
         f"hint: {tmp_path} holds train.jsonl"
     )
+    here = f"path: {tmp_path}/train.jsonl"
+    for given, key in (
+        (f"{here}, split: validation", "split"),
+        (f"{here}, streaming: true", "streaming"),
+        (f"path: {tmp_path}, type: folder, split: test", "split"),
+        (f"path: {tmp_path}, type: folder, streaming: true", "streaming"),
+        (f"path: {tmp_path}, type: folder, data_files: [train.jsonl]", "data_files"),
+        ("type: synthetic, split: test", "split"),
+    ):
+        assert only(f"data.datasets=[{{{given}}}]").startswith(f"command line: data.datasets.0.{key}: is not used for ")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").touch()
+    assert check(f"data.datasets=[{{path: {tmp_path}/saved, split: test}}]") == []
+    assert check("data.datasets=[{path: owner/texts, split: test, streaming: true, data_files: [a]}]") == []
     for fine in (f"{{path: '{tmp_path}/*.jsonl'}}", "{type: synthetic}", f"{{data_files: [{tmp_path}/train.jsonl]}}"):
         assert check(f"data.datasets=[{fine}]") == []
 

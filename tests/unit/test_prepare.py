@@ -214,6 +214,38 @@ def test_evaluation_documents(tmp_path: Path) -> None:
         prepare(tmp_path, "data.eval_split=0.1")
 
 
+def test_equal_tokens_are_one_document_whatever_is_a_target_in_them(tmp_path: Path) -> None:
+    texts = [f"document {number}" for number in range(40)]
+    write_rows(tmp_path, *({"text": text} for text in texts))
+    ids = [[*text.encode(), 257] for text in texts]
+    same = write_rows(tmp_path, *({"input_ids": found, "labels": found} for found in ids), name="t.jsonl")
+    both = f"data.datasets=[{{path: {tmp_path / 'd.jsonl'}}}, {{path: {same}}}]"
+    prepared = prepare(tmp_path, both, "data.eval_split=0.2")
+    train_side, eval_side = set(read_documents(prepared)), set(read_documents(prepared, "eval"))
+    assert eval_side
+    assert not train_side & eval_side
+    assert train_side | eval_side == {f"{text}<|end|>" for text in texts}
+    prepared = prepare(tmp_path, f"data.eval_datasets=[{{path: {same}}}]")
+    assert prepared.report["leaked_documents"] == 40
+
+
+def test_what_is_not_read_or_read_twice_is_noted(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    (tmp_path / "e.txt").write_text("e")
+    prepared = prepare(tmp_path, f"data.datasets=[{{path: {tmp_path}}}, {{path: {tmp_path}}}]", "data.max_length=512")
+    assert prepared.report["notes"][:3] == [
+        f"{tmp_path / 'd.jsonl'}: text files beside files of rows that are not read: 1, such as {tmp_path / 'e.txt'}",
+        f"{tmp_path / 'd.jsonl'}: text files beside files of rows that are not read: 1, such as {tmp_path / 'e.txt'}",
+        "data.datasets.1 is the same data as data.datasets.0; both are trained on",
+    ]
+
+
+def test_a_mask_for_chats_needs_chats(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    with pytest.raises(RecipeError, match=r"data.assistant_only_loss: needs chat data, but the rows hold text"):
+        prepare(tmp_path, "data.assistant_only_loss=true")
+
+
 def test_data_sets_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

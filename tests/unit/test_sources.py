@@ -12,10 +12,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from ulysses_cli.data.blocks import Block, walk_rows
+from ulysses_cli.data.blocks import Block, count_blank, walk_rows
 from ulysses_cli.data.columns import detect_kind, read_sample
 from ulysses_cli.data.fingerprint import FileHashes
 from ulysses_cli.data.folder import walk_tree
+from ulysses_cli.data.hub_sets import HubSet
 from ulysses_cli.data.problems import BadRow, DataError
 from ulysses_cli.data.sources import Source, open_source
 from ulysses_cli.plan.problem import RecipeError
@@ -275,11 +276,24 @@ def test_conversations_and_nulls_of_parquet_are_messages() -> None:
     assert second == {**turn("assistant", ""), "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
 
 
+def read_all_and_find_kind(source: Source) -> None:
+    read_all(source)
+    source.find_kind()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.json", b'[{"text": "a"},\n{"text" "b"}]', r"a.json:2:1: malformed JSON: Expecting ':' delimiter"),
-        ("a.json", b'{"a": "\n\xff"}', r"a.json:2:1: not valid UTF-8"),
+        ("a.json", b'{"a":\n"\xff"}', r"a.json:2:1: not valid UTF-8"),
+        ("a.csv", b"text,text\na,b\n", r"a.csv:1:1: the header names column `text` more than once"),
+        ("a.csv", b"\n\xff,text\na,b\n", r"a.csv:2:1: the header is not valid UTF-8"),
+        ("a.csv", b'text\na\n"b\nc\nd\n', r"a.csv:3:1: a quote that opens in this row is not closed"),
+        ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', r"a.json:2:1: malformed JSON: Extra data behind the list"),
+        ("a.json", b'[{"text": "a"}]\n\nx', r"a.json:3:1: malformed JSON: Extra data behind the list"),
+        ("a.json", b'[{"text": "a"},\n', r"a.json:2:1: malformed JSON: Expecting value"),
+        ("a.json", b'[{"text": "a"}\n', r"a.json:2:1: malformed JSON: Expecting ',' or '\]'"),
+        ("a.json", b"[", r"a.json:1:1: malformed JSON: Expecting value"),
         ("a.parquet", b"PAR1 no", r"a.parquet: cannot be read: "),
         ("a.arrow", b"no", r"a.arrow: cannot be read: "),
         ("a.jsonl.gz", b"no", r"a.jsonl.gz: cannot be read: Not a gzipped file"),
@@ -292,7 +306,32 @@ def test_conversations_and_nulls_of_parquet_are_messages() -> None:
 def test_files_that_cannot_be_read(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        open_one(tmp_path, tmp_path / name).find_kind()
+        read_all_and_find_kind(open_one(tmp_path, tmp_path / name))
+
+
+def test_mappings_of_a_table_are_those_of_the_lines(tmp_path: Path) -> None:
+    """Arrow fills mappings to the union of their keys; nulls that a template would show are taken out again."""
+    call = [{"type": "function", "function": {"name": name, "arguments": {name: 1}}} for name in "fg"]
+    tool = [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "integer"}}}}}
+        for name in "fg"
+    ]
+    rows = [
+        {"messages": [turn("user", "a"), {**turn("assistant", ""), "tool_calls": [call[at]]}], "tools": tool}
+        for at in range(2)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table, lines = (
+        [read_sample("chat", row) for _, row in read_all(open_one(tmp_path, tmp_path / name))]
+        for name in ("a.parquet", "a.jsonl")
+    )
+    assert table == lines
+    import datasets
+
+    found = HubSet("a", datasets.Dataset.from_list(rows), "", None)
+    hub = [read_sample("chat", row) for block in found.walk_blocks() for _, row in walk_rows(block)]  # type: ignore[arg-type]
+    assert hub == lines
 
 
 def test_a_csv_row_with_too_many_or_too_few_fields(tmp_path: Path) -> None:
@@ -300,3 +339,45 @@ def test_a_csv_row_with_too_many_or_too_few_fields(tmp_path: Path) -> None:
     found = read_all(open_one(tmp_path, tmp_path / "a.csv"))
     assert found == [(2, {"text": "a\nb", "id": "1"}), (4, "1 fields where the header has 2"), (5, found[2][1])]
     assert found[2][1] == "3 fields where the header has 2"
+
+
+def test_bad_rows_of_csv_and_json_are_rows(tmp_path: Path) -> None:
+    """So that on_bad_row: skip leaves out no more than they."""
+    (tmp_path / "a.tsv").write_bytes(b'text\nhello\n\n"a"b\nc\xff\nworld\n')
+    source = open_one(tmp_path, tmp_path / "a.tsv")
+    assert read_all(source) == [
+        (2, {"text": "hello"}),
+        (4, "malformed CSV: '\t' expected after '\"'"),
+        (5, "not valid UTF-8; save the file as UTF-8"),
+        (6, {"text": "world"}),
+    ]
+    assert sum(count_blank(block) for block in source.walk_blocks()) == 1
+    (tmp_path / "a.json").write_bytes('[{"text": "ä"},\n{"text":\n"'.encode() + b'\xff"},\n{"text": "b"}]')
+    assert read_all(open_one(tmp_path, tmp_path / "a.json")) == [
+        (1, {"text": "ä"}),
+        (3, "not valid UTF-8; save the file as UTF-8"),
+        (4, {"text": "b"}),
+    ]
+
+
+def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl", "c.txt", "d.rst"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    source = open_one(tmp_path, tmp_path)
+    assert source.facts["num_files"] == 2
+    assert source.facts["left_out"] == {
+        "files of other formats": {"count": 1, "example": str(tmp_path / "d.rst")},
+        "text files beside files of rows": {"count": 1, "example": str(tmp_path / "c.txt")},
+    }
+    twice = open_one(tmp_path, tmp_path, data_files=("*.jsonl", "a.jsonl", "./b.jsonl"))
+    assert len(read_all(twice)) == 2
+    assert twice.facts["left_out"]["files named twice"]["count"] == 2
+
+
+def test_a_system_column_is_the_first_turn(tmp_path: Path) -> None:
+    row = {"messages": [turn("user", "a"), turn("assistant", "b")], "system": "s"}
+    assert read_sample("chat", row).messages[0] == turn("system", "s")  # type: ignore[union-attr]
+    row["messages"] = [turn("system", "s"), turn("user", "a")]
+    assert read_sample("chat", row).messages == row["messages"]  # type: ignore[union-attr]
+    with pytest.raises(BadRow, match="are two different system prompts"):
+        read_sample("chat", {**row, "system": "t"})

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ulysses_cli.data.problems import BadRow
 
 BLOCK_BYTES = 4 << 20
+NESTED = ("messages", "conversations", "prompt", "completion", "tools")  # columns whose mappings a template sees
 Found = tuple[int, dict[str, Any] | BadRow]  # a line and what stands there
 
 
@@ -26,6 +27,7 @@ class Block:
     content: Any
     num_bytes: int
     first: int = 1
+    num_blank: int = 0
 
 
 def walk_rows(block: Block) -> Iterator[Found]:
@@ -37,13 +39,25 @@ def walk_rows(block: Block) -> Iterator[Found]:
     elif block.kind == "rows":
         yield from block.content
     elif block.kind == "table":
-        yield from enumerate(block.content.to_pylist(), block.first)
+        rows = block.content.to_pylist()
+        yield from ((number, drop_nulls(row)) for number, row in enumerate(rows, block.first))
     elif block.kind == "tree":
         yield from _join_files(block)
     elif block.kind == "text":
         yield _decode_text(block.content)
     else:
         yield block.first, BadRow(block.content)
+
+
+def drop_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what Arrow invents: it gives all mappings of a column the same keys, null where there was none."""
+    return {name: _drop_nulls(value) if name in NESTED else value for name, value in row.items()}
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def parse_line(line: bytes) -> dict[str, Any] | BadRow:
@@ -62,7 +76,7 @@ def parse_line(line: bytes) -> dict[str, Any] | BadRow:
 
 
 def count_blank(block: Block) -> int:
-    return sum(not line.strip() for line in block.content) if block.kind == "lines" else 0
+    return sum(not line.strip() for line in block.content) if block.kind == "lines" else block.num_blank
 
 
 def _decode_text(content: bytes) -> Found:

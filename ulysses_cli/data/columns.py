@@ -22,7 +22,12 @@ COLUMNS: dict[Kind, tuple[str, ...]] = {
     "tokens": ("input_ids",),
     "text": ("text",),
 }
-OPTIONAL = {"chat": ("tools",), "conversations": ("tools", "system"), "instruction": ("input",), "tokens": ("labels",)}
+OPTIONAL = {
+    "chat": ("tools", "system"),
+    "conversations": ("tools", "system"),
+    "instruction": ("input",),
+    "tokens": ("labels",),
+}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_NAMES = {
     **{role: role for role in ROLES},
@@ -96,8 +101,12 @@ def read_sample(kind: Kind, row: Row, *, has_template: bool = True) -> Sample:
         return _read_instruction(row, has_template)
     turns = row[COLUMNS[kind][0]]
     messages = read_messages(turns, COLUMNS[kind][0])
-    system = row.get("system") if kind == "conversations" else None
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
+    system = row.get("system")
+    if system is not None and not isinstance(system, str):
+        raise BadRow(f"column `system` holds {_name(system)}, not text")
+    if system and messages[0]["role"] == "system" and messages[0]["content"] != system:
+        raise BadRow("column `system` and the first turn are two different system prompts")
+    if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": check_text(system, "system")})
     return Chat(messages, _read_tools(row.get("tools")))
 

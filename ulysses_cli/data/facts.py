@@ -145,12 +145,20 @@ def find_sample(rows: PackedRows, tokenizer: Any) -> dict[str, Any]:
 
 def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """What a reader should not miss."""
-    notes = []
+    notes: list[str] = []
+    seen: dict[str, str] = {}
     for source in report["sources"]:
         if source["num_whole"]:
             why = f"the tokenizer offers no safe place to cut: {source['whole_because']}"
             why = why if source["whole_because"] else "no safe place to cut was found in them"
             notes.append(f"{source['name']}: long documents that were tokenized whole: {source['num_whole']:,}; {why}")
+        for why in ("text files beside files of rows", "files named twice"):
+            if why in source.get("left_out", {}):
+                count, example = source["left_out"][why].values()
+                notes.append(f"{source['name']}: {why} that are not read: {count:,}, such as {example}")
+        if source["fingerprint"] in seen and source["key"].startswith("data.datasets."):
+            notes.append(f"{source['key']} is the same data as {seen[source['fingerprint']]}; both are trained on")
+        seen.setdefault(source["fingerprint"], source["key"])
         if source["kind"] == "instruction":
             notes.append(f"{source['name']}: instructions are shown as a chat where the tokenizer has a chat template")
     train = report["splits"]["train"]

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,21 +37,47 @@ def get_format(path: Path) -> str:
     return os.path.splitext(name)[1]
 
 
-def list_files(path: str | None, data_files: Sequence[str] | None) -> list[Path]:
-    """What a source names, in a stable order: files, patterns, or all data files of a folder."""
+@dataclass
+class Listing:
+    """The files of a source, each once, and what is not read and why: how many, and one of them."""
+
+    files: list[Path] = field(default_factory=list)
+    left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def leave_out(self, why: str, found: Sequence[Path]) -> None:
+        if found:
+            entry = self.left_out.setdefault(why, {"count": 0, "example": str(found[0])})
+            entry["count"] += len(found)
+
+
+def list_files(path: str | None, data_files: Sequence[str] | None, own: Sequence[Path] = ()) -> Listing:
+    """What a source names, in a stable order: files, patterns, or all data files of a folder but those in `own`, which
+    runs write to."""
     base = Path(os.path.expanduser(path or "."))
-    if not data_files:
-        return _expand(base)
-    return [file for name in data_files for file in _expand(base / os.path.expanduser(name))]
+    listing, seen = Listing(), set[str]()
+    for name in data_files or [""]:
+        for file in _expand(base / os.path.expanduser(name), listing, own):
+            real = os.path.realpath(file)
+            if real in seen:
+                listing.leave_out("files named twice", [file])
+            else:
+                seen.add(real)
+                listing.files.append(file)
+    return listing
 
 
-def _expand(path: Path) -> list[Path]:
+def _expand(path: Path, listing: Listing, own: Sequence[Path]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
+        written = [folder.resolve() for folder in own]
+        inside = [file for file in inside if not any(folder in file.resolve().parents for folder in written)]
         rows = [file for file in inside if get_format(file) in ROWS]
-        return rows or [file for file in inside if get_format(file) in TEXTS]
+        texts = [file for file in inside if get_format(file) in TEXTS]
+        listing.leave_out("files of other formats", [file for file in inside if file not in {*rows, *texts}])
+        listing.leave_out("text files beside files of rows", texts if rows else [])
+        return rows or texts
     return sorted(Path(found) for found in glob.glob(str(path), recursive=True) if os.path.isfile(found))
 
 
@@ -125,12 +152,30 @@ def _walk_json(file: Path) -> Iterator[Block]:
     with _open(file) as stream:
         content = stream.read()
     try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        where = Where(str(file), line, 1)
-        raise DataError([Problem("", "not valid UTF-8", "save the file as UTF-8", where)]) from None
-    yield from _group(str(file), _parse_json(text, str(file)), len(content))
+        rows = _parse_json(content.decode("utf-8-sig"), str(file))
+    except UnicodeDecodeError:
+        rows = _find_damaged(content.decode("utf-8-sig", "surrogateescape"), str(file))
+    yield from _group(str(file), rows, len(content))
+
+
+def _find_damaged(text: str, file: str) -> Iterator[Found]:
+    """Rows of a text in which some bytes are no UTF-8; those are lone surrogates now."""
+    lines = text.split("\n")
+    damaged = [number for number, line in enumerate(lines, 1) if not _is_text(line)]
+    rows = list(_parse_json(text, file))
+    ends = [line for line, _ in rows[1:]] + [len(lines) + 1]
+    for (line, row), end in zip(rows, ends, strict=True):
+        inside = [number for number in damaged if line <= number < max(end, line + 1)]
+        is_damaged = bool(inside) and not _is_text(json.dumps(row, ensure_ascii=False) if isinstance(row, dict) else "")
+        yield (inside[0], BadRow("not valid UTF-8; save the file as UTF-8")) if is_damaged else (line, row)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_object(line: bytes) -> bool:
@@ -153,14 +198,18 @@ def _parse_json(text: str, file: str) -> Iterator[Found]:
         at = skip(at, " \t\r\n")
         is_list = text[at : at + 1] == "["
         at = skip(at + is_list, " \t\r\n")
-        while at < len(text) and not (is_list and text[at] == "]"):
+        is_open = is_list and text[at : at + 1] != "]"
+        while is_open or (not is_list and at < len(text)):
             line, counted = line + text.count("\n", counted, at), at
             row, at = decoder.raw_decode(text, at)
             yield line, row if isinstance(row, dict) else BadRow("a JSON value that is not an object")
             at = skip(at, " \t\r\n")
             if is_list and text[at : at + 1] not in (",", "]"):
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-            at = skip(at + (is_list and text[at] == ","), " \t\r\n")
+            is_open = is_list and text[at] == ","
+            at = skip(at + is_open, " \t\r\n")
+        if is_list and skip(at + 1, " \t\r\n") < len(text):
+            raise json.JSONDecodeError("Extra data behind the list", text, skip(at + 1, " \t\r\n"))
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", line)
         hint = "one object per line with the suffix .jsonl is easier to mend"
@@ -170,34 +219,54 @@ def _parse_json(text: str, file: str) -> Iterator[Found]:
 
 def _walk_csv(file: Path) -> Iterator[Block]:
     csv.field_size_limit(sys.maxsize)
-    with _open(file) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as stream:
-        reader = csv.DictReader(stream, delimiter="\t" if get_format(file) == ".tsv" else ",", strict=True)
-        yield from _group(str(file), _read_csv(reader), None)
+    with _open(file) as raw, io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="") as stream:
+        rows = csv.reader(stream, delimiter="\t" if get_format(file) == ".tsv" else ",", strict=True)
+        yield from _group(str(file), _read_csv(rows, str(file)), None)
 
 
-def _read_csv(reader: csv.DictReader[str]) -> Iterator[Found]:
-    names = reader.fieldnames or ()
-    line = reader.line_num + 1
-    for row in reader:
-        if None in row or None in row.values():
-            count = len(names) + len(row.get(None) or ()) - sum(value is None for value in row.values())
-            yield line, BadRow(f"{count} fields where the header has {len(names)}")
+def _read_csv(rows: Any, file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow | None]]:
+    """Rows behind the header, with their lines; None for a blank line."""
+    names: list[str] = next((row for row in rows if row), [])
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or not _is_text("".join(names)):
+        message = f"the header names column `{twice[0]}` more than once" if twice else "the header is not valid UTF-8"
+        raise DataError([Problem("", message, "mend the header", Where(file, rows.line_num, 1))])
+    while True:
+        line = rows.line_num + 1
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            if "unexpected end" in str(error):  # all that follows the quote would be lost as one row
+                message = "a quote that opens in this row is not closed before the end of the file"
+                raise DataError([Problem("", message, "mend the row", Where(file, line, 1))]) from None
+            yield line, BadRow(f"malformed CSV: {error}")
+            continue
+        if row is None:
+            return
+        if row and len(row) != len(names):
+            yield line, BadRow(f"{len(row)} fields where the header has {len(names)}")
+        elif not _is_text("".join(row)):
+            yield line, BadRow("not valid UTF-8; save the file as UTF-8")
         else:
-            yield line, dict(row)
-        line = reader.line_num + 1
+            yield line, dict(zip(names, row, strict=True)) if row else None
 
 
-def _group(file: str, rows: Iterator[Found], num_bytes: int | None) -> Iterator[Block]:
+def _group(
+    file: str, rows: Iterator[tuple[int, dict[str, Any] | BadRow | None]], num_bytes: int | None
+) -> Iterator[Block]:
     """Rows in blocks of about the same size."""
     part: list[Found] = []
-    size = 0
+    size = num_blank = 0
     for line, row in rows:
+        if row is None:
+            num_blank += 1
+            continue
         part.append((line, row))
         size += sum(len(value) for value in row.values() if isinstance(value, str)) if isinstance(row, dict) else 0
         if len(part) >= ROWS_PER_BLOCK or size >= BLOCK_BYTES:
-            yield Block(file, "rows", part, size if num_bytes is None else 0)
-            part, size = [], 0
-    yield Block(file, "rows", part, size if num_bytes is None else num_bytes)
+            yield Block(file, "rows", part, size if num_bytes is None else 0, num_blank=num_blank)
+            part, size, num_blank = [], 0, 0
+    yield Block(file, "rows", part, size if num_bytes is None else num_bytes, num_blank=num_blank)
 
 
 def _walk_parquet(file: Path) -> Iterator[Block]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.data.blocks import Block
+from ulysses_cli.data.blocks import Block, drop_nulls
 from ulysses_cli.data.fingerprint import hash_parts
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe import Dataset
@@ -33,7 +33,7 @@ class HubSet:
         for columns in self.rows.iter(batch_size=ROWS_PER_BLOCK):
             names = list(columns)
             count = len(columns[names[0]]) if names else 0
-            rows = [(first + at, {name: columns[name][at] for name in names}) for at in range(count)]
+            rows = [(first + at, drop_nulls({name: columns[name][at] for name in names})) for at in range(count)]
             yield Block(self.name, "rows", rows, self._share(count))
             first += count
 

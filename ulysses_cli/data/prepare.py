@@ -23,7 +23,8 @@ from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore
 from ulysses_cli.data.tokenizer import load_tokenizer
 from ulysses_cli.data.transaction import find_damage, make_folder, read_manifest
 from ulysses_cli.data.workers import Task, encode_blocks
-from ulysses_cli.plan.problem import Problem, Where
+from ulysses_cli.plan.check_files import CHAT_TYPES
+from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe import Recipe
 
 MAX_KEPT_BAD = 100
@@ -70,6 +71,7 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit) -> Prepare
         stores.append(store)
         described.append(_describe_source(source, store, dataset.weight))
         _check_bad_rows(store, data.on_bad_row)
+    _check_loss_mask(stores[: len(data.datasets)], recipe)
     context.hashes.save()
     path = _make_rows(stores, context)
     manifest = read_manifest(path)
@@ -178,6 +180,15 @@ def _check_bad_rows(store: TokenStore, on_bad_row: str) -> None:
         raise DataError(_explain_bad(bad, manifest["num_bad"], has_lines=manifest["has_lines"]))
 
 
+def _check_loss_mask(stores: list[TokenStore], recipe: Recipe) -> None:
+    """plan/check_files.py knows no more than what the recipe says of types; here the rows have been seen."""
+    kinds = sorted({store.manifest["kind"] for store in stores})
+    if recipe.data.assistant_only_loss and not set(kinds) & set(CHAT_TYPES):
+        message = f"needs chat data, but the rows hold {', '.join(kinds)}"
+        hint = "use chat data, or set assistant_only_loss: false"
+        raise RecipeError([Problem("data.assistant_only_loss", message, hint)])
+
+
 def _make_rows(stores: list[TokenStore], context: _Context) -> Path:
     recipe = context.recipe
     data, tokenizer = recipe.data, context.encoder.tokenizer
@@ -228,6 +239,7 @@ def _describe_source(source: Source, store: TokenStore, weight: float) -> dict[s
     return {
         "key": source.key,
         "name": source.name,
+        "fingerprint": source.fingerprint,
         "weight": weight,
         **{name: manifest[name] for name in (*names, *more)},
         **source.facts,

@@ -81,14 +81,17 @@ def open_source(dataset: Dataset, key: str, seed: int, hashes: FileHashes, own: 
     if not is_here or hub_sets.is_saved(path):
         found = hub_sets.load_hub_set(dataset, key)
         return Source(found.name, key, found.fingerprint, found.num_bytes, found.walk_blocks, kind, has_lines=False)
-    return _open_files(dataset, path, key, kind, hashes)
+    return _open_files(dataset, path, key, kind, hashes, own)
 
 
-def _open_files(dataset: Dataset, path: Path, key: str, kind: Kind | None, hashes: FileHashes) -> Source:
+def _open_files(
+    dataset: Dataset, path: Path, key: str, kind: Kind | None, hashes: FileHashes, own: Sequence[Path]
+) -> Source:
     try:
-        found = files.list_files(dataset.path, dataset.data_files)
+        listing = files.list_files(dataset.path, dataset.data_files, own)
     except OSError as error:
         raise RecipeError([Problem(f"{key}.path", f"{path} cannot be read: {error.strerror}")]) from None
+    found = listing.files
     if not found:
         hint = f"write type: folder for any tree of text files; data files end in {', '.join(files.ROWS + files.TEXTS)}"
         raise RecipeError([Problem(f"{key}.path", f"{path} holds no data file", hint)])
@@ -104,7 +107,7 @@ def _open_files(dataset: Dataset, path: Path, key: str, kind: Kind | None, hashe
         lambda: files.walk_blocks(found),
         kind or ("text" if is_text else None),
         has_lines=files.has_lines(found),
-        facts={"num_files": len(found)},
+        facts={"num_files": len(found), "left_out": listing.left_out},
     )
 
 

@@ -76,7 +76,7 @@ def encode_block(encoder: Encoder, kind: Kind, block: Block) -> Done:
     batch = Batch(
         np.concatenate(ids) if ids else np.empty(0, encoder.dtype),
         [len(found) for found in ids],
-        [hash_document(found, marks) for found, marks in encoded],
+        [hash_document(found) for found in ids],
         [block.file] * len(ids),
         lines,
         flags,

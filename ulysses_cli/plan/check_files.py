@@ -27,6 +27,7 @@ def check_datasets(recipe: Recipe) -> Found:
         for index, dataset in enumerate(getattr(recipe.data, section)):
             yield from _check_dataset(dataset, f"data.{section}.{index}")
             yield from _check_unused(dataset, f"data.{section}.{index}", is_eval=section == "eval_datasets")
+            yield from _check_reading(dataset, f"data.{section}.{index}")
 
 
 def check_loss_mask(recipe: Recipe) -> Found:
@@ -106,6 +107,21 @@ def _check_unused(dataset: Dataset, key: str, *, is_eval: bool) -> Found:
         yield Problem(f"{key}.weight", "is not used: evaluation reads each document once", "leave it out")
     if dataset.name is not None and (dataset.path is None or is_local(dataset.path)):
         yield Problem(f"{key}.name", "is not used for files on disk", "leave it out, or name a hub data set")
+
+
+def _check_reading(dataset: Dataset, key: str) -> Found:
+    """Settings of hub data sets, on sources that are none."""
+    base = Path(os.path.expanduser(dataset.path or "."))
+    is_saved = (base / "state.json").is_file() or (base / "dataset_dict.json").is_file()
+    is_tree = dataset.type in ("folder", "synthetic")
+    is_here = is_tree or dataset.path is None or is_local(dataset.path)
+    if dataset.split != "train" and is_here and (is_tree or not (base / "dataset_dict.json").is_file()):
+        yield Problem(f"{key}.split", "is not used for what is on disk: all of it is read", "leave it out")
+    if dataset.streaming and is_here:
+        yield Problem(f"{key}.streaming", "is not used for what is on disk", "leave it out")
+    if dataset.data_files and (is_tree or (is_saved and dataset.path is not None)):
+        what = f"for type {dataset.type}" if is_tree else "for a data set that was saved to disk"
+        yield Problem(f"{key}.data_files", f"is not used {what}", "leave it out, or name files with type: auto")
 
 
 def is_local(path: str) -> bool:
