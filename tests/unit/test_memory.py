@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recipes import load, make_shape
@@ -146,9 +146,14 @@ def test_parts_add_up_and_none_is_negative(job: Job) -> None:
     assert 0 < ledger.gpu_allocated_bytes < ledger.gpu_peak_bytes
 
 
-@given(make_jobs(), st.integers(1, 3))
+KEEPS_TILES = Levers(gradient_checkpointing=False, tiled_mlp=True, tiled_loss=True)
+
+
+@given(make_jobs(), st.integers(1, 96))
+@example(Job(LLAMA, Layout(1, 8, 1), 4096, KEEPS_TILES), 1)
+@example(Job(LLAMA, Layout(1, 1, 8), 8 * 4096, KEEPS_TILES), 8)
 def test_memory_never_falls_with_length(job: Job, more: int) -> None:
-    longer = replace(job, row_tokens=job.row_tokens + 512 * 8 * more)
+    longer = replace(job, row_tokens=job.row_tokens + 128 * job.layout.sp_size * more)
     ours, theirs = compute_ledger(job), compute_ledger(longer)
     # A tile more makes each tile smaller: at most one tile of the MLP, or of the loss, apart.
     slack = 0.02 if job.levers.tiled_mlp or job.levers.tiled_loss else 0.0
@@ -211,6 +216,14 @@ def test_one_rank_gathers_nothing_unless_weights_are_elsewhere() -> None:
     assert compute_gathered(offloaded).forward > 0
     assert states.compute_parameters(offloaded) == 0
     assert compute_gathered(replace(alone, layout=Layout(1, 1, 2), zero_stage=2)).forward == 0
+
+
+def test_making_the_engine_takes_nothing_of_the_gpu_where_the_optimizer_is_on_the_host() -> None:
+    """stage3.py casts each sub-group where its master will be; the clone is the master."""
+    job = Job(LLAMA, Layout(1, 1, 4), 4096, Levers())
+    assert states.compute_load_transients(job) == 4 * 10**9
+    assert states.compute_load_transients(replace(job, dtype_bytes=4)) == 0
+    assert states.compute_load_transients(replace(job, levers=Levers(offload_optimizer="cpu"))) == 0
 
 
 def test_gathering_is_bounded_by_the_settings() -> None:

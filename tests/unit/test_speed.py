@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_memory import LLAMA, QWEN, SHAPES
 
@@ -107,6 +107,21 @@ def test_parts_add_up_to_the_step(job: Job, gpu: object) -> None:
     assert sum(speed.parts.values()) == pytest.approx(speed.step_seconds)
     assert 0 < speed.mfu < 1
     assert speed.tokens_per_second == pytest.approx(speed.tokens_per_step / speed.step_seconds)
+
+
+BUSY = Job(LLAMA, Layout(1, 64, 1), 4096, Levers(activation_offloading=True, offload_param="cpu"))
+
+
+@given(jobs, st.integers(1, 8), st.sampled_from(list(TABLE.gpus.values())))
+@example(BUSY, 1, TABLE.get_gpu("rtx-4090"))
+def test_a_second_of_computing_hides_one_of_moving(job: Job, more: int, gpu: object) -> None:
+    """So that more work is never faster, whatever is moved meanwhile."""
+    speed = compute_speed(job, gpu)  # type: ignore[arg-type]
+    moving = ("gather_reduce", "offload", "optimizer")
+    computing = sum(seconds for part, seconds in speed.parts.items() if part not in moving)
+    assert sum(speed.hidden.values()) <= computing * (1 + 1e-9)
+    longer = compute_speed(replace(job, row_tokens=job.row_tokens + 4096 * more), gpu)  # type: ignore[arg-type]
+    assert longer.step_seconds >= speed.step_seconds * (1 - 1e-9)
 
 
 @given(jobs)

@@ -146,14 +146,15 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts["attention"] += attention * BACKWARD_ATTENTION / (peak * gpu.attention_backward)
     parts["other"] = (3 + recomputes) * compute_elementwise_bytes(job) / memory
     parts["exchange"] = _compute_exchange_seconds(job, gpu, memory)
-    computing = sum(parts.values())
+    room = sum(parts.values())  # a second of computing hides one of moving, of whichever kind
     hidden = {}
     for part, seconds in (
         ("gather_reduce", _compute_gather_seconds(job, gpu)),
         ("offload", _compute_offload(job, gpu)),
     ):
-        parts[part] = seconds - min(MOST_HIDDEN * seconds, computing)
-        hidden[part] = seconds - parts[part]
+        hidden[part] = min(MOST_HIDDEN * seconds, room)
+        parts[part] = seconds - hidden[part]
+        room -= hidden[part]
     parts = {part: steps * seconds for part, seconds in parts.items()}
     parts["optimizer"], exchanged = _compute_optimizer_seconds(job, gpu, memory)
     parts["offload"] += exchanged

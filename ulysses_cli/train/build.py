@@ -182,7 +182,9 @@ def _pull_levers(
         gather_whole = partial(set_z3_leaf_module, flag=True)
     try:
         if levers.tiled_mlp:
-            tile_mlps(model, lambda tokens: compute_num_mlp_tiles(tokens, shape.hidden_size), gather_whole)
+            recomputes = levers.gradient_checkpointing is not False
+            count_tiles = partial(compute_num_mlp_tiles, hidden_size=shape.hidden_size, recomputes=recomputes)
+            tile_mlps(model, count_tiles, gather_whole)
         if levers.gradient_checkpointing:
             # the last layer's backward follows at once: what it keeps would come back before it had left
             shelves = Offloader(device, shape.num_layers - 1).make_shelf if levers.activation_offloading else None

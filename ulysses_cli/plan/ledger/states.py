@@ -119,7 +119,10 @@ def compute_step_transients(job: Job) -> int:
 
 
 def compute_load_transients(job: Job) -> int:
-    """While the engine is made: a float32 copy of a sub-group is cloned, 2 x 4 n_s (_create_fp32_partitions)."""
+    """4 n_s: a sub-group's weights are cast to float32, and that is cloned (stage3.py: _create_fp32_partitions). The
+    clone is the master, which has its own line; with the optimizer on the host both are there."""
+    if job.levers.offload_optimizer != "none":
+        return 0
     shard = count_shard(job.weights.num_trained, job.world_size)
     return 4 * min(shard, job.engine.sub_group) if job.dtype_bytes != 4 else 0
 

@@ -42,6 +42,10 @@ class Weights:
     largest: int  # elements of the largest trained weight, or of the largest weight if none is trained in full
     persistent_sizes: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        """Cheap: what is cached by weights is asked for in every ledger."""
+        return hash((self.num_trained, self.num_frozen, self.largest))
+
     @property
     def num_elements(self) -> int:
         return self.num_trained + self.num_frozen
