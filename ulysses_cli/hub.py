@@ -33,15 +33,24 @@ class Found:
 
 def find_model_shape(recipe: Recipe, *, online: bool = False) -> Found:
     """The shape of a recipe's model. Raises RecipeError with one problem that says what to do."""
+    config, source = find_config(recipe, online=online)
     model = recipe.model
     if model.config is not None:
-        return Found(read_model_shape(model.config, "the model of model.config", "model.config"), "the recipe itself")
+        return Found(read_model_shape(config, "the model of model.config", "model.config"), source)
+    return Found(read_model_shape(config, str(model.name_or_path)), source)
+
+
+def find_config(recipe: Recipe, *, online: bool = False) -> tuple[Mapping[str, Any], str]:
+    """A model's config.json and where it comes from, in words."""
+    model = recipe.model
+    if model.config is not None:
+        return model.config, "the recipe itself"
     name = model.name_or_path
     if name is None:
         raise RecipeError([])  # check_model_source says what is missing
     if os.path.isdir(os.path.expanduser(name)):
         file = Path(os.path.expanduser(name)) / "config.json"
-        return Found(read_model_shape(_read_config(file), name), str(file))
+        return _read_config(file), str(file)
     if "://" in name:
         hint = "write owner/name as the hub shows it, or a local folder"
         raise RecipeError([Problem(KEY, f"{name} is an address, not a name", hint)])
@@ -49,12 +58,12 @@ def find_model_shape(recipe: Recipe, *, online: bool = False) -> Found:
         raise RecipeError([Problem(KEY, f"{name} is not a folder", "name a folder that holds config.json")])
     cached = _find_cached(name, model.revision)
     if cached is not None:
-        return Found(read_model_shape(_read_config(cached), name), "the Hugging Face cache")
+        return _read_config(cached), "the Hugging Face cache"
     entry = _find_in_table(name) if model.revision in (None, "main") else None
     if entry is not None:
-        return Found(read_model_shape(entry["config"], name), "the table of well-known models")
+        return entry["config"], "the table of well-known models"
     if online:
-        return Found(read_model_shape(_fetch_config(name, model.revision), name), "the hub")
+        return _fetch_config(name, model.revision), "the hub"
     raise RecipeError([_explain_missing(name, model.revision)])
 
 

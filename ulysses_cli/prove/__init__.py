@@ -1,0 +1,1 @@
+"""Proofs that a user can run: the same numbers as one process, the speed, the machine."""

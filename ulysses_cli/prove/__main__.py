@@ -1,0 +1,50 @@
+"""`python -m ulysses_cli.prove`: a proof in a process of its own. What is to be done comes as JSON on stdin; progress
+goes to stderr, findings as JSON to stdout. The command has validated the recipe before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from ulysses_cli.plan.load import load_recipe
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.report import printing
+
+DONE, FAILED, USAGE = 0, 1, 2
+
+
+def main() -> int:
+    task: dict[str, Any] = json.load(sys.stdin)
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # libraries say much on stdout
+    try:
+        recipe = load_recipe(task["recipe"], task["overrides"]).recipe if task["recipe"] else None
+        findings = run(task, recipe)
+    except RecipeError as error:
+        findings = {"problems": [problem.as_json() for problem in error.problems]}
+    except Exception as error:
+        if type(error).__name__ != "BuildError":
+            raise
+        findings = {"problems": [Problem("model", str(error)).as_json()]}
+    answer.write(json.dumps(findings, default=str))
+    answer.close()
+    if "problems" in findings:
+        return USAGE
+    return DONE if findings["passed"] else FAILED
+
+
+def run(task: dict[str, Any], recipe: Recipe | None) -> dict[str, Any]:
+    options, subject = task["options"], task["recipe"]
+    if task["command"] == "verify" and recipe is not None:
+        from ulysses_cli.prove.verify import verify
+
+        return verify(recipe, task["config"], subject, printing.print_talk, is_all=options["all"]).describe()
+    raise AssertionError(f"no proof is called {task['command']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
