@@ -43,6 +43,13 @@ def run(task: dict[str, Any], recipe: Recipe | None) -> dict[str, Any]:
         from ulysses_cli.prove.verify import verify
 
         return verify(recipe, task["config"], subject, printing.print_talk, is_all=options["all"]).describe()
+    if task["command"] == "doctor":
+        from ulysses_cli.hardware_table import load_hardware
+        from ulysses_cli.plan.model_shape import read_model_shape
+        from ulysses_cli.prove.doctor import examine
+
+        shape = read_model_shape(task["config"], subject) if recipe is not None else None
+        return examine(recipe, shape, load_hardware(), subject, printing.print_talk).describe()
     raise AssertionError(f"no proof is called {task['command']}")
 
 

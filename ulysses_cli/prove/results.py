@@ -7,14 +7,12 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from typing import Any, Literal
-
-import torch
-
-from ulysses_cli.train.run_file import list_versions
 
 Verdict = Literal["PASS", "FAIL", "WARN", "SKIP", "OOM", ""]
 Tell = Callable[[str], None]
+PACKAGES = ("ulysses-cli", "torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,25 @@ class Findings:
 
 def describe_machine() -> dict[str, Any]:
     """Facts that a number depends on."""
+    try:
+        import torch
+
+        gpus = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    except Exception:  # noqa: BLE001 - doctor says what is wrong with it
+        gpus = []
     return {
         "system": platform.platform(),
         "python": platform.python_version(),
         "num_cores": len(os.sched_getaffinity(0)),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())],
-        "versions": list_versions(),
+        "gpus": gpus,
+        "versions": {name: version for name in PACKAGES if (version := find_version(name))},
     }
+
+
+def find_version(package: str) -> str:
+    """'' where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
