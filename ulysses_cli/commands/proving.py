@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,14 @@ def read_subject(words: Sequence[str], output: Format, *, online: bool) -> Subje
     return Subject(files[0], overrides, dict(config), valid)
 
 
-def prove(command: str, subject: Subject | None, options: dict[str, Any], output: Format, html: Path | None) -> None:
+def prove(
+    command: str,
+    subject: Subject | None,
+    options: dict[str, Any],
+    output: Format,
+    html: Path | None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
     """Ends the command with the proof's exit code."""
     from ulysses_cli import launch
     from ulysses_cli.plan.problem import Problem
@@ -84,6 +91,8 @@ def prove(command: str, subject: Subject | None, options: dict[str, Any], output
             printing.print_problems([Problem("--html", f"{html} cannot be written: {error.strerror}")])
             raise typer.Exit(FAILED) from None
         printing.print_talk(f"wrote {html}")
+    if keep is not None and "problems" not in findings:
+        keep(findings)
     raise typer.Exit(code)
 
 

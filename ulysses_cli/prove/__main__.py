@@ -38,11 +38,19 @@ def main() -> int:
 
 
 def run(task: dict[str, Any], recipe: Recipe | None) -> dict[str, Any]:
-    options, subject = task["options"], task["recipe"]
+    options: dict[str, Any] = task["options"]
+    subject: str = task["recipe"]
     if task["command"] == "verify" and recipe is not None:
         from ulysses_cli.prove.verify import verify
 
         return verify(recipe, task["config"], subject, printing.print_talk, is_all=options["all"]).describe()
+    if task["command"] == "bench" and recipe is not None:
+        from ulysses_cli.hardware_table import load_hardware
+        from ulysses_cli.prove.bench import Sweep, bench
+
+        sizes = {name: tuple(options.pop(name)) for name in ("lengths", "sp_sizes")}
+        sweep = Sweep(**sizes, **options)
+        return bench(recipe, task["config"], subject, load_hardware(), sweep, printing.print_talk).describe()
     if task["command"] == "doctor":
         from ulysses_cli.hardware_table import load_hardware
         from ulysses_cli.plan.model_shape import read_model_shape

@@ -147,7 +147,7 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
     free = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + _read_cached(), whole)
     text = f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free"
     shape, recipe = patient.shape, patient.recipe
-    if shape is None or recipe is None:
+    if shape is None or recipe is None or (patient.wants_gpu and not patient.num_gpus):
         yield Finding("host memory", "PASS", text)
     else:
         need = compute_host_need(patient, recipe, shape).memory_bytes

@@ -35,6 +35,7 @@ class Findings:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     fixes: list[tuple[str, str]] = field(default_factory=list)
+    calibration: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.time)
 
     @property
@@ -50,6 +51,7 @@ class Findings:
             "machine": describe_machine(),
             "rows": [asdict(row) for row in self.rows],
             "notes": self.notes,
+            "calibration": self.calibration,
             "fixes": [{"what": what, "how": how} for what, how in self.fixes],
         }
 
