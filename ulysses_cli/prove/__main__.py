@@ -48,8 +48,7 @@ def run(task: dict[str, Any], recipe: Recipe | None) -> dict[str, Any]:
         from ulysses_cli.hardware_table import load_hardware
         from ulysses_cli.prove.bench import Sweep, bench
 
-        sizes = {name: tuple(options.pop(name)) for name in ("lengths", "sp_sizes")}
-        sweep = Sweep(**sizes, **options)
+        sweep = Sweep(tuple(options.pop("lengths")), tuple(options.pop("sp_sizes")), **options)
         return bench(recipe, task["config"], subject, load_hardware(), sweep, printing.print_talk).describe()
     if task["command"] == "doctor":
         from ulysses_cli.hardware_table import load_hardware

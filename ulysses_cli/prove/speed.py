@@ -54,6 +54,7 @@ class Timed:
             "host_peak_memory_bytes": self.host_peak_memory_bytes,
             "communication_share": self.communication_share,
             "exchange_share": self.parts.get("exchange", 0.0) / total if total else None,
+            "loss": self.loss,
             "offload_share": self.parts.get("offload", 0.0) / total if total else None,
         }
         return {name: value for name, value in found.items() if value is not None}

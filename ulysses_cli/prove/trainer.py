@@ -59,7 +59,7 @@ def time_trainer(device: torch.device, recipe: Recipe, shape: ModelShape, num_wa
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
     parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=layout.sp_size, sp_handler=handler)
     if device.type == "cpu":
-        # TrainingArguments(use_cpu=True) would switch DeepSpeed off, and without it CPU ranks are no world to accelerate
+        # use_cpu=True would switch DeepSpeed off, and without it CPU ranks are no world to accelerate
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
     with tempfile.TemporaryDirectory() as folder:
