@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 from ulysses_cli import __version__
-from ulysses_cli.commands import estimate_memory, export, plan, prepare, recipes, report, train, validate_config
+from ulysses_cli.commands import (
+    bench,
+    doctor,
+    estimate_memory,
+    export,
+    plan,
+    prepare,
+    recipes,
+    report,
+    train,
+    validate_config,
+    verify,
+)
 from ulysses_cli.commands.options import DONE, FAILED
 
 app = typer.Typer(
@@ -49,6 +61,9 @@ app.command()(validate_config.config_schema)
 app.command()(prepare.prepare)
 app.command()(train.train)
 app.command()(export.export)
+app.command()(verify.verify)
+app.command()(doctor.doctor)
+app.command()(bench.bench)
 app.command()(estimate_memory.estimate_memory)
 app.command()(plan.plan)
 app.command()(report.report)

@@ -1,4 +1,5 @@
-"""The hardware table of this machine's user: the shipped one with ~/.config/ulysses/hardware.yaml laid over it."""
+"""The hardware table of this machine's user: the shipped one with calibration.yaml and
+hardware.yaml of ~/.config/ulysses laid over it."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ def load_hardware() -> Hardware:
     from ulysses_cli.plan.hardware import read_hardware
 
     tables = [("the shipped hardware.yaml", _read_yaml(SHIPPED))]
-    own = hub.get_user_folder() / "hardware.yaml"
-    if own.exists():
-        tables.append((str(own), _read_yaml(own) or {}))
+    for name in ("calibration.yaml", "hardware.yaml"):
+        own = hub.get_user_folder() / name
+        if own.exists():
+            tables.append((str(own), _read_yaml(own) or {}))
     return read_hardware(*tables)
 
 

@@ -1,1 +1,1 @@
-"""Commands that prove a claim: what a step takes, without a GPU."""
+"""Claims proven: the same numbers as one process, what a step takes, how fast it is, a machine that is fit."""

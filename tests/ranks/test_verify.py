@@ -1,0 +1,243 @@
+"""`ulysses verify` finds planted faults, each by a number, and passes what has none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from training import make_recipe
+
+from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.prove.results import Row
+
+ROOT = Path(__file__).parents[2]
+# Fewer key/value heads than ranks, a window, several documents in a row.
+CONFIG: dict[str, Any] = {
+    "model_type": "mistral",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "sliding_window": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def make_proof(*overrides: str) -> Recipe:
+    from ulysses_cli.prove.shrink import make_proof_recipe
+
+    recipe = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=2", *overrides, config=CONFIG)
+    return make_proof_recipe(recipe, CONFIG, read_model_shape(CONFIG, "test"), 2, 1, "cpu")[0]
+
+
+def prove_with(fault: str, *overrides: str) -> list[Row]:
+    from ulysses_cli.prove.verify import judge, make_all_rows, make_reference
+
+    proof = make_proof(*overrides)
+    shape = read_model_shape(proof.model.config or {}, "test")
+    rows, held_out = make_all_rows(proof, shape)
+    right = make_reference(proof, shape, rows, held_out)
+    found = run_on_ranks(2, trace_with, fault, proof, shape, rows, held_out)
+    return judge("sp 2", found[0], right, shape)
+
+
+def trace_with(fault: str, *args: Any) -> Any:
+    from ulysses_cli.prove.observed import trace_steps
+    from ulysses_cli.prove.verify import NUM_STEPS
+
+    patches = FAULTS[fault]()
+    for patch in patches:
+        patch.start()
+    try:
+        return trace_steps(*args, NUM_STEPS, torch.device("cpu"))
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def patch(where: str, make: Callable[[Any], Any]) -> Any:
+    """Replace what `where` names by something made of it."""
+    module, _, name = where.rpartition(".")
+    holder: Any = __import__(module, fromlist=["_"]) if not module[module.rfind(".") + 1].isupper() else None
+    if holder is None:
+        outer, _, inner = module.rpartition(".")
+        holder = getattr(__import__(outer, fromlist=["_"]), inner)
+    return mock.patch.object(holder, name, make(getattr(holder, name)))
+
+
+def plant_mean() -> list[Any]:
+    """Each rank divides by its own targets."""
+
+    def make(real: Any) -> Any:
+        def step(self: Any, batch: Any, num_targets: int) -> Any:
+            return real(self, batch, int((batch.labels >= 0).sum()) * self.groups.layout.world_size)
+
+        return step
+
+    return [patch("ulysses_cli.train.engine.Engine.train_micro_step", make)]
+
+
+def plant_lost_kv_gradient() -> list[Any]:
+    """What rank 1's query heads want from the shared key/value head is lost."""
+
+    def make(real: Any) -> Any:
+        def backward(*args: Any) -> Any:
+            grads, dsinks = real(*args)
+            is_kept = args[-1].axis.rank == 0
+            return [grads[0], *(grad * is_kept for grad in grads[1:])], dsinks
+
+        return backward
+
+    return [patch("ulysses_cli.train.ulysses._attend_backward", make)]
+
+
+def plant_boundary() -> list[Any]:
+    def make(real: Any) -> Any:
+        def documents(lengths: Any, device: Any) -> Any:
+            if len(lengths) > 1 and lengths[0] > 1:
+                lengths = (lengths[0] - 1, lengths[1] + 1, *lengths[2:])
+            return real(lengths, device)
+
+        return documents
+
+    return [patch("ulysses_cli.train.engine.make_documents", make)]
+
+
+def plant_leak() -> list[Any]:
+    def make(real: Any) -> Any:
+        return lambda lengths, device: real([sum(lengths)], device)
+
+    return [patch("ulysses_cli.train.engine.make_documents", make)]
+
+
+def plant_local_positions() -> list[Any]:
+    def make(real: Any) -> Any:
+        def load(self: Any, batch: Any) -> Any:
+            loaded = real(self, batch)
+            return loaded | {"positions": torch.arange(batch.input_ids.shape[1])[None].expand(batch.input_ids.shape)}
+
+        return load
+
+    return [patch("ulysses_cli.train.engine.Engine._load", make)]
+
+
+def plant_local_window() -> list[Any]:
+    """The window is held against the slice, which is shorter, and switched off."""
+
+    def make(real: Any) -> Any:
+        def attention(q: Any, k: Any, v: Any, documents: Any, rule: Any, **more: Any) -> Any:
+            return real(q, k, v, documents, replace(rule, window_tokens=None), **more)
+
+        return attention
+
+    return [patch("ulysses_cli.train.interface.ulysses_attention", make)]
+
+
+def plant_unsharded_evaluation() -> list[Any]:
+    """Every rank evaluates the whole row by itself."""
+    from ulysses_cli.train.exchange import Axis
+
+    def read(real: Any) -> Any:
+        return lambda rows, plan, group, micro_step, rank, size: real(rows, plan, group, micro_step, 0, 1)
+
+    def attend(real: Any) -> Any:
+        def attention(q: Any, k: Any, v: Any, documents: Any, rule: Any, *, axis: Axis, **more: Any) -> Any:
+            is_whole = q.shape[0] * q.shape[1] == documents.num_tokens
+            return real(q, k, v, documents, rule, axis=Axis(None, 1, 0) if is_whole else axis, **more)
+
+        return attention
+
+    return [
+        patch("ulysses_cli.train.evaluation.read_micro_batch", read),
+        patch("ulysses_cli.train.interface.ulysses_attention", attend),
+    ]
+
+
+FAULTS: dict[str, Callable[[], list[Any]]] = {
+    "none": list,
+    "mean": plant_mean,
+    "kv gradient": plant_lost_kv_gradient,
+    "boundary": plant_boundary,
+    "leak": plant_leak,
+    "positions": plant_local_positions,
+    "window": plant_local_window,
+    "evaluation": plant_unsharded_evaluation,
+}
+FOUND_BY = {
+    "mean": "gradients",
+    "kv gradient": "gradients",
+    "boundary": "loss",
+    "leak": "leak: the first document",
+    "positions": "loss",
+    "window": "evaluation loss",
+    "evaluation": "evaluation tokens",
+}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_without_a_fault_everything_passes(lora: bool) -> None:
+    rows = prove_with("none", *(["lora.r=4"] if lora else []))
+    assert {row.verdict for row in rows} == {"PASS"}, rows
+    assert {"loss", "gradients", "weights", "leak: late tokens", "leak: the token before a window of 40"} <= {
+        row.name for row in rows
+    }
+
+
+@pytest.mark.parametrize("fault", sorted(FOUND_BY))
+def test_a_planted_fault_fails(fault: str) -> None:
+    failed = {row.name for row in prove_with(fault) if row.verdict == "FAIL"}
+    assert FOUND_BY[fault] in failed, failed
+
+
+def test_the_command_proves_and_ranks_that_die_are_a_failure(tmp_path: Path) -> None:
+    page = tmp_path / "verify.html"
+    words = ["verify", "recipes/tiny-cpu.yaml", "--format", "json", "--html", str(page)]
+    done = subprocess.run(
+        [sys.executable, "-m", "ulysses_cli", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert found["passed"]
+    assert {row["group"] for row in found["rows"]} == {"sp 1", "sp 2"}
+    assert all(row["verdict"] == "PASS" for row in found["rows"])
+    assert "evaluation tokens" in page.read_text()
+
+
+def test_a_rank_that_raises_or_dies_is_told() -> None:
+    from ulysses_cli.prove.ranks import RankFailureError
+    from ulysses_cli.prove.ranks import run_on_ranks as run
+
+    with pytest.raises(RankFailureError) as raised:
+        run(2, raise_on_one)
+    assert (raised.value.rank, raised.value.kind, raised.value.message) == (1, "ValueError", "one is odd")
+    with pytest.raises(RankFailureError) as killed:
+        run(2, die_on_one)
+    assert (killed.value.rank, killed.value.kind) == (1, "killed")
+
+
+def raise_on_one(device: torch.device) -> None:
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("one is odd")
+    torch.distributed.barrier()
+
+
+def die_on_one(device: torch.device) -> None:
+    import os
+    import signal
+
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.barrier()

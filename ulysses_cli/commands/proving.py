@@ -1,0 +1,126 @@
+"""What verify, bench and doctor share: the recipe is checked, a child process proves, its findings are shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ulysses_cli.commands.options import FAILED, USAGE, Format, or_exit
+
+if TYPE_CHECKING:
+    from ulysses_cli.validate import Validated
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be proven."""
+
+    file: str
+    overrides: list[str]
+    config: dict[str, Any]
+    validated: Validated
+
+
+def read_subject(words: Sequence[str], output: Format, *, online: bool) -> Subject:
+    """A valid recipe with its model's config.json, or the end of the command."""
+    from ulysses_cli import hub, validate
+    from ulysses_cli.report import printing
+
+    files, overrides = validate.split_words(words)
+    if len(files) != 1:
+        printing.print_problems([validate.no_recipe(words) if not files else validate.several_recipes(files)])
+        raise typer.Exit(USAGE)
+    valid = validate.validate_recipe(files[0], overrides, online=online)
+    loaded = valid.loaded
+    if valid.problems or loaded is None:
+        if output is Format.json:
+            printing.print_json({"problems": [problem.as_json() for problem in valid.problems]})
+        else:
+            printing.print_problems(valid.problems)
+        raise typer.Exit(USAGE)
+    config, _ = or_exit(lambda: hub.find_model_config(loaded.recipe, online=online))
+    return Subject(files[0], overrides, dict(config), valid)
+
+
+def prove(
+    command: str,
+    subject: Subject | None,
+    options: dict[str, Any],
+    output: Format,
+    html: Path | None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
+    """Ends the command with the proof's exit code."""
+    from ulysses_cli import launch
+    from ulysses_cli.plan.problem import Problem
+    from ulysses_cli.report import printing, proofs
+
+    task = {
+        "command": command,
+        "recipe": subject.file if subject else "",
+        "overrides": subject.overrides if subject else [],
+        "config": subject.config if subject else {},
+        "options": options,
+    }
+    device = "cuda" if launch.count_places("cuda") else "cpu"
+    environ = launch.make_environment(os.environ, device, 1)
+    launch.clear_build_locks(environ)
+    findings, code = _ask(task, environ)
+    if not findings:
+        printing.print_talk(f"{command} ended early with exit code {code}")
+        raise typer.Exit(code if code > 0 else FAILED)
+    if output is Format.json:
+        printing.print_json(findings)
+    elif "problems" in findings:
+        printing.print_problems([Problem(each["key"], each["message"], each["hint"]) for each in findings["problems"]])
+    else:
+        printing.print_data(proofs.format_findings(findings))
+    if html is not None and "problems" not in findings:
+        try:
+            html.write_text(proofs.make_findings_page(findings), encoding="utf-8")
+        except OSError as error:
+            printing.print_problems([Problem("--html", f"{html} cannot be written: {error.strerror}")])
+            raise typer.Exit(FAILED) from None
+        printing.print_talk(f"wrote {html}")
+    if keep is not None and "problems" not in findings:
+        keep(findings)
+    raise typer.Exit(code)
+
+
+def _ask(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any], int]:
+    """The child in a session of its own: whatever ends this process ends it and its ranks."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "ulysses_cli.prove"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environ,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+
+    def stop(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        said, _ = child.communicate(json.dumps(task))
+    except BaseException:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    try:
+        return json.loads(said), child.returncode
+    except ValueError:
+        return {}, child.returncode

@@ -1,0 +1,216 @@
+"""Checks of the machine itself: GPUs, driver, clocks, links against the placement of sp ranks, memory, disks, limits.
+
+Reads what the system says; runs nothing on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ulysses_cli.plan.estimate import compute_estimate
+from ulysses_cli.plan.ledger.host import PROCESS_BYTES
+from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.prove.checkup import Finding, Patient, ask
+from ulysses_cli.prove.results import Verdict
+
+GIB = 1 << 30
+STATE_BYTES, MODEL_BYTES = 12, 2  # of a trained parameter in a checkpoint; of any parameter in the exported model
+LEAST_OPEN_FILES = 4096
+LEAST_SHARED_BYTES = GIB
+SLOW_LINKS = ("SYS", "NODE", "PHB", "PXB", "PIX")  # nvidia-smi topo: everything that is not NVLink
+HOT_CELSIUS = 85
+QUERY = ("index", "name", "driver_version", "clocks.sm", "clocks.max.sm", "temperature.gpu", "memory.used",
+         "power.limit", "power.max_limit")  # fmt: skip
+
+
+def check_gpus(patient: Patient) -> Iterator[Finding]:
+    recipe = patient.recipe
+    if not patient.num_gpus:
+        verdict: Verdict = "FAIL" if patient.wants_gpu else "SKIP"
+        fix = "see what nvidia-smi says; a torch for CPUs alone sees no GPU. On a CPU: run.device=cpu"
+        yield Finding("GPUs", verdict, "torch sees none", fix)
+        return
+    said = ask("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
+    for line in said.splitlines():
+        facts = dict(zip(QUERY, (cell.strip() for cell in line.split(",")), strict=False))
+        yield _judge_gpu(facts)
+    if recipe is not None:
+        yield from _judge_count(make_layout(recipe).world_size, patient.num_gpus)
+
+
+def _judge_gpu(facts: dict[str, str]) -> Finding:
+    name = f"GPU {facts['index']}"
+    text = f"{facts['name']}, driver {facts['driver_version']}, {facts['clocks.sm']} of {facts['clocks.max.sm']} MHz"
+    if _read(facts["temperature.gpu"]) > HOT_CELSIUS:
+        return Finding(name, "WARN", f"{text}, {facts['temperature.gpu']} degrees", "its clock will fall: cool it")
+    if _read(facts["memory.used"]) > 1024:
+        fix = "see `nvidia-smi` for the process and end it"
+        return Finding(name, "WARN", f"{text}; {facts['memory.used']} MiB are in use by someone", fix)
+    if _read(facts["power.limit"]) < 0.9 * _read(facts["power.max_limit"]):
+        limit = f"limited to {facts['power.limit']} of {facts['power.max_limit']} W"
+        return Finding(name, "WARN", f"{text}, {limit}", "nvidia-smi -pl raises it, if you may")
+    return Finding(name, "PASS", text)
+
+
+def _read(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:  # [N/A]
+        return 0.0
+
+
+def _judge_count(world_size: int, num_gpus: int) -> Iterator[Finding]:
+    if world_size % num_gpus == 0 and world_size > num_gpus:
+        yield Finding("processes", "PASS", f"{world_size}: {world_size // num_gpus} machines like this one")
+    elif world_size > num_gpus:
+        text = f"the recipe has {world_size} processes, this machine {num_gpus} GPUs"
+        yield Finding("processes", "FAIL", text, f"parallel.sp_size={num_gpus}, or a machine with more GPUs")
+    elif world_size < num_gpus:
+        text = f"the recipe uses {world_size} of {num_gpus} GPUs"
+        yield Finding("processes", "WARN", text, "raise parallel.dp_shard_size or parallel.sp_size")
+    else:
+        yield Finding("processes", "PASS", f"{world_size}, one per GPU")
+
+
+def check_topology(patient: Patient) -> Iterator[Finding]:
+    sp_size = patient.recipe.parallel.sp_size if patient.recipe else patient.num_gpus
+    links = read_topology(ask("nvidia-smi", "topo", "-m"))
+    if patient.num_gpus < 2 or not links:
+        yield Finding("links", "SKIP", "fewer than two GPUs" if patient.num_gpus < 2 else "nvidia-smi does not say")
+        return
+    slow = find_slow_pairs(links, sp_size)
+    if slow:
+        text = f"ranks of one sp group are joined by {', '.join(f'{a}-{b}: {kind}' for a, b, kind in slow[:4])}"
+        fix = "order GPUs with CUDA_VISIBLE_DEVICES so that neighbours share NVLink, or use a smaller parallel.sp_size"
+        yield Finding("sp placement", "WARN", text, fix)
+    else:
+        yield Finding("sp placement", "PASS", f"all sp groups of {min(sp_size, len(links))} are joined by NVLink")
+
+
+def read_topology(text: str) -> list[list[str]]:
+    """`nvidia-smi topo -m` -> kind of link between GPU i and GPU j."""
+    rows = [line.split() for line in text.splitlines() if line.strip().startswith("GPU") and len(line.split()) > 1]
+    rows = [row for row in rows if row[1] in ("X", *SLOW_LINKS) or row[1].startswith("NV")]
+    return [row[1 : 1 + len(rows)] for row in rows]
+
+
+def find_slow_pairs(links: list[list[str]], sp_size: int) -> list[tuple[int, int, str]]:
+    """Pairs inside an sp group that are not joined by NVLink. Neighbouring ranks share a row."""
+    return [
+        (a, b, links[a][b])
+        for a in range(len(links))
+        for b in range(a + 1, len(links))
+        if a // sp_size == b // sp_size and links[a][b] in SLOW_LINKS
+    ]
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """Bytes of this machine: in memory at the fullest, and on disk."""
+
+    memory_bytes: int
+    checkpoint_bytes: int
+    model_bytes: int
+
+
+def compute_host_need(patient: Patient, recipe: Recipe, shape: ModelShape) -> HostNeed:
+    parameters = shape.num_parameters or 0
+    trained = parameters if recipe.lora is None else parameters // 50
+    memory = STATE_BYTES * trained + PROCESS_BYTES // 3 * make_layout(recipe).world_size
+    if patient.device == "cuda":
+        memory = _estimate_host(patient, recipe, shape)
+    kept = (recipe.run.save_total_limit or 3) + 1  # one more is written before the oldest goes
+    return HostNeed(memory, kept * STATE_BYTES * trained, MODEL_BYTES * parameters)
+
+
+def _estimate_host(patient: Patient, recipe: Recipe, shape: ModelShape) -> int:
+    import torch
+
+    facts = torch.cuda.get_device_properties(0)
+    gpu, _ = patient.hardware.recognise(facts.name, facts.total_memory, _count_host_bytes() // patient.num_gpus)
+    return compute_estimate(recipe, shape, gpu).fit.host_peak_bytes
+
+
+def _count_host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(patient: Patient) -> Iterator[Finding]:
+    whole = min(_count_host_bytes(), read_memory_limit())
+    free = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + _read_cached(), whole)
+    text = f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free"
+    shape, recipe = patient.shape, patient.recipe
+    if shape is None or recipe is None or (patient.wants_gpu and not patient.num_gpus):
+        yield Finding("host memory", "PASS", text)
+    else:
+        need = compute_host_need(patient, recipe, shape).memory_bytes
+        verdict: Verdict = "PASS" if need <= free else "FAIL" if need > whole else "WARN"
+        fix = "a machine with more memory, or less offload: memory.offload_optimizer=none"
+        fix = "end what else uses memory" if verdict == "WARN" else fix
+        yield Finding("host memory", verdict, f"{text}, the recipe needs about {need / GIB:.1f}", fix)
+    if os.path.isdir("/dev/shm"):
+        shared = shutil.disk_usage("/dev/shm").free
+        fix = "docker: --shm-size=8g or --ipc=host"
+        enough: Verdict = "PASS" if shared >= LEAST_SHARED_BYTES else "WARN"
+        yield Finding(
+            "shared memory", enough, f"{shared / GIB:.1f} GiB in /dev/shm, for ranks to exchange through", fix
+        )
+
+
+def read_memory_limit() -> int:
+    """A container's limit; very large where there is none."""
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return int(Path(file).read_text())
+        except (OSError, ValueError):
+            continue
+    return 1 << 60
+
+
+def _read_cached() -> int:
+    """Bytes of files that the system keeps in memory and gives up when asked."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["Cached"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0
+
+
+def check_disks(patient: Patient) -> Iterator[Finding]:
+    shape, recipe = patient.shape, patient.recipe
+    if shape is None or recipe is None:
+        yield Finding("disk", "SKIP", "no recipe: nothing is known to be written")
+        return
+    need = compute_host_need(patient, recipe, shape)
+    wanted = {recipe.run.output_dir: need.checkpoint_bytes + need.model_bytes, recipe.data.store_dir: 0}
+    for name, num_bytes in wanted.items():
+        place = Path(os.path.expanduser(name)).absolute()
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free
+        text = f"{free / GIB:.1f} GiB free"
+        text += f", checkpoints and the model take about {num_bytes / GIB:.1f}" if num_bytes else ""
+        if not os.access(place, os.W_OK):
+            yield Finding(name, "FAIL", f"{place} cannot be written to", "name another folder")
+        else:
+            fix = "name a folder on a larger disk, or lower run.save_total_limit"
+            yield Finding(name, "PASS" if num_bytes <= free else "FAIL", text, fix)
+
+
+def check_limits(patient: Patient) -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    is_few = files != resource.RLIM_INFINITY and files < LEAST_OPEN_FILES
+    yield Finding("open files", "WARN" if is_few else "PASS", str(files), f"ulimit -n {LEAST_OPEN_FILES}")
+    cores = len(os.sched_getaffinity(0))
+    ranks = min(make_layout(patient.recipe).world_size if patient.recipe else 1, max(1, patient.num_gpus))
+    text = f"{cores} for {ranks} ranks of this machine"
+    yield Finding(
+        "cores", "PASS" if cores >= 2 * ranks else "WARN", text, "more cores: ranks launch kernels and read data"
+    )

@@ -1,0 +1,155 @@
+"""Starts ranks on this machine for one function and brings back what rank 0 returns, or the first trace.
+
+CPU ranks are forked from a server that has torch and DeepSpeed loaded: the imports are paid once, however many ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ["ulysses_cli.prove.observed", "deepspeed"]
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+LAST_WORDS_SECONDS = 2.0  # after a rank has failed, others may still write why
+OUT_OF_MEMORY_EXIT = -9  # killed: on Linux, nearly always for memory
+
+
+@dataclass(frozen=True)
+class RankFailureError(Exception):
+    """The first rank that failed. `kind` is the exception's name, or `killed`, `time`."""
+
+    rank: int
+    kind: str
+    message: str
+    trace: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.kind}: {self.message}"
+
+
+def run_on_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", time_limit: float = 600.0
+) -> Any:
+    """`function(device, *args)` on every rank of a new world -> what rank 0 returned. No rank outlives this call."""
+    context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+    if device != "cuda":
+        context.set_forkserver_preload(PRELOADED)
+    folder = Path(tempfile.mkdtemp(prefix="ulysses-ranks-"))
+    processes = []
+    try:
+        for rank in range(num_ranks):
+            process = context.Process(
+                target=_serve, args=(rank, num_ranks, str(folder), device, function, args), daemon=True
+            )
+            process.start()
+            processes.append(process)
+        _wait(processes, folder, time_limit)
+        with open(folder / "result", "rb") as stream:
+            return pickle.load(stream)  # noqa: S301 - written by our own rank, in a folder of our own
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(processes: list[Any], folder: Path, time_limit: float) -> None:
+    end = time.monotonic() + time_limit
+    open_ranks = dict(enumerate(processes))
+    while open_ranks:
+        ready = wait([process.sentinel for process in open_ranks.values()], timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            raise RankFailureError(min(open_ranks), "time", f"not done in {time_limit:.0f} s", _read_log(folder, 0))
+        for rank, process in list(open_ranks.items()):
+            if process.is_alive():
+                continue
+            process.join()
+            del open_ranks[rank]
+            if process.exitcode:
+                time.sleep(LAST_WORDS_SECONDS)
+                raise _find_killed(processes, folder) or _find_first(folder) or _describe_end(process, rank, folder)
+
+
+def _find_killed(processes: list[Any], folder: Path) -> RankFailureError | None:
+    """A rank that a signal ended wrote nothing; others then fail for want of it."""
+    for rank, process in enumerate(processes):
+        if process.exitcode is not None and process.exitcode < 0:
+            return _describe_end(process, rank, folder)
+    return None
+
+
+def _describe_end(process: Any, rank: int, folder: Path) -> RankFailureError:
+    is_memory = process.exitcode == OUT_OF_MEMORY_EXIT
+    reason = "by the system, most likely for memory" if is_memory else f"exit code {process.exitcode}"
+    return RankFailureError(rank, "killed", reason, _read_log(folder, rank))
+
+
+def _find_first(folder: Path) -> RankFailureError | None:
+    """The failure that came first; those of ranks that waited for it come later."""
+    found = sorted(folder.glob("error-*"), key=lambda file: file.stat().st_mtime_ns)
+    if not found:
+        return None
+    kind, message, trace = pickle.loads(found[0].read_bytes())  # noqa: S301 - likewise
+    return RankFailureError(int(found[0].name.rpartition("-")[2]), kind, message, trace)
+
+
+def _read_log(folder: Path, rank: int) -> str:
+    try:
+        return (folder / f"log-{rank}").read_text(errors="replace")[-4000:]
+    except OSError:
+        return ""
+
+
+def _serve(
+    rank: int, num_ranks: int, folder: str, device: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """One rank. What it and its libraries say goes to its log."""
+    log = os.open(Path(folder) / f"log-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    torch, dist = importlib.import_module("torch"), importlib.import_module("torch.distributed")
+    try:
+        place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+        if device == "cuda":
+            torch.cuda.set_device(place)
+        else:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+        store = dist.FileStore(str(Path(folder) / "rendezvous"), num_ranks)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=RENDEZVOUS_TIMEOUT,
+        )
+        result = function(place, *args)
+        if rank == 0:
+            part = Path(folder) / "result.part"
+            part.write_bytes(pickle.dumps(result))
+            part.rename(Path(folder) / "result")
+        dist.barrier()
+    except BaseException as error:  # noqa: BLE001 - whoever started this is told
+        lines = str(error).strip().splitlines() or [""]
+        said = (type(error).__name__, lines[0][:400], traceback.format_exc())
+        part = Path(folder) / f"part-{rank}"
+        part.write_bytes(pickle.dumps(said))
+        part.rename(Path(folder) / f"error-{rank}")
+        sys.stderr.flush()
+        os._exit(1)  # others may wait in a collective; nothing here may wait for them
+    os._exit(0)  # libraries' threads and exit handlers have nothing left to do

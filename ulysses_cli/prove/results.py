@@ -1,0 +1,82 @@
+"""The one format of what proofs find: rows of plain values, notes, what to fix. report/proofs.py shows it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any, Literal
+
+Verdict = Literal["PASS", "FAIL", "WARN", "SKIP", "OOM", ""]
+Tell = Callable[[str], None]
+PACKAGES = ("ulysses-cli", "torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding. `group` says what it is part of; `values` are numbers with their unit in the name."""
+
+    group: str
+    name: str
+    verdict: Verdict = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+
+@dataclass
+class Findings:
+    """What a command found. `fixes`: (what is wrong, what to do), the most urgent first."""
+
+    command: str
+    subject: str
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    fixes: list[tuple[str, str]] = field(default_factory=list)
+    calibration: dict[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=time.time)
+
+    @property
+    def passed(self) -> bool:
+        return not any(row.verdict == "FAIL" for row in self.rows)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "command": self.command,
+            "subject": self.subject,
+            "passed": self.passed,
+            "seconds": round(time.time() - self.started, 2),
+            "machine": describe_machine(),
+            "rows": [asdict(row) for row in self.rows],
+            "notes": self.notes,
+            "calibration": self.calibration,
+            "fixes": [{"what": what, "how": how} for what, how in self.fixes],
+        }
+
+
+def describe_machine() -> dict[str, Any]:
+    """Facts that a number depends on."""
+    try:
+        import torch
+
+        gpus = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    except Exception:  # noqa: BLE001 - doctor says what is wrong with it
+        gpus = []
+    return {
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": gpus,
+        "versions": {name: version for name in PACKAGES if (version := find_version(name))},
+    }
+
+
+def find_version(package: str) -> str:
+    """'' where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

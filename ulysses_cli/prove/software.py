@@ -1,0 +1,162 @@
+"""Checks of what is installed: packages, versions that clash, compilers, DeepSpeed's operators, stale locks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from ulysses_cli.prove.checkup import Finding, Patient
+from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks
+from ulysses_cli.prove.results import PACKAGES, Verdict, find_version
+
+BAD_VERSIONS = Path(__file__).parent / "bad_versions.yaml"
+STALE_SECONDS = 600
+BUILD_LIMIT_SECONDS = 420.0
+ADAM_TOLERANCE = 1e-5
+OPERATORS = {"CPUAdamBuilder": "memory.offload_optimizer: cpu", "AsyncIOBuilder": "offload to nvme"}
+
+
+def check_packages(patient: Patient) -> Iterator[Finding]:
+    for requirement in map(Requirement, metadata.requires("ulysses-cli") or []):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        package, version = requirement.name, find_version(requirement.name)
+        fix = f"pip install --force-reinstall '{package}{requirement.specifier}'"
+        if not version:
+            yield Finding(package, "FAIL", "is not installed", fix)
+        elif not requirement.specifier.contains(version.partition("+")[0], prereleases=True):
+            yield Finding(package, "FAIL", f"is {version}, this tool needs {requirement.specifier}", fix)
+        elif package in PACKAGES and (reason := find_import_error(package)):
+            yield Finding(package, "FAIL", f"{version} cannot be imported: {reason}", fix)
+        elif package in PACKAGES:
+            yield Finding(package, "PASS", f"{version}, imported")
+    for entry in yaml.safe_load(BAD_VERSIONS.read_text(encoding="utf-8")):
+        if clashes(entry, find_version):
+            both = entry["package"] + (f" with {entry['with']}" if "with" in entry else "")
+            yield Finding(both, "FAIL", entry["because"], entry["fix"])
+
+
+def find_import_error(package: str) -> str:
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # noqa: BLE001 - whatever a broken package raises
+        return (str(error).splitlines() or [type(error).__name__])[0][:160]
+    return ""
+
+
+def clashes(entry: dict[str, Any], find: Any) -> bool:
+    """Whether what is installed is a pair that is known to be bad."""
+    pairs = [(entry["package"], entry["versions"])]
+    pairs += [(entry["with"], entry["with_versions"])] if "with" in entry else []
+    return all(
+        bool(version := find(name)) and SpecifierSet(bounds).contains(version.partition("+")[0], prereleases=True)
+        for name, bounds in pairs
+    )
+
+
+def check_compilers(patient: Patient) -> Iterator[Finding]:
+    wanted = {"c++ compiler": ("g++", "c++", "clang++"), "ninja": ("ninja",)}
+    if patient.device == "cuda":
+        wanted["nvcc"] = ("nvcc", "/usr/local/cuda/bin/nvcc")
+    for what, names in wanted.items():
+        found = next((path for name in names if (path := shutil.which(name))), "")
+        text = found or "not found: DeepSpeed's operators cannot be built"
+        fix = "pip install ninja" if what == "ninja" else f"install a {what}"
+        yield Finding(what, "PASS" if found else "WARN", text, fix)
+
+
+def get_extensions_folder() -> Path:
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions"))
+
+
+def check_locks(patient: Patient) -> Iterator[Finding]:
+    """A process that was killed while it built an operator leaves a lock that every later one waits for."""
+    now = time.time()
+    folder = get_extensions_folder()
+    locks = sorted(folder.rglob("lock")) if folder.is_dir() else []
+    stale = [lock for lock in locks if now - lock.stat().st_mtime > STALE_SECONDS]
+    for lock in stale:
+        yield Finding("stale lock", "WARN", f"{lock}: whoever builds this operator waits for ever", f"rm {lock}")
+    if not stale:
+        yield Finding("build locks", "PASS", f"none stale below {folder}")
+
+
+def check_operators(patient: Patient) -> Iterator[Finding]:
+    for builder_name, use in OPERATORS.items():
+        builder: Any = getattr(importlib.import_module("deepspeed.ops.op_builder"), builder_name)()
+        name = builder.name
+        built = [str(file) for file in get_extensions_folder().rglob(f"{name}*.so")] or _find_installed(builder)
+        is_able = bool(built) or bool(builder.is_compatible(verbose=False))
+        if built:
+            yield Finding(name, "PASS", f"built: {built[0]}")
+        elif is_able:
+            yield Finding(name, "SKIP", f"not built; its first use builds it ({use})")
+        else:
+            reason = str(getattr(builder, "error_log", "") or "the system lacks what it needs")
+            fix = "install libaio-dev" if name == "async_io" else "install a C++ compiler and ninja"
+            verdict: Verdict = "WARN" if _is_needed(patient, name) else "SKIP"
+            yield Finding(name, verdict, f"cannot be built: {reason}", fix)
+
+
+def _find_installed(builder: Any) -> list[str]:
+    try:
+        return [str(importlib.import_module(builder.absolute_name()).__file__)]
+    except Exception:  # noqa: BLE001 - not built ahead
+        return []
+
+
+def _is_needed(patient: Patient, name: str) -> bool:
+    if patient.recipe is None:
+        return False
+    memory = patient.recipe.memory
+    if name == "async_io":
+        return "nvme" in (memory.offload_optimizer, memory.offload_param)
+    return memory.offload_optimizer == "cpu"
+
+
+def check_cpu_adam(patient: Patient) -> Iterator[Finding]:
+    """A step against torch's AdamW, in a process of its own: a wrong build dies of an illegal instruction."""
+    is_needed = _is_needed(patient, "cpu_adam")
+    is_built = bool(list(get_extensions_folder().rglob("cpu_adam*.so")))
+    if not is_needed and not is_built:
+        yield Finding("CPU Adam", "SKIP", "not built, and this recipe does not need it")
+        return
+    try:
+        difference, rate = run_on_ranks(1, step_cpu_adam, time_limit=BUILD_LIMIT_SECONDS)
+    except RankFailureError as failure:
+        fix = f"rm -r {get_extensions_folder()} so that it is built anew, or memory.offload_optimizer=none"
+        yield Finding("CPU Adam", "FAIL" if is_needed else "WARN", str(failure), fix)
+        return
+    is_fine = difference <= ADAM_TOLERANCE
+    text = f"differs from torch's AdamW by {difference:.1e} (up to {ADAM_TOLERANCE:.0e} is rounding)"
+    values = {"gb_per_second": rate}
+    yield Finding("CPU Adam", "PASS" if is_fine else "FAIL", text, "memory.offload_optimizer=none", values)
+
+
+def step_cpu_adam(device: Any) -> tuple[float, float]:
+    """-> (largest difference after three steps, GB/s of the states that a step reads and writes)."""
+    torch: Any = importlib.import_module("torch")
+    adam = importlib.import_module("deepspeed.ops.adam")
+    torch.manual_seed(0)
+    start, grad = torch.randn(1 << 20), torch.randn(1 << 20)
+    ours, right = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    numbers = {"lr": 1e-3, "weight_decay": 0.1}
+    optimizers = [adam.DeepSpeedCPUAdam([ours], adamw_mode=True, **numbers), torch.optim.AdamW([right], **numbers)]
+    ours.grad, right.grad = grad.clone(), grad.clone()
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        optimizers[0].step()
+        seconds.append(time.perf_counter() - begin)
+        optimizers[1].step()
+    return (ours - right).abs().max().item(), 34 * ours.numel() / min(seconds) / 1e9

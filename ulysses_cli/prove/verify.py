@@ -1,0 +1,215 @@
+"""Sequence parallelism changes nothing: a small model of the same kinds, trained on ranks and with plain torch,
+compared number by number. Starts the ranks, judges, and says by which tolerance and why.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.data.batching import make_batching
+from ulysses_cli.data.steps import plan_step
+from ulysses_cli.plan.layout import list_divisors
+from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.prove.observed import Traced, trace_steps
+from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks
+from ulysses_cli.prove.reference import Steps, train_plainly
+from ulysses_cli.prove.results import Findings, Row, Tell
+from ulysses_cli.prove.rows import MadeRows, make_rows
+from ulysses_cli.prove.shrink import LEARNING_RATE, VOCABULARY, compute_row_tokens, make_proof_recipe, pick_layers
+
+NUM_STEPS, NUM_EVAL_ROWS = 2, 3
+LARGEST_CPU_WORLD = 8
+CPU_RANK_BYTES = 1 << 30
+TIME_LIMIT_SECONDS = 900.0  # the first run may build DeepSpeed's CPU Adam
+LOSS_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4, 1e-3
+MOVED_AT_LEAST = 1e-6  # of a loss: a changed token must be seen by those that may
+EXPERT_NOISE = 1e-5
+ORDER = "float32 adds in another order on ranks; faults move it by 1e-2 and more"
+REASONS = {
+    "loss": ORDER,
+    "gradient norm": ORDER,
+    "gradients": f"per tensor, length of the difference by its length; {ORDER}",
+    "weights": "largest difference in steps of the learning rate; Adam divides a gradient's noise by its size",
+    "evaluation loss": ORDER,
+    "evaluation tokens": "each target counts once; an evaluation that is not sharded counts it on every rank",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout to be proven."""
+
+    sp_size: int
+    dp_size: int
+
+    @property
+    def name(self) -> str:
+        return f"sp {self.sp_size}" + (f" x dp {self.dp_size}" if self.dp_size > 1 else "")
+
+
+def count_places() -> tuple[int, str]:
+    """How many ranks can be run here, and on what."""
+    gpus = torch.cuda.device_count()
+    if gpus > 1:
+        return gpus, "cuda"
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return max(1, min(LARGEST_CPU_WORLD, free // CPU_RANK_BYTES)), "cpu"
+
+
+def list_cases(recipe: Recipe, shape: ModelShape, places: int, *, is_all: bool) -> tuple[list[Case], list[str]]:
+    """sp 1, and the recipe's sp or every legal one; what does not fit on this machine is named."""
+    legal = [1] if shape.inexact else list_divisors(shape.num_heads)
+    wanted, notes = recipe.parallel.sp_size, []
+    if is_all:
+        sizes = [size for size in legal if size <= places]
+        beyond = [str(size) for size in legal if size > places]
+        if beyond:
+            notes.append(f"sp {', '.join(beyond)}: not run, this machine has places for {places} ranks")
+    elif wanted <= places:
+        sizes = sorted({1, wanted})
+    else:
+        sizes = sorted({1, max(size for size in legal if size <= places)})
+        notes.append(
+            f"sp {wanted}: not run, this machine has places for {places} ranks; sp {sizes[-1]} stands in for it"
+        )
+    dp = min(2, make_layout(recipe).dp_size)
+    return [Case(size, dp if size * dp <= places else 1) for size in sizes], notes
+
+
+def verify(recipe: Recipe, config: Mapping[str, Any], subject: str, tell: Tell, *, is_all: bool) -> Findings:
+    """For a recipe that passed its checks."""
+    findings = Findings("verify", subject)
+    shape = read_model_shape(config, subject)
+    places, device = count_places()
+    cases, notes = list_cases(recipe, shape, places, is_all=is_all)
+    picked = pick_layers(shape)
+    findings.notes += notes
+    findings.notes.append(
+        f"model: layers {', '.join(map(str, picked))} of {shape.num_layers}, {shape.num_heads} heads, "
+        f"{shape.num_kv_heads} key/value heads, random weights; {NUM_STEPS} steps on "
+        f"{'GPUs' if device == 'cuda' else 'CPU ranks'}, compared with plain transformers on one process"
+    )
+    for number, case in enumerate(cases):
+        proof, changes = make_proof_recipe(recipe, config, shape, case.sp_size, case.dp_size, device)
+        if number == len(cases) - 1:
+            findings.notes += changes
+        tell(f"{case.name}: {NUM_STEPS} steps with plain torch, then on {case.sp_size * case.dp_size} ranks")
+        findings.rows += prove_case(case, proof, device)
+    return findings
+
+
+def prove_case(case: Case, proof: Recipe, device: str) -> list[Row]:
+    shape = read_model_shape(proof.model.config or {}, "the small model")
+    rows, held_out = make_all_rows(proof, shape)
+    right = make_reference(proof, shape, rows, held_out)
+    try:
+        found = run_on_ranks(
+            case.sp_size * case.dp_size,
+            trace_on_rank,
+            proof,
+            shape,
+            rows,
+            held_out,
+            device=device,
+            time_limit=TIME_LIMIT_SECONDS,
+        )
+    except RankFailureError as failure:
+        return [Row(case.name, "run", "FAIL", {}, str(failure))]
+    return judge(case.name, found, right, shape)
+
+
+def trace_on_rank(device: torch.device, proof: Recipe, shape: ModelShape, rows: MadeRows, held_out: MadeRows) -> Traced:
+    return trace_steps(proof, shape, rows, held_out, NUM_STEPS, device)
+
+
+def make_all_rows(proof: Recipe, shape: ModelShape) -> tuple[MadeRows, MadeRows]:
+    """For training and for evaluation, packed as the recipe packs."""
+    tokens = compute_row_tokens(proof.parallel.sp_size)
+    is_packed = proof.data.packing != "off" and not proof.data.attend_across_documents
+    per_step = make_batching(proof, shape).rows_per_step
+    rows = make_rows(tokens, NUM_STEPS * per_step, VOCABULARY, is_packed=is_packed)
+    return rows, make_rows(tokens, NUM_EVAL_ROWS, VOCABULARY, is_packed=is_packed, seed=6)
+
+
+def make_reference(proof: Recipe, shape: ModelShape, rows: MadeRows, held_out: MadeRows) -> Steps:
+    batching = make_batching(proof, shape)
+    per_step = batching.rows_per_step
+    plans = [plan_step(rows, batching, step * per_step, 1 << 30) for step in range(NUM_STEPS)]
+    steps = [[document for row in plan.rows for document in rows.documents[row]] for plan in plans]
+    return train_plainly(proof, shape, steps, [document for row in held_out.documents for document in row])
+
+
+def judge(group: str, found: Traced, right: Steps, shape: ModelShape) -> list[Row]:
+    """Every comparison as a row."""
+    worst_gradient, gradient_name = find_worst_gradient(found.grads, right.grads)
+    worst_weight, weight_name = find_worst_weight(found.weights, right.weights)
+    compared = [
+        ("loss", _share(found.losses, right.losses), LOSS_TOLERANCE, ""),
+        ("gradient norm", _share(found.norms, right.norms), GRADIENT_TOLERANCE, ""),
+        ("gradients", worst_gradient, GRADIENT_TOLERANCE, gradient_name),
+        ("weights", worst_weight, WEIGHT_TOLERANCE, weight_name),
+        ("evaluation loss", _share([found.eval_loss], [right.eval_loss]), LOSS_TOLERANCE, ""),
+        ("evaluation tokens", float(abs(found.eval_tokens - right.eval_tokens)), 0.0, ""),
+    ]
+    rows = [_compare(group, name, value, limit, REASONS[name], where) for name, value, limit, where in compared]
+    limit = EXPERT_NOISE if shape.num_experts else 0.0
+    reason = (
+        "experts get other numbers of tokens, and float32 rounds otherwise"
+        if limit
+        else "the same arithmetic on the same numbers: not a bit may differ"
+    )
+    for probe in found.probes:
+        row = _compare(group, f"leak: {probe.name}", probe.outside, limit, reason, "")
+        if not probe.inside > MOVED_AT_LEAST:
+            row = Row(group, row.name, "FAIL", row.values, "those that may see the change do not")
+        rows.append(row)
+    return rows
+
+
+def _compare(group: str, name: str, value: float, limit: float, reason: str, where: str) -> Row:
+    is_fine = math.isfinite(value) and value <= limit
+    text = f"{reason}; worst: {where}" if where and not is_fine else reason
+    return Row(group, name, "PASS" if is_fine else "FAIL", {"difference": value, "tolerance": limit}, text)
+
+
+def _share(ours: list[float], right: list[float]) -> float:
+    if len(ours) != len(right):
+        return math.nan
+    shares = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, right, strict=True)]
+    return max(shares) if all(map(math.isfinite, shares)) else math.nan
+
+
+def find_worst_gradient(ours: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> tuple[float, str]:
+    """The worst tensor of any step. Tensors with next to no gradient are measured against a thousandth of the mean."""
+    worst, name = 0.0, ""
+    if len(ours) != len(right):
+        return math.nan, f"{len(ours)} updates instead of {len(right)}"
+    for found, wanted in zip(ours, right, strict=True):
+        if found.keys() != wanted.keys():
+            return math.nan, f"trained are others: {', '.join(sorted(found.keys() ^ wanted.keys())[:3])}"
+        whole = math.sqrt(sum(grad.double().square().sum().item() for grad in wanted.values()))
+        floor = 1e-3 * whole / math.sqrt(max(1, len(wanted)))
+        for key, grad in wanted.items():
+            difference = (found[key].double() - grad.double()).norm().item()
+            share = difference / max(grad.double().norm().item(), floor, 1e-30)
+            if not share <= worst:
+                worst, name = share, key
+    return worst, name
+
+
+def find_worst_weight(ours: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, str]:
+    worst, name = 0.0, ""
+    for key, weight in right.items():
+        steps = ((ours[key].double() - weight.double()).abs().max() / LEARNING_RATE).item() if key in ours else math.nan
+        if not steps <= worst:
+            worst, name = steps, key
+    return worst, name

@@ -1,0 +1,116 @@
+"""What verify, bench and doctor found -> text, and a page with curves. Reads the one format of prove/results.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from ulysses_cli.report import charts, page
+from ulysses_cli.report.page import Block, Chart, Facts, Figures, Note, Section, Table
+from ulysses_cli.report.printing import format_count, format_table
+from ulysses_cli.report.quantities import format_number, format_quantity, format_seconds
+
+Findings = Mapping[str, Any]
+CURVES = {
+    "tokens_per_second": "tokens per second",
+    "tflops": "TFLOPS per rank",
+    "peak_memory_bytes": "GPU memory (bytes)",
+    "host_peak_memory_bytes": "host memory of a rank (bytes)",
+    "communication_share": "communication (share)",
+    "step_seconds": "a step (seconds)",
+}
+
+
+def format_findings(findings: Findings) -> str:
+    """A table per group, then what to know and what to fix, then the verdict."""
+    parts = []
+    for group, rows in groupby(findings["rows"], key=lambda row: row["group"]):
+        header, cells = make_cells(list(rows))
+        parts.append(f"{group}\n{format_table(header, cells)}")
+    if findings["notes"]:
+        parts.append("\n".join(f"note: {note}" for note in findings["notes"]))
+    if findings["fixes"]:
+        lines = [f"{number}. {fix['what']}\n   {fix['how']}" for number, fix in enumerate(findings["fixes"], 1)]
+        parts.append("to fix, in this order:\n" + "\n".join(lines))
+    return "\n\n".join([*parts, format_verdict(findings)])
+
+
+def format_verdict(findings: Findings) -> str:
+    verdicts = [row["verdict"] for row in findings["rows"]]
+    seconds = format_seconds(findings["seconds"])
+    failed = verdicts.count("FAIL")
+    kinds = [kind for kind in ("PASS", "WARN", "SKIP", "OOM", "FAIL") if kind in verdicts]
+    counted = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds)
+    end = "PASS" if findings["passed"] else f"FAIL: {format_count(failed, 'finding')}"
+    return f"{end} ({counted or 'measured'}; {seconds})"
+
+
+def make_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns for whatever values the rows have; a column without any is left out."""
+    names = list(dict.fromkeys(name for row in rows for name in row["values"]))
+    has_verdict, has_text = any(row["verdict"] for row in rows), any(row["text"] for row in rows)
+    header = ([""] if has_verdict else []) + ["what", *(name_column(name) for name in names)]
+    cells = []
+    for row in rows:
+        own = [row["verdict"]] if has_verdict else []
+        own += [row["name"], *(format_value(name, row["values"].get(name)) for name in names)]
+        cells.append(own + ([row["text"]] if has_text else []))
+    return header + ([""] if has_text else []), cells
+
+
+def name_column(name: str) -> str:
+    for unit in ("_bytes", "_seconds"):
+        name = name.removesuffix(unit)
+    return name.replace("_", " ")
+
+
+def format_value(name: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return str(value)
+    if name in ("difference", "tolerance"):
+        return f"{value:.1e}" if value else "0"
+    for unit in ("bytes", "seconds"):
+        if name.endswith(f"_{unit}"):
+            return format_quantity(value, unit)
+    if name.endswith(("_share", "_error")) or name == "mfu":
+        return format_quantity(value, "share")
+    return format_number(value)
+
+
+def make_findings_page(findings: Findings) -> str:
+    """The same as one HTML page, with a curve for each quantity that was measured at several lengths."""
+    verdict = "PASS" if findings["passed"] else "FAIL"
+    sections = [Section("Result", [Figures([(findings["command"], verdict, format_verdict(findings))])])]
+    curves = _draw_curves(findings["rows"])
+    if curves:
+        sections.append(Section("Against length", curves))
+    for group, rows in groupby(findings["rows"], key=lambda row: row["group"]):
+        sections.append(Section(group, [Table(*make_cells(list(rows)))]))
+    if findings["fixes"]:
+        pairs = [(fix["what"], fix["how"]) for fix in findings["fixes"]]
+        sections.append(Section("To fix, in this order", [Facts(pairs)]))
+    notes: list[Block] = [Note(note) for note in findings["notes"]]
+    facts = [(name, str(value)) for name, value in findings["machine"].items()]
+    sections.append(Section("How it was found", [*notes, Facts(facts)]))
+    return page.make_page(f"{findings['command']}: {findings['subject']}", sections)
+
+
+def _draw_curves(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
+    measured = [row for row in rows if row["values"].get("max_length") and row["verdict"] != "OOM"]
+    found: list[Block] = []
+    for key, label in CURVES.items():
+        series = []
+        for name in dict.fromkeys(row["group"] for row in measured):
+            own = [row["values"] for row in measured if row["group"] == name and row["values"].get(key) is not None]
+            own.sort(key=lambda values: values["max_length"])
+            if own:
+                xs, ys = [float(v["max_length"]) for v in own], [float(v[key]) for v in own]
+                series.append(charts.Series(name, xs, ys))
+        if any(len(one.xs) > 1 for one in series):
+            x_label = "tokens of a row (tokens)"
+            svg = charts.draw_lines(label, series, x_label, label, x_log=True)
+            found.append(Chart(svg, label, page.tabulate_lines(series, x_label, label)))
+    return found
