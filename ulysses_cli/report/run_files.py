@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.secrets import mask_secrets, mask_text
 from ulysses_cli.report.printing import format_count
 from ulysses_cli.report.quantities import is_number
-from ulysses_cli.report.secrets import mask_secrets, mask_text
 
 Line = dict[str, Any]
 

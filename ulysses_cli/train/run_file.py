@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ulysses_cli.plan.secrets import mask_secrets
+
 PACKAGES = ("torch", "transformers", "deepspeed", "peft", "datasets", "safetensors")
 TOOL = "ulysses-cli"
 
@@ -32,7 +34,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 def write_run_file(run_dir: Path, content: dict[str, Any]) -> None:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     beside = run_dir / "run.json.part"
-    beside.write_text(json.dumps({**content, "started": started}, indent=1), encoding="utf-8")
+    beside.write_text(json.dumps({**mask_secrets(content), "started": started}, indent=1), encoding="utf-8")
     os.replace(beside, run_dir / "run.json")
 
 
@@ -46,5 +48,5 @@ def make_card(recipe: dict[str, Any], name: str, model_type: str) -> str:
     lines += ["---", "", f"# {name}", ""]
     what = f"{base or 'A model from random weights'} ({model_type}), fine-tuned at {max_length:,} tokens per row"
     lines += [f"{what} with ulysses {metadata.version(TOOL)}. The recipe, all defaults included:", ""]
-    written = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    written = yaml.safe_dump(mask_secrets(recipe), sort_keys=False, allow_unicode=True)
     return "\n".join([*lines, "```yaml", written.rstrip(), "```", ""])

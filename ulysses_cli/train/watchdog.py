@@ -77,6 +77,9 @@ class Watchdog:
         try:
             faulthandler.dump_traceback(sys.stderr)
             own = self._look()
+            write_last_words(self.logs, self.rank, explain_hang([own], own, 1, self.seconds))
+            # asking may hang as well: this thread of C ends the process, whatever Python waits for
+            faulthandler.dump_traceback_later(3 * ANSWER_SECONDS, exit=True)
             told = explain_hang(ask_others(self.store, own, self.world_size), own, self.world_size, self.seconds)
             write_last_words(self.logs, self.rank, told)
         finally:
