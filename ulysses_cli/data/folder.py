@@ -18,7 +18,7 @@ from ulysses_cli.data.problems import DataError
 from ulysses_cli.plan.problem import Problem, Where
 
 PROBE_BYTES = 8192
-Ignores = tuple[tuple[str, Any], ...]  # (folder with a slash behind, its .gitignore), deepest last
+Ignores = tuple[tuple[str, Any], ...]  # (folder with a slash behind, its patterns), deepest last; "above": see there
 
 
 @dataclass
@@ -40,13 +40,40 @@ def walk_tree(root: Path, own: Sequence[Path] = ()) -> Tree:
     """Paths below the root, with slashes, sorted part by part; folders and files of one folder in one order. `own`:
     folders that runs write to."""
     tree = Tree(root, frozenset(os.path.realpath(path) for path in own))
-    _walk(tree, "", ())
+    _walk(tree, "", _read_above(root))
     return tree
 
 
-def _walk(tree: Tree, folder: str, ignores: Ignores) -> None:
+def _read_above(root: Path) -> Ignores:
+    """What a repository around the root says: .git/info/exclude, then each .gitignore on the way down to the root.
+    The folder of such patterns is written as the way up from the root, negative: see is_ignored."""
+    here = Path(os.path.realpath(root))
+    top = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), None)
+    if top is None:
+        return ()
+    way = here.relative_to(top).parts
+    found: Ignores = _read_patterns(top / ".git" / "info" / "exclude", _go_down(way))
+    for depth in range(len(way)):
+        found += _read_patterns(top.joinpath(*way[:depth]) / ".gitignore", _go_down(way[depth:]))
+    return found
+
+
+def _go_down(way: Sequence[str]) -> str:
+    """A prefix for paths, as opposed to a folder of the tree: begins with a slash."""
+    return "/" + "".join(f"{part}/" for part in way)
+
+
+def _read_patterns(file: Path, folder: str) -> Ignores:
     from pathspec import GitIgnoreSpec
 
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()  # none here
+    return ((folder, GitIgnoreSpec.from_lines(filter(_is_pattern, lines))),)
+
+
+def _walk(tree: Tree, folder: str, ignores: Ignores) -> None:
     here = tree.root / folder
     try:
         entries = sorted(os.scandir(here), key=lambda entry: os.fsencode(entry.name))
@@ -55,11 +82,7 @@ def _walk(tree: Tree, folder: str, ignores: Ignores) -> None:
             raise
         tree.leave_out(f"folders that cannot be read ({error.strerror})", folder)
         return
-    try:
-        lines = (here / ".gitignore").read_text(encoding="utf-8", errors="replace").splitlines()
-        ignores = (*ignores, (folder, GitIgnoreSpec.from_lines(filter(_is_pattern, lines))))
-    except OSError:
-        pass  # none here
+    ignores += _read_patterns(here / ".gitignore", folder)
     for entry in entries:
         path = folder + entry.name
         is_folder = entry.is_dir(follow_symlinks=False)
@@ -101,11 +124,14 @@ def _is_pattern(line: str) -> bool:
 
 
 def is_ignored(path: str, ignores: Ignores) -> bool:
-    """The deepest .gitignore that speaks of a path decides."""
+    """The last pattern of the deepest .gitignore that speaks of the path itself decides. One that speaks of a folder
+    above it does not: an ignored folder is never entered, and one that is not says nothing of what it holds."""
     for folder, spec in reversed(ignores):
-        verdict = spec.check_file(path[len(folder) :]).include
-        if verdict is not None:
-            return bool(verdict)
+        below = folder[1:] + path if folder.startswith("/") else path[len(folder) :]
+        for pattern in reversed(spec.patterns):
+            match = pattern.regex.search(below) if pattern.include is not None else None
+            if match is not None and match.groupdict().get("ps_d") in (None, below[match.end() - 1 :]):
+                return bool(pattern.include)
     return False
 
 
