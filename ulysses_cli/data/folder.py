@@ -6,6 +6,7 @@ What .gitignore names is left out, as git would; links are not followed; what is
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from ulysses_cli.data.problems import DataError
 from ulysses_cli.plan.problem import Problem, Where
 
 PROBE_BYTES = 8192
-Ignores = tuple[tuple[str, Any], ...]  # (folder with a slash behind, its patterns), deepest last; "above": see there
+Ignores = tuple[tuple[str, Any], ...]  # (folder with a slash behind, its patterns), deepest last
 
 
 @dataclass
@@ -46,21 +47,16 @@ def walk_tree(root: Path, own: Sequence[Path] = ()) -> Tree:
 
 def _read_above(root: Path) -> Ignores:
     """What a repository around the root says: .git/info/exclude, then each .gitignore on the way down to the root.
-    The folder of such patterns is written as the way up from the root, negative: see is_ignored."""
+    A "folder" that begins with a slash is the way from such a file down to the root."""
     here = Path(os.path.realpath(root))
     top = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), None)
     if top is None:
         return ()
     way = here.relative_to(top).parts
-    found: Ignores = _read_patterns(top / ".git" / "info" / "exclude", _go_down(way))
+    found: Ignores = _read_patterns(top / ".git" / "info" / "exclude", "/".join(("", *way, "")))
     for depth in range(len(way)):
-        found += _read_patterns(top.joinpath(*way[:depth]) / ".gitignore", _go_down(way[depth:]))
+        found += _read_patterns(top.joinpath(*way[:depth]) / ".gitignore", "/".join(("", *way[depth:], "")))
     return found
-
-
-def _go_down(way: Sequence[str]) -> str:
-    """A prefix for paths, as opposed to a folder of the tree: begins with a slash."""
-    return "/" + "".join(f"{part}/" for part in way)
 
 
 def _read_patterns(file: Path, folder: str) -> Ignores:
@@ -129,10 +125,17 @@ def is_ignored(path: str, ignores: Ignores) -> bool:
     for folder, spec in reversed(ignores):
         below = folder[1:] + path if folder.startswith("/") else path[len(folder) :]
         for pattern in reversed(spec.patterns):
-            match = pattern.regex.search(below) if pattern.include is not None else None
-            if match is not None and match.groupdict().get("ps_d") in (None, below[match.end() - 1 :]):
+            if pattern.include is not None and _speaks_of(pattern.regex, below):
                 return bool(pattern.include)
     return False
+
+
+def _speaks_of(regex: re.Pattern[str], path: str) -> bool:
+    """Whether a pattern names the path. The library's group ps_d is the slash behind a folder that one names, also
+    where the path goes on below it; patterns without the group, such as `a/**`, name what is below alone."""
+    if "ps_d" not in regex.groupindex:
+        return regex.search(path.rstrip("/")) is not None
+    return any(match["ps_d"] is None or match.end() == len(path) for match in regex.finditer(path))
 
 
 def _add_file(tree: Tree, path: str) -> None:
