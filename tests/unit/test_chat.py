@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from templates import TEMPLATES
 from tokenizers_trained import train, wrap
 
+from ulysses_cli.data import chat
 from ulysses_cli.data.chat import InexactTemplate, find_spans, make_render
 from ulysses_cli.data.columns import Chat, read_sample
 from ulysses_cli.data.encoder import Encoder, EncoderSettings
@@ -86,6 +87,50 @@ def test_targets_are_what_a_reader_would_mark(name: str) -> None:
         assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
 
     check()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_turns_taken_together_are_those_taken_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer(name)
+
+    def find(sample: Chat, text: str) -> Any:
+        try:
+            return find_spans(make_render(tokenizer, sample.tools), sample.messages, text, TEMPLATES[name].specials)
+        except BadRow as error:
+            return str(error)
+
+    @settings(max_examples=40)
+    @given(
+        draw_chats(name), st.lists(st.sampled_from(["", " a", "a ", "<", "<think>\n", "a\n\n", "User: "]), max_size=9)
+    )
+    def check(row: dict[str, Any], words: list[str]) -> None:
+        sample = read_sample("chat", row)
+        assert isinstance(sample, Chat)
+        for message, word in zip(sample.messages, words, strict=False):
+            message["content"] = word + message["content"]
+        text = make_render(tokenizer, sample.tools)(sample.messages)
+        together = find(sample, text)
+        with monkeypatch.context() as patch:
+            patch.setattr(chat, "find_contents", lambda *_: None)
+            assert find(sample, text) == together
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "gemma", "plain", "qwen3"])
+def test_a_long_chat_takes_few_renderings(name: str) -> None:
+    turns = [{"role": ("user", "assistant")[at % 2], "content": f"turn {at}"} for at in range(400)]
+    whole = make_render(make_tokenizer(name), None)
+    text, num_renderings = whole(turns), 0
+
+    def render(messages: Any, *, prompt: bool = False) -> str:
+        nonlocal num_renderings
+        num_renderings += 1
+        return whole(messages, prompt=prompt)
+
+    spans = find_spans(render, turns, text, TEMPLATES[name].specials)
+    assert [text[start:stop] for start, stop in spans.said] == [text[a:b] for a, b in TEMPLATES[name].read(text)]
+    assert num_renderings < 40
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])

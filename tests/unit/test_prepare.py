@@ -17,6 +17,7 @@ from ulysses_cli.data.prepare import Prepared, prepare_data
 from ulysses_cli.data.problems import DataError
 from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.tokenizer import load_tokenizer, make_bytes_tokenizer
+from ulysses_cli.data.transaction import lock
 from ulysses_cli.plan.load import parse_recipe
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe import Model
@@ -316,6 +317,25 @@ def test_a_damaged_store_is_made_again(tmp_path: Path) -> None:
     (tokens,) = (tmp_path / "store" / "tokens").glob("*/tokens.bin")
     tokens.write_bytes(tokens.read_bytes()[:-1])
     assert read_documents(prepare(tmp_path)) == expected
+
+
+def test_what_killed_processes_left_is_swept_but_not_what_is_held(tmp_path: Path) -> None:
+    tokens = tmp_path / "store" / "tokens"
+    for name in (".dead.1.partial", ".held.2.partial"):
+        (tokens / name).mkdir(parents=True)
+    for name in (".dead.lock", ".held.lock", ".alone.lock"):
+        (tokens / name).touch()
+    write_texts(tmp_path)
+    with lock(tokens / ".held.lock", lambda: None):
+        prepare(tmp_path)
+        assert {file.name for file in tokens.glob(".*")} == {".held.lock", ".held.2.partial"}
+
+
+def test_a_store_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(DataError, match=r"data.store_dir: .*cannot be written: Not a directory\n\nhint: a file stands"):
+        prepare(tmp_path)
 
 
 def test_the_process_speaks_plainly(tmp_path: Path) -> None:

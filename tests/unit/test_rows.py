@@ -63,7 +63,7 @@ def test_rows_hold_what_the_documents_say(
                 skip_untrainable=True,
                 pad_id=7,
             )
-        except RecipeError as error:
+        except DataError as error:
             assert "no row is left" in str(error)
             return
         rows = open_rows(path, "train")
@@ -174,6 +174,14 @@ def test_a_row_without_a_target_is_an_error_or_counted(tmp_path: Path) -> None:
 def test_truncation_that_removes_every_target_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="tokens 0 to 3 of 5 hold no supervised token"):
         make_prepared(tmp_path, [[[1, 2, 3, 4, 5]]], flags=[[[0, 0, 0, 0, 1]]], max_length=3, strategy="truncate")
+
+
+def test_when_nothing_is_left_the_counts_are_told(tmp_path: Path) -> None:
+    documents = [[list(range(10)), list(range(20)), [1, 2]]]
+    flags = [[[1] * 10, [1] * 20, [0, 0]]]
+    told = "no row is left to train on: 3 documents, 2 dropped, longer than data.max_length, 1 pieces without a superv"
+    with pytest.raises(DataError, match=told):
+        make_prepared(tmp_path, documents, flags=flags, max_length=4, strategy="drop", skip_untrainable=True)
 
 
 def test_a_stream_row_without_a_target_is_an_error_or_left_out(tmp_path: Path) -> None:

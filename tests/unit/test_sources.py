@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,27 @@ def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path) -> None:
     assert hashes.find_changed() == str(file)
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", "null", '{"FILE": 5}', '{"FILE": []}', '{"FILE": ["a", 1]}', "{", "[" * 99999]
+)
+def test_damaged_memory_of_hashes_is_no_memory(content: str, tmp_path: Path) -> None:
+    file, cache = tmp_path / "a.jsonl", tmp_path / "hashes.json"
+    file.write_text("a")
+    expected = FileHashes(cache).hash_file(file)
+    cache.write_text(content.replace("FILE", str(file)))
+    assert FileHashes(cache).hash_file(file) == expected
+
+
+def test_hashes_that_cannot_be_saved_are_hashes(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("a")
+    os.utime(tmp_path / "a.jsonl", (1, 1))
+    (tmp_path / "file").write_text("")
+    hashes = FileHashes(tmp_path / "file" / "hashes.json")
+    hashes.hash_file(tmp_path / "a.jsonl")
+    hashes._is_changed = True  # whatever the clock says
+    hashes.save()
+
+
 def make_tree(root: Path) -> None:
     files = {
         ".gitignore": "*.log\n!keep.log\n/build/\ndocs/*.md\n!docs/README.md\n# no\n\\#odd\n**/deep/*.tmp\n",
@@ -182,6 +204,60 @@ def test_a_folder_is_what_git_would_take(tmp_path: Path) -> None:
     assert "=== B.py ===\nb = 2\n=== " in text
     single = read_all(open_one(tmp_path, root, type="folder", join_files=False))
     assert [row["text"].split(" ===")[0][4:] for _, row in single] == tree.files
+
+
+def ask_git(folder: Path) -> set[str]:
+    command = ["git", "-c", "core.quotePath=false", "-c", "core.excludesFile=/dev/null"]
+    listed = subprocess.run(
+        [*command, "ls-files", "-oz", "--exclude-standard"], cwd=folder, capture_output=True, check=True
+    )
+    return set(filter(None, listed.stdout.decode().split("\0")))
+
+
+NAMES = ["a", "b", "build", "foo.py", "x.log", "[z]", "!k", "#h", "te st"]
+PATTERNS = ["build/", "!build/", "*.log", "!x.log", "/a", "!a", "!a/", "a/b", "a/**", "**/foo.py", "!foo.py", "*.py"]
+PATTERNS += [
+    "b/*",
+    "!b/foo.py",
+    "\\[z\\]",
+    "\\!k",
+    "\\#h",
+    "#c",
+    "te st ",
+    "*",
+    "!*/",
+    "/*",
+    "**/b/",
+    "!**/b/",
+    "a/**/b",
+    "b/**",
+    "!a/b",
+]
+
+
+def test_random_trees_are_what_git_would_take(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    for number in range(60):
+        top = tmp_path / str(number)
+        folders = [top]
+        for folder in folders:
+            folder.mkdir()
+            if rng.random() < 0.6:
+                (folder / ".gitignore").write_text("\n".join(rng.sample(PATTERNS, rng.randint(1, 4))) + "\n")
+            for name in rng.sample(NAMES, rng.randint(2, 5)):
+                if rng.random() < 0.45 and len(folder.relative_to(top).parts) < 3:
+                    folders.append(folder / name)
+                else:
+                    (folder / name).write_text("x")
+        subprocess.run(["git", "init", "-q", str(top)], check=True)
+        with open(top / ".git" / "info" / "exclude", "a") as exclude:
+            exclude.write(rng.choice(PATTERNS) + "\n")
+        taken = ask_git(top)
+        assert set(walk_tree(top).files) == taken
+        inside = {path.partition("/")[0] for path in taken if "/" in path}
+        for name in inside:  # a folder inside of a repository is under its rules
+            below = {path.removeprefix(f"{name}/") for path in taken if path.startswith(f"{name}/")}
+            assert set(walk_tree(top / name).files) == below
 
 
 def test_a_folder_without_text_says_why(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def main(words: Sequence[str]) -> int:
         return FAILED if isinstance(error, DataError) else USAGE
     except OSError as error:
         progress.end()
-        said = f"{error.filename or loaded.recipe.data.store_dir} cannot be written: {error.strerror}"
-        problem = Problem("data.store_dir", said, "make room there, or name another folder")
+        said = f"{error.filename or 'the data'} cannot be read: {error.strerror or error}"
+        problem = Problem("", said, "check that it is there and may be read")
         printing.print_problems([problem])
         if is_json:
             printing.print_json({"problems": [problem.as_json()]})

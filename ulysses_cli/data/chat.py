@@ -5,6 +5,7 @@ Exact or not at all: each bound is found by rendering and checked against the wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,12 +37,13 @@ def find_spans(render: Render, messages: Messages, text: str, specials: Sequence
     White space behind a special token that ends a turn is the template's, not the assistant's."""
     said: list[tuple[int, int]] = []
     ends: list[int] = []
+    finder = _Finder(render, messages, text)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        start = find_turn_end(render, messages, index - 1, text) if index else None
-        end = find_turn_end(render, messages, index, text)
-        head = _find_head(render, messages, index, text, start)
+        start = finder.find_end(index - 1) if index else None
+        end = finder.find_end(index)
+        head = finder.find_head(index, start)
         last = _trim(text, head, end, specials)
         answer = str(message.get("content") or "").rpartition("</think>")[2].strip()
         if head >= last or answer not in text[head:last] or (said and head < said[-1][1]):
@@ -49,6 +51,69 @@ def find_spans(render: Render, messages: Messages, text: str, specials: Sequence
         said.append((head, last))
         ends.append(end)
     return Spans(said, ends)
+
+
+class _Finder:
+    """Bounds of turns. What stands between two contents recurs in a chat, and is taken apart once: a rendering of every
+    prefix would take time quadratic in the turns. Where contents are not shown as they are, so each turn is."""
+
+    def __init__(self, render: Render, messages: Messages, text: str) -> None:
+        self.render, self.messages, self.text = render, messages, text
+        self.places = find_contents(render, messages, text)
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def find_end(self, index: int) -> int:
+        if self.places is None or index == len(self.messages) - 1:
+            return find_turn_end(self.render, self.messages, index, self.text)
+        first, last = self.places[index][1], self.places[index + 1][0]
+        key = ("end", self._describe(index, index + 1), self.text[first:last])
+        if key in self._known:
+            return first + self._known[key]
+        end = find_turn_end(self.render, self.messages, index, self.text)
+        if first <= end <= last:
+            self._known[key] = end - first
+        return end
+
+    def find_head(self, index: int, start: int | None) -> int:
+        if self.places is None or start is None or not self.places[index - 1][1] <= start <= self.places[index][0]:
+            return _find_head(self.render, self.messages, index, self.text, start)
+        content = self.places[index][0]
+        key = ("head", self._describe(index - 1, index), self.text[start:content])
+        if key in self._known:
+            return start + self._known[key]
+        head = _find_head(self.render, self.messages, index, self.text, start)
+        prompt = _find_prompt(self.render, self.messages, index)
+        is_whole = bool(prompt) and head - start == len(prompt or "") and head <= content
+        if is_whole or (prompt == "" and head in (start, content)):  # else the words of this turn had a say in it
+            self._known[key] = head - start
+        return head
+
+    def _describe(self, *indices: int) -> tuple[object, ...]:
+        """What a template may tell turns apart by: their roles and keys."""
+        return tuple((self.messages[at]["role"], tuple(self.messages[at])) for at in indices)
+
+
+def find_contents(render: Render, messages: Messages, text: str) -> list[tuple[int, int]] | None:
+    """Where each message's content stands in the text, but for white space around it: by one rendering with a mark for
+    each, which must agree with the text from its first character to its last. None where it does not."""
+    marked = [{**message, "content": f"{MARK}{index}{MARK}"} for index, message in enumerate(messages)]
+    try:
+        parts = re.split(f"{MARK}([0-9]+){MARK}", render(marked))
+    except Exception:  # noqa: BLE001 - a template may raise what it likes, or want other words
+        return None
+    if parts[1::2] != [str(index) for index in range(len(messages))] or not text.startswith(parts[0]):
+        return None
+    places: list[tuple[int, int]] = []
+    at = len(parts[0])
+    for message, gap in zip(messages, parts[2::2], strict=True):
+        content = str(message.get("content") or "")
+        shown = (content, content.strip(), content.lstrip(), content.rstrip())
+        found = next((words for words in shown if text.startswith(words + gap, at)), None)
+        if found is None:
+            return None
+        places.append((at, at + len(found)))
+        at += len(found) + len(gap)
+    return places if at == len(text) else None
 
 
 def find_turn_end(render: Render, messages: Messages, index: int, text: str) -> int:

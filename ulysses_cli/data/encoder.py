@@ -204,8 +204,13 @@ def _mark(bounds: Bounds, spans: Sequence[tuple[int, int]]) -> Flags:
     """A token is a target when it holds at least one character of a span."""
     flags = np.zeros(len(bounds), np.uint8)
     starts, stops = bounds[:, 0], bounds[:, 1]
+    shown = np.maximum(stops, starts + 1)
+    if (np.diff(starts) >= 0).all() and (np.diff(shown) >= 0).all():
+        for first, last in spans:
+            flags[np.searchsorted(shown, first, "right") : np.searchsorted(starts, last, "left")] = TARGET
+        return flags
     for first, last in spans:
-        inside = (starts < last) & (np.maximum(stops, starts + 1) > first)
+        inside = (starts < last) & (shown > first)
         flags[inside] = TARGET
     return flags
 

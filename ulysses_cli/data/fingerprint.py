@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 SETTLED_SECONDS = 2.0  # a file that changed later than this before it was hashed may change again within one tick
@@ -20,9 +21,11 @@ class FileHashes:
         self._seen: dict[str, tuple[int, ...]] = {}
         self._is_changed = False
         try:
-            self._known = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            pass  # nothing remembered
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return  # nothing remembered
+        if isinstance(found, dict):
+            self._known = {name: known for name, known in found.items() if _is_known(known)}
 
     def hash_file(self, path: Path) -> str:
         """sha256 of the content."""
@@ -49,12 +52,22 @@ class FileHashes:
         return None
 
     def save(self) -> None:
+        """Saves time later, no more: a store that cannot be written to may be read all the same."""
         if not self._is_changed:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         partial = self.file.with_name(f".{self.file.name}.{os.getpid()}")
-        partial.write_text(json.dumps(self._known), encoding="utf-8")
-        os.replace(partial, self.file)
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(self._known), encoding="utf-8")
+            os.replace(partial, self.file)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+
+
+def _is_known(known: object) -> bool:
+    """[the file's stat, its hash]."""
+    return isinstance(known, list) and [type(part) for part in known] == [list, str]
 
 
 def read_stat(path: Path) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ What .gitignore names is left out, as git would; links are not followed; what is
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from ulysses_cli.data.problems import DataError
 from ulysses_cli.plan.problem import Problem, Where
 
 PROBE_BYTES = 8192
-Ignores = tuple[tuple[str, Any], ...]  # (folder with a slash behind, its .gitignore), deepest last
+Ignores = tuple[tuple[str, Any], ...]  # (folder with a slash behind, its patterns), deepest last
 
 
 @dataclass
@@ -40,13 +41,35 @@ def walk_tree(root: Path, own: Sequence[Path] = ()) -> Tree:
     """Paths below the root, with slashes, sorted part by part; folders and files of one folder in one order. `own`:
     folders that runs write to."""
     tree = Tree(root, frozenset(os.path.realpath(path) for path in own))
-    _walk(tree, "", ())
+    _walk(tree, "", _read_above(root))
     return tree
 
 
-def _walk(tree: Tree, folder: str, ignores: Ignores) -> None:
+def _read_above(root: Path) -> Ignores:
+    """What a repository around the root says: .git/info/exclude, then each .gitignore on the way down to the root.
+    A "folder" that begins with a slash is the way from such a file down to the root."""
+    here = Path(os.path.realpath(root))
+    top = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), None)
+    if top is None:
+        return ()
+    way = here.relative_to(top).parts
+    found: Ignores = _read_patterns(top / ".git" / "info" / "exclude", "/".join(("", *way, "")))
+    for depth in range(len(way)):
+        found += _read_patterns(top.joinpath(*way[:depth]) / ".gitignore", "/".join(("", *way[depth:], "")))
+    return found
+
+
+def _read_patterns(file: Path, folder: str) -> Ignores:
     from pathspec import GitIgnoreSpec
 
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()  # none here
+    return ((folder, GitIgnoreSpec.from_lines(filter(_is_pattern, lines))),)
+
+
+def _walk(tree: Tree, folder: str, ignores: Ignores) -> None:
     here = tree.root / folder
     try:
         entries = sorted(os.scandir(here), key=lambda entry: os.fsencode(entry.name))
@@ -55,11 +78,7 @@ def _walk(tree: Tree, folder: str, ignores: Ignores) -> None:
             raise
         tree.leave_out(f"folders that cannot be read ({error.strerror})", folder)
         return
-    try:
-        lines = (here / ".gitignore").read_text(encoding="utf-8", errors="replace").splitlines()
-        ignores = (*ignores, (folder, GitIgnoreSpec.from_lines(filter(_is_pattern, lines))))
-    except OSError:
-        pass  # none here
+    ignores += _read_patterns(here / ".gitignore", folder)
     for entry in entries:
         path = folder + entry.name
         is_folder = entry.is_dir(follow_symlinks=False)
@@ -101,12 +120,22 @@ def _is_pattern(line: str) -> bool:
 
 
 def is_ignored(path: str, ignores: Ignores) -> bool:
-    """The deepest .gitignore that speaks of a path decides."""
+    """The last pattern of the deepest .gitignore that speaks of the path itself decides. One that speaks of a folder
+    above it does not: an ignored folder is never entered, and one that is not says nothing of what it holds."""
     for folder, spec in reversed(ignores):
-        verdict = spec.check_file(path[len(folder) :]).include
-        if verdict is not None:
-            return bool(verdict)
+        below = folder[1:] + path if folder.startswith("/") else path[len(folder) :]
+        for pattern in reversed(spec.patterns):
+            if pattern.include is not None and _speaks_of(pattern.regex, below):
+                return bool(pattern.include)
     return False
+
+
+def _speaks_of(regex: re.Pattern[str], path: str) -> bool:
+    """Whether a pattern names the path. The library's group ps_d is the slash behind a folder that one names, also
+    where the path goes on below it; patterns without the group, such as `a/**`, name what is below alone."""
+    if "ps_d" not in regex.groupindex:
+        return regex.search(path.rstrip("/")) is not None
+    return any(match["ps_d"] is None or match.end() == len(path) for match in regex.finditer(path))
 
 
 def _add_file(tree: Tree, path: str) -> None:

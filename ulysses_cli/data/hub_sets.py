@@ -13,7 +13,8 @@ from typing import Any
 
 from ulysses_cli.data.blocks import Block, drop_nulls
 from ulysses_cli.data.fingerprint import hash_parts
-from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.data.problems import DataError
+from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe import Dataset
 
 ROWS_PER_BLOCK = 200
@@ -29,6 +30,13 @@ class HubSet:
     num_bytes: int | None
 
     def walk_blocks(self) -> Iterator[Block]:
+        try:
+            yield from self._walk()
+        except OSError as error:
+            hint = "check the connection and the library's cache, and run again"
+            raise DataError([Problem("", f"cannot be read: {error}", hint, Where(self.name))]) from None
+
+    def _walk(self) -> Iterator[Block]:
         first = 1
         for columns in self.rows.iter(batch_size=ROWS_PER_BLOCK):
             names = list(columns)

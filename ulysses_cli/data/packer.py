@@ -106,7 +106,7 @@ def make_rows(
         targets = _count_row_targets(rows, stores, bases, settings)
         rows, targets, skipped = _leave_out(rows, targets, settings, split)
         if split == "train" and not len(rows):
-            raise RecipeError([Problem("data.datasets", "no row is left to train on", "see what was dropped and why")])
+            raise DataError([_explain_nothing(part, skipped)])
         if split == "eval" and (settings.eval_share or num_more) and not len(rows):
             hint = "see what was dropped and why, or evaluate on other documents"
             raise RecipeError([Problem("data.eval_split", "no row is left to evaluate on", hint)])
@@ -278,6 +278,22 @@ def _explain_untrainable(part: _Part) -> list[Problem]:
     found = shorten(part.untrainable, part.num_untrainable, "")
     hint = "mend the data or the loss mask, or set data.skip_untrainable: true to leave such rows out and count them"
     return [*found[:-1], Problem(found[-1].key, found[-1].message, hint, found[-1].where)]
+
+
+def _explain_nothing(part: _Part, skipped: tuple[int, int]) -> Problem:
+    """No row is left to train on: what became of the documents."""
+    fates = {
+        "documents": "documents",
+        "left_out_documents": "left out by weight",
+        "dropped_documents": "dropped, longer than data.max_length",
+        "truncated_documents": "truncated to data.max_length",
+        "untrainable_pieces": "pieces without a supervised token",
+    }
+    counts = {name: sum(getattr(count, key) for count in part.counts) for key, name in fates.items()}
+    counts["rows without a supervised token"] = skipped[0]
+    told = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    hint = "raise data.max_length, or change data.excess_length_strategy, the loss mask or the data"
+    return Problem("data.datasets", f"no row is left to train on: {told or 'no document'}", hint)
 
 
 def _count_leaked(stores: Sequence[TokenStore], num_train: int, copies: NDArray[np.int64]) -> int:

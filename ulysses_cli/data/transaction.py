@@ -6,16 +6,25 @@ next one removes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.data.problems import DataError
+from ulysses_cli.plan.problem import Problem
+
 MANIFEST = "manifest.json"
+HINTS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or name another folder"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable, or name another folder"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file stands in the way: remove it, or name another folder"),
+}
 
 
 def make_folder(
@@ -27,7 +36,17 @@ def make_folder(
     """
     if is_whole:
         return False
+    try:
+        return _make(target, build, on_wait)
+    except OSError as error:  # readers have errors of their own, so this is about what is written
+        hint = HINTS.get(error.errno or 0, "name another folder")
+        message = f"{error.filename or target.parent} cannot be written: {error.strerror or error}"
+        raise DataError([Problem("data.store_dir", message, hint)]) from None
+
+
+def _make(target: Path, build: Callable[[Path], Mapping[str, Any]], on_wait: Callable[[], None]) -> bool:
     target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target)
     with lock(target.with_name(f".{target.name}.lock"), on_wait):
         if find_damage(target) is None:
             return False
@@ -49,6 +68,20 @@ def make_folder(
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return True
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed processes left under other names: partial folders and locks that nobody holds."""
+    beside = target.parent
+    names = {found.name[1:].split(".")[0] for end in ("partial", "lock") for found in beside.glob(f".*.{end}")}
+    for name in sorted(names - {target.name}):
+        with suppress(OSError), lock(beside / f".{name}.lock", _give_way):
+            for stale in beside.glob(f".{name}.*.partial"):
+                shutil.rmtree(stale, ignore_errors=True)
+
+
+def _give_way() -> None:
+    raise BlockingIOError
 
 
 def find_damage(folder: Path) -> str | None:
@@ -91,11 +124,27 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def lock(file: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Held by one process at a time; the system lets go of it when that process ends, however it ends."""
-    with open(file, "a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+    """Held by one process at a time; the system lets go of it when that process ends, however it ends. The file is
+    removed by its holder, so who gets the lock looks whether it is still that of the name."""
+    while True:
+        with open(file, "a") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            if not _is_at(file, stream.fileno()):
+                continue
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    file.unlink()
+            return
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
