@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ulysses_cli.plan.ledger import device, head, layer, states
 from ulysses_cli.plan.ledger.gathering import Gathered, compute_gathered
-from ulysses_cli.plan.ledger.host import keeps_result, list_host_lines
+from ulysses_cli.plan.ledger.host import compute_host_uncertainty, keeps_result, list_host_lines
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.model_shape import Layer
 
@@ -58,6 +58,10 @@ class Ledger:
     @cached_property
     def host_peak_bytes(self) -> int:
         return max(sum(lines.values()) for lines in self.host_phases.values())
+
+    @cached_property
+    def host_uncertainty_bytes(self) -> int:
+        return compute_host_uncertainty(max(self.host_phases.values(), key=lambda lines: sum(lines.values())))
 
     @cached_property
     def uncertainty_bytes(self) -> int:

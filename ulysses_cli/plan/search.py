@@ -256,7 +256,8 @@ def _list_walls(
         near = min(on_host, key=lambda each: each.fit.host_peak_bytes / each.fit.host_capacity_bytes)
         needs, has = near.fit.host_peak_bytes / gib, near.fit.host_capacity_bytes / gib
         message = (
-            f"{near.job.world_size} x {near.gpu.key} need {needs:,.0f} GiB of host memory on a node of about {has:,.0f}"
+            f"{near.job.world_size} x {near.gpu.key} need {needs:,.0f} GiB of host memory, "
+            f"{near.fit.host_uncertainty_bytes / gib:,.0f} for safety, on a node of about {has:,.0f}"
         )
         yield Wall("host", message, "offer machines with more memory: host_gib_per_gpu in hardware.yaml")
     most = max(job.layout.sp_size for job, _ in layouts)
