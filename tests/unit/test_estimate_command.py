@@ -30,6 +30,8 @@ def test_the_json_of_an_estimate() -> None:
         assert sum(each["step_parts"].values()) == pytest.approx(each["step_seconds"])
         assert max(sum(lines.values()) for lines in each["phases"].values()) == each["gpu_peak_bytes"]
         assert each["margin_bytes"] == each["gpu_capacity_bytes"] - each["gpu_peak_bytes"]
+        assert each["host_margin_bytes"] == each["host_capacity_bytes_per_node"] - each["host_peak_bytes_per_node"]
+        assert each["host_uncertainty_bytes"] > 0
         assert each["verdict"] in ("fits", "too_close", "does_not_fit")
         assert each["peak_phase"] in each["phases"]
         assert each["max_length"] <= each["max_length_all_levers"]

@@ -3,13 +3,23 @@
 from dataclasses import replace
 
 import pytest
+from test_memory import get_shape
 
 from recipes import load, make_shape
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.estimate import compute_estimate
-from ulysses_cli.plan.fit import is_indexable, judge
-from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.lever_choice import choose_levers, find_cheapest, list_strongest, read_levers
+from ulysses_cli.plan.fit import find_max_length, is_indexable, judge
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.job import Job, make_job
+from ulysses_cli.plan.lever_choice import (
+    COSTS,
+    choose_for_job,
+    choose_levers,
+    find_cheapest,
+    find_longest,
+    list_strongest,
+    read_levers,
+)
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.load import parse_recipe
 from ulysses_cli.plan.memory import compute_ledger
@@ -124,6 +134,34 @@ def test_the_cheapest_is_the_cheapest(length: str) -> None:
             ours = sum(getattr(found, name) << bit for bit, name in enumerate(order))
             assert ours <= flags
             break
+
+
+@pytest.mark.parametrize("kind", ["h100-80gb", "rtx-4090", "b300"])
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-4B", "openai/gpt-oss-20b", "google/gemma-2-9b"])
+@pytest.mark.parametrize(
+    "levers", [Levers(), Levers(False, tiled_mlp=True), Levers("full", 2, True, True, True, "cpu")]
+)
+def test_all_levers_reach_at_least_as_far_as_the_given_ones(name: str, kind: str, levers: Levers) -> None:
+    gpu = load_hardware().get_gpu(kind)
+    for layout in (Layout(1, 8, 1), Layout(1, 2, 4), Layout()):
+        job = Job(get_shape(name), layout, 4096, levers)
+        assert find_longest(job, gpu)[0] >= find_max_length(job, gpu)
+
+
+def test_tiles_of_the_mlp_are_not_chosen_where_they_take_more() -> None:
+    """Their float32 sums of experts' gradients are more than a short row's inside."""
+    job = Job(get_shape("openai/gpt-oss-120b"), Layout(1, 8, 1), 8192, Levers())
+
+    def peak(is_on: bool) -> int:
+        return compute_ledger(replace(job, levers=replace(strongest, tiled_mlp=is_on))).gpu_peak_bytes
+
+    strongest = Levers("full", 1, True, False, True, "cpu")
+    assert peak(True) > peak(False)
+    for memory_bytes in (peak(False) * 2, peak(False) * 11 // 10, peak(False) // 2):
+        choice = choose_for_job(job, replace(H100, memory_bytes=memory_bytes, host_bytes_per_gpu=10**13), list(COSTS))
+        without = replace(job, levers=replace(choice.levers, tiled_mlp=False))
+        with_them = replace(job, levers=choice.levers)
+        assert compute_ledger(with_them).gpu_peak_bytes <= compute_ledger(without).gpu_peak_bytes
 
 
 def test_the_strongest_levers_take_the_least() -> None:

@@ -265,6 +265,24 @@ def test_a_model_that_no_formula_describes_is_refused() -> None:
         make_job(load().recipe, make_shape(model_type="novel"), Levers())
 
 
+def test_the_host_is_judged_with_a_margin_too() -> None:
+    from ulysses_cli.hardware_table import load_hardware
+
+    gpu = load_hardware().get_gpu("h200")
+    job = Job(LLAMA, Layout(1, 1, 8), 4096, Levers(tiled_loss=True, offload_optimizer="cpu"))
+    ledger = compute_ledger(job)
+    peak, unsure = ledger.host_peak_bytes, ledger.host_uncertainty_bytes
+    assert unsure == pytest.approx(0.03 * (peak - 24 * GIB) + 12 * GIB, rel=1e-6)
+
+    def look(capacity: int) -> tuple[str, str]:
+        fit = judge(job, ledger, replace(gpu, host_bytes_per_gpu=capacity // 8))
+        return fit.verdict, fit.wall
+
+    assert look(peak + 2 * unsure) == ("fits", "")
+    assert look(peak + unsure // 2) == look(peak - unsure // 2) == ("too_close", "host")
+    assert look(peak - 2 * unsure) == ("does_not_fit", "host")
+
+
 @given(st.integers(0, 100_000))
 def test_the_largest_is_found(limit: int) -> None:
     found = find_largest(lambda number: number <= limit)

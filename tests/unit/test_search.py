@@ -4,12 +4,17 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from test_memory import LLAMA, SHAPES
+from test_memory import LLAMA, SHAPES, get_shape
 
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.plan.fit import judge
+from ulysses_cli.plan.draft import write_draft
+from ulysses_cli.plan.fit import fits, judge
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.lever_choice import read_levers
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.load import parse_recipe
 from ulysses_cli.plan.memory import compute_ledger
-from ulysses_cli.plan.search import MIN_STEPS, Offer, Wish, search, search_longest
+from ulysses_cli.plan.search import MIN_STEPS, Offer, Wish, draft_candidate, search, search_longest
 
 TABLE = load_hardware()
 
@@ -33,6 +38,39 @@ def test_what_is_offered_fits_and_is_legal() -> None:
         assert each.job.world_size <= {"h100-80gb": 16, "h200": 8, "a100-80gb": 8}[each.gpu.key]
         assert each.seconds == pytest.approx(WISH.num_tokens / each.speed.tokens_per_second)
         assert layout.dp_size == 1 or WISH.num_tokens / each.speed.tokens_per_step >= MIN_STEPS
+
+
+@pytest.mark.parametrize("length", [4096, 16_385, 50_001, 100_000, 2**17])
+@pytest.mark.parametrize("is_lora", [False, True])
+@pytest.mark.parametrize("kinds", [("h100-80gb:8", "rtx-4090:2"), ("h200:16", "l40s:1")])
+def test_a_plan_is_what_its_recipe_is(length: int, is_lora: bool, kinds: tuple[str, ...]) -> None:
+    """The written recipe, read again, is the job that was judged: the same engine, the same row."""
+    wish = Wish(SHAPES["Qwen/Qwen3-4B"], length, 10**8, is_lora)
+    found = search(wish, offer(*kinds))
+    for each in (*found.by_cost, *found.by_time):
+        recipe = parse_recipe(write_draft(*draft_candidate(each, wish, "Qwen/Qwen3-4B", "planned.yaml"))).recipe
+        job = make_job(recipe, wish.shape, read_levers(recipe)[0], gpus_per_node=each.gpu.gpus_per_node)
+        assert job == each.job
+        assert judge(job, compute_ledger(job), each.gpu) == each.fit
+    assert found.by_cost or found.walls
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("openai/gpt-oss-120b", "b300:8"), ("microsoft/phi-4", "b300:1"), ("Qwen/Qwen3-4B", "h100-80gb:1")],
+)
+def test_some_levers_let_a_row_fit_where_all_of_them_do_not(name: str, kind: str) -> None:
+    """Of those with the optimizer or weights on the GPU, none reaches beyond what is called the longest."""
+    (longest,) = search_longest(Wish(get_shape(name), 0, 10**9), offer(kind))
+    job, gpu = longest.candidate.job, longest.candidate.gpu
+    assert longest.candidate.fit.verdict == "fits"
+    beyond = replace(job, row_tokens=round(job.row_tokens * 1.02 / 1024) * 1024)
+    for tiles, optimizer, param, host in itertools.product(
+        (False, True), ("none", "cpu"), ("none", "cpu"), (False, True)
+    ):
+        for chunks, recomputes in itertools.product((1, 2, job.shape.num_heads // job.layout.sp_size), (True, "full")):
+            levers = Levers(recomputes, chunks, host, tiles, True, optimizer, param)
+            assert not fits(replace(beyond, levers=levers), gpu), levers
 
 
 def test_the_order_is_by_cost_and_by_time() -> None:

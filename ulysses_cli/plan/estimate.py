@@ -8,7 +8,7 @@ from ulysses_cli.plan.draft import write_levers
 from ulysses_cli.plan.fit import Fit, find_max_length, judge
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.lever_choice import COSTS, Choice, choose_for_job, find_cheapest, list_strongest, read_levers
+from ulysses_cli.plan.lever_choice import COSTS, Choice, choose_for_job, find_cheapest, find_longest, read_levers
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.memory import Ledger, compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape
@@ -54,7 +54,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         fit=fit,
         speed=compute_speed(settled, gpu),
         max_length=find_max_length(settled, gpu),
-        max_length_all_levers=max(find_max_length(replace(job, levers=each), gpu) for each in list_strongest(job)),
+        max_length_all_levers=find_longest(settled, gpu)[0],
         suggestion="" if fit.verdict == "fits" else suggest_levers(settled, gpu),
     )
 

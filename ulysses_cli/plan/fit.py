@@ -11,6 +11,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.memory import Ledger, compute_ledger
 
 Verdict = Literal["fits", "too_close", "does_not_fit"]
+VERDICTS: tuple[Verdict, ...] = ("fits", "too_close", "does_not_fit")
 INT32_LIMIT = 2**31
 ROW_MULTIPLE = 128
 
@@ -26,6 +27,7 @@ class Fit:
     host_peak_bytes: int
     host_capacity_bytes: int
     uncertainty_bytes: int
+    host_uncertainty_bytes: int
 
     @property
     def margin_bytes(self) -> int:
@@ -37,23 +39,26 @@ class Fit:
 
 
 def judge(job: Job, ledger: Ledger, gpu: Gpu) -> Fit:
-    """Fits when the margin is wider than what the ledger may be off; too close when it is not, either way."""
-    uncertainty = ledger.uncertainty_bytes
-    margin = gpu.memory_bytes - ledger.gpu_peak_bytes
+    """Fits when both margins are wider than what the ledger may be off; too close when one is not, either way. The
+    wall is the worse of the two."""
     host_capacity = gpu.get_host_bytes(job.world_size)
-    verdict: Verdict = "fits" if margin >= uncertainty else "too_close" if margin > -uncertainty else "does_not_fit"
-    wall = "" if verdict == "fits" else "gpu"
-    if ledger.host_peak_bytes > host_capacity and verdict != "does_not_fit":
-        verdict, wall = "does_not_fit", "host"
+    on_gpu = compare(gpu.memory_bytes - ledger.gpu_peak_bytes, ledger.uncertainty_bytes)
+    on_host = compare(host_capacity - ledger.host_peak_bytes, ledger.host_uncertainty_bytes)
+    verdict, wall = (on_host, "host") if VERDICTS.index(on_host) > VERDICTS.index(on_gpu) else (on_gpu, "gpu")
     return Fit(
         verdict=verdict,
-        wall=wall,
+        wall="" if verdict == "fits" else wall,
         gpu_peak_bytes=ledger.gpu_peak_bytes,
         gpu_capacity_bytes=gpu.memory_bytes,
         host_peak_bytes=ledger.host_peak_bytes,
         host_capacity_bytes=host_capacity,
-        uncertainty_bytes=uncertainty,
+        uncertainty_bytes=ledger.uncertainty_bytes,
+        host_uncertainty_bytes=ledger.host_uncertainty_bytes,
     )
+
+
+def compare(margin: int, uncertainty: int) -> Verdict:
+    return "fits" if margin >= uncertainty else "too_close" if margin > -uncertainty else "does_not_fit"
 
 
 def is_indexable(job: Job) -> bool:

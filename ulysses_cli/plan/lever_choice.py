@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from ulysses_cli.plan.fit import Fit, is_indexable, judge
+from ulysses_cli.plan.fit import ROW_MULTIPLE, Fit, find_max_length, fits, is_indexable, judge
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
@@ -98,36 +98,51 @@ def list_ranked_levers(job: Job, open_names: list[str]) -> list[Levers]:
 
 
 def list_strongest(job: Job) -> list[Levers]:
-    """Every lever at its most. Keeping attention's result costs host memory and spares an exchange's buffers, so that
-    either way of recomputing may be the smaller one."""
-    chunks = job.shape.num_heads // job.layout.sp_size
-    optimizer = "cpu" if job.optim == "adamw" else job.levers.offload_optimizer
-    most = replace(
-        job.levers,
-        head_chunks=chunks,
-        activation_offloading=True,
-        tiled_mlp=True,
-        tiled_loss=True,
-        offload_optimizer=optimizer,
-        offload_param="cpu" if job.zero_stage == 3 else "none",
-    )
-    found = [replace(most, gradient_checkpointing="full"), replace(most, gradient_checkpointing=True)]
-    return found + [replace(each, offload_param="none") for each in found]  # the host may have no room for weights
+    """What may let the longest row fit: most levers first, the given ones at the end. No set is the smallest for every
+    job: the host has no room for all that could go there, tiles of an MLP add float32 sums of its gradients, on one GPU
+    weights in host memory are gathered, and a result of attention that is kept spares an exchange its buffers."""
+    most = job.shape.num_heads // job.layout.sp_size
+    walked = [each for each in _walk_levers(job, list(COSTS)) if each.head_chunks in (1, most)]
+    walked = [each for each in walked if each.gradient_checkpointing is not False]
+    return [*sorted(dict.fromkeys(walked), key=lambda each: -_count_cost(each, OFF)), job.levers]
+
+
+def list_smallest(job: Job) -> list[Levers]:
+    """Those of them among which the least GPU memory is: what may only spare the host is left out."""
+    optimizer = "cpu" if job.optim == "adamw" else "none"
+    strongest = list_strongest(job)
+    return [each for each in strongest if each.activation_offloading and each.offload_optimizer == optimizer]
+
+
+def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
+    """The longest row with whatever levers, never shorter than with the given ones; and the levers. Each set is asked
+    for a row that is longer than the best so far, and only if it fits is its own longest row looked for."""
+    best, chosen = find_max_length(job, gpu), job.levers
+    multiple = job.layout.sp_size * ROW_MULTIPLE
+    for levers in list_strongest(job):
+        tried = replace(job, levers=levers)
+        longer = best + max(1, best // multiple // 256) * multiple
+        if fits(replace(tried, row_tokens=longer), gpu):
+            best, chosen = max(longer, find_max_length(tried, gpu)), levers
+    return best, chosen
 
 
 def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
-    chunks = list_divisors(job.shape.num_heads // job.layout.sp_size)
+    """The given value of each is among its values."""
+    given, chunks = job.levers, list_divisors(job.shape.num_heads // job.layout.sp_size)
     options: dict[str, list[Any]] = {
         "head_chunks": [n for n in chunks if n in (*FEW_CHUNKS, chunks[-1])],
-        "activation_offloading": [False, True] if job.levers.gradient_checkpointing is not False else [False],
+        "activation_offloading": [False, True],
         "tiled_mlp": [False, True],
         "tiled_loss": [False, True],
         "offload_optimizer": ["none", "cpu"] if job.optim == "adamw" else ["none"],
-        "gradient_checkpointing": [job.levers.gradient_checkpointing, True, "full"],
+        "gradient_checkpointing": [given.gradient_checkpointing, True, "full"],
         "offload_param": ["none", "cpu"] if job.zero_stage == 3 else ["none"],
     }
-    for values in product(*(options[name] for name in open_names)):
-        yield replace(job.levers, **dict(zip(open_names, values, strict=True)))
+    for values in product(*(dict.fromkeys((*options[name], getattr(given, name))) for name in open_names)):
+        levers = replace(given, **dict(zip(open_names, values, strict=True)))
+        if not levers.activation_offloading or levers.gradient_checkpointing is not False:
+            yield levers
 
 
 def _count_cost(levers: Levers, base: Levers) -> float:

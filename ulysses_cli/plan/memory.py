@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ulysses_cli.plan.ledger import device, head, layer, states
 from ulysses_cli.plan.ledger.gathering import Gathered, compute_gathered
-from ulysses_cli.plan.ledger.host import keeps_result, list_host_lines
+from ulysses_cli.plan.ledger.host import compute_host_uncertainty, keeps_result, list_host_lines
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.model_shape import Layer
 
@@ -41,7 +41,7 @@ class Ledger:
     host_phases: dict[str, Lines]
     fragmentation: dict[str, int]
 
-    @property
+    @cached_property
     def peak(self) -> Moment:
         return max(self.phases.values(), key=lambda moment: moment.num_bytes)
 
@@ -55,11 +55,15 @@ class Ledger:
         beside = device.DEVICE_LINES
         return max(sum(n for name, n in moment.lines.items() if name not in beside) for moment in self.phases.values())
 
-    @property
+    @cached_property
     def host_peak_bytes(self) -> int:
         return max(sum(lines.values()) for lines in self.host_phases.values())
 
-    @property
+    @cached_property
+    def host_uncertainty_bytes(self) -> int:
+        return compute_host_uncertainty(max(self.host_phases.values(), key=lambda lines: sum(lines.values())))
+
+    @cached_property
     def uncertainty_bytes(self) -> int:
         return device.compute_uncertainty(self.peak.lines)
 
@@ -99,7 +103,7 @@ def walk_moments(job: Job) -> Iterator[Moment]:
     kept = _list_kept(job)
     in_layers = {**held, **kept, "parameters_gathered": job.dtype_bytes * gathered.forward}
     recomputes = job.levers.gradient_checkpointing is not False
-    for kind in _list_kinds(job):
+    for kind in job.shape.layer_kinds:
         attention, mlp = layer.compute_attention_forward(job), layer.compute_mlp_forward(job, kind)
         if not recomputes:  # most of it is part of what is kept
             attention = max(0, attention - layer.compute_attention_saved(job))
@@ -114,14 +118,9 @@ def walk_moments(job: Job) -> Iterator[Moment]:
     yield Moment("backward", "final norm", {**at_loss, **saved, **tied, **norm})
     grad = {"residual_gradient": layer.compute_layer_input(job)}
     base = {**held, **kept, "parameters_gathered": job.dtype_bytes * gathered.backward, **tied, **grad}
-    for kind in _list_kinds(job):
+    for kind in job.shape.layer_kinds:
         yield from _walk_layer_backward(job, kind, base)
     yield from _walk_ends(job, held, gathered)
-
-
-def _list_kinds(job: Job) -> list[Layer]:
-    """The kinds of layers that differ in memory: windows do not."""
-    return [Layer(None, num_experts) for num_experts in sorted({each.num_experts for each in job.shape.layers})]
 
 
 def _walk_loss(job: Job, at_loss: Lines) -> Iterator[Moment]:
@@ -215,7 +214,7 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
     yield Moment("optimizer_step", "the step", {**held, "optimizer_transients": states.compute_step_transients(job)})
     if job.evaluates:
         grown = {**held, "parameters_gathered": b * gathered.forward, "residual": layer.compute_layer_input(job)}
-        for kind in _list_kinds(job):
+        for kind in job.shape.layer_kinds:
             yield Moment("evaluation", "mlp", {**grown, "mlp": layer.compute_mlp_forward(job, kind)})
         yield Moment("evaluation", "attention", {**grown, "attention": layer.compute_attention_forward(job)})
         loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ulysses_cli.plan.families import FAMILIES, INEXACT_KEYS, INEXACT_LAYER_TYPES, Family
@@ -57,6 +58,15 @@ class ModelShape:
     linear_modules: tuple[str, ...]
     num_parameters: int | None
     inexact: str
+
+    def __hash__(self) -> int:
+        """Cheap: what is cached by shape is asked for in every ledger."""
+        return hash((self.name, self.num_layers, self.num_parameters))
+
+    @cached_property
+    def layer_kinds(self) -> tuple[Layer, ...]:
+        """The layers that differ in memory, each once: windows do not."""
+        return tuple(Layer(None, num_experts) for num_experts in sorted({each.num_experts for each in self.layers}))
 
     @property
     def windows(self) -> tuple[int, ...]:

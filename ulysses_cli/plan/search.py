@@ -6,22 +6,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ulysses_cli.plan.draft import Draft, find_obstacle, needs_stretch
-from ulysses_cli.plan.fit import Fit, find_max_length, is_indexable, judge
+from ulysses_cli.plan.draft import Draft, find_obstacle, needs_stretch, write_draft
+from ulysses_cli.plan.fit import Fit, is_indexable, judge
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
-from ulysses_cli.plan.ledger.job import Engine, Job, check_known
-from ulysses_cli.plan.ledger.weights import Adapters
-from ulysses_cli.plan.lever_choice import list_ranked_levers, list_strongest
+from ulysses_cli.plan.ledger.job import Job, check_known, make_job
+from ulysses_cli.plan.lever_choice import COSTS, find_cheapest, find_longest, list_ranked_levers, list_smallest
 from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.load import parse_recipe
 from ulysses_cli.plan.memory import Ledger, compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.speed import Speed, compute_cost, compute_speed
 
 MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MIN_STEPS = 100  # fewer optimizer steps than that are no training: it bounds the rows of a step
-OPEN_LEVERS = ["tiled_loss", "tiled_mlp", "activation_offloading", "head_chunks", "offload_optimizer"]
-ADAPTERS = Adapters(16)
+OPEN_LEVERS = [name for name in COSTS if name != "gradient_checkpointing"]
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,10 @@ def _list_layouts(wish: Wish, offers: Sequence[Offer]) -> list[tuple[Job, list[G
     for offer in offers:
         for count in _list_counts(offer):
             kinds.setdefault((count, offer.gpu.gpus_per_node), []).append(offer.gpu)
+    recipe = make_plan_recipe(wish)
     most_rows = max(1, wish.num_tokens // wish.max_length // MIN_STEPS)
     return [
-        (make_plan_job(wish, Layout(1, count // sp_size, sp_size), per_node), gpus)
+        (make_plan_job(recipe, wish.shape, Layout(1, count // sp_size, sp_size), per_node), gpus)
         for (count, per_node), gpus in kinds.items()
         for sp_size in list_sp_sizes(wish.shape, count, wish.max_length)
         if count // sp_size <= most_rows
@@ -147,45 +148,49 @@ def list_sp_sizes(shape: ModelShape, num_gpus: int, max_length: int | None) -> l
     return [n for n in list_divisors(shape.num_heads) if num_gpus % n == 0 and (max_length or 0) % n == 0]
 
 
-def make_plan_job(wish: Wish, layout: Layout, gpus_per_node: int) -> Job:
-    return Job(
-        shape=wish.shape,
-        layout=layout,
-        row_tokens=wish.max_length,
-        levers=Levers(),
-        adapters=ADAPTERS if wish.is_lora else None,
-        engine=Engine(communication_bytes=4 if layout.sp_size > 1 else 2),
-        gpus_per_node=gpus_per_node,
-        evaluates=False,
-    )
+def make_plan_recipe(wish: Wish) -> Recipe:
+    """What would be written, but for its layout and levers: so that plan and recipe have one engine and one row."""
+    draft = Draft("owner/model", max(2, wish.max_length), Layout(), is_lora=wish.is_lora)
+    return parse_recipe(write_draft(draft)).recipe
+
+
+def make_plan_job(recipe: Recipe, shape: ModelShape, layout: Layout, gpus_per_node: int) -> Job:
+    parallel = recipe.parallel.model_copy(update={**vars(layout)})
+    return make_job(recipe.model_copy(update={"parallel": parallel}), shape, Levers(), gpus_per_node=gpus_per_node)
 
 
 def _try_levers(wish: Wish, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate]:
     """The cheapest levers that fit on each kind; where none do, the nearest miss."""
-    ledgers: dict[int, tuple[Job, Ledger]] = {}
+    measured: dict[Levers, tuple[Job, Ledger]] = {}
+
+    def walk(sets: Iterable[Levers], gpu: Gpu) -> Iterator[tuple[Job, Fit]]:
+        for levers in sets:
+            if levers not in measured:
+                tried = replace(job, levers=levers)
+                measured[levers] = tried, compute_ledger(tried)
+            tried, ledger = measured[levers]
+            if is_indexable(tried):
+                yield tried, judge(tried, ledger, gpu)
+
+    smallest = list_smallest(job)
     ranked = list_ranked_levers(job, OPEN_LEVERS)
     ranked += [replace(each, gradient_checkpointing="full") for each in ranked]  # the host keeps half as much
-    smallest = min(list_strongest(job), key=lambda each: _peak(replace(job, levers=each)))
-    last = replace(job, levers=smallest)
-    last_ledger = compute_ledger(last)
     for gpu in gpus:
-        chosen, fit = last, judge(last, last_ledger, gpu)
-        if fit.wall != "gpu" and is_indexable(last):  # only then can a cheaper one fit
-            for index, levers in enumerate(ranked):
-                if index not in ledgers:
-                    tried = replace(job, levers=levers)
-                    ledgers[index] = tried, compute_ledger(tried)
-                tried, ledger = ledgers[index]
-                found = judge(tried, ledger, gpu)
-                if found.verdict == "fits" and is_indexable(tried):
-                    chosen, fit = tried, found
-                    break
-        if is_indexable(chosen):
-            yield Candidate(gpu, chosen, fit, compute_speed(chosen, gpu), wish.num_tokens)
+        chosen = None
+        if any(fit.wall != "gpu" for _, fit in walk(smallest, gpu)):  # only then can a cheaper one fit
+            chosen = next((found for found in walk(ranked, gpu) if found[1].verdict == "fits"), None)
+        if chosen is None:
+            misses = list(walk([*smallest, *measured], gpu))
+            chosen = min(misses, key=lambda found: _count_distance(found[1]), default=None)
+        if chosen is not None:
+            yield Candidate(gpu, *chosen, compute_speed(chosen[0], gpu), wish.num_tokens)
 
 
-def _peak(job: Job) -> int:
-    return compute_ledger(job).gpu_peak_bytes
+def _count_distance(fit: Fit) -> tuple[bool, float]:
+    """From fitting: what would fit the GPU comes before what would not."""
+    if fit.wall == "host":
+        return False, fit.host_peak_bytes / fit.host_capacity_bytes
+    return True, fit.gpu_peak_bytes / fit.gpu_capacity_bytes
 
 
 def _find_excess(wish: Wish, each: Candidate) -> str:
@@ -242,7 +247,7 @@ def _list_walls(
     if on_gpu:
         near = min(on_gpu, key=lambda each: each.fit.gpu_peak_bytes / each.fit.gpu_capacity_bytes)
         needs, has = near.fit.gpu_peak_bytes / gib, near.fit.gpu_capacity_bytes / gib
-        how = f"{near.job.world_size} x {near.gpu.key} with sp_size {near.job.layout.sp_size} and every lever"
+        how = f"{near.job.world_size} x {near.gpu.key} with sp_size {near.job.layout.sp_size} and the smallest levers"
         message = (
             f"nearest is {how}: {needs:.1f} GiB and {near.fit.uncertainty_bytes / gib:.1f} for safety, of {has:.1f}"
         )
@@ -251,7 +256,8 @@ def _list_walls(
         near = min(on_host, key=lambda each: each.fit.host_peak_bytes / each.fit.host_capacity_bytes)
         needs, has = near.fit.host_peak_bytes / gib, near.fit.host_capacity_bytes / gib
         message = (
-            f"{near.job.world_size} x {near.gpu.key} need {needs:,.0f} GiB of host memory on a node of about {has:,.0f}"
+            f"{near.job.world_size} x {near.gpu.key} need {needs:,.0f} GiB of host memory, "
+            f"{near.fit.host_uncertainty_bytes / gib:,.0f} for safety, on a node of about {has:,.0f}"
         )
         yield Wall("host", message, "offer machines with more memory: host_gib_per_gpu in hardware.yaml")
     most = max(job.layout.sp_size for job, _ in layouts)
@@ -271,21 +277,20 @@ class Longest:
 def search_longest(wish: Wish, offers: Sequence[Offer]) -> list[Longest]:
     """With every lever, for each kind; `wish.max_length` is not read."""
     check_known(wish.shape, "--model")
-    found = []
+    recipe, found = make_plan_recipe(wish), []
     for offer in offers:
-        best: Longest | None = None
+        best: tuple[int, Job] | None = None
         for sp_size in list_sp_sizes(wish.shape, offer.max_gpus, None):
             layout = Layout(1, offer.max_gpus // sp_size, sp_size)
-            job = make_plan_job(wish, layout, offer.gpu.gpus_per_node)
-            for levers in list_strongest(job):
-                length = find_max_length(replace(job, levers=levers), offer.gpu)
-                if length and (best is None or length > best.max_length):
-                    settled = replace(job, levers=levers, row_tokens=length)
-                    fit = judge(settled, compute_ledger(settled), offer.gpu)
-                    speed = compute_speed(settled, offer.gpu)
-                    best = Longest(Candidate(offer.gpu, settled, fit, speed, wish.num_tokens), length)
+            job = make_plan_job(recipe, wish.shape, layout, offer.gpu.gpus_per_node)
+            length, levers = find_longest(job, offer.gpu)
+            if length and (best is None or length > best[0]):
+                best = length, replace(job, levers=levers, row_tokens=length)
         if best is not None:
-            found.append(best)
+            cheapest = find_cheapest(replace(best[1], levers=Levers()), offer.gpu, list(COSTS))
+            settled = replace(best[1], levers=cheapest or best[1].levers)
+            fit, speed = judge(settled, compute_ledger(settled), offer.gpu), compute_speed(settled, offer.gpu)
+            found.append(Longest(Candidate(offer.gpu, settled, fit, speed, wish.num_tokens), best[0]))
     return sorted(found, key=lambda each: -each.max_length)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ulysses_cli.plan.fit import is_indexable
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.lever_choice import list_strongest
+from ulysses_cli.plan.lever_choice import list_smallest
 from ulysses_cli.plan.memory import compute_ledger
 from ulysses_cli.plan.search import list_sp_sizes
 
@@ -42,7 +42,7 @@ def compute_sweep(job: Job) -> Sweep:
         split = replace(job, layout=layout, levers=levers)
         curves.append(Curve(f"sp {sp_size} x dp {layout.dp_size}", _list_peaks(split, lengths)))
     widest = replace(job, layout=Layout(job.layout.dp_replicate_size, world // sizes[-1], sizes[-1]))
-    best = min(list_strongest(widest), key=lambda each: compute_ledger(replace(widest, levers=each)).gpu_peak_bytes)
+    best = min(list_smallest(widest), key=lambda each: compute_ledger(replace(widest, levers=each)).gpu_peak_bytes)
     curves.append(Curve(f"sp {sizes[-1]}, every lever", _list_peaks(replace(widest, levers=best), lengths)))
     known = [index for index in range(len(lengths)) if any(curve.peaks[index] is not None for curve in curves)]
     shown = slice(0, max(known, default=0) + 1)

@@ -37,6 +37,8 @@ def describe_estimate(found: Estimate, said: Sequence[str] = ()) -> dict[str, An
         "host_capacity_bytes_per_node": fit.host_capacity_bytes,
         "margin_bytes": fit.margin_bytes,
         "uncertainty_bytes": fit.uncertainty_bytes,
+        "host_margin_bytes": fit.host_margin_bytes,
+        "host_uncertainty_bytes": fit.host_uncertainty_bytes,
         "peak_phase": found.ledger.peak.phase,
         "peak_moment": found.ledger.peak.name,
         "phases": {phase: dict(moment.lines) for phase, moment in found.ledger.phases.items()},
@@ -106,10 +108,9 @@ def _name(key: str) -> str:
 def format_verdict(found: Estimate) -> str:
     fit = found.fit
     if fit.wall == "host":
-        over = _gib(-fit.host_margin_bytes)
-        return (
-            f"{WORDS[fit.verdict]}: a node's host memory is {over} GiB short; the GPU needs {_gib(fit.gpu_peak_bytes)}"
-        )
+        room = f"{_gib(fit.host_peak_bytes)} of about {_gib(fit.host_capacity_bytes)} GiB of a node's host memory"
+        unsure = _gib(fit.host_uncertainty_bytes)
+        return f"{WORDS[fit.verdict]}: {room}, uncertain by {unsure}; the GPU needs {_gib(fit.gpu_peak_bytes)}"
     margin, unsure = _gib(abs(fit.margin_bytes)), _gib(fit.uncertainty_bytes)
     side = "margin" if fit.margin_bytes >= 0 else "over by"
     room = f"{_gib(fit.gpu_peak_bytes)} of {_gib(fit.gpu_capacity_bytes)} GiB"

@@ -35,6 +35,8 @@ def describe_candidate(each: Candidate) -> dict[str, Any]:
         "margin_bytes": each.fit.margin_bytes,
         "uncertainty_bytes": each.fit.uncertainty_bytes,
         "host_peak_bytes_per_node": each.fit.host_peak_bytes,
+        "host_margin_bytes": each.fit.host_margin_bytes,
+        "host_uncertainty_bytes": each.fit.host_uncertainty_bytes,
         "limited_by": each.speed.limit,
     }
 

@@ -44,7 +44,7 @@ def compute_allocator(job: Job, allocated: int, *, expandable: bool) -> int:
     if expandable:
         return held + allocated // 100
     plain = 0 if job.levers.tiled_loss else job.dtype_bytes * job.shape.vocab_size * job.local_tokens
-    return held + allocated // 100 + max(plain, max(compute_mlp_forward(job, layer) for layer in set(job.shape.layers)))
+    return held + allocated // 100 + max(plain, max(compute_mlp_forward(job, layer) for layer in job.shape.layer_kinds))
 
 
 def compute_uncertainty(gpu_lines: Mapping[str, int]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ulysses_cli.plan.ledger import states
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import compute_attention_result, compute_kept_output, compute_layer_input
@@ -10,6 +12,7 @@ from ulysses_cli.plan.ledger.weights import count_shard
 PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; resident set as ranks report it
 LARGEST_FILE_BYTES = 5 << 30  # transformers writes weights in files of this size
 ADAM_SAVED_BYTES = 12
+SHARE_UNSURE, PROCESS_SHARE_UNSURE = 0.03, 0.5  # of what is allocated by size; of what a process takes by itself
 
 
 def compute_kept_pinned(job: Job) -> int:
@@ -38,6 +41,12 @@ def compute_pinned_rounding(job: Job) -> int:
 def round_up(size: int) -> int:
     """To the next power of two."""
     return 1 << (size - 1).bit_length() if size else 0
+
+
+def compute_host_uncertainty(lines: Mapping[str, int]) -> int:
+    """How far the truth may be off either way."""
+    process = lines.get("process", 0)
+    return round(SHARE_UNSURE * (sum(lines.values()) - process) + PROCESS_SHARE_UNSURE * process)
 
 
 def list_host_lines(job: Job, phase: str) -> dict[str, int]:

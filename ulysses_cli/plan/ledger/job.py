@@ -16,7 +16,7 @@ from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.plan.resolved import compute_kv_heads, make_layout, resolve
+from ulysses_cli.plan.resolved import compute_kv_heads, compute_row_tokens, make_layout
 
 BYTES = {"bfloat16": 2, "bf16": 2, "fp16": 2, "float32": 4, "fp32": 4}
 
@@ -152,14 +152,14 @@ def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
 def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8) -> Job:
     """A recipe that passed its checks, with its levers settled -> Job."""
     check_known(shape)
-    layout, resolved = make_layout(recipe), resolve(recipe, shape)
+    layout = make_layout(recipe)
     dtype_bytes = BYTES[recipe.model.dtype]
     config = merge_user_config(make_ds_config(recipe, layout, levers.offload_optimizer), recipe.deepspeed)
     lora = recipe.lora
     return Job(
         shape=shape,
         layout=layout,
-        row_tokens=resolved.row_tokens,
+        row_tokens=compute_row_tokens(recipe),
         levers=levers,
         batch=recipe.train.per_device_train_batch_size,
         accumulation=recipe.train.gradient_accumulation_steps,
