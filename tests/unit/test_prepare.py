@@ -235,8 +235,8 @@ def test_what_is_not_read_or_read_twice_is_noted(tmp_path: Path) -> None:
     (tmp_path / "e.txt").write_text("e")
     prepared = prepare(tmp_path, f"data.datasets=[{{path: {tmp_path}}}, {{path: {tmp_path}}}]", "data.max_length=512")
     assert prepared.report["notes"][:3] == [
-        f"{tmp_path / 'd.jsonl'}: text files beside files of rows that are not read: 1, such as {tmp_path / 'e.txt'}",
-        f"{tmp_path / 'd.jsonl'}: text files beside files of rows that are not read: 1, such as {tmp_path / 'e.txt'}",
+        f"{tmp_path / 'd.jsonl'}: text files beside files of rows, not read: 1, such as {tmp_path / 'e.txt'}",
+        f"{tmp_path / 'd.jsonl'}: text files beside files of rows, not read: 1, such as {tmp_path / 'e.txt'}",
         "data.datasets.1 is the same data as data.datasets.0; both are trained on",
     ]
 

@@ -443,11 +443,11 @@ def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
     assert source.facts["num_files"] == 2
     assert source.facts["left_out"] == {
         "files of other formats": {"count": 1, "example": str(tmp_path / "d.rst")},
-        "text files beside files of rows": {"count": 1, "example": str(tmp_path / "c.txt")},
+        "text files beside files of rows, not read": {"count": 1, "example": str(tmp_path / "c.txt")},
     }
     twice = open_one(tmp_path, tmp_path, data_files=("*.jsonl", "a.jsonl", "./b.jsonl"))
     assert len(read_all(twice)) == 2
-    assert twice.facts["left_out"]["files named twice"]["count"] == 2
+    assert twice.facts["left_out"]["files named twice, read once"]["count"] == 2
 
 
 def test_a_system_column_is_the_first_turn(tmp_path: Path) -> None:

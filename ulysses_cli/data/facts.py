@@ -152,10 +152,10 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
             why = f"the tokenizer offers no safe place to cut: {source['whole_because']}"
             why = why if source["whole_because"] else "no safe place to cut was found in them"
             notes.append(f"{source['name']}: long documents that were tokenized whole: {source['num_whole']:,}; {why}")
-        for why in ("text files beside files of rows", "files named twice"):
+        for why in ("text files beside files of rows, not read", "files named twice, read once"):
             if why in source.get("left_out", {}):
                 count, example = source["left_out"][why].values()
-                notes.append(f"{source['name']}: {why} that are not read: {count:,}, such as {example}")
+                notes.append(f"{source['name']}: {why}: {count:,}, such as {example}")
         if source["fingerprint"] in seen and source["key"].startswith("data.datasets."):
             notes.append(f"{source['key']} is the same data as {seen[source['fingerprint']]}; both are trained on")
         seen.setdefault(source["fingerprint"], source["key"])
