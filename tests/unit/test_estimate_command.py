@@ -109,6 +109,8 @@ def test_it_answers_in_half_a_second() -> None:
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--deadline", "soon"), "soon is not a time"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--budget", "-1"), "Invalid value"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--longest"), "leave one of them out"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--budget", "100"), "--budget: bounds a plan for rows"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--deadline", "1h"), "--deadline: bounds a plan for rows"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "64Mi", "--gpus", "h100:8"), "no plan (heads)"),
         (("plan", "--model", "meta-llama/Llama-3.1-70B", "--max-length", "8Ki", "--gpus", "h100:1"), "no plan (host)"),
     ],
@@ -183,7 +185,28 @@ def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
         known = [peak for peak in peaks if peak is not None]
         assert len(peaks) == len(sweep["lengths"])
         assert all(a <= b * 1.02 for a, b in itertools.pairwise(known))
-    assert run("estimate-memory", RECIPE, "--html", str(tmp_path / "none" / "x.html")).returncode == 2
+    assert run("estimate-memory", RECIPE, "--html", str(tmp_path / "new" / "x.html")).returncode == 0
+    assert (tmp_path / "new" / "x.html").is_file()
+    done = run("estimate-memory", RECIPE, "--html", str(page / "x.html"))  # below a file
+    assert done.returncode == 2
+    assert "cannot be written" in done.stderr
+
+
+def test_what_a_recipe_says_a_gpu_costs_is_its_price() -> None:
+    words = ("estimate-memory", RECIPE, "run.price_per_gpu_hour=3.5")
+    found = json.loads(run(*words, "--format", "json").stdout)["results"][0]
+    dollars = 3.5 * 8 / 3600 * 1e6 / found["tokens_per_second"]
+    assert found["usd_per_million_tokens"] == {"low": pytest.approx(dollars), "high": pytest.approx(dollars)}
+    assert "(run.price_per_gpu_hour)" in run(*words).stdout
+
+
+def test_a_plan_says_what_it_leaves_out() -> None:
+    words = ("plan", "--model", "Qwen/Qwen3-0.6B", "--format", "json", "--max-length")
+    odd = json.loads(run(*words, "32001", "--gpus", "h100-80gb:12").stdout)["assumptions"]
+    assert "4 of 12 x h100-80gb are left unused: beyond one machine of 8, whole machines, at most 64" in odd
+    assert "sp_size divides the row: with 32,001 tokens it is at most 1; with 32,000 up to 8" in odd
+    even = json.loads(run(*words, "32Ki", "--gpus", "h100-80gb:16").stdout)["assumptions"]
+    assert even == ["--tokens 1,000,000,000"]
 
 
 def test_validate_config_says_whether_it_fits() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOption, or_exit
+from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOption, or_exit, write_page
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.estimate import Estimate
@@ -117,7 +117,6 @@ def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, stri
 
 
 def _show_sweep(results: list[Estimate], html: Path | None, output: Format) -> None:
-    from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.report import printing, sweep
 
     found = sweep.compute_sweeps(results)
@@ -126,16 +125,7 @@ def _show_sweep(results: list[Estimate], html: Path | None, output: Format) -> N
     else:
         printing.print_data("\n\n".join(sweep.format_sweep(*each) for each in found))
     if html is not None:
-        page = sweep.make_sweep_page(found)
-
-        def write() -> None:
-            try:
-                html.write_text(page, encoding="utf-8")
-            except OSError as error:
-                raise RecipeError([Problem("--html", f"{html} cannot be written: {error.strerror}")]) from None
-
-        or_exit(write)
-        printing.print_talk(f"wrote {html}")
+        write_page(html, sweep.make_sweep_page(found))
 
 
 def _find_recipe(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
@@ -18,6 +19,23 @@ class Format(StrEnum):
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="text for people, json for programs")]
+
+
+def write_page(file: Path, text: str) -> None:
+    """The file of an --html; its folder is made."""
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.report import printing
+
+    def write() -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            problem = Problem("--html", f"{file} cannot be written: {error.strerror}", "name another file")
+            raise RecipeError([problem]) from None
+
+    or_exit(write)
+    printing.print_talk(f"wrote {file}")
 
 
 def or_exit(call: Callable[[], T]) -> T:

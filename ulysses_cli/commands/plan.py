@@ -81,6 +81,7 @@ def plan(
                 if offer.gpu.key not in {each.candidate.gpu.key for each in found}:
                     printing.print_talk(f"{offer.max_gpus} x {offer.gpu.key}: no row fits, whatever the levers")
         raise typer.Exit(DONE if found else USAGE)
+    said += search.list_limits(wish, offers)
     result = or_exit(lambda: search.search(wish, offers))
     if output is Format.json:
         printing.print_json(planner.describe_found(result, said))
@@ -115,6 +116,11 @@ def _read_wish(
         raise RecipeError(
             [Problem("--longest", "finds the length, but --max-length gives one", "leave one of them out")]
         )
+    bounds = {"--budget": budget, "--deadline": deadline}
+    ruled_out = [name for name, bound in bounds.items() if longest and bound is not None]
+    if ruled_out:
+        message, hint = "bounds a plan for rows of --max-length; --longest has none", "leave one of them out"
+        raise RecipeError([Problem(name, message, hint) for name in ruled_out])
     shape = find_shape(model, online=online)
     length = 0 if longest else read_length("--max-length", max_length)
     num_tokens = DEFAULT_TOKENS if tokens is None else read_length("--tokens", tokens)

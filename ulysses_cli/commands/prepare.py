@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOption
+from ulysses_cli.commands.options import DONE, USAGE, Format, FormatOption, write_page
 
 INTERRUPT_SECONDS = 20
 
@@ -66,13 +66,7 @@ def prepare(
     elif done.exit_code == DONE:
         printing.print_data(data_report.format_report(done.report))
     if html is not None and done.exit_code == DONE:
-        try:
-            html.parent.mkdir(parents=True, exist_ok=True)
-            html.write_text(data_page.make_data_page(done.report), encoding="utf-8")
-        except OSError as error:
-            printing.print_problems([Problem("", f"{html} cannot be written: {error.strerror}", "name another file")])
-            raise typer.Exit(FAILED) from None
-        printing.print_talk(f"wrote {html}")
+        write_page(html, data_page.make_data_page(done.report))
     raise typer.Exit(done.exit_code)
 
 

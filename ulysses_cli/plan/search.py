@@ -148,6 +148,24 @@ def list_sp_sizes(shape: ModelShape, num_gpus: int, max_length: int | None) -> l
     return [n for n in list_divisors(shape.num_heads) if num_gpus % n == 0 and (max_length or 0) % n == 0]
 
 
+def list_limits(wish: Wish, offers: Sequence[Offer]) -> list[str]:
+    """What of an offer no plan uses, whatever fits: GPUs beyond whole machines, and sizes that the row rules out."""
+    said = []
+    for offer in offers:
+        most, per_node = max(_list_counts(offer)), offer.gpu.gpus_per_node
+        if most < offer.max_gpus:
+            left = f"{offer.max_gpus - most} of {offer.max_gpus} x {offer.gpu.key} are left unused"
+            said.append(f"{left}: beyond one machine of {per_node}, whole machines, at most {MACHINE_COUNTS[-1]}")
+    counts = {count for offer in offers for count in _list_counts(offer)}
+    legal = max(max(list_sp_sizes(wish.shape, count, None)) for count in counts)
+    used = max(max(list_sp_sizes(wish.shape, count, wish.max_length)) for count in counts)
+    if used < legal:
+        below = wish.max_length // legal * legal
+        also = f"; with {below:,} up to {legal}" if below else ""
+        said.append(f"sp_size divides the row: with {wish.max_length:,} tokens it is at most {used}{also}")
+    return said
+
+
 def make_plan_recipe(wish: Wish) -> Recipe:
     """What would be written, but for its layout and levers: so that plan and recipe have one engine and one row."""
     draft = Draft("owner/model", max(2, wish.max_length), Layout(), is_lora=wish.is_lora)

@@ -136,9 +136,8 @@ def _format_speed(found: Estimate) -> list[tuple[str, str]]:
     if cost is None:
         rows.append(("price", f"not known for {found.gpu.key}: add usd_per_hour to ~/.config/ulysses/hardware.yaml"))
     else:
-        rows.append(
-            ("price", f"{format_money(cost)} per million tokens ({found.gpu.price_source}, {found.gpu.price_date})")
-        )
+        source = ", ".join(filter(None, (found.gpu.price_source, found.gpu.price_date)))
+        rows.append(("price", f"{format_money(cost)} per million tokens ({source})"))
     return rows
 
 
