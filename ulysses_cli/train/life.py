@@ -26,6 +26,7 @@ from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.resolved import make_layout, resolve
+from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.train.agreement import compare_machines, gather_values
 from ulysses_cli.train.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.build import build, load_model_config
@@ -47,7 +48,6 @@ from ulysses_cli.train.saves import Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
 from ulysses_cli.train.stop import StopWishes
 from ulysses_cli.train.watchdog import Watchdog
-from ulysses_cli.train.weight_files import find_weight_problem
 
 START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
 SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
