@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from small_run import make_settings
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,28 +25,12 @@ from ulysses_cli.data.rows import PackedRows, open_rows
 
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT = 240
-RECIPE: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "qwen3",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "vocab_size": 260,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": True,
-        },
-        "tokenizer": "bytes",
-        "dtype": "float32",
-    },
-    "parallel": {"sp_size": 2},
-    "data": {"datasets": [{"type": "synthetic"}], "eval_split": 0.02, "max_length": 256},
-    "train": {"max_steps": 8, "learning_rate": 0.003, "adam_epsilon": 1e-3},
-    "run": {"device": "cpu", "eval_steps": 4, "save_steps": 3, "save_total_limit": None, "output_dir": "run"},
-}
+RECIPE = make_settings(
+    parallel={"sp_size": 2},
+    data={"eval_split": 0.02, "max_length": 256},
+    train={"max_steps": 8},
+    run={"eval_steps": 4, "save_steps": 3, "save_total_limit": None},
+)
 METRICS = {
     *("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens", "step_seconds"),
     *("tokens_per_second", "tokens_per_second_per_gpu", "tflops", "mfu", "peak_memory_bytes"),
