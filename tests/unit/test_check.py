@@ -278,8 +278,8 @@ def test_check_attention_kind() -> None:
 
 def test_check_packed_layers() -> None:
     assert only("parallel.sp_size=1", mamba_d_state=16) == (
-        "r.yaml:6:3: data.packing: documents of one row would see each other in owner/model: mamba layers carry a state "
-        "from token to token\n\nhint: use packing: off, one document per row"
+        "r.yaml:6:3: data.packing: documents of one row would see each other in owner/model: mamba layers carry a "
+        "state from token to token\n\nhint: use packing: off, one document per row"
     )
     for packing in ("stream", "off"):
         assert check("parallel.sp_size=1", f"data.packing={packing}", mamba_d_state=16) == []

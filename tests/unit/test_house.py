@@ -16,7 +16,18 @@ FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc", "manager", "base", "cor
 STDLIB_ONLY = {"packing.py", "bins.py", "layout.py", "problem.py"}
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "peft", "numpy", "safetensors", "accelerate"}
 MAY_IMPORT = {
-    "commands": {"commands", "report", "plan", "validate", "hub", "shipped", "launch", "hardware_table", "__version__"},
+    "commands": {
+        "commands",
+        "report",
+        "plan",
+        "validate",
+        "hub",
+        "shipped",
+        "launch",
+        "preflight",
+        "hardware_table",
+        "__version__",
+    },
     "report": {"report", "plan", "validate"},
     "plan": {"plan"},
     "data": {"plan", "data"},

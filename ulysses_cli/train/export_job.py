@@ -37,7 +37,8 @@ class ExportJob:
         self.dtype = getattr(torch, dtype or self.recipe.model.dtype)
         shape = read_model_shape(self.config.to_dict(), "the model")
         stretch_positions(self.config, self.recipe, shape)
-        self.card = make_card(self.dumped, self.recipe.run.run_name or checkpoint.resolve().parts[-3], shape.model_type)
+        run_name = self.recipe.run.run_name or checkpoint.resolve().parts[-3]
+        self.card = make_card(self.dumped, run_name, shape.model_type, is_merged=is_merged)
         if is_merged and self.recipe.lora is None:
             raise ExportError("--merge-lora: this run had no adapters; leave it out")
 

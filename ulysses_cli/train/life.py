@@ -322,8 +322,8 @@ class Life:
         model = self.recipe.model
         if model.rope_scaling is not None:
             self.record.warn(
-                "adapters do not carry the stretched positions: load the base with the config.json beside them, or run "
-                "`ulysses export CHECKPOINT --to DIR --merge-lora`"
+                "adapters do not carry the stretched positions: load the base with base_config/, as the README.md beside "
+                "them shows, or run `ulysses export CHECKPOINT --to DIR --merge-lora`"
             )
         if model.config is not None:
             self.record.warn("the adapters belong to a random model, which is not on disk")
