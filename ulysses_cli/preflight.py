@@ -40,7 +40,7 @@ def check_trackers(recipe: Recipe) -> Found:
             yield Problem(
                 "run.report_to",
                 f"{name} is not installed",
-                f"pip install ulysses-cli[{name}], or leave it out: metrics.jsonl and `ulysses report` are always there",
+                f"pip install ulysses-cli[{name}], or leave it out: metrics.jsonl and `ulysses report` remain",
             )
 
 

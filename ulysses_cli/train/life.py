@@ -322,7 +322,7 @@ class Life:
         model = self.recipe.model
         if model.rope_scaling is not None:
             self.record.warn(
-                "adapters do not carry the stretched positions: load the base with base_config/, as the README.md beside "
+                "adapters do not carry the stretched positions: load the base as the README.md beside "
                 "them shows, or run `ulysses export CHECKPOINT --to DIR --merge-lora`"
             )
         if model.config is not None:
