@@ -121,9 +121,10 @@ def test_check_world_size() -> None:
 
 
 def test_check_optimizer() -> None:
-    assert only("train.optim=adamw_8bit") == (
-        "command line: train.optim: adamw_8bit is not offered yet: its moments could not be put into a checkpoint"
-        "\n\nhint: use train.optim: adamw, with memory.offload_optimizer: cpu where memory is short"
+    assert check("train.optim=adamw_8bit") == []
+    assert only("train.optim=adamw_8bit", "memory.offload_optimizer=cpu") == (
+        "command line: train.optim: adamw_8bit does not run with memory.offload_optimizer: cpu, whose Adam has float32 "
+        "moments\n\nhint: use train.optim: adamw, or memory.offload_optimizer: none"
     )
 
 

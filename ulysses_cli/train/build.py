@@ -26,6 +26,7 @@ from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_til
 from ulysses_cli.train.agreement import gather_values
 from ulysses_cli.train.clock import count_as, watch_module
 from ulysses_cli.train.documents import make_documents
+from ulysses_cli.train.eight_bits import AdamW8bit
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.groups import Groups
 from ulysses_cli.train.interface import register_attention
@@ -42,6 +43,7 @@ from ulysses_cli.train.loss import HeadRule, Loss, LossModel, PlainLoss, apply_r
 from ulysses_cli.train.offload import Offloader
 from ulysses_cli.train.recompute import recompute_layers
 from ulysses_cli.train.shards import get_shape
+from ulysses_cli.train.states import forget_powers
 from ulysses_cli.train.tiled_loss import make_tiled_loss
 from ulysses_cli.train.tiled_mlp import tile_mlps
 
@@ -270,10 +272,14 @@ def _make_optimizer(train: Train, trained: list[tuple[str, nn.Parameter]], offlo
         "betas": (train.adam_beta1, train.adam_beta2),
         "eps": train.adam_epsilon,
     }
+    if train.optim == "adamw_8bit":
+        return AdamW8bit(groups, **numbers)
     if offload != "none":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, adamw_mode=True, **numbers)
+        optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **numbers)
+        optimizer.register_step_pre_hook(forget_powers)
+        return optimizer
     return torch.optim.AdamW(groups, fused=True, **numbers)
 
 

@@ -42,6 +42,7 @@ from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.randomness import seed_all
 from ulysses_cli.train.record import Display, Record, make_trackers
 from ulysses_cli.train.rehearsal import rehearse
+from ulysses_cli.train.requirements import find_missing_package
 from ulysses_cli.train.resume import FRESH, adapt, count_restarts, find_beginning
 from ulysses_cli.train.run_file import describe_machine, list_versions, make_card, write_run_file
 from ulysses_cli.train.saves import Habits, Saves, find_shortage
@@ -96,6 +97,8 @@ class Life:
         """Whatever a file or a package can spoil is found before any process group exists."""
         self.record.phase = "reading inputs"
         recipe = self.recipe
+        if problem := find_missing_package(recipe.train.optim):
+            raise StartError(problem)
         self.rows = open_rows(self.options.data, "train")
         held_out = open_rows(self.options.data, "eval")
         self.eval_rows = held_out if len(held_out) else None
