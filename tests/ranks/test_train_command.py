@@ -163,7 +163,7 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_
 
     code, _, err = shop.train("run.output_dir=stopped", "run.save_steps=null")
     assert code == 2
-    assert "hint: go on with --resume auto, choose another run.output_dir, or delete them with --overwrite" in err
+    assert "hint: go on with --resume auto, choose another run.output_dir, or replace them with --overwrite" in err
     code, _, err = shop.train("run.output_dir=stopped", "run.save_steps=null", "--resume", "auto")
     assert code == 0, err
     assert f"resumed from stopped/checkpoints/step-{stopped[1]} after step {stopped[1]}" in err
@@ -198,8 +198,9 @@ def test_a_killed_rank_is_named_once_and_the_others_end(shop: Shop) -> None:
 def test_what_is_missing_is_told_before_ranks_meet(shop: Shop) -> None:
     code, _, err = shop.train("run.output_dir=tracked", "run.report_to=[wandb]")
     assert code == 2
-    assert "rank 0 failed (reading inputs): run.report_to: wandb is not installed" in err
+    assert "command line: run.report_to: wandb is not installed" in err
     assert "pip install ulysses-cli[wandb]" in err
+    assert not (shop.folder / "tracked" / "logs").exists(), "no rank was started"
     assert "Traceback" not in err
 
 
