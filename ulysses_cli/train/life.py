@@ -48,7 +48,7 @@ from ulysses_cli.train.run_file import describe_machine, list_versions, make_car
 from ulysses_cli.train.saves import Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
 from ulysses_cli.train.stop import StopWishes
-from ulysses_cli.train.watchdog import Watchdog
+from ulysses_cli.train.watchdog import WRITING, Watchdog
 
 START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
 SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
@@ -88,9 +88,8 @@ class Life:
             except BadStepsError:
                 self.saves.save_last(course)  # bad steps were not applied: what stands is good
                 raise
-            finally:
-                self.watchdog.stop()
             self.finish(course, reason)
+            self.watchdog.stop()
         self.tear_down()
 
     def read_inputs(self) -> None:
@@ -255,6 +254,7 @@ class Life:
         after += [self.saves.look] if run.async_save else []
         course.after = tuple(after)
         self.record.enter("training")
+        self.groups.wait_without_limit()
         self.watchdog = Watchdog(course, run.step_timeout, self.owner.rank, self.owner.world_size, self.run_dir)
 
     def check_disk(self) -> None:
@@ -300,7 +300,8 @@ class Life:
             return
         if self.record.last_eval_step != course.step:
             self.evaluate(course)
-        self.record.enter("writing the model")
+        self.record.enter(WRITING)
+        course.phase = WRITING
         if self.groups.is_first:
             adapter, recipe, config = self.built.adapter, self.recipe.model_dump(mode="json"), self.built.config
             last, dtype = self.saves.get_last_path(), getattr(torch, self.recipe.model.dtype)
