@@ -64,14 +64,20 @@ def prove(
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, proofs
 
+    is_cpu = (
+        subject is not None
+        and subject.validated.loaded is not None
+        and (subject.validated.loaded.recipe.run.device == "cpu")
+    )
+    device = "cuda" if launch.count_places("cuda") and not is_cpu else "cpu"
     task = {
         "command": command,
+        "device": device,
         "recipe": subject.file if subject else "",
         "overrides": subject.overrides if subject else [],
         "config": subject.config if subject else {},
         "options": options,
     }
-    device = "cuda" if launch.count_places("cuda") else "cpu"
     environ = launch.make_environment(os.environ, device, 1)
     launch.clear_build_locks(environ)
     findings, code = _ask(task, environ)

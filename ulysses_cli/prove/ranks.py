@@ -1,12 +1,8 @@
-"""Starts ranks on this machine for one function and brings back what rank 0 returns, or the first trace.
-
-CPU ranks are forked from a server that has torch and DeepSpeed loaded: the imports are paid once, however many ranks.
-"""
+"""Starts ranks on this machine for one function and brings back what rank 0 returns, or the first trace."""
 
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -21,7 +17,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["ulysses_cli.prove.observed", "deepspeed"]
+from ulysses_cli.prove.rank_server import start_process
+
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 LAST_WORDS_SECONDS = 2.0  # after a rank has failed, others may still write why
 OUT_OF_MEMORY_EXIT = -9  # killed: on Linux, nearly always for memory
@@ -44,18 +41,12 @@ def run_on_ranks(
     num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", time_limit: float = 600.0
 ) -> Any:
     """`function(device, *args)` on every rank of a new world -> what rank 0 returned. No rank outlives this call."""
-    context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
-    if device != "cuda":
-        context.set_forkserver_preload(PRELOADED)
     folder = Path(tempfile.mkdtemp(prefix="ulysses-ranks-"))
     processes = []
     try:
         for rank in range(num_ranks):
-            process = context.Process(
-                target=_serve, args=(rank, num_ranks, str(folder), device, function, args), daemon=True
-            )
-            process.start()
-            processes.append(process)
+            process = start_process(_serve, (rank, num_ranks, str(folder), device, function, args), device)
+            processes.append(process)  # one by one: those that have started are ended when another cannot
         _wait(processes, folder, time_limit)
         with open(folder / "result", "rb") as stream:
             return pickle.load(stream)  # noqa: S301 - written by our own rank, in a folder of our own
