@@ -178,7 +178,10 @@ class Life:
         self.forecast = gather_values(self.forecast, self.groups.host_group)[0]
         self.forecast.say(self.record)
         levers = self.forecast.choice.levers
-        built = build(self.recipe, self.shape, self.groups, self.device, self.num_steps, levers, self.record.say)
+        built = build(
+            self.recipe, self.shape, self.groups, self.device, self.num_steps, levers,
+            self.record.say, self.rows.get_lengths(0),
+        )  # fmt: skip
         self.built = built
         self.assert_sharded()
         self.owner = Owner(
