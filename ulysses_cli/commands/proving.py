@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ulysses_cli.validate import Validated
 
 
+TIDY_SECONDS = 3.0
+
+
 @dataclass(frozen=True)
 class Subject:
     """What is to be proven."""
@@ -102,6 +105,21 @@ def prove(
     raise typer.Exit(code)
 
 
+def _end(child: subprocess.Popen[str]) -> None:
+    """A moment to put away what lies about, and then the end of the child and all of its ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child.terminate()
+    try:
+        child.wait(TIDY_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    child.wait()
+
+
 def _ask(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any], int]:
     """The child in a session of its own: whatever ends this process ends it and its ranks."""
     child = subprocess.Popen(
@@ -121,8 +139,7 @@ def _ask(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any],
     try:
         said, _ = child.communicate(json.dumps(task))
     except BaseException:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        _end(child)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

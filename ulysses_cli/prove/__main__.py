@@ -29,17 +29,28 @@ Findings = dict[str, Any]
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, leave)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a command that is killed takes its proof along
     task: dict[str, Any] = json.load(sys.stdin)
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     talk = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace")
     log = take_output(task["command"])
-    findings, code = prove(task, partial(printing.write_to, talk), log)
+    try:
+        findings, code = prove(task, partial(printing.write_to, talk), log)
+    except SystemExit:
+        log.unlink(missing_ok=True)
+        raise
     answer.write(json.dumps(findings, default=str))
     answer.close()
     if code != FAILED or "problems" not in findings:
         log.unlink(missing_ok=True)
     return code
+
+
+def leave(number: int, _: object) -> None:
+    """By an exception, so that ranks are ended and temporary folders removed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def take_output(command: str) -> Path:
