@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.train.archive import CheckpointError, find_damage, load_state, sync_folder
 from ulysses_cli.train.checkpoint import Source, index_sources, read_range
 from ulysses_cli.train.tensor_file import write_tensors
@@ -136,9 +137,9 @@ def export_model(
         config.architectures = [type(skeleton).__name__]
         _copy_generation_config(config, beside)
     config.dtype = dtype
-    config.save_pretrained(
-        beside
-    )  # also beside adapters: it holds the stretch of positions that they were trained with
+    config.save_pretrained(beside)  # also beside adapters: it holds their stretch of positions
+    written = beside / "config.json"
+    written.write_text(mask_text(written.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
     tokenizer.save_pretrained(beside)
     (beside / "README.md").write_text(card, encoding="utf-8")
     check(beside)
