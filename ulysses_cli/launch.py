@@ -221,6 +221,12 @@ def clear_build_locks(environ: Mapping[str, str]) -> None:
             lock.unlink(missing_ok=True)
 
 
+def find_newest_checkpoint(run_dir: Path) -> Path | None:
+    """By name: what is in it, the ranks judge."""
+    found = [path for path in run_dir.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
+    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended. `failure`: what the first failing rank said, or {}."""

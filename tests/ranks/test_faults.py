@@ -178,5 +178,7 @@ def test_damage_is_passed_over_or_mended(shop: Workshop, kind: str) -> None:
     damage_newest(shop.folder / run, kind, random.Random(1))
     code, said = shop.train(run, "train.max_steps=12", "--resume", "auto")
     assert code == 0, said
-    assert shop.read_losses(run) == shop.read_losses("whole")
+    ours, theirs = shop.read_losses(run), shop.read_losses("whole")
+    assert ours.items() <= theirs.items()
+    assert len(theirs) - len(ours) <= (kind == "torn metrics")  # its last line is gone, and its step is not done again
     assert shop.read_model(run) == shop.read_model("whole")

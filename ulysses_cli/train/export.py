@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.train.archive import CheckpointError, find_damage, load_state, sync_folder
 from ulysses_cli.train.checkpoint import Source, index_sources, read_range
 from ulysses_cli.train.tensor_file import write_tensors
@@ -138,7 +139,10 @@ def export_model(
         _copy_generation_config(config, beside)
     config.dtype = dtype
     # Adapters name their base, whose own config would win over one beside them; the card says how to load both.
-    config.save_pretrained(beside / BASE_CONFIG if is_adapter else beside)
+    folder = beside / BASE_CONFIG if is_adapter else beside
+    config.save_pretrained(folder)
+    written = folder / "config.json"
+    written.write_text(mask_text(written.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
     tokenizer.save_pretrained(beside)
     (beside / "README.md").write_text(card, encoding="utf-8")
     check(beside)

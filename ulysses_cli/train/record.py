@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ulysses_cli.plan.secrets import mask_text
+
 
 class Display(Protocol):
     """Where words for the person go."""
@@ -132,6 +134,7 @@ class MissingTrackerError(ValueError):
 def make_trackers(names: Sequence[str], run_dir: Path, run_name: str) -> list[Tracker]:
     makers: dict[str, Callable[[Path, str], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     trackers: list[Tracker] = []
+    run_name = mask_text(run_name)  # services show it
     for name in names:
         try:
             trackers.append(makers[name](run_dir, run_name))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ulysses_cli.plan.secrets import mask_secrets
+from ulysses_cli.plan.secrets import collect_secrets, mask_secrets, mask_text
 
 PACKAGES = ("torch", "transformers", "deepspeed", "peft", "datasets", "safetensors")
 TOOL = "ulysses-cli"
@@ -31,10 +31,16 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     return {"device": facts.name, "device_memory_bytes": facts.total_memory, "processes_per_machine": here}
 
 
+def mask_facts(content: dict[str, Any]) -> dict[str, Any]:
+    """What of a run may be written: its recipe's secrets, and this process's, are nowhere in it."""
+    masked: dict[str, Any] = mask_secrets(content, known=collect_secrets(content.get("recipe"), os.environ))
+    return masked
+
+
 def write_run_file(run_dir: Path, content: dict[str, Any]) -> None:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     beside = run_dir / "run.json.part"
-    beside.write_text(json.dumps({**mask_secrets(content), "started": started}, indent=1), encoding="utf-8")
+    beside.write_text(json.dumps({**mask_facts(content), "started": started}, indent=1), encoding="utf-8")
     os.replace(beside, run_dir / "run.json")
 
 
@@ -54,6 +60,7 @@ def make_card(recipe: dict[str, Any], name: str, model_type: str, *, is_merged: 
     import yaml
 
     holds_adapters = bool(recipe["lora"]) and not is_merged
+    known = collect_secrets(recipe, os.environ)
     base, max_length = recipe["model"]["name_or_path"], recipe["data"]["max_length"]
     lines = ["---", f"library_name: {'peft' if holds_adapters else 'transformers'}"]
     lines += [f"base_model: {base}"] if base else []
@@ -64,5 +71,5 @@ def make_card(recipe: dict[str, Any], name: str, model_type: str, *, is_merged: 
         code = LOADING.format(base=base, dtype=recipe["model"]["dtype"])
         lines += ["## Loading", "", "```python", *code.splitlines(), "```", ""]
     lines += ["## Recipe", "", "All defaults included:", ""]
-    written = yaml.safe_dump(mask_secrets(recipe), sort_keys=False, allow_unicode=True)
-    return "\n".join([*lines, "```yaml", written.rstrip(), "```", ""])
+    written = yaml.safe_dump(mask_secrets(recipe, known=known), sort_keys=False, allow_unicode=True)
+    return "\n".join([mask_text("\n".join(lines), known), "```yaml", written.rstrip(), "```", ""])
