@@ -82,7 +82,8 @@ def prove(
         "options": options,
     }
     environ = launch.make_environment(os.environ, device, 1)
-    launch.clear_build_locks(environ)
+    if command != "doctor":  # which tells of them
+        launch.clear_build_locks(environ)
     findings, code = _ask(task, environ)
     if not findings:
         printing.print_talk(f"{command} ended early with exit code {code}")
