@@ -15,14 +15,15 @@ def find_weight_problem(folder: Path) -> str:
     """What keeps the weights from being loaded, or ''. Files of other formats are transformers' to judge."""
     index = folder / INDEX
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.exists() else set()
+        files = list_weight_files(folder)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{index} cannot be read: {error}"
-    files = [folder / name for name in sorted(names)] or sorted(folder.glob("*.safetensors"))
     if not files:
         is_other = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
         return "" if is_other else f"{folder} holds no weights: no *.safetensors"
     for file in files:
+        if file.parent != folder:
+            return f"{index} names {file}, which is outside the folder"
         if not file.exists():
             return f"{file} is missing, {INDEX} names it"
         try:
@@ -34,3 +35,10 @@ def find_weight_problem(folder: Path) -> str:
         if odd:
             return f"{file} holds {odd[0]} as {kinds[odd[0]]}: quantized weights cannot be trained"
     return ""
+
+
+def list_weight_files(folder: Path) -> list[Path]:
+    """Those that the index names, or all safetensors where there is none."""
+    index = folder / INDEX
+    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.exists() else set()
+    return [folder / name for name in sorted(names)] or sorted(folder.glob("*.safetensors"))
