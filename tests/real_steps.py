@@ -10,7 +10,8 @@ from typing import Any
 
 from courses import Trip
 from live_bytes import LiveBytes
-from training import CONFIG, MemoryRows, make_recipe
+from small_run import CONFIG
+from training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.ledger.device import DEVICE_LINES
 from ulysses_cli.plan.ledger.job import make_job

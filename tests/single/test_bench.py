@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import CONFIG, make_recipe
+from small_run import CONFIG
+from training import make_recipe
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.ledger.job import make_job

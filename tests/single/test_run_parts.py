@@ -17,6 +17,7 @@ from training import make_recipe
 from transformers import get_scheduler
 
 from ulysses_cli.plan.recipe import Train
+from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.train.agreement import DisagreementError, compare_machines
 from ulysses_cli.train.build import make_schedule
 from ulysses_cli.train.cores import bind_to_device, find_near_cores, read_list
@@ -25,7 +26,6 @@ from ulysses_cli.train.record import LineFile, MissingTrackerError, Record, cut_
 from ulysses_cli.train.run_file import make_card
 from ulysses_cli.train.stop import StopWishes
 from ulysses_cli.train.tensor_file import read_metadata, write_tensors
-from ulysses_cli.train.weight_files import find_weight_problem
 
 
 def test_time_and_money_are_wishes_to_stop() -> None:

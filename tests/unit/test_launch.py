@@ -115,8 +115,33 @@ def test_an_earlier_run_is_deleted_only_when_told_so(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match="where this run writes"):
             launch.check_run_dir(tmp_path, ["owner/name", str(tmp_path / name / "base")], overwrite=True)
         assert (tmp_path / name / mine).exists()
-        launch.clear_run_dir(tmp_path)
+        launch.set_results_aside(tmp_path)
+        assert (tmp_path / "replaced" / "1" / name / mine).exists()
+        launch.drop_replaced_results(tmp_path)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_run_stays_until_a_new_model_stands(tmp_path: Path) -> None:
+    assert launch.set_results_aside(tmp_path) is None
+    (tmp_path / "model").mkdir()
+    assert launch.set_results_aside(tmp_path) is None, "an empty folder is nothing to keep"
+    (tmp_path / "model" / "weights").write_text("old")
+    (tmp_path / "metrics.jsonl").write_text("old")
+
+    aside = launch.set_results_aside(tmp_path)
+    assert aside == tmp_path / "replaced" / "1"
+    (tmp_path / "metrics.jsonl").write_text("new")
+    (tmp_path / "checkpoints").mkdir()
+    assert launch.restore_results(tmp_path, aside), "the new run has left nothing"
+    assert (tmp_path / "model" / "weights").read_text() == "old"
+    assert (tmp_path / "metrics.jsonl").read_text() == "old"
+
+    for number in (1, 2):
+        aside = launch.set_results_aside(tmp_path)
+        assert aside == tmp_path / "replaced" / str(number)
+        (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+        assert not launch.restore_results(tmp_path, aside), "the new run's checkpoint stays"
+    assert (tmp_path / "replaced" / "1" / "model" / "weights").read_text() == "old"
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

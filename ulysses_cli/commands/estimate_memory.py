@@ -181,7 +181,7 @@ def draft_and_validate(
     layout = Layout(replicas, parallel.dp_shard_size if "parallel.dp_shard_size" in given.places else shards, sp_size)
     if stretches:
         said.append(f"positions are stretched by yarn: the model knows {shape.max_position_embeddings:,}")
-    text = write_draft(Draft(model, tokens, layout, needs_stretch=stretches))
+    text = write_draft(Draft(model, tokens, layout, needs_stretch=stretches, is_packed=not shape.crosses_documents))
     return validate.validate_recipe("the command line", overrides, num_processes, online=online, text=text), said
 
 

@@ -147,7 +147,13 @@ def _check_model(model: str, shape: ModelShape, length: int) -> None:
 
     draft = Draft(model, length, Layout(), needs_stretch=needs_stretch(shape, length))
     recipe = parse_recipe(write_draft(draft)).recipe
-    rules = (check_model.check_weights, check_model.check_dropout, check_positions.check_positions)
+    about_model = (
+        check_model.check_weights,
+        check_model.check_dropout,
+        check_model.check_attention_kind,
+        check_model.check_router_loss,
+    )
+    rules = (*about_model, check_positions.check_positions)
     problems = [problem for rule in rules for problem in rule(recipe, shape)]
     if problems:
         raise RecipeError(problems)

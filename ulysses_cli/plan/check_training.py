@@ -22,12 +22,13 @@ SCHEDULES: dict[str, tuple[set[str], set[str]]] = {
 
 
 def check_optimizer(recipe: Recipe) -> Found:
-    """8-bit AdamW has moments of its own kind."""
-    if recipe.train.optim == "adamw_8bit":
+    """8-bit AdamW works on the GPU's weights; DeepSpeed's Adam for the host knows float32 moments alone."""
+    where = recipe.memory.offload_optimizer
+    if recipe.train.optim == "adamw_8bit" and where not in ("none", "auto"):
         yield Problem(
             "train.optim",
-            "adamw_8bit is not offered yet: its moments could not be put into a checkpoint",
-            "use train.optim: adamw, with memory.offload_optimizer: cpu where memory is short",
+            f"adamw_8bit does not run with memory.offload_optimizer: {where}, whose Adam has float32 moments",
+            "use train.optim: adamw, or memory.offload_optimizer: none",
         )
 
 

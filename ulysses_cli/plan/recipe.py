@@ -258,7 +258,7 @@ class Train(Section):
     max_grad_norm: float = setting(1.0, "gradient norm is clipped to this; 0 = not clipped", unit="norm", ge=0, le=1e9)
     optim: Literal["adamw", "adamw_8bit"] = setting(
         "adamw",
-        "optimizer; adamw is fused on GPU and DeepSpeed's CPU Adam under offload",
+        "optimizer; adamw is fused on GPU and DeepSpeed's CPU Adam under offload; adamw_8bit is bitsandbytes'",
         aliases=("optimizer",),
         spellings={"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit"},
     )

@@ -16,14 +16,12 @@ from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.prove.observed import GROUP_TIMEOUT
-from ulysses_cli.prove.rows import MadeRows, make_rows
+from ulysses_cli.prove.rows import FullRows
 from ulysses_cli.train.build import build
 from ulysses_cli.train.groups import make_groups
 from ulysses_cli.train.loop import Course, train
 from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.stop import StopWishes
-
-NUM_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,6 @@ class Timed:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def make_long_rows(recipe: Recipe, shape: ModelShape) -> MadeRows:
-    """Full rows of one document: the most work that a length can mean."""
-    made = make_rows(recipe.data.max_length, 1, shape.vocab_size, is_packed=False)
-    return MadeRows(made.documents * NUM_ROWS)
-
-
 def time_steps(
     device: torch.device,
     recipe: Recipe,
@@ -80,7 +72,7 @@ def time_steps(
     torch.manual_seed(recipe.run.seed)
     total = num_warmup + num_steps
     built = build(recipe, shape, groups, device, total, levers)
-    rows, batching = make_long_rows(recipe, shape), make_batching(recipe, shape)
+    rows, batching = FullRows(recipe.data.max_length, shape.vocab_size), make_batching(recipe, shape)
     lines: list[dict[str, Any]] = []
     meter = Meter(partial(compute_model_flops, shape), peak_tflops, lines.append)
     end = total * batching.rows_per_step

@@ -20,7 +20,8 @@ from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
-from ulysses_cli.prove.speed import Timed, make_long_rows
+from ulysses_cli.prove.rows import FullRows
+from ulysses_cli.prove.speed import Timed
 from ulysses_cli.train.build import load_model_config, stretch_positions
 
 
@@ -89,7 +90,7 @@ def time_trainer(device: torch.device, recipe: Recipe, shape: ModelShape, num_wa
         dtype = getattr(torch, recipe.model.dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         timer = _StepTimer()
-        row = make_long_rows(recipe, shape).read(0, 0, recipe.data.max_length)
+        row = FullRows(recipe.data.max_length, shape.vocab_size).read(0, 0, recipe.data.max_length)
         tokens, places = torch.from_numpy(row.input_ids), torch.from_numpy(row.positions)
         sample = {"input_ids": tokens, "labels": tokens, "position_ids": places}
         rows_needed = total * train.gradient_accumulation_steps * train.per_device_train_batch_size * layout.dp_size

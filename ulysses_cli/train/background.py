@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ulysses_cli.train.checkpoint import Entries, Owner, Share, finish_folder, write_share
+from ulysses_cli.train.tensor_file import Later, get_tensor
 
 TOLD = ".told"
 POLL_SECONDS = 0.02
@@ -33,8 +34,9 @@ class HostCopies:
 
     def copy(self, share: Share) -> Share:
         """Returns when the engine may change its states again."""
-        copied = []
-        for name, tensor in share.tensors:
+        copied: list[tuple[str, Tensor | Later]] = []
+        for name, found in share.tensors:
+            tensor = get_tensor(found)
             buffer = self.buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

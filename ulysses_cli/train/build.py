@@ -4,21 +4,17 @@ a value here. deepspeed is imported in this file; the rest of train/ is handed w
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, get_scheduler
-from transformers.integrations import HfDeepSpeedConfig
-from transformers.integrations import deepspeed as integration
+from transformers import AutoConfig, PretrainedConfig, get_scheduler
 
 from ulysses_cli.plan.attention import Need
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
@@ -30,14 +26,24 @@ from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_til
 from ulysses_cli.train.agreement import gather_values
 from ulysses_cli.train.clock import count_as, watch_module
 from ulysses_cli.train.documents import make_documents
+from ulysses_cli.train.eight_bits import AdamW8bit
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.groups import Groups
 from ulysses_cli.train.interface import register_attention
 from ulysses_cli.train.kernel_choice import Choice, choose_kernel
+from ulysses_cli.train.loading import (
+    BuildError,
+    Making,
+    first_line,
+    load_pretrained,
+    sharded_loading,
+    start_from_random,
+)
 from ulysses_cli.train.loss import HeadRule, Loss, LossModel, PlainLoss, apply_rule
 from ulysses_cli.train.offload import Offloader
 from ulysses_cli.train.recompute import recompute_layers
 from ulysses_cli.train.shards import get_shape
+from ulysses_cli.train.states import forget_powers
 from ulysses_cli.train.tiled_loss import make_tiled_loss
 from ulysses_cli.train.tiled_mlp import tile_mlps
 
@@ -45,10 +51,6 @@ PROBE_TOKENS = 8
 HEAD_TOLERANCE = 0.02  # bfloat16 keeps 8 bits; a lost scale or softcap costs far more
 MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 ATTENTION_NAMES = ("self_attn", "attention", "attn")
-
-
-class BuildError(ValueError):
-    """The model cannot be made as the recipe says: a mistake of the user's or of the files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +77,7 @@ def load_model_config(recipe: Recipe) -> PretrainedConfig:
             )
         config = config.get_text_config(decoder=True)
     except (OSError, ValueError) as error:
-        raise BuildError(f"the model's config cannot be read: {_first_line(error)}") from error
+        raise BuildError(f"the model's config cannot be read: {first_line(error)}") from error
     return config
 
 
@@ -119,8 +121,8 @@ def build(
     config = load_model_config(recipe)
     stretch_positions(config, recipe, shape)
     attention = register_attention(groups.sp_axis, kernel.name, levers.head_chunks)
-    with _tell_transformers(ds_config if recipe.parallel.zero_stage == 3 else None):
-        model = _load_weights(recipe, config, attention)
+    with sharded_loading(ds_config if recipe.parallel.zero_stage == 3 else None):
+        model = _load_weights(recipe, config, attention, device)
     adapter = _add_adapters(recipe, model) if recipe.lora is not None else None
     head_rule = read_head_rule(config, recipe.train.z_loss_weight)
     loss = _pull_levers(model, levers, head_rule, recipe, shape, device)
@@ -220,72 +222,12 @@ def _choose_kernel(recipe: Recipe, shape: ModelShape, groups: Groups, device: to
     return choice
 
 
-def _load_weights(recipe: Recipe, config: PretrainedConfig, attention: str) -> Any:
-    """Under ZeRO-3 each rank receives its part of every weight as it is read; no rank ever holds the model."""
-    dtype = getattr(torch, recipe.model.dtype)
-    if recipe.model.config is not None:
-        return _start_from_random(recipe, config, attention, dtype)
-    path = os.path.expanduser(str(recipe.model.name_or_path))
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            revision=recipe.model.revision,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=recipe.model.trust_remote_code,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise BuildError(f"{path} cannot be loaded: {_first_line(error)}") from error
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    missing = sorted(set(found["missing_keys"]) - tied)
-    if missing or found["mismatched_keys"]:
-        names = ", ".join(map(str, [*missing, *sorted(map(str, found["mismatched_keys"]))][:3]))
-        raise BuildError(f"{path} lacks weights of the model that its config.json describes: {names}")
-    return model
-
-
-def _start_from_random(recipe: Recipe, config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:
-    """The same weights for a seed, whatever the layout: drawn in whole on rank 0 and shared out."""
-    import deepspeed
-
-    options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": recipe.model.trust_remote_code}
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-    is_first = dist.get_rank() == 0
-    if is_first:
-        with _tell_transformers(None):
-            torch.manual_seed(recipe.run.seed)
-            drawn = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).named_parameters())
-    for name, parameter in model.named_parameters():
-        whole = (
-            deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
-            if hasattr(parameter, "ds_id")
-            else contextlib.nullcontext()
-        )
-        with whole, torch.no_grad():
-            if is_first:
-                parameter.copy_(drawn.pop(name))
-            if not hasattr(parameter, "ds_id"):
-                dist.broadcast(parameter.data, 0)
-    torch.manual_seed(recipe.run.seed)
-    return model
-
-
-@contextlib.contextmanager
-def _tell_transformers(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """While it loads a model, transformers looks for DeepSpeed's config in a global of its own: under ZeRO-3 it then
-    shards each weight as it is made."""
-    kept = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
-    holder = HfDeepSpeedConfig(ds_config) if ds_config else None
-    try:
-        yield
-    finally:
-        del holder
-        integration._hf_deepspeed_config_weak_ref = kept
+def _load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
+    model = recipe.model
+    making = Making(config, getattr(torch, model.dtype), attention, model.trust_remote_code)
+    if model.config is not None:
+        return start_from_random(making, recipe.run.seed, device)
+    return load_pretrained(making, os.path.expanduser(str(model.name_or_path)), model.revision)
 
 
 def make_adapter_config(recipe: Recipe) -> Any:
@@ -314,7 +256,7 @@ def _add_adapters(recipe: Recipe, model: Any) -> Any:
     try:
         return get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise BuildError(f"the adapters cannot be added: {_first_line(error)}") from error
+        raise BuildError(f"the adapters cannot be added: {first_line(error)}") from error
 
 
 def _make_optimizer(train: Train, trained: list[tuple[str, nn.Parameter]], offload: str) -> torch.optim.Optimizer:
@@ -330,10 +272,14 @@ def _make_optimizer(train: Train, trained: list[tuple[str, nn.Parameter]], offlo
         "betas": (train.adam_beta1, train.adam_beta2),
         "eps": train.adam_epsilon,
     }
+    if train.optim == "adamw_8bit":
+        return AdamW8bit(groups, **numbers)
     if offload != "none":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, adamw_mode=True, **numbers)
+        optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **numbers)
+        optimizer.register_step_pre_hook(forget_powers)
+        return optimizer
     return torch.optim.AdamW(groups, fused=True, **numbers)
 
 
@@ -374,8 +320,3 @@ def _watch(wrapped: Any, module: LossModel) -> None:
     for name in ("reduce_independent_p_g_buckets_and_remove_grads", "reduce_ready_partitions_and_remove_grads"):
         if hasattr(wrapped.optimizer, name):
             setattr(wrapped.optimizer, name, count_as("gather_reduce", getattr(wrapped.optimizer, name)))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -34,10 +34,10 @@ from ulysses_cli.train.archive import (
     sync_folder,
 )
 from ulysses_cli.train.run_file import mask_facts
-from ulysses_cli.train.shards import MOMENTS, Shard, get_masters, get_state, list_shards, set_step_count
-from ulysses_cli.train.tensor_file import read_metadata, write_tensors
+from ulysses_cli.train.shards import Shard, list_shards
+from ulysses_cli.train.states import KINDS, Flat, list_flats, set_step_count, walk_chunks
+from ulysses_cli.train.tensor_file import Later, get_tensor, read_metadata, write_tensors
 
-KINDS = ("master", *MOMENTS)
 Entries = dict[str, dict[str, Any]]  # file name -> bytes and sha256
 
 
@@ -55,9 +55,9 @@ class Owner:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank writes. `tensors` are views of the engine, or copies of them on the host."""
+    """What one rank writes. `tensors` are views of the engine, or copies of them on the host, or come later."""
 
-    tensors: list[tuple[str, Tensor]]
+    tensors: list[tuple[str, Tensor | Later]]
     facts: dict[str, str]
 
 
@@ -131,20 +131,14 @@ def _write_text(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def _walk_tensors(owner: Owner, shards: list[Shard]) -> Iterator[tuple[str, Tensor]]:
-    masters = get_masters(owner.optimizer)
+def _walk_tensors(owner: Owner, shards: list[Shard]) -> Iterator[tuple[str, Tensor | Later]]:
+    flats = list_flats(owner.optimizer)
     for shard in shards:
         for kind in KINDS:
-            yield f"{shard.name}|{kind}", _view(owner.optimizer, masters, shard, kind)
+            yield f"{shard.name}|{kind}", flats[shard.flat].read(kind, shard.offset, shard.numel)
     yield "rng|torch", torch.get_rng_state()
     if torch.cuda.is_available():
         yield "rng|cuda", torch.cuda.get_rng_state()
-
-
-def _view(optimizer: Any, masters: list[Tensor], shard: Shard, kind: str) -> Tensor:
-    master = masters[shard.flat]
-    whole = master.data if kind == "master" else get_state(optimizer, master)[kind]
-    return whole.view(-1).narrow(0, shard.offset, shard.numel)
 
 
 def _read_rng() -> dict[str, Any]:
@@ -192,13 +186,12 @@ def read_range(sources: list[Source], key: str, start: int, numel: int) -> Tenso
 def load_checkpoint(owner: Owner, path: Path) -> dict[str, Any]:
     """Collective over all ranks -> the saved state. Any layout, stage or offload may have written it."""
     sources, shapes = index_sources(path)
-    masters = get_masters(owner.optimizer)
-    for shard in list_shards(owner.module, owner.optimizer, owner.rank):
+    shards = list_shards(owner.module, owner.optimizer, owner.rank)
+    for shard in shards:
         if shapes.get(shard.name) != shard.shape:
             raise CheckpointError(f"{path} holds {shard.name} as {shapes.get(shard.name)}, the model has {shard.shape}")
-        for kind in KINDS:
-            part = read_range(sources[shard.name], f"{shard.name}|{kind}", shard.start, shard.numel)
-            _view(owner.optimizer, masters, shard, kind).copy_(part)
+    for index, flat in enumerate(list_flats(owner.optimizer)):
+        _fill(flat, [shard for shard in shards if shard.flat == index], sources)
     state = load_state(path)
     set_step_count(owner.optimizer, int(state["optimizer_steps"]))
     _refresh_weights(owner, sources)
@@ -208,9 +201,23 @@ def load_checkpoint(owner: Owner, path: Path) -> dict[str, Any]:
     return state
 
 
+def _fill(flat: Flat, shards: list[Shard], sources: dict[str, list[Source]]) -> None:
+    """In parts: what makes codes of them or puts them on a disk wants neighbours together, and not all at once."""
+    for start, numel in walk_chunks(flat):
+        for kind in KINDS:
+            values = torch.zeros(numel)
+            for shard in shards:
+                low, high = max(start, shard.offset), min(start + numel, shard.offset + shard.numel)
+                if low < high:
+                    begin = shard.start + low - shard.offset
+                    found = read_range(sources[shard.name], f"{shard.name}|{kind}", begin, high - low)
+                    values[low - start : high - start] = found
+            flat.write(kind, start, values)
+
+
 def _refresh_weights(owner: Owner, sources: dict[str, list[Source]]) -> None:
     """The weights that layers compute with follow the float32 ones."""
-    masters = get_masters(owner.optimizer)
+    flats = list_flats(owner.optimizer)
     shards = {shard.name: shard for shard in list_shards(owner.module, owner.optimizer, owner.rank)}
     for name, parameter in owner.module.named_parameters():
         if not parameter.requires_grad:
@@ -219,7 +226,7 @@ def _refresh_weights(owner: Owner, sources: dict[str, list[Source]]) -> None:
             if name in shards:
                 shard = shards[name]
                 held = parameter.ds_tensor.data.view(-1).narrow(0, 0, shard.numel)
-                held.copy_(_view(owner.optimizer, masters, shard, "master"))
+                held.copy_(get_tensor(flats[shard.flat].read("master", shard.offset, shard.numel)))
         else:
             whole = read_range(sources[name], f"{name}|master", 0, parameter.numel())
             parameter.data.copy_(whole.view(parameter.shape))

@@ -18,7 +18,7 @@ from ulysses_cli.data.steps import MicroBatch
 from ulysses_cli.train.clock import part_of_step
 from ulysses_cli.train.documents import make_documents
 from ulysses_cli.train.groups import Groups
-from ulysses_cli.train.shards import reset_moments
+from ulysses_cli.train.states import reset_moments
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from ulysses_cli.train.checkpoint import Source, index_sources, read_range
 from ulysses_cli.train.tensor_file import write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
+BASE_CONFIG = "base_config"  # beside adapters: the base as it was trained, with its stretch of positions
 PREFIX = "model."  # the engine wraps the model under this name
 LAYER = re.compile(r"(.*?\.layers\.\d+\.)")
 FAILED, USAGE = 1, 2
@@ -156,8 +157,9 @@ def export_model(
         config.architectures = [type(skeleton).__name__]
         _copy_generation_config(config, beside)
     config.dtype = dtype
-    config.save_pretrained(beside)  # also beside adapters: it holds their stretch of positions
-    written = beside / "config.json"
+    # Adapters name their base, whose own config would win over one beside them; the card says how to load both.
+    written = (beside / BASE_CONFIG if is_adapter else beside) / "config.json"
+    config.save_pretrained(written.parent)
     written.write_text(mask_text(written.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
     tokenizer.save_pretrained(beside)
     (beside / "README.md").write_text(card, encoding="utf-8")

@@ -13,9 +13,10 @@ from ulysses_cli.data.tokenizer import load_tokenizer
 from ulysses_cli.plan.load import parse_recipe
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.train.build import BuildError, load_model_config, make_adapter_config, stretch_positions
+from ulysses_cli.train.build import load_model_config, make_adapter_config, stretch_positions
 from ulysses_cli.train.export import export_model
 from ulysses_cli.train.export_check import check_adapter, check_model
+from ulysses_cli.train.loading import BuildError
 from ulysses_cli.train.merging import Merging, add_adapters, find_base_files
 from ulysses_cli.train.run_file import make_card
 
@@ -44,7 +45,8 @@ class ExportJob:
         self.dtype = getattr(torch, dtype or self.recipe.model.dtype)
         shape = read_model_shape(self.config.to_dict(), "the model")
         stretch_positions(self.config, self.recipe, shape)
-        self.card = make_card(self.dumped, self.recipe.run.run_name or checkpoint.resolve().parts[-3], shape.model_type)
+        run_name = self.recipe.run.run_name or checkpoint.resolve().parts[-3]
+        self.card = make_card(self.dumped, run_name, shape.model_type, is_merged=is_merged)
         if is_merged and self.recipe.lora is None:
             raise ExportError("--merge-lora: this run had no adapters; leave it out")
         if is_merged and self.recipe.model.name_or_path is None:

@@ -26,6 +26,7 @@ from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.resolved import make_layout, resolve
+from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.train.agreement import compare_machines, gather_values
 from ulysses_cli.train.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.build import build, load_model_config
@@ -41,13 +42,13 @@ from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.randomness import seed_all
 from ulysses_cli.train.record import Display, Record, make_trackers
 from ulysses_cli.train.rehearsal import rehearse
+from ulysses_cli.train.requirements import find_missing_package
 from ulysses_cli.train.resume import FRESH, adapt, count_restarts, find_beginning
 from ulysses_cli.train.run_file import describe_machine, list_versions, make_card, write_run_file
 from ulysses_cli.train.saves import Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
 from ulysses_cli.train.stop import StopWishes
 from ulysses_cli.train.watchdog import Watchdog
-from ulysses_cli.train.weight_files import find_weight_problem
 
 START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
 SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
@@ -96,6 +97,8 @@ class Life:
         """Whatever a file or a package can spoil is found before any process group exists."""
         self.record.phase = "reading inputs"
         recipe = self.recipe
+        if problem := find_missing_package(recipe.train.optim):
+            raise StartError(problem)
         self.rows = open_rows(self.options.data, "train")
         held_out = open_rows(self.options.data, "eval")
         self.eval_rows = held_out if len(held_out) else None
@@ -322,8 +325,8 @@ class Life:
         model = self.recipe.model
         if model.rope_scaling is not None:
             self.record.warn(
-                "adapters do not carry the stretched positions: load the base with the config.json beside them, or run "
-                "`ulysses export CHECKPOINT --to DIR --merge-lora`"
+                "adapters do not carry the stretched positions: load the base as the README.md beside "
+                "them shows, or run `ulysses export CHECKPOINT --to DIR --merge-lora`"
             )
         if model.config is not None:
             self.record.warn("the adapters belong to a random model, which is not on disk")

@@ -16,11 +16,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ulysses_cli.plan.weight_files import find_weight_problem, list_weight_files
 from ulysses_cli.train.archive import CheckpointError
 from ulysses_cli.train.checkpoint import index_sources
 from ulysses_cli.train.export import PREFIX, ShardWriter, read_parameter
 from ulysses_cli.train.export_check import MEMORY_SHARE, PROBE_TOKENS, read_available_bytes
-from ulysses_cli.train.weight_files import find_weight_problem, list_weight_files
 
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 TEXT_PART = "language_model."  # what models of several kinds of input call the part that reads text

@@ -44,16 +44,32 @@ def write_run_file(run_dir: Path, content: dict[str, Any]) -> None:
     os.replace(beside, run_dir / "run.json")
 
 
-def make_card(recipe: dict[str, Any], name: str, model_type: str) -> str:
-    """The model card: what was trained, on what, and the whole recipe."""
+LOADING = """\
+# The base model with the positions that these adapters were trained with, and the adapters on it
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+folder = "."  # where this card is
+config = AutoConfig.from_pretrained(f"{{folder}}/base_config")
+model = AutoModelForCausalLM.from_pretrained({base!r}, config=config, dtype={dtype!r})
+model = PeftModel.from_pretrained(model, folder)"""
+
+
+def make_card(recipe: dict[str, Any], name: str, model_type: str, *, is_merged: bool = False) -> str:
+    """The model card: what was trained, on what, how adapters are loaded, and the whole recipe."""
     import yaml
 
     known = collect_secrets(recipe, os.environ)
+    holds_adapters = bool(recipe["lora"]) and not is_merged
     base, max_length = recipe["model"]["name_or_path"], recipe["data"]["max_length"]
-    lines = ["---", f"library_name: {'peft' if recipe['lora'] else 'transformers'}"]
+    lines = ["---", f"library_name: {'peft' if holds_adapters else 'transformers'}"]
     lines += [f"base_model: {base}"] if base else []
     lines += ["---", "", f"# {name}", ""]
     what = f"{base or 'A model from random weights'} ({model_type}), fine-tuned at {max_length:,} tokens per row"
-    lines += [f"{what} with ulysses {metadata.version(TOOL)}. The recipe, all defaults included:", ""]
+    lines += [f"{what} with ulysses {metadata.version(TOOL)}.", ""]
+    if holds_adapters and base:
+        code = LOADING.format(base=base, dtype=recipe["model"]["dtype"])
+        lines += ["## Loading", "", "```python", *code.splitlines(), "```", ""]
+    lines += ["## Recipe", "", "All defaults included:", ""]
     written = yaml.safe_dump(mask_secrets(recipe, known=known), sort_keys=False, allow_unicode=True)
     return "\n".join([mask_text("\n".join(lines), known), "```yaml", written.rstrip(), "```", ""])

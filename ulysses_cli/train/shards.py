@@ -1,7 +1,6 @@
-"""Where the engine keeps this rank's share of the float32 weights and moments, whatever the ZeRO stage.
+"""Where in the engine's flat tensors this rank's shares of the parameters lie, whatever the ZeRO stage.
 
-Knows DeepSpeed's optimizers by their attributes; imports nothing of it. Values are views: writing to them is writing to
-the engine.
+Knows DeepSpeed's optimizers by their attributes; imports nothing of it. What the flat tensors hold is states.py's.
 """
 
 from __future__ import annotations
@@ -10,10 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -61,37 +57,6 @@ def _walk_shards(module: nn.Module, optimizer: Any, rank: int) -> Iterator[Shard
             start, numel = place.lp_fragment_address.start, place.lp_fragment_address.numel
         if numel:
             yield Shard(name, get_shape(parameter), start, numel, flat, offset)
-
-
-def get_state(optimizer: Any, master: Tensor) -> dict[str, Any]:
-    """The moments of one flat master; made, as zeros, where no step has made them yet."""
-    state: dict[str, Any] = optimizer.optimizer.state[master]
-    for name in MOMENTS:
-        if name not in state:
-            state[name] = torch.zeros_like(master.data)
-    if "step" not in state:
-        state["step"] = 0 if type(optimizer.optimizer).__name__ == "DeepSpeedCPUAdam" else torch.tensor(0.0)
-        if torch.is_tensor(state["step"]) and optimizer.optimizer.defaults.get("fused"):
-            state["step"] = state["step"].to(master.device)
-    return state
-
-
-def set_step_count(optimizer: Any, count: int) -> None:
-    for master in get_masters(optimizer):
-        state = get_state(optimizer, master)
-        if torch.is_tensor(state["step"]):
-            state["step"].fill_(count)
-        else:
-            state["step"] = count
-
-
-def reset_moments(optimizer: Any) -> None:
-    """As before the first step."""
-    for master in get_masters(optimizer):
-        state = get_state(optimizer, master)
-        for name in MOMENTS:
-            state[name].zero_()
-    set_step_count(optimizer, 0)
 
 
 def count_held(module: nn.Module) -> tuple[int, int, int]:

@@ -9,8 +9,9 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,29 @@ DTYPES = {
 }
 
 
-def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]) -> str:
+@dataclass(frozen=True)
+class Later:
+    """A float32 vector that is made when it is needed, since there is no room for all at once."""
+
+    numel: int
+    make: Callable[[], Tensor]
+
+
+def get_tensor(found: Tensor | Later) -> Tensor:
+    return found.make() if isinstance(found, Later) else found
+
+
+def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor | Later]], metadata: Mapping[str, str]) -> str:
     """Written, synced -> sha256 of the file. Tensors may be views on any device."""
     listed = list(tensors)
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for name, tensor in listed:
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        if isinstance(tensor, Later):
+            dtype, shape, size = torch.float32, [tensor.numel], 4 * tensor.numel
+        else:
+            dtype, shape, size = tensor.dtype, list(tensor.shape), tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
@@ -52,9 +68,9 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor]], metadata: M
     return digest.hexdigest()
 
 
-def _walk_bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Any]:
+def _walk_bytes(tensors: Iterable[tuple[str, Tensor | Later]]) -> Iterator[Any]:
     for _, tensor in tensors:
-        yield memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        yield memoryview(get_tensor(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def read_metadata(file: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard
 
-ADAM_BYTES = {"adamw": 8, "adamw_8bit": 2}
+CODE_BLOCK = 256  # train/codes.py: weights that share a scale
 
 
 def compute_parameters(job: Job) -> int:
@@ -102,10 +102,11 @@ def compute_master(job: Job) -> int:
 
 
 def compute_adam(job: Job) -> int:
-    """8 N / W from the first step on; 2 N / W in 8 bits."""
+    """8 N / W from the first step on. In 8 bits two codes of each weight and two float32 scales of each 256."""
     if job.levers.offload_optimizer != "none":
         return 0
-    return ADAM_BYTES[job.optim] * count_shard(job.weights.num_trained, job.world_size)
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    return 8 * shard if job.optim == "adamw" else 2 * shard + 8 * -(-shard // CODE_BLOCK)
 
 
 def compute_step_transients(job: Job) -> int:

@@ -1,0 +1,169 @@
+"""AdamW with moments of 8 bits on ranks: bitsandbytes' own steps, any ZeRO stage, checkpoints, the rehearsal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from courses import Trip
+from ranks import run_on_ranks
+from training import MemoryRows, make_recipe
+
+from ulysses_cli.data.batching import make_eval_batching
+from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.train.archive import find_damage
+from ulysses_cli.train.loop import train
+from ulysses_cli.train.rehearsal import rehearse
+from ulysses_cli.train.saves import Habits
+from ulysses_cli.train.states import MOMENTS, list_flats
+from ulysses_cli.train.tensor_file import get_tensor
+
+ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
+COMMON = ("parallel.sp_size=2", "train.learning_rate=0.01", "train.lr_scheduler_type=constant")
+CODED = (*COMMON, "train.optim=adamw_8bit")
+NUM_STEPS = 6
+
+
+def step_beside_theirs(recipe: Recipe) -> tuple[list[float], int]:
+    """Each step's gradients also go to bitsandbytes' optimizer, on copies of the flat weights as they were at first."""
+    from bitsandbytes.optim import AdamW8bit
+
+    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS)
+    ours = trip.built.engine.wrapped.optimizer.optimizer
+    theirs: dict[int, tuple[Any, torch.nn.Parameter]] = {}
+    real, compared = type(ours)._step, 0
+
+    def step(optimizer: Any, weight: torch.Tensor, group: dict[str, Any]) -> None:
+        nonlocal compared
+        if id(weight) not in theirs:
+            copy = torch.nn.Parameter(weight.data.clone())
+            numbers = {"lr": 0.0, "betas": group["betas"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
+            theirs[id(weight)] = (AdamW8bit([copy], min_8bit_size=0, **numbers), copy)
+        other, copy = theirs[id(weight)]
+        copy.grad = weight.grad.clone()
+        other.param_groups[0]["lr"] = group["lr"]
+        other.step()
+        real(optimizer, weight, group)
+        assert torch.equal(weight.data, copy.data)
+        found, wanted = optimizer.state[weight], other.state[copy]
+        for moment, number in zip(MOMENTS, "12", strict=True):
+            assert torch.equal(found[f"{moment}_codes"], wanted[f"state{number}"])
+            assert torch.equal(found[f"{moment}_scales"], wanted[f"absmax{number}"])
+        compared += 1
+
+    ours._step = step.__get__(ours)
+    train(trip.course)
+    return trip.losses, compared
+
+
+def train_as_it_is(recipe: Recipe) -> list[float]:
+    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS)
+    train(trip.course)
+    return trip.losses
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("lora", [(), pytest.param(("lora.r=4",), marks=pytest.mark.full)])
+def test_steps_are_bitsandbytes_own_and_lead_where_adamw_leads(stage: int, lora: tuple[str, ...]) -> None:
+    where = (f"parallel.zero_stage={stage}", *lora)
+    losses, compared = run_on_ranks(2, step_beside_theirs, make_recipe(*CODED, *where))[0]
+    right = run_on_ranks(2, train_as_it_is, make_recipe(*COMMON, *where))[0]
+    assert compared >= NUM_STEPS
+    assert losses[-1] < losses[0]
+    assert losses == pytest.approx(right, rel=0.005)
+    assert losses != right
+
+
+def read_states(trip: Trip) -> list[torch.Tensor]:
+    """All that the optimizer has: weights, codes, scales and step counts."""
+    optimizer = trip.built.engine.wrapped.optimizer
+    found = []
+    for flat in list_flats(optimizer):
+        state = optimizer.optimizer.state[flat.master]  # type: ignore[attr-defined]
+        found += [flat.master.data.clone(), torch.tensor(state["step"])]  # type: ignore[attr-defined]
+        found += [state[f"{moment}_{part}"].clone() for moment in MOMENTS for part in ("codes", "scales")]
+    return found
+
+
+def save_and_go_on(recipe: Recipe, folder: str, habits: Habits) -> tuple[list[float], list[torch.Tensor]]:
+    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder, habits=habits)
+    trip.course.num_steps = 3
+    train(trip.course)
+    states = read_states(trip)
+    trip.saves.save(trip.course)
+    trip.course.num_steps = NUM_STEPS
+    train(trip.course)
+    trip.saves.settle()
+    return trip.losses[3:], states
+
+
+def resume(recipe: Recipe, folder: str, is_coded: bool = True) -> tuple[list[float], list[torch.Tensor]]:
+    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    trip.saves.resume(trip.course, Path(folder) / "checkpoints" / "step-3")
+    states = read_states(trip) if is_coded else []
+    train(trip.course)
+    return trip.losses, states
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_async", "lora"),
+    [
+        pytest.param(stage, is_async, lora, marks=() if telling else pytest.mark.full)
+        for stage in (3, 2, 1)
+        for is_async in (False, True)
+        for lora in ((), ("lora.r=4", "lora.dropout=0.1"))
+        for telling in [(stage, is_async, bool(lora)) in ((3, False, False), (2, True, True))]
+    ],
+)
+def test_a_resumed_run_has_the_same_codes_and_losses(
+    tmp_path: Path, stage: int, is_async: bool, lora: tuple[str, ...]
+) -> None:
+    recipe = make_recipe(*CODED, f"parallel.zero_stage={stage}", *lora)
+    before = run_on_ranks(2, save_and_go_on, recipe, str(tmp_path), Habits(is_async=is_async))
+    assert find_damage(tmp_path / "checkpoints" / "step-3") == ""
+    after = run_on_ranks(2, resume, recipe, str(tmp_path))
+    for (losses, states), (expected, wanted) in zip(after, before, strict=True):
+        assert losses == expected
+        assert len(states) == len(wanted)
+        assert all(torch.equal(ours, right) for ours, right in zip(states, wanted, strict=True))
+
+
+def test_a_checkpoint_goes_on_at_another_layout_and_with_float32_moments(tmp_path: Path) -> None:
+    recipe = make_recipe(*CODED, "train.gradient_accumulation_steps=2")
+    expected = run_on_ranks(2, save_and_go_on, recipe, str(tmp_path), Habits())[0][0]
+    others = {
+        1: ("parallel.sp_size=1", "train.gradient_accumulation_steps=2", "parallel.zero_stage=1"),
+        4: ("parallel.dp_shard_size=2",),
+    }
+    for num_ranks, overrides in others.items():
+        for losses, _ in run_on_ranks(num_ranks, resume, make_recipe(*CODED, *overrides), str(tmp_path)):
+            assert losses == pytest.approx(expected, rel=0.002), overrides
+    plain = make_recipe(*COMMON, "train.gradient_accumulation_steps=2")
+    for losses, _ in run_on_ranks(2, resume, plain, str(tmp_path), False):
+        assert losses == pytest.approx(expected, rel=0.002)
+
+
+def rehearse_and_train(recipe: Recipe, folder: str, rehearses: bool) -> tuple[list[float], bool]:
+    """-> losses, and whether before the first step all moments were zero."""
+    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    is_clean = True
+    if rehearses:
+        batching = make_eval_batching(recipe, read_model_shape(recipe.model.config or {}, "test"))
+        rehearse(trip.course, None, batching, trip.owner, Path(folder) / "rehearsal", lambda _: None)
+        flats = list_flats(trip.built.engine.wrapped.optimizer)
+        moments = [get_tensor(flat.read(moment, 0, flat.numel)) for flat in flats for moment in MOMENTS]
+        is_clean = not any(bool(moment.any()) for moment in moments)
+    train(trip.course)
+    return trip.losses, is_clean
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_a_rehearsal_leaves_no_trace(tmp_path: Path, stage: int) -> None:
+    recipe = make_recipe(*CODED, f"parallel.zero_stage={stage}", "lora.r=4", "lora.dropout=0.1")
+    without = run_on_ranks(2, rehearse_and_train, recipe, str(tmp_path), False)
+    with_it = run_on_ranks(2, rehearse_and_train, recipe, str(tmp_path), True)
+    assert with_it == without
+    assert all(is_clean for _, is_clean in with_it)
