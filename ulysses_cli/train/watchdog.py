@@ -21,6 +21,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from ulysses_cli.train.last_words import write_last_words
+
 ANSWER_SECONDS = 5.0  # watchdogs wake within a second of each other
 SAVING_PATIENCE = 10  # disks are slower than steps, and vary
 STEP_PHASES = ("comparing", "micro-step", "update")  # one clock for all of them
@@ -54,6 +56,7 @@ class Watchdog:
         self.stopped = threading.Event()
         self.store = _connect()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        threading.Thread(target=self._answer, name="watchdog's answer", daemon=True).start()
 
     def stop(self) -> None:
         self.stopped.set()
@@ -67,6 +70,17 @@ class Watchdog:
             patience = SAVING_PATIENCE if beat[1].startswith("saving") else 1
             if time.monotonic() - since > self.seconds * patience:
                 self._end()
+
+    def _answer(self) -> None:
+        """To a rank whose clock runs out earlier than this one's. On a connection of its own: asking may hang."""
+        store = _connect()
+        while store is not None and not self.stopped.wait(1.0):
+            try:
+                if store.check([f"{_name_place_of_hangs()}asked"]):
+                    store.set(f"{_name_place_of_hangs()}{self.rank}", json.dumps(asdict(self._look())))
+                    return
+            except RuntimeError:
+                return
 
     def _read_beat(self) -> tuple[int, str]:
         phase = self.course.phase
@@ -100,15 +114,20 @@ def _connect() -> dist.Store | None:
         return None  # no launcher: this rank speaks for itself
 
 
+def _name_place_of_hangs() -> str:
+    return f"ulysses/hang/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
+
+
 def ask_others(store: dist.Store | None, own: Sighting, world_size: int) -> list[Sighting]:
     """What every rank says that can still speak."""
     found = [own]
     if store is None:
         return found
-    prefix = f"ulysses/hang/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
+    prefix = _name_place_of_hangs()
     end = time.monotonic() + ANSWER_SECONDS
     try:
         store.set(f"{prefix}{own.rank}", json.dumps(asdict(own)))
+        store.set(f"{prefix}asked", "")
         waiting = set(range(world_size)) - {own.rank}
         while waiting and time.monotonic() < end:
             for rank in [rank for rank in waiting if store.check([f"{prefix}{rank}"])]:
@@ -150,10 +169,3 @@ def explain_hang(seen: Sequence[Sighting], own: Sighting, world_size: int, secon
         message = f"step {own.step} {late}: all ranks wait for each other in {own.phase}; look at the network"
     hint = "every rank's stack is in its log; --resume auto goes on; a longer run.step_timeout if steps are that slow"
     return {**told, "message": message, "hint": hint, "exit_code_wanted": FAILED}
-
-
-def write_last_words(logs: Path, rank: int, told: dict[str, object]) -> None:
-    """What ended this rank, for the command to show. The first one's counts."""
-    beside = logs / f"rank-{rank}.error.part"
-    beside.write_text(json.dumps({**told, "time": time.time()}))
-    beside.rename(logs / f"rank-{rank}.error.json")
