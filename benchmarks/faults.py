@@ -122,7 +122,7 @@ def hang(shop: Range, name: str) -> Ends:
     wait_for_steps(shop, run, process, 2)
     number, words = {
         "stopped": (signal.SIGSTOP, "rank 1 does not answer, the others wait for it in "),
-        "asleep": (signal.SIGUSR2, "rank 1 hangs in "),
+        "asleep": (signal.SIGUSR2, "rank 1 hangs in micro-step "),
     }[name]
     shop.signal_rank(1, number)
     code, said = end(process)
