@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import USAGE, Format, FormatOption, or_exit
+from ulysses_cli.commands.options import Format, FormatOption, or_exit
 
 
 class LeverWish(StrEnum):
@@ -59,20 +59,17 @@ def bench(
     from ulysses_cli.commands.proving import prove, read_subject
 
     subject = read_subject(words, output, online=online)
-    loaded = subject.validated.loaded
-    if loaded is None:
-        raise typer.Exit(USAGE)
-    recipe = loaded.recipe
+    recipe = subject.recipe
     sizes = [recipe.parallel.sp_size]
     if sp_size is not None:
-        sizes = or_exit(lambda: [_read_number("--sp-size", each) for each in sp_size.split(",")])
+        sizes = or_exit(lambda: [_read_number("--sp-size", each) for each in sp_size.split(",")], output)
     elif on_off:
         sizes = [1, *sizes]
-    or_exit(lambda: _check_comparison(recipe.parallel.sp_size, sp_size, against, on_off=on_off))
+    or_exit(lambda: _check_comparison(recipe.parallel.sp_size, sp_size, against, on_off=on_off), output)
     lengths = [recipe.data.max_length]
     if max_length is not None:
-        lengths = or_exit(lambda: [_read_number("--max-length", each) for each in max_length.split(",")])
-    or_exit(lambda: _check_sizes(subject.validated.shape, sizes, lengths))
+        lengths = or_exit(lambda: [_read_number("--max-length", each) for each in max_length.split(",")], output)
+    or_exit(lambda: _check_sizes(subject.shape, sizes, lengths), output)
     options: dict[str, Any] = {
         "lengths": list(dict.fromkeys(lengths)),
         "sp_sizes": list(dict.fromkeys(sizes)),
@@ -123,7 +120,9 @@ def _read_number(key: str, text: str) -> int:
 
     found = parse_number(text.strip())
     if not isinstance(found, int) or not 1 <= found <= 1 << 40:
-        raise RecipeError([Problem(key, f"{text} is not a whole number", "separate numbers by commas: 8Ki,32Ki")])
+        raise RecipeError(
+            [Problem(key, f"{text or 'nothing'} is not a whole number", "separate numbers by commas: 8Ki,32Ki")]
+        )
     return found
 
 

@@ -251,7 +251,7 @@ def check_limits(patient: Patient) -> Iterator[Finding]:
     yield Finding("open files", "WARN" if is_few else "PASS", str(files), f"ulimit -n {LEAST_OPEN_FILES}")
     cores = len(os.sched_getaffinity(0))
     ranks = min(make_layout(patient.recipe).world_size if patient.recipe else 1, max(1, patient.num_gpus))
-    text = f"{cores} for {ranks} ranks of this machine"
+    text = f"{cores} for the {ranks} rank{'s' if ranks > 1 else ''} of this machine"
     yield Finding(
         "cores", "PASS" if cores >= 2 * ranks else "WARN", text, "more cores: ranks launch kernels and read data"
     )

@@ -21,6 +21,7 @@ CURVES = {
     "exchange_share": "all-to-all (share)",
     "step_seconds": "a step (seconds)",
 }
+SAID_BY_NAME = {"max_length"}
 PREDICTED = {"step_seconds": "predicted_step_seconds", "peak_memory_bytes": "predicted_memory_bytes"}
 
 
@@ -58,7 +59,7 @@ def collect_groups(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 def make_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Columns for whatever values the rows have; a column without any is left out."""
-    names = list(dict.fromkeys(name for row in rows for name in row["values"]))
+    names = list(dict.fromkeys(name for row in rows for name in row["values"] if name not in SAID_BY_NAME))
     has_verdict, has_text = any(row["verdict"] for row in rows), any(row["text"] for row in rows)
     header = ([""] if has_verdict else []) + ["what", *(name_column(name) for name in names)]
     cells = []
