@@ -9,6 +9,7 @@ import torch
 
 from ulysses_cli.train.states import forget_powers
 
+pytestmark = [pytest.mark.heavy, pytest.mark.operator("cpu_adam")]
 BETAS = (0.85, 0.97)
 NUM_STEPS = 12
 
@@ -46,7 +47,6 @@ def resume(forgets: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return right.data, parameter.data
 
 
-@pytest.mark.heavy
 def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped() -> None:
     right, ours = resume(forgets=True)
     assert torch.equal(ours, right)
@@ -55,7 +55,6 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped() -> None:
     assert torch.allclose(theirs, right)
 
 
-@pytest.mark.heavy
 def test_the_bits_are_those_of_adamw_to_rounding() -> None:
     torch.manual_seed(99)
     start = torch.randn(4096)
