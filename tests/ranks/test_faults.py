@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,24 @@ def test_a_run_that_is_struck_twice_is_the_run_that_was_not(shop: Workshop) -> N
     assert said.count("resumed from struck/checkpoints/step-") == 2
     assert shop.read_losses("struck") == shop.read_losses("whole")
     assert shop.read_model("struck") == shop.read_model("whole")
+
+
+@pytest.mark.full
+def test_a_rank_lost_on_one_machine_is_started_again_with_all_on_both(shop: Workshop) -> None:
+    """Two launchers that meet at a port, as two machines' would."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    words = ["train.max_steps=12", "run.max_restarts=1", "--nnodes=2", "--master-addr=localhost"]
+    words.append(f"--master-port={port}")
+    machines = [shop.start("machines", *words, f"--node-rank={rank}") for rank in range(2)]
+    assert wait_until(machines[0], lambda: shop.count_steps("machines") >= 3)
+    strike("machines", [1])
+    said = [process.communicate(timeout=240)[1] for process in machines]
+    assert [process.returncode for process in machines] == [0, 0], said
+    assert said[0].count("resumed from machines/checkpoints/step-") == 1
+    assert shop.read_losses("machines") == shop.read_losses("whole")
+    assert shop.read_model("machines") == shop.read_model("whole")
 
 
 @pytest.mark.full
