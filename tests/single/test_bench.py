@@ -87,6 +87,7 @@ def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_ca
     values = findings.rows[0].values
     assert values["step_error"] == pytest.approx(values["predicted_step_seconds"] / values["step_seconds"] - 1)
     assert values["memory_error"] == pytest.approx(values["predicted_memory_bytes"] / (1 << 30) - 1)
+    assert values["host_memory_error"] == pytest.approx(values["predicted_host_memory_bytes"] / (1 << 30) - 1)
     assert findings.rows[1].verdict == "OOM"
     assert "largest in " in findings.rows[1].text
     page = make_findings_page(findings.describe())

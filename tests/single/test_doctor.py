@@ -148,6 +148,18 @@ def test_disks_and_memory_against_the_need(tmp_path: Path) -> None:
     assert next(machine.check_memory(huge)).verdict == "FAIL"
 
 
+def test_a_container_has_what_is_left_of_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    outside = machine.count_free_bytes()
+    assert 0 < outside <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.read_memory_limit() == 1 << 60
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 600000\ninactive_file 250000\n")
+    assert machine.count_free_bytes() == 350_000
+
+
 @pytest.mark.parametrize(
     ("world", "gpus", "verdict"), [(8, 8, "PASS"), (16, 8, "PASS"), (8, 4, "PASS"), (6, 4, "FAIL"), (2, 4, "WARN")]
 )

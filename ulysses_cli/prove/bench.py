@@ -21,7 +21,7 @@ from ulysses_cli.plan.memory import compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
-from ulysses_cli.plan.speed import Speed, compute_speed
+from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.prove.calibration import calibrate
 from ulysses_cli.prove.ranks import RankFailureError, run_in_turns
 from ulysses_cli.prove.results import Findings, Row, Tell
@@ -233,20 +233,23 @@ def describe(side: Side, found: Outcome, shape: ModelShape, place: Place) -> Row
     if not side.is_ours:
         return Row(side.group, side.name, "", values)
     if place.gpu is not None:
-        speed, memory = compute_speed(cell.job, place.gpu), compute_ledger(cell.job).gpu_allocated_bytes
-        values |= dict(_compare_prediction(found, speed, memory))
+        values |= dict(_compare_prediction(found, cell.job, place.gpu))
     parts = sorted(found.parts.items(), key=lambda part: -part[1])[:3]
     total = sum(found.parts.values()) or 1.0
     return Row(cell.group, side.name, "", values, ", ".join(f"{name} {time / total:.0%}" for name, time in parts))
 
 
-def _compare_prediction(found: Timed, speed: Speed, memory_bytes: int) -> Iterator[tuple[str, Any]]:
-    """An error is the prediction's: above zero it was too high."""
-    yield "predicted_step_seconds", speed.step_seconds
-    yield "step_error", speed.step_seconds / found.step_seconds - 1
+def _compare_prediction(found: Timed, job: Job, gpu: Gpu) -> Iterator[tuple[str, Any]]:
+    """What `estimate-memory` says of this row. An error is the prediction's: above zero it was too high."""
+    seconds, ledger = compute_speed(job, gpu).step_seconds, compute_ledger(job)
+    yield "predicted_step_seconds", seconds
+    yield "step_error", seconds / found.step_seconds - 1
     if found.peak_memory_bytes:
-        yield "predicted_memory_bytes", memory_bytes
-        yield "memory_error", memory_bytes / found.peak_memory_bytes - 1
+        yield "predicted_memory_bytes", ledger.gpu_allocated_bytes
+        yield "memory_error", ledger.gpu_allocated_bytes / found.peak_memory_bytes - 1
+    host_bytes = ledger.host_peak_bytes // min(job.world_size, gpu.gpus_per_node)  # a node's, shared by its ranks
+    yield "predicted_host_memory_bytes", host_bytes
+    yield "host_memory_error", host_bytes / found.host_peak_memory_bytes - 1
 
 
 def _explain(failure: RankFailureError, side: Side, shape: ModelShape, place: Place) -> Row:

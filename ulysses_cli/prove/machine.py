@@ -22,6 +22,7 @@ from ulysses_cli.prove.checkup import Finding, Patient, ask
 from ulysses_cli.prove.results import Verdict, find_version
 
 GIB = 1 << 30
+CGROUP = Path("/sys/fs/cgroup")
 STATE_BYTES, MODEL_BYTES = 12, 2  # of a trained parameter in a checkpoint; of any parameter in the exported model
 LEAST_OPEN_FILES = 4096
 LEAST_SHARED_BYTES = GIB
@@ -182,7 +183,7 @@ def _count_host_bytes() -> int:
 
 def check_memory(patient: Patient) -> Iterator[Finding]:
     whole = min(_count_host_bytes(), read_memory_limit())
-    free = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + _read_cached(), whole)
+    free = count_free_bytes()
     text = f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free"
     shape, recipe = patient.shape, patient.recipe
     if shape is None or recipe is None or (patient.wants_gpu and not patient.num_gpus):
@@ -204,21 +205,33 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
 
 def read_memory_limit() -> int:
     """A container's limit; very large where there is none."""
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
-            return int(Path(file).read_text())
+            return int((CGROUP / file).read_text())
         except (OSError, ValueError):
             continue
     return 1 << 60
 
 
-def _read_cached() -> int:
-    """Bytes of files that the system keeps in memory and gives up when asked."""
+def count_free_bytes() -> int:
+    """What a new process may still take: files that the system only keeps in memory count as free, and a container
+    has no more than is left of its limit."""
+    free = _read_table(Path("/proc/meminfo")).get("MemAvailable:", 0) * 1024
+    kept = _read_table(CGROUP / "memory.stat").get("inactive_file", 0)
     try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["Cached"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
+        used = int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        used = 0
+    return max(0, min(free or _count_host_bytes(), read_memory_limit() - used + kept))
+
+
+def _read_table(file: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    try:
+        rows = [line.split() for line in file.read_text().splitlines()]
+        return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+    except OSError:
+        return {}
 
 
 def check_disks(patient: Patient) -> Iterator[Finding]:

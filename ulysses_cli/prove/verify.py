@@ -5,7 +5,6 @@ compared number by number. Starts the ranks, judges, and says by which tolerance
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe import Dataset, Recipe
 from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.prove.machine import count_free_bytes
 from ulysses_cli.prove.observed import Traced, trace_steps
 from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.prove.reference import Steps, train_plainly
@@ -66,8 +66,7 @@ def count_places() -> tuple[int, str]:
     gpus = torch.cuda.device_count()
     if gpus > 1:
         return gpus, "cuda"
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return max(1, min(LARGEST_CPU_WORLD, free // CPU_RANK_BYTES)), "cpu"
+    return max(1, min(LARGEST_CPU_WORLD, count_free_bytes() // CPU_RANK_BYTES)), "cpu"
 
 
 def list_cases(recipe: Recipe, shape: ModelShape, places: int, *, is_all: bool) -> tuple[list[Case], list[str]]:

@@ -22,7 +22,11 @@ CURVES = {
     "step_seconds": "a step (seconds)",
 }
 SAID_BY_NAME = {"max_length"}
-PREDICTED = {"step_seconds": "predicted_step_seconds", "peak_memory_bytes": "predicted_memory_bytes"}
+PREDICTED = {
+    "step_seconds": "predicted_step_seconds",
+    "peak_memory_bytes": "predicted_memory_bytes",
+    "host_peak_memory_bytes": "predicted_host_memory_bytes",
+}
 
 
 def format_findings(findings: Findings) -> str:
