@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 RESULTS = ROOT / "benchmarks" / "results" / "checkpoint-cpu.json"
-NUM_ROUNDS, NUM_STARTS = int(os.environ.get("R", "7")), int(os.environ.get("S", "5"))
+NUM_ROUNDS, NUM_STARTS = 7, 5
 SAVE_BAR, STALL_BAR, RESUME_BAR = 1.3, 0.10, 1.5
 CONFIG = {
     "model_type": "llama",

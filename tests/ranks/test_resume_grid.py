@@ -1,5 +1,5 @@
-"""A checkpoint goes on for 20 steps on any number of ranks, sp_size, split of data, ZeRO stage and offload: the same rows
-in the same order, and losses within 1e-5 of the run that was never stopped. Across the ends of several epochs.
+"""A checkpoint goes on for 20 steps on any number of ranks, sp_size, split of data, ZeRO stage and offload: the same
+rows in the same order, losses within 1e-5 of the run that was never stopped. Across the ends of several epochs.
 """
 
 from __future__ import annotations
