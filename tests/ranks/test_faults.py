@@ -61,7 +61,7 @@ def test_a_save_beside_steps_holds_the_step_at_which_it_began(tmp_path: Path) ->
 
 
 def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
-    """A save of step 2 on a slow disk, one more step, and the end -> was it still on its way, and what is whole then."""
+    """A save of step 2 on a slow disk, one more step, the end -> was it still on its way then, and what is whole."""
     trip, real = Trip(recipe, MemoryRows(ROWS), 3, folder, habits=ASYNC), background.write_share
 
     def write(*args: Any) -> Any:
