@@ -138,7 +138,8 @@ def make_environment(environ: Mapping[str, str], device: str, processes_here: in
     if device == "cpu":
         ours["DS_ACCELERATOR"] = "cpu"
     else:
-        ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the same setting
+            ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {**ours, **environ}
 
 
@@ -219,6 +220,12 @@ def clear_build_locks(environ: Mapping[str, str]) -> None:
     for lock in Path(folder).rglob("lock"):
         if time.time() - lock.stat().st_mtime > BUILD_LOCK_SECONDS:
             lock.unlink(missing_ok=True)
+
+
+def find_newest_checkpoint(run_dir: Path) -> Path | None:
+    """By name: what is in it, the ranks judge."""
+    found = [path for path in run_dir.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
+    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
 @dataclass(frozen=True)

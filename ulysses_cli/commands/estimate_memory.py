@@ -53,7 +53,7 @@ def estimate_memory(
       ulysses estimate-memory --model Qwen/Qwen3-8B --max-length 1M --sweep --html sweep.html
       ulysses estimate-memory my.yaml --trace
     """
-    from ulysses_cli.hardware_table import load_hardware
+    from ulysses_cli.hardware_table import describe_calibration, load_hardware
     from ulysses_cli.plan.estimate import compute_estimate
     from ulysses_cli.plan.ledger.job import is_known
     from ulysses_cli.report import ledger, printing, traced
@@ -69,6 +69,7 @@ def estimate_memory(
         raise typer.Exit(USAGE)
     if not gpu:
         said.append(f"no --gpu is named: {DEFAULT_GPU}")
+    said += describe_calibration()
     recipe, shape = valid.loaded.recipe, valid.shape
     if trace and not is_known(shape):
         raise typer.Exit(_show_trace_alone(valid, gpus, output, strict=strict, online=online))

@@ -61,7 +61,7 @@ def plan(
       ulysses plan --model Qwen/Qwen3-8B --max-length 1M --gpus h100-80gb:8,h200:16 --budget 200 --write my.yaml
       ulysses plan --model Qwen/Qwen3-8B --longest --gpus h100-80gb:8,a100-80gb:8
     """
-    from ulysses_cli.hardware_table import load_hardware
+    from ulysses_cli.hardware_table import describe_calibration, load_hardware
     from ulysses_cli.plan import search
     from ulysses_cli.report import planner, printing
 
@@ -81,7 +81,7 @@ def plan(
                 if offer.gpu.key not in {each.candidate.gpu.key for each in found}:
                     printing.print_talk(f"{offer.max_gpus} x {offer.gpu.key}: no row fits, whatever the levers")
         raise typer.Exit(DONE if found else USAGE)
-    said += search.list_limits(wish, offers)
+    said += [*search.list_limits(wish, offers), *describe_calibration()]
     result = or_exit(lambda: search.search(wish, offers))
     if output is Format.json:
         printing.print_json(planner.describe_found(result, said))

@@ -128,7 +128,7 @@ def train(
         kept = "are back in their place" if is_back else f"are kept in {aside} until a new model stands"
         printing.print_talk(f"the earlier run's results {kept}")
     if outcome.exit_code > FAILED + USAGE:
-        printing.print_talk("interrupted before a checkpoint was written")
+        printing.print_talk(run_end.format_interruption(launch.find_newest_checkpoint(run_dir)))
     elif outcome.exit_code != DONE:
         printing.print_talk(run_end.format_failure(outcome.failure, run_dir / "logs"))
     elif is_whole:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,16 +142,29 @@ def _list_losses(built: Built, groups: Groups, rows: Rows, batching: Batching, r
     return torch.cat(parts[: axis.size])
 
 
+def find_learned(rows: PackedRows, row: int) -> list[tuple[int, int, int]]:
+    """(first token, end, last position with something to predict) of each document of a row that has such a one."""
+    lengths, found, start = rows.get_lengths(row), [], 0
+    labels = rows.read(row, 0, sum(lengths)).labels
+    for length in lengths:
+        learned = np.flatnonzero(labels[start : start + length] >= 0)
+        if len(learned):
+            found.append((start, start + length, start + int(learned[-1])))
+        start += length
+    return found
+
+
 def _probe_documents(
     built: Built, groups: Groups, rows: PackedRows, batching: Batching, vocabulary: int
 ) -> list[Probe]:
-    """In the row with the most documents the first is changed, then the last, and then late tokens of the first."""
-    row = max(range(len(rows)), key=lambda each: len(rows.get_lengths(each)))
-    lengths = rows.get_lengths(row)
-    total, first, last = sum(lengths), lengths[0], lengths[-1]
-    cases = {"the first document": (0, first), "the last document": (total - last, total)}
-    spans = {name: span for name, span in cases.items() if len(lengths) > 1}
-    spans["late tokens"] = (first - first // 4, first)
+    """In the row with the most documents the first is changed, then the last, and then late tokens of the first. Only
+    where something is to be predicted can a change be seen."""
+    row = max(range(len(rows)), key=lambda each: len(find_learned(rows, each)))
+    documents, total = find_learned(rows, row), sum(rows.get_lengths(row))
+    (start, end, last), spans = documents[0], {}
+    if len(rows.get_lengths(row)) > 1:
+        spans = {"the first document": (start, end), "the last document": documents[-1][:2]}
+    spans["late tokens"] = ((start + last + 1) // 2, end)
     before = _list_losses(built, groups, rows, batching, row)
     found = []
     for name, (start, stop) in spans.items():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from ulysses_cli.train.eight_bits import AdamW8bit
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.groups import Groups
 from ulysses_cli.train.interface import register_attention
-from ulysses_cli.train.kernel_choice import Choice, choose_kernel
+from ulysses_cli.train.kernel_choice import Choice, Work, choose_kernel
 from ulysses_cli.train.loading import (
     BuildError,
     Making,
@@ -109,14 +109,15 @@ def build(
     num_steps: int,
     levers: Levers,
     tell: Callable[[str], None] = lambda _: None,
+    row_lengths: Sequence[int] = (),
 ) -> Built:
-    """Collective over all ranks."""
+    """Collective over all ranks. `row_lengths`: documents of a row of the run, for kernels to be timed on."""
     import deepspeed
 
     layout = groups.layout
     deepspeed.init_distributed(dist_backend=dist.get_backend())  # takes over torch's groups
     ds_config = merge_user_config(make_ds_config(recipe, layout, levers.offload_optimizer), recipe.deepspeed)
-    kernel = _choose_kernel(recipe, shape, groups, device)
+    kernel = _choose_kernel(recipe, shape, groups, device, levers.head_chunks, row_lengths)
     tell(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
     stretch_positions(config, recipe, shape)
@@ -200,7 +201,9 @@ def _pull_levers(
     return make_tiled_loss(head, rule, compute_loss_tile_tokens(local_tokens, shape.vocab_size), gather_whole)
 
 
-def _choose_kernel(recipe: Recipe, shape: ModelShape, groups: Groups, device: torch.device) -> Choice:
+def _choose_kernel(
+    recipe: Recipe, shape: ModelShape, groups: Groups, device: torch.device, head_chunks: int, lengths: Sequence[int]
+) -> Choice:
     """Rank 0 tries and times; all use what it chose, since times differ from rank to rank."""
     need = Need(
         head_dim=shape.head_dim,
@@ -213,7 +216,10 @@ def _choose_kernel(recipe: Recipe, shape: ModelShape, groups: Groups, device: to
     if groups.is_first:
         try:
             window = min(shape.windows) if shape.windows else None
-            choice = choose_kernel(recipe.model.attn_implementation, need, device, window)
+            heads = max(1, shape.num_heads // groups.sp_axis.size // head_chunks)
+            kv_heads = max(1, heads * shape.num_kv_heads // shape.num_heads)
+            work = Work(tuple(lengths), heads, kv_heads) if lengths else Work()
+            choice = choose_kernel(recipe.model.attn_implementation, need, device, window, work)
         except ValueError as error:
             choice = str(error)
     choice = gather_values(choice, groups.host_group)[0]

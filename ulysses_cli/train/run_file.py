@@ -59,8 +59,8 @@ def make_card(recipe: dict[str, Any], name: str, model_type: str, *, is_merged: 
     """The model card: what was trained, on what, how adapters are loaded, and the whole recipe."""
     import yaml
 
-    known = collect_secrets(recipe, os.environ)
     holds_adapters = bool(recipe["lora"]) and not is_merged
+    known = collect_secrets(recipe, os.environ)
     base, max_length = recipe["model"]["name_or_path"], recipe["data"]["max_length"]
     lines = ["---", f"library_name: {'peft' if holds_adapters else 'transformers'}"]
     lines += [f"base_model: {base}"] if base else []
