@@ -247,7 +247,7 @@ def forbid(shop: Range) -> Ends:
             end(process)
             return []
         code, said = end(process)
-    if code != 1 or "Read-only file system" not in said:
+    if code != 1 or "was not written: " not in said:  # read-only, or its folder out of sight
         return lose("read-only disk", said)
     return settle(shop, "read-only", ["read-only disk"])
 

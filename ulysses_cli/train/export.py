@@ -214,7 +214,7 @@ def main(words: Sequence[str]) -> int:
             tell(result=job.run(options.to, lambda phase: tell(phase=phase)))
         except (CheckpointError, ExportError, OSError) as error:
             said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else error
-            tell(problem=str(said))
+            tell(problem=mask_text(str(said), collect_secrets({}, os.environ)))
             return USAGE if isinstance(error, ExportError) else FAILED
     return 0
 

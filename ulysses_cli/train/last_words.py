@@ -11,7 +11,10 @@ ROOM_BYTES = 1 << 16
 
 
 def keep_room(logs: Path, rank: int) -> None:
-    (logs / f"rank-{rank}.room").write_bytes(b" " * ROOM_BYTES)
+    try:
+        (logs / f"rank-{rank}.room").write_bytes(b" " * ROOM_BYTES)
+    except OSError:
+        return  # the disk is full already, which the run will find out
 
 
 def give_room(logs: Path, rank: int) -> None:
