@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,8 +43,10 @@ Ends = list[tuple[str, str]]  # (fault, how it ended)
 class Range(Workshop):
     """Runs whose ranks can be found and struck."""
 
-    def start(self, run: str, *words: str, plan: dict[str, Any] | None = None) -> subprocess.Popen[str]:
-        self.pids = Path(tempfile.mkdtemp(dir=self.folder, prefix="pids-"))
+    def start(
+        self, run: str, *words: str, plan: dict[str, Any] | None = None, pids: Path | None = None
+    ) -> subprocess.Popen[str]:
+        self.pids = pids or Path(tempfile.mkdtemp(dir=self.folder, prefix="pids-"))
         self.environ[strikes.PIDS] = str(self.pids)
         self.environ.pop(strikes.PLAN, None)
         if plan is not None:
@@ -122,7 +125,7 @@ def hang(shop: Range, name: str) -> Ends:
     wait_for_steps(shop, run, process, 2)
     number, words = {
         "stopped": (signal.SIGSTOP, "rank 1 does not answer, the others wait for it in "),
-        "asleep": (signal.SIGUSR2, "rank 1 hangs in "),
+        "asleep": (signal.SIGUSR2, "rank 1 hangs in micro-step "),
     }[name]
     shop.signal_rank(1, number)
     code, said = end(process)
@@ -137,6 +140,23 @@ def restart(shop: Range) -> Ends:
     wait_for_steps(shop, "restarted", process, 3)
     shop.signal_rank(1, signal.SIGKILL)
     return judge(shop, "restarted", ["SIGKILL of one rank, max_restarts"], *end(process))
+
+
+def restart_machines(shop: Range) -> Ends:
+    """Two machines, each with a launcher of its own; a rank lost on one is started again with all others on both."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    words = ["run.max_restarts=2", "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(port)]
+    first = shop.start("machines", *words, "--node-rank", "0")
+    pids = shop.pids
+    second = shop.start("machines", *words, "--node-rank", "1", pids=pids)
+    wait_for_steps(shop, "machines", first, 3)
+    shop.signal_rank(1, signal.SIGKILL)
+    code, said = end(second)
+    if code:
+        return lose("SIGKILL of one rank, two machines", said)
+    return judge(shop, "machines", ["SIGKILL of one rank, two machines"], *end(first))
 
 
 def start_twice(shop: Range) -> Ends:
@@ -227,7 +247,7 @@ def forbid(shop: Range) -> Ends:
             end(process)
             return []
         code, said = end(process)
-    if code != 1 or "Read-only file system" not in said:
+    if code != 1 or "was not written: " not in said:  # read-only, or its folder out of sight
         return lose("read-only disk", said)
     return settle(shop, "read-only", ["read-only disk"])
 
@@ -240,7 +260,12 @@ def list_pieces() -> dict[str, Callable[[Range], Ends]]:
     }
     pieces |= {kind: lambda shop, kind=kind: damage(shop, kind) for kind in DAMAGES}  # type: ignore[misc]
     pieces |= {f"hang, {name}": lambda shop, name=name: hang(shop, name) for name in ("stopped", "asleep")}  # type: ignore[misc]
-    pieces |= {"restart": restart, "two runs": start_twice, "read-only disk": forbid}
+    pieces |= {
+        "restart": restart,
+        "restart, two machines": restart_machines,
+        "two runs": start_twice,
+        "read-only disk": forbid,
+    }
     for choice in ("stop", "continue"):
         pieces[f"full disk, {choice}"] = lambda shop, choice=choice: fill_disk(shop, choice)  # type: ignore[misc]
     return pieces

@@ -1,6 +1,7 @@
 """Which tests run where: grids on request, GPU tests where there is a GPU."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,8 +16,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "full" in item.keywords and not os.environ.get("ULYSSES_FULL"):
             item.add_marker(pytest.mark.skip(reason="whole grid: make test-full"))
+        for marker in item.iter_markers("operator"):
+            if (name := marker.args[0]) and not os.environ.get("ULYSSES_FULL") and not _is_built(name):
+                item.add_marker(pytest.mark.skip(reason=f"{name} is not built, which takes minutes: make test-full"))
         if "gpu" in item.keywords and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def _is_built(name: str) -> bool:
+    """DeepSpeed's operators are compiled when they are first used, and kept."""
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
+    return any(Path(folder).rglob(f"{name}/{name}.so"))
 
 
 def _has_gpu() -> bool:

@@ -47,9 +47,26 @@ def arm(module: str, environ: Mapping[str, str]) -> None:
     part = pids / "part" / environ["RANK"]
     part.write_text(str(os.getpid()))
     part.rename(pids / environ["RANK"])
-    signal.signal(signal.SIGUSR2, lambda *_: time.sleep(10**6))  # a rank that hangs, in Python
+    if environ["RANK"] == "1":
+        fall_asleep_when_told()
     if environ["RANK"] == "0" and PLAN in environ and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         sys.addaudithook(Strike(json.loads(environ[PLAN]), pids))
+
+
+def fall_asleep_when_told() -> None:
+    """A rank that hangs where it reads its rows, once it has had SIGUSR2."""
+    from ulysses_cli.train import loop
+
+    told: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: told.append(number))
+    read = loop.read_micro_batch
+
+    def read_slowly(*args: Any) -> Any:
+        if told:
+            time.sleep(10**6)
+        return read(*args)
+
+    loop.read_micro_batch = read_slowly
 
 
 def find_rank(pids: Path, rank: int) -> int:

@@ -138,7 +138,8 @@ def make_environment(environ: Mapping[str, str], device: str, processes_here: in
     if device == "cpu":
         ours["DS_ACCELERATOR"] = "cpu"
     else:
-        ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the same setting
+            ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {**ours, **environ}
 
 

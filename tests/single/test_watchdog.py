@@ -11,12 +11,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
+
+import pytest
+import torch.distributed as dist
 
 from ulysses_cli.train.watchdog import (
     WRITING,
     Sighting,
+    Watchdog,
+    ask_others,
     explain_hang,
     find_odd_one,
     find_patience,
@@ -117,3 +122,16 @@ def test_a_process_that_stands_still_ends_itself(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert time.monotonic() - started < 50
     assert "step 8 takes longer than run.step_timeout (1 s)" in (tmp_path / "logs" / "rank-0.error.json").read_text()
+
+
+def test_a_rank_whose_own_time_is_not_up_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits in a save, which may take long, for a rank that hangs in a step, which may not."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    patient = Watchdog(SimpleNamespace(step=7, phase="saving"), 60.0, 0, 2, tmp_path)
+    try:
+        seen = ask_others(store, HANGS, 2)
+    finally:
+        patient.stop()
+    assert [(one.rank, one.step, one.phase) for one in seen] == [(1, 7, "micro-step 1 of 2"), (0, 8, "saving")]

@@ -71,6 +71,7 @@ def test_what_the_user_has_set_stays() -> None:
     assert made["PATH"] == "p"
     assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert "DS_ACCELERATOR" not in made
+    assert "PYTORCH_ALLOC_CONF" not in make_environment({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "cuda", 1)
     assert make_environment({}, "cpu", 10**6)["OMP_NUM_THREADS"] == "1"
     assert make_environment({}, "cpu", 1)["DS_ACCELERATOR"] == "cpu"
 

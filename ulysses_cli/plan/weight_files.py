@@ -25,6 +25,8 @@ def find_weight_problem(folder: Path) -> str:
         is_other = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
         return "" if is_other else f"{folder} holds no weights: no *.safetensors"
     for file in files:
+        if file.parent != folder:
+            return f"{INDEX} names {file}, which is outside the folder"
         if not file.exists():
             return f"{file} is missing, {INDEX} names it"
         try:

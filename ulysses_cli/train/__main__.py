@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
+from ulysses_cli.train.last_words import give_room, keep_room, write_last_words
 from ulysses_cli.train.masked_log import MaskedStream, open_masked
 
 
@@ -67,6 +68,7 @@ def main(words: Sequence[str]) -> int:
     logs = Path(os.path.expanduser(loaded.recipe.run.output_dir)) / "logs"
     known = collect_secrets(loaded.recipe.model_dump(mode="json"), os.environ)
     screen = take_screen(logs, rank, known)
+    keep_room(logs, rank)
     warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's use of torch: several a step, in a log for people
     if (code := read_former_end(logs, rank)) is not None:
         return code
@@ -86,7 +88,6 @@ def main(words: Sequence[str]) -> int:
         life.run()
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
         from ulysses_cli.train.failure import describe_failure
-        from ulysses_cli.train.watchdog import write_last_words
 
         traceback.print_exc()
         told = mask_secrets(describe_failure(error, life), known=known)
@@ -94,6 +95,7 @@ def main(words: Sequence[str]) -> int:
         write_last_words(logs, rank, told)
         sys.stderr.flush()
         os._exit(told["exit_code_wanted"])  # others may wait in a collective; nothing here may wait for them
+    give_room(logs, rank)
     return 0
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -52,6 +53,9 @@ def load_pretrained(making: Making, path: str, revision: str | None = None) -> A
         model, found = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, output_loading_info=True, **making.list_options()
         )
+    except UnpicklingError as error:
+        what = "its pickle holds more than tensors, and is not run; convert the weights to safetensors"
+        raise BuildError(f"{path} cannot be loaded: {what}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -24,6 +24,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from ulysses_cli.train.last_words import write_last_words
+
 ANSWER_SECONDS = 5.0  # watchdogs wake within a second of each other
 SAVING_PATIENCE = 10  # disks are slower than steps, and vary
 WRITING = "writing the model"  # on rank 0; the others have nothing to do meanwhile
@@ -62,6 +64,7 @@ class Watchdog:
         self.stopped = threading.Event()
         self.store = _connect()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        threading.Thread(target=self._answer, name="watchdog's answer", daemon=True).start()
 
     def stop(self) -> None:
         self.stopped.set()
@@ -74,6 +77,17 @@ class Watchdog:
                 last, since = beat, time.monotonic()
             if time.monotonic() - since > self.seconds * find_patience(beat[1], self.rank):
                 self._end()
+
+    def _answer(self) -> None:
+        """To a rank whose clock runs out earlier than this one's. On a connection of its own: asking may hang."""
+        store = _connect()
+        while store is not None and not self.stopped.wait(1.0):
+            try:
+                if store.check([f"{_name_place_of_hangs()}asked"]):
+                    store.set(f"{_name_place_of_hangs()}{self.rank}", json.dumps(asdict(self._look())))
+                    return
+            except RuntimeError:
+                return
 
     def _read_beat(self) -> tuple[int, str]:
         phase = self.course.phase
@@ -93,9 +107,9 @@ class Watchdog:
             os._exit(FAILED)
 
     def _look(self) -> Sighting:
-        frames = sys._current_frames()
-        frames.pop(threading.get_ident(), None)
-        place, is_waiting = find_place(frames.pop(self.main_thread, None), list(frames.values()))
+        frames, ours = sys._current_frames(), {thread.ident for thread in threading.enumerate() if _is_ours(thread)}
+        others = [frame for ident, frame in frames.items() if ident not in ours]
+        place, is_waiting = find_place(frames.get(self.main_thread), others)
         return Sighting(self.rank, self.course.step + 1, self.course.phase or "between steps", place, is_waiting)
 
 
@@ -108,15 +122,20 @@ def _connect() -> dist.Store | None:
         return None  # no launcher: this rank speaks for itself
 
 
+def _name_place_of_hangs() -> str:
+    return f"ulysses/hang/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
+
+
 def ask_others(store: dist.Store | None, own: Sighting, world_size: int) -> list[Sighting]:
     """What every rank says that can still speak."""
     found = [own]
     if store is None:
         return found
-    prefix = f"ulysses/hang/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
+    prefix = _name_place_of_hangs()
     end = time.monotonic() + ANSWER_SECONDS
     try:
         store.set(f"{prefix}{own.rank}", json.dumps(asdict(own)))
+        store.set(f"{prefix}asked", "")
         waiting = set(range(world_size)) - {own.rank}
         while waiting and time.monotonic() < end:
             for rank in [rank for rank in waiting if store.check([f"{prefix}{rank}"])]:
@@ -180,6 +199,11 @@ def _name_file(frame: FrameType) -> str:
     return frame.f_code.co_filename
 
 
+def _is_ours(thread: threading.Thread) -> bool:
+    """Started by Python, as the device's threads of autograd are not."""
+    return not isinstance(thread, threading._DummyThread)
+
+
 def _is_of_a_step(frame: FrameType) -> bool:
     return any(part in _name_file(frame) for part in (f"{PACKAGE}train/", "deepspeed/runtime/"))
 
@@ -214,10 +238,3 @@ def find_odd_one(seen: Sequence[Sighting]) -> Sighting | None:
         places.setdefault((one.step, one.phase, one.place), []).append(one)
     alone = [found[0] for found in places.values() if len(found) == 1]
     return alone[0] if len(seen) > 2 and len(places) == 2 and alone else None
-
-
-def write_last_words(logs: Path, rank: int, told: dict[str, object]) -> None:
-    """What ended this rank, for the command to show. The first one's counts."""
-    beside = logs / f"rank-{rank}.error.part"
-    beside.write_text(json.dumps({**told, "time": time.time()}))
-    beside.rename(logs / f"rank-{rank}.error.json")
