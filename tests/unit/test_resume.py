@@ -199,7 +199,7 @@ def test_a_masked_setting_may_be_anything_now() -> None:
     new["data"]["datasets"][0]["path"] = "s3://me:another@bucket/y"
     assert len(list_changes(old, new)) == 1
     old["model"]["revision"], new["model"]["revision"] = "***", None
-    assert list_changes(old, new)[1] == "model.revision: was ***, is null"
+    assert "model.revision: was ***, is null" in list_changes(old, new)
 
 
 def test_a_changed_recipe_is_an_error_or_a_warning() -> None:
