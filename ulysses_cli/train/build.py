@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,13 +110,16 @@ def build(
     num_steps: int,
     levers: Levers,
     tell: Callable[[str], None] = lambda _: None,
+    swap_folder: Path | None = None,
 ) -> Built:
-    """Collective over all ranks."""
+    """Collective over all ranks. `swap_folder`: where optimizer states live that are on a disk."""
     import deepspeed
 
     layout = groups.layout
     deepspeed.init_distributed(dist_backend=dist.get_backend())  # takes over torch's groups
     ds_config = merge_user_config(make_ds_config(recipe, layout, levers.offload_optimizer), recipe.deepspeed)
+    if swap_folder is not None:
+        ds_config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_folder)
     kernel = _choose_kernel(recipe, shape, groups, device)
     tell(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)

@@ -22,6 +22,7 @@ from ulysses_cli.data.tokenizer import load_tokenizer
 from ulysses_cli.plan.estimate import explain_memory
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import Gpu, Hardware
+from ulysses_cli.plan.ledger.swapping import count_swapped
 from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import read_model_shape
@@ -41,12 +42,13 @@ from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.randomness import seed_all
 from ulysses_cli.train.record import Display, Record, make_trackers
 from ulysses_cli.train.rehearsal import rehearse
-from ulysses_cli.train.requirements import find_missing_package
+from ulysses_cli.train.requirements import find_missing_operator, find_missing_package
 from ulysses_cli.train.resume import FRESH, adapt, count_restarts, find_beginning
 from ulysses_cli.train.run_file import describe_machine, list_versions, make_card, write_run_file
 from ulysses_cli.train.saves import Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
 from ulysses_cli.train.stop import StopWishes
+from ulysses_cli.train.swap_folder import leave_folder, name_folder, open_folder
 from ulysses_cli.train.watchdog import Watchdog
 from ulysses_cli.train.weight_files import find_weight_problem
 
@@ -74,6 +76,7 @@ class Life:
         self.run_dir = Path(os.path.expanduser(self.recipe.run.output_dir))
         self.record = Record(self.run_dir, None, (), self.recipe.run.logging_steps)
         self.course: Course | None = None
+        self.swap_folder: Path | None = None
 
     def run(self) -> None:
         self.read_inputs()
@@ -117,6 +120,8 @@ class Life:
         self.device = self.choose_device()
         gpu, is_known = self.recognise_gpu()
         self.forecast = Forecast(choose_levers(recipe, self.shape, gpu), gpu, is_known)
+        if recipe.memory.offload_optimizer == "nvme":
+            self.open_swap_folder()
         is_first = int(os.environ.get("RANK", "0")) == 0
         said: list[str] = []
         self.beginning = FRESH
@@ -130,6 +135,12 @@ class Life:
             self.record = Record(self.run_dir, self.show(self.num_steps), trackers, recipe.run.logging_steps)
             for text in said:
                 self.record.warn(text)
+
+    def open_swap_folder(self) -> None:
+        self.swap_folder = name_folder(str(self.recipe.memory.nvme_path), self.run_dir)
+        sizes = count_swapped(self.recipe, self.shape, self.forecast.choice.levers)
+        if problem := find_missing_operator() or open_folder(self.swap_folder, self.run_dir, *sizes):
+            raise StartError(problem)
 
     def plan_steps(self, tell: Callable[[str], None] = lambda _: None) -> None:
         """How many rows and steps are ahead of the beginning. Accumulation follows the checkpoint's rows per step."""
@@ -155,7 +166,7 @@ class Life:
             raise StartError(f"{here} processes on this machine, but {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        bind_to_device(device)
+        bind_to_device(device, here)
         return device
 
     def recognise_gpu(self) -> tuple[Gpu | None, bool]:
@@ -202,7 +213,8 @@ class Life:
         self.forecast = gather_values(self.forecast, self.groups.host_group)[0]
         self.forecast.say(self.record)
         levers = self.forecast.choice.levers
-        built = build(self.recipe, self.shape, self.groups, self.device, self.num_steps, levers, self.record.say)
+        say, swap = self.record.say, self.swap_folder
+        built = build(self.recipe, self.shape, self.groups, self.device, self.num_steps, levers, say, swap)
         self.built = built
         self.assert_sharded()
         self.owner = Owner(
@@ -335,6 +347,7 @@ class Life:
         self.record.phase = "tear down"
         self.record.close()
         self.built.engine.wrapped.destroy()
+        leave_folder(self.swap_folder)
         dist.destroy_process_group()
 
     def list_facts(self) -> dict[str, Any]:
