@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ulysses_cli.plan.ledger import device, head, layer, states
+from ulysses_cli.plan.ledger import device, head, layer, states, swapping
 from ulysses_cli.plan.ledger.gathering import Gathered, compute_gathered
 from ulysses_cli.plan.ledger.host import compute_host_uncertainty, keeps_result, list_host_lines
 from ulysses_cli.plan.ledger.job import Job
@@ -210,8 +210,10 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
             "oversize_gradient": states.compute_oversize_gradient(job, head.count_head_elements(job)),
             "reduce_flush": states.compute_reduce_flush(job),
         }
-    yield Moment("backward", "embedding", end)
-    yield Moment("optimizer_step", "the step", {**held, "optimizer_transients": states.compute_step_transients(job)})
+    waiting = {"gradients_unswapped": swapping.compute_unswapped_gradients(job)}
+    yield Moment("backward", "embedding", {**end, **waiting})
+    step = {**held, **waiting, "optimizer_transients": states.compute_step_transients(job)}
+    yield Moment("optimizer_step", "the step", step)
     if job.evaluates:
         grown = {**held, "parameters_gathered": b * gathered.forward, "residual": layer.compute_layer_input(job)}
         for kind in job.shape.layer_kinds:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.swapping import compute_locked_bytes
 from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard
 
 CODE_BLOCK = 256  # train/codes.py: weights that share a scale
@@ -136,7 +137,7 @@ def compute_host_optimizer_pinned(job: Job) -> int:
     if job.levers.offload_optimizer == "cpu":
         return (job.engine.gradient_bytes + 4) * shard
     if job.levers.offload_optimizer == "nvme":
-        return job.engine.gradient_bytes * shard + 4 * 4 * min(shard, job.engine.sub_group)
+        return job.engine.gradient_bytes * shard + compute_locked_bytes(shard, job.engine.sub_group)
     return 0
 
 
