@@ -146,10 +146,14 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[Moment]:
         "hidden_gradient": head.compute_hidden_gradient(job),
     }
     line = "loss_tile" if tiled else "logits"
-    yield Moment("forward", "loss", {**at_loss, **final, **tiles, line: head.compute_loss_forward(job)})
+    # the sum of the head's gradients begins when the first tile is done
+    first = {**tiles, "head_accumulator": 0} if head.count_loss_tokens(job) == job.local_tokens else tiles
+    yield Moment("forward", "loss", {**at_loss, **final, **first, line: head.compute_loss_forward(job)})
     phase = "forward" if tiled else "backward"
-    yield Moment(phase, "loss", {**at_loss, **final, **tiles, line: head.compute_loss_backward(job)})
+    yield Moment(phase, "loss", {**at_loss, **final, **first, line: head.compute_loss_backward(job)})
     if tiled:
+        added = {line: head.compute_added_gradient(job)}
+        yield Moment(phase, "head's gradient is added", {**at_loss, **final, **tiles, **added})
         final = {"final_norm": layer.compute_norm_saved(job, job.shape.hidden_size)}
     oversize = states.compute_oversize_gradient(job, head.count_head_elements(job)) * head.trains_head(job)
     gradient, logits = {"head_gradient": head.compute_head_gradient(job)}, {line: head.compute_logits_gradient(job)}

@@ -67,6 +67,11 @@ def compute_head_gradient(job: Job) -> int:
     return job.dtype_bytes * count_head_elements(job) if trains_head(job) else 0
 
 
+def compute_added_gradient(job: Job) -> int:
+    """When a tile's gradient of the head joins the sum: b V of a tile and b V h."""
+    return job.dtype_bytes * job.shape.vocab_size * count_loss_tokens(job) + compute_head_gradient(job)
+
+
 def compute_logits_gradient(job: Job) -> int:
     """While the head's own gradient is made from them: b V S; in tiles they are gone by then."""
     return 0 if job.levers.tiled_loss else job.dtype_bytes * job.shape.vocab_size * job.local_tokens

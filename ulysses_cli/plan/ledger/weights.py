@@ -11,6 +11,7 @@ from ulysses_cli.plan.model_shape import Layer, ModelShape
 
 POST_NORMS = {"gemma2", "gemma3_text", "olmo2"}
 NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three are projected
+EXPERTS_FIRST = {"qwen3_moe"}  # as their block is made; it is gathered in that order
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
 
 
@@ -119,10 +120,11 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     yield one(3, "mlp", in_mlp=True)
     if layer.num_experts:
         experts, inner = layer.num_experts, shape.moe_intermediate_size
-        yield one(4, "router", ("router", experts * hidden), in_mlp=True)
+        router = one(4, "router", ("router", experts * hidden), in_mlp=True)
         biases = family.experts_have_bias * experts * (2 * inner + hidden)
         sizes = [("experts.gate_up", 2 * experts * inner * hidden), ("experts.down", experts * inner * hidden)]
-        yield one(4, "experts", *sizes, *([("experts.biases", biases)] if biases else []), in_mlp=True)
+        chosen = one(4, "experts", *sizes, *([("experts.biases", biases)] if biases else []), in_mlp=True)
+        yield from (chosen, router) if shape.model_type in EXPERTS_FIRST else (router, chosen)
     else:
         fused = "gate_up_proj" in family.mlp_modules
         yield from linear("gate_up_proj" if fused else "gate_proj", hidden, inner * (1 + fused), in_mlp=True)

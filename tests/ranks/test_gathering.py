@@ -1,0 +1,60 @@
+"""The ledger's replay of what ZeRO-3 gathers, against DeepSpeed's own hooks in a traced step: hook by hook."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_steps import ZERO, make_case, make_wish
+
+from ulysses_cli.plan.ledger.coordinator import Coordinator
+from ulysses_cli.plan.ledger.gathering import WHOLE_MLPS, join_mlps
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.visits import Tree
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.model_shape import read_model_shape
+
+LOG = Path(__file__).parents[1] / "hook_log.py"
+NARROW = (f"{ZERO}.max_reuse_distance=700000", f"{ZERO}.max_live_parameters=1500000", "data.max_length=256")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "adapters": ({"num_hidden_layers": 3}, ("lora.r=16",)),
+    "full": ({"num_hidden_layers": 6}, ()),
+    "no recomputation": ({"num_hidden_layers": 6}, ("memory.gradient_checkpointing=false",)),
+    "tied, tiles": ({"num_hidden_layers": 6, "tie_word_embeddings": True}, ("memory.tiled_mlp=true",)),
+    "adapters, tiles": ({"num_hidden_layers": 4}, ("lora.r=16", "memory.tiled_mlp=true")),
+    "norms behind": ({"model_type": "olmo2", "num_hidden_layers": 5}, ()),
+    "four norms": ({"model_type": "gemma2", "num_hidden_layers": 4}, ()),
+    "experts": ({"model_type": "qwen3_moe", "num_hidden_layers": 5, **EXPERTS}, ()),
+}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name == "adapters" else pytest.mark.full) for name in CASES]
+)
+def test_the_replay_holds_what_deepspeed_holds(case: str) -> None:
+    config, overrides = CASES[case]
+    recipe = make_case(config, "parallel.sp_size=2", *NARROW, *overrides)
+    wish = make_wish(recipe)
+    done = subprocess.run([sys.executable, LOG], input=json.dumps(wish), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    real = [(enters, is_forward, num_bytes // 4) for enters, is_forward, num_bytes in json.loads(done.stdout)]
+    job = make_job(recipe, read_model_shape(recipe.model.config, "test"), Levers(**wish["levers"]))
+    is_whole = job.levers.tiled_mlp or job.shape.model_type in WHOLE_MLPS
+    modules = tuple(join_mlps(job.weights.modules)) if is_whole else job.weights.modules
+    recomputes = job.levers.gradient_checkpointing is not False
+    visits = list(Tree(modules).walk_step(recomputes=recomputes, trains_embedding=job.adapters is None))
+    coordinator = Coordinator(modules, visits, job.engine, joins_mlps=is_whole)
+    found = []
+    for visit in visits:
+        coordinator.follow(visit)
+        found.append((visit.enters, not visit.is_backward, coordinator.held))
+    num_same = len(visits) - 20  # the end of the first layer's backward, where an input needs no gradient, is not alike
+    assert [each[:2] for each in found[:num_same]] == [each[:2] for each in real[:num_same]]
+    differences = [abs(a[2] - b[2]) for a, b in zip(found[:num_same], real[:num_same], strict=True)]
+    assert max(differences) <= 1024, differences.index(max(differences))  # small weights are not all rounded alike
