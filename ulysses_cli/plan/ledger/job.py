@@ -88,11 +88,11 @@ class Job:
     def weights(self) -> Weights:
         return list_weights(self.shape, self.adapters)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return self.layout.world_size
 
-    @property
+    @cached_property
     def local_tokens(self) -> int:
         """Tokens of a micro-step on each rank."""
         return self.batch * self.row_tokens // self.layout.sp_size
