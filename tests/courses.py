@@ -45,7 +45,9 @@ class Trip:
         shape = read_model_shape(load_model_config(recipe).to_dict(), "test")
         torch.manual_seed(recipe.run.seed)
         levers = choose_levers(recipe, shape, gpu).levers
-        self.built: Built = build(recipe, shape, groups, device, num_steps, levers)
+        # a run's own folder: life.py makes it
+        swap = Path(recipe.memory.nvme_path) if recipe.memory.nvme_path else None
+        self.built: Built = build(recipe, shape, groups, device, num_steps, levers, swap_folder=swap)
         torch.manual_seed(recipe.run.seed + groups.rank)
         batching = make_batching(recipe, shape)
         self.course = Course(

@@ -21,7 +21,7 @@ from ulysses_cli.plan.recipe import Train
 from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.train.agreement import DisagreementError, compare_machines
 from ulysses_cli.train.build import make_schedule
-from ulysses_cli.train.cores import bind_to_device, find_near_cores, read_list
+from ulysses_cli.train.cores import bind_to_device, find_near_cores, find_siblings, read_list, take_share
 from ulysses_cli.train.evaluation import list_bounds, summarize
 from ulysses_cli.train.last_words import keep_room, write_last_words
 from ulysses_cli.train.record import LineFile, MissingTrackerError, Record, cut_lines, make_trackers
@@ -212,6 +212,24 @@ def test_cores_near_a_device_are_read_as_the_kernel_writes_them(tmp_path: Path) 
     allowed = os.sched_getaffinity(0)
     assert bind_to_device(torch.device("cpu")) == len(allowed)
     assert os.sched_getaffinity(0) == allowed
+
+
+def test_ranks_of_one_socket_share_its_cores_and_no_core_has_two_of_them(tmp_path: Path) -> None:
+    """Two sockets of eight cores with two threads each, four GPUs at either."""
+    for core in range(32):
+        (tmp_path / f"cpu{core}" / "topology").mkdir(parents=True)
+        twins = f"{core % 16},{core % 16 + 16}\n"
+        (tmp_path / f"cpu{core}" / "topology" / "thread_siblings_list").write_text(twins)
+    sockets = [{*range(8), *range(16, 24)}, {*range(8, 16), *range(24, 32)}]
+    near = [sockets[gpu // 4] for gpu in range(8)]
+    shares = [take_share(near, gpu, lambda core: find_siblings(core, tmp_path)) for gpu in range(8)]
+    assert shares[0] == {0, 1, 16, 17}
+    assert shares[7] == {14, 15, 30, 31}
+    assert sum(map(len, shares)) == len(set().union(*shares)) == 32
+    assert take_share([{0, 1}] * 3, 2, lambda core: {core}) == {0, 1}
+    assert take_share([{0, 1, 2}] * 2, 1, lambda core: {core}) == {1}
+    assert take_share([set(), set()], 1) == set()
+    assert find_siblings(3, tmp_path / "nowhere") == {3}
 
 
 def test_weight_files_that_cannot_be_loaded_are_named_by_their_headers(tmp_path: Path) -> None:

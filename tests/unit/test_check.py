@@ -102,15 +102,43 @@ def test_check_zero_stage() -> None:
         "command line: memory.offload_param: cpu needs ZeRO stage 3; stage 1 does not shard parameters"
         "\n\nhint: set parallel.zero_stage: 3, or memory.offload_param: none"
     )
-    for name in ("offload_optimizer", "offload_param"):
-        assert only(f"memory.{name}=nvme") == (
-            f"command line: memory.{name}: nvme is not offered yet: what lies there could not be put into a checkpoint"
-            f"\n\nhint: use memory.{name}: cpu"
-        )
+    assert only("memory.offload_param=nvme") == (
+        "command line: memory.offload_param: nvme is not offered: DeepSpeed's swapper of parameters fails in a step, "
+        "or hands out stale ones\n\nhint: use memory.offload_param: cpu; memory.offload_optimizer: nvme moves what is "
+        "six times as large"
+    )
     assert only("parallel.sp_size=1", "parallel.dp_replicate_size=8") == (
         "command line: parallel.dp_replicate_size: 8 copies of one rank each: DeepSpeed keeps no copies within a "
         "single rank\n\nhint: use dp_shard_size: 8 and dp_replicate_size: 1"
     )
+
+
+def test_check_swapping(tmp_path: Path) -> None:
+    swap = ("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
+    assert check(*swap) == []
+    assert only("memory.offload_optimizer=nvme") == (
+        "command line: memory.nvme_path: required with memory.offload_optimizer: nvme"
+        "\n\nhint: name a folder on a fast local disk"
+    )
+    assert only(f"memory.nvme_path={tmp_path}") == (
+        "command line: memory.nvme_path: is not used: nothing is on nvme"
+        "\n\nhint: set memory.offload_optimizer: nvme, or leave it out"
+    )
+    assert only(*swap, "parallel.zero_stage=2") == (
+        "command line: memory.offload_optimizer: nvme needs ZeRO stage 3; DeepSpeed's stage 2 keeps its states in "
+        "memory\n\nhint: set parallel.zero_stage: 3, or memory.offload_optimizer: cpu"
+    )
+    assert only(*swap, "run.async_save=true") == (
+        "command line: run.async_save: copies states into host memory, which memory.offload_optimizer: nvme is there "
+        "to spare\n\nhint: leave it out; a save then reads them from the disk, piece by piece"
+    )
+    for name in ("pipeline_read", "pipeline_write"):
+        key = f"deepspeed.zero_optimization.offload_optimizer.{name}"
+        assert only(*swap, f"{key}=true") == (
+            f"command line: {key}: is not offered: only the plain swapper is proven to change no value"
+            "\n\nhint: leave it out"
+        )
+    assert check(*swap, "deepspeed.aio.intra_op_parallelism=4", "deepspeed.zero_optimization.sub_group_size=1000") == []
 
 
 def test_check_world_size() -> None:
@@ -496,7 +524,7 @@ def test_check_folders(tmp_path: Path) -> None:
     assert only("model.tokenizer=./nope") == (
         "command line: model.tokenizer: ./nope is not a folder\n\nhint: name a hub model, a folder, or bytes"
     )
-    assert only(f"memory.nvme_path={tmp_path}/x") == (
+    assert only("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}/x") == (
         f"command line: memory.nvme_path: {tmp_path}/x is not a folder\n\nhint: make it, on a fast local disk"
     )
     assert check("model.tokenizer=owner/tokenizer") == []

@@ -27,6 +27,10 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> d
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.resolved import make_layout
 
+    if levers.offload_optimizer == "nvme":
+        what = "nvme cannot be traced: states on a disk are files, not tensors"
+        hint = "leave --trace out, or trace with memory.offload_optimizer=cpu: the GPU holds the same"
+        raise RecipeError([Problem("memory.offload_optimizer", what, hint)])
     wish = {
         "recipe": recipe.model_dump(mode="json"),
         "config": dict(config),

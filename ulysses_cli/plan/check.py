@@ -171,13 +171,35 @@ def check_zero_stage(case: Case) -> Found:
             f"{memory.offload_param} needs ZeRO stage 3; stage {stage} does not shard parameters",
             "set parallel.zero_stage: 3, or memory.offload_param: none",
         )
-    for name in ("offload_optimizer", "offload_param"):
-        if getattr(memory, name) == "nvme":
-            yield Problem(
-                f"memory.{name}",
-                "nvme is not offered yet: what lies there could not be put into a checkpoint",
-                f"use memory.{name}: cpu",
-            )
+    if memory.offload_param == "nvme":
+        yield Problem(
+            "memory.offload_param",
+            "nvme is not offered: DeepSpeed's swapper of parameters fails in a step, or hands out stale ones",
+            "use memory.offload_param: cpu; memory.offload_optimizer: nvme moves what is six times as large",
+        )
+
+
+def check_swapping(case: Case) -> Found:
+    """Optimizer states on a local disk: where, and what does not go with them."""
+    memory, key = case.recipe.memory, "memory.offload_optimizer"
+    if memory.offload_optimizer != "nvme":
+        if memory.nvme_path is not None:
+            yield Problem("memory.nvme_path", "is not used: nothing is on nvme", f"set {key}: nvme, or leave it out")
+        return
+    stage = case.recipe.parallel.zero_stage
+    if stage < 3:
+        what = f"nvme needs ZeRO stage 3; DeepSpeed's stage {stage} keeps its states in memory"
+        yield Problem(key, what, f"set parallel.zero_stage: 3, or {key}: cpu")
+    if memory.nvme_path is None:
+        yield Problem("memory.nvme_path", f"required with {key}: nvme", "name a folder on a fast local disk")
+    if case.recipe.run.async_save:
+        what = "copies states into host memory, which memory.offload_optimizer: nvme is there to spare"
+        yield Problem("run.async_save", what, "leave it out; a save then reads them from the disk, piece by piece")
+    theirs = case.recipe.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
+    for name in ("pipeline_read", "pipeline_write"):
+        if isinstance(theirs, dict) and theirs.get(name):
+            where = f"deepspeed.zero_optimization.offload_optimizer.{name}"
+            yield Problem(where, "is not offered: only the plain swapper is proven to change no value", "leave it out")
 
 
 def check_model_source(case: Case) -> Found:
@@ -220,6 +242,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     check_fixed_length,
     check_long_documents,
     check_zero_stage,
+    check_swapping,
     check_model_source,
     check_deepspeed_section,
 )

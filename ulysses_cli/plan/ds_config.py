@@ -69,6 +69,11 @@ ZERO = frozenset(
 )
 
 
+# Weights that pass through memory together when states live on a disk: four buffers of as many float32 numbers are
+# locked on each rank. Large enough for a disk's full rate.
+SWAPPED_GROUP = 100_000_000
+
+
 def make_ds_config(recipe: Recipe, layout: Layout, offload_optimizer: str = "none") -> dict[str, Any]:
     """What the recipe alone decides. `offload_optimizer` is memory.offload_optimizer once auto is settled."""
     train, memory = recipe.train, recipe.memory
@@ -84,6 +89,7 @@ def make_ds_config(recipe: Recipe, layout: Layout, offload_optimizer: str = "non
             zero[part] = {"device": device, "pin_memory": True}
             if device == "nvme":
                 zero[part]["nvme_path"] = memory.nvme_path
+                zero["sub_group_size"] = SWAPPED_GROUP
     return {
         "train_micro_batch_size_per_gpu": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,

@@ -19,7 +19,7 @@ KEY = "--gpu"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of a datasheet's rate; host_memory_gb_s is a rate itself."""
+    """Shares of a datasheet's rate; what ends in gb_s is a rate itself."""
 
     matmul: float = 0.72
     memory: float = 0.8
@@ -27,6 +27,7 @@ class Efficiency:
     host: float = 0.8
     network: float = 0.8
     host_memory_gb_s: float = 30.0
+    disk_gb_s: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _read_efficiency(file: str, said: Any, known: Efficiency, problems: list[Pro
         problems.append(Problem("efficiency", f"{file}: is no mapping", f"keys are {', '.join(sorted(names))}"))
         return known
     for name, value in said.items():
-        limit = 10_000.0 if name == "host_memory_gb_s" else 1.0
+        limit = 10_000.0 if name.endswith("_gb_s") else 1.0
         if name not in names or not _is_number(value, limit):
             hint = f"keys are {', '.join(sorted(names))}; shares lie above 0 and at most 1"
             problems.append(Problem(f"efficiency.{name}", f"{file}: {value!r} cannot be used", hint))

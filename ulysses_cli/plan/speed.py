@@ -11,21 +11,11 @@ from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger import host
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import keeps_slices
+from ulysses_cli.plan.ledger.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.model_shape import Layer
+from ulysses_cli.plan.step_parts import PARTS
 
-PARTS = (
-    "projections",
-    "attention",
-    "mlp",
-    "head_loss",
-    "exchange",
-    "gather_reduce",
-    "offload",
-    "optimizer",
-    "data",
-    "other",
-)
 GIGA, TERA = 1e9, 1e12
 BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-2, arXiv 2307.08691)
 ADAM_TRAFFIC_BYTES = 34  # an element of the shard: master and two moments read and written, gradient, result
@@ -216,13 +206,16 @@ def _compute_offload(job: Job, gpu: Gpu) -> float:
 
 
 def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float, float]:
-    """(Adam, what it moves to the host and back) once per step; neither is hidden."""
+    """(Adam, what it moves to the host, a disk and back) once per step; neither is hidden."""
     shard = count_shard(job.weights.num_trained, job.world_size)
     if job.levers.offload_optimizer == "none":
         return ADAM_TRAFFIC_BYTES * shard / memory, 0.0
     link = gpu.host_gb_s * GIGA * gpu.efficiency.host
     seconds = CPU_ADAM_TRAFFIC_BYTES * shard / (gpu.efficiency.host_memory_gb_s * GIGA)
-    return seconds, (job.engine.gradient_bytes + job.dtype_bytes) * shard / link
+    moved = (job.engine.gradient_bytes + job.dtype_bytes) * shard / link
+    if job.levers.offload_optimizer == "nvme":  # files are read and written once; ranks of a machine share its disk
+        moved += 2 * compute_node_disk_bytes(job) / (gpu.efficiency.disk_gb_s * GIGA)
+    return seconds, moved
 
 
 def compute_cost(seconds: float, num_gpus: int, gpu: Gpu) -> tuple[float, float] | None:

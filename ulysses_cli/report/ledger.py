@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ulysses_cli.plan.estimate import Estimate
+from ulysses_cli.plan.ledger.swapping import compute_node_disk_bytes
 from ulysses_cli.report.printing import format_count, format_table
 
 GIB = 1 << 30
@@ -35,6 +36,7 @@ def describe_estimate(found: Estimate, said: Sequence[str] = ()) -> dict[str, An
         "gpu_capacity_bytes": fit.gpu_capacity_bytes,
         "host_peak_bytes_per_node": fit.host_peak_bytes,
         "host_capacity_bytes_per_node": fit.host_capacity_bytes,
+        "disk_bytes_per_node": compute_node_disk_bytes(found.job),
         "margin_bytes": fit.margin_bytes,
         "uncertainty_bytes": fit.uncertainty_bytes,
         "host_margin_bytes": fit.host_margin_bytes,
@@ -73,7 +75,7 @@ def describe_verdict(found: Estimate) -> dict[str, Any]:
 
 def format_estimate(found: Estimate, name: str, said: Sequence[str] = ()) -> str:
     fit, peak, gpu, job = found.fit, found.ledger.peak, found.gpu, found.job
-    layout = job.layout
+    layout, disk = job.layout, compute_node_disk_bytes(job)
     largest = sorted(peak.lines.items(), key=lambda item: -item[1])[:NUM_LARGEST]
     product = f"dp_replicate {layout.dp_replicate_size} x dp_shard {layout.dp_shard_size} x sp {layout.sp_size}"
     rows = [
@@ -83,6 +85,7 @@ def format_estimate(found: Estimate, name: str, said: Sequence[str] = ()) -> str
         ("verdict", format_verdict(found)),
         ("peak", f"in {_name(peak.phase)}, {peak.name}: {', '.join(f'{_name(n)} {_gib(s)}' for n, s in largest)}"),
         ("host", f"{_gib(fit.host_peak_bytes)} of about {_gib(fit.host_capacity_bytes)} GiB on the fullest node"),
+        *([("disk", f"{_gib(disk)} GiB below memory.nvme_path on the fullest node")] if disk else []),
         ("longest", _format_longest(found)),
         *_format_speed(found),
     ]

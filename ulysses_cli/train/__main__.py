@@ -88,11 +88,13 @@ def main(words: Sequence[str]) -> int:
         life.run()
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
         from ulysses_cli.train.failure import describe_failure
+        from ulysses_cli.train.swap_folder import leave_folder
 
         traceback.print_exc()
         told = mask_secrets(describe_failure(error, life), known=known)
         told |= {"rank": rank, "phase": life.describe_phase()}
         write_last_words(logs, rank, told)
+        leave_folder(life.swap_folder)
         sys.stderr.flush()
         os._exit(told["exit_code_wanted"])  # others may wait in a collective; nothing here may wait for them
     give_room(logs, rank)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,13 +111,17 @@ def build(
     levers: Levers,
     tell: Callable[[str], None] = lambda _: None,
     row_lengths: Sequence[int] = (),
+    swap_folder: Path | None = None,
 ) -> Built:
-    """Collective over all ranks. `row_lengths`: documents of a row of the run, for kernels to be timed on."""
+    """Collective over all ranks. `row_lengths`: documents of a row of the run, for kernels to be timed on.
+    `swap_folder`: where optimizer states live that are on a disk."""
     import deepspeed
 
     layout = groups.layout
     deepspeed.init_distributed(dist_backend=dist.get_backend())  # takes over torch's groups
     ds_config = merge_user_config(make_ds_config(recipe, layout, levers.offload_optimizer), recipe.deepspeed)
+    if swap_folder is not None:
+        ds_config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_folder)
     kernel = _choose_kernel(recipe, shape, groups, device, levers.head_chunks, row_lengths)
     tell(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)

@@ -1,13 +1,17 @@
-"""Which cores are near a GPU, and the rank's threads bound to them: work on the host then crosses no socket."""
+"""Which cores are near a GPU, and the rank's threads bound to its share of them: work on the host (Adam under offload)
+crosses no socket, and no two ranks work on one core.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import torch
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+CPUS = Path("/sys/devices/system/cpu")
 
 
 def find_near_cores(address: str, devices: Path = PCI_DEVICES) -> set[int]:
@@ -27,14 +31,40 @@ def read_list(text: str) -> set[int]:
     return cores
 
 
-def bind_to_device(device: torch.device) -> int:
-    """-> how many cores this process may use. What it was not allowed before stays forbidden."""
+def find_siblings(core: int, cpus: Path = CPUS) -> frozenset[int]:
+    """What the kernel counts as cores and is one in silicon."""
+    try:
+        return frozenset(read_list((cpus / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()))
+    except (OSError, ValueError):
+        return frozenset({core})
+
+
+def take_share(near: Sequence[Set[int]], index: int, find: Callable[[int], Set[int]] = find_siblings) -> set[int]:
+    """Of the cores near GPU `index`, those of its rank: GPUs with the same neighbourhood share it evenly, in whole
+    physical cores. All of them where there are too few."""
+    mine = near[index]
+    neighbours = [other for other, cores in enumerate(near) if cores == mine]
+    whole = sorted({tuple(sorted(find(core) & mine)) for core in mine})
+    each = len(whole) // len(neighbours)
+    if not each:
+        return set(mine)
+    place = neighbours.index(index)
+    return {core for cores in whole[place * each : (place + 1) * each] for core in cores}
+
+
+def bind_to_device(device: torch.device, num_ranks: int = 1) -> int:
+    """-> how many cores this process may use. What it was not allowed before stays forbidden. `num_ranks`: of this
+    machine, on GPU 0, 1, ..."""
     allowed = os.sched_getaffinity(0)
     if device.type == "cuda":
-        facts = torch.cuda.get_device_properties(device)
-        address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-        near = find_near_cores(address) & allowed
-        if near:
-            os.sched_setaffinity(0, near)
-            return len(near)
+        near = [find_near_cores(_read_address(rank)) & allowed for rank in range(num_ranks)]
+        share = take_share(near, device.index)
+        if share:
+            os.sched_setaffinity(0, share)
+            return len(share)
     return len(allowed)
+
+
+def _read_address(index: int) -> str:
+    facts = torch.cuda.get_device_properties(index)
+    return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"

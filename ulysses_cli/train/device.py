@@ -25,7 +25,7 @@ def choose_device(*, wants_cpu: bool) -> torch.device:
         raise StartError(f"{here} processes on this machine, but {torch.cuda.device_count()} GPUs")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    bind_to_device(device)
+    bind_to_device(device, here)
     return device
 
 

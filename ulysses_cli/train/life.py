@@ -22,6 +22,7 @@ from ulysses_cli.data.tokenizer import load_tokenizer
 from ulysses_cli.plan.estimate import explain_memory
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import Hardware
+from ulysses_cli.plan.ledger.swapping import count_swapped
 from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import read_model_shape
@@ -42,12 +43,13 @@ from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.randomness import seed_all
 from ulysses_cli.train.record import Display, Record, make_trackers
 from ulysses_cli.train.rehearsal import rehearse
-from ulysses_cli.train.requirements import find_missing_package
+from ulysses_cli.train.requirements import find_missing_operator, find_missing_package
 from ulysses_cli.train.resume import FRESH, adapt, count_restarts, describe_restart, find_beginning
 from ulysses_cli.train.run_file import describe_machine, list_versions, make_card, write_run_file
 from ulysses_cli.train.saves import Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
 from ulysses_cli.train.stop import StopWishes
+from ulysses_cli.train.swap_folder import leave_folder, name_folder, open_folder
 from ulysses_cli.train.watchdog import WRITING, Watchdog
 
 START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
@@ -70,6 +72,7 @@ class Life:
         self.run_dir = Path(os.path.expanduser(self.recipe.run.output_dir))
         self.record = Record(self.run_dir, None, (), self.recipe.run.logging_steps)
         self.course: Course | None = None
+        self.swap_folder: Path | None = None
 
     def run(self) -> None:
         self.read_inputs()
@@ -112,6 +115,8 @@ class Life:
         self.device = choose_device(wants_cpu=recipe.run.device == "cpu" or self.options.pretend)
         gpu, is_known = recognise_gpu(self.device, self.load_hardware())
         self.forecast = Forecast(choose_levers(recipe, self.shape, gpu), gpu, is_known)
+        if recipe.memory.offload_optimizer == "nvme":
+            self.open_swap_folder()
         is_first = int(os.environ.get("RANK", "0")) == 0
         said: list[str] = []
         self.beginning = FRESH
@@ -127,6 +132,12 @@ class Life:
             self.record = Record(self.run_dir, self.show(self.num_steps), trackers, recipe.run.logging_steps)
             for text in said:
                 self.record.warn(text)
+
+    def open_swap_folder(self) -> None:
+        self.swap_folder = name_folder(str(self.recipe.memory.nvme_path), self.run_dir)
+        sizes = count_swapped(self.recipe, self.shape, self.forecast.choice.levers)
+        if problem := find_missing_operator() or open_folder(self.swap_folder, self.run_dir, *sizes):
+            raise StartError(problem)
 
     def plan_steps(self, tell: Callable[[str], None] = lambda _: None) -> None:
         """How many rows and steps are ahead of the beginning. Accumulation follows the checkpoint's rows per step."""
@@ -180,7 +191,7 @@ class Life:
         levers = self.forecast.choice.levers
         built = build(
             self.recipe, self.shape, self.groups, self.device, self.num_steps, levers,
-            self.record.say, self.rows.get_lengths(0),
+            self.record.say, self.rows.get_lengths(0), self.swap_folder,
         )  # fmt: skip
         self.built = built
         self.assert_sharded()
@@ -316,6 +327,7 @@ class Life:
         self.record.phase = "tear down"
         self.record.close()
         self.built.engine.wrapped.destroy()
+        leave_folder(self.swap_folder)
         dist.destroy_process_group()
 
     def list_facts(self) -> dict[str, Any]:

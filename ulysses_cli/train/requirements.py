@@ -1,4 +1,6 @@
-"""What a recipe needs to have installed beside torch and DeepSpeed. Looked for before any process group exists."""
+"""What a recipe needs beside torch and DeepSpeed: packages, and operators that this machine must be able to build.
+Looked for before any process group exists.
+"""
 
 from __future__ import annotations
 
@@ -21,3 +23,19 @@ def find_missing_package(optim: str) -> str:
         f"train.optim: adamw_8bit needs the package bitsandbytes, which {reason}: "
         "pip install 'ulysses-cli[bitsandbytes]', or use train.optim: adamw"
     )
+
+
+def find_missing_operator() -> str:
+    """Builds DeepSpeed's operator for disks where that has not happened yet. Ranks wait for the one that builds."""
+    builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
+    try:
+        builder.load(verbose=False)
+    except Exception as error:  # noqa: BLE001 - a compiler's, a linker's, the system's
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        if not builder.is_compatible(verbose=False):
+            reason = "libaio and its headers are not found"
+        return (
+            f"memory.offload_optimizer: nvme needs DeepSpeed's operator async_io, which cannot be built: {reason}: "
+            "install libaio-dev (apt) or libaio-devel (dnf) and a C++ compiler, or use memory.offload_optimizer: cpu"
+        )
+    return ""

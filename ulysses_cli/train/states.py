@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ulysses_cli.train.codes import BLOCK, CHUNK, decode, encode
 from ulysses_cli.train.shards import get_masters
+from ulysses_cli.train.swap_files import SwappedFlat, is_swapped
 from ulysses_cli.train.tensor_file import Later
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -106,8 +107,11 @@ class CodedFlat(PlainFlat):
 def list_flats(optimizer: Any) -> list[Flat]:
     """In the order of the engine's flat tensors. `optimizer` is ZeRO's, around the one that steps."""
     inner = optimizer.optimizer
-    kind = CodedFlat if hasattr(inner, "get_state") else PlainFlat
-    return [kind(inner, master) for master in get_masters(optimizer)]
+    in_memory = CodedFlat if hasattr(inner, "get_state") else PlainFlat
+    return [
+        SwappedFlat(optimizer, master) if is_swapped(optimizer, master) else in_memory(inner, master)
+        for master in get_masters(optimizer)
+    ]
 
 
 def walk_chunks(flat: Flat) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.swapping import compute_locked_bytes
 from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard
 
 CODE_BLOCK = 256  # train/codes.py: weights that share a scale
@@ -75,11 +76,12 @@ def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
     """Gradients fill the bucket in the order in which the backward makes them; one that does not fit any more sends
     what is there, one that is larger than the bucket goes past it (stage3.py, reduce_independent_p_g_buckets_and_...).
     A tied embedding comes last."""
-    filled, found = 0, []
+    filled, found, seen = 0, [], {"embedding"}
     for module in reversed(weights.modules):
         for name, size in reversed(module.weights):
-            if not module.is_trained or size > bucket or name == "embedding":
+            if not module.is_trained or size > bucket or name in seen:
                 continue
+            seen.add(name)
             if filled + size > bucket:
                 if module.part == LAYERS:
                     found.append(Flush(module.layer, name.partition(".")[2], module.in_mlp, filled))
@@ -136,7 +138,7 @@ def compute_host_optimizer_pinned(job: Job) -> int:
     if job.levers.offload_optimizer == "cpu":
         return (job.engine.gradient_bytes + 4) * shard
     if job.levers.offload_optimizer == "nvme":
-        return job.engine.gradient_bytes * shard + 4 * 4 * min(shard, job.engine.sub_group)
+        return job.engine.gradient_bytes * shard + compute_locked_bytes(shard, job.engine.sub_group)
     return 0
 
 

@@ -1,0 +1,137 @@
+"""Optimizer states on a disk: the bits of those in host memory, checkpoints, the rehearsal, a run's folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from courses import Trip
+from faults import Workshop
+from ranks import run_on_ranks
+from training import CONFIG, MemoryRows, make_recipe
+
+from ulysses_cli.data.batching import make_eval_batching
+from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.train.archive import find_damage
+from ulysses_cli.train.loop import train
+from ulysses_cli.train.rehearsal import rehearse
+from ulysses_cli.train.states import KINDS, list_flats
+from ulysses_cli.train.swap_files import SwappedFlat
+from ulysses_cli.train.tensor_file import get_tensor
+
+pytestmark = [pytest.mark.operator("async_io"), pytest.mark.operator("cpu_adam")]
+ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
+# DeepSpeed leaves what is below 1 MiB in memory: files must be of an embedding's and of several weights' size.
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 2560}
+COMMON = (
+    *("parallel.sp_size=2", "train.gradient_accumulation_steps=2", "deepspeed.zero_optimization.sub_group_size=400000"),
+    *("train.adam_epsilon=1e-8", "train.adam_beta1=0.85", "train.adam_beta2=0.97"),
+)
+NUM_STEPS = 6
+
+
+def is_able() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible(verbose=False))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operator() -> None:
+    if not is_able():
+        pytest.skip("DeepSpeed's async_io cannot be built here: libaio and its headers are missing")
+
+
+def make(*overrides: str, disk: Path | None = None) -> Recipe:
+    where = (f"memory.nvme_path={disk}", "memory.offload_optimizer=nvme") if disk else ("memory.offload_optimizer=cpu",)
+    return make_recipe(*COMMON, *where, *overrides, config={**CONFIG, **SIZES})
+
+
+def read_states(trip: Trip) -> list[torch.Tensor]:
+    """Every flat tensor's weights and moments, and whether it is on the disk."""
+    flats = list_flats(trip.built.engine.wrapped.optimizer)
+    return [get_tensor(flat.read(kind, 0, flat.numel)).clone() for flat in flats for kind in KINDS]
+
+
+def train_and_save(recipe: Recipe, folder: str, rehearses: bool = False) -> tuple[list[float], Any, int]:
+    """-> losses, states after half the steps, and how many flat tensors were on the disk."""
+    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    if rehearses:
+        batching = make_eval_batching(recipe, read_model_shape(recipe.model.config or {}, "test"))
+        rehearse(trip.course, None, batching, trip.owner, Path(folder) / "rehearsal", lambda _: None)
+    trip.course.num_steps = 3
+    train(trip.course)
+    trip.saves.save(trip.course)
+    states = read_states(trip)
+    trip.course.num_steps = NUM_STEPS
+    train(trip.course)
+    flats = list_flats(trip.built.engine.wrapped.optimizer)
+    return trip.losses, states, sum(isinstance(flat, SwappedFlat) for flat in flats)
+
+
+def resume(recipe: Recipe, folder: str, rehearses: bool = False) -> tuple[list[float], list[torch.Tensor]]:
+    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    if rehearses:
+        batching = make_eval_batching(recipe, read_model_shape(recipe.model.config or {}, "test"))
+        rehearse(trip.course, None, batching, trip.owner, Path(folder) / "rehearsal", lambda _: None)
+    trip.saves.resume(trip.course, Path(folder) / "checkpoints" / "step-3")
+    states = read_states(trip)
+    train(trip.course)
+    return trip.losses, states
+
+
+def check_same(ours: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    assert len(ours) == len(right)
+    for mine, theirs in zip(ours, right, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("model.dtype=bfloat16",), marks=pytest.mark.full)])
+def test_a_disk_changes_no_bit_of_a_run_its_rehearsal_and_its_checkpoint(tmp_path: Path, more: tuple[str, ...]) -> None:
+    on_host, on_disk, disk = tmp_path / "host", tmp_path / "disk", tmp_path / "swap"
+    disk.mkdir()
+    right = run_on_ranks(2, train_and_save, make(*more), str(on_host))
+    recipe = make(*more, disk=disk)
+    found = run_on_ranks(2, train_and_save, recipe, str(on_disk), True)
+    for (losses, states, num_swapped), (expected, wanted, none) in zip(found, right, strict=True):
+        assert losses == expected
+        check_same(states, wanted)
+        assert num_swapped >= 2
+        assert num_swapped < len(states) / len(KINDS)  # the norms' are small, and stay in memory
+        assert none == 0
+    assert sorted(path.name for path in (disk / "zero_stage_3" / "optimizer").iterdir()) == ["rank0", "rank1"]
+    assert find_damage(on_disk / "checkpoints" / "step-3") == ""
+    for rehearses in (False, True):
+        for rank, (losses, states) in enumerate(run_on_ranks(2, resume, recipe, str(on_disk), rehearses)):
+            assert losses == right[rank][0][3:]
+            check_same(states, right[rank][1])
+    for rank, (losses, _) in enumerate(run_on_ranks(2, resume, make(*more), str(on_disk))):
+        assert losses == right[rank][0][3:]
+
+
+@pytest.mark.full
+def test_states_move_between_disk_and_device_and_layouts(tmp_path: Path) -> None:
+    disk = tmp_path / "swap"
+    disk.mkdir()
+    expected = run_on_ranks(2, train_and_save, make(disk=disk), str(tmp_path))[0][0][3:]
+    one = ("parallel.sp_size=1", "train.gradient_accumulation_steps=2")
+    assert run_on_ranks(1, resume, make(*one, disk=disk), str(tmp_path))[0][0] == pytest.approx(expected, rel=1e-5)
+    plain = make("memory.offload_optimizer=none")
+    assert run_on_ranks(2, resume, plain, str(tmp_path))[0][0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_has_its_own_folder_and_leaves_none(tmp_path: Path) -> None:
+    shop, disk = Workshop(tmp_path), tmp_path / "fast"
+    disk.mkdir()
+    words = ["memory.offload_optimizer=nvme", f"memory.nvme_path={disk}", "train.max_steps=3"]
+    words += ["model.config.vocab_size=8192", "model.config.hidden_size=128"]
+    code, said = shop.train("swapped", *words)
+    assert code == 0, said
+    assert os.listdir(disk) == []
+    code, right = shop.train("whole", *words[2:], "memory.offload_optimizer=cpu")
+    assert code == 0, right
+    assert shop.read_losses("swapped") == shop.read_losses("whole")

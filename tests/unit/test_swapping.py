@@ -1,0 +1,84 @@
+"""What optimizer states on a disk take: there, in locked memory, on the GPU, and of a step's time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes import load
+from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.plan.estimate import compute_estimate
+from ulysses_cli.plan.ledger.swapping import (
+    compute_locked_bytes,
+    compute_node_disk_bytes,
+    compute_swapped_bytes,
+    compute_unswapped_gradients,
+    count_swapped,
+)
+from ulysses_cli.plan.ledger.weights import count_shard
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.report.ledger import describe_estimate, format_estimate
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPE = read_model_shape(LLAMA, "the 8B")
+GIB = 1 << 30
+
+
+def make(*overrides: str) -> Recipe:
+    return load("parallel.sp_size=8", *overrides).recipe
+
+
+def test_bytes_by_size() -> None:
+    assert compute_swapped_bytes(1000) == 16_160
+    assert compute_locked_bytes(1000, 10**9) == 16_000
+    assert compute_locked_bytes(10**9, 10**8) == 16 * 10**8
+
+
+def test_a_disk_spares_the_host_and_costs_time(tmp_path: Path) -> None:
+    gpu = load_hardware().get_gpu("h100-80gb")
+    swap = ("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
+    on_host = compute_estimate(make("memory.offload_optimizer=cpu"), SHAPE, gpu)
+    on_disk = compute_estimate(make(*swap), SHAPE, gpu)
+    job = on_disk.job
+    trained = job.weights.num_trained
+    assert trained == pytest.approx(8.03e9, rel=0.001)
+    assert compute_node_disk_bytes(on_host.job) == 0
+    assert compute_node_disk_bytes(job) == pytest.approx(16 * trained, rel=0.02)
+    assert on_disk.ledger.host_peak_bytes < on_host.ledger.host_peak_bytes - 10 * trained
+    assert job.engine.sub_group == 100_000_000
+    locked = on_disk.ledger.host_phases["optimizer_step"]["optimizer_pinned"]
+    assert locked == 8 * (compute_locked_bytes(10**9, 10**8) + job.engine.gradient_bytes * count_shard(trained, 8))
+    assert on_disk.speed.step_seconds > on_host.speed.step_seconds + 2 * 16 * trained / 5e9
+    found = describe_estimate(on_disk)
+    assert found["disk_bytes_per_node"] == compute_node_disk_bytes(job)
+    assert describe_estimate(on_host)["disk_bytes_per_node"] == 0
+    assert f"{found['disk_bytes_per_node'] / GIB:,.1f} GiB below memory.nvme_path" in format_estimate(on_disk, "r.yaml")
+    assert "nvme_path" not in format_estimate(on_host, "r.yaml")
+
+
+def test_small_gradients_wait_on_the_gpu(tmp_path: Path) -> None:
+    """On 8 ranks shares of matrices have files of their own, and norms wait. On 128 most shares are below 1 MiB."""
+    swap = ("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
+    gpu = load_hardware().get_gpu("h100-80gb")
+    few = compute_estimate(make(*swap), SHAPE, gpu).job
+    assert compute_unswapped_gradients(few) == 4 * 65 * 4096 // 8
+    assert compute_unswapped_gradients(replace(few, levers=Levers())) == 0
+    many = replace(few, layout=replace(few.layout, dp_shard_size=16))
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + 65 * 4096
+    assert compute_unswapped_gradients(many) == 4 * matrices // 128
+
+
+def test_counts_of_a_recipe_and_of_a_model_without_formulas(tmp_path: Path) -> None:
+    recipe = make("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
+    elements, sub_group = count_swapped(recipe, SHAPE, Levers(offload_optimizer="nvme"))
+    assert elements == pytest.approx(8.03e9 / 8, rel=0.001)
+    assert sub_group == 100_000_000
+    assert count_swapped(recipe, replace(SHAPE, num_parameters=None), Levers(offload_optimizer="nvme")) == (0, 0)

@@ -1,0 +1,70 @@
+"""Optimizer states that DeepSpeed's swapper keeps in files, read and written there: a checkpoint brings nothing back
+into memory but one tensor at a time.
+
+Between steps the files are all there is. Knows the swapper by its attributes; imports nothing of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ulysses_cli.train.tensor_file import Later
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class SwappedFlat:
+    """One sub-group of ZeRO-3. `optimizer` is ZeRO's; the sub-group's tensors are empty while no step runs."""
+
+    optimizer: Any
+    master: Tensor
+
+    @property
+    def numel(self) -> int:
+        return int(self._info.numel())
+
+    def read(self, kind: str, start: int, numel: int) -> Tensor | Later:
+        file = self._find_file(kind)
+        return Later(numel, lambda: torch.from_numpy(np.fromfile(file, np.float32, numel, offset=FLOAT_BYTES * start)))
+
+    def write(self, kind: str, start: int, values: Tensor) -> None:
+        with open(self._find_file(kind), "r+b") as stream:
+            stream.seek(FLOAT_BYTES * start)
+            stream.write(memoryview(values.float().cpu().contiguous().numpy()))
+
+    def set_count(self, count: int) -> None:
+        self._make_moments()
+        self.optimizer.optimizer.state[self.master]["step"] = count
+
+    @property
+    def _info(self) -> Any:
+        return self.optimizer.optimizer_swapper.swap_params_info[self.master.ds_id]
+
+    def _find_file(self, kind: str) -> Path:
+        self._make_moments()
+        name = f"{'' if kind == 'master' else kind + '-'}{self.master.ds_id}.tensor.swp"
+        return next(file for file in map(Path, self._info.get_swap_paths()) if file.name == name)
+
+    def _make_moments(self) -> None:
+        """As the first step does: they come into being in memory, and leave it by the swapper."""
+        if self._info.has_state_tensors:
+            return
+        swapper = self.optimizer.optimizer_swapper
+        swapper.swap_in_optimizer_state(parameter=self.master)
+        zeros = {name: torch.zeros_like(self.master.data) for name in ("exp_avg", "exp_avg_sq")}
+        self.optimizer.optimizer.state[self.master] = {"step": 0, **zeros}
+        swapper.swap_out_optimizer_state(parameter=self.master)
+        self.master.grad = None
+
+
+def is_swapped(optimizer: Any, master: Tensor) -> bool:
+    """Small sub-groups stay in memory."""
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    return swapper is not None and getattr(master, "ds_id", None) in swapper.swap_params_info
