@@ -243,6 +243,15 @@ def test_mistakes_end_before_anything_starts(words: list[str], said: str) -> Non
     assert said in done.stderr
 
 
+def test_a_local_model_without_weights_is_told_before_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 260, "max_position_embeddings": 4096}))
+    words = ["bench", str(ROOT / "recipes" / "tiny-cpu.yaml"), "model.config=null", f"model.name_or_path={tmp_path}"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "model.name_or_path: " in done.stderr
+    assert str(tmp_path) in done.stderr
+
+
 @pytest.mark.full
 def test_the_command_measures_beside_the_trainer(tmp_path: Path) -> None:
     words = ["bench", "recipes/tiny-cpu.yaml", "--max-length", "256,512", "--against", "trainer", "--format", "json"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,6 +61,7 @@ def bench(
 
     subject = read_subject(words, output, online=online)
     recipe = subject.recipe
+    or_exit(lambda: _check_weights(recipe.model.name_or_path), output)
     sizes = [recipe.parallel.sp_size]
     if sp_size is not None:
         sizes = or_exit(lambda: [_read_number("--sp-size", each) for each in sp_size.split(",")], output)
@@ -112,6 +114,16 @@ def _check_comparison(own_size: int, sizes: str | None, against: Peer | None, *,
     if against is not None and importlib.util.find_spec("accelerate") is None:
         hint = "pip install 'ulysses-cli[compare]'"
         raise RecipeError([Problem("--against", "the Trainer needs accelerate, which is not installed", hint)])
+
+
+def _check_weights(name: str | None) -> None:
+    """A local model is loaded as it is; one of the hub is drawn at random, whose speed is the same."""
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.weight_files import find_weight_problem
+
+    folder = Path(os.path.expanduser(name or ""))
+    if name and folder.is_dir() and (problem := find_weight_problem(folder)):
+        raise RecipeError([Problem("model.name_or_path", problem, "copy the model's folder again, or name another")])
 
 
 def _read_number(key: str, text: str) -> int:
