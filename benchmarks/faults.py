@@ -2,200 +2,330 @@
 
 A chain is one run: it is struck, resumed with --resume auto, struck again, and at last left alone. Its losses and its
 model must be those of a run that was never touched, to the last bit; then all of its faults are survived. A refusal is
-an error in words with exit code 1 or 2. Anything else is lost.
+an error in words with exit code 1 or 2. Anything else is lost. What is done stands in the results: called again, it
+goes on with the rest (--minutes bounds one call, --anew begins again).
 """
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-from faults import RECIPE, Workshop, damage_newest, find_ranks, strike, wait_until  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import forked  # noqa: E402
+import strikes  # noqa: E402
+from faults import Workshop, damage_newest, wait_until  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "faults-cpu.json"
-NUM_KILLS, CHAIN = 30, 5
-NUM_STEPS = RECIPE["train"]["max_steps"]
-MOMENTS = ("step", "writing", "manifest", "removal", "any")
+NUM_KILLS, CHAIN, NUM_STEPS = 30, 5, 24
 DAMAGES = ("truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics")
+COLUMNS = ("injected", "survived", "refused", "lost")
 TIME_LIMIT = 300
+Ends = list[tuple[str, str]]  # (fault, how it ended)
 
 
-class Tally:
-    def __init__(self) -> None:
-        self.counts: dict[str, Counter[str]] = {}
+class Range(Workshop):
+    """Runs whose ranks can be found and struck."""
 
-    def add(self, fault: str, end: str) -> None:
-        self.counts.setdefault(fault, Counter()).update({"injected": 1, end: 1})
-        print(f"  {fault}: {end}", flush=True)
+    def start(
+        self, run: str, *words: str, plan: dict[str, Any] | None = None, pids: Path | None = None
+    ) -> subprocess.Popen[str]:
+        self.pids = pids or Path(tempfile.mkdtemp(dir=self.folder, prefix="pids-"))
+        self.environ[strikes.PIDS] = str(self.pids)
+        self.environ.pop(strikes.PLAN, None)
+        if plan is not None:
+            self.environ[strikes.PLAN] = json.dumps(plan)
+        return super().start(run, f"train.max_steps={NUM_STEPS}", *words)
 
+    def signal_rank(self, rank: int, number: int) -> None:
+        os.kill(strikes.find_rank(self.pids, rank), number)
 
-def is_moment(folder: Path, moment: str) -> bool:
-    """A save is being written, is nearly finished, or an older checkpoint is being removed."""
-    try:
-        names = os.listdir(folder / "checkpoints")
-    except FileNotFoundError:
-        return False
-    if moment == "writing":
-        return any(name.endswith(".writing") for name in names)
-    if moment == "manifest":
-        return any((folder / "checkpoints" / name / "state.json").exists() for name in names if "writing" in name)
-    return any(name.endswith(".gone") for name in names)
-
-
-def strike_once(shop: Workshop, run: str, process: subprocess.Popen[str], seed: int) -> str:
-    """Waits for a moment and kills one rank or all -> what was done; '' when the run ended before."""
-    generator = random.Random(seed)
-    moment = MOMENTS[seed % len(MOMENTS)]
-    ranks = generator.choice([[0], [1], [0, 1]])
-    before = max([int(name[5:]) for name in shop.list_checkpoints(run) if name[5:].isdecimal()], default=0)
-    ahead = generator.randint(1, 3)
-
-    def is_ahead() -> bool:
-        steps = [int(name[5:]) for name in shop.list_checkpoints(run) if name[5:].isdecimal()]
-        return max(steps, default=0) >= before + ahead
-
-    if moment == "any":  # also while it starts, loads or resumes
-        if not wait_until(process, lambda: len(find_ranks(run)) == 2):
-            return ""
-        time.sleep(generator.uniform(0, 10))
-    elif not wait_until(process, is_ahead):
-        return ""
-    elif moment == "step":
-        time.sleep(generator.uniform(0, 0.5))
-    elif not wait_until(process, lambda: is_moment(shop.folder / run, moment), pause=0):
-        return ""
-    if process.poll() is not None:
-        return ""
-    strike(run, ranks)
-    return f"SIGKILL of {'all ranks' if len(ranks) == 2 else 'one rank'}, {moment}"
+    def is_whole(self, run: str, num_torn: int) -> bool:
+        ours, theirs = self.read_losses(run), self.read_losses("whole")
+        is_same = ours.items() <= theirs.items() and len(theirs) - len(ours) <= num_torn
+        return is_same and self.read_model(run) == self.read_model("whole")
 
 
-def run_chain(shop: Workshop, run: str, seeds: list[int], extra: list[str], tally: Tally) -> None:
-    struck: list[str] = []
-    for seed in seeds:
-        process = shop.start(run, *extra, "--resume", "auto")
-        done = strike_once(shop, run, process, seed)
-        process.communicate(timeout=TIME_LIMIT)
-        struck += [done] if done else []
-    settle(shop, run, struck, extra, tally)
+def wait_for_steps(shop: Range, run: str, process: subprocess.Popen[str], count: int) -> None:
+    wait_until(process, lambda: shop.count_steps(run) >= count)
 
 
-def settle(shop: Workshop, run: str, struck: list[str], extra: list[str], tally: Tally) -> None:
-    code, said = shop.train(run, *extra, "--resume", "auto")
-    is_same = code == 0 and shop.read_losses(run) == shop.read_losses("whole")
-    is_same = is_same and shop.read_model(run) == shop.read_model("whole")
-    end = "survived" if is_same else "refused" if code in (1, 2) and "Traceback" not in said else "lost"
-    if end != "survived":
-        print(said[-600:])
-    for fault in struck:
-        tally.add(fault, end)
-
-
-def damage(shop: Workshop, kinds: tuple[str, ...], tally: Tally) -> None:
-    """A run that was stopped, what it left damaged, and resumed."""
-    for at, kind in enumerate(kinds):
-        run = f"damaged-{at}"
-        process = shop.start(run)
-        wait_until(process, lambda run=run: shop.count_steps(run) >= 4)  # type: ignore[misc]
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=TIME_LIMIT)
-        tally.add("SIGTERM", "survived" if process.returncode == 0 else "lost")
-        damage_newest(shop.folder / run, kind, random.Random(at))
-        settle(shop, run, [kind], [], tally)
-
-
-def hang(shop: Workshop, tally: Tally) -> None:
-    """A rank that stands still is named and ended; the run goes on from its checkpoint."""
-    process = shop.start("hanging", "run.step_timeout=10")
-    wait_until(process, lambda: shop.count_steps("hanging") >= 2)
-    strike("hanging", [1], signal.SIGSTOP)
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     _, said = process.communicate(timeout=TIME_LIMIT)
-    if process.returncode != 1 or "rank 1 does not answer" not in said:
-        print(said[-600:])
-        tally.add("SIGSTOP of one rank", "lost")
-        return
-    settle(shop, "hanging", ["SIGSTOP of one rank"], [], tally)
+    return process.returncode, said
 
 
-def restart(shop: Workshop, tally: Tally) -> None:
+def settle(shop: Range, run: str, struck: list[str], *words: str) -> Ends:
+    code, said = end(shop.start(run, *words, "--resume", "auto"))
+    return judge(shop, run, struck, code, said)
+
+
+def judge(shop: Range, run: str, struck: list[str], code: int, said: str) -> Ends:
+    """A run that has ended: is it the one that was never touched?"""
+    is_refused = code in (1, 2) and "Traceback" not in said
+    num_torn = struck.count("torn metrics")  # lines of steps that are not done again
+    how = "survived" if code == 0 and shop.is_whole(run, num_torn) else "refused" if is_refused else "lost"
+    if how != "survived":
+        print(f"{run}: exit code {code}\n{said[-1500:]}", flush=True)
+    return [(fault, how) for fault in struck]
+
+
+def lose(fault: str, said: str) -> Ends:
+    print(f"{fault}\n{said[-1500:]}", flush=True)
+    return [(fault, "lost")]
+
+
+def kill(shop: Range, seeds: list[int]) -> Ends:
+    """Every other chain saves beside its steps."""
+    run, words = f"chain-{seeds[0]}", ["run.async_save=true"] if seeds[0] // CHAIN % 2 else []
+    struck = []
+    for seed in seeds:
+        plan = strikes.draw(seed)
+        end(shop.start(run, *words, "--resume", "auto", plan=plan))
+        if (shop.pids / "struck").exists():
+            who = "all ranks" if len(plan["ranks"]) == 2 else "one rank"
+            struck.append(f"SIGKILL of {who}, {plan['moment']}{', async' if words else ''}")
+    return settle(shop, run, struck, *words)
+
+
+def damage(shop: Range, kind: str) -> Ends:
+    """A run that was stopped, what it left damaged, and resumed."""
+    run = kind.replace(" ", "-")
+    process = shop.start(run)
+    wait_for_steps(shop, run, process, 4)
+    process.send_signal(signal.SIGTERM)
+    code, said = end(process)
+    if code or "stopped: by a signal" not in said:
+        return lose("SIGTERM", said)
+    damage_newest(shop.folder / run, kind, random.Random(kind))
+    found = settle(shop, run, [kind])
+    return [("SIGTERM", found[0][1]), *found]
+
+
+def hang(shop: Range, name: str) -> Ends:
+    """A rank that stands still is named and ended, and so are the others; the run goes on from its checkpoint."""
+    run, seconds = f"hanging-{name}", 6
+    process = shop.start(run, f"run.step_timeout={seconds}")
+    wait_for_steps(shop, run, process, 2)
+    number, words = {
+        "stopped": (signal.SIGSTOP, "rank 1 does not answer, the others wait for it in "),
+        "asleep": (signal.SIGUSR2, "rank 1 hangs in micro-step "),
+    }[name]
+    shop.signal_rank(1, number)
+    code, said = end(process)
+    if code != 1 or f"takes longer than run.step_timeout ({seconds} s): {words}" not in said:
+        return lose(f"hang, {name}", said)
+    return settle(shop, run, [f"hang, {name}"])
+
+
+def restart(shop: Range) -> Ends:
     """run.max_restarts: no person is needed."""
     process = shop.start("restarted", "run.max_restarts=2")
-    wait_until(process, lambda: shop.count_steps("restarted") >= 3)
-    strike("restarted", [1])
-    _, said = process.communicate(timeout=TIME_LIMIT)
-    is_same = process.returncode == 0 and shop.read_losses("restarted") == shop.read_losses("whole")
-    is_same = is_same and shop.read_model("restarted") == shop.read_model("whole")
-    if not is_same:
-        print(said[-600:])
-    tally.add("SIGKILL of one rank, max_restarts", "survived" if is_same else "lost")
+    wait_for_steps(shop, "restarted", process, 3)
+    shop.signal_rank(1, signal.SIGKILL)
+    return judge(shop, "restarted", ["SIGKILL of one rank, max_restarts"], *end(process))
 
 
-def fill_disk(shop: Workshop, tally: Tally) -> None:
-    """A small tmpfs, where this process may mount one."""
-    place = shop.folder / "small"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True).returncode:
-        print("  no disk can be mounted here: a full one is not tested")
+def restart_machines(shop: Range) -> Ends:
+    """Two machines, each with a launcher of its own; a rank lost on one is started again with all others on both."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    words = ["run.max_restarts=2", "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(port)]
+    first = shop.start("machines", *words, "--node-rank", "0")
+    pids = shop.pids
+    second = shop.start("machines", *words, "--node-rank", "1", pids=pids)
+    wait_for_steps(shop, "machines", first, 3)
+    shop.signal_rank(1, signal.SIGKILL)
+    code, said = end(second)
+    if code:
+        return lose("SIGKILL of one rank, two machines", said)
+    return judge(shop, "machines", ["SIGKILL of one rank, two machines"], *end(first))
+
+
+def start_twice(shop: Range) -> Ends:
+    """The second run in a folder is refused, and harms nothing; a dead one keeps no lock."""
+    first = shop.start("twice")
+    wait_for_steps(shop, "twice", first, 2)
+    pids = shop.pids
+    code, said = end(shop.start("twice", "--resume", "auto"))
+    ends = [("two runs in one folder", "refused")]
+    if code != 2 or "belongs to a run that goes on right now" not in said:
+        ends = lose(*ends[0][:1], said)
+    for rank in range(2):
+        os.kill(strikes.find_rank(pids, rank), signal.SIGKILL)
+    first.kill()
+    end(first)
+    wait_until_free(shop.folder / "twice" / "lock-0")
+    return ends + settle(shop, "twice", ["SIGKILL of all ranks and the command"])
+
+
+def wait_until_free(lock: Path) -> None:
+    """Until the launcher, too, has seen that its command is dead."""
+    limit = time.monotonic() + 60
+    with open(lock) as stream:
+        while time.monotonic() < limit:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(0.1)
+
+
+@contextmanager
+def small_disk(place: Path, *options: str) -> Iterator[bool]:
+    """A tmpfs, where this process may mount one."""
+    place.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(place)]
+    if subprocess.run(command, capture_output=True).returncode:
+        print("  no disk can be mounted here: this fault is left out", flush=True)
+        yield False
         return
     try:
-        process = shop.start("small/run", "run.save_total_limit=1")
-        wait_until(process, lambda: shop.count_steps("small/run") >= 3)
-        try:
-            (place / "ballast").write_bytes(b"\0" * 2**21)
-        except OSError:
-            pass
-        _, said = process.communicate(timeout=TIME_LIMIT)
-        is_clear = process.returncode == 1 and "No space left on device" in said
-        (place / "ballast").unlink()
-        if is_clear:
-            settle(shop, "small/run", ["full disk"], ["run.save_total_limit=1"], tally)
-        else:
-            print(said[-600:])
-            tally.add("full disk", "lost")
+        yield True
     finally:
         subprocess.run(["umount", "-l", str(place)], check=False)
 
 
-def main() -> None:
-    num_kills = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_KILLS
-    tally = Tally()
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        shop = Workshop(Path(folder))
-        code, said = shop.train("whole")
-        assert code == 0, said
-        for at in range(0, num_kills, CHAIN):
-            seeds = list(range(at, min(at + CHAIN, num_kills)))
-            extra = ["run.async_save=true"] if at // CHAIN % 2 else []
-            print(f"chain {at // CHAIN + 1}, seeds {seeds[0]} to {seeds[-1]} {' '.join(extra)}", flush=True)
-            run_chain(shop, f"chain-{at}", seeds, extra, tally)
-        damage(shop, DAMAGES, tally)
-        hang(shop, tally)
-        restart(shop, tally)
-        fill_disk(shop, tally)
-    total = sum((count for count in tally.counts.values()), Counter())
-    columns = ("injected", "survived", "refused", "lost")
-    print(f"\n{'':<40}" + "".join(f"{name:>10}" for name in columns))
-    for fault, count in [*sorted(tally.counts.items()), ("all", total)]:
-        print(f"{fault:<40}" + "".join(f"{count[name]:>10}" for name in columns))
-    result = {
-        "faults": {fault: {name: count[name] for name in columns} for fault, count in tally.counts.items()},
-        "all": {name: total[name] for name in columns},
-        "steps": NUM_STEPS,
-        "seconds": round(time.monotonic() - started),
+def fill(file: Path) -> None:
+    """To the last byte."""
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT)
+    for size in (1 << 16, 1 << 12, 1):
+        try:
+            while os.write(handle, b"\0" * size) == size:
+                pass
+        except OSError:
+            continue
+    os.close(handle)
+
+
+def fill_disk(shop: Range, on_save_error: str) -> Ends:
+    """The run, its logs and its metrics stand on a disk that becomes full, and later has room again."""
+    fault, run = f"full disk, on_save_error: {on_save_error}", f"small-{on_save_error}/run"
+    words = ["run.save_total_limit=1", f"run.on_save_error={on_save_error}"]
+    with small_disk(shop.folder / run.split("/")[0], "size=3m") as is_there:
+        if not is_there:
+            return []
+        process = shop.start(run, *words)
+        wait_for_steps(shop, run, process, 3)
+        ballast = shop.folder / run.split("/")[0] / "ballast"
+        fill(ballast)
+        if on_save_error == "continue":
+            time.sleep(3)
+            ballast.unlink()
+        code, said = end(process)
+        ballast.unlink(missing_ok=True)
+        if "No space left on device" not in said or code != (on_save_error == "stop"):
+            return lose(fault, said)
+        if on_save_error == "stop":
+            return settle(shop, run, [fault], *words)
+        return judge(shop, run, [fault], code, said)
+
+
+def forbid(shop: Range) -> Ends:
+    """The checkpoints' disk can no longer be written."""
+    process = shop.start("read-only")
+    wait_for_steps(shop, "read-only", process, 3)
+    with small_disk(shop.folder / "read-only" / "checkpoints", "ro") as is_there:
+        if not is_there:
+            end(process)
+            return []
+        code, said = end(process)
+    if code != 1 or "was not written: " not in said:  # read-only, or its folder out of sight
+        return lose("read-only disk", said)
+    return settle(shop, "read-only", ["read-only disk"])
+
+
+def list_pieces() -> dict[str, Callable[[Range], Ends]]:
+    chains = [list(range(at, min(at + CHAIN, NUM_KILLS))) for at in range(0, NUM_KILLS, CHAIN)]
+    pieces: dict[str, Callable[[Range], Ends]] = {
+        f"seeds {seeds[0]} to {seeds[-1]}": lambda shop, seeds=seeds: kill(shop, seeds)  # type: ignore[misc]
+        for seeds in chains
     }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    sys.exit(1 if total["lost"] else 0)
+    pieces |= {kind: lambda shop, kind=kind: damage(shop, kind) for kind in DAMAGES}  # type: ignore[misc]
+    pieces |= {f"hang, {name}": lambda shop, name=name: hang(shop, name) for name in ("stopped", "asleep")}  # type: ignore[misc]
+    pieces |= {
+        "restart": restart,
+        "restart, two machines": restart_machines,
+        "two runs": start_twice,
+        "read-only disk": forbid,
+    }
+    for choice in ("stop", "continue"):
+        pieces[f"full disk, {choice}"] = lambda shop, choice=choice: fill_disk(shop, choice)  # type: ignore[misc]
+    return pieces
+
+
+def summarize(done: dict[str, Any], num_pieces: int) -> dict[str, Any]:
+    counts: dict[str, Counter[str]] = {}
+    for piece in done.values():
+        for fault, how in piece["ends"]:
+            counts.setdefault(fault, Counter()).update({"injected": 1, how: 1})
+    total = sum(counts.values(), Counter())
+    return {
+        "is_finished": len(done) == num_pieces,
+        "all": {name: total[name] for name in COLUMNS},
+        "faults": {fault: {name: count[name] for name in COLUMNS} for fault, count in sorted(counts.items())},
+        "steps": NUM_STEPS,
+        "seconds": round(sum(piece["seconds"] for piece in done.values())),
+        "pieces": done,
+    }
+
+
+def read_done(pieces: dict[str, Any]) -> dict[str, Any]:
+    """Pieces of a call that was not finished."""
+    try:
+        before = json.loads(RESULTS.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {} if before["is_finished"] else {name: one for name, one in before["pieces"].items() if name in pieces}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0, help="no piece is begun after this time")
+    parser.add_argument("--anew", action="store_true", help="forget what an earlier call has done")
+    parser.add_argument("--only", default="", help="pieces whose name holds this; results are not written")
+    options = parser.parse_args()
+    pieces, limit = list_pieces(), time.monotonic() + 60 * options.minutes
+    done = {} if options.anew or options.only else read_done(pieces)
+    forked.preload()
+    forked.on_start.append(strikes.arm)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        shop = Range(Path(folder))
+        code, said = end(shop.start("whole"))
+        assert code == 0, said
+        for name, piece in pieces.items():
+            if name in done or options.only not in name or time.monotonic() > limit:
+                continue
+            started = time.monotonic()
+            ends = piece(shop)
+            done[name] = {"seconds": round(time.monotonic() - started, 1), "ends": ends}
+            for fault, how in ends:
+                print(f"  {fault}: {how}", flush=True)
+            if not options.only:
+                RESULTS.write_text(json.dumps(summarize(done, len(pieces)), indent=1) + "\n")
+    result = summarize(done, len(pieces))
+    print(f"\n{'':<44}" + "".join(f"{name:>10}" for name in COLUMNS))
+    for fault, count in [*result["faults"].items(), ("all", result["all"])]:
+        print(f"{fault:<44}" + "".join(f"{count[name]:>10}" for name in COLUMNS))
+    print(f"{len(done)} of {len(pieces)} pieces in {result['seconds']} s")
+    sys.exit(1 if result["all"]["lost"] else 0)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the launcher sets it, for both sides
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +112,7 @@ class Run:
 
     def compute_model_flops(self, tokens: int) -> float:
         weights = sum(p.numel() for p in self.model.parameters()) - self.model.model.embed_tokens.weight.numel()
-        return 6.0 * weights * tokens + 14.0 * self.num_layers * 32 * HEAD_DIM * tokens * (tokens + 1) / 2
+        return 6.0 * weights * tokens + 12.0 * self.num_layers * 32 * HEAD_DIM * tokens * (tokens + 1) / 2
 
     def close(self) -> None:
         offloader, self.offloader = self.offloader, None

@@ -17,7 +17,7 @@ from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.train.agreement import gather_values
 from ulysses_cli.train.bad_steps import BadSteps
-from ulysses_cli.train.build import Built, build
+from ulysses_cli.train.build import Built, build, load_model_config
 from ulysses_cli.train.checkpoint import Owner
 from ulysses_cli.train.groups import make_groups
 from ulysses_cli.train.loop import Course, StepResult
@@ -42,7 +42,7 @@ class Trip:
         device = device or torch.device("cpu")
         layout = make_layout(recipe)
         groups = make_groups(layout, timedelta(seconds=60))
-        shape = read_model_shape(recipe.model.config or {}, "test")
+        shape = read_model_shape(load_model_config(recipe).to_dict(), "test")
         torch.manual_seed(recipe.run.seed)
         levers = choose_levers(recipe, shape, gpu).levers
         # a run's own folder: life.py makes it

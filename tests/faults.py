@@ -11,34 +11,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import yaml
+from small_run import make_settings
 
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 240.0
-RECIPE: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "qwen3",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "vocab_size": 260,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": True,
-        },
-        "tokenizer": "bytes",
-        "dtype": "float32",
-    },
-    "parallel": {"sp_size": 2},
-    "data": {"datasets": [{"type": "synthetic"}], "max_length": 128},
-    "train": {"max_steps": 60, "learning_rate": 0.003, "adam_epsilon": 1e-3, "gradient_accumulation_steps": 2},
-    "run": {"device": "cpu", "save_steps": 1, "rehearsal": False, "output_dir": "run"},
-}
+RECIPE = make_settings(
+    parallel={"sp_size": 2},
+    train={"max_steps": 60, "gradient_accumulation_steps": 2},
+    run={"save_steps": 1, "rehearsal": False},
+)
 
 
 class Workshop:

@@ -1,4 +1,5 @@
-"""Starts N gloo ranks once and runs functions on them: file rendezvous, a time limit, the first failing rank's trace.
+"""Starts N gloo ranks once and runs functions on them: forked from one server, file rendezvous, a time
+limit, the first failing rank's trace.
 
 A test hands over a function of its own module; it runs as `function(*args)` on each rank and returns what can be
 pickled. Ranks are kept for the next test. A rank that fails or hangs takes its whole pool with it, so that no test
@@ -19,6 +20,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from ulysses_cli.prove.rank_server import start_process
 
 TIME_LIMIT = 300.0
 START_LIMIT = 180.0
@@ -52,14 +55,12 @@ def clear_stale_locks() -> None:
 class Pool:
     def __init__(self, num_ranks: int) -> None:
         clear_stale_locks()
-        context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(num_ranks):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, self.folder.name, theirs), daemon=True)
-            process.start()
+            mine, theirs = multiprocessing.Pipe()
+            process = start_process(_serve, (rank, num_ranks, self.folder.name, theirs))
             theirs.close()
             self.pipes.append(mine)
             self.processes.append(process)

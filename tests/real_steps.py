@@ -10,7 +10,8 @@ from typing import Any
 
 from courses import Trip
 from live_bytes import LiveBytes
-from training import CONFIG, MemoryRows, make_recipe
+from small_run import CONFIG
+from training import MemoryRows, make_recipe
 
 from ulysses_cli.plan.ledger.device import DEVICE_LINES
 from ulysses_cli.plan.ledger.job import make_job
@@ -18,9 +19,11 @@ from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.memory import compute_ledger
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.loop import train
 
 TOKENS = 2048
+ZERO = "deepspeed.zero_optimization"
 SIZES = {
     "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4096, "max_position_embeddings": 4096,
@@ -31,33 +34,41 @@ UNSEEN = {*DEVICE_LINES, "cublas_workspace", "attention_kernel"}
 
 def make_case(config: dict[str, Any], *overrides: str) -> Any:
     """Small buckets, so that a small model fills them as a large one does."""
-    zero = "deepspeed.zero_optimization"
     small = (
-        f"{zero}.reduce_bucket_size=1000000",
-        f"{zero}.prefetch_bucket_size=200000",
-        f"{zero}.sub_group_size=2000000",
+        f"{ZERO}.reduce_bucket_size=1000000",
+        f"{ZERO}.prefetch_bucket_size=200000",
+        f"{ZERO}.sub_group_size=2000000",
     )
-    small += (f"{zero}.max_live_parameters=2000000", f"{zero}.param_persistence_threshold=1000")
+    small += (f"{ZERO}.max_live_parameters=2000000", f"{ZERO}.param_persistence_threshold=1000")
     return make_recipe(f"data.max_length={TOKENS}", *small, *overrides, config={**CONFIG, **SIZES, **config})
 
 
 def measure_step(recipe: Any) -> int:
     """On a rank: most bytes alive in the second step."""
-    meter = LiveBytes()
+    return measure_steps(recipe, "step")[0]
+
+
+def measure_steps(recipe: Any, *order: str) -> list[int]:
+    """On a rank: most bytes alive in each step or evaluation, after a first step that is not counted."""
+    meter, peaks = LiveBytes(), []
     with meter:
-        rows = MemoryRows([[(TOKENS, 1)]] * 4, recipe.model.config["vocab_size"])
-        trip = Trip(recipe, rows, 3)
+        rows = MemoryRows([[(recipe.data.max_length, 1)]] * 4, recipe.model.config["vocab_size"])
+        trip = Trip(recipe, rows, 2 + len(order))
         trip.course.num_steps = 1
         train(trip.course)
-        gc.collect()
-        meter.peak = meter.now
-        trip.course.num_steps = 2
-        train(trip.course)
-    peak = meter.peak
+        for what in order:
+            gc.collect()
+            meter.peak = meter.now
+            if what == "step":
+                trip.course.num_steps += 1
+                train(trip.course)
+            else:
+                evaluate(trip.course.engine, trip.course.groups, rows, trip.course.batching)
+            peaks.append(meter.peak)
     trip.built.engine.wrapped.destroy()
     del trip
     gc.collect()
-    return peak
+    return peaks
 
 
 def make_wish(recipe: Any) -> dict[str, Any]:

@@ -7,29 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from small_run import CONFIG, make_settings
 from torch import Tensor
 from torch.nn import functional
 
 from ulysses_cli.plan.load import parse_recipe
 from ulysses_cli.plan.recipe import Recipe
-
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
-
-
-# Adam divides a gradient by its own size: with the usual epsilon, elements whose gradient is rounding noise would take
-# full steps in a random direction, on any two machines.
-CALM = {"adam_epsilon": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -78,13 +61,13 @@ def make_recipe(*overrides: str, config: dict[str, Any] | None = None) -> Recipe
     """A small valid recipe in float32 on CPU ranks, changed by overrides as on the command line."""
     import yaml
 
-    base: dict[str, Any] = {
-        "model": {"config": config or CONFIG, "tokenizer": "bytes", "dtype": "float32"},
-        "data": {"datasets": [{"type": "synthetic"}], "max_length": 64},
-        "train": {"max_steps": 5, "learning_rate": 0.003, "weight_decay": 0.1, "max_grad_norm": 1.0, **CALM},
-        "run": {"device": "cpu", "seed": 3},
-    }
-    return parse_recipe(yaml.safe_dump(base), "test", overrides).recipe
+    settings = make_settings(
+        config or CONFIG,
+        data={"max_length": 64},
+        train={"max_steps": 5, "weight_decay": 0.1, "max_grad_norm": 1.0},
+        run={"seed": 3},
+    )
+    return parse_recipe(yaml.safe_dump(settings), "test", overrides).recipe
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""The hardware table of this machine's user: the shipped one with calibration.yaml and
-hardware.yaml of ~/.config/ulysses laid over it."""
+"""The hardware table of this machine's user: the shipped one, then what `bench` measured on these very GPUs, then the
+user's own hardware.yaml of ~/.config/ulysses. A calibration counts only where its GPUs are."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,20 +12,89 @@ if TYPE_CHECKING:
     from ulysses_cli.plan.hardware import Hardware
 
 SHIPPED = Path(__file__).parent / "plan" / "hardware.yaml"
+DRIVER = Path("/proc/driver/nvidia/gpus")
 MAX_BYTES = 1 << 20
+ASK_SECONDS = 10
+HEADER = (
+    "# Written by `ulysses bench --save-calibration`; read only on the machine that has these GPUs. May be deleted.\n"
+)
 
 
 def load_hardware() -> Hardware:
-    """Raises RecipeError with every mistake of the user's file."""
+    """Raises RecipeError with every mistake of the user's files."""
     from ulysses_cli import hub
     from ulysses_cli.plan.hardware import read_hardware
 
     tables = [("the shipped hardware.yaml", _read_yaml(SHIPPED))]
-    for name in ("calibration.yaml", "hardware.yaml"):
-        own = hub.get_user_folder() / name
-        if own.exists():
-            tables.append((str(own), _read_yaml(own) or {}))
+    calibration = find_calibration()
+    if calibration:
+        tables.append((str(get_calibration_file()), calibration["rates"]))
+    own = hub.get_user_folder() / "hardware.yaml"
+    if own.exists():
+        tables.append((str(own), _read_yaml(own) or {}))
     return read_hardware(*tables)
+
+
+def get_calibration_file() -> Path:
+    from ulysses_cli import hub
+
+    return hub.get_user_folder() / "calibration.yaml"
+
+
+def find_calibration() -> dict[str, Any]:
+    """{gpus, measured, rates} of the GPUs that are here; {} where none was measured."""
+    file = get_calibration_file()
+    here = set(list_gpu_uuids()) if file.exists() else set()
+    return next((found for found in _read_machines(file) if set(found["gpus"]) == here), {}) if here else {}
+
+
+def describe_calibration() -> list[str]:
+    """What an estimate that uses measured rates says about them."""
+    found = find_calibration()
+    return [f"rates measured on this machine ({found['measured']}): {get_calibration_file()}"] if found else []
+
+
+def save_calibration(rates: dict[str, Any], measured: str) -> Path:
+    """For the GPUs that are here; those of other machines that share the home directory stay."""
+    import yaml
+
+    file, here = get_calibration_file(), list_gpu_uuids()
+    others = [found for found in _read_machines(file) if set(found["gpus"]) != set(here)] if file.exists() else []
+    machines = [*others, {"gpus": here, "measured": measured, "rates": rates}]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(".part")
+    beside.write_text(HEADER + yaml.safe_dump({"machines": machines}, sort_keys=False))
+    beside.replace(file)
+    return file
+
+
+def list_gpu_uuids() -> list[str]:
+    """The GPUs of this machine by the driver's names, whatever CUDA_VISIBLE_DEVICES says; [] without a driver."""
+    found = []
+    for file in sorted(DRIVER.glob("*/information")):
+        line = re.search(r"^GPU UUID:\s*(\S+)", file.read_text(errors="replace"), re.MULTILINE)
+        found += [line[1]] if line else []
+    if found:
+        return sorted(found)
+    try:
+        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=ASK_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return sorted(re.findall(r"UUID: (GPU-[\w-]+)", said))
+
+
+def _read_machines(file: Path) -> list[dict[str, Any]]:
+    from ulysses_cli.plan.problem import Problem, RecipeError, Where
+
+    content = _read_yaml(file)
+    machines: Any = content.get("machines") if isinstance(content, dict) else None
+    keys = {"gpus": list, "measured": str, "rates": dict}
+    if isinstance(machines, list) and all(
+        isinstance(each, dict) and all(isinstance(each.get(name), kind) for name, kind in keys.items())
+        for each in machines
+    ):
+        return machines
+    raise RecipeError([Problem("machines", "is not a list of measured machines", f"delete {file}", Where(str(file)))])
 
 
 def _read_yaml(file: Path) -> Any:

@@ -6,6 +6,7 @@ Imports nothing heavy: the launcher and the ranks are child processes.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -137,7 +138,8 @@ def make_environment(environ: Mapping[str, str], device: str, processes_here: in
     if device == "cpu":
         ours["DS_ACCELERATOR"] = "cpu"
     else:
-        ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the same setting
+            ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {**ours, **environ}
 
 
@@ -161,6 +163,8 @@ def lock_run(run_dir: Path, node_rank: int) -> int:
 
 
 RESULTS = ("checkpoints", "model")
+RECORDS = ("metrics.jsonl", "eval.jsonl", "run.json")
+REPLACED = "replaced"
 
 
 def check_run_dir(run_dir: Path, inputs: Sequence[str], *, overwrite: bool) -> None:
@@ -174,14 +178,40 @@ def check_run_dir(run_dir: Path, inputs: Sequence[str], *, overwrite: bool) -> N
             problem = Problem(
                 "run.output_dir",
                 f"{folder} holds the results of an earlier run",
-                "go on with --resume auto, choose another run.output_dir, or delete them with --overwrite",
+                "go on with --resume auto, choose another run.output_dir, or replace them with --overwrite",
             )
             raise RecipeError([problem])
 
 
-def clear_run_dir(run_dir: Path) -> None:
-    for name in (*RESULTS, "rehearsal"):
-        shutil.rmtree(run_dir / name, ignore_errors=True)
+def set_results_aside(run_dir: Path) -> Path | None:
+    """What an earlier run left is kept until the new one has a model: a run that fails at its first step has then
+    destroyed nothing. -> where it is kept, None when there was nothing."""
+    shutil.rmtree(run_dir / "rehearsal", ignore_errors=True)
+    there = [run_dir / name for name in (*RESULTS, *RECORDS) if (run_dir / name).exists()]
+    if not any(path.is_dir() and any(path.iterdir()) for path in there):
+        return None
+    aside = next(path for at in itertools.count(1) if not (path := run_dir / REPLACED / str(at)).exists())
+    aside.mkdir(parents=True)
+    for path in there:
+        path.rename(aside / path.name)
+    return aside
+
+
+def restore_results(run_dir: Path, aside: Path) -> bool:
+    """After a run that failed: put an earlier run's results back, unless the new one has left some of its own."""
+    if any((run_dir / name).is_dir() and any((run_dir / name).iterdir()) for name in RESULTS):
+        return False
+    for path in aside.iterdir():
+        mine = run_dir / path.name
+        shutil.rmtree(mine) if mine.is_dir() else mine.unlink(missing_ok=True)
+        path.rename(mine)
+    aside.rmdir()
+    return True
+
+
+def drop_replaced_results(run_dir: Path) -> None:
+    """The new run's model stands."""
+    shutil.rmtree(run_dir / REPLACED, ignore_errors=True)
 
 
 def clear_build_locks(environ: Mapping[str, str]) -> None:
@@ -190,6 +220,12 @@ def clear_build_locks(environ: Mapping[str, str]) -> None:
     for lock in Path(folder).rglob("lock"):
         if time.time() - lock.stat().st_mtime > BUILD_LOCK_SECONDS:
             lock.unlink(missing_ok=True)
+
+
+def find_newest_checkpoint(run_dir: Path) -> Path | None:
+    """By name: what is in it, the ranks judge."""
+    found = [path for path in run_dir.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
+    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
 @dataclass(frozen=True)

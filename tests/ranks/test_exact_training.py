@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks
+from small_run import CONFIG
 from torch import Tensor
-from training import CONFIG, Course, MemoryRows, make_recipe, measure_difference, train_plainly
+from training import Course, MemoryRows, make_recipe, measure_difference, train_plainly
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.data.steps import Batching, plan_step, read_micro_batch

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from courses import Trip
 from ranks import RankError, run_on_ranks
+from small_run import CONFIG
 from torch import Tensor
-from training import CONFIG, MemoryRows, make_recipe, measure_difference
+from training import MemoryRows, make_recipe, measure_difference
 
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.train.agreement import compare_facts

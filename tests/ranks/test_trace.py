@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ranks import run_on_ranks
-from real_steps import make_case, measure_step, trace_step
+from real_steps import ZERO, make_case, measure_step, measure_steps, trace_step
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_config
@@ -42,6 +42,16 @@ def test_a_trace_is_what_a_real_step_takes(case: str) -> None:
     recipe = make_case({}, *overrides)
     real = max(run_on_ranks(num_ranks, measure_step, recipe))
     assert trace_step(recipe) == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.heavy
+def test_an_evaluation_leaves_nothing_gathered() -> None:
+    """DeepSpeed keeps weights after a forward without a backward, and counts them no more."""
+    small = ("parallel.sp_size=2", "data.max_length=256", *TILES, f"{ZERO}.max_reuse_distance=1000000")
+    recipe = make_case({"num_hidden_layers": 8, "intermediate_size": 1536}, *small)
+    before, evaluation, after = run_on_ranks(2, measure_steps, recipe, "step", "evaluation", "step")[0]
+    assert after == before
+    assert evaluation < before
 
 
 def trace_file(file: Path) -> tuple[dict[str, Any], dict[str, int]]:

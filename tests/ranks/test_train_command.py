@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from small_run import make_settings
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,28 +25,12 @@ from ulysses_cli.data.rows import PackedRows, open_rows
 
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT = 240
-RECIPE: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "qwen3",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "vocab_size": 260,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": True,
-        },
-        "tokenizer": "bytes",
-        "dtype": "float32",
-    },
-    "parallel": {"sp_size": 2},
-    "data": {"datasets": [{"type": "synthetic"}], "eval_split": 0.02, "max_length": 256},
-    "train": {"max_steps": 8, "learning_rate": 0.003, "adam_epsilon": 1e-3},
-    "run": {"device": "cpu", "eval_steps": 4, "save_steps": 3, "save_total_limit": None, "output_dir": "run"},
-}
+RECIPE = make_settings(
+    parallel={"sp_size": 2},
+    data={"eval_split": 0.02, "max_length": 256},
+    train={"max_steps": 8},
+    run={"eval_steps": 4, "save_steps": 3, "save_total_limit": None},
+)
 METRICS = {
     *("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens", "step_seconds"),
     *("tokens_per_second", "tokens_per_second_per_gpu", "tflops", "mfu", "peak_memory_bytes"),
@@ -178,7 +163,7 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_
 
     code, _, err = shop.train("run.output_dir=stopped", "run.save_steps=null")
     assert code == 2
-    assert "hint: go on with --resume auto, choose another run.output_dir, or delete them with --overwrite" in err
+    assert "hint: go on with --resume auto, choose another run.output_dir, or replace them with --overwrite" in err
     code, _, err = shop.train("run.output_dir=stopped", "run.save_steps=null", "--resume", "auto")
     assert code == 0, err
     assert f"resumed from stopped/checkpoints/step-{stopped[1]} after step {stopped[1]}" in err
@@ -213,8 +198,9 @@ def test_a_killed_rank_is_named_once_and_the_others_end(shop: Shop) -> None:
 def test_what_is_missing_is_told_before_ranks_meet(shop: Shop) -> None:
     code, _, err = shop.train("run.output_dir=tracked", "run.report_to=[wandb]")
     assert code == 2
-    assert "rank 0 failed (reading inputs): run.report_to: wandb is not installed" in err
+    assert "command line: run.report_to: wandb is not installed" in err
     assert "pip install ulysses-cli[wandb]" in err
+    assert not (shop.folder / "tracked" / "logs").exists(), "no rank was started"
     assert "Traceback" not in err
 
 

@@ -43,26 +43,24 @@ def make_proof(*overrides: str) -> Recipe:
     return make_proof_recipe(recipe, CONFIG, read_model_shape(CONFIG, "test"), 2, 1, "cpu")[0]
 
 
-def prove_with(fault: str, *overrides: str) -> list[Row]:
-    from ulysses_cli.prove.verify import judge, make_all_rows, make_reference
+def prove_with(fault: str, folder: Path, *overrides: str) -> list[Row]:
+    from ulysses_cli.prove.verify import judge, make_reference, set_task
 
     proof = make_proof(*overrides)
     shape = read_model_shape(proof.model.config or {}, "test")
-    rows, held_out = make_all_rows(proof, shape)
-    right = make_reference(proof, shape, rows, held_out)
-    found = run_on_ranks(2, trace_with, fault, proof, shape, rows, held_out)
-    return judge("sp 2", found[0], right, shape)
+    task = set_task(proof, shape, folder)
+    found = run_on_ranks(2, trace_with, fault, task)
+    return judge("sp 2", found[0], make_reference(task), shape)
 
 
-def trace_with(fault: str, *args: Any) -> Any:
-    from ulysses_cli.prove.observed import trace_steps
-    from ulysses_cli.prove.verify import NUM_STEPS
+def trace_with(fault: str, task: Any) -> Any:
+    from ulysses_cli.prove.verify import trace_on_rank
 
     patches = FAULTS[fault]()
     for patch in patches:
         patch.start()
     try:
-        return trace_steps(*args, NUM_STEPS, torch.device("cpu"))
+        return trace_on_rank(torch.device("cpu"), task)
     finally:
         for patch in patches:
             patch.stop()
@@ -188,8 +186,8 @@ FOUND_BY = {
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_without_a_fault_everything_passes(lora: bool) -> None:
-    rows = prove_with("none", *(["lora.r=4"] if lora else []))
+def test_without_a_fault_everything_passes(lora: bool, tmp_path: Path) -> None:
+    rows = prove_with("none", tmp_path, *(["lora.r=4"] if lora else []))
     assert {row.verdict for row in rows} == {"PASS"}, rows
     assert {"loss", "gradients", "weights", "leak: late tokens", "leak: the token before a window of 40"} <= {
         row.name for row in rows
@@ -197,8 +195,8 @@ def test_without_a_fault_everything_passes(lora: bool) -> None:
 
 
 @pytest.mark.parametrize("fault", sorted(FOUND_BY))
-def test_a_planted_fault_fails(fault: str) -> None:
-    failed = {row.name for row in prove_with(fault) if row.verdict == "FAIL"}
+def test_a_planted_fault_fails(fault: str, tmp_path: Path) -> None:
+    failed = {row.name for row in prove_with(fault, tmp_path) if row.verdict == "FAIL"}
     assert FOUND_BY[fault] in failed, failed
 
 

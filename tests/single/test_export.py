@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
+from training import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizer import make_bytes_tokenizer
@@ -18,6 +19,7 @@ from ulysses_cli.plan.families import FAMILIES
 from ulysses_cli.train import export
 from ulysses_cli.train.archive import CheckpointError, name_share
 from ulysses_cli.train.export_check import check_adapter, check_model
+from ulysses_cli.train.run_file import make_card
 from ulysses_cli.train.tensor_file import write_tensors
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -103,10 +105,12 @@ def test_an_export_that_differs_is_refused(tmp_path: Path) -> None:
         check_model(checkpoint, tmp_path / "wrong", config, torch.float32, lambda _: None)
 
 
-def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path) -> None:
+def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
-    base = AutoModelForCausalLM.from_config(make_config("llama"))
-    base.save_pretrained(tmp_path / "base")
+    config = make_config("llama")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}  # the run stretched positions
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", config=config)
     settings = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(base, settings)
     trained = {name: p for name, p in base.named_parameters() if p.requires_grad}
@@ -114,14 +118,20 @@ def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path) -> None:
         for parameter in trained.values():
             parameter.normal_()
     checkpoint = save_as_ranks(trained, tmp_path / "step-1")
+    recipe = make_recipe("lora.r=4").model_dump(mode="json")
+    recipe["model"] |= {"name_or_path": str(tmp_path / "base"), "config": None}
     said: list[str] = []
     folder = export.export_model(
         checkpoint, tmp_path / "ours", config=base.config, tokenizer=make_bytes_tokenizer(),
-        adapter_config=adapted.peft_config["default"], dtype=torch.float32, card="",
+        adapter_config=adapted.peft_config["default"], dtype=torch.float32,
+        card=make_card(recipe, "mine", "llama"),
         check=lambda to: said.append(check_adapter(checkpoint, to, torch.float32)),
     )  # fmt: skip
     assert said == [f"{len(trained)} tensors equal the checkpoint's"]
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), folder)
+    assert not (folder / "config.json").exists()
+    monkeypatch.chdir(folder)
+    found: dict[str, Any] = {}
+    exec((folder / "README.md").read_text().split("```python\n")[1].split("```")[0], found)
     ids = torch.arange(12)[None]
     with torch.no_grad():
-        assert torch.equal(loaded.eval()(ids).logits, adapted.eval()(ids).logits)
+        assert torch.equal(found["model"].eval()(ids).logits, adapted.eval()(ids).logits)

@@ -3,15 +3,18 @@
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.hub import SHIPPED_TABLE
 from ulysses_cli.plan.families import FAMILIES
 from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.train.loading import find_strangers
 
 TINY = {
     "hidden_size": 64,
@@ -90,3 +93,14 @@ def test_the_tables_parameters_are_transformers_own(entry: dict[str, Any]) -> No
     values = {k: v for k, v in config.items() if k not in ("rope_scaling", "quantization_config", "architectures")}
     model = make_model(AutoConfig.for_model(**values))
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_saved_model_of_each_family_has_no_weight_without_a_place(model_type: str, tmp_path: Path) -> None:
+    """transformers saves some families under other names than its modules have (experts, one by one)."""
+    AutoModelForCausalLM.from_config(make_config(model_type)).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert find_strangers(model, str(tmp_path)) == []
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.0.extra.weight": torch.zeros(1)}, file, {"format": "pt"})
+    assert find_strangers(model, str(tmp_path)) == ["model.layers.0.extra.weight"]

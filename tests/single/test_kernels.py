@@ -19,7 +19,7 @@ from ulysses_cli.train import exchange, kernels, torch_kernels
 from ulysses_cli.train.documents import make_documents
 from ulysses_cli.train.exchange import make_axis
 from ulysses_cli.train.heads import plan_heads
-from ulysses_cli.train.kernel_choice import choose_kernel
+from ulysses_cli.train.kernel_choice import Work, choose_kernel
 from ulysses_cli.train.torch_kernels import Rule
 from ulysses_cli.train.ulysses import ulysses_attention
 
@@ -37,6 +37,12 @@ def test_auto_proves_what_it_takes(need: Need) -> None:
     choice = choose_kernel("auto", need, CPU)
     assert (choice.name, choice.reason) == ("sdpa", "the only one that runs on a CPU")
     assert choose_kernel("sdpa", need, CPU).reason == "as the recipe says"
+
+
+def test_kernels_are_timed_on_as_much_of_a_row_as_matters() -> None:
+    assert Work((100, 0, 7)).cut() == (100, 7)
+    assert Work((30_000, 5_000, 9)).cut() == (30_000, 2_768)
+    assert Work((1 << 20,)).cut() == (32_768,)
 
 
 def test_what_a_kernel_cannot_do_names_those_that_can() -> None:

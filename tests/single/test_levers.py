@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from typing import Any
 
 import pytest
@@ -299,7 +300,8 @@ def run_with_offload(offloaded: int, num_layers: int = 4) -> tuple[Offloader, in
 
 def test_host_memory_is_what_layers_keep() -> None:
     tokens, hidden, heads, dim = sum(LENGTHS), 32, 4, 16
-    per_layer = 8 * tokens * (hidden + heads * dim + heads)  # the input, attention's output, its log-sum-exp
+    kept = [8 * tokens * width for width in (hidden, heads * dim, heads)]  # input, attention's output, log-sum-exp
+    per_layer = sum(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE for num_bytes in kept)
     assert [run_with_offload(n)[1] for n in (0, 1, 3, 9)] == [0, per_layer, 3 * per_layer, 4 * per_layer]
 
 
@@ -331,17 +333,20 @@ def test_two_forwards_before_their_backwards() -> None:
 
 
 def test_the_pool_is_bounded_and_grows_with_rows() -> None:
-    pool = HostPool(is_pinned=False, max_bytes=100)
-    small, large = pool.take(10), pool.take(40)
+    page = mmap.PAGESIZE
+    pool = HostPool(is_pinned=False, max_bytes=10 * page)
+    small, large = pool.take(10), pool.take(4 * page - 9)
+    assert (small.numel(), large.numel()) == (page, 4 * page), "whole pages, which can be locked one by one"
+    assert small.data_ptr() % page == large.data_ptr() % page == 0
     with pytest.raises(MemoryError, match="offload fewer layers"):
-        pool.take(60)
+        pool.take(6 * page)
     pool.give_back(small)
     pool.give_back(large)
-    assert pool.take(35) is large
+    assert pool.take(3 * page) is large
     assert pool.take(5) is small
     pool.give_back(small)
-    assert pool.take(50).numel() == 50
-    assert pool.num_bytes == 90, "a buffer that is too small makes room"
+    assert pool.take(5 * page).numel() == 5 * page
+    assert pool.num_bytes == 9 * page, "a buffer that is too small makes room"
 
 
 def test_a_second_backward_through_a_layer_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -17,15 +18,16 @@ from training import make_recipe
 from transformers import get_scheduler
 
 from ulysses_cli.plan.recipe import Train
+from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.train.agreement import DisagreementError, compare_machines
 from ulysses_cli.train.build import make_schedule
 from ulysses_cli.train.cores import bind_to_device, find_near_cores, find_siblings, read_list, take_share
 from ulysses_cli.train.evaluation import list_bounds, summarize
+from ulysses_cli.train.last_words import keep_room, write_last_words
 from ulysses_cli.train.record import LineFile, MissingTrackerError, Record, cut_lines, make_trackers
 from ulysses_cli.train.run_file import make_card
 from ulysses_cli.train.stop import StopWishes
 from ulysses_cli.train.tensor_file import read_metadata, write_tensors
-from ulysses_cli.train.weight_files import find_weight_problem
 
 
 def test_time_and_money_are_wishes_to_stop() -> None:
@@ -72,6 +74,44 @@ def test_lines_after_the_resumed_step_and_a_torn_one_are_cut(tmp_path: Path) -> 
     cut_lines(file, 3)
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in kept] == [(1, 1.0), (2, None), (3, 1.0)]
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, write, room = LineFile(tmp_path / "metrics.jsonl"), os.write, [100]
+
+    def write_some(handle: int, text: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(len(text), room[0])
+        room[0] -= taken
+        return write(handle, text[:taken])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_some)
+        for step in range(1, 11):
+            lines.write({"step": step, "loss": 1.5})
+    assert len((tmp_path / "metrics.jsonl").read_bytes()) == 100
+    lines.write({"step": 11, "loss": 1.5})
+    lines.close()
+    written = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written == list(range(1, 12))
+
+
+def test_last_words_have_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_room(tmp_path, 3)
+    write = Path.write_text
+
+    def write_if_room(file: Path, text: str) -> int:
+        if (tmp_path / "rank-3.room").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, text)
+
+    monkeypatch.setattr(Path, "write_text", write_if_room)
+    write_last_words(tmp_path, 3, {"message": "so it ended"})
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-3.error.json"]
+    assert json.loads((tmp_path / "rank-3.error.json").read_text())["message"] == "so it ended"
 
 
 class Screen:

@@ -8,6 +8,7 @@ import pytest
 from recipes import VALID, check, load, make_shape
 from ulysses_cli.plan import check as check_module
 from ulysses_cli.plan import check_files, check_model, check_positions, check_training
+from ulysses_cli.plan.families import UNSERVED
 from ulysses_cli.plan.recipe import compute_recipe_hash
 from ulysses_cli.plan.resolved import compute_kv_heads, resolve
 
@@ -291,7 +292,33 @@ def test_check_exactness(changes: dict[str, object], reason: str) -> None:
         f"r.yaml:4:12: parallel.sp_size: owner/model cannot be split over 4 ranks exactly: {reason}\n\n"
         "hint: use sp_size: 1, or a model with plain, grouped or sliding-window attention in every layer"
     )
-    assert check("parallel.sp_size=1", **changes) == []
+    if reason in UNSERVED:
+        assert only("parallel.sp_size=1", **changes) == (
+            f"r.yaml:2:17: model.name_or_path: owner/model cannot be trained here: {reason}\n\nhint: use another model"
+        )
+    else:
+        assert check("parallel.sp_size=1", "data.packing=off", **changes) == []
+
+
+def test_check_attention_kind() -> None:
+    assert "chunked" in only("parallel.sp_size=1", attention_chunk_size=8192)
+    assert "looks ahead" in only("parallel.sp_size=1", use_bidirectional_attention=True)
+
+
+def test_check_packed_layers() -> None:
+    assert only("parallel.sp_size=1", mamba_d_state=16) == (
+        "r.yaml:6:3: data.packing: documents of one row would see each other in owner/model: mamba layers carry a "
+        "state from token to token\n\nhint: use packing: off, one document per row"
+    )
+    for packing in ("stream", "off"):
+        assert check("parallel.sp_size=1", f"data.packing={packing}", mamba_d_state=16) == []
+
+
+def test_check_router_loss() -> None:
+    assert only(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2, output_router_logits=True) == (
+        "r.yaml:2:17: model.name_or_path: the config of owner/model asks for a router loss (output_router_logits), "
+        "which is not offered\n\nhint: set output_router_logits: false in a local copy of its config.json"
+    )
 
 
 def test_check_attention() -> None:

@@ -90,6 +90,8 @@ def test_lengths_are_counted_and_compared() -> None:
     choice = compare_length(lengths, 50)
     assert (choice["long_documents"], choice["truncated_share"]) == (1, 50 / 115)
     assert choice["efficiency"] == 115 / 150
+    alone = compare_length(lengths, 50, packs=False)
+    assert alone["efficiency"] < choice["efficiency"], "one document per row leaves rows emptier"
 
 
 @pytest.mark.parametrize(

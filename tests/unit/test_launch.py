@@ -11,7 +11,7 @@ import pytest
 from ulysses_cli import launch
 from ulysses_cli.launch import Nodes, find_first_failure, find_nodes, make_environment, make_launcher_args
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.report.run_end import format_failure
+from ulysses_cli.report.run_end import format_failure, format_interruption
 
 
 def test_one_machine_has_all_processes() -> None:
@@ -71,6 +71,7 @@ def test_what_the_user_has_set_stays() -> None:
     assert made["PATH"] == "p"
     assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert "DS_ACCELERATOR" not in made
+    assert "PYTORCH_ALLOC_CONF" not in make_environment({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "cuda", 1)
     assert make_environment({}, "cpu", 10**6)["OMP_NUM_THREADS"] == "1"
     assert make_environment({}, "cpu", 1)["DS_ACCELERATOR"] == "cpu"
 
@@ -115,8 +116,43 @@ def test_an_earlier_run_is_deleted_only_when_told_so(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match="where this run writes"):
             launch.check_run_dir(tmp_path, ["owner/name", str(tmp_path / name / "base")], overwrite=True)
         assert (tmp_path / name / mine).exists()
-        launch.clear_run_dir(tmp_path)
+        launch.set_results_aside(tmp_path)
+        assert (tmp_path / "replaced" / "1" / name / mine).exists()
+        launch.drop_replaced_results(tmp_path)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_run_stays_until_a_new_model_stands(tmp_path: Path) -> None:
+    assert launch.set_results_aside(tmp_path) is None
+    (tmp_path / "model").mkdir()
+    assert launch.set_results_aside(tmp_path) is None, "an empty folder is nothing to keep"
+    (tmp_path / "model" / "weights").write_text("old")
+    (tmp_path / "metrics.jsonl").write_text("old")
+
+    aside = launch.set_results_aside(tmp_path)
+    assert aside == tmp_path / "replaced" / "1"
+    (tmp_path / "metrics.jsonl").write_text("new")
+    (tmp_path / "checkpoints").mkdir()
+    assert launch.restore_results(tmp_path, aside), "the new run has left nothing"
+    assert (tmp_path / "model" / "weights").read_text() == "old"
+    assert (tmp_path / "metrics.jsonl").read_text() == "old"
+
+    for number in (1, 2):
+        aside = launch.set_results_aside(tmp_path)
+        assert aside == tmp_path / "replaced" / str(number)
+        (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+        assert not launch.restore_results(tmp_path, aside), "the new run's checkpoint stays"
+    assert (tmp_path / "replaced" / "1" / "model" / "weights").read_text() == "old"
+
+
+def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
+    assert launch.find_newest_checkpoint(tmp_path) is None
+    for name in ("step-9", "step-10", "step-11.writing"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    found = launch.find_newest_checkpoint(tmp_path)
+    assert found == tmp_path / "checkpoints" / "step-10"
+    assert format_interruption(found).startswith("interrupted; the newest checkpoint is ")
+    assert format_interruption(None) == "interrupted before a checkpoint was written"
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

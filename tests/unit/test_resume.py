@@ -234,6 +234,16 @@ def test_steps_ahead_of_a_beginning() -> None:
     assert begun.count_ahead(5, 20, 4) == (24, 6)
 
 
+def test_a_restart_says_why(tmp_path: Path) -> None:
+    assert resume.describe_restart(tmp_path, 1, 3) == "restart 1 of 3 (run.max_restarts): a rank was lost"
+    for rank, is_cause, name in ((0, False, "error"), (1, True, "error-1"), (2, True, "error-0")):
+        told = {"rank": rank, "message": f"words of {rank}", "is_cause": is_cause, "time": rank}
+        (tmp_path / f"rank-{rank}.{name}.json").write_text(json.dumps(told))
+    assert resume.describe_restart(tmp_path, 2, 3).endswith(
+        "restart 2 of 3 (run.max_restarts): rank 1 failed: words of 1"
+    )
+
+
 def test_restarts_are_counted_by_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ULYSSES_LAUNCH", "1")
     assert [resume.count_restarts(tmp_path) for _ in range(3)] == [0, 1, 2]

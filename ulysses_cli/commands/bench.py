@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import USAGE, Format, FormatOption, or_exit
+from ulysses_cli.commands.options import Format, FormatOption, or_exit
 
 
 class LeverWish(StrEnum):
@@ -58,19 +59,17 @@ def bench(
     from ulysses_cli.commands.proving import prove, read_subject
 
     subject = read_subject(words, output, online=online)
-    loaded = subject.validated.loaded
-    if loaded is None:
-        raise typer.Exit(USAGE)
-    recipe = loaded.recipe
+    recipe = subject.recipe
     sizes = [recipe.parallel.sp_size]
     if sp_size is not None:
-        sizes = or_exit(lambda: [_read_number("--sp-size", each) for each in sp_size.split(",")])
+        sizes = or_exit(lambda: [_read_number("--sp-size", each) for each in sp_size.split(",")], output)
     elif on_off:
         sizes = [1, *sizes]
+    or_exit(lambda: _check_comparison(recipe.parallel.sp_size, sp_size, against, on_off=on_off), output)
     lengths = [recipe.data.max_length]
     if max_length is not None:
-        lengths = or_exit(lambda: [_read_number("--max-length", each) for each in max_length.split(",")])
-    or_exit(lambda: _check_sizes(subject.validated.shape, sizes, lengths))
+        lengths = or_exit(lambda: [_read_number("--max-length", each) for each in max_length.split(",")], output)
+    or_exit(lambda: _check_sizes(subject.shape, sizes, lengths), output)
     options: dict[str, Any] = {
         "lengths": list(dict.fromkeys(lengths)),
         "sp_sizes": list(dict.fromkeys(sizes)),
@@ -78,26 +77,41 @@ def bench(
         "num_steps": steps,
         "against_trainer": against is Peer.trainer,
         "time_limit_seconds": time_limit,
+        "is_paired": on_off,
     }
     prove("bench", subject, options, output, html, save_calibration if save else None)
 
 
 def save_calibration(found: dict[str, Any]) -> None:
-    """Beside the user's own hardware.yaml, which wins over it."""
-    import yaml
+    """Rates of this machine's GPUs, for estimates that are made here."""
+    import time
 
-    from ulysses_cli import hub
+    from ulysses_cli import hardware_table
     from ulysses_cli.report import printing
 
     if not found.get("calibration"):
         printing.print_talk("nothing to calibrate: rates are those of GPUs, and no row ran on one")
         return
-    file = hub.get_user_folder() / "calibration.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".part")
-    beside.write_text("# Written by `ulysses bench --save-calibration`.\n" + yaml.safe_dump(found["calibration"]))
-    beside.replace(file)
+    if not hardware_table.list_gpu_uuids():
+        printing.print_talk("nothing saved: the driver does not name its GPUs, to which these rates belong")
+        return
+    measured = f"{time.strftime('%Y-%m-%d')}, {found['subject']}"
+    file = or_exit(lambda: hardware_table.save_calibration(found["calibration"], measured))
     printing.print_talk(f"wrote {file}; delete it to go back to the shipped rates")
+
+
+def _check_comparison(own_size: int, sizes: str | None, against: Peer | None, *, on_off: bool) -> None:
+    from ulysses_cli.plan.problem import Problem, RecipeError
+
+    if on_off and sizes is not None:
+        raise RecipeError([Problem("--sp-on-off", "chooses the sizes itself", "leave --sp-size out")])
+    if on_off and against is not None:
+        raise RecipeError([Problem("--sp-on-off", "is one comparison, --against another", "run one after the other")])
+    if on_off and own_size == 1:
+        raise RecipeError([Problem("--sp-on-off", "the recipe has sp_size 1", "lay parallel.sp_size=4 over it")])
+    if against is not None and importlib.util.find_spec("accelerate") is None:
+        hint = "pip install 'ulysses-cli[compare]'"
+        raise RecipeError([Problem("--against", "the Trainer needs accelerate, which is not installed", hint)])
 
 
 def _read_number(key: str, text: str) -> int:
@@ -106,7 +120,9 @@ def _read_number(key: str, text: str) -> int:
 
     found = parse_number(text.strip())
     if not isinstance(found, int) or not 1 <= found <= 1 << 40:
-        raise RecipeError([Problem(key, f"{text} is not a whole number", "separate numbers by commas: 8Ki,32Ki")])
+        raise RecipeError(
+            [Problem(key, f"{text or 'nothing'} is not a whole number", "separate numbers by commas: 8Ki,32Ki")]
+        )
     return found
 
 

@@ -53,7 +53,7 @@ def estimate_memory(
       ulysses estimate-memory --model Qwen/Qwen3-8B --max-length 1M --sweep --html sweep.html
       ulysses estimate-memory my.yaml --trace
     """
-    from ulysses_cli.hardware_table import load_hardware
+    from ulysses_cli.hardware_table import describe_calibration, load_hardware
     from ulysses_cli.plan.estimate import compute_estimate
     from ulysses_cli.plan.ledger.job import is_known
     from ulysses_cli.report import ledger, printing, traced
@@ -69,6 +69,7 @@ def estimate_memory(
         raise typer.Exit(USAGE)
     if not gpu:
         said.append(f"no --gpu is named: {DEFAULT_GPU}")
+    said += describe_calibration()
     recipe, shape = valid.loaded.recipe, valid.shape
     if trace and not is_known(shape):
         raise typer.Exit(_show_trace_alone(valid, gpus, output, strict=strict, online=online))
@@ -181,7 +182,7 @@ def draft_and_validate(
     layout = Layout(replicas, parallel.dp_shard_size if "parallel.dp_shard_size" in given.places else shards, sp_size)
     if stretches:
         said.append(f"positions are stretched by yarn: the model knows {shape.max_position_embeddings:,}")
-    text = write_draft(Draft(model, tokens, layout, needs_stretch=stretches))
+    text = write_draft(Draft(model, tokens, layout, needs_stretch=stretches, is_packed=not shape.crosses_documents))
     return validate.validate_recipe("the command line", overrides, num_processes, online=online, text=text), said
 
 

@@ -24,8 +24,9 @@ class Dtype(StrEnum):
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="output_dir/checkpoints/step-N")],
     to: Annotated[Path, typer.Option("--to", help="the folder to make; it must not exist")],
-    merge_lora: Annotated[
-        bool, typer.Option("--merge-lora", help="add the adapters to the base model; needs host memory for it")
+    merge_lora: Annotated[bool, typer.Option("--merge-lora", help="add the adapters to the base model")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run Python code that comes with the model, on this machine")
     ] = False,
     dtype: Annotated[Dtype | None, typer.Option(help="of the tensors; left out: model.dtype of the recipe")] = None,
     output: FormatOption = Format.text,
@@ -45,6 +46,9 @@ def export(
     ours, theirs = os.pipe()
     command = [sys.executable, "-m", "ulysses_cli.train.export", str(checkpoint), "--to", str(to)]
     command += [f"--events={theirs}", *(["--merge-lora"] if merge_lora else [])]
+    if trust_remote_code:
+        command.append("--trust-remote-code")
+        printing.print_talk("trust_remote_code is on: code that comes with the model runs on this machine")
     command += [f"--dtype={dtype}"] if dtype is not None else []
     environ = {"DS_ACCELERATOR": "cpu", **os.environ}
     last: dict[str, Any] = {}

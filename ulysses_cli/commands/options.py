@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from ulysses_cli.plan.problem import Problem
 
 DONE, FAILED, USAGE = 0, 1, 2
 T = TypeVar("T")
@@ -38,13 +41,39 @@ def write_page(file: Path, text: str) -> None:
     printing.print_talk(f"wrote {file}")
 
 
-def or_exit(call: Callable[[], T]) -> T:
+def or_exit(call: Callable[[], T], output: Format = Format.text) -> T:
     """A user's mistake ends the command with its problems and no trace."""
     from ulysses_cli.plan.problem import RecipeError
-    from ulysses_cli.report import printing
 
     try:
         return call()
     except RecipeError as error:
-        printing.print_problems(error.problems)
-        raise typer.Exit(USAGE) from None
+        end_with(error.problems, output)
+
+
+def end_with(problems: Sequence[Problem], output: Format) -> NoReturn:
+    """For people on stderr, for programs on stdout."""
+    from ulysses_cli.report import printing
+
+    if output is Format.json:
+        printing.print_json({"problems": [problem.as_json() for problem in problems]})
+    else:
+        printing.print_problems(problems)
+    raise typer.Exit(USAGE)
+
+
+def check_page(file: Path | None) -> None:
+    """Before long work: its page can be written. Raises RecipeError."""
+    from ulysses_cli.plan.problem import Problem, RecipeError
+
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "a", encoding="utf-8"):
+            pass
+        if not file.stat().st_size:
+            file.unlink()
+    except OSError as error:
+        message = f"{file} cannot be written: {error.strerror}"
+        raise RecipeError([Problem("--html", message, "name another file")]) from None

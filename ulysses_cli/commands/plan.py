@@ -61,7 +61,7 @@ def plan(
       ulysses plan --model Qwen/Qwen3-8B --max-length 1M --gpus h100-80gb:8,h200:16 --budget 200 --write my.yaml
       ulysses plan --model Qwen/Qwen3-8B --longest --gpus h100-80gb:8,a100-80gb:8
     """
-    from ulysses_cli.hardware_table import load_hardware
+    from ulysses_cli.hardware_table import describe_calibration, load_hardware
     from ulysses_cli.plan import search
     from ulysses_cli.report import planner, printing
 
@@ -81,7 +81,7 @@ def plan(
                 if offer.gpu.key not in {each.candidate.gpu.key for each in found}:
                     printing.print_talk(f"{offer.max_gpus} x {offer.gpu.key}: no row fits, whatever the levers")
         raise typer.Exit(DONE if found else USAGE)
-    said += search.list_limits(wish, offers)
+    said += [*search.list_limits(wish, offers), *describe_calibration()]
     result = or_exit(lambda: search.search(wish, offers))
     if output is Format.json:
         printing.print_json(planner.describe_found(result, said))
@@ -147,7 +147,13 @@ def _check_model(model: str, shape: ModelShape, length: int) -> None:
 
     draft = Draft(model, length, Layout(), needs_stretch=needs_stretch(shape, length))
     recipe = parse_recipe(write_draft(draft)).recipe
-    rules = (check_model.check_weights, check_model.check_dropout, check_positions.check_positions)
+    about_model = (
+        check_model.check_weights,
+        check_model.check_dropout,
+        check_model.check_attention_kind,
+        check_model.check_router_loss,
+    )
+    rules = (*about_model, check_positions.check_positions)
     problems = [problem for rule in rules for problem in rule(recipe, shape)]
     if problems:
         raise RecipeError(problems)

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ulysses_cli.commands.options import FAILED, USAGE, Format, or_exit
+from ulysses_cli.commands.options import FAILED, Format, check_page, end_with, or_exit, write_page
 
 if TYPE_CHECKING:
-    from ulysses_cli.validate import Validated
+    from ulysses_cli.plan.model_shape import ModelShape
+    from ulysses_cli.plan.recipe import Recipe
+
+
+TIDY_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -27,28 +31,24 @@ class Subject:
     file: str
     overrides: list[str]
     config: dict[str, Any]
-    validated: Validated
+    recipe: Recipe
+    shape: ModelShape
 
 
 def read_subject(words: Sequence[str], output: Format, *, online: bool) -> Subject:
     """A valid recipe with its model's config.json, or the end of the command."""
     from ulysses_cli import hub, validate
-    from ulysses_cli.report import printing
 
     files, overrides = validate.split_words(words)
     if len(files) != 1:
-        printing.print_problems([validate.no_recipe(words) if not files else validate.several_recipes(files)])
-        raise typer.Exit(USAGE)
+        end_with([validate.no_recipe(words) if not files else validate.several_recipes(files)], output)
     valid = validate.validate_recipe(files[0], overrides, online=online)
     loaded = valid.loaded
-    if valid.problems or loaded is None:
-        if output is Format.json:
-            printing.print_json({"problems": [problem.as_json() for problem in valid.problems]})
-        else:
-            printing.print_problems(valid.problems)
-        raise typer.Exit(USAGE)
-    config, _ = or_exit(lambda: hub.find_model_config(loaded.recipe, online=online))
-    return Subject(files[0], overrides, dict(config), valid)
+    shape = valid.shape
+    if valid.problems or loaded is None or shape is None:
+        end_with(valid.problems, output)
+    config, _ = or_exit(lambda: hub.find_model_config(loaded.recipe, online=online), output)
+    return Subject(files[0], overrides, dict(config), loaded.recipe, shape)
 
 
 def prove(
@@ -64,16 +64,20 @@ def prove(
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, proofs
 
+    or_exit(lambda: check_page(html), output)
+    wants_cpu = subject is not None and subject.recipe.run.device == "cpu"
+    device = "cuda" if launch.count_places("cuda") and not wants_cpu else "cpu"
     task = {
         "command": command,
+        "device": device,
         "recipe": subject.file if subject else "",
         "overrides": subject.overrides if subject else [],
         "config": subject.config if subject else {},
         "options": options,
     }
-    device = "cuda" if launch.count_places("cuda") else "cpu"
     environ = launch.make_environment(os.environ, device, 1)
-    launch.clear_build_locks(environ)
+    if command != "doctor":  # which tells of them
+        launch.clear_build_locks(environ)
     findings, code = _ask(task, environ)
     if not findings:
         printing.print_talk(f"{command} ended early with exit code {code}")
@@ -85,15 +89,25 @@ def prove(
     else:
         printing.print_data(proofs.format_findings(findings))
     if html is not None and "problems" not in findings:
-        try:
-            html.write_text(proofs.make_findings_page(findings), encoding="utf-8")
-        except OSError as error:
-            printing.print_problems([Problem("--html", f"{html} cannot be written: {error.strerror}")])
-            raise typer.Exit(FAILED) from None
-        printing.print_talk(f"wrote {html}")
+        write_page(html, proofs.make_findings_page(findings))
     if keep is not None and "problems" not in findings:
         keep(findings)
     raise typer.Exit(code)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """A moment to put away what lies about, and then the end of the child and all of its ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child.terminate()
+    try:
+        child.wait(TIDY_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    child.wait()
 
 
 def _ask(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any], int]:
@@ -115,8 +129,7 @@ def _ask(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any],
     try:
         said, _ = child.communicate(json.dumps(task))
     except BaseException:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        _end(child)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

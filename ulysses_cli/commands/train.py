@@ -31,7 +31,10 @@ def train(
         bool, typer.Option("--resume-anyway", help="resume although model, data or lengths have changed")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="start anew and delete an earlier run's checkpoints in output_dir")
+        bool,
+        typer.Option(
+            "--overwrite", help="start anew; an earlier run's results in output_dir go once the new model stands"
+        ),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="everything but the steps")] = False,
     nnodes: Annotated[int | None, typer.Option(min=1, help="machines of the run [NNODES]")] = None,
@@ -53,7 +56,7 @@ def train(
       ulysses train my.yaml --nnodes 2 --node-rank 0 --master-addr gpu01
       ulysses train my.yaml --dry-run parallel.dp_shard_size=8
     """
-    from ulysses_cli import launch, validate
+    from ulysses_cli import launch, preflight, validate
     from ulysses_cli.commands.prepare import prepare_recipe
     from ulysses_cli.report import printing, run_end
 
@@ -88,6 +91,12 @@ def train(
     inputs = [path for path in (recipe.model.name_or_path, *(each.path for each in recipe.data.datasets)) if path]
     if starts_anew:
         or_exit(lambda: launch.check_run_dir(run_dir, inputs, overwrite=overwrite))
+    obstacles = preflight.find_obstacles(
+        loaded, processes_here=nodes.processes_here, resumes_anyway=resume_anyway, is_rehearsal=dry_run
+    )
+    if obstacles:
+        printing.print_problems(obstacles)
+        raise typer.Exit(USAGE)
     data = prepare_recipe(files[0], overrides)
     if data.exit_code != DONE:
         raise typer.Exit(data.exit_code)
@@ -96,8 +105,7 @@ def train(
     if outside:
         printing.print_problems([run_end.explain_tokens(loaded, outside[0], vocabulary)])
         raise typer.Exit(USAGE)
-    if starts_anew:
-        launch.clear_run_dir(run_dir)
+    aside = launch.set_results_aside(run_dir) if starts_anew else None
     rank_args = ["--recipe", files[0], "--data", str(data.report["path"]), *(f"--set={text}" for text in overrides)]
     rank_args += [f"--resume={wanted}"] if wanted else []
     rank_args += ["--resume-anyway"] if resume_anyway else []
@@ -112,10 +120,17 @@ def train(
     launcher_args = launch.make_launcher_args(nodes, recipe.run.max_restarts, extra)
     outcome = launch.launch(launcher_args, rank_args, environ, run_dir / "logs", lock)
     model = run_dir / "model"
+    is_whole = outcome.exit_code == DONE and not dry_run and model.is_dir() and model.stat().st_mtime >= started
+    if is_whole:
+        launch.drop_replaced_results(run_dir)
+    elif aside is not None:
+        is_back = launch.restore_results(run_dir, aside)
+        kept = "are back in their place" if is_back else f"are kept in {aside} until a new model stands"
+        printing.print_talk(f"the earlier run's results {kept}")
     if outcome.exit_code > FAILED + USAGE:
-        printing.print_talk("interrupted before a checkpoint was written")
+        printing.print_talk(run_end.format_interruption(launch.find_newest_checkpoint(run_dir)))
     elif outcome.exit_code != DONE:
         printing.print_talk(run_end.format_failure(outcome.failure, run_dir / "logs"))
-    elif not dry_run and model.is_dir() and model.stat().st_mtime >= started:
+    elif is_whole:
         printing.print_data(str(model))
     raise typer.Exit(outcome.exit_code)

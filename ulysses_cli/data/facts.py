@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ulysses_cli.data.packer import WORK
 from ulysses_cli.data.rows import PackedRows
 from ulysses_cli.data.store import TARGET, TokenStore
-from ulysses_cli.plan.packing import cut_documents, locate_row, pack_documents, share_rows
+from ulysses_cli.plan.packing import cut_documents, locate_row, pack_alone, pack_documents, share_rows
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 
@@ -26,13 +26,15 @@ SHOWN_TOKENS = 240
 LOOKED_AT = 1000  # documents that are asked for a mask worth showing
 
 
-def compute_length_facts(stores: Sequence[TokenStore], num_train: int, max_length: int) -> dict[str, Any]:
+def compute_length_facts(
+    stores: Sequence[TokenStore], num_train: int, max_length: int, *, packs: bool = True
+) -> dict[str, Any]:
     """Histogram of document lengths by source, and what other row lengths would mean for the training sources."""
     trained = np.concatenate([np.asarray(store.lengths) for store in stores[:num_train]])
     return {
         "quantiles": {f"{q:g}": int(np.quantile(trained, q)) for q in (0, 0.1, 0.5, 0.9, 0.99, 1)},
         "histogram": [count_lengths(np.asarray(store.lengths)) for store in stores],
-        "lengths": [compare_length(trained, length) for length in _choose_lengths(max_length)],
+        "lengths": [compare_length(trained, length, packs=packs) for length in _choose_lengths(max_length)],
     }
 
 
@@ -54,12 +56,12 @@ def _choose_lengths(max_length: int) -> list[int]:
     return sorted({length for length in (max_length * n // 4 for n in (1, 2, 4, 8, 16)) if length >= 2})
 
 
-def compare_length(lengths: NDArray[np.int64], max_length: int) -> dict[str, Any]:
+def compare_length(lengths: NDArray[np.int64], max_length: int, *, packs: bool = True) -> dict[str, Any]:
     """What rows of this length would lose by truncation, and how full they would be when documents are split."""
     stride = max(1, len(lengths) // SAMPLED_DOCUMENTS)
     sample = lengths[::stride].tolist()
     pieces = cut_documents(sample, max_length, "split").pieces
-    rows = pack_documents(pieces, max_length, WORK)
+    rows = pack_documents(pieces, max_length, WORK) if packs else pack_alone(pieces, max_length)
     return {
         "max_length": max_length,
         "long_documents": int((lengths > max_length).sum()),

@@ -215,7 +215,9 @@ def _make_rows(stores: list[TokenStore], context: _Context) -> Path:
             **asdict(settings),
             "weights": weights,
             "stores": names,
-            "facts": facts.compute_length_facts(stores, len(weights), settings.max_length),
+            "facts": facts.compute_length_facts(
+                stores, len(weights), settings.max_length, packs=settings.packing != "off"
+            ),
         }
 
     make_folder(

@@ -5,8 +5,11 @@ Layout, levers and bookkeeping are free to change. Rows per step are compared as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from ulysses_cli.plan.secrets import MASK
 
 DECIDING = ("model", "data", "train", "lora")
 FREE = {
@@ -27,7 +30,7 @@ def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _compare(old: Any, new: Any, key: str, depth: int) -> Iterator[str]:
-    if key in FREE or old == new:
+    if key in FREE or old == new or _may_be(old, new):
         return
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         # a setting that only one version of this tool knows is no change of the user's
@@ -39,6 +42,13 @@ def _compare(old: Any, new: Any, key: str, depth: int) -> Iterator[str]:
             yield from _compare(before, now, f"{key}.{at}", depth + 1)
     else:
         yield f"{key}: was {_show(old)}, is {_show(new)}"
+
+
+def _may_be(old: Any, new: Any) -> bool:
+    """A checkpoint holds no secrets: what was masked may be anything now, a new password too."""
+    if not isinstance(old, str) or MASK not in old:
+        return False
+    return re.fullmatch(".*".join(map(re.escape, old.split(MASK))), str(new), re.DOTALL) is not None
 
 
 def _show(value: Any) -> str:

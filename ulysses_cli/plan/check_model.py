@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from ulysses_cli.plan.attention import BACK_ENDS, Device, Need, list_able
+from ulysses_cli.plan.families import UNSERVED
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.problem import Problem
@@ -52,12 +53,37 @@ def check_exactness(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
+def check_attention_kind(recipe: Recipe, shape: ModelShape) -> Found:
+    """Attention that no kernel here computes would be computed as plain causal attention."""
+    if recipe.parallel.sp_size == 1 and shape.inexact in UNSERVED:
+        yield Problem(_name_model(recipe), f"{shape.name} cannot be trained here: {shape.inexact}", "use another model")
+
+
+def check_packed_layers(recipe: Recipe, shape: ModelShape) -> Found:
+    """Documents of one row are kept apart by attention alone."""
+    if recipe.parallel.sp_size == 1 and recipe.data.packing == "documents" and shape.crosses_documents:
+        yield Problem(
+            "data.packing",
+            f"documents of one row would see each other in {shape.name}: {shape.inexact}",
+            "use packing: off, one document per row",
+        )
+
+
+def check_router_loss(recipe: Recipe, shape: ModelShape) -> Found:
+    """The loss is the tokens' alone: a model that wants its router balanced as well would silently not get it."""
+    if shape.has_router_loss:
+        yield Problem(
+            _name_model(recipe),
+            f"the config of {shape.name} asks for a router loss (output_router_logits), which is not offered",
+            "set output_router_logits: false in a local copy of its config.json",
+        )
+
+
 def check_dropout(recipe: Recipe, shape: ModelShape) -> Found:
     """Attention without dropout: no kernel here draws the same numbers on one rank and on several."""
     if shape.attention_dropout:
-        key = "model.config" if recipe.model.config is not None else "model.name_or_path"
         yield Problem(
-            key,
+            _name_model(recipe),
             f"the config of {shape.name} asks for attention_dropout {shape.attention_dropout:g}, which is not offered",
             "set attention_dropout: 0.0 in a local copy of its config.json",
         )
@@ -128,12 +154,19 @@ RULES: tuple[Callable[[Recipe, ModelShape], Found], ...] = (
     check_heads,
     check_head_chunks,
     check_exactness,
+    check_attention_kind,
+    check_packed_layers,
+    check_router_loss,
     check_dropout,
     check_weights,
     check_attention,
     check_index_bounds,
     check_lora_targets,
 )
+
+
+def _name_model(recipe: Recipe) -> str:
+    return "model.config" if recipe.model.config is not None else "model.name_or_path"
 
 
 def _list_choices(choices: list[int] | list[str]) -> str:

@@ -29,6 +29,7 @@ class Draft:
     dataset: str = "owner/texts"
     max_steps: int = 1
     zero_stage: int = 3
+    is_packed: bool = True
 
 
 def find_obstacle(shape: ModelShape) -> str:
@@ -71,6 +72,7 @@ def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:
     parallel += [f"  zero_stage: {draft.zero_stage}"] if draft.zero_stage != 3 else []
     lines += ["", "parallel:", *parallel] if parallel else []
     lines += ["", "data:", "  datasets:", f"    - path: {draft.dataset}", f"  max_length: {draft.max_length}"]
+    lines += [] if draft.is_packed else ["  packing: off"]
     lines += ["", "train:", f"  max_steps: {draft.max_steps}"]
     if draft.accumulation > 1:
         lines.append(f"  gradient_accumulation_steps: {draft.accumulation}")

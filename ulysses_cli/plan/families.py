@@ -163,22 +163,34 @@ FAMILIES: dict[str, Family] = {
 }
 
 # What makes a model inexact when a row is split over ranks. Read from config.json: a key or a layer type gives it away.
+LINEAR = "linear attention carries a state from token to token"
+CONVOLUTION = "convolution layers read their neighbours' tokens"
+MAMBA = "mamba layers carry a state from token to token"
+STATE_SPACE = "state-space layers carry a state from token to token"
+RECURRENT = "recurrent layers carry a state from token to token"
+CHUNKED = "chunked attention cuts the row at positions of its own"
+AHEAD = "attention looks ahead as well as back"
 INEXACT_LAYER_TYPES = {
-    "linear_attention": "linear attention carries a state from token to token",
-    "conv": "convolution layers read their neighbours' tokens",
-    "mamba": "mamba layers carry a state from token to token",
-    "hybrid": "mamba layers carry a state from token to token",
-    "recurrent": "recurrent layers carry a state from token to token",
-    "chunked_attention": "chunked attention cuts the row at positions of its own",
+    "linear_attention": LINEAR,
+    "conv": CONVOLUTION,
+    "mamba": MAMBA,
+    "hybrid": MAMBA,
+    "recurrent": RECURRENT,
+    "chunked_attention": CHUNKED,
 }
 INEXACT_KEYS = {
     "kv_lora_rank": "multi-head latent attention (MLA) shares one compressed key among heads",
-    "mamba_d_state": "mamba layers carry a state from token to token",
-    "mamba_d_conv": "mamba layers carry a state from token to token",
-    "ssm_cfg": "mamba layers carry a state from token to token",
-    "state_size": "state-space layers carry a state from token to token",
-    "conv_L_cache": "convolution layers read their neighbours' tokens",
-    "linear_num_key_heads": "linear attention carries a state from token to token",
-    "lru_width": "recurrent layers carry a state from token to token",
-    "attention_chunk_size": "chunked attention cuts the row at positions of its own",
+    "mamba_d_state": MAMBA,
+    "mamba_d_conv": MAMBA,
+    "ssm_cfg": MAMBA,
+    "state_size": STATE_SPACE,
+    "conv_L_cache": CONVOLUTION,
+    "linear_num_key_heads": LINEAR,
+    "lru_width": RECURRENT,
+    "attention_chunk_size": CHUNKED,
+    "use_bidirectional_attention": AHEAD,
 }
+# Layers that pass the bound between two documents of a row: what they carry over is not attention's to stop.
+CROSSING = frozenset({LINEAR, CONVOLUTION, MAMBA, STATE_SPACE, RECURRENT})
+# Attention that no kernel here computes, on one rank or on many.
+UNSERVED = frozenset({CHUNKED, AHEAD})

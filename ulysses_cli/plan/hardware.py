@@ -90,7 +90,7 @@ class Hardware:
 
 NUMBERS = {"tflops", "memory_gb_s", "link_gb_s", "host_gb_s", "network_gb_s"}
 REQUIRED = {*NUMBERS, "name", "memory_mib", "attention", "gpus_per_node", "host_gib_per_gpu"}
-OPTIONAL = {"aliases", "usd_per_hour", "source", "price_source", "price_date"}
+OPTIONAL = {"aliases", "efficiency", "usd_per_hour", "source", "price_source", "price_date"}
 
 
 def read_hardware(*tables: tuple[str, Any]) -> Hardware:
@@ -178,6 +178,7 @@ def _read_gpu(
         complain("aliases", "is not a list of names")
     if len(problems) > before:
         return None
+    own = _read_efficiency(file, entry.get("efficiency") or {}, efficiency, problems)
     low, high = (float(price[0]), float(price[1])) if price is not None else (None, None)
     forward, backward = entry["attention"]
     return Gpu(
@@ -194,5 +195,5 @@ def _read_gpu(
         source=str(entry.get("source") or ""),
         price_source=str(entry.get("price_source") or ""),
         price_date=str(entry.get("price_date") or ""),
-        efficiency=efficiency,
+        efficiency=own,
     )

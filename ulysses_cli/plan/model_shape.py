@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ulysses_cli.plan.families import FAMILIES, INEXACT_KEYS, INEXACT_LAYER_TYPES, Family
+from ulysses_cli.plan.families import CROSSING, FAMILIES, INEXACT_KEYS, INEXACT_LAYER_TYPES, Family
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 MAX_LAYERS = 10_000
@@ -58,6 +58,12 @@ class ModelShape:
     linear_modules: tuple[str, ...]
     num_parameters: int | None
     inexact: str
+    has_router_loss: bool = False
+
+    @property
+    def crosses_documents(self) -> bool:
+        """Whether layers carry something from one document of a row into the next."""
+        return self.inexact in CROSSING
 
     def __hash__(self) -> int:
         """Cheap: what is cached by shape is asked for in every ledger."""
@@ -122,6 +128,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         linear_modules=() if family is None else family.attention_modules + moe_modules,
         num_parameters=None,
         inexact=_find_inexact(facts, family),
+        has_router_loss=bool(facts.find("output_router_logits")),
     )
     return shape if family is None else _with_parameters(shape, facts, family)
 
@@ -260,8 +267,6 @@ def _find_inexact(facts: _Facts, family: Family | None) -> str:
     for kind in facts.find_list("layer_types"):
         if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
             return INEXACT_LAYER_TYPES.get(str(kind), f"layers of kind {kind} are not known to this tool")
-    if facts.find("use_bidirectional_attention"):
-        return "attention looks ahead as well as back"
     return "" if family else f"model type {facts.find('model_type')} is not on the list of those proven exact"
 
 

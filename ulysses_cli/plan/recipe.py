@@ -312,7 +312,9 @@ class Run(Section):
 
     output_dir: str = text("runs/default", "run directory", unit="path")
     run_name: str | None = text(None, "name in reports and trackers; left out: the run directory's")
-    device: Literal["auto", "cuda", "cpu"] = setting("auto", "where ranks compute; auto = cuda")
+    device: Literal["auto", "cuda", "cpu"] = setting(
+        "auto", "where ranks compute; auto = cuda", spellings={"gpu": "cuda"}
+    )
     seed: int = setting(0, "seed of data order, dropout and random weights", unit="number", ge=0, lt=2**32)
     logging_steps: int = setting(1, "a metrics line every so many steps", unit="steps", ge=1, le=MAX_TOKENS)
     eval_steps: int | None = setting(
@@ -330,7 +332,7 @@ class Run(Section):
         None, "checkpoint folder, or `auto` for the newest valid one", unit="path"
     )
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = setting(
-        (), "trackers beside metrics.jsonl", unit="names", max_length=2
+        (), "trackers beside metrics.jsonl", unit="names", max_length=2, spellings={"none": ()}
     )
     rehearsal: bool = setting(True, "one step, evaluation and save at the longest row before step 1, without effect")
     price_per_gpu_hour: float | None = setting(None, "shown as money while training", unit="USD", ge=0, le=10_000)

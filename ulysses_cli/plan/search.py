@@ -325,6 +325,7 @@ def draft_candidate(best: Candidate, wish: Wish, model: str, file: str) -> tuple
         levers=job.levers,
         needs_stretch=needs_stretch(wish.shape, wish.max_length),
         dataset="emozilla/pg19",
+        is_packed=not wish.shape.crosses_documents,
         max_steps=steps,
     )
     peak = f"{best.fit.gpu_peak_bytes / gib:.1f} of {best.fit.gpu_capacity_bytes / gib:.1f} GiB"

@@ -4,59 +4,105 @@ goes to stderr, findings as JSON to stdout. The command has validated the recipe
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.load import load_recipe
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.prove.rank_server import warm_up
 from ulysses_cli.report import printing
 
 DONE, FAILED, USAGE = 0, 1, 2
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+Findings = dict[str, Any]
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, leave)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a command that is killed takes its proof along
     task: dict[str, Any] = json.load(sys.stdin)
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries say much on stdout
+    talk = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace")
+    log = take_output(task["command"])
     try:
-        recipe = load_recipe(task["recipe"], task["overrides"]).recipe if task["recipe"] else None
-        findings = run(task, recipe)
-    except RecipeError as error:
-        findings = {"problems": [problem.as_json() for problem in error.problems]}
-    except Exception as error:
-        if type(error).__name__ != "BuildError":
-            raise
-        findings = {"problems": [Problem("model", str(error)).as_json()]}
+        findings, code = prove(task, partial(printing.write_to, talk), log)
+    except SystemExit:
+        log.unlink(missing_ok=True)
+        raise
     answer.write(json.dumps(findings, default=str))
     answer.close()
-    if "problems" in findings:
-        return USAGE
-    return DONE if findings["passed"] else FAILED
+    if code != FAILED or "problems" not in findings:
+        log.unlink(missing_ok=True)
+    return code
 
 
-def run(task: dict[str, Any], recipe: Recipe | None) -> dict[str, Any]:
+def leave(number: int, _: object) -> None:
+    """By an exception, so that ranks are ended and temporary folders removed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def take_output(command: str) -> Path:
+    """Libraries and their C++ say much, which is for nobody unless something breaks."""
+    handle, name = tempfile.mkstemp(prefix=f"ulysses-{command}-", suffix=".log")
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+    return Path(name)
+
+
+def prove(task: dict[str, Any], tell: Callable[[str], None], log: Path) -> tuple[Findings, int]:
+    """-> findings or problems, and the exit code that belongs to them."""
+    try:
+        recipe = load_recipe(task["recipe"], task["overrides"]).recipe if task["recipe"] else None
+        findings = run(task, recipe, tell)
+    except RecipeError as error:
+        return {"problems": [problem.as_json() for problem in error.problems]}, USAGE
+    except Exception as error:  # noqa: BLE001 - whatever breaks is told without a trace
+        if type(error).__name__ == "BuildError":
+            return {"problems": [Problem("model", str(error)).as_json()]}, USAGE
+        traceback.print_exc()
+        sys.stderr.flush()
+        first = (str(error).strip().splitlines() or [""])[0][:300]
+        message = f"{task['command']} broke: {type(error).__name__}: {first}"
+        return {"problems": [Problem("", message, f"the whole trace: {log}").as_json()]}, FAILED
+    return findings, DONE if findings["passed"] else FAILED
+
+
+def run(task: dict[str, Any], recipe: Recipe | None, tell: Callable[[str], None]) -> Findings:
     options: dict[str, Any] = task["options"]
     subject: str = task["recipe"]
+    if task["device"] == "cpu":
+        tell("loading torch and DeepSpeed")
+        warm_up()
     if task["command"] == "verify" and recipe is not None:
         from ulysses_cli.prove.verify import verify
 
-        return verify(recipe, task["config"], subject, printing.print_talk, is_all=options["all"]).describe()
+        return verify(recipe, task["config"], subject, tell, is_all=options["all"]).describe()
     if task["command"] == "bench" and recipe is not None:
         from ulysses_cli.hardware_table import load_hardware
         from ulysses_cli.prove.bench import Sweep, bench
 
         sweep = Sweep(tuple(options.pop("lengths")), tuple(options.pop("sp_sizes")), **options)
-        return bench(recipe, task["config"], subject, load_hardware(), sweep, printing.print_talk).describe()
+        return bench(recipe, task["config"], subject, load_hardware(), sweep, tell).describe()
     if task["command"] == "doctor":
         from ulysses_cli.hardware_table import load_hardware
         from ulysses_cli.plan.model_shape import read_model_shape
         from ulysses_cli.prove.doctor import examine
 
         shape = read_model_shape(task["config"], subject) if recipe is not None else None
-        return examine(recipe, shape, load_hardware(), subject, printing.print_talk).describe()
+        return examine(recipe, shape, load_hardware(), subject, tell).describe()
     raise AssertionError(f"no proof is called {task['command']}")
 
 

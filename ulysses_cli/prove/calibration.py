@@ -21,20 +21,20 @@ LEAST_SHARE, LEAST_SECONDS = 0.02, 1e-4
 
 
 def calibrate(measured: Sequence[tuple[Job, Timed]], gpu: Gpu) -> dict[str, Any]:
-    """A table to be laid over the shipped hardware.yaml; {} when nothing was measured. The median over the rows."""
-    if not measured:
-        return {}
-    efficiency: dict[str, float] = {}
+    """A table to be laid over the shipped hardware.yaml, about this kind of GPU alone; {} when nothing was measured.
+    The median over the rows."""
+    found: dict[str, Any] = {}
+    shares = {}
     for rate, parts in PARTS_OF_RATE.items():
         ratio = _find_ratio(measured, gpu, parts)
         if ratio is not None:
-            efficiency[rate] = _bound(getattr(gpu.efficiency, rate) * ratio)
-    found: dict[str, Any] = {"efficiency": efficiency} if efficiency else {}
+            shares[rate] = _bound(getattr(gpu.efficiency, rate) * ratio)
+    if shares:
+        found["efficiency"] = shares
     ratio = _find_ratio(measured, gpu, ("attention",))
     if ratio is not None:
-        shares = [_bound(gpu.attention_forward * ratio), _bound(gpu.attention_backward * ratio)]
-        found["gpus"] = {gpu.key: {"attention": shares}}
-    return found
+        found["attention"] = [_bound(gpu.attention_forward * ratio), _bound(gpu.attention_backward * ratio)]
+    return {"gpus": {gpu.key: found}} if found else {}
 
 
 def _find_ratio(measured: Sequence[tuple[Job, Timed]], gpu: Gpu, parts: Sequence[str]) -> float | None:

@@ -184,7 +184,7 @@ def replace_parts(max_tiles: int) -> None:
     from ulysses_cli.train import build, tiled_loss, tiled_mlp, tiling
     from ulysses_cli.train.kernel_choice import Choice
 
-    def make_weights(recipe: Any, config: Any, attention: str) -> Any:
+    def make_weights(recipe: Any, config: Any, attention: str, _: Any) -> Any:
         dtype = getattr(torch, recipe.model.dtype)
         with torch.device(DEVICE):  # moving a module there later would make new parameters
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -219,7 +219,7 @@ def replace_parts(max_tiles: int) -> None:
 
     add = build._add_adapters
     build._add_adapters = add_adapters
-    build._load_weights = make_weights
+    build._load_weights = make_weights  # type: ignore[assignment]
     build._choose_kernel = choose  # type: ignore[assignment]
     tiled_mlp.split_tokens = keep_few(tiling.split_tokens)  # type: ignore[attr-defined]
     tiled_loss.TiledLoss.walk_tiles = keep_few(tiled_loss.TiledLoss.walk_tiles)  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ Reads what the system says; runs nothing on a GPU.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -18,14 +19,19 @@ from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.prove.checkup import Finding, Patient, ask
-from ulysses_cli.prove.results import Verdict
+from ulysses_cli.prove.results import Verdict, find_version
 
 GIB = 1 << 30
+CGROUP = Path("/sys/fs/cgroup")
 STATE_BYTES, MODEL_BYTES = 12, 2  # of a trained parameter in a checkpoint; of any parameter in the exported model
 LEAST_OPEN_FILES = 4096
 LEAST_SHARED_BYTES = GIB
 SLOW_LINKS = ("SYS", "NODE", "PHB", "PXB", "PIX")  # nvidia-smi topo: everything that is not NVLink
 HOT_CELSIUS = 85
+ALARMS = {
+    "clocks_throttle_reasons.hw_slowdown": "slowed down by its own hardware (heat or power)",
+    "ecc.errors.uncorrected.volatile.total": "uncorrected memory errors",
+}
 QUERY = ("index", "name", "driver_version", "clocks.sm", "clocks.max.sm", "temperature.gpu", "memory.used",
          "power.limit", "power.max_limit")  # fmt: skip
 
@@ -34,20 +40,49 @@ def check_gpus(patient: Patient) -> Iterator[Finding]:
     recipe = patient.recipe
     if not patient.num_gpus:
         verdict: Verdict = "FAIL" if patient.wants_gpu else "SKIP"
-        fix = "see what nvidia-smi says; a torch for CPUs alone sees no GPU. On a CPU: run.device=cpu"
-        yield Finding("GPUs", verdict, "torch sees none", fix)
+        text, fix = explain_no_gpus(ask("nvidia-smi"), find_version("torch"))
+        yield Finding("GPUs", verdict, text, fix)
         return
+    alarms = read_alarms(ask("nvidia-smi", f"--query-gpu=index,{','.join(ALARMS)}", "--format=csv,noheader,nounits"))
     said = ask("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
     for line in said.splitlines():
         facts = dict(zip(QUERY, (cell.strip() for cell in line.split(",")), strict=False))
-        yield _judge_gpu(facts)
+        yield _judge_gpu(facts, alarms.get(facts["index"], ""))
     if recipe is not None:
         yield from _judge_count(make_layout(recipe).world_size, patient.num_gpus)
 
 
-def _judge_gpu(facts: dict[str, str]) -> Finding:
+def explain_no_gpus(said: str, torch_version: str) -> tuple[str, str]:
+    """(what nvidia-smi and torch disagree about, what to do). `said` is '' where there is no driver."""
+    found = re.search(r"Driver Version:\s*(\S+)\s+CUDA Version:\s*(\S+)", said)
+    on_cpu = "on a CPU: run.device=cpu"
+    if not found:
+        return "torch sees none, and nvidia-smi does not answer", f"install NVIDIA's driver; {on_cpu}"
+    driver = f"driver {found[1]} (up to CUDA {found[2]})"
+    if "+cpu" in torch_version:
+        fix = f"install a torch for CUDA {found[2]} or older (https://pytorch.org/get-started/locally)"
+        return f"torch {torch_version} is built for CPUs alone, beside {driver}", f"{fix}; {on_cpu}"
+    fix = "install a newer driver, or a torch built for an older CUDA; see CUDA_VISIBLE_DEVICES"
+    return f"torch {torch_version} sees none, though nvidia-smi does: {driver}", f"{fix}; {on_cpu}"
+
+
+def read_alarms(said: str) -> dict[str, str]:
+    """GPU index -> what its driver complains of."""
+    found = {}
+    for line in said.splitlines():
+        index, *cells = (cell.strip() for cell in line.split(","))
+        words = [
+            text for cell, text in zip(cells, ALARMS.values(), strict=False) if cell == "Active" or _read(cell) > 0
+        ]
+        found[index] = ", ".join(words)
+    return found
+
+
+def _judge_gpu(facts: dict[str, str], alarm: str) -> Finding:
     name = f"GPU {facts['index']}"
     text = f"{facts['name']}, driver {facts['driver_version']}, {facts['clocks.sm']} of {facts['clocks.max.sm']} MHz"
+    if alarm:
+        return Finding(name, "WARN", f"{text}; {alarm}", "see nvidia-smi -q; a GPU with memory errors wants a reset")
     if _read(facts["temperature.gpu"]) > HOT_CELSIUS:
         return Finding(name, "WARN", f"{text}, {facts['temperature.gpu']} degrees", "its clock will fall: cool it")
     if _read(facts["memory.used"]) > 1024:
@@ -96,6 +131,7 @@ def check_topology(patient: Patient) -> Iterator[Finding]:
 
 def read_topology(text: str) -> list[list[str]]:
     """`nvidia-smi topo -m` -> kind of link between GPU i and GPU j."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", text)  # the header is underlined
     rows = [line.split() for line in text.splitlines() if line.strip().startswith("GPU") and len(line.split()) > 1]
     rows = [row for row in rows if row[1] in ("X", *SLOW_LINKS) or row[1].startswith("NV")]
     return [row[1 : 1 + len(rows)] for row in rows]
@@ -118,6 +154,7 @@ class HostNeed:
     memory_bytes: int
     checkpoint_bytes: int
     model_bytes: int
+    nvme_bytes: int
 
 
 def compute_host_need(patient: Patient, recipe: Recipe, shape: ModelShape) -> HostNeed:
@@ -127,7 +164,9 @@ def compute_host_need(patient: Patient, recipe: Recipe, shape: ModelShape) -> Ho
     if patient.device == "cuda":
         memory = _estimate_host(patient, recipe, shape)
     kept = (recipe.run.save_total_limit or 3) + 1  # one more is written before the oldest goes
-    return HostNeed(memory, kept * STATE_BYTES * trained, MODEL_BYTES * parameters)
+    nvme = STATE_BYTES * trained if recipe.memory.offload_optimizer == "nvme" else 0
+    nvme += MODEL_BYTES * parameters if recipe.memory.offload_param == "nvme" else 0
+    return HostNeed(memory, kept * STATE_BYTES * trained, MODEL_BYTES * parameters, nvme)
 
 
 def _estimate_host(patient: Patient, recipe: Recipe, shape: ModelShape) -> int:
@@ -144,7 +183,7 @@ def _count_host_bytes() -> int:
 
 def check_memory(patient: Patient) -> Iterator[Finding]:
     whole = min(_count_host_bytes(), read_memory_limit())
-    free = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + _read_cached(), whole)
+    free = count_free_bytes()
     text = f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free"
     shape, recipe = patient.shape, patient.recipe
     if shape is None or recipe is None or (patient.wants_gpu and not patient.num_gpus):
@@ -166,21 +205,33 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
 
 def read_memory_limit() -> int:
     """A container's limit; very large where there is none."""
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
-            return int(Path(file).read_text())
+            return int((CGROUP / file).read_text())
         except (OSError, ValueError):
             continue
     return 1 << 60
 
 
-def _read_cached() -> int:
-    """Bytes of files that the system keeps in memory and gives up when asked."""
+def count_free_bytes() -> int:
+    """What a new process may still take: files that the system only keeps in memory count as free, and a container
+    has no more than is left of its limit."""
+    free = _read_table(Path("/proc/meminfo")).get("MemAvailable:", 0) * 1024
+    kept = _read_table(CGROUP / "memory.stat").get("inactive_file", 0)
     try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["Cached"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
+        used = int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        used = 0
+    return max(0, min(free or _count_host_bytes(), read_memory_limit() - used + kept))
+
+
+def _read_table(file: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    try:
+        rows = [line.split() for line in file.read_text().splitlines()]
+        return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+    except OSError:
+        return {}
 
 
 def check_disks(patient: Patient) -> Iterator[Finding]:
@@ -190,13 +241,16 @@ def check_disks(patient: Patient) -> Iterator[Finding]:
         return
     need = compute_host_need(patient, recipe, shape)
     wanted = {recipe.run.output_dir: need.checkpoint_bytes + need.model_bytes, recipe.data.store_dir: 0}
+    if recipe.memory.nvme_path is not None:
+        wanted[recipe.memory.nvme_path] = need.nvme_bytes
     for name, num_bytes in wanted.items():
         place = Path(os.path.expanduser(name)).absolute()
         while not place.exists():
             place = place.parent
         free = shutil.disk_usage(place).free
         text = f"{free / GIB:.1f} GiB free"
-        text += f", checkpoints and the model take about {num_bytes / GIB:.1f}" if num_bytes else ""
+        what = "what is offloaded takes" if name == recipe.memory.nvme_path else "checkpoints and the model take"
+        text += f", {what} about {num_bytes / GIB:.1f}" if num_bytes else ""
         if not os.access(place, os.W_OK):
             yield Finding(name, "FAIL", f"{place} cannot be written to", "name another folder")
         else:
@@ -210,7 +264,7 @@ def check_limits(patient: Patient) -> Iterator[Finding]:
     yield Finding("open files", "WARN" if is_few else "PASS", str(files), f"ulimit -n {LEAST_OPEN_FILES}")
     cores = len(os.sched_getaffinity(0))
     ranks = min(make_layout(patient.recipe).world_size if patient.recipe else 1, max(1, patient.num_gpus))
-    text = f"{cores} for {ranks} ranks of this machine"
+    text = f"{cores} for the {ranks} rank{'s' if ranks > 1 else ''} of this machine"
     yield Finding(
         "cores", "PASS" if cores >= 2 * ranks else "WARN", text, "more cores: ranks launch kernels and read data"
     )

@@ -1,30 +1,34 @@
-"""Steps of the real engine on the ranks of a small run, with all that can be compared gathered whole: losses,
-gradients, weights, losses of an evaluation, and what a changed token changes.
-
-The run's own build, plan of steps, engine and evaluation are used; nothing of them is written again here.
+"""A small run on ranks, as `train` runs it: prepared rows, the build, the loop, the evaluation. All that can be
+compared is gathered whole: losses, gradients, weights, an evaluation, and what a changed token changes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ulysses_cli.data.batching import make_batching, make_eval_batching
-from ulysses_cli.data.steps import Batching, plan_step, read_micro_batch
+from ulysses_cli.data.rows import PackedRows, open_rows
+from ulysses_cli.data.steps import Batching, Rows, plan_step, read_micro_batch
 from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
-from ulysses_cli.prove.rows import MadeRows
+from ulysses_cli.prove.rows import ChangedRows
 from ulysses_cli.train.agreement import gather_values
 from ulysses_cli.train.build import Built, build
 from ulysses_cli.train.documents import make_documents
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.groups import Groups, make_groups
+from ulysses_cli.train.loop import Course, train
+from ulysses_cli.train.randomness import seed_all
+from ulysses_cli.train.stop import StopWishes
 from ulysses_cli.train.torch_kernels import Rule
 from ulysses_cli.train.ulysses import ulysses_attention
 
@@ -33,7 +37,7 @@ GROUP_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Probe:
-    """Some tokens of row 0 are changed -> how far losses moved at most, where they may not and where they must."""
+    """Some tokens of a row are changed -> how far losses moved at most, where they may not and where they must."""
 
     name: str
     outside: float
@@ -51,78 +55,80 @@ class Traced:
     weights: dict[str, Tensor]
     eval_loss: float
     eval_tokens: int
-    seen_tokens: int  # that all ranks of an sp group evaluated, over the tokens of the row
-    row_tokens: int
     probes: list[Probe]
 
 
 def trace_steps(
-    recipe: Recipe, shape: ModelShape, rows: MadeRows, held_out: MadeRows, num_steps: int, device: torch.device
+    recipe: Recipe, shape: ModelShape, prepared: Path, num_steps: int, end: int, device: torch.device
 ) -> Traced:
     """Collective over all ranks of the world."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-
     groups = make_groups(make_layout(recipe), GROUP_TIMEOUT)
-    torch.manual_seed(recipe.run.seed)
+    seed_all(recipe.run.seed)
     built = build(recipe, shape, groups, device, num_steps, choose_levers(recipe, shape, None).levers)
-    engine = built.engine
-    eval_batching = make_eval_batching(recipe, shape)
-    found = evaluate(engine, groups, held_out, eval_batching)
-    before = _list_losses(built, groups, held_out, eval_batching)
-    probes = _probe_documents(built, groups, held_out, eval_batching, before, shape)
-    trained = {name.removeprefix("model."): p for name, p in built.module.named_parameters() if p.requires_grad}
-    losses, grads, norms = [], [], []
-    real_step = engine.wrapped.step
-
-    def step_and_tell() -> None:
-        if engine.wrapped.is_gradient_accumulation_boundary():
-            own = {name: safe_get_full_grad(p) for name, p in trained.items()}
-            grads.append({
-                name: torch.zeros_like(trained[name]).cpu() if grad is None else grad.detach().cpu().clone()
-                for name, grad in own.items()
-            })  # fmt: skip
-        real_step()
-
-    engine.wrapped.step = step_and_tell
-    batching = make_batching(recipe, shape)
-    position = 0
-    for step in range(num_steps):
-        plan = plan_step(rows, batching, position, end=1 << 30)
-        rate = engine.learning_rate_at(step)
-        engine.set_learning_rate(rate)
-        total = torch.zeros(1, device=device)
-        for micro_step in range(plan.num_micro_steps):
-            axis = groups.sp_axis
-            batch = read_micro_batch(rows, plan, groups.dp_index, micro_step, axis.rank, axis.size)
-            total += engine.train_micro_step(batch, plan.num_targets)
-        losses.append(engine.sum_over_ranks(total).item() / max(1, plan.num_targets))
-        norms.append(engine.read_update(rate).grad_norm)
-        position = plan.next_position
-    weights = {name: safe_get_full_fp32_param(p).detach().cpu().clone() for name, p in trained.items()}
-    probes += _probe_window(shape, groups, built.kernel.name, device)
+    seed_all(recipe.run.seed + groups.rank)
+    held_out = open_rows(prepared, "eval")
+    batching = make_eval_batching(recipe, shape)
+    found = evaluate(built.engine, groups, held_out, batching)
+    probes = _probe_documents(built, groups, held_out, batching, shape.vocab_size)
+    witness = Witness(built)
+    course = Course(
+        built.engine, groups, open_rows(prepared, "train"), make_batching(recipe, shape), num_steps, end, StopWishes()
+    )
+    course.after = (lambda _, result: witness.results.append((result.loss, result.update.grad_norm)),)
+    train(course)
     return Traced(
         kernel=built.kernel.name,
-        losses=losses,
-        norms=norms,
-        grads=grads,
-        weights=weights,
+        losses=[loss for loss, _ in witness.results],
+        norms=[norm for _, norm in witness.results],
+        grads=witness.grads,
+        weights=witness.read_weights(),
         eval_loss=float(found["loss"]),
         eval_tokens=int(found["tokens"]),
-        seen_tokens=len(before),
-        row_tokens=_pad(held_out, eval_batching),
-        probes=probes,
+        probes=[*probes, *_probe_window(shape, groups, built.kernel.name, device)],
     )
 
 
-def _pad(rows: MadeRows, batching: Batching) -> int:
-    return max(own[0] for own in plan_step(rows, batching, 0, 1).row_tokens)
+class Witness:
+    """Looks at gradients between the last backward of a step and its update, when they are whole, and at weights."""
+
+    def __init__(self, built: Built) -> None:
+        self.trained = {
+            name.removeprefix("model."): p for name, p in built.module.named_parameters() if p.requires_grad
+        }
+        self.grads: list[dict[str, Tensor]] = []
+        self.results: list[tuple[float, float]] = []
+        wrapped = built.engine.wrapped
+        real_step = wrapped.step
+
+        def look_and_step() -> None:
+            if wrapped.is_gradient_accumulation_boundary():
+                self.grads.append(self.read_grads())
+            real_step()
+
+        wrapped.step = look_and_step
+
+    def read_grads(self) -> dict[str, Tensor]:
+        """Collective over all ranks."""
+        from deepspeed.utils import safe_get_full_grad
+
+        own = {name: safe_get_full_grad(p) for name, p in self.trained.items()}
+        return {
+            name: torch.zeros_like(self.trained[name]).cpu() if grad is None else grad.detach().cpu().clone()
+            for name, grad in own.items()
+        }
+
+    def read_weights(self) -> dict[str, Tensor]:
+        """Collective over all ranks."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {name: safe_get_full_fp32_param(p).detach().cpu().clone() for name, p in self.trained.items()}
 
 
-def _list_losses(built: Built, groups: Groups, rows: MadeRows, batching: Batching) -> Tensor:
-    """Losses of row 0, token by token, 0 where there is no target; slices of the first sp group in order. Collective
-    over all ranks."""
+def _list_losses(built: Built, groups: Groups, rows: Rows, batching: Batching, row: int) -> Tensor:
+    """Losses of a row, token by token, 0 where there is no target; slices of an sp group in order. Collective over all
+    ranks."""
     engine, axis = built.engine, groups.sp_axis
-    plan = plan_step(rows, batching, 0, 1)
+    plan = plan_step(rows, batching, row, row + 1)
     holder = next(group for group, share in enumerate(plan.shares) if max(share[0]) >= 0)
     batch = read_micro_batch(rows, plan, holder, 0, axis.rank, axis.size)
     losses, _ = engine.evaluate_micro_batch(batch)
@@ -136,18 +142,34 @@ def _list_losses(built: Built, groups: Groups, rows: MadeRows, batching: Batchin
     return torch.cat(parts[: axis.size])
 
 
+def find_learned(rows: PackedRows, row: int) -> list[tuple[int, int, int]]:
+    """(first token, end, last position with something to predict) of each document of a row that has such a one."""
+    lengths, found, start = rows.get_lengths(row), [], 0
+    labels = rows.read(row, 0, sum(lengths)).labels
+    for length in lengths:
+        learned = np.flatnonzero(labels[start : start + length] >= 0)
+        if len(learned):
+            found.append((start, start + length, start + int(learned[-1])))
+        start += length
+    return found
+
+
 def _probe_documents(
-    built: Built, groups: Groups, rows: MadeRows, batching: Batching, before: Tensor, shape: ModelShape
+    built: Built, groups: Groups, rows: PackedRows, batching: Batching, vocabulary: int
 ) -> list[Probe]:
-    """Row 0 is packed: its first document is changed, then its last; and then late tokens of its first."""
-    lengths = rows.get_lengths(0)
-    total, first, last = sum(lengths), lengths[0], lengths[-1]
-    cases = {"the first document": (0, first), "the last document": (total - last, total)}
-    spans = {name: span for name, span in cases.items() if len(lengths) > 1}
-    spans["late tokens"] = (first - first // 4, first)
+    """In the row with the most documents the first is changed, then the last, and then late tokens of the first. Only
+    where something is to be predicted can a change be seen."""
+    row = max(range(len(rows)), key=lambda each: len(find_learned(rows, each)))
+    documents, total = find_learned(rows, row), sum(rows.get_lengths(row))
+    (start, end, last), spans = documents[0], {}
+    if len(rows.get_lengths(row)) > 1:
+        spans = {"the first document": (start, end), "the last document": documents[-1][:2]}
+    spans["late tokens"] = ((start + last + 1) // 2, end)
+    before = _list_losses(built, groups, rows, batching, row)
     found = []
     for name, (start, stop) in spans.items():
-        after = _list_losses(built, groups, rows.perturb(0, start, stop, shape.vocab_size), batching)
+        changed = ChangedRows(rows, row, start, stop, vocabulary)
+        after = _list_losses(built, groups, changed, batching, row)
         if after.shape != before.shape or len(before) < total:
             found.append(Probe(name, float("nan"), float("nan")))
             continue

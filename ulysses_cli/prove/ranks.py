@@ -1,7 +1,5 @@
-"""Starts ranks on this machine for one function and brings back what rank 0 returns, or the first trace.
-
-CPU ranks are forked from a server that has torch and DeepSpeed loaded: the imports are paid once, however many ranks.
-"""
+"""Starts ranks on this machine for one function and brings back what rank 0 returns, or the first trace; and two such
+worlds side by side, whose steps take turns."""
 
 from __future__ import annotations
 
@@ -14,15 +12,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["ulysses_cli.prove.observed", "deepspeed"]
-RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+from ulysses_cli.prove.rank_server import start_process
+from ulysses_cli.prove.turns import Turn
+
 LAST_WORDS_SECONDS = 2.0  # after a rank has failed, others may still write why
 OUT_OF_MEMORY_EXIT = -9  # killed: on Linux, nearly always for memory
 
@@ -44,27 +44,83 @@ def run_on_ranks(
     num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", time_limit: float = 600.0
 ) -> Any:
     """`function(device, *args)` on every rank of a new world -> what rank 0 returned. No rank outlives this call."""
-    context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
-    if device != "cuda":
-        context.set_forkserver_preload(PRELOADED)
-    folder = Path(tempfile.mkdtemp(prefix="ulysses-ranks-"))
-    processes = []
+    world = World(num_ranks, device, time_limit)
     try:
-        for rank in range(num_ranks):
-            process = context.Process(
-                target=_serve, args=(rank, num_ranks, str(folder), device, function, args), daemon=True
-            )
-            process.start()
-            processes.append(process)
-        _wait(processes, folder, time_limit)
-        with open(folder / "result", "rb") as stream:
-            return pickle.load(stream)  # noqa: S301 - written by our own rank, in a folder of our own
+        world.start(function, args)
+        return world.wait()
     finally:
-        for process in processes:
+        world.end()
+
+
+def run_in_turns(
+    num_ranks: int, sides: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], *, device: str, time_limit: float
+) -> list[Any]:
+    """`function(device, turn, *args)` of one side or two on worlds of their own, side by side -> for each what its rank
+    0 returned, or its RankFailureError. A side whose other one fails goes on alone."""
+    worlds = [World(num_ranks, device, time_limit) for _ in sides]
+    wires = multiprocessing.Pipe() if len(sides) > 1 else (None, None)
+    try:
+        for number, (world, (function, args)) in enumerate(zip(worlds, sides, strict=True)):
+            world.start(function, args, [Turn(wires[number], is_held=not number), *[Turn()] * (num_ranks - 1)])
+        for wire in wires:
+            if wire is not None:
+                wire.close()  # only ranks hold it now: when one ends, the other sees it
+        with ThreadPoolExecutor(len(worlds)) as pool:
+            try:
+                return list(pool.map(World.wait_or_fail, worlds))
+            except BaseException:
+                for world in worlds:
+                    world.end()  # first, since the threads wait for the ranks
+                raise
+    finally:
+        for world in worlds:
+            world.end()
+
+
+class World:
+    """Some ranks of one function, in a folder of their own."""
+
+    def __init__(self, num_ranks: int, device: str, time_limit: float) -> None:
+        self.num_ranks, self.device, self.time_limit = num_ranks, device, time_limit
+        self.folder = Path(tempfile.mkdtemp(prefix="ulysses-ranks-"))
+        self.processes: list[Any] = []
+
+    def start(self, function: Callable[..., Any], args: tuple[Any, ...], turns: Sequence[Turn] = ()) -> None:
+        for rank in range(self.num_ranks):
+            own = (turns[rank], *args) if turns else args
+            place = Place(rank, self.num_ranks, str(self.folder), self.device, self.time_limit)
+            self.processes.append(start_process(_serve, (place, function, own), self.device))
+
+    def wait(self) -> Any:
+        _wait(self.processes, self.folder, self.time_limit)
+        with open(self.folder / "result", "rb") as stream:
+            return pickle.load(stream)  # noqa: S301 - written by our own rank, in a folder of our own
+
+    def wait_or_fail(self) -> Any:
+        try:
+            return self.wait()
+        except RankFailureError as failure:
+            self.end()
+            return failure
+
+    def end(self) -> None:
+        for process in self.processes:
             if process.is_alive():
                 process.kill()
+        for process in self.processes:
             process.join()
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands."""
+
+    rank: int
+    num_ranks: int
+    folder: str
+    device: str
+    time_limit: float
 
 
 def _wait(processes: list[Any], folder: Path, time_limit: float) -> None:
@@ -114,10 +170,9 @@ def _read_log(folder: Path, rank: int) -> str:
         return ""
 
 
-def _serve(
-    rank: int, num_ranks: int, folder: str, device: str, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _serve(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """One rank. What it and its libraries say goes to its log."""
+    rank, num_ranks, folder = place.rank, place.num_ranks, place.folder
     log = os.open(Path(folder) / f"log-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -125,20 +180,20 @@ def _serve(
     os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch, dist = importlib.import_module("torch"), importlib.import_module("torch.distributed")
     try:
-        place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-        if device == "cuda":
-            torch.cuda.set_device(place)
+        device = torch.device(place.device, rank) if place.device == "cuda" else torch.device("cpu")
+        if place.device == "cuda":
+            torch.cuda.set_device(device)
         else:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
         store = dist.FileStore(str(Path(folder) / "rendezvous"), num_ranks)
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
+            "nccl" if place.device == "cuda" else "gloo",
             store=store,
             rank=rank,
             world_size=num_ranks,
-            timeout=RENDEZVOUS_TIMEOUT,
+            timeout=timedelta(seconds=place.time_limit),  # whoever started this ends it then
         )
-        result = function(place, *args)
+        result = function(device, *args)
         if rank == 0:
             part = Path(folder) / "result.part"
             part.write_bytes(pickle.dumps(result))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.prove.rows import Document
+from ulysses_cli.prove.rows import Labelled
 from ulysses_cli.train.build import load_model_config, stretch_positions
 
 
@@ -53,7 +53,7 @@ def make_plain_model(recipe: Recipe, shape: ModelShape) -> Any:
     return model.train()
 
 
-def compute_document(model: Any, document: Document, z_loss_weight: float) -> tuple[Tensor, Tensor]:
+def compute_document(model: Any, document: Labelled, z_loss_weight: float) -> tuple[Tensor, Tensor]:
     """-> (float64 sum of what is learned from, sum of cross-entropies alone)."""
     tokens, labels = document
     logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].double()
@@ -64,7 +64,7 @@ def compute_document(model: Any, document: Document, z_loss_weight: float) -> tu
 
 
 def train_plainly(
-    recipe: Recipe, shape: ModelShape, steps: Sequence[Sequence[Document]], held_out: Sequence[Document]
+    recipe: Recipe, shape: ModelShape, steps: Sequence[Sequence[Labelled]], held_out: Sequence[Labelled]
 ) -> Steps:
     """Each step is one mean over all of its targets; clipped by the norm; AdamW."""
     model, train = make_plain_model(recipe, shape), recipe.train

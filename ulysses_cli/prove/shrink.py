@@ -12,7 +12,8 @@ from ulysses_cli.plan.model_shape import FULL_ATTENTION, SLIDING_ATTENTION, TEXT
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import compute_rope_factor
 
-HEAD_DIM, HIDDEN_SIZE, INTERMEDIATE_SIZE, VOCABULARY = 16, 64, 96, 128
+HEAD_DIM, HIDDEN_SIZE, INTERMEDIATE_SIZE = 16, 64, 96
+VOCABULARY, NUM_BYTES = 260, 256  # room for the embedded tokenizer, whose padding stands in rows; what documents hold
 MIN_LAYERS, MAX_LAYERS = 2, 6
 NUM_EXPERTS, EXPERT_SIZE = 4, 32
 # Longer than a rank's slice and shorter than a row split over ranks: a window that is held against the wrong one of
@@ -138,6 +139,7 @@ def make_proof_recipe(
                         "model.attn_implementation", model.attn_implementation, kernel, "which computes in float32"
                     ),
                     "rope_scaling": rope,
+                    "tokenizer": "bytes",
                     "trust_remote_code": False,
                 }
             ),
@@ -150,7 +152,16 @@ def make_proof_recipe(
                     "sp_seq_length_is_variable": True,
                 }
             ),
-            "data": recipe.data.model_copy(update={"max_length": row_tokens, "pad_to_multiple_of": sp_size}),
+            "data": recipe.data.model_copy(
+                update={
+                    "max_length": row_tokens,
+                    "pad_to_multiple_of": sp_size,
+                    "eval_split": 0.0,
+                    "assistant_only_loss": False,
+                    "skip_untrainable": True,
+                    "num_workers": 1,
+                }
+            ),
             "train": train.model_copy(
                 update={
                     "per_device_train_batch_size": rows,

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.prove.checkup import Finding, Patient
 from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks
-from ulysses_cli.prove.results import PACKAGES, Verdict, find_version
+from ulysses_cli.prove.results import PACKAGES, find_version
+from ulysses_cli.train.requirements import find_missing_package
 
 BAD_VERSIONS = Path(__file__).parent / "bad_versions.yaml"
 STALE_SECONDS = 600
 BUILD_LIMIT_SECONDS = 420.0
 ADAM_TOLERANCE = 1e-5
 OPERATORS = {"CPUAdamBuilder": "memory.offload_optimizer: cpu", "AsyncIOBuilder": "offload to nvme"}
+INGREDIENTS = {"async_io": "apt-get install libaio-dev, and a C++ compiler and ninja"}
 
 
 def check_packages(patient: Patient) -> Iterator[Finding]:
@@ -43,7 +47,25 @@ def check_packages(patient: Patient) -> Iterator[Finding]:
     for entry in yaml.safe_load(BAD_VERSIONS.read_text(encoding="utf-8")):
         if clashes(entry, find_version):
             both = entry["package"] + (f" with {entry['with']}" if "with" in entry else "")
-            yield Finding(both, "FAIL", entry["because"], entry["fix"])
+            yield Finding(both, "FAIL", f"{entry['because']} ({entry['source']})", entry["fix"])
+    yield from _check_wishes(patient)
+
+
+def _check_wishes(patient: Patient) -> Iterator[Finding]:
+    """What this recipe alone asks for: its optimizer, its trackers, its model's files."""
+    recipe = patient.recipe
+    if recipe is None:
+        return
+    if problem := find_missing_package(recipe.train.optim):
+        said, _, fix = problem.rpartition(": ")
+        yield Finding("optimizer", "FAIL", said, fix)
+    for name in recipe.run.report_to:
+        if find_spec(name) is None:
+            fix = f"pip install 'ulysses-cli[{name}]', or leave it out of run.report_to"
+            yield Finding(name, "FAIL", "run.report_to names it, and it is not installed", fix)
+    folder = Path(os.path.expanduser(recipe.model.name_or_path or ""))
+    if recipe.model.name_or_path and folder.is_dir() and (problem := find_weight_problem(folder)):
+        yield Finding("weights", "FAIL", problem, "copy the model's folder again, or name another")
 
 
 def find_import_error(package: str) -> str:
@@ -79,33 +101,38 @@ def get_extensions_folder() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions"))
 
 
+def find_stale_locks() -> list[Path]:
+    now, folder = time.time(), get_extensions_folder()
+    locks = sorted(folder.rglob("lock")) if folder.is_dir() else []
+    return [lock for lock in locks if now - lock.stat().st_mtime > STALE_SECONDS]
+
+
 def check_locks(patient: Patient) -> Iterator[Finding]:
     """A process that was killed while it built an operator leaves a lock that every later one waits for."""
-    now = time.time()
-    folder = get_extensions_folder()
-    locks = sorted(folder.rglob("lock")) if folder.is_dir() else []
-    stale = [lock for lock in locks if now - lock.stat().st_mtime > STALE_SECONDS]
+    stale = find_stale_locks()
     for lock in stale:
         yield Finding("stale lock", "WARN", f"{lock}: whoever builds this operator waits for ever", f"rm {lock}")
     if not stale:
-        yield Finding("build locks", "PASS", f"none stale below {folder}")
+        yield Finding("build locks", "PASS", f"none stale below {get_extensions_folder()}")
 
 
 def check_operators(patient: Patient) -> Iterator[Finding]:
+    """Built, buildable, or what would build it."""
     for builder_name, use in OPERATORS.items():
         builder: Any = getattr(importlib.import_module("deepspeed.ops.op_builder"), builder_name)()
-        name = builder.name
+        name, is_needed = builder.name, _is_needed(patient, builder.name)
         built = [str(file) for file in get_extensions_folder().rglob(f"{name}*.so")] or _find_installed(builder)
-        is_able = bool(built) or bool(builder.is_compatible(verbose=False))
         if built:
             yield Finding(name, "PASS", f"built: {built[0]}")
-        elif is_able:
-            yield Finding(name, "SKIP", f"not built; its first use builds it ({use})")
+        elif builder.is_compatible(verbose=False):
+            build = f'python -c "from deepspeed.ops.op_builder import {builder_name} as it; it().load()"'
+            text = f"not built; its first use builds it ({use}); ahead of that: {build}"
+            yield Finding(name, "PASS" if is_needed else "SKIP", text)
         else:
             reason = str(getattr(builder, "error_log", "") or "the system lacks what it needs")
-            fix = "install libaio-dev" if name == "async_io" else "install a C++ compiler and ninja"
-            verdict: Verdict = "WARN" if _is_needed(patient, name) else "SKIP"
-            yield Finding(name, verdict, f"cannot be built: {reason}", fix)
+            fix = INGREDIENTS.get(name, "install a C++ compiler and ninja")
+            text = f"not built and cannot be: {reason}; it serves {use}; what would build it: {fix}"
+            yield Finding(name, "FAIL" if is_needed else "SKIP", text, fix)
 
 
 def _find_installed(builder: Any) -> list[str]:
@@ -130,6 +157,10 @@ def check_cpu_adam(patient: Patient) -> Iterator[Finding]:
     is_built = bool(list(get_extensions_folder().rglob("cpu_adam*.so")))
     if not is_needed and not is_built:
         yield Finding("CPU Adam", "SKIP", "not built, and this recipe does not need it")
+        return
+    if locks := [lock for lock in find_stale_locks() if "cpu_adam" in lock.parts]:
+        text = f"{locks[0]} was left by a build that was killed, and would be waited for"
+        yield Finding("CPU Adam", "FAIL" if is_needed else "WARN", text, f"rm {locks[0]}")
         return
     try:
         difference, rate = run_on_ranks(1, step_cpu_adam, time_limit=BUILD_LIMIT_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,59 +16,66 @@ from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
-from ulysses_cli.prove.observed import GROUP_TIMEOUT
-from ulysses_cli.prove.rows import MadeRows, make_rows
+from ulysses_cli.prove.rows import FullRows
+from ulysses_cli.prove.turns import Turn
 from ulysses_cli.train.build import build
 from ulysses_cli.train.groups import make_groups
 from ulysses_cli.train.loop import Course, train
 from ulysses_cli.train.metrics import Meter
+from ulysses_cli.train.randomness import seed_all
 from ulysses_cli.train.stop import StopWishes
 
-NUM_ROWS = 2
+GROUP_TIMEOUT = timedelta(days=1)  # whoever started the ranks ends them when their time is over
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Medians over the timed steps; peaks are the worst rank's. `parts`: seconds of one clocked step."""
+    """What the timed steps were; peaks are the worst rank's. `seconds`: of each timed step by its number; `parts`:
+    seconds of one clocked step before them; `first_loss`: before any update."""
 
-    step_seconds: float
-    fastest_seconds: float
-    slowest_seconds: float
-    tokens_per_second: float
-    tflops: float | None
-    mfu: float | None
+    seconds: dict[int, float]
+    tokens_per_step: int
+    flops_per_step: float  # the model's own, of one rank
+    peak_tflops: float | None
     peak_memory_bytes: int | None
     host_peak_memory_bytes: int
-    loss: float
+    first_loss: float
     parts: dict[str, float] = field(default_factory=dict)
     communication_share: float | None = None
 
-    def describe(self) -> dict[str, Any]:
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self.seconds.values())
+
+    @property
+    def seconds_per_token(self) -> dict[int, float]:
+        return {step: seconds / self.tokens_per_step for step, seconds in self.seconds.items()}
+
+    def get_share(self, part: str) -> float | None:
         total = sum(self.parts.values())
+        return self.parts.get(part, 0.0) / total if total else None
+
+    def describe(self) -> dict[str, Any]:
+        tflops = self.flops_per_step / self.step_seconds / 1e12
         found: dict[str, Any] = {
-            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second": self.tokens_per_step / self.step_seconds,
             "step_seconds": self.step_seconds,
-            "slowest_seconds": self.slowest_seconds,
-            "tflops": self.tflops,
-            "mfu": self.mfu,
+            "slowest_seconds": max(self.seconds.values()),
+            "tflops": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "peak_memory_bytes": self.peak_memory_bytes,
             "host_peak_memory_bytes": self.host_peak_memory_bytes,
             "communication_share": self.communication_share,
-            "exchange_share": self.parts.get("exchange", 0.0) / total if total else None,
-            "loss": self.loss,
-            "offload_share": self.parts.get("offload", 0.0) / total if total else None,
+            "exchange_share": self.get_share("exchange"),
+            "unhidden_offload_share": self.get_share("offload"),
+            "first_loss": self.first_loss,
         }
         return {name: value for name, value in found.items() if value is not None}
 
 
-def make_long_rows(recipe: Recipe, shape: ModelShape) -> MadeRows:
-    """Full rows of one document: the most work that a length can mean."""
-    made = make_rows(recipe.data.max_length, 1, shape.vocab_size, is_packed=False)
-    return MadeRows(made.documents * NUM_ROWS)
-
-
 def time_steps(
     device: torch.device,
+    turn: Turn,
     recipe: Recipe,
     shape: ModelShape,
     levers: Levers,
@@ -77,34 +85,27 @@ def time_steps(
 ) -> Timed:
     """Collective over all ranks."""
     groups = make_groups(make_layout(recipe), GROUP_TIMEOUT)
-    torch.manual_seed(recipe.run.seed)
+    seed_all(recipe.run.seed)
     total = num_warmup + num_steps
     built = build(recipe, shape, groups, device, total, levers)
-    rows, batching = make_long_rows(recipe, shape), make_batching(recipe, shape)
+    seed_all(recipe.run.seed + groups.rank)
+    rows, batching = FullRows(recipe.data.max_length, shape.vocab_size), make_batching(recipe, shape)
     lines: list[dict[str, Any]] = []
     meter = Meter(partial(compute_model_flops, shape), peak_tflops, lines.append)
     end = total * batching.rows_per_step
     course = Course(built.engine, groups, rows, batching, total, end, StopWishes())
-    course.before, course.after = (meter.start,), (meter.record,)
+    course.before = (lambda _: turn.take(groups.host_group), meter.start)
+    course.after = (meter.record, lambda *_: turn.hand_over())
     train(course)
-    timed = [line for line in lines[num_warmup:] if "step_parts" not in line]
     clocked = next((line for line in lines if "step_parts" in line), {})
-    seconds = [line["step_seconds"] for line in timed]
-
-    def take(name: str) -> Any:
-        values = [line[name] for line in timed if line[name] is not None]
-        return statistics.median(values) if values else None
-
     return Timed(
-        step_seconds=statistics.median(seconds),
-        fastest_seconds=min(seconds),
-        slowest_seconds=max(seconds),
-        tokens_per_second=take("tokens_per_second"),
-        tflops=take("tflops"),
-        mfu=take("mfu"),
+        seconds={line["step"]: line["step_seconds"] for line in lines[num_warmup:] if "step_parts" not in line},
+        tokens_per_step=lines[-1]["tokens"],
+        flops_per_step=lines[-1]["tflops"] * lines[-1]["step_seconds"] * 1e12,
+        peak_tflops=peak_tflops,
         peak_memory_bytes=max((line["peak_memory_bytes"] or 0 for line in lines), default=0) or None,
         host_peak_memory_bytes=max(line["host_peak_memory_bytes"] for line in lines),
-        loss=lines[-1]["loss"],
+        first_loss=lines[0]["loss"],
         parts=clocked.get("step_parts", {}),
         communication_share=clocked.get("communication_share"),
     )

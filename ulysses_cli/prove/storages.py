@@ -55,10 +55,19 @@ class Storages(TorchDispatchMode):
         self.device, self.host = Fullest(), Fullest()
         self._numbers: dict[int, int] = {}
 
+    @property
+    def places(self) -> tuple[Fullest, Fullest]:
+        return self.device, self.host
+
+    def forget_peaks(self, *kept: str) -> None:
+        """Of all phases but those."""
+        for place in self.places:
+            place.peaks = {phase: size for phase, size in place.peaks.items() if phase in kept}
+
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         before, self.phase = self.phase, phase
-        for place in (self.device, self.host):
+        for place in self.places:
             place.add(0, phase)
         try:
             yield

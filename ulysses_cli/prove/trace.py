@@ -16,6 +16,7 @@ from typing import Any
 
 FEW_LAYERS, MORE_LAYERS = 8, 4
 LIVE_ELEMENTS = 1_200_000_000  # with that many in its layers ZeRO-3 has gathered what it may: each more adds the same
+BETWEEN = "between"  # steps: what is alive there is alive in every phase
 MAX_TILES = 3  # tiles are alike: the first, one more, and the last
 
 
@@ -69,13 +70,13 @@ def trace_layers(wish: Mapping[str, Any], num_layers: int) -> Traced:
         "expandable_segments": replay(moves, expandable=True),
         "fixed_segments": replay(moves, expandable=False),
     }
-    return Traced(storages.device.peaks, storages.host.peaks, reserved)
+    device, host = ({name: size for name, size in place.peaks.items() if name != BETWEEN} for place in storages.places)
+    return Traced(device, host, reserved)
 
 
 def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
-    """Two steps, of which the second is what every later one is like, and an evaluation."""
+    """A step, an evaluation, and the step that counts: every later one is like it, after an evaluation or not."""
     import numpy as np
-    import torch
 
     from ulysses_cli.data.steps import MicroBatch
     from ulysses_cli.plan.levers import Levers
@@ -105,18 +106,20 @@ def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
     rows = MicroBatch(numbers, numbers, positions, (tokens,) * batch, tuple(range(batch)))
     for name, phase in (("backward", "backward"), ("step", "optimizer_step")):
         setattr(wrapped, name, _in_phase(storages, phase, getattr(wrapped, name)))
-    for step in range(2):
-        if step:
-            storages.device.peaks = {"load": storages.device.peaks["load"]}
-            storages.host.peaks = {"load": storages.host.peaks["load"]}
-        with storages.during("forward"):
-            engine.train_micro_step(rows, tokens)
-        engine.read_update(0.0)
+    storages.phase = BETWEEN
+    run_step(engine, rows, tokens, storages)
+    storages.forget_peaks("load")
     if recipe.data.eval_datasets or recipe.data.eval_split:
-        wrapped.eval()
-        with storages.during("evaluation"), torch.no_grad():  # what Engine.evaluate_micro_batch runs
-            wrapped(**engine._load(rows), per_token=True)
+        with storages.during("evaluation"):
+            engine.compute_token_losses(rows)
+    run_step(engine, rows, tokens, storages)
     wrapped.destroy()
+
+
+def run_step(engine: Any, rows: Any, num_targets: int, storages: Any) -> None:
+    with storages.during("forward"):
+        engine.train_micro_step(rows, num_targets)
+    engine.read_update(0.0)
 
 
 def count_layer_elements(config: Mapping[str, Any]) -> int:

@@ -5,26 +5,31 @@ compared number by number. Starts the ranks, judges, and says by which tolerance
 from __future__ import annotations
 
 import math
-import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ulysses_cli.data.batching import make_batching
+from ulysses_cli.data.prepare import prepare_data
+from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.steps import plan_step
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
-from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.recipe import Dataset, Recipe
 from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.prove.machine import count_free_bytes
 from ulysses_cli.prove.observed import Traced, trace_steps
 from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.prove.reference import Steps, train_plainly
 from ulysses_cli.prove.results import Findings, Row, Tell
-from ulysses_cli.prove.rows import MadeRows, make_rows
-from ulysses_cli.prove.shrink import LEARNING_RATE, VOCABULARY, compute_row_tokens, make_proof_recipe, pick_layers
+from ulysses_cli.prove.rows import Document, cut_row, make_documents, write_documents
+from ulysses_cli.prove.shrink import LEARNING_RATE, NUM_BYTES, compute_row_tokens, make_proof_recipe, pick_layers
 
 NUM_STEPS, NUM_EVAL_ROWS = 2, 3
 LARGEST_CPU_WORLD = 8
@@ -61,8 +66,7 @@ def count_places() -> tuple[int, str]:
     gpus = torch.cuda.device_count()
     if gpus > 1:
         return gpus, "cuda"
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return max(1, min(LARGEST_CPU_WORLD, free // CPU_RANK_BYTES)), "cpu"
+    return max(1, min(LARGEST_CPU_WORLD, count_free_bytes() // CPU_RANK_BYTES)), "cpu"
 
 
 def list_cases(recipe: Recipe, shape: ModelShape, places: int, *, is_all: bool) -> tuple[list[Case], list[str]]:
@@ -109,43 +113,68 @@ def verify(recipe: Recipe, config: Mapping[str, Any], subject: str, tell: Tell, 
 
 def prove_case(case: Case, proof: Recipe, device: str) -> list[Row]:
     shape = read_model_shape(proof.model.config or {}, "the small model")
-    rows, held_out = make_all_rows(proof, shape)
-    right = make_reference(proof, shape, rows, held_out)
-    try:
-        found = run_on_ranks(
-            case.sp_size * case.dp_size,
-            trace_on_rank,
-            proof,
-            shape,
-            rows,
-            held_out,
-            device=device,
-            time_limit=TIME_LIMIT_SECONDS,
-        )
-    except RankFailureError as failure:
-        return [Row(case.name, "run", "FAIL", {}, str(failure))]
-    return judge(case.name, found, right, shape)
+    with tempfile.TemporaryDirectory(prefix="ulysses-verify-") as folder:
+        task = set_task(proof, shape, Path(folder))
+        try:
+            found = run_on_ranks(
+                case.sp_size * case.dp_size, trace_on_rank, task, device=device, time_limit=TIME_LIMIT_SECONDS
+            )
+        except RankFailureError as failure:
+            return [Row(case.name, "run", "FAIL", {}, str(failure))]
+        return judge(case.name, found, make_reference(task), shape)
 
 
-def trace_on_rank(device: torch.device, proof: Recipe, shape: ModelShape, rows: MadeRows, held_out: MadeRows) -> Traced:
-    return trace_steps(proof, shape, rows, held_out, NUM_STEPS, device)
+@dataclass(frozen=True)
+class Task:
+    """What both sides do: the small recipe on the same prepared rows, whose documents the reference has by itself."""
+
+    proof: Recipe
+    shape: ModelShape
+    prepared: Path
+    documents: list[Document]
+
+    @property
+    def end(self) -> int:
+        """The last step lacks a row wherever a step has several: what it is filled up with has no weight."""
+        per_step = make_batching(self.proof, self.shape).rows_per_step
+        return NUM_STEPS * per_step - (per_step > 1)
 
 
-def make_all_rows(proof: Recipe, shape: ModelShape) -> tuple[MadeRows, MadeRows]:
-    """For training and for evaluation, packed as the recipe packs."""
-    tokens = compute_row_tokens(proof.parallel.sp_size)
-    is_packed = proof.data.packing != "off" and not proof.data.attend_across_documents
+def set_task(proof: Recipe, shape: ModelShape, folder: Path) -> Task:
+    """Documents as files, prepared as `train` has them prepared."""
+    data, tokens = proof.data, compute_row_tokens(proof.parallel.sp_size)
+    is_packed, has_long = data.packing != "off", data.excess_length_strategy != "raise"
+    make = partial(make_documents, tokens, vocabulary=NUM_BYTES, is_packed=is_packed, has_long=has_long)
     per_step = make_batching(proof, shape).rows_per_step
-    rows = make_rows(tokens, NUM_STEPS * per_step, VOCABULARY, is_packed=is_packed)
-    return rows, make_rows(tokens, NUM_EVAL_ROWS, VOCABULARY, is_packed=is_packed, seed=6)
+    sources = {"train": make(NUM_STEPS * per_step, seed=5), "eval": make(NUM_EVAL_ROWS, seed=6)}
+    for name, documents in sources.items():
+        write_documents(folder / f"{name}.jsonl", documents)
+    read = {
+        "datasets": (data.datasets[0].model_copy(update=describe_source(folder / "train.jsonl")),),
+        "eval_datasets": (data.datasets[0].model_copy(update=describe_source(folder / "eval.jsonl")),),
+        "store_dir": str(folder / "store"),
+    }
+    proof = proof.model_copy(update={"data": data.model_copy(update=read)})
+    prepared = prepare_data(proof, proof.parallel.sp_size, lambda _: None)
+    return Task(proof, shape, prepared.path, [*sources["train"], *sources["eval"]])
 
 
-def make_reference(proof: Recipe, shape: ModelShape, rows: MadeRows, held_out: MadeRows) -> Steps:
-    batching = make_batching(proof, shape)
-    per_step = batching.rows_per_step
-    plans = [plan_step(rows, batching, step * per_step, 1 << 30) for step in range(NUM_STEPS)]
-    steps = [[document for row in plan.rows for document in rows.documents[row]] for plan in plans]
-    return train_plainly(proof, shape, steps, [document for row in held_out.documents for document in row])
+def describe_source(file: Path) -> dict[str, Any]:
+    plain = Dataset()
+    return {**{name: getattr(plain, name) for name in Dataset.model_fields}, "path": str(file), "type": "tokens"}
+
+
+def trace_on_rank(device: torch.device, task: Task) -> Traced:
+    return trace_steps(task.proof, task.shape, task.prepared, NUM_STEPS, task.end, device)
+
+
+def make_reference(task: Task) -> Steps:
+    batching = make_batching(task.proof, task.shape)
+    rows, held_out = open_rows(task.prepared, "train"), open_rows(task.prepared, "eval")
+    plans = [plan_step(rows, batching, step * batching.rows_per_step, task.end) for step in range(NUM_STEPS)]
+    steps = [[part for row in plan.rows for part in cut_row(rows, row, task.documents)] for plan in plans]
+    evaluated = [part for row in range(len(held_out)) for part in cut_row(held_out, row, task.documents)]
+    return train_plainly(task.proof, task.shape, steps, evaluated)
 
 
 def judge(group: str, found: Traced, right: Steps, shape: ModelShape) -> list[Row]:

@@ -17,6 +17,7 @@ from ulysses_cli.prove.checkup import Finding, Patient
 from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.prove.results import Verdict
 from ulysses_cli.train.kernel_choice import choose_kernel
+from ulysses_cli.train.kernels import KERNELS
 
 SIZES_BYTES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28)}
 LARGEST_CPU_WORLD = 4
@@ -98,13 +99,19 @@ def check_kernels(patient: Patient) -> Iterator[Finding]:
         need = Need(shape.head_dim, bool(shape.windows), softcap, shape.has_sinks, dtype)
     wanted = recipe.model.attn_implementation if recipe else "auto"
     able = 0
-    for name in BACK_ENDS:
+    for name, back_end in BACK_ENDS.items():
+        obstacle = back_end.find_obstacle(need, "cuda" if device.type == "cuda" else "cpu")
+        obstacle = obstacle or KERNELS[name].find_missing()
+        if obstacle:  # it is not there to be tried
+            verdict: Verdict = "FAIL" if name == wanted else "SKIP"
+            yield Finding(name, verdict, obstacle, "model.attn_implementation=auto")
+            continue
         try:
             choose_kernel(name, need, device, window)
         except ValueError as error:
             reason = str(error).removeprefix(f"attention {name} ").partition(";")[0]
-            fix = "model.attn_implementation=auto"
-            yield Finding(name, "FAIL" if name == wanted else "SKIP", reason, fix)
+            fix = "model.attn_implementation=auto" if name == wanted else ""  # auto passes it over
+            yield Finding(name, "FAIL" if name == wanted else "WARN", reason, fix)
             continue
         able += 1
         yield Finding(name, "PASS", f"exact: forward and backward, head_dim {need.head_dim}, {need.dtype}")

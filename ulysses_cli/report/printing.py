@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.secrets import mask_text
 
 STYLES = {"bold": "1", "red": "31", "yellow": "33"}
 
@@ -22,7 +23,8 @@ def print_data(text: str) -> None:
 
 
 def print_talk(text: str) -> None:
-    write_to(sys.stderr, text)
+    """What is said lands in logs of clusters: without what looks like a secret."""
+    write_to(sys.stderr, mask_text(text))
 
 
 def write_to(stream: TextIO, text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from ulysses_cli.report import charts, page
@@ -12,21 +11,29 @@ from ulysses_cli.report.printing import format_count, format_table
 from ulysses_cli.report.quantities import format_number, format_quantity, format_seconds
 
 Findings = Mapping[str, Any]
+Row = Mapping[str, Any]
 CURVES = {
     "tokens_per_second": "tokens per second",
     "tflops": "TFLOPS per rank",
     "peak_memory_bytes": "GPU memory (bytes)",
     "host_peak_memory_bytes": "host memory of a rank (bytes)",
     "communication_share": "communication (share)",
+    "exchange_share": "all-to-all (share)",
     "step_seconds": "a step (seconds)",
+}
+SAID_BY_NAME = {"max_length"}
+PREDICTED = {
+    "step_seconds": "predicted_step_seconds",
+    "peak_memory_bytes": "predicted_memory_bytes",
+    "host_peak_memory_bytes": "predicted_host_memory_bytes",
 }
 
 
 def format_findings(findings: Findings) -> str:
     """A table per group, then what to know and what to fix, then the verdict."""
     parts = []
-    for group, rows in groupby(findings["rows"], key=lambda row: row["group"]):
-        header, cells = make_cells(list(rows))
+    for group, rows in collect_groups(findings["rows"]):
+        header, cells = make_cells(rows)
         parts.append(f"{group}\n{format_table(header, cells)}")
     if findings["notes"]:
         parts.append("\n".join(f"note: {note}" for note in findings["notes"]))
@@ -46,9 +53,17 @@ def format_verdict(findings: Findings) -> str:
     return f"{end} ({counted or 'measured'}; {seconds})"
 
 
-def make_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def collect_groups(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows of a group together, groups in the order in which they began."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    return list(groups.items())
+
+
+def make_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Columns for whatever values the rows have; a column without any is left out."""
-    names = list(dict.fromkeys(name for row in rows for name in row["values"]))
+    names = list(dict.fromkeys(name for row in rows for name in row["values"] if name not in SAID_BY_NAME))
     has_verdict, has_text = any(row["verdict"] for row in rows), any(row["text"] for row in rows)
     header = ([""] if has_verdict else []) + ["what", *(name_column(name) for name in names)]
     cells = []
@@ -87,8 +102,7 @@ def make_findings_page(findings: Findings) -> str:
     curves = _draw_curves(findings["rows"])
     if curves:
         sections.append(Section("Against length", curves))
-    for group, rows in groupby(findings["rows"], key=lambda row: row["group"]):
-        sections.append(Section(group, [Table(*make_cells(list(rows)))]))
+    sections += [Section(group, [Table(*make_cells(rows))]) for group, rows in collect_groups(findings["rows"])]
     if findings["fixes"]:
         pairs = [(fix["what"], fix["how"]) for fix in findings["fixes"]]
         sections.append(Section("To fix, in this order", [Facts(pairs)]))
@@ -98,19 +112,24 @@ def make_findings_page(findings: Findings) -> str:
     return page.make_page(f"{findings['command']}: {findings['subject']}", sections)
 
 
-def _draw_curves(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
-    measured = [row for row in rows if row["values"].get("max_length") and row["verdict"] != "OOM"]
+def _draw_curves(rows: Sequence[Row]) -> list[Block]:
+    """A picture for each quantity that was measured at several lengths, with what was predicted beside it."""
     found: list[Block] = []
+    measured = [row for row in rows if row["values"].get("max_length") and row["verdict"] in ("", "PASS")]
     for key, label in CURVES.items():
-        series = []
-        for name in dict.fromkeys(row["group"] for row in measured):
-            own = [row["values"] for row in measured if row["group"] == name and row["values"].get(key) is not None]
-            own.sort(key=lambda values: values["max_length"])
-            if own:
-                xs, ys = [float(v["max_length"]) for v in own], [float(v[key]) for v in own]
-                series.append(charts.Series(name, xs, ys))
+        series = [
+            charts.Series(name, *zip(*points, strict=True))
+            for group, own in collect_groups(measured)
+            for name, source in ((group, key), (f"{group}, predicted", PREDICTED.get(key, "")))
+            if (points := _list_points(own, source))
+        ]
         if any(len(one.xs) > 1 for one in series):
             x_label = "tokens of a row (tokens)"
             svg = charts.draw_lines(label, series, x_label, label, x_log=True)
             found.append(Chart(svg, label, page.tabulate_lines(series, x_label, label)))
     return found
+
+
+def _list_points(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
+    values = [row["values"] for row in rows if row["values"].get(key) is not None]
+    return sorted((float(each["max_length"]), float(each[key])) for each in values)

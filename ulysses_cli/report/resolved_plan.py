@@ -53,6 +53,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
         },
         "rope_factor": resolved.rope_factor,
         "method": "lora" if recipe.lora else "full",
+        "trust_remote_code": recipe.model.trust_remote_code,
         "understood": list(loaded.notes),
         "defaults": list(resolved.defaults),
     }
@@ -79,6 +80,8 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
         ("step", f"{tokens['per_step']:,} tokens in {format_count(tokens['rows_per_step'], 'row')} per optimizer step"),
         ("heads", _format_heads(heads, mesh["sp_size"])),
     ]
+    if plan["trust_remote_code"]:
+        lines.append(("trust", "model.trust_remote_code is on: Python code that comes with the model runs here"))
     if plan["rope_factor"]:
         lines.append(("positions", f"stretched {plan['rope_factor']:g}x"))
     if "memory" in plan:

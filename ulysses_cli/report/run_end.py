@@ -29,6 +29,12 @@ def explain_tokens(loaded: Loaded, source: Mapping[str, Any], vocabulary: int) -
     )
 
 
+def format_interruption(checkpoint: Path | None) -> str:
+    if checkpoint is None:
+        return "interrupted before a checkpoint was written"
+    return f"interrupted; the newest checkpoint is {checkpoint}: --resume auto goes on from it"
+
+
 def format_failure(failure: Mapping[str, Any], logs: Path) -> str:
     """The first failing rank's error, once and short, with the place of the whole trace."""
     rank = failure.get("rank")

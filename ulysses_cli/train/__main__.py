@@ -8,8 +8,12 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+
+from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
+from ulysses_cli.train.last_words import give_room, keep_room, write_last_words
+from ulysses_cli.train.masked_log import MaskedStream, open_masked
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -24,12 +28,12 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def take_screen(logs: Path, rank: int) -> int | None:
+def take_screen(logs: Path, rank: int, known: Collection[str]) -> int | None:
     """Rank 0's stdout is the person's terminal, for the display alone. All else that this process, its libraries and
-    their C++ say goes to its log."""
+    their C++ say goes to its log, without secrets."""
     logs.mkdir(parents=True, exist_ok=True)
     screen = os.dup(1) if rank == 0 else None
-    log = os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = open_masked(os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), known)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -62,7 +66,9 @@ def main(words: Sequence[str]) -> int:
     loaded = load_recipe(options.recipe, options.set)
     rank = int(os.environ.get("RANK", "0"))
     logs = Path(os.path.expanduser(loaded.recipe.run.output_dir)) / "logs"
-    screen = take_screen(logs, rank)
+    known = collect_secrets(loaded.recipe.model_dump(mode="json"), os.environ)
+    screen = take_screen(logs, rank, known)
+    keep_room(logs, rank)
     warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's use of torch: several a step, in a log for people
     if (code := read_former_end(logs, rank)) is not None:
         return code
@@ -72,7 +78,9 @@ def main(words: Sequence[str]) -> int:
 
     def show(num_steps: int) -> Display:
         run, world_size = loaded.recipe.run, int(os.environ.get("WORLD_SIZE", "1"))
-        stream = os.fdopen(screen if screen is not None else 2, "w", encoding="utf-8", errors="backslashreplace")
+        binary = os.fdopen(screen if screen is not None else 2, "wb")
+        stream = MaskedStream(binary, encoding="utf-8", errors="backslashreplace")
+        stream.known = known
         return make_display(stream, num_steps, run.price_per_gpu_hour, world_size, logging_steps=run.logging_steps)
 
     life = Life(loaded, options, show, load_hardware)
@@ -81,14 +89,15 @@ def main(words: Sequence[str]) -> int:
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
         from ulysses_cli.train.failure import describe_failure
         from ulysses_cli.train.swap_folder import leave_folder
-        from ulysses_cli.train.watchdog import write_last_words
 
         traceback.print_exc()
-        told = describe_failure(error, life) | {"rank": rank, "phase": life.describe_phase()}
+        told = mask_secrets(describe_failure(error, life), known=known)
+        told |= {"rank": rank, "phase": life.describe_phase()}
         write_last_words(logs, rank, told)
         leave_folder(life.swap_folder)
         sys.stderr.flush()
         os._exit(told["exit_code_wanted"])  # others may wait in a collective; nothing here may wait for them
+    give_room(logs, rank)
     return 0
 
 

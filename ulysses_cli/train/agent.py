@@ -20,11 +20,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
+from ulysses_cli.plan.secrets import collect_secrets, mask_text
+from ulysses_cli.train.masked_log import open_masked
+
 FAILED, USAGE = 1, 2
 PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str], failure_file: Path) -> int:
+    known = collect_secrets({}, os.environ)
+    os.dup2(open_masked(os.dup(2), known), 2)
     try:
         config, command, command_args = config_from_args(parse_args(list(arguments)))
     except SystemExit:
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
         failure_file.write_text(json.dumps(failures))
         return FAILED
     except Exception as error:  # noqa: BLE001 - a rendezvous that fails has many names; the command shows one line
-        failure_file.write_text(json.dumps([{"message": f"{type(error).__name__}: {error}"}]))
+        failure_file.write_text(json.dumps([{"message": mask_text(f"{type(error).__name__}: {error}", known)}]))
         return FAILED
     return 0
 

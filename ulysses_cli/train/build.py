@@ -4,10 +4,9 @@ a value here. deepspeed is imported in this file; the rest of train/ is handed w
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, get_scheduler
-from transformers.integrations import HfDeepSpeedConfig
-from transformers.integrations import deepspeed as integration
+from transformers import AutoConfig, PretrainedConfig, get_scheduler
 
 from ulysses_cli.plan.attention import Need
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
@@ -35,7 +31,15 @@ from ulysses_cli.train.eight_bits import AdamW8bit
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.groups import Groups
 from ulysses_cli.train.interface import register_attention
-from ulysses_cli.train.kernel_choice import Choice, choose_kernel
+from ulysses_cli.train.kernel_choice import Choice, Work, choose_kernel
+from ulysses_cli.train.loading import (
+    BuildError,
+    Making,
+    first_line,
+    load_pretrained,
+    sharded_loading,
+    start_from_random,
+)
 from ulysses_cli.train.loss import HeadRule, Loss, LossModel, PlainLoss, apply_rule
 from ulysses_cli.train.offload import Offloader
 from ulysses_cli.train.recompute import recompute_layers
@@ -48,10 +52,6 @@ PROBE_TOKENS = 8
 HEAD_TOLERANCE = 0.02  # bfloat16 keeps 8 bits; a lost scale or softcap costs far more
 MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 ATTENTION_NAMES = ("self_attn", "attention", "attn")
-
-
-class BuildError(ValueError):
-    """The model cannot be made as the recipe says: a mistake of the user's or of the files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ def load_model_config(recipe: Recipe) -> PretrainedConfig:
             )
         config = config.get_text_config(decoder=True)
     except (OSError, ValueError) as error:
-        raise BuildError(f"the model's config cannot be read: {_first_line(error)}") from error
+        raise BuildError(f"the model's config cannot be read: {first_line(error)}") from error
     return config
 
 
@@ -110,9 +110,11 @@ def build(
     num_steps: int,
     levers: Levers,
     tell: Callable[[str], None] = lambda _: None,
+    row_lengths: Sequence[int] = (),
     swap_folder: Path | None = None,
 ) -> Built:
-    """Collective over all ranks. `swap_folder`: where optimizer states live that are on a disk."""
+    """Collective over all ranks. `row_lengths`: documents of a row of the run, for kernels to be timed on;
+    `swap_folder`: where optimizer states live that are on a disk."""
     import deepspeed
 
     layout = groups.layout
@@ -120,13 +122,13 @@ def build(
     ds_config = merge_user_config(make_ds_config(recipe, layout, levers.offload_optimizer), recipe.deepspeed)
     if swap_folder is not None:
         ds_config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_folder)
-    kernel = _choose_kernel(recipe, shape, groups, device)
+    kernel = _choose_kernel(recipe, shape, groups, device, levers.head_chunks, row_lengths)
     tell(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
     stretch_positions(config, recipe, shape)
     attention = register_attention(groups.sp_axis, kernel.name, levers.head_chunks)
-    with _tell_transformers(ds_config if recipe.parallel.zero_stage == 3 else None):
-        model = _load_weights(recipe, config, attention)
+    with sharded_loading(ds_config if recipe.parallel.zero_stage == 3 else None):
+        model = _load_weights(recipe, config, attention, device)
     adapter = _add_adapters(recipe, model) if recipe.lora is not None else None
     head_rule = read_head_rule(config, recipe.train.z_loss_weight)
     loss = _pull_levers(model, levers, head_rule, recipe, shape, device)
@@ -204,7 +206,9 @@ def _pull_levers(
     return make_tiled_loss(head, rule, compute_loss_tile_tokens(local_tokens, shape.vocab_size), gather_whole)
 
 
-def _choose_kernel(recipe: Recipe, shape: ModelShape, groups: Groups, device: torch.device) -> Choice:
+def _choose_kernel(
+    recipe: Recipe, shape: ModelShape, groups: Groups, device: torch.device, head_chunks: int, lengths: Sequence[int]
+) -> Choice:
     """Rank 0 tries and times; all use what it chose, since times differ from rank to rank."""
     need = Need(
         head_dim=shape.head_dim,
@@ -217,7 +221,10 @@ def _choose_kernel(recipe: Recipe, shape: ModelShape, groups: Groups, device: to
     if groups.is_first:
         try:
             window = min(shape.windows) if shape.windows else None
-            choice = choose_kernel(recipe.model.attn_implementation, need, device, window)
+            heads = max(1, shape.num_heads // groups.sp_axis.size // head_chunks)
+            kv_heads = max(1, heads * shape.num_kv_heads // shape.num_heads)
+            work = Work(tuple(lengths), heads, kv_heads) if lengths else Work()
+            choice = choose_kernel(recipe.model.attn_implementation, need, device, window, work)
         except ValueError as error:
             choice = str(error)
     choice = gather_values(choice, groups.host_group)[0]
@@ -226,72 +233,12 @@ def _choose_kernel(recipe: Recipe, shape: ModelShape, groups: Groups, device: to
     return choice
 
 
-def _load_weights(recipe: Recipe, config: PretrainedConfig, attention: str) -> Any:
-    """Under ZeRO-3 each rank receives its part of every weight as it is read; no rank ever holds the model."""
-    dtype = getattr(torch, recipe.model.dtype)
-    if recipe.model.config is not None:
-        return _start_from_random(recipe, config, attention, dtype)
-    path = os.path.expanduser(str(recipe.model.name_or_path))
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            revision=recipe.model.revision,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=recipe.model.trust_remote_code,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise BuildError(f"{path} cannot be loaded: {_first_line(error)}") from error
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    missing = sorted(set(found["missing_keys"]) - tied)
-    if missing or found["mismatched_keys"]:
-        names = ", ".join(map(str, [*missing, *sorted(map(str, found["mismatched_keys"]))][:3]))
-        raise BuildError(f"{path} lacks weights of the model that its config.json describes: {names}")
-    return model
-
-
-def _start_from_random(recipe: Recipe, config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:
-    """The same weights for a seed, whatever the layout: drawn in whole on rank 0 and shared out."""
-    import deepspeed
-
-    options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": recipe.model.trust_remote_code}
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-    is_first = dist.get_rank() == 0
-    if is_first:
-        with _tell_transformers(None):
-            torch.manual_seed(recipe.run.seed)
-            drawn = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).named_parameters())
-    for name, parameter in model.named_parameters():
-        whole = (
-            deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
-            if hasattr(parameter, "ds_id")
-            else contextlib.nullcontext()
-        )
-        with whole, torch.no_grad():
-            if is_first:
-                parameter.copy_(drawn.pop(name))
-            if not hasattr(parameter, "ds_id"):
-                dist.broadcast(parameter.data, 0)
-    torch.manual_seed(recipe.run.seed)
-    return model
-
-
-@contextlib.contextmanager
-def _tell_transformers(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """While it loads a model, transformers looks for DeepSpeed's config in a global of its own: under ZeRO-3 it then
-    shards each weight as it is made."""
-    kept = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
-    holder = HfDeepSpeedConfig(ds_config) if ds_config else None
-    try:
-        yield
-    finally:
-        del holder
-        integration._hf_deepspeed_config_weak_ref = kept
+def _load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
+    model = recipe.model
+    making = Making(config, getattr(torch, model.dtype), attention, model.trust_remote_code)
+    if model.config is not None:
+        return start_from_random(making, recipe.run.seed, device)
+    return load_pretrained(making, os.path.expanduser(str(model.name_or_path)), model.revision)
 
 
 def make_adapter_config(recipe: Recipe) -> Any:
@@ -320,7 +267,7 @@ def _add_adapters(recipe: Recipe, model: Any) -> Any:
     try:
         return get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise BuildError(f"the adapters cannot be added: {_first_line(error)}") from error
+        raise BuildError(f"the adapters cannot be added: {first_line(error)}") from error
 
 
 def _make_optimizer(train: Train, trained: list[tuple[str, nn.Parameter]], offload: str) -> torch.optim.Optimizer:
@@ -384,8 +331,3 @@ def _watch(wrapped: Any, module: LossModel) -> None:
     for name in ("reduce_independent_p_g_buckets_and_remove_grads", "reduce_ready_partitions_and_remove_grads"):
         if hasattr(wrapped.optimizer, name):
             setattr(wrapped.optimizer, name, count_as("gather_reduce", getattr(wrapped.optimizer, name)))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

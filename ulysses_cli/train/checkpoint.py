@@ -33,6 +33,7 @@ from ulysses_cli.train.archive import (
     put_in_place,
     sync_folder,
 )
+from ulysses_cli.train.run_file import mask_facts
 from ulysses_cli.train.shards import Shard, list_shards
 from ulysses_cli.train.states import KINDS, Flat, list_flats, set_step_count, walk_chunks
 from ulysses_cli.train.tensor_file import Later, get_tensor, read_metadata, write_tensors
@@ -90,7 +91,7 @@ def write_share(beside: Path, rank: int, share: Share) -> Entries:
 
 def finish_folder(beside: Path, state: Mapping[str, Any], entries: Entries) -> Path:
     """On one rank, when all have written: the manifest last, then the name."""
-    text = json.dumps(state, indent=1, default=str)
+    text = json.dumps(mask_facts(dict(state)), indent=1, default=str)
     _write_text(beside / STATE, text)
     files = entries | {STATE: {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
     _write_text(beside / MANIFEST, json.dumps({"format": 1, "files": files}, indent=1))

@@ -67,15 +67,21 @@ class Engine:
         norm = float(norm) if norm is not None else math.nan
         return Update(bool(self.wrapped.was_step_applied()) and math.isfinite(norm), norm, learning_rate)
 
-    @torch.no_grad()
     def evaluate_micro_batch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The same sharded forward -> (losses, positions) of this slice's targets."""
+        losses, loaded = self.compute_token_losses(batch)
+        kept = loaded["labels"] >= 0
+        return losses[kept], loaded["positions"][kept]
+
+    @torch.no_grad()
+    def compute_token_losses(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+        """-> a loss for every token of this slice, and the slice as it was loaded."""
         self.wrapped.eval()
         loaded = self._load(batch)
         losses = self.wrapped(**loaded, per_token=True)
         self.wrapped.train()
-        kept = loaded["labels"] >= 0
-        return losses[kept], loaded["positions"][kept]
+        release_gathered(self.wrapped)
+        return losses, loaded
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Collective over all ranks: every rank holds other tokens."""
@@ -95,3 +101,15 @@ class Engine:
             pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
             moved[name] = pinned.to(self.device, non_blocking=True)
         return {**moved, "documents": make_documents(batch.lengths, self.device)}
+
+
+def release_gathered(wrapped: Any) -> None:
+    """After a forward without a backward ZeRO-3 still holds what the backward would use first, and no longer counts it:
+    the next step would gather as much again beside it."""
+    offload = getattr(wrapped.optimizer, "parameter_offload", None)
+    if offload is None:
+        return
+    offload.get_param_coordinator()._clean_inflight_param_registry()
+    for parameter in wrapped.module.parameters():
+        if parameter.ds_status.name == "AVAILABLE" and not parameter.ds_persist:
+            parameter.partition()

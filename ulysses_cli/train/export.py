@@ -20,14 +20,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.train.archive import CheckpointError, find_damage, load_state, sync_folder
 from ulysses_cli.train.checkpoint import Source, index_sources, read_range
 from ulysses_cli.train.tensor_file import write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
+BASE_CONFIG = "base_config"  # beside adapters: the base as it was trained, with its stretch of positions
 PREFIX = "model."  # the engine wraps the model under this name
 LAYER = re.compile(r"(.*?\.layers\.\d+\.)")
 FAILED, USAGE = 1, 2
+
+
+class ShardWriter:
+    """Tensors -> STEM.safetensors, or numbered shards with an index. Holds one shard at a time."""
+
+    def __init__(self, to: Path, stem: str, dtype: torch.dtype) -> None:
+        self.to, self.stem, self.dtype = to, stem, dtype
+        self.files: list[tuple[Path, list[str]]] = []
+        self.batch: list[tuple[str, Tensor]] = []
+        self.batch_bytes = self.total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        num_bytes = tensor.numel() * self.dtype.itemsize
+        if self.batch and self.batch_bytes + num_bytes > MAX_SHARD_BYTES:
+            self._flush()
+        self.batch.append((name, tensor.to(self.dtype)))
+        self.batch_bytes += num_bytes
+        self.total_bytes += num_bytes
+
+    def finish(self) -> list[str]:
+        """-> the names written."""
+        self._flush()
+        index: dict[str, str] = {}
+        for at, (part, names) in enumerate(self.files, 1):
+            number = "" if len(self.files) == 1 else f"-{at:05d}-of-{len(self.files):05d}"
+            part.rename(self.to / f"{self.stem}{number}.safetensors")
+            index |= dict.fromkeys(names, f"{self.stem}{number}.safetensors")
+        if len(self.files) > 1:
+            content = {"metadata": {"total_size": self.total_bytes}, "weight_map": index}
+            (self.to / f"{self.stem}.safetensors.index.json").write_text(json.dumps(content, indent=2))
+        return sorted(index)
+
+    def _flush(self) -> None:
+        part = self.to / f"{self.stem}.{len(self.files)}.part"
+        write_tensors(part, self.batch, {"format": "pt"})
+        self.files.append((part, [name for name, _ in self.batch]))
+        self.batch.clear()
+        self.batch_bytes = 0
 
 
 def export_weights(
@@ -39,35 +79,11 @@ def export_weights(
     names = sorted(name for name in sources if rename(name, is_adapter) not in left_out)
     if not names:
         raise CheckpointError(f"{checkpoint} holds no weights")
-    stem = "adapter_model" if is_adapter else "model"
-    files: list[tuple[Path, list[str]]] = []
-    batch: list[tuple[str, Tensor]] = []
-    size = total = 0
-
-    def flush() -> None:
-        part = to / f"{stem}.{len(files)}.part"
-        write_tensors(part, batch, {"format": "pt"})
-        files.append((part, [name for name, _ in batch]))
-        batch.clear()
-
+    writer = ShardWriter(to, "adapter_model" if is_adapter else "model", dtype)
     for group in _group_by_layer(names):
         for name, tensor in _read(group, sources, shapes, dtype, is_adapter, skeleton):
-            own = tensor.numel() * dtype.itemsize
-            if batch and size + own > MAX_SHARD_BYTES:
-                flush()
-                size = 0
-            batch.append((name, tensor))
-            size, total = size + own, total + own
-    flush()
-    index: dict[str, str] = {}
-    for at, (part, held) in enumerate(files):
-        file = f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{at + 1:05d}-of-{len(files):05d}.safetensors"
-        part.rename(to / file)
-        index |= dict.fromkeys(held, file)
-    if len(files) > 1:
-        content = {"metadata": {"total_size": total}, "weight_map": index}
-        (to / f"{stem}.safetensors.index.json").write_text(json.dumps(content, indent=2))
-    return sorted(index)
+            writer.add(name, tensor)
+    return writer.finish()
 
 
 def _group_by_layer(names: Sequence[str]) -> list[list[str]]:
@@ -117,8 +133,10 @@ def export_model(
     dtype: torch.dtype,
     card: str,
     check: Callable[[Path], object] = lambda _: None,
+    merge: Callable[[Path, Any], object] | None = None,
 ) -> Path:
-    """The whole folder, under its final name only when it is whole and `check` has nothing to say against it."""
+    """The whole folder, under its final name only when it is whole and `check` has nothing to say against it. `merge`
+    writes the weights instead, into a folder, for the model without weights that it is given."""
     from transformers import AutoModelForCausalLM
 
     beside = to.with_name(f"{to.name}.writing")
@@ -128,7 +146,10 @@ def export_model(
     tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset()
     with torch.device("meta"):
         skeleton = None if is_adapter else AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    export_weights(checkpoint, beside, dtype, tied, is_adapter, skeleton)
+    if merge is not None:
+        merge(beside, skeleton)
+    else:
+        export_weights(checkpoint, beside, dtype, tied, is_adapter, skeleton)
     if is_adapter:
         adapter_config.inference_mode = True
         adapter_config.save_pretrained(beside)
@@ -136,9 +157,10 @@ def export_model(
         config.architectures = [type(skeleton).__name__]
         _copy_generation_config(config, beside)
     config.dtype = dtype
-    config.save_pretrained(
-        beside
-    )  # also beside adapters: it holds the stretch of positions that they were trained with
+    # Adapters name their base, whose own config would win over one beside them; the card says how to load both.
+    written = (beside / BASE_CONFIG if is_adapter else beside) / "config.json"
+    config.save_pretrained(written.parent)
+    written.write_text(mask_text(written.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
     tokenizer.save_pretrained(beside)
     (beside / "README.md").write_text(card, encoding="utf-8")
     check(beside)
@@ -172,6 +194,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--to", required=True, type=Path)
     parser.add_argument("--dtype")
     parser.add_argument("--merge-lora", action="store_true")
+    parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--events", required=True, type=int, help="a pipe for JSON lines")
     options = parser.parse_args(words)
     with os.fdopen(options.events, "w", encoding="utf-8") as events:
@@ -184,11 +207,14 @@ def main(words: Sequence[str]) -> int:
             tell(phase="checking the checkpoint")
             if damage := find_damage(options.checkpoint):
                 raise CheckpointError(f"{options.checkpoint} cannot be exported: {damage}")
-            job = ExportJob(options.checkpoint, load_state(options.checkpoint), options.dtype, options.merge_lora)
+            job = ExportJob(
+                options.checkpoint, load_state(options.checkpoint), options.dtype, options.merge_lora,
+                trusts_code=options.trust_remote_code,
+            )  # fmt: skip
             tell(result=job.run(options.to, lambda phase: tell(phase=phase)))
         except (CheckpointError, ExportError, OSError) as error:
             said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else error
-            tell(problem=str(said))
+            tell(problem=mask_text(str(said), collect_secrets({}, os.environ)))
             return USAGE if isinstance(error, ExportError) else FAILED
     return 0
 

@@ -37,7 +37,7 @@ def check_model(checkpoint: Path, folder: Path, config: Any, dtype: torch.dtype,
 
     sources, shapes = index_sources(checkpoint)
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-    if 2 * num_bytes > MEMORY_SHARE * _read_available_bytes():
+    if 2 * num_bytes > MEMORY_SHARE * read_available_bytes():
         return "not reloaded: host memory is too small for two copies of the model"
     tell("loading what was exported")
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}  # which every family has
@@ -71,7 +71,7 @@ def _compare_names(ours: set[str], wanted: set[str]) -> None:
         raise CheckpointError(f"the export was not right: {', '.join(odd)} {'is' if len(odd) == 1 else 'are'} odd")
 
 
-def _read_available_bytes() -> int:
+def read_available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

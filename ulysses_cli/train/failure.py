@@ -10,8 +10,9 @@ from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.train.agreement import DisagreementError
 from ulysses_cli.train.archive import CheckpointError
 from ulysses_cli.train.bad_steps import BadStepsError
-from ulysses_cli.train.build import BuildError
-from ulysses_cli.train.life import Life, StartError
+from ulysses_cli.train.device import StartError
+from ulysses_cli.train.life import Life
+from ulysses_cli.train.loading import BuildError
 from ulysses_cli.train.record import MissingTrackerError
 from ulysses_cli.train.resume import ResumeError
 

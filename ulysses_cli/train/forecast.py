@@ -12,6 +12,7 @@ from ulysses_cli.plan.lever_choice import Choice
 from ulysses_cli.train.record import Record
 
 GIB = 2**30
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Forecast:
         fit = self.choice.fit
         if fit is not None and fit.verdict != "fits":
             record.warn(f"the ledger says {fit.verdict.replace('_', ' ')}{self.format_peak()}")
-        if "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
+        if not any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS):
             record.say("expandable segments are off: the allocator loses memory to fragments at long rows")
 
     def format_peak(self) -> str:

@@ -32,13 +32,33 @@ class Choice:
 PROBE_TOLERANCE = {"bfloat16": 0.1, "float32": 1e-3}
 PROBE_LENGTHS = (700, 1, 64, 33)  # longer than a tile of any kernel, one token, off any edge
 PROBE_HEADS, PROBE_KV_HEADS = 4, 2
-TIMED_LENGTHS = (4096, 1500, 1, 2595)
+MAX_TIMED_TOKENS = 32 * 1024  # beyond, which kernel is fastest no longer changes
 
 
-def choose_kernel(wanted: str, need: Need, device: torch.device, window_tokens: int | None = None) -> Choice:
+@dataclass(frozen=True)
+class Work:
+    """What kernels are timed on: a row of the run, as far as it matters, and the heads of one rank."""
+
+    lengths: tuple[int, ...] = (4096, 1500, 1, 2595)
+    num_heads: int = 8
+    num_kv_heads: int = 2
+
+    def cut(self) -> tuple[int, ...]:
+        kept, left = [], MAX_TIMED_TOKENS
+        for length in self.lengths:
+            if left > 0 and length:
+                kept.append(min(length, left))
+                left -= length
+        return tuple(kept)
+
+
+def choose_kernel(
+    wanted: str, need: Need, device: torch.device, window_tokens: int | None = None, work: Work | None = None
+) -> Choice:
     """The named kernel, or for `auto` the fastest one that proves exact here. Each candidate runs once against the
     reference; what does not start or differs is passed over with its reason, and an explicit wish is then refused."""
     kind: Device = "cuda" if device.type == "cuda" else "cpu"
+    work = work or Work()
     passed: dict[str, float] = {}
     notes: list[str] = []
     for name in BACK_ENDS if wanted == "auto" else (wanted,):
@@ -46,7 +66,9 @@ def choose_kernel(wanted: str, need: Need, device: torch.device, window_tokens: 
         obstacle = obstacle or (KERNELS[name].find_missing() if wanted == "auto" else "")
         obstacle = obstacle or _probe(name, need, device, window_tokens)
         if not obstacle:
-            passed[name] = _time(name, need, device, window_tokens) if kind == "cuda" and wanted == "auto" else 0.0
+            passed[name] = (
+                _time(name, need, device, window_tokens, work) if kind == "cuda" and wanted == "auto" else 0.0
+            )
         elif wanted != "auto":
             able = [other for other in list_able(need, kind) if other != name and not KERNELS[other].find_missing()]
             others = f"for this model and device there are: {', '.join(able)}" if able else "nothing else serves here"
@@ -59,7 +81,8 @@ def choose_kernel(wanted: str, need: Need, device: torch.device, window_tokens: 
     reason = "as the recipe says" if wanted != "auto" else "the only one that runs on a CPU"
     if wanted == "auto" and kind == "cuda":
         times = ", ".join(f"{name} {passed[name] * 1e3:.2f} ms" for name in sorted(passed, key=lambda n: passed[n]))
-        reason = f"fastest of those exact here, forward and backward of {sum(TIMED_LENGTHS)} packed tokens: {times}"
+        timed = f"{sum(work.cut()):,} tokens, {work.num_heads} heads"
+        reason = f"fastest of those exact here, forward and backward of {timed}: {times}"
         reason += f"; passed over: {'; '.join(notes)}" if notes else ""
     return Choice(best, reason)
 
@@ -139,10 +162,10 @@ def _run_reference(tensors: Sequence[Tensor], sinks: Tensor | None, documents: D
         return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
-def _time(name: str, need: Need, device: torch.device, window_tokens: int | None) -> float:
+def _time(name: str, need: Need, device: torch.device, window_tokens: int | None, work: Work) -> float:
     """Seconds of forward and backward of a packed row in the model's kinds of layers, best of three after a warm-up."""
-    documents = make_documents(TIMED_LENGTHS, device)
-    tensors = _make_tensors(need, documents.num_tokens, (8, 2), device)
+    documents = make_documents(work.cut(), device)
+    tensors = _make_tensors(need, documents.num_tokens, (work.num_heads, work.num_kv_heads), device)
     best = math.inf
     try:
         for _ in range(4):

@@ -21,17 +21,18 @@ from ulysses_cli.data.steps import plan_step
 from ulysses_cli.data.tokenizer import load_tokenizer
 from ulysses_cli.plan.estimate import explain_memory
 from ulysses_cli.plan.flops import compute_model_flops
-from ulysses_cli.plan.hardware import Gpu, Hardware
+from ulysses_cli.plan.hardware import Hardware
 from ulysses_cli.plan.ledger.swapping import count_swapped
 from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.resolved import make_layout, resolve
+from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.train.agreement import compare_machines, gather_values
 from ulysses_cli.train.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.build import build, load_model_config
 from ulysses_cli.train.checkpoint import Owner
-from ulysses_cli.train.cores import bind_to_device
+from ulysses_cli.train.device import StartError, choose_device, recognise_gpu
 from ulysses_cli.train.evaluation import evaluate
 from ulysses_cli.train.export import export_model
 from ulysses_cli.train.export_check import check_adapter, check_model
@@ -43,21 +44,16 @@ from ulysses_cli.train.randomness import seed_all
 from ulysses_cli.train.record import Display, Record, make_trackers
 from ulysses_cli.train.rehearsal import rehearse
 from ulysses_cli.train.requirements import find_missing_operator, find_missing_package
-from ulysses_cli.train.resume import FRESH, adapt, count_restarts, find_beginning
+from ulysses_cli.train.resume import FRESH, adapt, count_restarts, describe_restart, find_beginning
 from ulysses_cli.train.run_file import describe_machine, list_versions, make_card, write_run_file
 from ulysses_cli.train.saves import Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
 from ulysses_cli.train.stop import StopWishes
 from ulysses_cli.train.swap_folder import leave_folder, name_folder, open_folder
-from ulysses_cli.train.watchdog import Watchdog
-from ulysses_cli.train.weight_files import find_weight_problem
+from ulysses_cli.train.watchdog import WRITING, Watchdog
 
 START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
 SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
-
-
-class StartError(ValueError):
-    """Something that the recipe needs is not there."""
 
 
 class Life:
@@ -91,9 +87,8 @@ class Life:
             except BadStepsError:
                 self.saves.save_last(course)  # bad steps were not applied: what stands is good
                 raise
-            finally:
-                self.watchdog.stop()
             self.finish(course, reason)
+            self.watchdog.stop()
         self.tear_down()
 
     def read_inputs(self) -> None:
@@ -117,8 +112,8 @@ class Life:
         if recipe.model.name_or_path and folder.is_dir() and (problem := find_weight_problem(folder)):
             raise StartError(problem)
         self.resolved = resolve(recipe, self.shape)
-        self.device = self.choose_device()
-        gpu, is_known = self.recognise_gpu()
+        self.device = choose_device(wants_cpu=recipe.run.device == "cpu" or self.options.pretend)
+        gpu, is_known = recognise_gpu(self.device, self.load_hardware())
         self.forecast = Forecast(choose_levers(recipe, self.shape, gpu), gpu, is_known)
         if recipe.memory.offload_optimizer == "nvme":
             self.open_swap_folder()
@@ -127,6 +122,8 @@ class Life:
         self.beginning = FRESH
         if is_first and not self.options.dry_run:
             restarts = count_restarts(self.run_dir / "logs")
+            if restarts:
+                said.append(describe_restart(self.run_dir / "logs", restarts, recipe.run.max_restarts))
             self.beginning = find_beginning(self.run_dir, self.options.resume, restarts, said.append)
         self.plan_steps(said.append)
         if is_first:
@@ -155,27 +152,6 @@ class Life:
         self.batching = make_batching(recipe, self.shape)
         whole = count_rows(recipe, len(self.rows), self.batching.rows_per_step)
         self.end, self.num_steps = begin.count_ahead(recipe.train.max_steps, whole, self.batching.rows_per_step)
-
-    def choose_device(self) -> torch.device:
-        if self.recipe.run.device == "cpu" or self.options.pretend:
-            return torch.device("cpu")
-        if not torch.cuda.is_available():
-            raise StartError("torch sees no GPU: set run.device: cpu, or see what `nvidia-smi` says")
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if here > torch.cuda.device_count():
-            raise StartError(f"{here} processes on this machine, but {torch.cuda.device_count()} GPUs")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        bind_to_device(device, here)
-        return device
-
-    def recognise_gpu(self) -> tuple[Gpu | None, bool]:
-        if self.device.type != "cuda":
-            return None, False
-        facts = torch.cuda.get_device_properties(self.device)
-        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return self.load_hardware().recognise(facts.name, facts.total_memory, host_bytes // here)
 
     def meet_others(self) -> None:
         self.record.enter("meeting the other ranks")
@@ -213,8 +189,10 @@ class Life:
         self.forecast = gather_values(self.forecast, self.groups.host_group)[0]
         self.forecast.say(self.record)
         levers = self.forecast.choice.levers
-        say, swap = self.record.say, self.swap_folder
-        built = build(self.recipe, self.shape, self.groups, self.device, self.num_steps, levers, say, swap)
+        built = build(
+            self.recipe, self.shape, self.groups, self.device, self.num_steps, levers,
+            self.record.say, self.rows.get_lengths(0), self.swap_folder,
+        )  # fmt: skip
         self.built = built
         self.assert_sharded()
         self.owner = Owner(
@@ -267,6 +245,7 @@ class Life:
         after += [self.saves.look] if run.async_save else []
         course.after = tuple(after)
         self.record.enter("training")
+        self.groups.wait_without_limit()
         self.watchdog = Watchdog(course, run.step_timeout, self.owner.rank, self.owner.world_size, self.run_dir)
 
     def check_disk(self) -> None:
@@ -312,7 +291,8 @@ class Life:
             return
         if self.record.last_eval_step != course.step:
             self.evaluate(course)
-        self.record.enter("writing the model")
+        self.record.enter(WRITING)
+        course.phase = WRITING
         if self.groups.is_first:
             adapter, recipe, config = self.built.adapter, self.recipe.model_dump(mode="json"), self.built.config
             last, dtype = self.saves.get_last_path(), getattr(torch, self.recipe.model.dtype)
@@ -337,8 +317,8 @@ class Life:
         model = self.recipe.model
         if model.rope_scaling is not None:
             self.record.warn(
-                "adapters do not carry the stretched positions: load the base with the config.json beside them, or run "
-                "`ulysses export CHECKPOINT --to DIR --merge-lora`"
+                "adapters do not carry the stretched positions: load the base as the README.md beside "
+                "them shows, or run `ulysses export CHECKPOINT --to DIR --merge-lora`"
             )
         if model.config is not None:
             self.record.warn("the adapters belong to a random model, which is not on disk")

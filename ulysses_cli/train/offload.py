@@ -7,6 +7,7 @@ Takes tensors and a device. On a CPU the same steps run with plain copies, so th
 from __future__ import annotations
 
 import math
+import mmap
 import weakref
 from collections import deque
 from typing import Any
@@ -21,15 +22,18 @@ MAX_LEAVING = 2
 
 
 class HostPool:
-    """Host buffers, page-locked for a GPU once and used again in every step."""
+    """Host buffers, page-locked for a GPU once and used again in every step. Each has whole pages of its own: a page
+    that two buffers share cannot be locked twice."""
 
     def __init__(self, *, is_pinned: bool, max_bytes: int | None = None) -> None:
         self.is_pinned, self.max_bytes = is_pinned, max_bytes
         self.num_bytes = 0
         self._free: list[Tensor] = []
+        self._locked: dict[int, Any] = {}  # address -> what unlocks it; without a pool, buffers unlock themselves
 
     def take(self, num_bytes: int) -> Tensor:
         """The smallest free buffer that is large enough; else a new one, in place of a free one that is too small."""
+        num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fitting = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
         if fitting:
             found = min(fitting, key=Tensor.numel)
@@ -42,9 +46,12 @@ class HostPool:
                 f"offloading needs {num_bytes} more bytes of host memory than the {self.num_bytes} it holds, and may "
                 f"hold {self.max_bytes}: offload fewer layers"
             )
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        pages = mmap.mmap(-1, num_bytes)
+        buffer = torch.frombuffer(pages, dtype=torch.uint8)
         if self.is_pinned:  # torch's own allocator of pinned memory would round up to a power of two
-            _check(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0), num_bytes)
+            address = buffer.data_ptr()
+            _check(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0), num_bytes)
+            self._locked[address] = weakref.finalize(pages, torch.cuda.cudart().cudaHostUnregister, address)
         self.num_bytes += num_bytes
         return buffer
 
@@ -59,7 +66,7 @@ class HostPool:
     def _release(self, buffer: Tensor) -> None:
         if self.is_pinned:
             torch.cuda.synchronize()
-            _check(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()), buffer.numel())
+            self._locked.pop(buffer.data_ptr())()
         self.num_bytes -= buffer.numel()
 
 
@@ -158,7 +165,7 @@ class HostShelf:
 
     def store(self, tensor: Tensor) -> Item | Tensor:
         tensor = tensor.detach()
-        if not self.is_offloaded:
+        if not self.is_offloaded or tensor.device != self.offloader.device or not tensor.numel():
             return tensor
         with part_of_step("offload"):
             item = Item(self.offloader, self, tensor)

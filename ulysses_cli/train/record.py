@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ulysses_cli.plan.secrets import mask_text
+
 
 class Display(Protocol):
     """Where words for the person go."""
@@ -83,18 +85,28 @@ class Record:
 
 
 class LineFile:
-    """One JSON object a line, on disk at once. NaN and infinity are null: they are no JSON."""
+    """One JSON object a line, on disk at once. NaN and infinity are null: they are no JSON. What a full disk does not
+    take waits for the next line: a run that goes on without room for its checkpoints goes on here, too."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self.handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.waiting = b""
 
     def write(self, line: dict[str, Any]) -> None:
-        self.stream.write(json.dumps(_clean(line)) + "\n")
-        self.stream.flush()
+        self.waiting += json.dumps(_clean(line)).encode() + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[os.write(self.handle, self.waiting) :]
+        except OSError:
+            return
 
     def close(self) -> None:
-        self.stream.close()
+        self._flush()
+        os.close(self.handle)
 
 
 def _clean(value: Any) -> Any:
@@ -132,6 +144,7 @@ class MissingTrackerError(ValueError):
 def make_trackers(names: Sequence[str], run_dir: Path, run_name: str) -> list[Tracker]:
     makers: dict[str, Callable[[Path, str], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     trackers: list[Tracker] = []
+    run_name = mask_text(run_name)  # services show it
     for name in names:
         try:
             trackers.append(makers[name](run_dir, run_name))

@@ -66,6 +66,20 @@ def count_restarts(logs: Path) -> int:
     return int(count)
 
 
+def describe_restart(logs: Path, num_restarts: int, max_restarts: int) -> str:
+    """Why all ranks were started again. A rank that was killed has said nothing; one that lost its peer says less."""
+    told: list[Mapping[str, Any]] = []
+    for file in (*logs.glob("rank-*.error.json"), *logs.glob(f"rank-*.error-{num_restarts - 1}.json")):
+        try:
+            told.append(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            continue  # its rank has just put it away under the other name
+    causes = [one for one in told if one.get("is_cause")]
+    first = min(causes, key=lambda one: float(one.get("time", 0)), default=None)
+    why = f"rank {first['rank']} failed: {first['message']}" if first else "a rank was lost"
+    return f"restart {num_restarts} of {max_restarts} (run.max_restarts): {why}"
+
+
 def find_beginning(run_dir: Path, wanted: str | None, num_restarts: int, tell: Callable[[str], None]) -> Beginning:
     """On one rank. `wanted` is a folder or `auto`. A run that was restarted in place looks for its own newest first."""
     tidy_folder(run_dir)

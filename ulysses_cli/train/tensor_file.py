@@ -9,8 +9,9 @@ import hashlib
 import json
 import os
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,6 +30,8 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+SYNC_BYTES = 1 << 26
+MAX_CHUNKS = 2
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,26 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor | Later]], met
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     digest = hashlib.sha256()
-    with open(file, "wb") as stream, ThreadPoolExecutor(1) as hashing:  # both let go of the interpreter
+    # Hashing, writing and syncing go on side by side: all three let go of the interpreter.
+    with open(file, "wb") as stream, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as syncing:
+        hashed: deque[Future[None]] = deque()
+        synced, num_unsynced = syncing.submit(_do_nothing), 0
         for chunk in chain((struct.pack("<Q", len(text)), text), _walk_bytes(listed)):
-            hashed = hashing.submit(digest.update, chunk)
+            hashed.append(hashing.submit(digest.update, chunk))
             stream.write(chunk)
-            hashed.result()
+            num_unsynced += len(chunk)
+            if num_unsynced >= SYNC_BYTES and synced.done():
+                synced, num_unsynced = syncing.submit(os.fdatasync, stream.fileno()), 0
+            if len(hashed) > MAX_CHUNKS:  # each is held in memory until then
+                hashed.popleft().result()
+        for one in (*hashed, synced):
+            one.result()
         stream.flush()
         os.fsync(stream.fileno())
     return digest.hexdigest()
+
+
+def _do_nothing() -> None: ...
 
 
 def _walk_bytes(tensors: Iterable[tuple[str, Tensor | Later]]) -> Iterator[Any]:

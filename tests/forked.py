@@ -1,0 +1,107 @@
+"""`python -m MODULE` without the price of its imports: children are forked from a process that has them already.
+
+They are processes like any other: own pid, session, signals, environment, files; only the interpreter's start is left
+out. `ForkedPopen` takes the place of subprocess.Popen, also in the children, so that a command's launcher and the
+launcher's ranks are forked as well. Whoever uses it must not have threads.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+PRELOADED = (
+    *("torch", "deepspeed", "peft", "transformers.models.qwen3.modeling_qwen3", "torch.distributed.run"),
+    *("ulysses_cli.train.agent", "ulysses_cli.train.life", "ulysses_cli.train.failure", "ulysses_cli.commands.train"),
+    *("ulysses_cli.data.prepare", "ulysses_cli.report.progress", "ulysses_cli.plan.check", "ulysses_cli.validate"),
+)
+on_start: list[Callable[[str, Mapping[str, str]], None]] = []  # called in each child: (module, environment)
+
+
+class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """`[sys.executable, "-m", MODULE, ...]` is forked; any other command is run as always."""
+
+    def _execute_child(  # type: ignore[override]
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
+    ) -> None:
+        *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[:9]
+        start_new_session = rest[14]
+        words = [os.fspath(word) for word in args] if not isinstance(args, str) else []
+        words = [word for word in words if word != "-u"]
+        if words[:2] != [sys.executable, "-m"]:
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+            )
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                if start_new_session:
+                    os.setsid()
+                _take_files((p2cread, c2pwrite, errwrite), set(pass_fds))
+                _be_new(cwd, env)
+                _run(words[2], words[3:])
+            finally:
+                os._exit(1)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def _take_files(given: Sequence[int], kept: set[int]) -> None:
+    """What exec would close points nowhere: objects of the parent may still close their numbers, and harm nothing."""
+    taken = [os.dup(own if own != -1 else at) for at, own in enumerate(given)]
+    for at, own in enumerate(taken):
+        os.dup2(own, at)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in {*kept, nowhere} and os.path.exists(f"/proc/self/fd/{name}"):
+            os.dup2(nowhere, int(name), inheritable=False)
+
+
+def _be_new(cwd: Any, env: Mapping[str, str] | None) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if cwd is not None:
+        os.chdir(cwd)
+    if env is not None:
+        for name in os.environ.keys() - env.keys():
+            del os.environ[name]
+        os.environ.update(env)
+
+
+def _run(module: str, words: Sequence[str]) -> NoReturn:
+    code: Any = 0
+    sys.argv = [module, *words]
+    try:
+        for call in on_start:
+            call(module, dict(os.environ))
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as an interpreter would
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def preload() -> None:
+    """From here on this process forks. DS_ACCELERATOR and OMP_NUM_THREADS must be set before."""
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    for name in PRELOADED:
+        __import__(name)
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    subprocess_handler.Popen = ForkedPopen

@@ -1,0 +1,41 @@
+"""Process groups of a layout: who is in them, and how long they wait."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from ranks import run_on_ranks
+
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.train.groups import make_groups
+
+
+def describe_groups(layout: Layout) -> tuple[int, int, list[int] | None]:
+    groups = make_groups(layout, timedelta(seconds=60))
+    shared = dist.get_process_group_ranks(groups.sp_group) if groups.sp_group is not None else None
+    return groups.sp_axis.rank, groups.sp_axis.size, shared
+
+
+def test_ranks_of_one_row_have_a_group_and_a_rank_of_its_own_has_none() -> None:
+    assert run_on_ranks(2, describe_groups, Layout(dp_shard_size=2)) == [(0, 1, None), (0, 1, None)]
+    assert run_on_ranks(2, describe_groups, Layout(sp_size=2)) == [(0, 2, [0, 1]), (1, 2, [0, 1])]
+
+
+def wait_for_a_late_rank(is_watched: bool) -> str:
+    """Rank 1 comes later than the groups' time-out, as one does that writes a large model."""
+    groups = make_groups(Layout(sp_size=2), timedelta(seconds=1))
+    if is_watched:
+        groups.wait_without_limit()
+    time.sleep(3 if groups.rank else 0)
+    try:
+        dist.barrier(group=groups.sp_group)
+    except RuntimeError as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_watched_run_waits_for_a_late_rank() -> None:
+    assert run_on_ranks(2, wait_for_a_late_rank, True) == ["", ""]
+    assert run_on_ranks(2, wait_for_a_late_rank, False)[0], "without, the time-out holds"

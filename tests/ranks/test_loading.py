@@ -1,0 +1,75 @@
+"""How weights come into a model on several ranks, against transformers' own loading on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from courses import Trip
+from ranks import RankError, run_on_ranks
+from safetensors.torch import load_file, save_file
+from training import CONFIG, MemoryRows, make_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ulysses_cli.plan.recipe import Recipe
+
+ROWS = [[(30, 0), (20, 0)]]
+STRETCH = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "yarn": {"rope_parameters": STRETCH},
+    "several": {"model_type": "gemma3_text", "num_hidden_layers": 6, "query_pre_attn_scalar": 8, "sliding_window": 16},
+}
+
+
+def read_frequencies(model: Any) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+
+
+def load_and_read(recipe: Recipe) -> dict[str, torch.Tensor]:
+    return read_frequencies(Trip(recipe, MemoryRows(ROWS), 1).built.module.model)
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rotary_frequencies_stay_in_float32(kind: str, stage: int, tmp_path: Path) -> None:
+    """Also where the model's weights, and under zero.Init everything that it makes, are bfloat16."""
+    config = {**CONFIG, **KINDS[kind]}
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    plain.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    right = read_frequencies(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
+    common = ("model.dtype=bfloat16", f"parallel.zero_stage={stage}", "parallel.dp_shard_size=2")
+    drawn = make_recipe(*common, config=config)
+    folder = {"name_or_path": str(tmp_path / "base"), "config": None}
+    read = drawn.model_copy(update={"model": drawn.model.model_copy(update=folder)})
+    for recipe in (drawn, read):
+        for ours in run_on_ranks(2, load_and_read, recipe):
+            assert ours.keys() == right.keys()
+            for name, frequencies in ours.items():
+                assert frequencies.dtype == torch.float32
+                assert torch.equal(frequencies, right[name]), (name, frequencies - right[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("more", "holds weights that the model of its config.json has no place for: model.vision.weight"),
+        ("fewer", "lacks weights of the model that its config.json describes: model.norm.weight"),
+    ],
+)
+def test_weights_left_over_and_left_out_are_refused(change: str, words: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    if change == "more":
+        weights["model.vision.weight"] = torch.zeros(2, 2)
+    else:
+        del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    recipe = make_recipe("parallel.dp_shard_size=2")
+    recipe = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"name_or_path": str(tmp_path), "config": None})}
+    )
+    with pytest.raises(RankError, match=words):
+        run_on_ranks(2, load_and_read, recipe)

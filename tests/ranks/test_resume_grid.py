@@ -1,0 +1,111 @@
+"""A checkpoint goes on for 20 steps on any number of ranks, sp_size, split of data, ZeRO stage and offload: the same
+rows in the same order, losses within 1e-5 of the run that was never stopped. Across the ends of several epochs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from courses import Trip
+from ranks import run_on_ranks
+from training import MemoryRows, make_recipe
+
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.train.loop import train
+from ulysses_cli.train.resume import fit_accumulation
+
+ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
+ROWS_PER_STEP, SAVED, NUM_STEPS = 4, 3, 23
+Told = tuple[list[tuple[int, ...]], list[float]]
+# (ranks, sp_size), and how much of it stands in the daily tests
+MESHES = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+WRITERS = {
+    "sp 2, stage 3": ("parallel.sp_size=2", "parallel.zero_stage=3"),
+    "dp 2, stage 1": ("parallel.dp_shard_size=2", "parallel.zero_stage=1"),
+}
+OFFLOADS = (
+    "memory.offload_optimizer=cpu",
+    "memory.offload_optimizer=cpu memory.offload_param=cpu",
+)
+
+
+def fit(*overrides: str) -> Recipe:
+    """With the accumulation that `train --resume` finds for this layout."""
+    recipe = make_recipe(*overrides)
+    layout, dumped = make_layout(recipe), recipe.model_dump(mode="json")
+    state = {"rows_per_step": ROWS_PER_STEP, "recipe": dumped}
+    fitted = fit_accumulation(state, 1, 1, layout.dp_size, layout.sp_size, anyway=False)
+    return make_recipe(*overrides, f"train.gradient_accumulation_steps={fitted}")
+
+
+def tell(trip: Trip) -> Told:
+    return [tuple(result.plan.rows) for result in trip.results], trip.losses
+
+
+def write(recipe: Recipe, folder: str) -> Told:
+    """Never stopped, with a checkpoint after step 3 -> what followed it."""
+    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    trip.course.num_steps = SAVED
+    train(trip.course)
+    trip.saves.save(trip.course)
+    trip.course.num_steps = NUM_STEPS
+    train(trip.course)
+    rows, losses = tell(trip)
+    return rows[SAVED:], losses[SAVED:]
+
+
+def go_on(recipe: Recipe, folder: str) -> Told:
+    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    trip.saves.resume(trip.course, Path(folder) / "checkpoints" / f"step-{SAVED}")
+    train(trip.course)
+    return tell(trip)
+
+
+written: dict[str, tuple[str, Told]] = {}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    written.clear()
+    return tmp_path_factory.mktemp("shelf")
+
+
+def check(shelf: Path, writer: str, num_ranks: int, *overrides: str) -> None:
+    if writer not in written:
+        folder = str(shelf / writer)
+        written[writer] = folder, run_on_ranks(2, write, fit(*WRITERS[writer]), folder)[0]
+    folder, (rows, losses) = written[writer]
+    assert len(losses) == 20
+    for ours in run_on_ranks(num_ranks, go_on, fit(*overrides), folder):
+        assert ours[0] == rows
+        assert ours[1] == pytest.approx(losses, rel=1e-5)
+        if overrides == WRITERS[writer]:
+            assert ours[1] == losses  # bitwise where nothing has changed
+
+
+def list_cases() -> list[object]:
+    found = []
+    for writer in WRITERS:
+        for num_ranks, sp_size in MESHES:
+            for stage in (1, 2, 3):
+                is_telling = (writer, num_ranks, sp_size, stage) == ("dp 2, stage 1", 2, 2, 3)
+                marks = () if is_telling else pytest.mark.full
+                found.append(pytest.param(writer, num_ranks, sp_size, stage, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("writer", "num_ranks", "sp_size", "stage"), list_cases())
+def test_any_layout_goes_on(shelf: Path, writer: str, num_ranks: int, sp_size: int, stage: int) -> None:
+    sizes = {"parallel.sp_size": sp_size, "parallel.dp_shard_size": num_ranks // sp_size}
+    words = [f"{key}={size}" for key, size in sizes.items() if size > 1]
+    check(shelf, writer, num_ranks, *words, f"parallel.zero_stage={stage}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_any_offload_goes_on(shelf: Path, num_ranks: int, offload: str) -> None:
+    words = ["parallel.sp_size=2"] if num_ranks == 2 else []
+    check(shelf, "sp 2, stage 3", num_ranks, *words, *offload.split())

@@ -1,0 +1,81 @@
+"""A real run with planted secrets: none of its files, nor what it says, holds one. Nor does one that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from faults import RECIPE, Workshop
+
+VARIABLES = {"HF_TOKEN": "correct-horse-battery", "WANDB_API_KEY": "0123456789abcdef01234567"}
+PLANTED: dict[str, Any] = {
+    # by its value, under a name that says nothing; DeepSpeed prints its whole config
+    "deepspeed.comms_logger.prof_ops": [VARIABLES["HF_TOKEN"]],
+    "run.run_name": "https://me:p4ssw0rd@host/x",
+    "model.config.note": "hf_QwErTyUiOpAsDfGhJkLzXcVb",
+}
+SECRETS = (*VARIABLES.values(), "p4ssw0rd", "hf_QwErTyUiOpAsDfGhJkLzXcVb")
+
+
+def find_secrets(folder: Path) -> list[str]:
+    """Every file below that holds one, but the recipe itself."""
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != "r.yaml"]
+    assert len(files) > 10
+    return [
+        f"{file.relative_to(folder)}: {secret}"
+        for file in files
+        for secret in SECRETS
+        if secret.encode() in file.read_bytes()
+    ]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    made = Workshop(tmp_path_factory.mktemp("shop"))
+    made.environ |= VARIABLES
+    recipe = json.loads(json.dumps(RECIPE))
+    for key, secret in PLANTED.items():
+        *path, last = key.split(".")
+        section = recipe
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = secret
+    recipe["parallel"] = {"sp_size": 1}
+    recipe["run"] |= {"save_steps": 2}
+    recipe["train"]["max_steps"] = 3
+    (made.folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    return made
+
+
+def test_a_run_and_its_export_hold_no_secret(shop: Workshop) -> None:
+    process = shop.start("run")
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert find_secrets(shop.folder) == []
+    assert not [secret for secret in SECRETS if secret in out + err]
+    run = shop.folder / "run"
+    for written in ("run.json", "checkpoints/step-3/state.json", "model/README.md"):
+        assert "***" in (run / written).read_text(), written
+
+    code, said = shop.train("run", "--resume", "auto", "train.max_steps=3", "run.resume_from_checkpoint=auto")
+    assert code == 0, said  # what was masked is no change of the recipe
+
+
+def test_a_failure_tells_no_secret(shop: Workshop) -> None:
+    secret = SECRETS[-1]
+    folder = shop.folder / f"model-{secret}"  # a place that every message about it names
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(RECIPE["model"]["config"]))
+    words = ["model.config=null", f"model.name_or_path={folder}", "model.tokenizer=bytes"]
+    code, said = shop.train("failed", *words)
+    assert code == 2, said
+    assert "***" in said
+    assert secret not in said
+    logs = shop.folder / "failed" / "logs"
+    assert "***" in (logs / "rank-0.log").read_text()
+    assert not [file for file in logs.iterdir() if secret in file.read_text()]
+    assert os.environ.get("HF_TOKEN") != VARIABLES["HF_TOKEN"]

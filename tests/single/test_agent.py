@@ -1,0 +1,55 @@
+"""A signal to the launcher: its ranks save and end by themselves, for as long as that takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+    import signal, sys, time
+    from pathlib import Path
+    folder = Path(sys.argv[1])
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    (folder / "started").touch()
+    while not stopped:
+        time.sleep(0.02)
+    time.sleep(float(sys.argv[2]))  # a save
+    (folder / "saved").touch()
+"""
+
+
+def test_a_save_may_take_longer_than_the_launcher_would_wait(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
+    command = [sys.executable, "-m", "ulysses_cli.train.agent", "--nnodes=1", "--nproc-per-node=1", "--max-restarts=0"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost", "--rdzv-id=test"]
+    command += [str(tmp_path / "rank.py"), str(tmp_path), "4"]
+    environ = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1", "ULYSSES_FAILURE_FILE": str(tmp_path / "failure")}
+    process = subprocess.Popen(command, cwd=ROOT, env=environ)
+    end = time.monotonic() + 120
+    while not (tmp_path / "started").exists():
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert (tmp_path / "saved").exists()
+    assert not (tmp_path / "failure").exists()
+
+
+def test_what_the_launcher_says_of_itself_is_masked(tmp_path: Path) -> None:
+    secret, failure = "hf_QwErTyUiOpAsDfGhJkLzXcVb", tmp_path / "failure.json"
+    command = [sys.executable, "-m", "ulysses_cli.train.agent", f"--no-such-option={secret}", "-m", "nothing"]
+    environ = {**os.environ, "ULYSSES_FAILURE_FILE": str(failure)}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "***" in done.stderr
+    assert secret not in done.stderr + failure.read_text()
+    assert json.loads(failure.read_text())[0]["exit_code_wanted"] == 2

@@ -1,0 +1,145 @@
+"""verify, bench and doctor as commands: what they say of mistakes, of what breaks inside them, and when interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ulysses_cli.cli import app
+from ulysses_cli.prove.__main__ import FAILED, USAGE, prove
+
+ROOT = Path(__file__).parents[2]
+RECIPE = str(ROOT / "recipes" / "tiny-cpu.yaml")
+COMMANDS = ("verify", "bench", "doctor")
+TIME_LIMIT = 180
+NUM_STARTED = 5  # the command, its child, the server of ranks and its tracker, a rank
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_two_examples(command: str) -> None:
+    said = CliRunner().invoke(app, [command, "--help"]).output
+    examples = [line.strip() for line in said.splitlines() if line.strip().startswith(f"ulysses {command}")]
+    assert len(examples) == 2
+    assert "--format" in said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("words", "key", "message"),
+    [
+        (["nowhere.yaml"], "", "cannot be read"),
+        ([RECIPE, "parallel.sp_size=3"], "parallel.sp_size", "3 does not divide the 4 attention heads"),
+        ([RECIPE, "train.max_step=3"], "train.max_step", "unknown key"),
+        ([RECIPE, "model.config=null", "model.name_or_path=some/unknown"], "model.name_or_path", "is not known here"),
+        ([RECIPE, RECIPE], "", "2 recipes"),
+        ([RECIPE, "--html", "/proc/nowhere/page.html"], "--html", "cannot be written"),
+    ],
+)
+def test_a_mistake_is_told_at_once_to_people_and_programs(
+    command: str, words: list[str], key: str, message: str
+) -> None:
+    runner = CliRunner()
+    told = runner.invoke(app, [command, *words])
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert message in told.stderr
+    assert "hint: " in told.stderr
+    asked = runner.invoke(app, [command, *words, "--format", "json"])
+    assert asked.exit_code == 2
+    (problem,) = json.loads(asked.stdout)["problems"]
+    assert (problem["key"], message in problem["message"]) == (key, True)
+
+
+def test_what_breaks_inside_is_told_without_a_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    task = {"command": "nothing", "recipe": "", "overrides": [], "config": {}, "options": {}, "device": "cuda"}
+    findings, code = prove(task, lambda _: None, tmp_path / "log")
+    assert code == FAILED
+    assert findings["problems"][0]["message"] == "nothing broke: AssertionError: no proof is called nothing"
+    assert findings["problems"][0]["hint"] == f"the whole trace: {tmp_path / 'log'}"
+    assert "Traceback" in capfd.readouterr().err  # which is the log by then
+    wrong = {**task, "recipe": RECIPE, "overrides": ["train.max_step=3"]}
+    assert prove(wrong, lambda _: None, tmp_path / "log")[1] == USAGE
+
+
+def find_marked(mark: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        ("verify", signal.SIGINT, 130),
+        pytest.param("bench", signal.SIGINT, 130, marks=pytest.mark.full),
+        pytest.param("doctor", signal.SIGINT, 130, marks=pytest.mark.full),
+        pytest.param("verify", signal.SIGTERM, 143, marks=pytest.mark.full),
+        pytest.param("bench", signal.SIGKILL, -9, marks=pytest.mark.full),
+    ],
+)
+def test_an_interrupted_proof_leaves_nothing_behind(command: str, number: int, code: int, tmp_path: Path) -> None:
+    mark = f"PROOF_MARK={tmp_path}"
+    environ = {**os.environ, "PROOF_MARK": str(tmp_path), "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ulysses_cli", command, RECIPE],
+        env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    end = time.monotonic() + TIME_LIMIT
+    while len(find_marked(mark)) < NUM_STARTED:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, "")
+    assert "Traceback" not in err
+    while find_marked(mark):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    if number != signal.SIGKILL:
+        assert not list(tmp_path.glob("ulysses-*"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "recipes").glob("*.yaml")))
+def test_every_recipe_is_verified(recipe: str) -> None:
+    found = verify_recipe(recipe)
+    groups = {row["group"] for row in found["rows"]}
+    assert len(groups) == (1 if "1gpu" in recipe or "24gb" in recipe else 2)
+    assert found["seconds"] < TIME_LIMIT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "model", ["google/gemma-2-9b", "google/gemma-3-4b-pt", "openai/gpt-oss-20b", "mistralai/Mixtral-8x7B-v0.1",
+              "Qwen/Qwen3-30B-A3B", "mistralai/Mistral-7B-v0.1", "microsoft/Phi-3-mini-4k-instruct"],
+)  # fmt: skip
+def test_windows_softcaps_sinks_and_experts_are_verified(model: str) -> None:
+    words = [f"model.name_or_path={model}", "data.max_length=4Ki", "parallel.sp_size=2"]
+    found = verify_recipe("llama-3.1-8b-128k-8gpu.yaml", *words)
+    assert {row["group"] for row in found["rows"]} == {"sp 1", "sp 2"}
+
+
+def verify_recipe(recipe: str, *words: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "ulysses_cli", "verify", f"recipes/{recipe}", *words, "--format", "json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["passed"]
+    assert {"loss", "gradients", "weights", "evaluation tokens"} <= {row["name"] for row in found["rows"]}
+    return found

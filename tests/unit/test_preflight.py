@@ -1,0 +1,127 @@
+"""What a machine lacks is said before anything is prepared or started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ulysses_cli import launch, preflight
+from ulysses_cli.cli import app
+from ulysses_cli.plan.load import Loaded, parse_recipe
+from ulysses_cli.plan.weight_files import LENGTH_BYTES, find_weight_problem, list_weight_names, read_header
+
+TEXT = """\
+model:
+  name_or_path: owner/model
+data:
+  datasets:
+    - path: owner/texts
+  max_length: 8Ki
+train:
+  max_steps: 10
+run:
+  output_dir: {run_dir}
+"""
+
+
+def load(run_dir: Path, *overrides: str) -> Loaded:
+    return parse_recipe(TEXT.format(run_dir=run_dir), "r.yaml", overrides)
+
+
+def look(run_dir: Path, *overrides: str, processes_here: int = 1, anyway: bool = False, dry: bool = False) -> list[str]:
+    found = preflight.find_obstacles(
+        load(run_dir, *overrides), processes_here=processes_here, resumes_anyway=anyway, is_rehearsal=dry
+    )
+    return [str(problem).strip() for problem in found]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "count_places", lambda _: 2)
+    monkeypatch.setattr(preflight, "OTHER_GPUS", ())
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_machine_that_has_everything(tmp_path: Path) -> None:
+    assert look(tmp_path, processes_here=2) == []
+    assert look(tmp_path, "run.resume_from_checkpoint=auto") == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "wandb" else object())
+    (found,) = look(tmp_path, "run.report_to=[tensorboard, wandb]")
+    assert found.startswith(
+        "command line: run.report_to: wandb is not installed\n\nhint: pip install ulysses-cli[wandb]"
+    )
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_fewer_gpus_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = look(tmp_path, processes_here=4)
+    assert "run.device: 4 processes on this machine, but 2 GPUs\n\nhint: use fewer processes" in found
+    assert look(tmp_path, processes_here=4, dry=True) == []
+    assert look(tmp_path, "run.device=cpu", processes_here=4) == []
+    monkeypatch.setattr(preflight, "count_places", lambda _: 0)
+    assert "1 processes on this machine, but no GPUs" in look(tmp_path)[0]
+    monkeypatch.setattr(preflight, "OTHER_GPUS", ("/dev/null",))
+    assert look(tmp_path) == []
+
+
+def write_weights(file: Path, kind: str = "F32", extra: bytes = b"") -> None:
+    header = json.dumps({"a": {"dtype": kind, "shape": [2], "data_offsets": [0, 8]}}).encode()
+    file.write_bytes(len(header).to_bytes(LENGTH_BYTES, "little") + header + bytes(8) + extra)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_weight_files_are_read_by_their_headers_without_torch(tmp_path: Path) -> None:
+    model, run_dir = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    file = model / "model.safetensors"
+    name = f"model.name_or_path={model}"
+    assert "holds no weights" in look(run_dir, name)[0]
+    write_weights(file)
+    assert look(run_dir, name) == []
+    assert list_weight_names(model) == ["a"]
+    for damage, words in ((b"x", "its header describes"), (b"", "")):
+        write_weights(file, extra=damage)
+        assert words in find_weight_problem(model)
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "is damaged: it has" in find_weight_problem(model)
+    file.write_bytes(b"\xff" * 40)
+    assert "do not hold the header that they announce" in look(run_dir, name)[0]
+    file.write_bytes((2).to_bytes(8, "little") + b"[]")
+    with pytest.raises(ValueError, match="no table of tensors"):
+        read_header(file)
+    write_weights(file, "I8")
+    assert look(run_dir, name)[0].startswith(f"command line: model.name_or_path: {file} holds a as I8: quantized")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_recipe_that_does_not_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step-3"
+    folder.mkdir(parents=True)
+    written = load(tmp_path, "data.max_length=4Ki").recipe.model_dump(mode="json")
+    (folder / "state.json").write_text(json.dumps({"recipe": written, "data": "x"}))
+    for wanted in ("auto", str(folder)):
+        (found,) = look(tmp_path, f"run.resume_from_checkpoint={wanted}")
+        assert "the recipe has changed since the checkpoint was written:\n  data.max_length: was 4096, is 8192" in found
+        assert "hint: put it back, start anew" in found
+        assert look(tmp_path, f"run.resume_from_checkpoint={wanted}", anyway=True) == []
+    assert look(tmp_path, "run.resume_from_checkpoint=auto", "data.max_length=4Ki") == []
+    (folder / "state.json").write_text("{")
+    assert look(tmp_path, "run.resume_from_checkpoint=auto") == []
+
+
+def test_the_command_stops_before_data_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
+    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", lambda *_: pytest.fail("prepared"))
+    recipe = str(Path(__file__).parents[2] / "recipes" / "tiny-cpu.yaml")
+    words = ["train", recipe, f"run.output_dir={tmp_path / 'run'}", "run.report_to=[wandb]"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "run.report_to: wandb is not installed" in result.stderr

@@ -1,0 +1,85 @@
+"""What a run of a valid recipe still needs from this machine, looked at before data is prepared and ranks are started:
+packages, GPUs, whole weight files, a checkpoint that the recipe may go on from. Light; ranks look again, more closely.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from ulysses_cli.launch import count_places
+from ulysses_cli.plan.load import Loaded
+from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.weight_files import find_weight_problem
+from ulysses_cli.train.archive import list_checkpoints, load_state
+from ulysses_cli.train.resume import ResumeError, check_changes
+
+OTHER_GPUS = ("/dev/kfd", "/dev/dxg")  # AMD's, and those of Windows' Linux: counted by torch alone
+Found = Iterator[Problem]
+
+
+def find_obstacles(
+    loaded: Loaded, *, processes_here: int, resumes_anyway: bool = False, is_rehearsal: bool = False
+) -> list[Problem]:
+    """All at once, each with its place in the recipe. A dry run may be larger than this machine."""
+    recipe = loaded.recipe
+    found = [*check_trackers(recipe), *check_weight_files(recipe)]
+    if not is_rehearsal:
+        found += check_gpus(recipe, processes_here)
+    found += check_newest_checkpoint(recipe, anyway=resumes_anyway)
+    return [Problem(each.key, each.message, each.hint, loaded.locate(each.key)) for each in found]
+
+
+def check_trackers(recipe: Recipe) -> Found:
+    """Packages of the trackers that the run reports to."""
+    for name in recipe.run.report_to:
+        if find_spec(name) is None:
+            yield Problem(
+                "run.report_to",
+                f"{name} is not installed",
+                f"pip install ulysses-cli[{name}], or leave it out: metrics.jsonl and `ulysses report` remain",
+            )
+
+
+def check_gpus(recipe: Recipe, processes_here: int) -> Found:
+    """One GPU for each process of this machine."""
+    if recipe.run.device == "cpu" or any(os.path.exists(path) for path in OTHER_GPUS):
+        return
+    found = count_places("cuda")
+    if found < processes_here:
+        yield Problem(
+            "run.device",
+            f"{processes_here} processes on this machine, but {found or 'no'} GPU{'' if found == 1 else 's'}",
+            "use fewer processes (parallel section) or more machines (--nnodes); run.device: cpu trains small models "
+            "on the CPU; --dry-run tries the layout without GPUs",
+        )
+
+
+def check_weight_files(recipe: Recipe) -> Found:
+    """A local model's weights are there, whole, and of a kind that can be trained."""
+    folder = Path(os.path.expanduser(recipe.model.name_or_path or ""))
+    if recipe.model.name_or_path and folder.is_dir() and (problem := find_weight_problem(folder)):
+        yield Problem("model.name_or_path", problem, "copy the model's folder again, or name another")
+
+
+def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Found:
+    """With --resume, the recipe goes on from what its run left. Which checkpoint is valid, ranks find out."""
+    wanted = recipe.run.resume_from_checkpoint
+    if wanted is None or anyway:
+        return
+    run_dir = Path(os.path.expanduser(recipe.run.output_dir))
+    paths = list_checkpoints(run_dir)[:1] if wanted == "auto" else [Path(os.path.expanduser(wanted))]
+    for path in paths:
+        try:
+            state = load_state(path)
+            check_changes(
+                state, recipe.model_dump(mode="json"), str(state.get("data")), anyway=False, tell=lambda _: None
+            )
+        except ResumeError as error:
+            text, _, hint = str(error).rpartition("\n")
+            yield Problem("run.resume_from_checkpoint", text, hint)
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # damaged: the ranks pass over it with a word of what is wrong
