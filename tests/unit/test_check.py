@@ -103,8 +103,8 @@ def test_check_zero_stage() -> None:
         "\n\nhint: set parallel.zero_stage: 3, or memory.offload_param: none"
     )
     assert only("memory.offload_param=nvme") == (
-        "command line: memory.offload_param: nvme is not offered: DeepSpeed's swapper of parameters fails in a step, "
-        "or hands out stale ones\n\nhint: use memory.offload_param: cpu; memory.offload_optimizer: nvme moves what is "
+        "command line: memory.offload_param: nvme is not offered: what a run resumes from does not reach the files "
+        "that DeepSpeed keeps of parameters\n\nhint: use memory.offload_param: cpu; memory.offload_optimizer: nvme moves what is "
         "six times as large"
     )
     assert only("parallel.sp_size=1", "parallel.dp_replicate_size=8") == (

@@ -174,7 +174,7 @@ def check_zero_stage(case: Case) -> Found:
     if memory.offload_param == "nvme":
         yield Problem(
             "memory.offload_param",
-            "nvme is not offered: DeepSpeed's swapper of parameters fails in a step, or hands out stale ones",
+            "nvme is not offered: what a run resumes from does not reach the files that DeepSpeed keeps of parameters",
             "use memory.offload_param: cpu; memory.offload_optimizer: nvme moves what is six times as large",
         )
 

@@ -15,7 +15,7 @@ class StartError(ValueError):
 
 
 def choose_device(*, wants_cpu: bool) -> torch.device:
-    """One GPU per process of this machine. The process's threads move to the cores near it."""
+    """One GPU per process of this machine. The process's threads move to its share of the cores near it."""
     if wants_cpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
