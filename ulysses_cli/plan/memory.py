@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ulysses_cli.plan.ledger import device, head, layer, states
 from ulysses_cli.plan.ledger.gathering import Gathered, Highs, compute_gathered
 from ulysses_cli.plan.ledger.host import compute_host_uncertainty, keeps_result, list_host_lines
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import has_norm_behind
+from ulysses_cli.plan.ledger.weights import Weights, has_norm_behind
 from ulysses_cli.plan.model_shape import Layer
 
 PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
@@ -210,25 +210,34 @@ def _make_inside(
 
 
 def _walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iterator[Moment]:
-    """Where the bucket is full for the first time in an MLP and in an attention, when layers above have gone; and again
-    where more is gathered by then."""
+    """The bucket is sent in the midst of a layer's backward; layers above have gone by then."""
     result = 0 if keeps_result(job) else layer.compute_attention_result(job)
-    most, whole = {True: -1, False: -1}, layer.compute_attention_saved(job) + result
-    for flush in states.list_flushes(job.weights, job.engine.reduce_bucket):
-        highs = gathered.get_highs("backward", "mlp" if flush.in_mlp else "attention")
-        num_gone = job.shape.num_layers - 1 - flush.layer
-        num_gathered = max(elements for above, elements in highs if above <= num_gone)
+    whole, full = layer.compute_attention_saved(job) + result, states.compute_reduce_flush(job)
+    mlp, attention = (gathered.get_highs("backward", place) for place in ("mlp", "attention"))
+    for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, mlp, attention):
+        left = _count_mlp_left(job, kind) - layer.compute_inside_gone(job, flush.weight) if flush.in_mlp else 0
+        work = {
+            "reduce_flush": min(full, flush.num_elements * job.engine.communication_bytes),
+            "parameters_gathered": job.dtype_bytes * num_gathered,
+        }
+        moment = _make_inside(job, kind, base, "gradients are reduced", whole, left, work)
+        yield Moment(moment.phase, moment.name, _drop_layers(job, moment.lines, flush.layer + 1))
+
+
+@lru_cache(maxsize=64)
+def _list_fullest_flushes(
+    weights: Weights, bucket: int, mlp: Highs, attention: Highs
+) -> tuple[tuple[states.Flush, int], ...]:
+    """The first in an MLP and in an attention, and later ones where more is gathered -> each with what is gathered."""
+    most, found = {True: -1, False: -1}, []
+    last = max(module.layer for module in weights.modules)
+    for flush in states.list_flushes(weights, bucket):
+        highs = mlp if flush.in_mlp else attention
+        num_gathered = max(elements for above, elements in highs if above <= last - flush.layer)
         if num_gathered > most[flush.in_mlp]:
             most[flush.in_mlp] = num_gathered
-            left = _count_mlp_left(job, kind) - layer.compute_inside_gone(job, flush.weight) if flush.in_mlp else 0
-            work = {
-                "reduce_flush": min(
-                    states.compute_reduce_flush(job), flush.num_elements * job.engine.communication_bytes
-                ),
-                "parameters_gathered": job.dtype_bytes * num_gathered,
-            }
-            moment = _make_inside(job, kind, base, "gradients are reduced", whole, left, work)
-            yield Moment(moment.phase, moment.name, _drop_layers(job, moment.lines, flush.layer + 1))
+            found.append((flush, num_gathered))
+    return tuple(found)
 
 
 def _drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
