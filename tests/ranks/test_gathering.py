@@ -54,7 +54,7 @@ def test_the_replay_holds_what_deepspeed_holds(case: str) -> None:
     for visit in visits:
         coordinator.follow(visit)
         found.append((visit.enters, not visit.is_backward, coordinator.held))
-    num_same = len(visits) - 20  # the end of the first layer's backward, where an input needs no gradient, is not alike
+    num_same = len(visits) - 40  # the end of the first layer's backward, where an input needs no gradient, is not alike
     assert [each[:2] for each in found[:num_same]] == [each[:2] for each in real[:num_same]]
     differences = [abs(a[2] - b[2]) for a, b in zip(found[:num_same], real[:num_same], strict=True)]
     assert max(differences) <= 1024, differences.index(max(differences))  # small weights are not all rounded alike

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from ulysses_cli.plan.ledger import device, head, layer, states, swapping
+from ulysses_cli.plan.ledger import device, head, layer, states
 from ulysses_cli.plan.ledger.gathering import Gathered, Highs, compute_gathered
 from ulysses_cli.plan.ledger.host import compute_host_uncertainty, keeps_result, list_host_lines
 from ulysses_cli.plan.ledger.job import Job
@@ -210,17 +210,14 @@ def _make_inside(
 
 
 def _walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iterator[Moment]:
-    """Where the bucket is full for the first time in an MLP and in an attention, when layers above have gone; and again
-    where more is gathered by then."""
+    """The bucket is sent in the midst of a layer's backward; layers above have gone by then."""
     result = 0 if keeps_result(job) else layer.compute_attention_result(job)
-    whole = layer.compute_attention_saved(job) + result
-    highs = (gathered.get_highs("backward", place) for place in ("mlp", "attention"))
-    for flush, num_gathered in _list_fuller_flushes(
-        job.weights, job.engine.reduce_bucket, job.shape.num_layers, *highs
-    ):
+    whole, full = layer.compute_attention_saved(job) + result, states.compute_reduce_flush(job)
+    mlp, attention = (gathered.get_highs("backward", place) for place in ("mlp", "attention"))
+    for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, mlp, attention):
         left = _count_mlp_left(job, kind) - layer.compute_inside_gone(job, flush.weight) if flush.in_mlp else 0
         work = {
-            "reduce_flush": min(states.compute_reduce_flush(job), flush.num_elements * job.engine.communication_bytes),
+            "reduce_flush": min(full, flush.num_elements * job.engine.communication_bytes),
             "parameters_gathered": job.dtype_bytes * num_gathered,
         }
         moment = _make_inside(job, kind, base, "gradients are reduced", whole, left, work)
@@ -228,14 +225,15 @@ def _walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Ite
 
 
 @lru_cache(maxsize=64)
-def _list_fuller_flushes(
-    weights: Weights, bucket: int, num_layers: int, in_mlp: Highs, in_attention: Highs
+def _list_fullest_flushes(
+    weights: Weights, bucket: int, mlp: Highs, attention: Highs
 ) -> tuple[tuple[states.Flush, int], ...]:
-    """(flush, elements gathered by then) wherever more is gathered than at any flush of its kind before."""
+    """The first in an MLP and in an attention, and later ones where more is gathered -> each with what is gathered."""
     most, found = {True: -1, False: -1}, []
+    last = max(module.layer for module in weights.modules)
     for flush in states.list_flushes(weights, bucket):
-        num_gone, highs = num_layers - 1 - flush.layer, in_mlp if flush.in_mlp else in_attention
-        num_gathered = max(elements for above, elements in highs if above <= num_gone)
+        highs = mlp if flush.in_mlp else attention
+        num_gathered = max(elements for above, elements in highs if above <= last - flush.layer)
         if num_gathered > most[flush.in_mlp]:
             most[flush.in_mlp] = num_gathered
             found.append((flush, num_gathered))
@@ -264,10 +262,8 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
             "oversize_gradient": states.compute_oversize_gradient(job, head.count_head_elements(job)),
             "reduce_flush": states.compute_reduce_flush(job),
         }
-    waiting = {"gradients_unswapped": swapping.compute_unswapped_gradients(job)}
-    yield Moment("backward", "embedding", {**end, **waiting})
-    step = {**held, **waiting, "optimizer_transients": states.compute_step_transients(job)}
-    yield Moment("optimizer_step", "the step", step)
+    yield Moment("backward", "embedding", end)
+    yield Moment("optimizer_step", "the step", {**held, "optimizer_transients": states.compute_step_transients(job)})
     if job.evaluates:
         grown = {
             **held,
