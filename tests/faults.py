@@ -75,18 +75,19 @@ def wait_until(process: subprocess.Popen[str], is_there: Callable[[], bool], pau
 
 
 def find_ranks(run: str) -> dict[int, int]:
-    """rank -> process, of a run that goes on."""
-    found = {}
+    """rank -> process, of a run that goes on. A rank's own child, which writes its log, looks like it."""
+    found: dict[int, tuple[int, int]] = {}  # process -> (rank, parent)
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
             if b"ulysses_cli.train" in words and f"--set=run.output_dir={run}".encode() in words:
                 facts = dict(line.partition(b"=")[::2] for line in (folder / "environ").read_bytes().split(b"\0"))
                 if b"RANK" in facts:
-                    found[int(facts[b"RANK"])] = int(folder.name)
+                    parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                    found[int(folder.name)] = int(facts[b"RANK"]), parent
         except OSError:
             continue
-    return found
+    return {rank: process for process, (rank, parent) in found.items() if parent not in found}
 
 
 def strike(run: str, ranks: list[int], number: int = signal.SIGKILL) -> None:

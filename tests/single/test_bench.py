@@ -95,6 +95,7 @@ def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_ca
     longer = run_sweep(monkeypatch, lambda *_: make_timed({"mlp": 0.5}), place, sp_sizes=(2,))
     page = make_findings_page(longer.describe())
     assert "sp 2 x dp 1, predicted" in page
+    assert f"torch {torch.__version__}" in page
     assert page.count("<svg ") >= 5
 
 

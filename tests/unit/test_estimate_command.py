@@ -9,7 +9,7 @@ import pytest
 from test_cli import ROOT, run
 
 from ulysses_cli.plan.load import load_recipe
-from ulysses_cli.plan.speed import PARTS
+from ulysses_cli.plan.step_parts import PARTS
 
 RECIPE = str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml")
 KEYS = {

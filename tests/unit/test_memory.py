@@ -243,11 +243,11 @@ def test_levers_at_work() -> None:
 
 def test_one_rank_gathers_nothing_unless_weights_are_elsewhere() -> None:
     alone = Job(LLAMA, Layout(), 4096, Levers())
-    assert compute_gathered(alone).forward == 0
+    assert compute_gathered(alone).get_most("forward") == 0
     offloaded = replace(alone, levers=Levers(offload_param="cpu"))
-    assert compute_gathered(offloaded).forward > 0
+    assert compute_gathered(offloaded).get_most("forward") > 0
     assert states.compute_parameters(offloaded) == 0
-    assert compute_gathered(replace(alone, layout=Layout(1, 1, 2), zero_stage=2)).forward == 0
+    assert compute_gathered(replace(alone, layout=Layout(1, 1, 2), zero_stage=2)).get_most("forward") == 0
 
 
 def test_making_the_engine_takes_nothing_of_the_gpu_where_the_optimizer_is_on_the_host() -> None:
@@ -263,8 +263,8 @@ def test_gathering_is_bounded_by_the_settings() -> None:
     usual = compute_gathered(job)
     tight = compute_gathered(replace(job, engine=Engine(prefetch_bucket=0, max_live=0, max_reuse_distance=0)))
     largest_layer_weight = 4096 * 14336
-    assert tight.backward <= 2 * largest_layer_weight
-    assert usual.backward > 0.9e9
+    assert tight.get_most("backward") <= 2 * largest_layer_weight
+    assert usual.get_most("backward") > 0.9e9
     assert tight.head >= 128_256 * 4096
 
 

@@ -191,6 +191,17 @@ def test_changes_that_decide_values_are_listed() -> None:
     assert list_changes(old, dump()) == []
 
 
+def test_a_masked_setting_may_be_anything_now() -> None:
+    old, new = dump(), dump()
+    old["data"]["datasets"][0]["path"] = "s3://***@bucket/x"
+    new["data"]["datasets"][0]["path"] = "s3://me:another@bucket/x"
+    assert list_changes(old, new) == []
+    new["data"]["datasets"][0]["path"] = "s3://me:another@bucket/y"
+    assert len(list_changes(old, new)) == 1
+    old["model"]["revision"], new["model"]["revision"] = "***", None
+    assert "model.revision: was ***, is null" in list_changes(old, new)
+
+
 def test_a_changed_recipe_is_an_error_or_a_warning() -> None:
     state = {"recipe": dump(), "data": "abc"}
     check_changes(state, dump(), "abc", anyway=False, tell=pytest.fail)

@@ -13,7 +13,6 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.weights import Adapters
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.speed import (
-    PARTS,
     compute_attention_flops,
     compute_cost,
     compute_exchange_bytes,
@@ -22,6 +21,7 @@ from ulysses_cli.plan.speed import (
     compute_speed,
     count_pairs,
 )
+from ulysses_cli.plan.step_parts import PARTS
 
 TABLE = load_hardware()
 H100 = TABLE.get_gpu("h100-80gb")

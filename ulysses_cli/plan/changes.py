@@ -46,7 +46,7 @@ def _compare(old: Any, new: Any, key: str, depth: int) -> Iterator[str]:
 
 def _may_be(old: Any, new: Any) -> bool:
     """A checkpoint holds no secrets: what was masked may be anything now, a new password too."""
-    if not isinstance(old, str) or MASK not in old:
+    if not isinstance(old, str) or MASK not in old or new is None:
         return False
     return re.fullmatch(".*".join(map(re.escape, old.split(MASK))), str(new), re.DOTALL) is not None
 

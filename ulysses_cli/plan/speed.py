@@ -14,19 +14,8 @@ from ulysses_cli.plan.ledger.layer import keeps_slices
 from ulysses_cli.plan.ledger.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.model_shape import Layer
+from ulysses_cli.plan.step_parts import PARTS
 
-PARTS = (
-    "projections",
-    "attention",
-    "mlp",
-    "head_loss",
-    "exchange",
-    "gather_reduce",
-    "offload",
-    "optimizer",
-    "data",
-    "other",
-)
 GIGA, TERA = 1e9, 1e12
 BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-2, arXiv 2307.08691)
 ADAM_TRAFFIC_BYTES = 34  # an element of the shard: master and two moments read and written, gradient, result

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from torch import Tensor
+from torch import Tensor, _meta_registrations
 
 DEVICE = torch.device("meta")
 DEFAULT_STREAM = 0
 DEFAULT_KERNEL = "flash_attention_2"  # of those that a GPU may have, the one that takes most
 _current = DEFAULT_STREAM
+_multiply_groups = _meta_registrations._meta_grouped_mm_common
 
 
 def get_current_stream() -> int:
@@ -141,12 +142,35 @@ class FakeAccelerator(CPU_Accelerator):
 def install() -> None:
     """From here on this process has the fake device and no other."""
     set_accelerator(FakeAccelerator())
-    from deepspeed.runtime.zero import linear, partitioned_param_coordinator
+    from deepspeed.runtime.zero import linear, partition_parameters, partitioned_param_coordinator
 
     # Ranks compare lists of numbers; there are no others.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
+    partition_parameters.zero_wrapper_for_fp_tensor_constructor = cast_what_is_made
+    _meta_registrations._meta_grouped_mm_common = multiply_groups
     linear.get_accelerator = CPU_Accelerator  # asked for its autocast alone, which the fake device does not have
     Tensor.record_stream = lambda self, stream: None
+
+
+def cast_what_is_made(
+    fn: Callable[..., Tensor], target_fp_dtype: torch.dtype | None, target_device: Any
+) -> Callable[..., Tensor]:
+    """As DeepSpeed does, which exchanges a tensor's data: a tensor without data has none to exchange."""
+
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        if target_device is not None and kwargs.get("device") is None:
+            kwargs["device"] = target_device
+        tensor = fn(*args, **kwargs)
+        return tensor.to(target_fp_dtype) if target_fp_dtype is not None and tensor.is_floating_point() else tensor
+
+    return made
+
+
+def multiply_groups(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch's shapes of a grouped product are those of a GPU, for bfloat16 alone; a CPU rank has float32 too."""
+    if a.dtype != torch.float32:
+        return _multiply_groups(a, b, *args, **kwargs)
+    return _multiply_groups(a.bfloat16(), b.bfloat16(), *args, **kwargs).float()
 
 
 class HostAdam(torch.optim.Optimizer):

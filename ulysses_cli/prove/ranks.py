@@ -23,7 +23,7 @@ from typing import Any
 from ulysses_cli.prove.rank_server import start_process
 from ulysses_cli.prove.turns import Turn
 
-LAST_WORDS_SECONDS = 2.0  # after a rank has failed, others may still write why
+LAST_WORDS_SECONDS = 2.0  # after a rank has failed, the one that is the cause may still be about to end
 OUT_OF_MEMORY_EXIT = -9  # killed: on Linux, nearly always for memory
 
 
@@ -136,7 +136,8 @@ def _wait(processes: list[Any], folder: Path, time_limit: float) -> None:
             process.join()
             del open_ranks[rank]
             if process.exitcode:
-                time.sleep(LAST_WORDS_SECONDS)
+                if process.exitcode > 0:  # one that a signal ended is the cause by itself
+                    time.sleep(LAST_WORDS_SECONDS)
                 raise _find_killed(processes, folder) or _find_first(folder) or _describe_end(process, rank, folder)
 
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 FEW_LAYERS, MORE_LAYERS = 8, 4
-LIVE_ELEMENTS = 1_200_000_000  # with that many in its layers ZeRO-3 has gathered what it may: each more adds the same
+LIVE_ELEMENTS = 2_200_000_000  # what ZeRO-3 may gather at both ends: each layer between them adds the same
 BETWEEN = "between"  # steps: what is alive there is alive in every phase
 MAX_TILES = 3  # tiles are alike: the first, one more, and the last
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, training_args
 
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.flops import compute_model_flops
@@ -109,6 +109,7 @@ def make_arguments(folder: str, recipe: Recipe, levers: Levers, num_steps: int, 
         # use_cpu=True would switch DeepSpeed off, and without it CPU ranks are no world to accelerate
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
+        training_args.is_torch_bf16_gpu_available = lambda: True  # asked wherever use_cpu is not set
     return TrainingArguments(
         output_dir=folder,
         accelerator_config={"use_configured_state": True} if device.type == "cpu" else None,

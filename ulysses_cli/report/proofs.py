@@ -107,9 +107,17 @@ def make_findings_page(findings: Findings) -> str:
         pairs = [(fix["what"], fix["how"]) for fix in findings["fixes"]]
         sections.append(Section("To fix, in this order", [Facts(pairs)]))
     notes: list[Block] = [Note(note) for note in findings["notes"]]
-    facts = [(name, str(value)) for name, value in findings["machine"].items()]
+    facts = [(name_column(name), _format_fact(name, value)) for name, value in findings["machine"].items()]
     sections.append(Section("How it was found", [*notes, Facts(facts)]))
     return page.make_page(f"{findings['command']}: {findings['subject']}", sections)
+
+
+def _format_fact(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {each}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return format_quantity(value, "bytes") if name.endswith("_bytes") else str(value)
 
 
 def _draw_curves(rows: Sequence[Row]) -> list[Block]:

@@ -7,15 +7,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from ulysses_cli.plan.step_parts import PARTS
 from ulysses_cli.report.printing import format_count
 from ulysses_cli.report.quantities import format_quantity, is_number
 from ulysses_cli.report.run_files import Line, Run
 from ulysses_cli.report.screen import clean_text
-
-PARTS = (  # of a step, in the order in which they are stacked
-    *("attention", "mlp", "projections", "head_loss", "exchange", "gather_reduce", "offload", "optimizer", "data"),
-    "other",
-)
 
 
 def list_values(lines: Sequence[Line], name: str) -> list[float]:

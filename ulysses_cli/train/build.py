@@ -113,7 +113,7 @@ def build(
     row_lengths: Sequence[int] = (),
     swap_folder: Path | None = None,
 ) -> Built:
-    """Collective over all ranks. `row_lengths`: documents of a row of the run, for kernels to be timed on;
+    """Collective over all ranks. `row_lengths`: documents of a row of the run, for kernels to be timed on.
     `swap_folder`: where optimizer states live that are on a disk."""
     import deepspeed
 

@@ -14,19 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PARTS = (
-    "projections",
-    "attention",
-    "mlp",
-    "head_loss",
-    "exchange",
-    "gather_reduce",
-    "offload",
-    "optimizer",
-    "data",
-    "other",
-)
-COMMUNICATION = ("exchange", "gather_reduce")
+from ulysses_cli.plan.step_parts import PARTS
+
 _running: Clock | None = None
 
 

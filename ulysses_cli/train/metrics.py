@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from ulysses_cli.plan.step_parts import COMMUNICATION
 from ulysses_cli.train.agreement import compare_facts
-from ulysses_cli.train.clock import COMMUNICATION, Clock
+from ulysses_cli.train.clock import Clock
 from ulysses_cli.train.loop import Course, StepResult
 
 SAMPLED_FIRST, SAMPLED_EVERY = 3, 20

@@ -7,168 +7,123 @@ gather of several weights holds its flat buffer until the last of them was asked
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
+from ulysses_cli.plan.ledger.coordinator import Coordinator
 from ulysses_cli.plan.ledger.job import Engine, Job
-from ulysses_cli.plan.ledger.layer import is_tiled
-from ulysses_cli.plan.ledger.weights import EMBEDDING, HEAD, LAYERS, Adapters, Module, list_weights
+from ulysses_cli.plan.ledger.visits import Tree, Visit
+from ulysses_cli.plan.ledger.weights import HEAD, LAYERS, Adapters, Module, list_weights
 from ulysses_cli.plan.model_shape import ModelShape
 
-NEVER = 1 << 62
+Highs = tuple[tuple[int, int], ...]
+NOTHING: Highs = ((0, 0),)
+WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed gathers them at once by itself (utils/z3_leaf_module.py)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Elements at hand, by part of the step, without the persistent ones, which always are. `loss` is the time between
-    the head's forward and its backward; `embedding` is its backward, the end of the step."""
+    """Elements at hand, without the persistent ones, which always are. In layers, by place: (number of layers above,
+    elements), from the last layer down, wherever more is at hand than in any layer above. `proof` is the most in the
+    forward that proves the head, before DeepSpeed knows the order of modules; `head` while the head is fetched, `loss`
+    until its backward; `norm` the final norm's, `embedding` the end of the step."""
 
-    forward: int = 0
+    forward: dict[str, Highs]
+    backward: dict[str, Highs]
+    proof: int = 0
     head: int = 0
     loss: int = 0
-    backward: int = 0
+    norm: int = 0
     embedding: int = 0
     persistent: int = 0
+
+    def get_highs(self, phase: str, place: str) -> Highs:
+        return (self.forward if phase == "forward" else self.backward).get(place, NOTHING)
+
+    def get_most(self, phase: str) -> int:
+        places = self.forward if phase == "forward" else self.backward
+        return max((highs[-1][1] for highs in places.values()), default=0)
 
 
 def compute_gathered(job: Job) -> Gathered:
     """Nothing is gathered on one rank, unless the weights live on the host, and nothing below stage 3."""
     if job.zero_stage < 3 or (job.world_size == 1 and job.levers.offload_param == "none"):
-        return Gathered()
+        return Gathered({}, {})
     recomputes = job.levers.gradient_checkpointing is not False
-    return _replay(job.shape, job.adapters, job.engine, recomputes, is_tiled(job))
+    return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp)
 
 
 @lru_cache(maxsize=64)
 def _replay(
     shape: ModelShape, adapters: Adapters | None, engine: Engine, recomputes: bool, tiles_mlp: bool = False
 ) -> Gathered:
-    modules = list_weights(shape, adapters).modules
-    order = _list_order(tuple(_join_mlps(modules)) if tiles_mlp else modules, recomputes)
-    replay = _Coordinator([module for module, _ in order], engine)
-    most = {"forward": 0, "head": 0, "backward": 0, "embedding": 0}
-    loss = 0
-    for step, (module, part) in enumerate(order):
-        peak = replay.fetch(step)
-        # Inside layers, the copies of a gather come and go before the module computes.
-        most[part] = max(most[part], replay.held if module.part == LAYERS else peak)
-        replay.release(step)
-        if part == "head" and order[step + 1] == order[step]:  # the head, forward, before the head, backward
-            loss = replay.held
-    persistent = sum(n for n in list_weights(shape, adapters).persistent_sizes if n <= engine.persistence_threshold)
-    return Gathered(**most, loss=loss, persistent=persistent)
+    weights = list_weights(shape, adapters)
+    is_whole = tiles_mlp or shape.model_type in WHOLE_MLPS
+    modules = tuple(join_mlps(weights.modules)) if is_whole else weights.modules
+    visits = list(Tree(modules).walk_step(recomputes=recomputes, trains_embedding=adapters is None))
+    coordinator = Coordinator(modules, visits, engine, joins_mlps=is_whole)
+    found: dict[tuple[str, str], dict[int, int]] = {}
+    most = {"head": 0, "loss": 0, "norm": 0, "embedding": 0}
+    for visit in visits:
+        module, before = modules[visit.module], coordinator.held
+        peak = coordinator.follow(visit)
+        if module.part == LAYERS:
+            place, num_elements = name_place(module, visit), coordinator.held
+            if place == "attention" and not visit.is_backward:
+                num_elements = before
+            if place and not visit.is_recomputing:
+                key = "backward" if visit.is_backward else "forward", place
+                layers = found.setdefault(key, {})
+                layers[module.layer] = max(layers.get(module.layer, 0), num_elements)
+        elif module.part == HEAD and visit.enters:
+            most["head"] = max(most["head"], peak)
+            if visit.is_backward:
+                name = "norm" if module.name == "norm" else "loss"
+                most[name] = max(most[name], coordinator.held)
+        elif visit.is_backward:
+            most["embedding"] = max(most["embedding"], peak)
+    persistent = sum(n for n in weights.persistent_sizes if n <= engine.persistence_threshold)
+    highs = {key: tuple(_list_highs(layers.items())) for key, layers in found.items()}
+    return Gathered(
+        forward={place: each for (phase, place), each in highs.items() if phase == "forward"},
+        backward={place: each for (phase, place), each in highs.items() if phase == "backward"},
+        proof=max(count_proof(module, engine.persistence_threshold) for module in modules),
+        persistent=persistent,
+        **most,
+    )
 
 
-def _join_mlps(modules: tuple[Module, ...]) -> Iterator[Module]:
-    """A tiled MLP is gathered at once (a ZeRO-3 leaf module)."""
+def count_proof(module: Module, threshold: int) -> int:
+    """One module's weights at a time: several come in one buffer and are copied out of it."""
+    sizes = [size for _, size in module.weights if size > threshold]
+    return sum(sizes) * (1 + (len(sizes) > 1))
+
+
+def name_place(module: Module, visit: Visit) -> str:
+    """Of which moment in a layer this visit is the one that counts; '' for others. Attention itself runs before the
+    output projection in the forward, and in the backward behind it."""
+    if module.in_mlp:
+        return "mlp" if visit.enters else ""
+    if module.name == "o_proj":
+        return "attention" if visit.enters != visit.is_backward else ""
+    return module.name.rstrip("1234") if visit.enters and module.name.endswith(("norm", "1", "2", "3", "4")) else ""
+
+
+def _list_highs(layers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    ordered, most = sorted(layers, reverse=True), -1
+    for layer, num_elements in ordered:
+        if num_elements > most:
+            most = num_elements
+            yield ordered[0][0] - layer, num_elements
+
+
+def join_mlps(modules: tuple[Module, ...]) -> Iterator[Module]:
+    """An MLP that is a ZeRO-3 leaf module, as tiled ones are, is gathered at once."""
     for (in_mlp, _), group in groupby(modules, key=lambda module: (module.in_mlp, module.layer)):
         found = list(group)
         if in_mlp:
-            yield replace(found[0], weights=tuple(weight for module in found for weight in module.weights))
+            yield replace(found[0], weights=tuple(dict.fromkeys(each for module in found for each in module.weights)))
         else:
             yield from found
-
-
-def _list_order(modules: tuple[Module, ...], recomputes: bool) -> list[tuple[Module, str]]:
-    """Forward, then backward; with recomputation each layer's forward comes once more before its backward."""
-    order = [(module, "head" if module.part == HEAD else "forward") for module in modules]
-    layers: dict[int, list[Module]] = {}
-    for module in modules:
-        layers.setdefault(module.layer, []).append(module)
-    order += [(module, "head") for module in reversed(modules) if module.part == HEAD]
-    for index in sorted((index for index in layers if index >= 0), reverse=True):
-        if recomputes:
-            order += [(module, "backward") for module in layers[index]]
-        order += [(module, "backward") for module in reversed(layers[index])]
-    order += [(module, "embedding") for module in modules if module.part == EMBEDDING]
-    return order
-
-
-class _Coordinator:
-    """The coordinator's state in its steady state: the trace of modules is known."""
-
-    def __init__(self, order: list[Module], engine: Engine) -> None:
-        self.order, self.engine = order, engine
-        self.sizes = {name: size for module in order for name, size in module.weights}
-        self.uses: dict[str, list[int]] = {}
-        self.before = [0]  # elements of all modules before each step
-        for step, module in enumerate(order):
-            for name, _ in module.weights:
-                self.uses.setdefault(name, []).append(step)
-            self.before.append(self.before[-1] + sum(size for _, size in module.weights))
-        self.queue = deque((name, step) for step, module in enumerate(order) for name, _ in module.weights)
-        self.fetched_for: dict[str, int] = {}
-        self.at_hand = {name for name, size in self.sizes.items() if size <= engine.persistence_threshold}
-        self.in_flight: dict[str, int] = {}  # weight -> the gather that brings it
-        self.gathers: dict[int, list[str]] = {}  # gather -> its weights that nobody asked for yet
-        self.flat: dict[int, int] = {}
-        self.copied: set[int] = set()
-        self.num_live = self.held = 0  # DeepSpeed's own count; elements in memory
-
-    def fetch(self, step: int) -> int:
-        """What a module's hook does -> the most elements in memory while it does it."""
-        names = [name for name, _ in self.order[step].weights]
-        self._gather([name for name in names if name not in self.at_hand and name not in self.in_flight])
-        peak = self.held
-        for name in names:
-            if name in self.in_flight:
-                peak = max(peak, self._wait(name))
-        missing = {name for name in names if self.fetched_for.get(name, -1) < step}
-        while self.queue and missing:
-            name, used = self.queue.popleft()
-            self.fetched_for[name] = used
-            missing.discard(name)
-        self._prefetch()
-        return max(peak, self.held)
-
-    def _prefetch(self) -> None:
-        room, wanted, size = min(self.engine.max_live - self.num_live, self.engine.prefetch_bucket), [], 0
-        while self.queue and size < room:
-            name, used = self.queue.popleft()
-            self.fetched_for[name] = max(self.fetched_for.get(name, -1), used)
-            if name not in self.at_hand and name not in self.in_flight and name not in wanted:
-                wanted.append(name)
-                size += self.sizes[name]
-        self._gather(wanted)
-
-    def _gather(self, names: list[str]) -> None:
-        if not names:
-            return
-        number, size = len(self.flat), sum(self.sizes[name] for name in names)
-        self.flat[number], self.gathers[number] = size, list(names)
-        self.in_flight |= dict.fromkeys(names, number)
-        self.num_live += size
-        self.held += size
-
-    def _wait(self, name: str) -> int:
-        """The first weight of a gather that is asked for brings copies of all; the last one lets the buffer go."""
-        number = self.in_flight.pop(name)
-        if number not in self.copied:
-            self.copied.add(number)
-            self.at_hand.update(self.gathers[number])
-            self.held += self.flat[number]
-        peak = self.held
-        self.gathers[number].remove(name)
-        if not self.gathers[number]:
-            self.held -= self.flat[number]
-        return peak
-
-    def release(self, step: int) -> None:
-        after = step + 1
-        for name, size in self.order[step].weights:
-            if size <= self.engine.persistence_threshold or name not in self.at_hand or name in self.in_flight:
-                continue
-            if self.fetched_for.get(name, -1) > after:
-                continue
-            uses = self.uses[name]
-            at = bisect_left(uses, after)
-            following = uses[at] if at < len(uses) else NEVER
-            is_near = following < NEVER and self.before[following] - self.before[after] < self.engine.max_reuse_distance
-            if not is_near:
-                self.at_hand.discard(name)
-                self.held -= size
-                self.num_live -= size

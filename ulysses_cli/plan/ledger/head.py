@@ -27,12 +27,11 @@ def compute_final_norm_backward(job: Job) -> int:
 
 
 def compute_loss_forward(job: Job) -> int:
-    """Logits, their float32 copy and log-softmax: (b + 8) V S (transformers 5: loss_utils.py, ForCausalLMLoss). In
-    tiles there is no copy: (b + 4) V of a tile."""
+    """Logits in float32 and log-softmax: 8 V S (train/loss.py). In tiles there is no copy: (b + 4) V of a tile."""
     vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
     if job.levers.tiled_loss:
         return (b + 4 + 4 * bool(job.shape.final_softcap)) * vocab * tokens
-    return ((0 if b == 4 else b) + 8) * vocab * tokens
+    return 8 * vocab * tokens
 
 
 def compute_loss_backward(job: Job) -> int:

@@ -7,11 +7,11 @@ bytes of the dtype, S local tokens. Held against real models by tests/single/tes
 from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.weights import has_norm_behind
 from ulysses_cli.plan.model_shape import Layer
 from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 
 PRECISE_NORMS = {"gemma2", "gemma3_text", "gpt_oss", "olmo2"}  # the scaled result too is float32
-POST_NORMS = {"gemma2", "gemma3_text", "olmo2"}  # a norm behind the MLP; olmo2 has none before attention
 EXPERT_INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
 EXPERT_INNER_SAVED = {"gpt_oss": 7}  # tensors of the inner width that an expert saves; others save 4
 
@@ -28,7 +28,7 @@ def compute_attention_result(job: Job) -> int:
 
 def compute_kept_output(job: Job) -> int:
     """b h S: a norm behind a tiled MLP needs its output again, which is then kept (train/tiled_mlp.py)."""
-    keeps = is_tiled(job) and job.levers.gradient_checkpointing is True and job.shape.model_type in POST_NORMS
+    keeps = is_tiled(job) and job.levers.gradient_checkpointing is True and has_norm_behind(job.shape)
     return compute_layer_input(job) if keeps else 0
 
 
@@ -226,14 +226,14 @@ def compute_adapter_saved(job: Job) -> int:
     if job.adapters is None:
         return 0
     modules = job.weights.modules
-    num = sum(1 for m in modules if m.layer == 0 and m.is_trained and m.weights and m.weights[0][0].endswith(".a"))
+    num = sum(1 for module in modules if module.layer == 0 and module.name.endswith(".a"))
     return num * job.dtype_bytes * job.adapters.rank * job.local_tokens
 
 
 def compute_adapter_work(job: Job, layer: Layer) -> int:
-    """Beside a frozen layer's result, the adapter's own and the scaled one: 2 b of the widest result; in the backward
+    """Beside a frozen layer's result, the adapter's own before they are one: b of the widest result; in the backward
     the product has two gradients to add, as without."""
     if job.adapters is None:
         return 0
     width = job.shape.intermediate_size if not layer.num_experts else job.query_width
-    return 2 * job.dtype_bytes * width * count_mlp_tile_tokens(job)
+    return job.dtype_bytes * width * count_mlp_tile_tokens(job)

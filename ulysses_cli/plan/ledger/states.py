@@ -76,11 +76,12 @@ def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
     """Gradients fill the bucket in the order in which the backward makes them; one that does not fit any more sends
     what is there, one that is larger than the bucket goes past it (stage3.py, reduce_independent_p_g_buckets_and_...).
     A tied embedding comes last."""
-    filled, found = 0, []
+    filled, found, seen = 0, [], {"embedding"}
     for module in reversed(weights.modules):
         for name, size in reversed(module.weights):
-            if not module.is_trained or size > bucket or name == "embedding":
+            if not module.is_trained or size > bucket or name in seen:
                 continue
+            seen.add(name)
             if filled + size > bucket:
                 if module.part == LAYERS:
                     found.append(Flush(module.layer, name.partition(".")[2], module.in_mlp, filled))

@@ -1,14 +1,16 @@
-"""The model as a list of modules with the sizes of their weights, in the order of a forward. Sizes only."""
+"""The model as a tree of modules with the sizes of their weights, in the order of a forward. Sizes only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.families import FAMILIES
 from ulysses_cli.plan.model_shape import Layer, ModelShape
 
+POST_NORMS = {"gemma2", "gemma3_text", "olmo2"}
+NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three are projected
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
 
 
@@ -22,11 +24,13 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Module:
-    """One module: where it stands, its own weights as (name, elements), and whether they are trained. An MLP in tiles
-    is gathered as a whole: its modules are `in_mlp`."""
+    """One module: where it stands, its own weights as (name, elements), and whether they are trained. What follows with
+    a greater depth is inside it. An MLP in tiles is gathered as a whole: its modules are `in_mlp`."""
 
     part: str
     layer: int
+    depth: int
+    name: str = ""
     weights: tuple[tuple[str, int], ...] = ()
     is_trained: bool = True
     in_mlp: bool = False
@@ -34,7 +38,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Weights:
-    """Every module once, in forward order, and sums that the ledger needs."""
+    """Every module once, in forward order and before what is inside it, and sums that the ledger needs."""
 
     modules: tuple[Module, ...]
     num_trained: int
@@ -74,71 +78,91 @@ def count_adapter_elements(shape: ModelShape, adapters: Adapters | None) -> int:
 def _walk_modules(shape: ModelShape, adapters: Adapters | None) -> Iterator[Module]:
     full = adapters is None
     embedding = shape.vocab_size * shape.hidden_size
-    yield Module("", -1)
-    yield Module("", -1)
-    yield Module(EMBEDDING, -1, (("embedding", embedding),), full)
-    yield Module("", -1)
+    yield Module("", -1, 0, "with_loss")
+    yield Module("", -1, 1, "model")
+    yield Module(EMBEDDING, -1, 2, "embed_tokens", (("embedding", embedding),), full)
+    yield Module("", -1, 2, "rotary_emb")
     for index, layer in enumerate(shape.layers):
         yield from _walk_layer(shape, adapters, index, layer)
-    yield Module(HEAD, -1, (("norm", shape.hidden_size),), full)
+    yield Module(HEAD, -1, 2, "norm", (("norm", shape.hidden_size),), full)
     name = "embedding" if shape.tie_word_embeddings else "head"
-    yield Module(HEAD, -1, ((name, embedding),), full)
+    yield Module(HEAD, -1, 1, "lm_head", ((name, embedding),), full)
 
 
 def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer: Layer) -> Iterator[Module]:
     """Module by module, those without weights too: DeepSpeed prefetches at each of them."""
-    family = FAMILIES[shape.model_type]
-    hidden, query, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    full = adapters is None
+    family, full = FAMILIES[shape.model_type], adapters is None
 
-    def plain(*weights: tuple[str, int], in_mlp: bool = False) -> Module:
-        return Module(LAYERS, index, tuple((f"{index}.{name}", size) for name, size in weights), full, in_mlp)
+    def one(depth: int, name: str, *weights: tuple[str, int], in_mlp: bool = False, trains: bool = full) -> Module:
+        own = tuple((f"{index}.{key}", size) for key, size in weights)
+        return Module(LAYERS, index, depth, name, own, trains, in_mlp)
 
     def linear(name: str, num_in: int, num_out: int, in_mlp: bool = False) -> Iterator[Module]:
-        yield plain((name, num_in * num_out), in_mlp=in_mlp)
-        if adapters is not None and (not adapters.targets or name in adapters.targets):
-            yield Module(LAYERS, index, ((f"{index}.{name}.a", num_in * adapters.rank),), True, in_mlp)
-            yield Module(LAYERS, index, ((f"{index}.{name}.b", num_out * adapters.rank),), True, in_mlp)
+        if adapters is None or (adapters.targets and name not in adapters.targets):
+            yield one(4, name, (name, num_in * num_out), in_mlp=in_mlp)
+            return
+        # peft asks for the first adapter's dtype there, and DeepSpeed then fetches that adapter for the whole
+        yield one(4, name, (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, trains=True)
+        yield one(5, f"{name}.base", (name, num_in * num_out), in_mlp=in_mlp)
+        yield one(5, f"{name}.dropout", in_mlp=in_mlp)
+        yield one(5, f"{name}.a", (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, trains=True)
+        yield one(5, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, trains=True)
 
-    norms = family.norms_per_layer
-    yield plain()
-    yield plain(("norm1", hidden))
-    yield plain(*([("sinks", shape.num_heads)] if shape.has_sinks else []))
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    norms = [one(3, f"norm{number}", (f"norm{number}", hidden)) for number in range(1, family.norms_per_layer + 1)]
+    behind = has_norm_behind(shape)
+    yield one(2, "layer")
+    if len(norms) == 4 or not behind:
+        yield norms.pop(0)
+    yield from _walk_attention(shape, one, linear)
+    yield from norms[:-1] if behind else norms
+    yield one(3, "mlp", in_mlp=True)
+    if layer.num_experts:
+        experts, inner = layer.num_experts, shape.moe_intermediate_size
+        yield one(4, "router", ("router", experts * hidden), in_mlp=True)
+        biases = family.experts_have_bias * experts * (2 * inner + hidden)
+        sizes = [("experts.gate_up", 2 * experts * inner * hidden), ("experts.down", experts * inner * hidden)]
+        yield one(4, "experts", *sizes, *([("experts.biases", biases)] if biases else []), in_mlp=True)
+    else:
+        fused = "gate_up_proj" in family.mlp_modules
+        yield from linear("gate_up_proj" if fused else "gate_proj", hidden, inner * (1 + fused), in_mlp=True)
+        yield one(4, "act_fn", in_mlp=True)
+        if not fused:
+            yield from linear("up_proj", hidden, inner, in_mlp=True)
+        yield from linear("down_proj", inner, hidden, in_mlp=True)
+    if behind:
+        yield norms[-1]
+
+
+def _walk_attention(
+    shape: ModelShape, one: Callable[..., Module], linear: Callable[[str, int, int], Iterator[Module]]
+) -> Iterator[Module]:
+    family = FAMILIES[shape.model_type]
+    hidden, query, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    yield one(3, "attention", *([("sinks", shape.num_heads)] if shape.has_sinks else []))
     if "qkv_proj" in family.attention_modules:
         yield from linear("qkv_proj", hidden, query + 2 * kv)
     else:
-        width = {"": 0, "head": shape.head_dim, "full": 1}[family.query_key_norm]
+        is_full = family.query_key_norm == "full"
+        q_norm = one(4, "q_norm", ("q_norm", query if is_full else shape.head_dim))
+        k_norm = one(4, "k_norm", ("k_norm", kv if is_full else shape.head_dim))
+        together = shape.model_type in NORMS_AFTER_ALL
         yield from linear("q_proj", hidden, query)
-        if width:
-            yield plain(("q_norm", query if width == 1 else width))
+        if family.query_key_norm and not together:
+            yield q_norm
         yield from linear("k_proj", hidden, kv)
-        if width:
-            yield plain(("k_norm", kv if width == 1 else width))
+        if family.query_key_norm and not together:
+            yield k_norm
         yield from linear("v_proj", hidden, kv)
+        if family.query_key_norm and together:
+            yield q_norm
+            yield k_norm
     yield from linear("o_proj", query, hidden)
-    for number in range(2, norms):
-        yield plain((f"norm{number}", hidden))
-    yield plain(in_mlp=True)
-    if layer.num_experts:
-        experts, inner = layer.num_experts, shape.moe_intermediate_size
-        yield plain(("router", experts * hidden), in_mlp=True)
-        bias = family.experts_have_bias * experts
-        yield plain(
-            ("experts.gate_up", 2 * experts * inner * hidden),
-            ("experts.down", experts * inner * hidden),
-            *([("experts.biases", bias * (2 * inner + hidden))] if bias else []),
-            in_mlp=True,
-        )
-    elif "gate_up_proj" in family.mlp_modules:
-        yield from linear("gate_up_proj", hidden, 2 * shape.intermediate_size, in_mlp=True)
-        yield plain(in_mlp=True)
-        yield from linear("down_proj", shape.intermediate_size, hidden, in_mlp=True)
-    else:
-        yield from linear("gate_proj", hidden, shape.intermediate_size, in_mlp=True)
-        yield plain(in_mlp=True)
-        yield from linear("up_proj", hidden, shape.intermediate_size, in_mlp=True)
-        yield from linear("down_proj", shape.intermediate_size, hidden, in_mlp=True)
-    yield plain((f"norm{norms}", hidden))
+
+
+def has_norm_behind(shape: ModelShape) -> bool:
+    """A layer ends with a norm behind its MLP; with two norms alone, none stands before attention."""
+    return shape.model_type in POST_NORMS
 
 
 def count_shard(num_elements: int, num_ranks: int) -> int:

@@ -1,0 +1,82 @@
+"""In which order a training step enters and leaves a model's modules: forward, backward, and each layer once more when
+it is recomputed. Held against DeepSpeed's own hooks by tests/ranks/test_gathering.py. Sizes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ulysses_cli.plan.ledger.weights import Module
+
+LAYER_DEPTH = 2
+
+
+class Visit(NamedTuple):
+    """A hook of module number `module`: before or after its forward, or its backward."""
+
+    module: int
+    enters: bool
+    is_backward: bool = False
+    is_recomputing: bool = False
+
+
+class Tree:
+    """Modules in the order of a forward; a module's inside follows it."""
+
+    def __init__(self, modules: tuple[Module, ...]) -> None:
+        self.modules = modules
+        self.inside: list[list[int]] = [[] for _ in modules]
+        path: list[int] = []
+        for number, module in enumerate(modules):
+            del path[module.depth :]
+            if path:
+                self.inside[path[-1]].append(number)
+            path.append(number)
+
+    def walk_step(self, *, recomputes: bool, trains_embedding: bool) -> Iterator[Visit]:
+        yield from self.walk_forward(0)
+        yield from self._walk_backward(0, recomputes=recomputes, trains_embedding=trains_embedding)
+
+    def walk_forward(
+        self, number: int, *, stays_in: frozenset[int] = frozenset(), again: bool = False
+    ) -> Iterator[Visit]:
+        """Modules in `stays_in` are entered and not left: a recomputation ends inside the last of them."""
+        yield Visit(number, enters=True, is_recomputing=again)
+        for child in self.inside[number]:
+            yield from self.walk_forward(child, stays_in=stays_in, again=again)
+        if number not in stays_in:
+            yield Visit(number, enters=False, is_recomputing=again)
+
+    def _walk_backward(self, number: int, *, recomputes: bool, trains_embedding: bool) -> Iterator[Visit]:
+        module = self.modules[number]
+        if module.name == "rotary_emb" or (module.name == "embed_tokens" and not trains_embedding):
+            return
+        if recomputes and module.layer >= 0 and module.depth == LAYER_DEPTH:
+            yield from self._walk_recomputed(number)
+            return
+        yield Visit(number, enters=True, is_backward=True)
+        for child in reversed(self.inside[number]):
+            yield from self._walk_backward(child, recomputes=recomputes, trains_embedding=trains_embedding)
+        if module.name != "attention":  # its input comes by name, which DeepSpeed's hook does not see
+            yield Visit(number, enters=False, is_backward=True)
+
+    def _walk_recomputed(self, layer: int) -> Iterator[Visit]:
+        """Modules whose result is the layer's are entered before the first tensor that is not there any more."""
+        chain = [layer]
+        while self.inside[chain[-1]]:
+            chain.append(self.inside[chain[-1]][-1])
+        for number in chain:
+            yield Visit(number, enters=True, is_backward=True)
+        for child in self.inside[layer]:
+            yield from self.walk_forward(child, stays_in=frozenset(chain), again=True)
+        yield from self._leave(chain)
+
+    def _leave(self, chain: list[int]) -> Iterator[Visit]:
+        """The backward of what is entered already, from the inside."""
+        for depth, number in reversed(list(enumerate(chain))):
+            entered = chain[depth + 1] if depth + 1 < len(chain) else None
+            for child in reversed(self.inside[number]):
+                if child != entered:
+                    yield from self._walk_backward(child, recomputes=False, trains_embedding=False)
+            yield Visit(number, enters=False, is_backward=True)

@@ -1,0 +1,17 @@
+"""The parts of a training step: one list for what is predicted, what is measured and what is shown."""
+
+from __future__ import annotations
+
+PARTS = (
+    "projections",
+    "attention",
+    "mlp",
+    "head_loss",
+    "exchange",
+    "gather_reduce",
+    "offload",
+    "optimizer",
+    "data",
+    "other",
+)
+COMMUNICATION = ("exchange", "gather_reduce")
