@@ -104,8 +104,8 @@ def test_check_zero_stage() -> None:
     )
     assert only("memory.offload_param=nvme") == (
         "command line: memory.offload_param: nvme is not offered: what a run resumes from does not reach the files "
-        "that DeepSpeed keeps of parameters\n\nhint: use memory.offload_param: cpu; memory.offload_optimizer: nvme moves what is "
-        "six times as large"
+        "that DeepSpeed keeps of parameters\n\nhint: use memory.offload_param: cpu; memory.offload_optimizer: nvme "
+        "moves what is six times as large"
     )
     assert only("parallel.sp_size=1", "parallel.dp_replicate_size=8") == (
         "command line: parallel.dp_replicate_size: 8 copies of one rank each: DeepSpeed keeps no copies within a "
