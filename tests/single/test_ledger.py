@@ -86,8 +86,8 @@ def apply_levers(model: Any, levers: Levers) -> Any:
         recompute.recompute_layers(model, "keep_attention" if levers.gradient_checkpointing is True else "full")
     if levers.tiled_mlp:
         tiled_mlp = pytest.importorskip("ulysses_cli.train.tiled_mlp")
-        hidden, recomputes = model.config.hidden_size, levers.gradient_checkpointing is not False
-        tiled_mlp.tile_mlps(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden, recomputes=recomputes))
+        hidden = model.config.hidden_size
+        tiled_mlp.tile_mlps(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden))
     if not levers.tiled_loss:
         return None
     tiled_loss = pytest.importorskip("ulysses_cli.train.tiled_loss")

@@ -5,9 +5,9 @@ from ulysses_cli.plan.ds_config import find_contradictions, make_ds_config, merg
 from ulysses_cli.plan.resolved import make_layout
 
 
-def make(*overrides: str, offload_optimizer: str = "none") -> dict[str, object]:
+def make(*overrides: str, offload_optimizer: str = "none", offload_param: str = "none") -> dict[str, object]:
     recipe = load(*overrides).recipe
-    return make_ds_config(recipe, make_layout(recipe), offload_optimizer)
+    return make_ds_config(recipe, make_layout(recipe), offload_optimizer, offload_param)
 
 
 def test_for_deepspeed_every_rank_is_data_parallel() -> None:
@@ -25,9 +25,9 @@ def test_what_travels_and_what_is_summed_is_float32() -> None:
 
 
 def test_copies_and_offload() -> None:
-    zero = make("parallel.dp_replicate_size=2", "memory.offload_param=cpu", offload_optimizer="cpu")[
-        "zero_optimization"
-    ]
+    made = make("parallel.dp_replicate_size=2", offload_optimizer="cpu", offload_param="cpu")
+    zero = made["zero_optimization"]
+    assert isinstance(zero, dict)
     assert zero["zero_hpz_partition_size"] == 4
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}

@@ -37,7 +37,7 @@ def test_none_is_on_where_none_is_needed() -> None:
     choice = choose("data.max_length=64Ki")
     assert choice.levers == Levers()
     assert set(choice.reasons) == {
-        "head_chunks", "activation_offloading", "tiled_mlp", "tiled_loss", "offload_optimizer",
+        "head_chunks", "activation_offloading", "tiled_mlp", "tiled_loss", "offload_optimizer", "offload_param",
     }  # fmt: skip
     assert all(reason.startswith("not needed: the peak is ") for reason in choice.reasons.values())
 
@@ -81,6 +81,21 @@ def test_kernels_that_count_in_32_bits_turn_levers_on() -> None:
     choice = choose_levers(load(*EIGHT, "data.max_length=256Ki").recipe, LLAMA_8B, huge)
     assert choice.levers.tiled_loss
     assert choice.reasons["tiled_loss"] == "without it a kernel would see 2^31 elements"
+
+
+def test_weights_leave_the_gpu_last() -> None:
+    """One GPU of 24 GB: states on the host are not enough for 8 B parameters, weights there as well are."""
+    small = replace(H100, memory_bytes=24 << 30, host_bytes_per_gpu=400 << 30)
+    recipe = load("data.max_length=4Ki", "parallel.sp_size=1").recipe
+    choice = choose_levers(recipe, LLAMA_8B, small)
+    assert choice.fit is not None
+    assert (choice.fit.verdict, choice.levers.offload_param) == ("fits", "cpu")
+    assert choice.reasons["offload_param"].startswith("without it the peak would be ")
+    kept = choose_levers(
+        load("data.max_length=4Ki", "parallel.sp_size=1", "memory.offload_param=none").recipe, LLAMA_8B, small
+    )
+    assert kept.fit is not None
+    assert (kept.fit.verdict, kept.levers.offload_optimizer) == ("too_close", "cpu")
 
 
 def test_without_a_gpu_nothing_is_on() -> None:

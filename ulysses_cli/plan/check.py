@@ -165,7 +165,7 @@ def check_zero_stage(case: Case) -> Found:
             f"{parallel.dp_replicate_size} copies of one rank each: DeepSpeed keeps no copies within a single rank",
             f"use dp_shard_size: {parallel.dp_replicate_size} and dp_replicate_size: 1",
         )
-    if memory.offload_param != "none" and stage < 3:
+    if memory.offload_param in ("cpu", "nvme") and stage < 3:
         yield Problem(
             "memory.offload_param",
             f"{memory.offload_param} needs ZeRO stage 3; stage {stage} does not shard parameters",
@@ -230,7 +230,8 @@ def check_model_source(case: Case) -> Found:
 def check_deepspeed_section(case: Case) -> Found:
     """The free section may add to the recipe, not contradict it."""
     offload = case.recipe.memory.offload_optimizer
-    made = make_ds_config(case.recipe, make_layout(case.recipe), "none" if offload == "auto" else offload)
+    settled = ("none" if each == "auto" else each for each in (offload, case.recipe.memory.offload_param))
+    made = make_ds_config(case.recipe, make_layout(case.recipe), *settled)
     for key, message, hint in find_contradictions(made, case.recipe.deepspeed):
         yield Problem(f"deepspeed.{key}", message, hint)
 

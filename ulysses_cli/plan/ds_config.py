@@ -74,8 +74,10 @@ ZERO = frozenset(
 SWAPPED_GROUP = 100_000_000
 
 
-def make_ds_config(recipe: Recipe, layout: Layout, offload_optimizer: str = "none") -> dict[str, Any]:
-    """What the recipe alone decides. `offload_optimizer` is memory.offload_optimizer once auto is settled."""
+def make_ds_config(
+    recipe: Recipe, layout: Layout, offload_optimizer: str = "none", offload_param: str = "none"
+) -> dict[str, Any]:
+    """What the recipe alone decides. The two are memory.offload_optimizer and offload_param once auto is settled."""
     train, memory = recipe.train, recipe.memory
     zero: dict[str, Any] = {
         "stage": recipe.parallel.zero_stage,
@@ -84,7 +86,7 @@ def make_ds_config(recipe: Recipe, layout: Layout, offload_optimizer: str = "non
     }
     if layout.dp_replicate_size > 1 and recipe.parallel.zero_stage == 3:
         zero["zero_hpz_partition_size"] = layout.replica_size
-    for part, device in (("offload_optimizer", offload_optimizer), ("offload_param", memory.offload_param)):
+    for part, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_param)):
         if device != "none":
             zero[part] = {"device": device, "pin_memory": True}
             if device == "nvme":

@@ -51,13 +51,11 @@ def read_levers(recipe: Recipe) -> tuple[Levers, list[str]]:
         "tiled_mlp": memory.tiled_mlp,
         "tiled_loss": memory.tiled_loss,
         "offload_optimizer": memory.offload_optimizer,
+        "offload_param": memory.offload_param,
     }
     open_names = [name for name, value in written.items() if value == "auto"]
     settled = {name: value for name, value in written.items() if value != "auto"}
-    levers = replace(
-        OFF, gradient_checkpointing=memory.gradient_checkpointing, offload_param=memory.offload_param, **settled
-    )
-    return levers, open_names
+    return replace(OFF, gradient_checkpointing=memory.gradient_checkpointing, **settled), open_names
 
 
 def choose_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None) -> Choice:

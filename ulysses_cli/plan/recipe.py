@@ -287,8 +287,8 @@ class Memory(Section):
     offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = setting(
         "auto", "where optimizer states live when not on the GPU", spellings={None: "none", False: "none"}
     )
-    offload_param: Literal["none", "cpu", "nvme"] = setting(
-        "none", "where parameters live when not on the GPU", spellings={None: "none", False: "none"}
+    offload_param: Literal["auto", "none", "cpu", "nvme"] = setting(
+        "auto", "where parameters live when not on the GPU", spellings={None: "none", False: "none"}
     )
     nvme_path: str | None = text(None, "folder on a fast local disk, for nvme", unit="path")
 

@@ -9,11 +9,11 @@ LOSS_TILE_BYTES = 256 << 20  # float32 logits of one tile
 LOSS_TILE_MULTIPLE = 128
 
 
-def compute_num_mlp_tiles(local_tokens: int, hidden_size: int, *, recomputes: bool) -> int:
+def compute_num_mlp_tiles(local_tokens: int, hidden_size: int) -> int:
     """Tiles of about hidden_size tokens: large enough for full speed, since each matrix then sees as many tokens as
-    it has columns (the rule of ALST, arXiv 2506.13996, section 3.3.2). One tile is the MLP as it is: where layers are
-    not recomputed every layer would keep its inside, and a longer row take far less memory; so two there at least."""
-    return max(1 if recomputes else 2, math.ceil(local_tokens / hidden_size))
+    it has columns (the rule of ALST, arXiv 2506.13996, section 3.3.2). One tile would be the MLP as it is, which keeps
+    its whole inside: a row a little longer, in two tiles, would take less memory. So two at least."""
+    return max(2, math.ceil(local_tokens / hidden_size))
 
 
 def compute_loss_tile_tokens(local_tokens: int, vocab_size: int) -> int:

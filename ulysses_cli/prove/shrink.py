@@ -115,6 +115,7 @@ def make_proof_recipe(
         "activation_offloading": memory.gradient_checkpointing is not False,
         "attention_head_chunks": 2 if heads % 2 == 0 else 1,
         "offload_optimizer": "none",
+        "offload_param": "none",
     }
     levers = {name: value for name, value in auto.items() if getattr(memory, name) == "auto"}
     chunks = levers.get("attention_head_chunks", memory.attention_head_chunks)

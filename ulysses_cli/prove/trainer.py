@@ -162,7 +162,7 @@ def _stack(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def make_peer_config(recipe: Recipe, levers: Levers) -> dict[str, Any]:
     """The same ZeRO config; batch sizes are the Trainer's to fill in."""
-    made = make_ds_config(recipe, make_layout(recipe), levers.offload_optimizer)
+    made = make_ds_config(recipe, make_layout(recipe), levers.offload_optimizer, levers.offload_param)
     config = merge_user_config(made, recipe.deepspeed)
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         config[name] = "auto"

@@ -119,7 +119,8 @@ def build(
 
     layout = groups.layout
     deepspeed.init_distributed(dist_backend=dist.get_backend())  # takes over torch's groups
-    ds_config = merge_user_config(make_ds_config(recipe, layout, levers.offload_optimizer), recipe.deepspeed)
+    made = make_ds_config(recipe, layout, levers.offload_optimizer, levers.offload_param)
+    ds_config = merge_user_config(made, recipe.deepspeed)
     if swap_folder is not None:
         ds_config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_folder)
     kernel = _choose_kernel(recipe, shape, groups, device, levers.head_chunks, row_lengths)
@@ -190,8 +191,7 @@ def _pull_levers(
         gather_whole = partial(set_z3_leaf_module, flag=True)
     try:
         if levers.tiled_mlp:
-            recomputes = levers.gradient_checkpointing is not False
-            count_tiles = partial(compute_num_mlp_tiles, hidden_size=shape.hidden_size, recomputes=recomputes)
+            count_tiles = partial(compute_num_mlp_tiles, hidden_size=shape.hidden_size)
             tile_mlps(model, count_tiles, gather_whole)
         if levers.gradient_checkpointing:
             # the last layer's backward follows at once: what it keeps would come back before it had left

@@ -154,7 +154,9 @@ def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node
     check_known(shape)
     layout = make_layout(recipe)
     dtype_bytes = BYTES[recipe.model.dtype]
-    config = merge_user_config(make_ds_config(recipe, layout, levers.offload_optimizer), recipe.deepspeed)
+    config = merge_user_config(
+        make_ds_config(recipe, layout, levers.offload_optimizer, levers.offload_param), recipe.deepspeed
+    )
     lora = recipe.lora
     return Job(
         shape=shape,

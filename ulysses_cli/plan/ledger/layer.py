@@ -126,8 +126,7 @@ def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
 def count_mlp_tile_tokens(job: Job) -> int:
     if not job.levers.tiled_mlp:
         return job.local_tokens
-    recomputes = job.levers.gradient_checkpointing is not False
-    return -(-job.local_tokens // compute_num_mlp_tiles(job.local_tokens, job.shape.hidden_size, recomputes=recomputes))
+    return -(-job.local_tokens // compute_num_mlp_tiles(job.local_tokens, job.shape.hidden_size))
 
 
 def is_tiled(job: Job) -> bool:
