@@ -9,7 +9,7 @@ import torch
 
 from ulysses_cli.train.states import forget_powers
 
-pytestmark = [pytest.mark.heavy, pytest.mark.operator("cpu_adam")]
+pytestmark = pytest.mark.heavy
 BETAS = (0.85, 0.97)
 NUM_STEPS = 12
 
