@@ -1,6 +1,7 @@
 """Which tests run where: grids on request, GPU tests where there is a GPU."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_built(name: str) -> bool:
-    """DeepSpeed's operators are compiled when they are first used, and kept."""
+    """DeepSpeed's operators are compiled when they are first used, and kept; for another installation, anew."""
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
-    return any(Path(folder).rglob(f"{name}/{name}.so"))
+    here = next(iter(getattr(find_spec("deepspeed"), "submodule_search_locations", None) or ["not installed"]))
+    plans = [library.with_name("build.ninja") for library in Path(folder).rglob(f"{name}/{name}.so")]
+    return any(plan.exists() and here in plan.read_text() for plan in plans)
 
 
 def _has_gpu() -> bool:
