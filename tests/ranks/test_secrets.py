@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from faults import RECIPE, Workshop
+from safetensors.numpy import save_file
 
 VARIABLES = {"HF_TOKEN": "correct-horse-battery", "WANDB_API_KEY": "0123456789abcdef01234567"}
 PLANTED: dict[str, Any] = {
@@ -67,6 +69,7 @@ def test_a_failure_tells_no_secret(shop: Workshop) -> None:
     folder = shop.folder / f"model-{secret}"  # a place that every message about it names
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(RECIPE["model"]["config"]))
+    save_file({"strange": np.zeros(1, np.float32)}, folder / "model.safetensors")  # only a rank sees what it lacks
     words = ["model.config=null", f"model.name_or_path={folder}", "model.tokenizer=bytes"]
     code, said = shop.train("failed", *words)
     assert code == 2, said
