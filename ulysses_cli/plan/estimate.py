@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ulysses_cli.plan.draft import write_levers
-from ulysses_cli.plan.fit import Fit, find_max_length, judge
+from ulysses_cli.plan.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.lever_choice import COSTS, Choice, choose_for_job, find_cheapest, find_longest, read_levers
@@ -31,6 +31,12 @@ class Estimate:
     max_length: int
     max_length_all_levers: int
     suggestion: str
+
+    @property
+    def ends_at_index(self) -> bool:
+        """Whether the longest row with these levers ends where a kernel would see 2^31 elements, and not at memory."""
+        longer = self.max_length + self.max_length // 256 + self.job.layout.sp_size * ROW_MULTIPLE
+        return self.max_length > 0 and not is_indexable(replace(self.job, row_tokens=longer))
 
     @property
     def usd_per_million_tokens(self) -> tuple[float, float] | None:

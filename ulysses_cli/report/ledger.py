@@ -122,7 +122,8 @@ def format_verdict(found: Estimate) -> str:
 
 def _format_longest(found: Estimate) -> str:
     as_is, most = found.max_length, found.max_length_all_levers
-    return f"{as_is:,} tokens per row with these levers, {most:,} with every lever"
+    why = " (beyond, a tensor passes 2^31 elements)" if found.ends_at_index else ""
+    return f"{as_is:,} tokens per row with these levers{why}, {most:,} with every lever"
 
 
 def _format_speed(found: Estimate) -> list[tuple[str, str]]:
