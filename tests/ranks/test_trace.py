@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,25 @@ def test_a_straight_line_reaches_any_number_of_layers() -> None:
         return Traced({"forward": 100 + 7 * num_layers}, {"forward": 5}, {"fixed_segments": 3 * num_layers})
 
     assert vars(extrapolate(make(8), make(12), 8, 12, 36)) == vars(make(36))
+
+
+@pytest.mark.full
+@pytest.mark.heavy
+def test_the_command_traces_in_a_process_of_its_own_and_remembers(tmp_path: Path) -> None:
+    words = ["estimate-memory", str(ROOT / "recipes" / "tiny-cpu.yaml"), "--gpu", "h100-80gb", "run.device=cuda"]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "ulysses_cli", *words, "--trace", *more]
+        return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, timeout=240)
+
+    first = run()
+    assert first.returncode == 0, first.stderr
+    assert "tracing 3 of 3 layers" in first.stderr
+    assert "Warning" not in first.stderr
+    assert "allocated, GiB per GPU" in first.stdout
+    again = run()
+    assert again.stdout == first.stdout.rstrip("\n") + ", remembered\n"
+    assert "tracing" not in again.stderr
+    changed = run("data.max_length=2Ki", "model.config.max_position_embeddings=4096")
+    assert "tracing" in changed.stderr, "another row is another trace"

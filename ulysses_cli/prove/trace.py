@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -171,6 +172,7 @@ def main() -> int:
     wish = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries say is talk
+    warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's use of torch
     with ExitStack() as stack:
         stack.callback(out.close)
         prepare_process(int(wish["world_size"]))
