@@ -258,6 +258,7 @@ def main() -> int:
     parser.add_argument("--remember", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    seconds = time_commands()  # before ranks are started, which stay
     groups = {"memory: published, predicted": list(list_memory()), "speed: published, predicted": list(list_speed())}
     if options.counted:
         groups["activations: counted, predicted"] = list(list_counted())
@@ -271,7 +272,6 @@ def main() -> int:
         said, ok = "fits" if claim.fits else "OOM", "" if claim.is_good else "  OFF"
         room = f"{claim.peak_gib:6.1f} of {claim.capacity_gib:.1f}"
         print(f"  {claim.what:<62} {said:<5} {room}  {claim.source}{ok}{f'  ({claim.note})' if claim.note else ''}")
-    seconds = time_commands()
     print("\nseconds of a command: " + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items()))
     held = [row for rows in groups.values() for row in rows if row.bar is not None]
     missed = [row for row in held if not row.is_good]
