@@ -10,6 +10,7 @@ import mmap
 import os
 import resource
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from ulysses_cli.plan.ledger.swapping import compute_locked_bytes, compute_swapped_bytes
@@ -54,11 +55,9 @@ def leave_folder(folder: Path | None) -> None:
         return
     states = folder / "zero_stage_3" / "optimizer"
     shutil.rmtree(states / f"rank{os.environ.get('RANK', '0')}", ignore_errors=True)
-    try:
+    with suppress(OSError):  # others are still there
         states.rmdir()
         remove_folder(folder)
-    except OSError:
-        pass  # others are still there
 
 
 def _find_direct_problem(probe: Path) -> str:
