@@ -226,10 +226,13 @@ def fill_disk(shop: Range, on_save_error: str) -> Ends:
         wait_for_steps(shop, run, process, 3)
         ballast = shop.folder / run.split("/")[0] / "ballast"
         fill(ballast)
-        if on_save_error == "continue":
-            time.sleep(3)
+        heard = ""
+        if on_save_error == "continue":  # room again once a save has failed, and before the last one
+            assert process.stderr is not None
+            heard = next((line for line in process.stderr if "No space left on device" in line), "")
             ballast.unlink()
         code, said = end(process)
+        said = heard + said
         ballast.unlink(missing_ok=True)
         if "No space left on device" not in said or code != (on_save_error == "stop"):
             return lose(fault, said)
