@@ -3,6 +3,7 @@
 import itertools
 import json
 import resource
+import time
 from pathlib import Path
 
 import pytest
