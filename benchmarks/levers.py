@@ -211,6 +211,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
     known: dict[str, Any] = {}
     if options.json.exists() and not options.fresh:
         known = json.loads(options.json.read_text())["cases"]
+        print(f"{len(known)} cases are remembered in {options.json.name}; --fresh counts anew", file=sys.stderr)
     full = options.tokens
     wanted = [(name, tokens, 4) for tokens in (full, CHECKED) for name in VARIANTS]
     wanted += [(name, tokens, 4) for tokens in (full // 2, 2 * full, 4 * full) for name in (THEIRS, OURS)]
