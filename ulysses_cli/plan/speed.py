@@ -11,7 +11,7 @@ from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger import host
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import keeps_slices
-from ulysses_cli.plan.ledger.swapping import compute_node_disk_bytes
+from ulysses_cli.plan.ledger.swapping import compute_state_file_bytes
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.model_shape import Layer
 from ulysses_cli.plan.step_parts import PARTS
@@ -197,25 +197,31 @@ def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
 
 
 def _compute_offload(job: Job, gpu: Gpu) -> float:
-    """Per micro-step: what is kept goes to the host and comes back, shards of offloaded weights come twice."""
+    """Per micro-step: what is kept goes to the host and comes back, shards of offloaded weights come twice. Those on a
+    disk, of which none is kept, come for each run of a module; ranks of a machine share its disk."""
     rate = gpu.host_gb_s * GIGA * gpu.efficiency.host
-    moved = 2.0 * host.compute_kept_pinned(job)
-    if job.levers.offload_param != "none":
-        moved += 2 * job.dtype_bytes * job.weights.num_elements / job.world_size
-    return moved / rate
+    kept = 2.0 * host.compute_kept_pinned(job) / rate
+    weights = job.dtype_bytes * job.weights.num_elements / job.world_size
+    if job.levers.offload_param == "none":
+        return kept
+    if job.levers.offload_param == "cpu":
+        return kept + 2 * weights / rate
+    num_runs = 2 + (job.levers.gradient_checkpointing is not False)
+    disk = gpu.efficiency.disk_gb_s * GIGA
+    return kept + num_runs * weights * (1 / rate + job.ranks_per_node / disk)
 
 
 def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float, float]:
     """(Adam, what it moves to the host, a disk and back) once per step; neither is hidden."""
     shard = count_shard(job.weights.num_trained, job.world_size)
+    # Files of states are read and written once, those of trained weights written; ranks of a machine share its disk.
+    written = 2 * compute_state_file_bytes(job) + job.dtype_bytes * shard * (job.levers.offload_param == "nvme")
+    moved = job.ranks_per_node * written / (gpu.efficiency.disk_gb_s * GIGA)
     if job.levers.offload_optimizer == "none":
-        return ADAM_TRAFFIC_BYTES * shard / memory, 0.0
-    link = gpu.host_gb_s * GIGA * gpu.efficiency.host
+        return ADAM_TRAFFIC_BYTES * shard / memory, moved
     seconds = CPU_ADAM_TRAFFIC_BYTES * shard / (gpu.efficiency.host_memory_gb_s * GIGA)
-    moved = (job.engine.gradient_bytes + job.dtype_bytes) * shard / link
-    if job.levers.offload_optimizer == "nvme":  # files are read and written once; ranks of a machine share its disk
-        moved += 2 * compute_node_disk_bytes(job) / (gpu.efficiency.disk_gb_s * GIGA)
-    return seconds, moved
+    link = gpu.host_gb_s * GIGA * gpu.efficiency.host
+    return seconds, moved + (job.engine.gradient_bytes + job.dtype_bytes) * shard / link
 
 
 def compute_cost(seconds: float, num_gpus: int, gpu: Gpu) -> tuple[float, float] | None:
