@@ -54,7 +54,7 @@ from ulysses_cli.train.recompute import recompute_layers
 from ulysses_cli.train.shards import get_shape
 from ulysses_cli.train.states import forget_powers
 from ulysses_cli.train.tiled_loss import make_tiled_loss
-from ulysses_cli.train.tiled_mlp import tile_mlps
+from ulysses_cli.train.tiled_mlp import tile_mlps, tile_norms
 
 PROBE_TOKENS = 8
 HEAD_TOLERANCE = 0.02  # bfloat16 keeps 8 bits; a lost scale or softcap costs far more
@@ -210,6 +210,7 @@ def _pull_levers(
         if levers.tiled_mlp:
             count_tiles = partial(compute_num_mlp_tiles, hidden_size=shape.hidden_size)
             tile_mlps(model, count_tiles, gather_whole)
+            tile_norms(model, count_tiles)
         if levers.gradient_checkpointing:
             # the last layer's backward follows at once: what it keeps would come back before it had left
             shelves = Offloader(device, shape.num_layers - 1).make_shelf if levers.activation_offloading else None
