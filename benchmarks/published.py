@@ -120,17 +120,20 @@ def list_memory() -> Iterator[Row]:
 
 
 def list_fpdt_lines() -> dict[str, int]:
-    """Megatron-DeepSpeed's loss (core/sequence_parallel/cross_entropy.py, model/gpt_model.py) is not in tiles: logits, a
+    """Megatron-DeepSpeed's loss (core/sequence_parallel/cross_entropy.py, model/gpt_model.py) has no tiles: logits, a
     float32 copy, its softmax and the logarithm of that, 14 V S. Of Llama 3's 128,256 words that is 110 GiB, so these
     were not the words; its scripts take GPT-2's 50,257, padded to 50,304 and tied. Norms are apex's, fused; sums travel
     in float32, DeepSpeed's default. Its GB are taken for GiB, as DeepSpeed's and Megatron's logs count."""
-    shape = get_shape("meta-llama/Meta-Llama-3-8B", vocab_size=50_304, tie_word_embeddings=True)
-    levers = replace(FULL, activation_offloading=True)
-    float32 = Engine(communication_bytes=4)
-    job = Job(shape, Layout(1, 1, 8), 512 * KI, levers, engine=float32, fused_norms=True)
+    job = make_fpdt_job()
     lines = compute_ledger(job).phases["backward"].lines
     lines = {name: size for name, size in lines.items() if name not in device.DEVICE_LINES}
-    return {**lines, "logits": 14 * shape.vocab_size * job.local_tokens}
+    return {**lines, "logits": 14 * job.shape.vocab_size * job.local_tokens}
+
+
+def make_fpdt_job() -> Job:
+    shape = get_shape("meta-llama/Meta-Llama-3-8B", vocab_size=50_304, tie_word_embeddings=True)
+    levers, float32 = replace(FULL, activation_offloading=True), Engine(communication_bytes=4)
+    return Job(shape, Layout(1, 1, 8), 512 * KI, levers, engine=float32, fused_norms=True)
 
 
 def list_claims() -> Iterator[Claim]:
@@ -163,14 +166,17 @@ def list_claims() -> Iterator[Claim]:
 
 
 def count_upipe_bytes(tokens: int, is_chunked: bool) -> int:
-    """UPipe's programs (github.com/togethercomputer/Untied-Ulysses, torchtitan's FSDP) at their fullest, in attention's
-    backward, in tensors of b h S; keys and values are a quarter each.
-
-    Both: a layer's input, layer 0's (not offloaded), the normed input, the result, two gradients: 6. Ulysses (yunchang/
-    ring/zigzag_ring_flash_attn.py, with its float32 copies on one rank too): q, k, v 1.5; dq, dk, dv from the kernel
-    1.5, in float32 3, what is sent to itself 1, cast again 1.5. Chunks of 8 of 32 heads (fully_fused_attn.py) project
-    queries chunk by chunk and add each gradient to the input's, 1: all heads' q and room for all gradients never exist.
-    Of a chunk q, result, both gradients 1; k, v, their gradients and sums 1.5; FlashAttention 3's float32 dq 0.5."""
+    """UPipe's programs (github.com/togethercomputer/Untied-Ulysses, torchtitan's FSDP) at their fullest: attention's
+    backward, in tensors of b h S, of which keys and values are a quarter each."""
+    # both: a layer's input, layer 0's, which is not offloaded, the normed input, the result and two gradients
+    common = 6.0
+    # yunchang/ring/zigzag_ring_flash_attn.py: q, k, v; dq, dk, dv; their float32 copies, made on one rank too; what a
+    # rank sends to itself; and cast again
+    ulysses = common + 1.5 + 1.5 + 3 + 1 + 1.5
+    # untied_ulysses/fully_fused_attn.py projects queries by chunks, 8 of 32 heads, and adds each gradient to the
+    # input's: neither all heads' q nor room for all gradients exists. The input's gradient; of a chunk q, result and both
+    # gradients; k, v, their gradients and sums; FlashAttention 3's float32 dq
+    chunked = common + 1 + 1 + 1.5 + 0.5
     # float32 states; embedding and head gathered throughout, the head's gradient; two layers gathered, one's gradients
     # and their float32 sum; the rotary table of the whole row, whose storage resize_ keeps
     hidden, layers = LLAMA.hidden_size, LLAMA.num_layers
@@ -180,7 +186,7 @@ def count_upipe_bytes(tokens: int, is_chunked: bool) -> int:
     rotary = 8 * LLAMA.head_dim // 2 * tokens
     job = Job(LLAMA, Layout(1, 1, 8), tokens, TILED)
     beside = device.compute_context(job) + device.compute_nccl(job)
-    return int((6 + (4 if is_chunked else 8.5)) * unit) + states + rotary + beside
+    return int((chunked if is_chunked else ulysses) * unit) + states + rotary + beside
 
 
 def list_speed() -> Iterator[Row]:
@@ -195,8 +201,7 @@ def list_speed() -> Iterator[Row]:
             job = Job(LLAMA, Layout(1, 1, 8), tokens * KI, replace(TILED, head_chunks=chunks), fused_norms=True)
             found = job.row_tokens / compute_upipe_seconds(job, h100) / 8
             yield Row(f"Llama3-8B, 8 H100, {tokens}Ki, {name}", rate, found, "tokens/s", UPIPE, SPEED_BAR)
-    fpdt = Job(LLAMA, Layout(1, 1, 8), 512 * KI, replace(FULL, activation_offloading=True))
-    mfu = 100 * compute_speed(fpdt, a100).mfu
+    mfu = 100 * compute_speed(make_fpdt_job(), a100).mfu
     yield Row("Llama3-8B, 8 A100, 512Ki, Ulysses", 47.2, mfu, "% MFU", FPDT, SPEED_BAR)
     for tokens, before, after in ((8, 6.93, 5.98), (16, 21.44, 17.26), (32, 76.38, 58.46)):
         job = Job(LLAMA_7B, Layout(1, 1, 8), 8 * tokens * KI, FULL)
@@ -240,10 +245,10 @@ def cut_name(shape: ModelShape) -> str:
 
 
 def count_arctic_bytes(job: Job) -> int:
-    """The ledger, and in what ArcticTraining differs. A plain loss leaves 2 V S bytes of logits in the cache, too few for
-    a float32 tensor. Its reentrant checkpoints (monkey_patches.py) hold a layer's result, and in attention's backward
-    the gradient that came; with offload they fetch one input, not two. Liger's SwiGLU (ops/swiglu.py) keeps and works
-    with four tensors of the inner width, transformers' with six."""
+    """The ledger, and in what ArcticTraining differs. A plain loss leaves 2 V S bytes of logits in the cache, too few
+    for a float32 tensor. Its reentrant checkpoints (monkey_patches.py) hold a layer's result, and in attention's
+    backward the gradient that came; with offload they fetch one input, not two. Liger's SwiGLU (ops/swiglu.py) keeps
+    and works with four tensors of the inner width, transformers' with six."""
     ledger, hidden = compute_ledger(job), compute_layer_input(job)
     is_attention = ledger.peak.name == "attention"
     found = ledger.gpu_peak_bytes + hidden * (1 + is_attention - job.levers.activation_offloading)
@@ -314,7 +319,8 @@ def make_xtuner_job(shape: ModelShape, gpus: int, sp_size: int, kibi_tokens: int
 
 
 def list_later_speed() -> Iterator[Row]:
-    """Of the table of XTuner rows of one machine are held: no source says what joined the machines of the others."""
+    """XTuner's rows of one machine are held. Nothing says what joined the machines of the others: with 100 to 200
+    Gbit/s for each, an eighth of the table's network, exchanges and gathers would take what most are slower by."""
     a100, h100 = load_hardware().get_gpu("a100-80gb"), load_hardware().get_gpu("h100-80gb")
     for name, shape, gpus, sp_size, tokens, published in XTUNER_ROWS:
         found = compute_speed(make_xtuner_job(shape, gpus, sp_size, tokens), a100).tokens_per_second / gpus
