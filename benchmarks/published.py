@@ -174,8 +174,8 @@ def count_upipe_bytes(tokens: int, is_chunked: bool) -> int:
     # rank sends to itself; and cast again
     ulysses = common + 1.5 + 1.5 + 3 + 1 + 1.5
     # untied_ulysses/fully_fused_attn.py projects queries by chunks, 8 of 32 heads, and adds each gradient to the
-    # input's: neither all heads' q nor room for all gradients exists. The input's gradient; of a chunk q, result and both
-    # gradients; k, v, their gradients and sums; FlashAttention 3's float32 dq
+    # input's: neither all heads' q nor room for all gradients exists. The input's gradient; of a chunk q, result and
+    # both gradients; k, v, their gradients and sums; FlashAttention 3's float32 dq
     chunked = common + 1 + 1 + 1.5 + 0.5
     # float32 states; embedding and head gathered throughout, the head's gradient; two layers gathered, one's gradients
     # and their float32 sum; the rotary table of the whole row, whose storage resize_ keeps
