@@ -161,18 +161,13 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
 
 
 def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> float:
-    """Over NVLink or PCIe inside a machine, over the network beyond; and two copies that put heads in order, each read
-    and written. In the attention's way, so never hidden."""
-    num_bytes = compute_exchange_bytes(job)
-    return num_bytes / _get_link(gpu, job.layout.sp_size) + 4 * num_bytes / memory
-
-
-def _get_link(gpu: Gpu, num_ranks: int) -> float:
-    """Bytes per second and rank between that many neighbours."""
-    inside = gpu.link_gb_s * GIGA * gpu.efficiency.link
-    if num_ranks <= gpu.gpus_per_node:
-        return inside
-    return min(inside, gpu.network_gb_s * GIGA * gpu.efficiency.network)
+    """To ranks of the same machine over NVLink or PCIe, to others over the network, at the same time; and two copies
+    that put heads in order, each read and written. In the attention's way, so never hidden."""
+    num_bytes, sp_size = compute_exchange_bytes(job), job.layout.sp_size
+    near = num_bytes * (min(sp_size, gpu.gpus_per_node) - 1) / max(1, sp_size - 1)
+    inside = near / (gpu.link_gb_s * GIGA * gpu.efficiency.link)
+    between = (num_bytes - near) / (gpu.network_gb_s * GIGA * gpu.efficiency.network)
+    return max(inside, between) + 4 * num_bytes / memory
 
 
 def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
