@@ -50,7 +50,7 @@ def measure_step(recipe: Any) -> int:
 
 def measure_steps(recipe: Any, *order: str) -> list[int]:
     """On a rank: most bytes alive in each step or evaluation, after a first step that is not counted."""
-    meter, peaks = LiveBytes(), []
+    meter, peaks = LiveBytes(ignored="meta"), []
     with meter:
         rows = MemoryRows([[(recipe.data.max_length, 1)]] * 4, recipe.model.config["vocab_size"])
         trip = Trip(recipe, rows, 2 + len(order))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import compute_norm_backward, compute_norm_saved
+from ulysses_cli.plan.ledger.layer import PRECISE_NORMS, compute_norm_backward, compute_norm_saved
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens
 
 
@@ -18,6 +18,15 @@ def trains_head(job: Job) -> bool:
 def compute_final_norm(job: Job) -> int:
     """The last norm keeps its float32 input and scaled result, and its output is the head's input: (4 + 2 b) h S."""
     return compute_norm_saved(job, job.shape.hidden_size) + job.dtype_bytes * job.shape.hidden_size * job.local_tokens
+
+
+def compute_final_norm_forward(job: Job) -> int:
+    """As it is computed: its input, that in float32, normed, cast to the model's dtype, and scaled: (8 + 3 b) h S;
+    where it is scaled in float32 too, (12 + 2 b) h S; fused, input and output."""
+    b = job.dtype_bytes
+    precise = 4 * (job.shape.model_type in PRECISE_NORMS) or b
+    per_element = 2 * b if job.fused_norms else 8 + 2 * b + precise
+    return per_element * job.shape.hidden_size * job.local_tokens
 
 
 def compute_final_norm_backward(job: Job) -> int:

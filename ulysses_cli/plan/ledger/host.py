@@ -33,8 +33,8 @@ def compute_pinned_rounding(job: Job) -> int:
     shard = count_shard(job.weights.num_trained, job.world_size)
     blocks = [states.compute_host_parameters(job)]
     if job.levers.offload_optimizer == "cpu":
-        group = min(shard, job.engine.sub_group)
-        blocks += [job.engine.gradient_bytes * shard, *[4 * group] * (shard // group), 4 * (shard % group)]
+        groups = states.list_sub_groups(job.weights, job.world_size, job.engine.sub_group)
+        blocks += [job.engine.gradient_bytes * shard, *(4 * group for group in groups)]
     return sum(round_up(size) - size for size in blocks)
 
 
