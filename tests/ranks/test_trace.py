@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from ranks import run_on_ranks
-from real_steps import ZERO, make_case, measure_step, measure_steps, trace_step
+from real_steps import ZERO, make_case, measure_step, measure_steps, predict_step, trace_step
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_config
@@ -24,23 +24,31 @@ from ulysses_cli.report.traced import list_formula
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 TILES = ("memory.tiled_mlp=true", "memory.tiled_loss=true")
+TWICE, NARROW = ("train.gradient_accumulation_steps=2",), ("model.dtype=bfloat16",)
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one rank": (1, ()),
     "two ranks": (2, ("parallel.sp_size=2",)),
     "two ranks, bfloat16, tiles": (2, ("parallel.sp_size=2", "model.dtype=bfloat16", *TILES)),
     "adapters": (2, ("parallel.sp_size=2", "lora.r=8")),
     "no recomputation": (1, ("memory.gradient_checkpointing=false",)),
+    "ZeRO-2": (2, ("parallel.sp_size=2", "parallel.zero_stage=2", *TILES)),
+    "ZeRO-1, two micro-steps": (2, ("parallel.sp_size=2", "parallel.zero_stage=1", *TILES, *TWICE)),
+    "ZeRO-2, sums in float32": (2, ("parallel.sp_size=2", "parallel.zero_stage=2", *TILES, *TWICE, *NARROW)),
+    "optimizer on the host": (2, ("parallel.sp_size=2", "memory.offload_optimizer=cpu", *TILES)),
+    "two replicas": (4, ("parallel.sp_size=2", "parallel.dp_replicate_size=2", *TILES)),
 }
+QUICK = ("two ranks", "ZeRO-2, sums in float32")
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[] if name == "two ranks" else pytest.mark.full) for name in CASES]
+    "case", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in CASES]
 )
-def test_a_trace_is_what_a_real_step_takes(case: str) -> None:
+def test_trace_and_formula_are_what_a_real_step_takes(case: str) -> None:
     num_ranks, overrides = CASES[case]
     recipe = make_case({}, *overrides)
     real = max(run_on_ranks(num_ranks, measure_step, recipe))
+    assert predict_step(recipe) == pytest.approx(real, rel=0.03)
     assert trace_step(recipe) == pytest.approx(real, rel=0.01)
 
 

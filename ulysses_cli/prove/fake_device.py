@@ -160,6 +160,13 @@ def install() -> None:
     torch.nn.Module.to = stay_or_move
 
 
+def forget_groups() -> None:
+    """After a model: DeepSpeed makes the groups of replicas once in a process."""
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
 def stay_or_move(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """A module is made on its device: torch would make its parameters anew there, which their watchers do not allow."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)

@@ -87,12 +87,13 @@ def trace_layers(wish: Mapping[str, Any], num_layers: int) -> Traced:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ulysses_cli.prove.allocator import replay
-    from ulysses_cli.prove.fake_device import get_current_stream
+    from ulysses_cli.prove.fake_device import forget_groups, get_current_stream
     from ulysses_cli.prove.storages import Storages
 
     storages = Storages(get_current_stream, sees_kernels=wish["recipe"]["run"]["device"] != "cpu")
     with FakeTensorMode(allow_non_fake_inputs=True), storages:
         run_steps(wish, num_layers, storages)
+    forget_groups()
     moves = [(event.storage, event.num_bytes, event.stream) for event in storages.events if not event.is_host]
     reserved = {
         "expandable_segments": replay(moves, expandable=True),
