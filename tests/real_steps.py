@@ -92,7 +92,7 @@ def trace_step(recipe: Any) -> int:
 
 
 def predict_step(recipe: Any) -> int:
-    """The formula's bytes of what a counter of tensors sees. A CPU rank's one memory is that of the GPU and its share of
+    """The formula's bytes of what a counter of tensors sees. A CPU rank has one memory for the GPU's and its share of
     the host's."""
     shape = read_model_shape(recipe.model.config, "test")
     job = make_job(recipe, shape, choose_levers(recipe, shape, None).levers)

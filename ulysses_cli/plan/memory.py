@@ -21,7 +21,7 @@ PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
 # train/offload.py: the newest two runs of layers (MAX_LEAVING) wait on the device for their copies, beside the last
 # layer, which stays, until the backward begins; there one arrives while another is used.
 MAX_ON_DEVICE, BACK_ON_DEVICE = 3, 2
-MAKING, BETWEEN = "master weights are made", "between micro-steps"
+MAKING, SENT, BETWEEN = "master weights are made", "gradients are reduced", "between micro-steps"
 PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
 INPUT_BYTES = 24  # of a token: its number, label and position
 Lines = dict[str, int]
@@ -120,8 +120,10 @@ def _settle_gradients(job: Job, moment: Moment) -> Moment:
     """Below ZeRO-3 gradients and buckets come and go."""
     phase = moment.phase if moment.name != BETWEEN else "forward"
     is_reducing = phase == "backward" and moment.name not in BEFORE_GRADIENTS
+    sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
+    has_sent = sent.layer == lower_stages.ABOVE or moment.name.endswith((SENT, "embedding"))
     lines = {
-        "gradients": lower_stages.compute_gradients(job, phase, is_reducing=is_reducing),
+        "gradients": lower_stages.compute_gradients(job, phase, is_reducing=is_reducing, has_sent=has_sent),
         "reduce_bucket": lower_stages.compute_buckets(job, is_reducing=is_reducing) if phase in PASSES else 0,
     }
     return Moment(moment.phase, moment.name, {**moment.lines, **lines})
@@ -155,9 +157,13 @@ def _walk_all(job: Job) -> Iterator[Moment]:
     yield Moment("backward", "final norm", {**at_norm, **saved, **tied, **norm})
     base = {**held, **_list_kept(job, BACK_ON_DEVICE), **tied, "residual_gradient": layer.compute_layer_input(job)}
     base["head_gradient"] = lower_stages.compute_kept_head_gradient(job)
+    sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
     for kind in job.shape.layer_kinds:
         for place, moment in _walk_layer_backward(job, kind, base):
             yield from _gather(job, moment, gathered.get_highs("backward", place))
+            if job.zero_stage < 3 and 0 <= sent.layer < job.shape.num_layers:
+                name, lines = f"{moment.name}, {SENT}", _drop_layers(job, moment.lines, sent.layer + 1)
+                yield Moment(moment.phase, name, lines)
         yield from _walk_flushes(job, kind, base, gathered)
     yield from _walk_ends(job, held, gathered)
 
@@ -261,7 +267,7 @@ def _walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Ite
             "reduce_flush": min(full, flush.num_elements * job.engine.communication_bytes),
             "parameters_gathered": job.dtype_bytes * num_gathered,
         }
-        moment = _make_inside(job, kind, base, "gradients are reduced", whole, left, work)
+        moment = _make_inside(job, kind, base, SENT, whole, left, work)
         yield Moment(moment.phase, moment.name, _drop_layers(job, moment.lines, flush.layer + 1))
 
 

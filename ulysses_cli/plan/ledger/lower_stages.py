@@ -4,8 +4,11 @@ runtime/zero/stage_1_and_2.py. N trained elements, W ranks, b bytes of the model
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import HEAD, count_shard
+from ulysses_cli.plan.ledger.weights import HEAD, LAYERS, Weights, count_shard
 
 NORM_BYTES = 8  # runtime/utils.py: get_norm_dtype
 
@@ -29,10 +32,39 @@ def compute_own_gradients(job: Job) -> int:
     return 0 if job.levers.offload_optimizer != "none" else job.dtype_bytes * shard
 
 
-def compute_gradients(job: Job, phase: str, *, is_reducing: bool) -> int:
-    """`is_reducing`: a gradient of this backward has come. ZeRO-2 adds a micro-step's share to that of those before it;
-    ZeRO-1 keeps all gradients whole, b N, until the last micro-step reduces them one by one, the head's first. For an
-    optimizer on the host each passes through a buffer as large as the largest (temp_grad_buffer_for_gpu_offload)."""
+@dataclass(frozen=True)
+class Sent:
+    """When a backward first sends gradients: how many elements, and in which layer; `ABOVE` all layers, or `NEVER`
+    before the embedding's."""
+
+    layer: int
+    num_elements: int
+
+
+ABOVE, NEVER = 1 << 30, -1
+
+
+@lru_cache(maxsize=64)
+def find_first_sent(weights: Weights, bucket: int) -> Sent:
+    """Gradients come from the last weight to the first. One that does not fit any more sends what is there, and one
+    larger than the bucket goes when the next comes (reduce_independent_p_g_buckets_and_remove_grads)."""
+    filled, seen = 0, {"embedding"}
+    for module in reversed(weights.modules):
+        for name, size in reversed(module.weights):
+            if not module.is_trained or name in seen:
+                continue
+            if filled and filled + size > bucket:
+                return Sent(module.layer if module.part == LAYERS else ABOVE, filled)
+            seen.add(name)
+            filled += size
+    return Sent(NEVER, filled)
+
+
+def compute_gradients(job: Job, phase: str, *, is_reducing: bool, has_sent: bool = True) -> int:
+    """`is_reducing`: a gradient of this backward has come; `has_sent`: some have been sent, and this rank's share laid
+    by. ZeRO-2 adds a micro-step's share to that of those before it; ZeRO-1 keeps all gradients whole, b N, until the
+    last micro-step moves them to the bucket one by one. For an optimizer on the host each passes through a buffer as
+    large as the largest (temp_grad_buffer_for_gpu_offload)."""
     own, whole = compute_own_gradients(job), job.dtype_bytes * job.weights.num_trained
     passing = job.dtype_bytes * _count_largest(job) if job.levers.offload_optimizer != "none" else 0
     if phase == "optimizer_step":
@@ -42,12 +74,12 @@ def compute_gradients(job: Job, phase: str, *, is_reducing: bool) -> int:
     before = 0
     if adds_up(job):
         before = whole if job.zero_stage == 1 else own
-    if not is_reducing:
+    if not is_reducing or not has_sent:
         return before + passing
     if adds_up(job) and job.zero_stage == 1:
-        reduced = sum(size for name, size in _list_head(job) if name != "embedding")
-        return before + own - job.dtype_bytes * reduced + passing
-    return own * (1 + (adds_up(job) and not is_compact(job))) + passing
+        moved = find_first_sent(job.weights, job.engine.reduce_bucket).num_elements
+        return before + own - job.dtype_bytes * moved + passing
+    return own + (0 if is_compact(job) else before) + passing
 
 
 def compute_buckets(job: Job, *, is_reducing: bool) -> int:
@@ -67,11 +99,11 @@ def compute_kept_head_gradient(job: Job) -> int:
 
 
 def compute_load_transients(job: Job) -> int:
-    """Beside weights and master: weights are laid flat beside themselves, b N, before the master is made; and when it
-    is, zeros as large are made and let go (initialize_optimizer_states)."""
+    """Beside weights and master: weights are laid flat beside themselves, b N, before the master is made, or on the
+    host the buffer for gradients; and with the master, zeros as large are made (initialize_optimizer_states)."""
     flat = job.dtype_bytes * job.weights.num_trained
     if job.levers.offload_optimizer != "none":
-        return flat
+        return flat - job.dtype_bytes * _count_largest(job)
     master = 4 * count_shard(job.weights.num_trained, job.world_size)
     return max(flat - master, master)
 
