@@ -1,5 +1,5 @@
-"""How accurate the ledger and the speed model are: published rows with their sources, in one run. No constant is fitted
-to a row; a row that is off by more than its bar says why.
+"""How accurate the ledger and the speed model are: published rows with their sources (published.py), in one run. No
+constant is fitted to a row; a row that is off by more than its bar says why.
 
     python benchmarks/estimate.py [--counted] [--ranks [--remember FILE]] [--json FILE]
 
@@ -15,142 +15,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 
-from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.hub import load_table
-from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import Engine, Job
-from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.memory import compute_ledger
-from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
-from ulysses_cli.plan.speed import compute_speed
+from published import (
+    Claim,
+    Row,
+    list_claims,
+    list_later_claims,
+    list_later_memory,
+    list_later_speed,
+    list_memory,
+    list_speed,
+)
 
 ROOT = Path(__file__).parents[1]
-GIB, KI = 1 << 30, 1024
-MEMORY_BAR, SPEED_BAR = 0.05, 0.15
-BLOG = "Hugging Face blog, Ulysses Sequence Parallelism, 2026-03"
-TRACE = "trace of DeepSpeed 0.19.8's own engine, no GPU"
-ALST = "ALST, arXiv 2506.13996"
-UPIPE = "UPipe, arXiv 2602.21196"
-FPDT = "FPDT, arXiv 2408.16978, figure 5"
-DIST = "DISTFLASHATTN, arXiv 2310.03294"
-FULL = Levers(gradient_checkpointing="full")
-TILED = Levers("full", 1, True, True, True)
-
-
-@dataclass(frozen=True)
-class Row:
-    """`bar` None: the row is explained instead of held."""
-
-    what: str
-    published: float
-    predicted: float
-    unit: str
-    source: str
-    bar: float | None
-    note: str = ""
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.published - 1
-
-    @property
-    def is_good(self) -> bool:
-        return self.bar is None or abs(self.error) <= self.bar
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What was said to fit, or not to."""
-
-    what: str
-    fits: bool
-    peak_gib: float
-    capacity_gib: float
-    source: str
-    note: str = ""
-
-    @property
-    def is_good(self) -> bool:
-        return (self.peak_gib <= self.capacity_gib) == self.fits
-
-
-def get_shape(name: str, **changes: object) -> ModelShape:
-    return read_model_shape({**load_table()[name.lower()]["config"], **changes}, name)
-
-
-QWEN, LLAMA = get_shape("Qwen/Qwen3-4B"), get_shape("meta-llama/Meta-Llama-3-8B")
-LLAMA_7B = get_shape(
-    "meta-llama/Meta-Llama-3-8B", num_key_value_heads=32, intermediate_size=11008, vocab_size=32000
-)  # the 7B of the first Llama
-
-
-def list_memory() -> Iterator[Row]:
-    def allocate(job: Job) -> float:
-        return compute_ledger(job).gpu_allocated_bytes / GIB
-
-    alone = Job(QWEN, Layout(1, 1, 1), 8192, FULL)
-    yield Row("Qwen3-4B, 1 GPU, 8Ki", 76.4, allocate(alone), "GiB", BLOG, MEMORY_BAR)
-    for tokens, published, traced in ((32, 35.0, 33.29), (64, 50.5, 48.77), (96, 66.0, 64.25)):
-        job = Job(QWEN, Layout(1, 1, 4), tokens * KI, FULL, accumulation=8)
-        float32 = replace(job, engine=Engine(communication_bytes=4))
-        yield Row(f"Qwen3-4B, sp 4, {tokens}Ki", published, allocate(float32), "GiB", BLOG, MEMORY_BAR)
-        yield Row(f"the same, bfloat16 sums, {tokens}Ki", traced, allocate(job), "GiB", TRACE, MEMORY_BAR)
-    whole = Job(QWEN, Layout(1, 1, 4), 96 * KI, Levers(gradient_checkpointing=False))
-    yield Row("no recomputation, 96Ki", 207.0, allocate(whole), "GiB", TRACE, MEMORY_BAR)
-    why = "another program (Megatron-DeepSpeed's layers and loss); ours has no term for them"
-    fpdt = Job(LLAMA, Layout(1, 1, 8), 512 * KI, replace(FULL, activation_offloading=True, tiled_loss=True))
-    yield Row("Llama3-8B, 8 A100, 512Ki, Ulysses", 60.1, allocate(fpdt), "GB", FPDT, None, why)
-
-
-def list_claims() -> Iterator[Claim]:
-    h100 = load_hardware().get_gpu("h100-80gb").memory_bytes / GIB
-
-    def claim(what: str, job: Job, fits: bool, source: str, note: str = "") -> Claim:
-        return Claim(what, fits, compute_ledger(job).gpu_peak_bytes / GIB, h100, source, note)
-
-    blog = Job(QWEN, Layout(1, 1, 4), 128 * KI, FULL, engine=Engine(communication_bytes=4))
-    yield claim("Qwen3-4B, sp 4, 128Ki, plain loss", blog, False, BLOG)
-    fused = {"fused_norms": True, "kernel": "flash_attention_3"}
-    for tokens, fits in ((2048, True), (3072, True), (4096, False)):
-        job = Job(LLAMA, Layout(1, 1, 8), tokens * KI, TILED, **fused)
-        note = "its layer is not ours; 6 % from the limit" if tokens == 4096 else ""
-        yield claim(f"Llama3-8B, 8 H100, {tokens}Ki, Ulysses", job, fits, UPIPE, note)
-    for tokens in (3072, 4096, 5120):
-        job = Job(LLAMA, Layout(1, 1, 8), tokens * KI, replace(TILED, head_chunks=4), **fused)
-        note = "its chunks are not ours; 6 % from the limit" if tokens == 5120 else ""
-        yield claim(f"Llama3-8B, 8 H100, {tokens}Ki, chunks of heads", job, True, UPIPE, note)
-    offload = replace(TILED, offload_optimizer="cpu")
-    alone = Job(LLAMA, Layout(1, 1, 1), 500_000, replace(offload, offload_param="cpu"), fused_norms=True)
-    yield claim("Llama-8B, 1 H100, 500K", alone, True, ALST)
-    for ranks, tokens in ((8, 3_700_000), (32, 15_000_000)):
-        job = Job(LLAMA, Layout(1, 1, ranks), tokens, offload, fused_norms=True)
-        yield claim(f"Llama-8B, {ranks} H100, {tokens:,}", job, True, ALST)
-
-
-def list_speed() -> Iterator[Row]:
-    hardware = load_hardware()
-    h100, a100 = hardware.get_gpu("h100-80gb"), hardware.get_gpu("a100-80gb")
-    published = {
-        ("Ulysses", 1): (2320.47, 1503.80, 878.63, 475.33, 246.05, 162.41),
-        ("chunks of heads", 4): (2281.05, 1487.29, 867.17, 472.53, 246.07, 166.32, 125.56, 98.25),
-    }
-    for (name, chunks), rates in published.items():
-        for tokens, rate in zip((128, 256, 512, 1024, 2048, 3072, 4096, 5120), rates, strict=False):
-            job = Job(LLAMA, Layout(1, 1, 8), tokens * KI, replace(TILED, head_chunks=chunks), fused_norms=True)
-            found = compute_speed(job, h100).tokens_per_second / 8
-            yield Row(f"Llama3-8B, 8 H100, {tokens}Ki, {name}", rate, found, "tokens/s", UPIPE, SPEED_BAR)
-    fpdt = Job(LLAMA, Layout(1, 1, 8), 512 * KI, replace(FULL, activation_offloading=True))
-    mfu = 100 * compute_speed(fpdt, a100).mfu
-    yield Row("Llama3-8B, 8 A100, 512Ki, Ulysses", 47.2, mfu, "% MFU", FPDT, SPEED_BAR)
-    for tokens, before, after in ((8, 6.93, 5.98), (16, 21.44, 17.26), (32, 76.38, 58.46)):
-        job = Job(LLAMA_7B, Layout(1, 1, 8), 8 * tokens * KI, FULL)
-        kept = replace(job, levers=Levers())
-        ratio = compute_speed(job, a100).step_seconds / compute_speed(kept, a100).step_seconds
-        what = f"7B, 8 A100, {tokens}Ki each: gain from keeping attention's result"
-        yield Row(what, before / after, ratio, "x", DIST, SPEED_BAR)
 
 
 def list_counted() -> Iterator[Row]:
@@ -276,6 +155,14 @@ def print_rows(title: str, rows: list[Row]) -> None:
         print(f"  {row.what:<62} {values} {row.error:+7.1%}  {row.source}{mark}")
 
 
+def print_claims(title: str, claims: list[Claim]) -> None:
+    print(f"\n{title}")
+    for claim in claims:
+        said, ok = "fits" if claim.fits else "OOM", "" if claim.is_good else "  OFF"
+        room = f"{claim.peak_gib:6.1f} of {claim.capacity_gib:.1f}"
+        print(f"  {claim.what:<62} {said:<5} {room}  {claim.source}{ok}{f'  ({claim.note})' if claim.note else ''}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counted", action="store_true")
@@ -284,19 +171,22 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     seconds = time_commands()  # before ranks are started, which stay
-    groups = {"memory: published, predicted": list(list_memory()), "speed: published, predicted": list(list_speed())}
+    groups = {
+        "memory: published, predicted": list(list_memory()),
+        "memory: published, predicted; rows found after the model was made": list(list_later_memory()),
+        "speed: published, predicted": list(list_speed()),
+        "speed: published, predicted; rows found after the model was made": list(list_later_speed()),
+    }
     if options.counted:
         groups["activations: counted, predicted"] = list(list_counted())
     if options.ranks:
         groups["a real step's peak: counted, predicted"] = list(list_real(options.remember))
     for title, rows in groups.items():
         print_rows(title, rows)
-    claims = list(list_claims())
-    print("\nfits or not, GiB")
-    for claim in claims:
-        said, ok = "fits" if claim.fits else "OOM", "" if claim.is_good else "  OFF"
-        room = f"{claim.peak_gib:6.1f} of {claim.capacity_gib:.1f}"
-        print(f"  {claim.what:<62} {said:<5} {room}  {claim.source}{ok}{f'  ({claim.note})' if claim.note else ''}")
+    claims, later = list(list_claims()), list(list_later_claims())
+    print_claims("fits or not, GiB", claims)
+    print_claims("fits or not, GiB; found after the model was made", later)
+    claims += later
     print("\nseconds of a command: " + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items()))
     held = [row for rows in groups.values() for row in rows if row.bar is not None]
     missed = [row for row in held if not row.is_good]

@@ -20,7 +20,7 @@ from ulysses_cli.train.loss import IGNORED, HeadRule, LossModel
 from ulysses_cli.train.offload import Offloader
 from ulysses_cli.train.recompute import recompute_layers
 from ulysses_cli.train.tiled_loss import make_tiled_loss
-from ulysses_cli.train.tiled_mlp import tile_mlps
+from ulysses_cli.train.tiled_mlp import tile_mlps, tile_norms
 
 LENGTHS = (21, 1, 30, 12)
 VOCABULARY = 64
@@ -102,6 +102,7 @@ def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossMode
     if levers.mlp_tiles is not None:
         num_tiles = levers.mlp_tiles
         assert tile_mlps(model, lambda _: num_tiles, gather_whole) == config.num_hidden_layers
+        assert tile_norms(model, lambda _: num_tiles) >= 2 * config.num_hidden_layers + 1
     if levers.recompute is not None:
         offloader = None
         if levers.offloaded is not None:

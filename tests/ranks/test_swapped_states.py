@@ -1,4 +1,4 @@
-"""Optimizer states on a disk: the bits of those in host memory, checkpoints, the rehearsal, a run's folder."""
+"""Optimizer states and weights on a disk: the bits of those in memory, checkpoints, the rehearsal, a run's folder."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def _operator() -> None:
 def make(*overrides: str, disk: Path | None = None) -> Recipe:
     where = (f"memory.nvme_path={disk}", "memory.offload_optimizer=nvme") if disk else ("memory.offload_optimizer=cpu",)
     return make_recipe(*COMMON, *where, *overrides, config={**CONFIG, **SIZES})
+
+
+def make_large(*overrides: str) -> Recipe:
+    """A model of which each weight's share has a file."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "head_dim": 512, "vocab_size": 1024}
+    return make_recipe(*COMMON, *overrides, config={**CONFIG, **sizes})
 
 
 def read_states(trip: Trip) -> list[torch.Tensor]:
@@ -113,6 +119,35 @@ def test_a_disk_changes_no_bit_of_a_run_its_rehearsal_and_its_checkpoint(tmp_pat
         assert losses == right[rank][0][3:]
 
 
+WEIGHTS = {
+    "states too": ("memory.offload_optimizer=nvme", "model.dtype=bfloat16"),
+    "states on the host": ("memory.offload_optimizer=cpu", "memory.gradient_checkpointing=full"),
+    "tiles": ("memory.offload_optimizer=none", "memory.tiled_mlp=true", "memory.tiled_loss=true"),
+    "adapters": ("memory.offload_optimizer=none", "lora.r=16"),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.full) for name in WEIGHTS])
+def test_weights_on_a_disk_change_no_bit(tmp_path: Path, case: str) -> None:
+    """Of a rehearsal with its evaluation, of steps, of a checkpoint, of a run that goes on from it, there or not."""
+    words, memory, disk = WEIGHTS[case], tmp_path / "memory", tmp_path / "swap"
+    disk.mkdir()
+    states_there = "memory.offload_optimizer=nvme" in words
+    plain = make_large(*words, *([f"memory.nvme_path={disk}"] if states_there else []), "memory.offload_param=none")
+    right = run_on_ranks(2, train_and_save, plain, str(memory))
+    there = make_large(*words, f"memory.nvme_path={disk}", "memory.offload_param=nvme")
+    found = run_on_ranks(2, train_and_save, there, str(tmp_path / "disk"), True)
+    for (losses, states, _), (expected, wanted, _) in zip(found, right, strict=True):
+        assert losses == expected
+        check_same(states, wanted)
+    files = list(disk.glob("zero_stage_3/*params/rank0/*"))
+    assert len(files) >= 2 * 7  # of each layer and rank
+    for recipe, folder in ((there, memory), (plain, tmp_path / "disk")):
+        for rank, (losses, states) in enumerate(run_on_ranks(2, resume, recipe, str(folder), recipe is there)):
+            assert losses == right[rank][0][3:]
+            check_same(states, right[rank][1])
+
+
 @pytest.mark.full
 def test_states_move_between_disk_and_device_and_layouts(tmp_path: Path) -> None:
     disk = tmp_path / "swap"
@@ -128,10 +163,10 @@ def test_a_run_has_its_own_folder_and_leaves_none(tmp_path: Path) -> None:
     shop, disk = Workshop(tmp_path), tmp_path / "fast"
     disk.mkdir()
     words = ["memory.offload_optimizer=nvme", f"memory.nvme_path={disk}", "train.max_steps=3"]
-    words += ["model.config.vocab_size=8192", "model.config.hidden_size=128"]
+    words += ["model.config.vocab_size=8192", "model.config.hidden_size=128", "memory.offload_param=nvme"]
     code, said = shop.train("swapped", *words)
     assert code == 0, said
     assert os.listdir(disk) == []
-    code, right = shop.train("whole", *words[2:], "memory.offload_optimizer=cpu")
+    code, right = shop.train("whole", *words[2:], "memory.offload_optimizer=cpu", "memory.offload_param=none")
     assert code == 0, right
     assert shop.read_losses("swapped") == shop.read_losses("whole")

@@ -88,6 +88,7 @@ def apply_levers(model: Any, levers: Levers) -> Any:
         tiled_mlp = pytest.importorskip("ulysses_cli.train.tiled_mlp")
         hidden = model.config.hidden_size
         tiled_mlp.tile_mlps(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden))
+        tiled_mlp.tile_norms(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden))
     if not levers.tiled_loss:
         return None
     tiled_loss = pytest.importorskip("ulysses_cli.train.tiled_loss")

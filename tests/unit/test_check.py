@@ -102,28 +102,48 @@ def test_check_zero_stage() -> None:
         "command line: memory.offload_param: cpu needs ZeRO stage 3; stage 1 does not shard parameters"
         "\n\nhint: set parallel.zero_stage: 3, or memory.offload_param: none"
     )
-    assert only("memory.offload_param=nvme") == (
-        "command line: memory.offload_param: nvme is not offered: what a run resumes from does not reach the files "
-        "that DeepSpeed keeps of parameters\n\nhint: use memory.offload_param: cpu; memory.offload_optimizer: nvme "
-        "moves what is six times as large"
-    )
     assert only("parallel.sp_size=1", "parallel.dp_replicate_size=8") == (
         "command line: parallel.dp_replicate_size: 8 copies of one rank each: DeepSpeed keeps no copies within a "
         "single rank\n\nhint: use dp_shard_size: 8 and dp_replicate_size: 1"
     )
 
 
-def test_check_swapping(tmp_path: Path) -> None:
-    swap = ("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
+def test_check_weights_on_disk(tmp_path: Path) -> None:
+    swap = ("memory.offload_param=nvme", f"memory.nvme_path={tmp_path}")
     assert check(*swap) == []
-    assert only("memory.offload_optimizer=nvme") == (
-        "command line: memory.nvme_path: required with memory.offload_optimizer: nvme"
-        "\n\nhint: name a folder on a fast local disk"
+    assert check(*swap, "memory.offload_optimizer=nvme") == []
+    assert only(*swap, "parallel.sp_size=4", "parallel.dp_replicate_size=2") == (
+        "command line: memory.offload_param: copies inside replicas (dp_replicate_size) stay in memory, which nvme is "
+        "there to spare\n\nhint: set parallel.dp_replicate_size: 1, or memory.offload_param: cpu"
     )
+    for name in ("prefetch_bucket_size", "max_reuse_distance"):
+        key = f"deepspeed.zero_optimization.{name}"
+        assert only(*swap, f"{key}=50000000") == (
+            f"command line: {key}: must be 0 with memory.offload_param: nvme: DeepSpeed would update weights in memory "
+            "and not in their file\n\nhint: leave it out"
+        )
+        assert check(*swap, f"{key}=0") == []
+    assert only(*swap, "parallel.sp_size=1", "data.packing=off", model_type="starcoder2") == (
+        "command line: memory.offload_param: nvme needs buffers of the size of the model's weights, and starcoder2's "
+        "are not known\n\nhint: use memory.offload_param: cpu"
+    )
+
+
+def test_check_disk(tmp_path: Path) -> None:
+    for part in ("offload_optimizer", "offload_param"):
+        assert only(f"memory.{part}=nvme") == (
+            f"command line: memory.nvme_path: required with memory.{part}: nvme"
+            "\n\nhint: name a folder on a fast local disk"
+        )
     assert only(f"memory.nvme_path={tmp_path}") == (
         "command line: memory.nvme_path: is not used: nothing is on nvme"
         "\n\nhint: set memory.offload_optimizer: nvme, or leave it out"
     )
+
+
+def test_check_states_on_disk(tmp_path: Path) -> None:
+    swap = ("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
+    assert check(*swap) == []
     assert only(*swap, "parallel.zero_stage=2") == (
         "command line: memory.offload_optimizer: nvme needs ZeRO stage 3; DeepSpeed's stage 2 keeps its states in "
         "memory\n\nhint: set parallel.zero_stage: 3, or memory.offload_optimizer: cpu"

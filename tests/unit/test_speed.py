@@ -79,6 +79,18 @@ def test_what_an_exchange_moves() -> None:
     assert compute_exchange_bytes(replace(job, layout=Layout(1, 4, 1))) == 0
 
 
+def test_only_what_goes_to_another_machine_waits_for_the_network() -> None:
+    """Of 16 ranks on two machines a rank sends to 15, 8 of them beyond the network."""
+    job = Job(LLAMA, Layout(1, 1, 16), 2**21, Levers())
+    beyond = compute_exchange_bytes(job) * 8 / 15 / (H100.network_gb_s * 1e9 * H100.efficiency.network)
+    endless = replace(H100, memory_gb_s=1e12)
+    assert compute_speed(job, endless).parts["exchange"] == pytest.approx(beyond, rel=1e-6)
+    slow = replace(endless, network_gb_s=H100.network_gb_s / 2)
+    assert compute_speed(job, slow).parts["exchange"] == pytest.approx(2 * beyond, rel=1e-6)
+    inside = replace(job, layout=Layout(1, 2, 8))
+    assert compute_speed(inside, slow).parts["exchange"] == compute_speed(inside, endless).parts["exchange"]
+
+
 jobs = st.builds(
     lambda shape, sp, dp, row, levers, lora: Job(
         shape, Layout(1, dp, sp), 4096 * row, levers, adapters=Adapters(8) if lora else None

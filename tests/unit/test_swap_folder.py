@@ -14,8 +14,6 @@ import pytest
 from ulysses_cli.train import swap_folder
 from ulysses_cli.train.swap_folder import leave_folder, name_folder, open_folder
 
-GROUP = 1000
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -29,7 +27,7 @@ def test_it_is_private_empty_and_the_same_for_every_rank(folder: Path, tmp_path:
     left = folder / "zero_stage_3" / "optimizer" / "rank7" / "0_5.tensor.swp"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"of a run that was killed")
-    assert open_folder(folder, tmp_path / "run", 1000, GROUP) == ""
+    assert open_folder(folder, tmp_path / "run", 1000, 1000) == ""
     assert [path.name for path in folder.iterdir()] == ["run.txt"]
     assert (folder / "run.txt").read_text() == f"{tmp_path / 'run'}\n"
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -41,12 +39,12 @@ def test_other_ranks_of_the_machine_leave_it_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert open_folder(folder, tmp_path / "run", 10**18, GROUP) == ""
+    assert open_folder(folder, tmp_path / "run", 10**18, 1000) == ""
     assert not folder.exists()
 
 
 def test_the_last_rank_closes_the_door(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_folder(folder, tmp_path / "run", 1000, GROUP)
+    open_folder(folder, tmp_path / "run", 1000, 1000)
     for rank in (0, 1):
         (folder / "zero_stage_3" / "optimizer" / f"rank{rank}").mkdir(parents=True)
     for rank in (1, 0):
@@ -65,14 +63,14 @@ def test_a_disk_without_room_is_told_with_what_others_left(
     other.mkdir()
     usage = shutil.disk_usage(tmp_path)._replace(free=2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    assert open_folder(folder, tmp_path / "run", 2**30, GROUP) == (
-        f"memory.nvme_path: {folder.parent} has 1.00 GiB free, states and gradients of 2 ranks take 32.32 GiB there: "
-        "make room, use more GPUs, or memory.offload_optimizer: cpu; runs that were killed may have left "
+    assert open_folder(folder, tmp_path / "run", 2**30, 1000) == (
+        f"memory.nvme_path: {folder.parent} has 1.00 GiB free, what 2 ranks keep there takes 2.00 GiB: "
+        "make room, use more GPUs, or cpu in place of nvme; runs that were killed may have left "
         f"{other} (each names its run in run.txt)"
     )
     assert not folder.exists()
     assert other.exists()
-    assert open_folder(folder, tmp_path / "run", 2**24, GROUP) == ""
+    assert open_folder(folder, tmp_path / "run", 2**24, 1000) == ""
 
 
 def test_a_file_system_without_direct_writes_is_refused(
@@ -86,7 +84,7 @@ def test_a_file_system_without_direct_writes_is_refused(
         return real(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert open_folder(folder, tmp_path / "run", 1000, GROUP) == (
+    assert open_folder(folder, tmp_path / "run", 1000, 1000) == (
         f"memory.nvme_path: {folder.parent} takes no direct writes (Invalid argument): name a folder on a local disk, "
         "not on a network or in memory"
     )
@@ -96,15 +94,15 @@ def test_a_file_system_without_direct_writes_is_refused(
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     folder = name_folder(str(tmp_path / "file"), tmp_path / "run")
-    assert open_folder(folder, tmp_path / "run", 1000, GROUP) == f"memory.nvme_path: {folder}: Not a directory"
+    assert open_folder(folder, tmp_path / "run", 1000, 1000) == f"memory.nvme_path: {folder}: Not a directory"
 
 
 def test_a_limit_of_locked_memory_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
     monkeypatch.setattr(swap_folder, "_may_lock_all", lambda: False)
-    assert open_folder(folder, tmp_path / "run", 1 << 19, 1 << 19) == ""
-    assert open_folder(folder, tmp_path / "run", 1 << 22, 1 << 20) == (
-        "memory.offload_optimizer: nvme needs buffers of 16 MiB of locked memory, and this process may lock 8 MiB: "
+    assert open_folder(folder, tmp_path / "run", 1 << 19, 8 << 20) == ""
+    assert open_folder(folder, tmp_path / "run", 1 << 19, 16 << 20) == (
+        "offload to nvme needs buffers of 16 MiB of locked memory, and this process may lock 8 MiB: "
         "raise it (`ulimit -l unlimited`, in a container --ulimit memlock=-1), or make "
         "deepspeed.zero_optimization.sub_group_size smaller"
     )

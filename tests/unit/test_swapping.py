@@ -11,11 +11,13 @@ from recipes import load
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.estimate import compute_estimate
 from ulysses_cli.plan.ledger.swapping import (
-    compute_locked_bytes,
+    compute_disk_bytes,
+    compute_locked_state_bytes,
+    compute_locked_weight_bytes,
     compute_node_disk_bytes,
-    compute_swapped_bytes,
+    compute_swap_need,
     compute_unswapped_gradients,
-    count_swapped,
+    size_weight_buffers,
 )
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.levers import Levers
@@ -36,12 +38,6 @@ def make(*overrides: str) -> Recipe:
     return load("parallel.sp_size=8", *overrides).recipe
 
 
-def test_bytes_by_size() -> None:
-    assert compute_swapped_bytes(1000) == 16_160
-    assert compute_locked_bytes(1000, 10**9) == 16_000
-    assert compute_locked_bytes(10**9, 10**8) == 16 * 10**8
-
-
 def test_a_disk_spares_the_host_and_costs_time(tmp_path: Path) -> None:
     gpu = load_hardware().get_gpu("h100-80gb")
     swap = ("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
@@ -55,8 +51,9 @@ def test_a_disk_spares_the_host_and_costs_time(tmp_path: Path) -> None:
     assert on_disk.ledger.host_peak_bytes < on_host.ledger.host_peak_bytes - 10 * trained
     assert job.engine.sub_group == 100_000_000
     locked = on_disk.ledger.host_phases["optimizer_step"]["optimizer_pinned"]
-    assert locked == 8 * (compute_locked_bytes(10**9, 10**8) + job.engine.gradient_bytes * count_shard(trained, 8))
-    assert on_disk.speed.step_seconds > on_host.speed.step_seconds + 2 * 16 * trained / 5e9
+    assert compute_locked_state_bytes(job) == 16 * 10**8
+    assert locked == 8 * (16 * 10**8 + job.engine.gradient_bytes * count_shard(trained, 8))
+    assert on_disk.speed.step_seconds > on_host.speed.step_seconds + 0.99 * 2 * 16 * trained / 5e9
     found = describe_estimate(on_disk)
     assert found["disk_bytes_per_node"] == compute_node_disk_bytes(job)
     assert describe_estimate(on_host)["disk_bytes_per_node"] == 0
@@ -76,9 +73,26 @@ def test_small_gradients_wait_on_the_gpu(tmp_path: Path) -> None:
     assert compute_unswapped_gradients(many) == 4 * matrices // 128
 
 
-def test_counts_of_a_recipe_and_of_a_model_without_formulas(tmp_path: Path) -> None:
+def test_need_of_a_recipe_and_of_a_model_without_formulas(tmp_path: Path) -> None:
     recipe = make("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
-    elements, sub_group = count_swapped(recipe, SHAPE, Levers(offload_optimizer="nvme"))
-    assert elements == pytest.approx(8.03e9 / 8, rel=0.001)
-    assert sub_group == 100_000_000
-    assert count_swapped(recipe, replace(SHAPE, num_parameters=None), Levers(offload_optimizer="nvme")) == (0, 0)
+    on_disk, locked = compute_swap_need(recipe, SHAPE, Levers(offload_optimizer="nvme"))
+    assert on_disk == pytest.approx(16 * 8.03e9 / 8, rel=0.02)
+    assert locked == 16 * 10**8
+    assert compute_swap_need(recipe, replace(SHAPE, num_parameters=None), Levers(offload_optimizer="nvme")) == (0, 0)
+
+
+def test_weights_on_a_disk(tmp_path: Path) -> None:
+    """8 ranks: of a layer seven weights have files, of 1 MiB or more; two norms do not. The embedding's is
+    the largest."""
+    gpu = load_hardware().get_gpu("h100-80gb")
+    cpu, disk = "memory.offload_param=cpu", ("memory.offload_param=nvme", f"memory.nvme_path={tmp_path}")
+    host = compute_estimate(make("memory.offload_optimizer=cpu", cpu), SHAPE, gpu)
+    there = compute_estimate(make("memory.offload_optimizer=cpu", *disk), SHAPE, gpu)
+    job, largest = there.job, 128_256 * 4096 // 8
+    assert size_weight_buffers(job.weights, 8, 2) == {"buffer_count": 8, "buffer_size": largest}
+    assert compute_locked_weight_bytes(job) == 2 * (8 * largest + 10**8)
+    assert compute_disk_bytes(job) == pytest.approx(2 * 8.03e9 / 8, rel=0.02)
+    assert compute_disk_bytes(host.job) == compute_locked_weight_bytes(host.job) == 0
+    assert there.ledger.gpu_allocated_bytes <= host.ledger.gpu_allocated_bytes, "nothing is gathered ahead"
+    reads = 3 * 2 * 8.03e9 / 5e9
+    assert there.speed.step_seconds > host.speed.step_seconds + reads

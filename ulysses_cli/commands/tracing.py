@@ -27,10 +27,11 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> d
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.resolved import make_layout
 
-    if levers.offload_optimizer == "nvme":
-        what = "nvme cannot be traced: states on a disk are files, not tensors"
-        hint = "leave --trace out, or trace with memory.offload_optimizer=cpu: the GPU holds the same"
-        raise RecipeError([Problem("memory.offload_optimizer", what, hint)])
+    for name in ("offload_optimizer", "offload_param"):
+        if getattr(levers, name) == "nvme":
+            what = "nvme cannot be traced: what lives on a disk are files, not tensors"
+            hint = f"leave --trace out, or trace with memory.{name}=cpu: the GPU holds as much or a little more"
+            raise RecipeError([Problem(f"memory.{name}", what, hint)])
     wish = {
         "recipe": recipe.model_dump(mode="json"),
         "config": dict(config),

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ulysses_cli.plan import check_files, check_model, check_positions, check_training
-from ulysses_cli.plan.ds_config import find_contradictions, make_ds_config
+from ulysses_cli.plan.ds_config import WEIGHTS_ON_DISK, find_contradictions, make_ds_config
+from ulysses_cli.plan.ledger.job import is_known
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.problem import Problem
@@ -171,27 +172,27 @@ def check_zero_stage(case: Case) -> Found:
             f"{memory.offload_param} needs ZeRO stage 3; stage {stage} does not shard parameters",
             "set parallel.zero_stage: 3, or memory.offload_param: none",
         )
-    if memory.offload_param == "nvme":
-        yield Problem(
-            "memory.offload_param",
-            "nvme is not offered: what a run resumes from does not reach the files that DeepSpeed keeps of parameters",
-            "use memory.offload_param: cpu; memory.offload_optimizer: nvme moves what is six times as large",
-        )
 
 
-def check_swapping(case: Case) -> Found:
-    """Optimizer states on a local disk: where, and what does not go with them."""
-    memory, key = case.recipe.memory, "memory.offload_optimizer"
-    if memory.offload_optimizer != "nvme":
-        if memory.nvme_path is not None:
-            yield Problem("memory.nvme_path", "is not used: nothing is on nvme", f"set {key}: nvme, or leave it out")
+def check_disk(case: Case) -> Found:
+    """A folder on a local disk is named where something lives there, and nowhere else."""
+    memory, key = case.recipe.memory, "memory.nvme_path"
+    there = [name for name in ("offload_optimizer", "offload_param") if getattr(memory, name) == "nvme"]
+    if there and memory.nvme_path is None:
+        yield Problem(key, f"required with memory.{there[0]}: nvme", "name a folder on a fast local disk")
+    if not there and memory.nvme_path is not None:
+        what = "is not used: nothing is on nvme"
+        yield Problem(key, what, "set memory.offload_optimizer: nvme, or leave it out")
+
+
+def check_states_on_disk(case: Case) -> Found:
+    """What does not go with optimizer states on a disk."""
+    key, stage = "memory.offload_optimizer", case.recipe.parallel.zero_stage
+    if case.recipe.memory.offload_optimizer != "nvme":
         return
-    stage = case.recipe.parallel.zero_stage
     if stage < 3:
         what = f"nvme needs ZeRO stage 3; DeepSpeed's stage {stage} keeps its states in memory"
         yield Problem(key, what, f"set parallel.zero_stage: 3, or {key}: cpu")
-    if memory.nvme_path is None:
-        yield Problem("memory.nvme_path", f"required with {key}: nvme", "name a folder on a fast local disk")
     if case.recipe.run.async_save:
         what = "copies states into host memory, which memory.offload_optimizer: nvme is there to spare"
         yield Problem("run.async_save", what, "leave it out; a save then reads them from the disk, piece by piece")
@@ -200,6 +201,24 @@ def check_swapping(case: Case) -> Found:
         if isinstance(theirs, dict) and theirs.get(name):
             where = f"deepspeed.zero_optimization.offload_optimizer.{name}"
             yield Problem(where, "is not offered: only the plain swapper is proven to change no value", "leave it out")
+
+
+def check_weights_on_disk(case: Case) -> Found:
+    """What does not go with weights on a disk."""
+    key, shape = "memory.offload_param", case.shape
+    if case.recipe.memory.offload_param != "nvme":
+        return
+    if shape is not None and not is_known(shape):
+        what = f"nvme needs buffers of the size of the model's weights, and {shape.model_type}'s are not known"
+        yield Problem(key, what, f"use {key}: cpu")
+    if case.recipe.parallel.dp_replicate_size > 1:
+        what = "copies inside replicas (dp_replicate_size) stay in memory, which nvme is there to spare"
+        yield Problem(key, what, f"set parallel.dp_replicate_size: 1, or {key}: cpu")
+    theirs = case.recipe.deepspeed.get("zero_optimization", {})
+    for name in WEIGHTS_ON_DISK:
+        if isinstance(theirs, dict) and theirs.get(name):
+            what = f"must be 0 with {key}: nvme: DeepSpeed would update weights in memory and not in their file"
+            yield Problem(f"deepspeed.zero_optimization.{name}", what, "leave it out")
 
 
 def check_model_source(case: Case) -> Found:
@@ -243,7 +262,9 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     check_fixed_length,
     check_long_documents,
     check_zero_stage,
-    check_swapping,
+    check_disk,
+    check_states_on_disk,
+    check_weights_on_disk,
     check_model_source,
     check_deepspeed_section,
 )

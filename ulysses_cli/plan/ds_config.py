@@ -69,9 +69,12 @@ ZERO = frozenset(
 )
 
 
-# Weights that pass through memory together when states live on a disk: four buffers of as many float32 numbers are
-# locked on each rank. Large enough for a disk's full rate.
+# Weights that pass through memory together when states or weights live on a disk: four buffers of as many float32
+# numbers are locked on each rank. Large enough for a disk's full rate.
 SWAPPED_GROUP = 100_000_000
+# Weights on a disk: all of them; none is read ahead or kept beyond its module. DeepSpeed's reading ahead leaves weights
+# in buffers that a step then updates there, and not in the file (partitioned_param_swapper.py).
+WEIGHTS_ON_DISK = {"prefetch_bucket_size": 0, "max_reuse_distance": 0}
 
 
 def make_ds_config(
@@ -92,6 +95,9 @@ def make_ds_config(
             if device == "nvme":
                 zero[part]["nvme_path"] = memory.nvme_path
                 zero["sub_group_size"] = SWAPPED_GROUP
+    if offload_param == "nvme":
+        zero["offload_param"]["max_in_cpu"] = 0
+        zero.update(WEIGHTS_ON_DISK)
     return {
         "train_micro_batch_size_per_gpu": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,

@@ -11,7 +11,7 @@ from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger import host
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import keeps_slices
-from ulysses_cli.plan.ledger.swapping import compute_node_disk_bytes
+from ulysses_cli.plan.ledger.swapping import compute_state_file_bytes
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.model_shape import Layer
 from ulysses_cli.plan.step_parts import PARTS
@@ -161,18 +161,13 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
 
 
 def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> float:
-    """Over NVLink or PCIe inside a machine, over the network beyond; and two copies that put heads in order, each read
-    and written. In the attention's way, so never hidden."""
-    num_bytes = compute_exchange_bytes(job)
-    return num_bytes / _get_link(gpu, job.layout.sp_size) + 4 * num_bytes / memory
-
-
-def _get_link(gpu: Gpu, num_ranks: int) -> float:
-    """Bytes per second and rank between that many neighbours."""
-    inside = gpu.link_gb_s * GIGA * gpu.efficiency.link
-    if num_ranks <= gpu.gpus_per_node:
-        return inside
-    return min(inside, gpu.network_gb_s * GIGA * gpu.efficiency.network)
+    """To ranks of the same machine over NVLink or PCIe, to others over the network, at the same time; and two copies
+    that put heads in order, each read and written. In the attention's way, so never hidden."""
+    num_bytes, sp_size = compute_exchange_bytes(job), job.layout.sp_size
+    near = num_bytes * (min(sp_size, gpu.gpus_per_node) - 1) / max(1, sp_size - 1)
+    inside = near / (gpu.link_gb_s * GIGA * gpu.efficiency.link)
+    between = (num_bytes - near) / (gpu.network_gb_s * GIGA * gpu.efficiency.network)
+    return max(inside, between) + 4 * num_bytes / memory
 
 
 def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
@@ -197,25 +192,31 @@ def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
 
 
 def _compute_offload(job: Job, gpu: Gpu) -> float:
-    """Per micro-step: what is kept goes to the host and comes back, shards of offloaded weights come twice."""
+    """Per micro-step: what is kept goes to the host and comes back, shards of offloaded weights come twice. Those on a
+    disk, of which none is kept, come for each run of a module; ranks of a machine share its disk."""
     rate = gpu.host_gb_s * GIGA * gpu.efficiency.host
-    moved = 2.0 * host.compute_kept_pinned(job)
-    if job.levers.offload_param != "none":
-        moved += 2 * job.dtype_bytes * job.weights.num_elements / job.world_size
-    return moved / rate
+    kept = 2.0 * host.compute_kept_pinned(job) / rate
+    weights = job.dtype_bytes * job.weights.num_elements / job.world_size
+    if job.levers.offload_param == "none":
+        return kept
+    if job.levers.offload_param == "cpu":
+        return kept + 2 * weights / rate
+    num_runs = 2 + (job.levers.gradient_checkpointing is not False)
+    disk = gpu.efficiency.disk_gb_s * GIGA
+    return kept + num_runs * weights * (1 / rate + job.ranks_per_node / disk)
 
 
 def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float, float]:
     """(Adam, what it moves to the host, a disk and back) once per step; neither is hidden."""
     shard = count_shard(job.weights.num_trained, job.world_size)
+    # Files of states are read and written once, those of trained weights written; ranks of a machine share its disk.
+    written = 2 * compute_state_file_bytes(job) + job.dtype_bytes * shard * (job.levers.offload_param == "nvme")
+    moved = job.ranks_per_node * written / (gpu.efficiency.disk_gb_s * GIGA)
     if job.levers.offload_optimizer == "none":
-        return ADAM_TRAFFIC_BYTES * shard / memory, 0.0
-    link = gpu.host_gb_s * GIGA * gpu.efficiency.host
+        return ADAM_TRAFFIC_BYTES * shard / memory, moved
     seconds = CPU_ADAM_TRAFFIC_BYTES * shard / (gpu.efficiency.host_memory_gb_s * GIGA)
-    moved = (job.engine.gradient_bytes + job.dtype_bytes) * shard / link
-    if job.levers.offload_optimizer == "nvme":  # files are read and written once; ranks of a machine share its disk
-        moved += 2 * compute_node_disk_bytes(job) / (gpu.efficiency.disk_gb_s * GIGA)
-    return seconds, moved
+    link = gpu.host_gb_s * GIGA * gpu.efficiency.host
+    return seconds, moved + (job.engine.gradient_bytes + job.dtype_bytes) * shard / link
 
 
 def compute_cost(seconds: float, num_gpus: int, gpu: Gpu) -> tuple[float, float] | None:

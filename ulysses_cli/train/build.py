@@ -19,10 +19,18 @@ from transformers import AutoConfig, PretrainedConfig, get_scheduler
 
 from ulysses_cli.plan.attention import Need
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
+from ulysses_cli.plan.ledger.job import read_adapters
+from ulysses_cli.plan.ledger.swapping import size_weight_buffers
+from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe, Train
-from ulysses_cli.plan.resolved import compute_rope_factor, compute_row_tokens, get_original_positions
+from ulysses_cli.plan.resolved import (
+    compute_rope_factor,
+    compute_row_tokens,
+    get_original_positions,
+    make_layout,
+)
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 from ulysses_cli.train.agreement import gather_values
 from ulysses_cli.train.clock import count_as, watch_module
@@ -46,7 +54,7 @@ from ulysses_cli.train.recompute import recompute_layers
 from ulysses_cli.train.shards import get_shape
 from ulysses_cli.train.states import forget_powers
 from ulysses_cli.train.tiled_loss import make_tiled_loss
-from ulysses_cli.train.tiled_mlp import tile_mlps
+from ulysses_cli.train.tiled_mlp import tile_mlps, tile_norms
 
 PROBE_TOKENS = 8
 HEAD_TOLERANCE = 0.02  # bfloat16 keeps 8 bits; a lost scale or softcap costs far more
@@ -114,7 +122,7 @@ def build(
     swap_folder: Path | None = None,
 ) -> Built:
     """Collective over all ranks. `row_lengths`: documents of a row of the run, for kernels to be timed on.
-    `swap_folder`: where optimizer states live that are on a disk."""
+    `swap_folder`: where optimizer states and weights live that are on a disk."""
     import deepspeed
 
     layout = groups.layout
@@ -122,7 +130,7 @@ def build(
     made = make_ds_config(recipe, layout, levers.offload_optimizer, levers.offload_param)
     ds_config = merge_user_config(made, recipe.deepspeed)
     if swap_folder is not None:
-        ds_config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_folder)
+        _place_on_disk(ds_config["zero_optimization"], swap_folder, recipe, shape)
     kernel = _choose_kernel(recipe, shape, groups, device, levers.head_chunks, row_lengths)
     tell(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
@@ -145,6 +153,15 @@ def build(
     engine = Engine(wrapped, groups, device, make_schedule(recipe.train, num_steps), _forget_modules)
     num_trained = sum(math.prod(get_shape(parameter)) for _, parameter in trained)
     return Built(engine, module, config, adapter, kernel, num_trained)
+
+
+def _place_on_disk(zero: dict[str, Any], folder: Path, recipe: Recipe, shape: ModelShape) -> None:
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, {}).get("device") == "nvme":
+            zero[name]["nvme_path"] = str(folder)
+            if name == "offload_param":
+                weights, dtype = list_weights(shape, read_adapters(recipe)), getattr(torch, recipe.model.dtype)
+                zero[name].update(size_weight_buffers(weights, make_layout(recipe).world_size, dtype.itemsize))
 
 
 def read_head_rule(config: PretrainedConfig, z_loss_weight: float) -> HeadRule:
@@ -193,6 +210,7 @@ def _pull_levers(
         if levers.tiled_mlp:
             count_tiles = partial(compute_num_mlp_tiles, hidden_size=shape.hidden_size)
             tile_mlps(model, count_tiles, gather_whole)
+            tile_norms(model, count_tiles)
         if levers.gradient_checkpointing:
             # the last layer's backward follows at once: what it keeps would come back before it had left
             shelves = Offloader(device, shape.num_layers - 1).make_shelf if levers.activation_offloading else None

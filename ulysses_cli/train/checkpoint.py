@@ -36,6 +36,7 @@ from ulysses_cli.train.archive import (
 from ulysses_cli.train.run_file import mask_facts
 from ulysses_cli.train.shards import Shard, list_shards
 from ulysses_cli.train.states import KINDS, Flat, list_flats, set_step_count, walk_chunks
+from ulysses_cli.train.swap_files import is_file, write_weight
 from ulysses_cli.train.tensor_file import Later, get_tensor, read_metadata, write_tensors
 
 Entries = dict[str, dict[str, Any]]  # file name -> bytes and sha256
@@ -225,8 +226,11 @@ def _refresh_weights(owner: Owner, sources: dict[str, list[Source]]) -> None:
         if hasattr(parameter, "ds_tensor"):
             if name in shards:
                 shard = shards[name]
-                held = parameter.ds_tensor.data.view(-1).narrow(0, 0, shard.numel)
-                held.copy_(get_tensor(flats[shard.flat].read("master", shard.offset, shard.numel)))
+                values = get_tensor(flats[shard.flat].read("master", shard.offset, shard.numel))
+                if is_file(parameter):
+                    write_weight(parameter, values)
+                else:
+                    parameter.ds_tensor.data.view(-1).narrow(0, 0, shard.numel).copy_(values)
         else:
             whole = read_range(sources[name], f"{name}|master", 0, parameter.numel())
             parameter.data.copy_(whole.view(parameter.shape))

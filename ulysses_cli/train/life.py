@@ -22,7 +22,7 @@ from ulysses_cli.data.tokenizer import load_tokenizer
 from ulysses_cli.plan.estimate import explain_memory
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import Hardware
-from ulysses_cli.plan.ledger.swapping import count_swapped
+from ulysses_cli.plan.ledger.swapping import compute_swap_need
 from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import read_model_shape
@@ -115,7 +115,7 @@ class Life:
         self.device = choose_device(wants_cpu=recipe.run.device == "cpu" or self.options.pretend)
         gpu, is_known = recognise_gpu(self.device, self.load_hardware())
         self.forecast = Forecast(choose_levers(recipe, self.shape, gpu), gpu, is_known)
-        if recipe.memory.offload_optimizer == "nvme":
+        if recipe.memory.nvme_path is not None:
             self.open_swap_folder()
         is_first = int(os.environ.get("RANK", "0")) == 0
         said: list[str] = []
@@ -135,7 +135,7 @@ class Life:
 
     def open_swap_folder(self) -> None:
         self.swap_folder = name_folder(str(self.recipe.memory.nvme_path), self.run_dir)
-        sizes = count_swapped(self.recipe, self.shape, self.forecast.choice.levers)
+        sizes = compute_swap_need(self.recipe, self.shape, self.forecast.choice.levers)
         if problem := find_missing_operator() or open_folder(self.swap_folder, self.run_dir, *sizes):
             raise StartError(problem)
 

@@ -35,7 +35,7 @@ def find_missing_operator() -> str:
         if not builder.is_compatible(verbose=False):
             reason = "libaio and its headers are not found"
         return (
-            f"memory.offload_optimizer: nvme needs DeepSpeed's operator async_io, which cannot be built: {reason}: "
-            "install libaio-dev (apt) or libaio-devel (dnf) and a C++ compiler, or use memory.offload_optimizer: cpu"
+            f"offload to nvme needs DeepSpeed's operator async_io, which cannot be built: {reason}: "
+            "install libaio-dev (apt) or libaio-devel (dnf) and a C++ compiler, or use cpu in place of nvme"
         )
     return ""

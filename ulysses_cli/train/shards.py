@@ -67,5 +67,5 @@ def count_held(module: nn.Module) -> tuple[int, int, int]:
         whole += size
         if getattr(parameter, "ds_persist", False):
             small += size
-        held += parameter.ds_tensor.numel() if hasattr(parameter, "ds_tensor") else size
+        held += parameter.ds_tensor.ds_numel if hasattr(parameter, "ds_tensor") else size
     return held, whole, small

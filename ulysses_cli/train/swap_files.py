@@ -1,5 +1,5 @@
-"""Optimizer states that DeepSpeed's swapper keeps in files, read and written there: a checkpoint brings nothing back
-into memory but one tensor at a time.
+"""Optimizer states and weights that DeepSpeed's swappers keep in files, read and written there: a checkpoint brings
+nothing back into memory but one tensor at a time.
 
 Between steps the files are all there is. Knows the swapper by its attributes; imports nothing of it.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ulysses_cli.train.tensor_file import Later
 
@@ -62,6 +62,19 @@ class SwappedFlat:
         self.optimizer.optimizer.state[self.master] = {"step": 0, **zeros}
         swapper.swap_out_optimizer_state(parameter=self.master)
         self.master.grad = None
+
+
+def is_file(parameter: nn.Parameter) -> bool:
+    """This rank's share of the weight lives on the disk."""
+    return bool(parameter.ds_tensor.final_location == "nvme")
+
+
+def write_weight(parameter: nn.Parameter, values: Tensor) -> None:
+    """Of a weight that nobody has read in: what is in memory would be taken for the newer one."""
+    if parameter.ds_tensor.status.name != "NOT_AVAILABLE":
+        raise AssertionError("a weight is written to its file while it is in memory")
+    with open(parameter.nvme_swapper.get_path(parameter, must_exist=True), "r+b") as stream:
+        stream.write(memoryview(values.cpu().to(parameter.dtype).contiguous().view(torch.uint8).numpy()))
 
 
 def is_swapped(optimizer: Any, master: Tensor) -> bool:

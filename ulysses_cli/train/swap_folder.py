@@ -1,4 +1,5 @@
-"""The folder on a local disk in which optimizer states live: private to a run, empty at its start, gone at its end.
+"""The folder on a local disk in which optimizer states or weights live: private to a run, empty at its start, gone at
+its end.
 
 What a run that was killed has left goes when it is started again. Looked at before any process group exists. No torch.
 """
@@ -13,8 +14,6 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ulysses_cli.plan.ledger.swapping import compute_locked_bytes, compute_swapped_bytes
-
 OWNER = "run.txt"
 PREFIX = "ulysses-"
 CAP_IPC_LOCK = 14  # capabilities(7): may lock any amount of memory
@@ -27,19 +26,18 @@ def name_folder(nvme_path: str, run_dir: Path) -> Path:
     return Path(os.path.expanduser(nvme_path)).resolve() / f"{PREFIX}{mark}"
 
 
-def open_folder(folder: Path, run_dir: Path, elements: int, sub_group: int) -> str:
-    """One rank of each machine makes it, before any meets the others -> what is wrong, or ''. `elements`: of a rank's
-    share of what is trained."""
+def open_folder(folder: Path, run_dir: Path, disk_bytes: int, locked_bytes: int) -> str:
+    """One rank of each machine makes it, before any meets the others -> what is wrong, or ''. Bytes are one rank's."""
     if int(os.environ.get("LOCAL_RANK", "0")):
         return ""
     try:
         remove_folder(folder)
         folder.mkdir(mode=0o700)
         (folder / OWNER).write_text(f"{run_dir.resolve()}\n", encoding="utf-8")
-        problem = _find_direct_problem(folder / "probe") or _find_shortage(folder, elements)
+        problem = _find_direct_problem(folder / "probe") or _find_shortage(folder, disk_bytes)
     except OSError as error:
         problem = f"memory.nvme_path: {folder}: {error.strerror or error}"
-    problem = problem or _find_lock_problem(compute_locked_bytes(elements, sub_group))
+    problem = problem or _find_lock_problem(locked_bytes)
     if problem:
         remove_folder(folder)
     return problem
@@ -53,10 +51,11 @@ def leave_folder(folder: Path | None) -> None:
     """This rank's files go; the folder goes with the last one's. None: there is none."""
     if folder is None:
         return
-    states = folder / "zero_stage_3" / "optimizer"
-    shutil.rmtree(states / f"rank{os.environ.get('RANK', '0')}", ignore_errors=True)
+    for kind in folder.glob("zero_stage_3/*"):
+        shutil.rmtree(kind / f"rank{os.environ.get('RANK', '0')}", ignore_errors=True)
     with suppress(OSError):  # others are still there
-        states.rmdir()
+        for kind in folder.glob("zero_stage_3/*"):
+            kind.rmdir()
         remove_folder(folder)
 
 
@@ -80,16 +79,16 @@ def _find_direct_problem(probe: Path) -> str:
         probe.unlink(missing_ok=True)
 
 
-def _find_shortage(folder: Path, elements: int) -> str:
+def _find_shortage(folder: Path, disk_bytes: int) -> str:
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed, free = num_ranks * compute_swapped_bytes(elements), shutil.disk_usage(folder).free
+    needed, free = num_ranks * disk_bytes, shutil.disk_usage(folder).free
     if needed <= free:
         return ""
     others = sorted(str(other) for other in folder.parent.glob(f"{PREFIX}*") if other != folder)
     left = f"; runs that were killed may have left {', '.join(others[:5])} (each names its run in {OWNER})"
     return (
-        f"memory.nvme_path: {folder.parent} has {free / 2**30:.2f} GiB free, states and gradients of {num_ranks} ranks "
-        f"take {needed / 2**30:.2f} GiB there: make room, use more GPUs, or memory.offload_optimizer: cpu"
+        f"memory.nvme_path: {folder.parent} has {free / 2**30:.2f} GiB free, what {num_ranks} ranks keep there takes "
+        f"{needed / 2**30:.2f} GiB: make room, use more GPUs, or cpu in place of nvme"
         f"{left if others else ''}"
     )
 
@@ -99,7 +98,7 @@ def _find_lock_problem(needed: int) -> str:
     if limit == resource.RLIM_INFINITY or needed <= limit or _may_lock_all():
         return ""
     return (
-        f"memory.offload_optimizer: nvme needs buffers of {needed / 2**20:,.0f} MiB of locked memory, and this process "
+        f"offload to nvme needs buffers of {needed / 2**20:,.0f} MiB of locked memory, and this process "
         f"may lock {limit / 2**20:,.0f} MiB: raise it (`ulimit -l unlimited`, in a container --ulimit memlock=-1), or "
         "make deepspeed.zero_optimization.sub_group_size smaller"
     )

@@ -149,6 +149,13 @@ def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
     )
 
 
+def read_adapters(recipe: Recipe) -> Adapters | None:
+    lora = recipe.lora
+    if lora is None:
+        return None
+    return Adapters(lora.r, () if lora.target_modules == "all-linear" else lora.target_modules)
+
+
 def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8) -> Job:
     """A recipe that passed its checks, with its levers settled -> Job."""
     check_known(shape)
@@ -157,7 +164,6 @@ def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node
     config = merge_user_config(
         make_ds_config(recipe, layout, levers.offload_optimizer, levers.offload_param), recipe.deepspeed
     )
-    lora = recipe.lora
     return Job(
         shape=shape,
         layout=layout,
@@ -168,9 +174,7 @@ def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node
         dtype_bytes=dtype_bytes,
         zero_stage=recipe.parallel.zero_stage,
         optim=recipe.train.optim,
-        adapters=None
-        if lora is None
-        else Adapters(lora.r, () if lora.target_modules == "all-linear" else lora.target_modules),
+        adapters=read_adapters(recipe),
         engine=read_engine(config, dtype_bytes, layout.sp_size),
         gpus_per_node=gpus_per_node,
         evaluates=bool(recipe.data.eval_datasets or recipe.data.eval_split),

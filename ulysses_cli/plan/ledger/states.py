@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ulysses_cli.plan.ledger import lower_stages
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.swapping import compute_locked_bytes
+from ulysses_cli.plan.ledger.swapping import compute_locked_state_bytes, compute_locked_weight_bytes
 from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard
 
 CODE_BLOCK = 256  # train/codes.py: weights that share a scale
@@ -173,7 +173,7 @@ def compute_host_optimizer_pinned(job: Job) -> int:
             return lower_stages.compute_host_pinned(job)
         return (job.engine.gradient_bytes + 4) * shard
     if job.levers.offload_optimizer == "nvme":
-        return job.engine.gradient_bytes * shard + compute_locked_bytes(shard, job.engine.sub_group)
+        return job.engine.gradient_bytes * shard + compute_locked_state_bytes(job)
     return 0
 
 
@@ -185,11 +185,9 @@ def compute_host_optimizer_pageable(job: Job) -> int:
 
 
 def compute_host_parameters(job: Job) -> int:
-    """Per rank: b (N + F) / W, page-locked (stage3.py: _create_param_groups_fp16_flat_cpu_memory); on NVMe DeepSpeed's
-    five buffers of the largest weight (offload_config.py: buffer_count, buffer_size)."""
+    """Per rank: b (N + F) / W, page-locked (stage3.py: _create_param_groups_fp16_flat_cpu_memory); on NVMe the
+    buffers through which they pass."""
     weights = job.weights
     if job.levers.offload_param == "cpu":
         return job.dtype_bytes * count_shard(weights.num_elements, job.world_size)
-    if job.levers.offload_param == "nvme":
-        return 5 * job.dtype_bytes * max(100_000_000, count_shard(weights.largest, job.world_size))
-    return 0
+    return compute_locked_weight_bytes(job)

@@ -1,12 +1,16 @@
-"""Optimizer states on a local disk (memory.offload_optimizer: nvme): what DeepSpeed's swapper takes there and beside.
+"""What lives on a local disk (memory.offload_optimizer, memory.offload_param: nvme): files there, buffers beside.
 
-From DeepSpeed's runtime/swap_tensor/: files of whole sub-groups, buffers through which they pass.
+From DeepSpeed's runtime/swap_tensor/: optimizer states are files of whole sub-groups, weights one file each; both pass
+through buffers that are locked in memory.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+
 from ulysses_cli.plan.ledger.job import Job, is_known, make_job
-from ulysses_cli.plan.ledger.weights import count_shard
+from ulysses_cli.plan.ledger.weights import Weights, count_shard
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe
@@ -17,24 +21,72 @@ SMALLEST_FILE_BYTES = 1 << 20  # swap_tensor/utils.py: MIN_AIO_BYTES; what is sm
 FLOAT_BYTES = 4
 ALIGNED_ELEMENTS = 256  # optimizer_utils.py: numel_alignment; the rest of a longer gradient stays, and holds all of it
 FILE_SLACK = 1.01  # files are rounded up
+SPARE_BUFFERS = 1  # for the weight that passes by while others are in use
 
 
-def compute_swapped_bytes(elements: int) -> int:
-    """16 N / W bytes of disk per rank."""
-    return int(FLOAT_BYTES * (STATE_FILES + GRADIENT_FILES) * elements * FILE_SLACK)
-
-
-def compute_locked_bytes(elements: int, sub_group: int) -> int:
-    """Four buffers of a sub-group's float32 numbers per rank, locked in memory."""
-    return NUM_BUFFERS * FLOAT_BYTES * min(elements, sub_group)
-
-
-def count_swapped(recipe: Recipe, shape: ModelShape, levers: Levers) -> tuple[int, int]:
-    """-> (elements of a rank's share of what is trained, of a sub-group). Zeros where no formula knows the model."""
+def compute_swap_need(recipe: Recipe, shape: ModelShape, levers: Levers) -> tuple[int, int]:
+    """-> bytes of a rank (on the disk, of locked memory). Zeros where no formula knows the model."""
     if not is_known(shape):
         return 0, 0
     job = make_job(recipe, shape, levers)
-    return count_shard(job.weights.num_trained, job.world_size), job.engine.sub_group
+    return compute_disk_bytes(job), compute_locked_state_bytes(job) + compute_locked_weight_bytes(job)
+
+
+def compute_disk_bytes(job: Job) -> int:
+    """Per rank."""
+    return int((compute_state_file_bytes(job) + compute_weight_file_bytes(job)) * FILE_SLACK)
+
+
+def compute_state_file_bytes(job: Job) -> int:
+    """16 N / W."""
+    if job.levers.offload_optimizer != "nvme":
+        return 0
+    return FLOAT_BYTES * (STATE_FILES + GRADIENT_FILES) * count_shard(job.weights.num_trained, job.world_size)
+
+
+def compute_weight_file_bytes(job: Job) -> int:
+    """b (N + F) / W."""
+    if job.levers.offload_param != "nvme":
+        return 0
+    return job.dtype_bytes * count_shard(job.weights.num_elements, job.world_size)
+
+
+def compute_node_disk_bytes(job: Job) -> int:
+    """What the fullest node's ranks need below memory.nvme_path."""
+    return job.ranks_per_node * compute_disk_bytes(job)
+
+
+def compute_locked_state_bytes(job: Job) -> int:
+    """Per rank: four buffers of a sub-group's float32 numbers."""
+    if job.levers.offload_optimizer != "nvme":
+        return 0
+    elements = min(count_shard(job.weights.num_trained, job.world_size), job.engine.sub_group)
+    return NUM_BUFFERS * FLOAT_BYTES * elements
+
+
+def compute_locked_weight_bytes(job: Job) -> int:
+    """Per rank: buffers for weights in use, and one of a sub-group from which updated weights are written
+    (partitioned_param_swapper.py: reserve_partitioned_swap_space)."""
+    if job.levers.offload_param != "nvme":
+        return 0
+    buffers = size_weight_buffers(job.weights, job.world_size, job.dtype_bytes)
+    updated = min(count_shard(job.weights.num_trained, job.world_size), job.engine.sub_group)
+    return job.dtype_bytes * (buffers["buffer_count"] * buffers["buffer_size"] + updated)
+
+
+def size_weight_buffers(weights: Weights, num_ranks: int, dtype_bytes: int) -> Mapping[str, int]:
+    """DeepSpeed's settings: as many buffers as a layer has weights with files, each of the largest one's size. It stops
+    where none is left. Frozen weights gathered for a recomputation stay until their layer's backward is done."""
+    in_use: dict[tuple[str, int], set[str]] = defaultdict(set)
+    largest = 1
+    for module in weights.modules:
+        for name, size in module.weights:
+            share = count_shard(size, num_ranks)
+            if share * dtype_bytes >= SMALLEST_FILE_BYTES:
+                in_use[module.part, module.layer].add(name)
+                largest = max(largest, share)
+    count = max((len(names) for names in in_use.values()), default=0) + SPARE_BUFFERS
+    return {"buffer_count": count, "buffer_size": largest}
 
 
 def compute_unswapped_gradients(job: Job) -> int:
@@ -46,10 +98,3 @@ def compute_unswapped_gradients(job: Job) -> int:
     shares = [count_shard(size, job.world_size) for size in sizes.values()]
     stay = [each for each in shares if FLOAT_BYTES * each < SMALLEST_FILE_BYTES or each % ALIGNED_ELEMENTS]
     return FLOAT_BYTES * sum(stay)
-
-
-def compute_node_disk_bytes(job: Job) -> int:
-    """What the fullest node's ranks need below memory.nvme_path."""
-    if job.levers.offload_optimizer != "nvme":
-        return 0
-    return job.ranks_per_node * compute_swapped_bytes(count_shard(job.weights.num_trained, job.world_size))
