@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import PRECISE_NORMS, compute_norm_backward, compute_norm_saved
+from ulysses_cli.plan.ledger.layer import (
+    PRECISE_NORMS,
+    compute_norm_backward,
+    compute_norm_saved,
+    count_mlp_tile_tokens,
+    is_tiled,
+)
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens
 
 
@@ -22,11 +28,14 @@ def compute_final_norm(job: Job) -> int:
 
 def compute_final_norm_forward(job: Job) -> int:
     """As it is computed: its input, that in float32, normed, cast to the model's dtype, and scaled: (8 + 3 b) h S;
-    where it is scaled in float32 too, (12 + 2 b) h S; fused, input and output."""
-    b = job.dtype_bytes
+    where it is scaled in float32 too, (12 + 2 b) h S; fused, input and output; in tiles, those and all of one tile."""
+    b, hidden = job.dtype_bytes, job.shape.hidden_size
     precise = 4 * (job.shape.model_type in PRECISE_NORMS) or b
-    per_element = 2 * b if job.fused_norms else 8 + 2 * b + precise
-    return per_element * job.shape.hidden_size * job.local_tokens
+    whole = 8 + 2 * b + precise
+    if job.fused_norms or is_tiled(job):
+        tile = 0 if job.fused_norms else whole * hidden * count_mlp_tile_tokens(job)
+        return 2 * b * hidden * job.local_tokens + tile
+    return whole * hidden * job.local_tokens
 
 
 def compute_final_norm_backward(job: Job) -> int:
