@@ -101,6 +101,31 @@ def walk_real_cases() -> Iterator[tuple[str, int, dict[str, object], tuple[str, 
     for ranks in (1, 2, 4):
         yield f"adapters, {ranks} ranks", ranks, {}, (f"parallel.sp_size={ranks}", *tiles, "lora.r=8")
     yield "sp 2 x dp 2", 4, {}, ("parallel.sp_size=2", "parallel.dp_shard_size=2", *tiles)
+    yield from walk_stages(tiles)
+
+
+def walk_stages(tiles: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, object], tuple[str, ...]]]:
+    """ZeRO-1 and 2 with one micro-step and two, and what else changes where gradients and shards live."""
+    twice, narrow = "train.gradient_accumulation_steps=2", "model.dtype=bfloat16"
+    lower = {f"ZeRO-{stage}": f"parallel.zero_stage={stage}" for stage in (1, 2)}
+    for ranks in (2, 4):
+        for name, stage in lower.items():
+            words = (f"parallel.sp_size={ranks}", *tiles, stage)
+            yield f"{name}, {ranks} ranks", ranks, {}, words
+            yield f"{name}, two micro-steps, {ranks} ranks", ranks, {}, (*words, twice)
+            yield f"{name}, bfloat16, {ranks} ranks", ranks, {}, (*words, narrow)
+            yield f"{name}, bfloat16, two micro-steps, {ranks} ranks", ranks, {}, (*words, narrow, twice)
+        yield f"ZeRO-2, adapters, {ranks} ranks", ranks, {}, (*words, "lora.r=8")
+        host = (*tiles, f"parallel.sp_size={ranks}", "memory.offload_optimizer=cpu")
+        yield f"optimizer on the host, {ranks} ranks", ranks, {}, host
+        yield f"optimizer on the host, bfloat16, {ranks} ranks", ranks, {}, (*host, narrow)
+        yield f"ZeRO-2, optimizer on the host, {ranks} ranks", ranks, {}, (*host, lower["ZeRO-2"])
+    yield "ZeRO-2, one rank", 1, {}, (*tiles, lower["ZeRO-2"])
+    yield "ZeRO-2, tied", 2, {"tie_word_embeddings": True}, (*tiles, "parallel.sp_size=2", lower["ZeRO-2"])
+    replicas = (*tiles, "parallel.sp_size=2", "parallel.dp_replicate_size=2")
+    yield "two replicas", 4, {}, replicas
+    yield "two replicas, bfloat16", 4, {}, (*replicas, narrow)
+    yield "two replicas, two micro-steps", 4, {}, (*replicas, twice)
 
 
 def time_commands() -> dict[str, float]:

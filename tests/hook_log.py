@@ -61,7 +61,7 @@ def main() -> None:
     wish = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    trace.prepare_process(int(wish["world_size"]))
+    trace.prepare_process(wish)
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     from ulysses_cli.prove.storages import Storages

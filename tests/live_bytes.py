@@ -11,10 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Storages that existed before are counted when `track` is called on them, or at their first use."""
+    """Storages that existed before are counted when `track` is called on them, or at their first use. `ignored`: a
+    device whose tensors are shapes alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: str = "") -> None:
         super().__init__()
+        self.ignored = ignored
         self.sizes: dict[int, int] = {}
         self.now = self.peak = 0
         self.log: list[tuple[str, int, int]] = []
@@ -22,7 +24,7 @@ class LiveBytes(TorchDispatchMode):
     def track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.sizes:
+        if key in self.sizes or tensor.device.type == self.ignored:
             return
         self.sizes[key] = storage.nbytes()
         self.now += storage.nbytes()

@@ -253,9 +253,18 @@ def test_one_rank_gathers_nothing_unless_weights_are_elsewhere() -> None:
 def test_making_the_engine_takes_nothing_of_the_gpu_where_the_optimizer_is_on_the_host() -> None:
     """stage3.py casts each sub-group where its master will be; the clone is the master."""
     job = Job(LLAMA, Layout(1, 1, 4), 4096, Levers())
-    assert states.compute_load_transients(job) == 4 * 10**9
+    assert 4 * 10**9 <= states.compute_load_transients(job) < 4 * (10**9 + job.weights.largest // 4)
     assert states.compute_load_transients(replace(job, dtype_bytes=4)) == 0
     assert states.compute_load_transients(replace(job, levers=Levers(offload_optimizer="cpu"))) == 0
+
+
+def test_sub_groups_end_with_the_weight_that_fills_them() -> None:
+    weights = Job(LLAMA, Layout(1, 1, 4), 4096, Levers()).weights
+    groups = states.list_sub_groups(weights, 4, 10**9)
+    assert len(groups) == 2
+    assert sum(groups) == -(-weights.num_trained // 4)
+    assert all(10**9 <= group < 10**9 + weights.largest // 4 for group in groups)
+    assert states.list_sub_groups(weights, 16, 10**9) == (-(-weights.num_trained // 16),)
 
 
 def test_gathering_is_bounded_by_the_settings() -> None:
@@ -270,8 +279,10 @@ def test_gathering_is_bounded_by_the_settings() -> None:
 
 def test_replicas_keep_a_second_shard() -> None:
     job = Job(LLAMA, Layout(2, 1, 8), 4096, Levers())
-    assert states.compute_second_shard(job) == pytest.approx(2 * LLAMA.num_parameters / 8, rel=1e-6)  # type: ignore[operator]
-    assert states.compute_second_shard(replace(job, layout=Layout(1, 2, 8))) == 0
+    whole = 2 * LLAMA.num_parameters / 8  # type: ignore[operator]
+    assert states.compute_second_shard(job, 0) == pytest.approx(whole, rel=1e-4)  # norms are never let go
+    assert states.compute_second_shard(job, 8 * 10**9) == pytest.approx(whole - 10**9, rel=1e-4)
+    assert states.compute_second_shard(replace(job, layout=Layout(1, 2, 8)), 0) == 0
 
 
 def test_a_recipe_becomes_a_job() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from ulysses_cli.plan.ledger import device, head, layer, states
+from ulysses_cli.plan.ledger import device, head, layer, lower_stages, states
 from ulysses_cli.plan.ledger.gathering import Gathered, Highs, compute_gathered
 from ulysses_cli.plan.ledger.host import compute_host_uncertainty, keeps_result, list_host_lines
 from ulysses_cli.plan.ledger.job import Job
@@ -18,6 +18,12 @@ from ulysses_cli.plan.ledger.weights import Weights, has_norm_behind
 from ulysses_cli.plan.model_shape import Layer
 
 PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
+# train/offload.py: the newest two runs of layers (MAX_LEAVING) wait on the device for their copies, beside the last
+# layer, which stays, until the backward begins; there one arrives while another is used.
+MAX_ON_DEVICE, BACK_ON_DEVICE = 3, 2
+MAKING, SENT, BETWEEN = "master weights are made", "gradients are reduced", "between micro-steps"
+PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
+INPUT_BYTES = 24  # of a token: its number, label and position
 Lines = dict[str, int]
 
 
@@ -97,21 +103,47 @@ def _complete(job: Job, moment: Moment, *, expandable: bool) -> Moment:
 
 def walk_moments(job: Job) -> Iterator[Moment]:
     """Every time at which a rank may be at its fullest, in order."""
+    for moment in _walk_all(job):
+        yield _settle_shards(job, moment) if job.zero_stage == 3 else _settle_gradients(job, moment)
+
+
+def _settle_shards(job: Job, moment: Moment) -> Moment:
+    """In replicas, weights that were let go have a second shard. The head's proof goes through the model twice."""
+    if job.layout.dp_replicate_size == 1 or moment.name == MAKING:
+        return moment
+    at_hand = 0 if moment.phase == "load" else moment.lines.get("parameters_gathered", 0)
+    second = states.compute_second_shard(job, at_hand)
+    return Moment(moment.phase, moment.name, {**moment.lines, "parameters_second_shard": second})
+
+
+def _settle_gradients(job: Job, moment: Moment) -> Moment:
+    """Below ZeRO-3 gradients and buckets come and go."""
+    phase = moment.phase if moment.name != BETWEEN else "forward"
+    is_reducing = phase == "backward" and moment.name not in BEFORE_GRADIENTS
+    sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
+    has_sent = sent.layer == lower_stages.ABOVE or moment.name.endswith((SENT, "embedding"))
+    lines = {
+        "gradients": lower_stages.compute_gradients(job, phase, is_reducing=is_reducing, has_sent=has_sent),
+        "reduce_bucket": lower_stages.compute_buckets(job, is_reducing=is_reducing) if phase in PASSES else 0,
+    }
+    return Moment(moment.phase, moment.name, {**moment.lines, **lines})
+
+
+def _walk_all(job: Job) -> Iterator[Moment]:
     gathered = compute_gathered(job)
     yield from _walk_load(job, gathered)
-    held, kept = _list_held(job, gathered), _list_kept(job)
+    held, kept = _list_held(job, gathered), _list_kept(job, MAX_ON_DEVICE)
+    inside = {**kept, "embedded": _count_embedded(job)}
     recomputes = job.levers.gradient_checkpointing is not False
     for kind in job.shape.layer_kinds:
-        attention, mlp = layer.compute_attention_forward(job), layer.compute_mlp_forward(job, kind)
-        if not recomputes:  # most of it is part of what is kept
-            attention = max(0, attention - layer.compute_attention_saved(job))
-            mlp = max(0, mlp - layer.compute_mlp_saved(job, kind))
-        for place, work in (
-            ("attention", {"attention": attention}),
-            ("mlp", {"mlp": mlp, "lora": layer.compute_adapter_work(job, kind)}),
-        ):
-            moment = Moment("forward", place, {**held, **kept, **work})
+        for place, work in _list_forward_work(job, kind):
+            if not recomputes:  # most of it is part of what is kept
+                saved = {"attention": layer.compute_attention_saved(job), "mlp": layer.compute_mlp_saved(job, kind)}
+                work = {name: max(0, size - saved.get(name, 0)) for name, size in work.items()}
+            moment = Moment("forward", place, {**held, **inside, **work})
             yield from _gather(job, moment, gathered.get_highs("forward", place))
+    norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
+    yield Moment("forward", "final norm", {**held, **inside, **norm})
     fetched = {"parameters_gathered": job.dtype_bytes * gathered.head}
     yield Moment(
         "forward", "the head is gathered", {**held, **kept, **fetched, "final_norm": head.compute_final_norm(job)}
@@ -123,12 +155,27 @@ def walk_moments(job: Job) -> Iterator[Moment]:
     norm = {"norm_backward": head.compute_final_norm_backward(job)}
     at_norm = {**at_loss, "parameters_gathered": job.dtype_bytes * gathered.norm}
     yield Moment("backward", "final norm", {**at_norm, **saved, **tied, **norm})
-    base = {**held, **kept, **tied, "residual_gradient": layer.compute_layer_input(job)}
+    base = {**held, **_list_kept(job, BACK_ON_DEVICE), **tied, "residual_gradient": layer.compute_layer_input(job)}
+    base["head_gradient"] = lower_stages.compute_kept_head_gradient(job)
+    sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
     for kind in job.shape.layer_kinds:
         for place, moment in _walk_layer_backward(job, kind, base):
             yield from _gather(job, moment, gathered.get_highs("backward", place))
+            if job.zero_stage < 3 and 0 <= sent.layer < job.shape.num_layers:
+                name, lines = f"{moment.name}, {SENT}", _drop_layers(job, moment.lines, sent.layer + 1)
+                yield Moment(moment.phase, name, lines)
         yield from _walk_flushes(job, kind, base, gathered)
     yield from _walk_ends(job, held, gathered)
+
+
+def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
+    """What each place of a layer's forward works with."""
+    yield "attention", {"attention": layer.compute_attention_forward(job)}
+    adapters = {"lora": layer.compute_adapter_work(job, kind)}
+    yield "mlp", {"mlp": layer.compute_mlp_forward(job, kind), **adapters}
+    if not kind.num_experts and not job.levers.tiled_mlp:
+        yield "gate", {"mlp": layer.compute_gate_forward(job), **adapters}
+        yield "down", {"mlp": layer.compute_down_forward(job)}
 
 
 def _gather(job: Job, moment: Moment, highs: Highs) -> Iterator[Moment]:
@@ -220,7 +267,7 @@ def _walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Ite
             "reduce_flush": min(full, flush.num_elements * job.engine.communication_bytes),
             "parameters_gathered": job.dtype_bytes * num_gathered,
         }
-        moment = _make_inside(job, kind, base, "gradients are reduced", whole, left, work)
+        moment = _make_inside(job, kind, base, SENT, whole, left, work)
         yield Moment(moment.phase, moment.name, _drop_layers(job, moment.lines, flush.layer + 1))
 
 
@@ -241,14 +288,15 @@ def _list_fullest_flushes(
 
 
 def _drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
-    """Without what layers above kept. In host memory two layers' worth stays on the device until the end, but for the
-    input that came back: the layer's forward lets it go. The last layer's never left."""
+    """Without what layers above kept. In host memory two layers' worth stays on the device: in the forward those that
+    leave; in the backward those that came back, but for an input, which its layer's forward lets go."""
     num_layers = job.shape.num_layers
     if num_left == num_layers:
         return lines
     if job.levers.activation_offloading and job.levers.gradient_checkpointing is not False:
-        gone = layer.compute_layer_input(job) if "recomputed_mlp" in lines else 0
-        return {**lines, "kept_layer_inputs": lines["kept_layer_inputs"] - gone}
+        if "recomputed_mlp" not in lines:
+            return {**lines, **_list_kept(job, BACK_ON_DEVICE), "embedded": lines["embedded"]}
+        return {**lines, "kept_layer_inputs": lines["kept_layer_inputs"] - layer.compute_layer_input(job)}
     return {name: size * num_left // num_layers if name.startswith("kept_") else size for name, size in lines.items()}
 
 
@@ -263,28 +311,32 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
             "reduce_flush": states.compute_reduce_flush(job),
         }
     yield Moment("backward", "embedding", end)
-    yield Moment("optimizer_step", "the step", {**held, "optimizer_transients": states.compute_step_transients(job)})
+    if job.zero_stage == 1 and lower_stages.adds_up(job):
+        yield Moment("optimizer_step", BETWEEN, held)
+    between = {**held, "inputs": INPUT_BYTES * job.local_tokens}
+    yield Moment("optimizer_step", "the step", {**between, "optimizer_transients": states.compute_step_transients(job)})
     if job.evaluates:
-        grown = {
-            **held,
-            "parameters_gathered": b * gathered.get_most("forward"),
-            "residual": 2 * layer.compute_layer_input(job),
-        }
-        for kind in job.shape.layer_kinds:
-            work = {"mlp": layer.compute_mlp_forward(job, kind), "lora": layer.compute_adapter_work(job, kind)}
-            yield Moment("evaluation", "mlp", {**grown, **work})
-        yield Moment("evaluation", "attention", {**grown, "attention": layer.compute_attention_forward(job)})
-        loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job)}
-        at_loss = {"parameters_gathered": b * gathered.loss, "residual": layer.compute_layer_input(job), **loss}
-        yield Moment("evaluation", "loss", {**grown, **at_loss})
+        yield from _walk_evaluation(job, held, gathered)
     largest = 0 if job.zero_stage < 3 or job.world_size == 1 else 2 * b * job.weights.largest
-    yield Moment("save", "weights are gathered one by one", {**held, "parameters_gathered": largest})
+    between["inputs"] = 0
+    yield Moment("save", "weights are gathered one by one", {**between, "parameters_gathered": largest})
+
+
+def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
+    """A forward that keeps nothing but the embedding's output and a layer's input."""
+    residual = {"residual": 2 * layer.compute_layer_input(job)}
+    for place, work in (each for kind in job.shape.layer_kinds for each in _list_forward_work(job, kind)):
+        most = {"parameters_gathered": job.dtype_bytes * gathered.get_highs("forward", place)[-1][1]}
+        yield Moment("evaluation", place, {**held, **residual, **most, **work})
+    loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job)}
+    at_loss = {"parameters_gathered": job.dtype_bytes * gathered.loss, "residual": layer.compute_layer_input(job)}
+    yield Moment("evaluation", "loss", {**held, **at_loss, **loss})
 
 
 def _walk_load(job: Job, gathered: Gathered) -> Iterator[Moment]:
     loaded = _list_loaded(job, gathered)
     made = {name: size for name, size in loaded.items() if name not in ("gradients", "reduce_bucket")}
-    yield Moment("load", "master weights are made", {**made, "load_transients": states.compute_load_transients(job)})
+    yield Moment("load", MAKING, {**made, "load_transients": states.compute_load_transients(job)})
     fetched = job.dtype_bytes * gathered.proof
     yield Moment("load", "the head is proven", {**loaded, "parameters_gathered": fetched})
 
@@ -302,27 +354,32 @@ def _list_loaded(job: Job, gathered: Gathered) -> Lines:
 
 def _list_held(job: Job, gathered: Gathered) -> Lines:
     """What stays between moments once the first step was made."""
-    inputs = (2 * job.dtype_bytes * job.shape.head_dim + 24) * job.local_tokens  # rotary tables and three numbers
+    rotary = 2 * job.dtype_bytes * job.shape.head_dim
     return {
         **_list_loaded(job, gathered),
-        "parameters_second_shard": states.compute_second_shard(job),
         "optimizer_adam": states.compute_adam(job),
-        "inputs": inputs,
+        "inputs": (rotary + INPUT_BYTES) * job.local_tokens,
     }
 
 
-def _list_kept(job: Job) -> Lines:
-    """What the backward needs of all layers. In host memory, two layers' worth is on the GPU: one arrives while another
-    is used."""
+def _count_embedded(job: Job) -> int:
+    """The embedding's output, which the model holds until its last norm. It is the first layer's input, and counted as
+    such where that stays on the device."""
+    is_apart = job.levers.activation_offloading or job.levers.gradient_checkpointing is False
+    return layer.compute_layer_input(job) if is_apart and job.dtype_bytes < 4 else 0
+
+
+def _list_kept(job: Job, num_on_device: int) -> Lines:
+    """What the backward needs of all layers. In host memory, a few layers' worth is on the GPU."""
     levers, layers = job.levers, job.shape.layers
     # with adapters the embedding's output is made to need a gradient, and stays
-    embedded = layer.compute_layer_input(job) if job.adapters is not None else 0
+    embedded = _count_embedded(job) if job.adapters is not None else 0
     if levers.gradient_checkpointing is False:
         inside = layer.compute_attention_saved(job) + layer.compute_attention_result(job)
         inside += layer.compute_adapter_saved(job)
         mlps = {kind: layer.compute_mlp_saved(job, kind) for kind in set(layers)}
         return {"embedded": embedded, "kept_layers": len(layers) * inside + sum(mlps[kind] for kind in layers)}
-    num = min(2, len(layers)) if levers.activation_offloading else len(layers)
+    num = min(num_on_device, len(layers)) if levers.activation_offloading else len(layers)
     results = layer.compute_attention_result(job) if keeps_result(job) else 0
     return {
         "embedded": embedded,

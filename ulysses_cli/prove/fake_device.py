@@ -16,10 +16,11 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor, _meta_registrations
 
-DEVICE = torch.device("meta")
+DEVICE, HOST = torch.device("meta"), torch.device("cpu")
 DEFAULT_STREAM = 0
 DEFAULT_KERNEL = "flash_attention_2"  # of those that a GPU may have, the one that takes most
 _current = DEFAULT_STREAM
+_move = torch.nn.Module.to
 _multiply_groups = _meta_registrations._meta_grouped_mm_common
 
 
@@ -123,6 +124,9 @@ class FakeAccelerator(CPU_Accelerator):
 
     max_memory_allocated = memory_cached = max_memory_cached = memory_reserved = max_memory_reserved = memory_allocated
 
+    def available_memory(self, device_index: Any = None) -> int:
+        return 1 << 60  # what takes more than a GPU has is to be seen
+
     def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
         return tensor
 
@@ -142,14 +146,31 @@ class FakeAccelerator(CPU_Accelerator):
 def install() -> None:
     """From here on this process has the fake device and no other."""
     set_accelerator(FakeAccelerator())
-    from deepspeed.runtime.zero import linear, partition_parameters, partitioned_param_coordinator
+    from deepspeed.runtime.zero import linear, partition_parameters, partitioned_param_coordinator, stage_1_and_2
 
     # Ranks compare lists of numbers; there are no others.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
     partition_parameters.zero_wrapper_for_fp_tensor_constructor = cast_what_is_made
     _meta_registrations._meta_grouped_mm_common = multiply_groups
     linear.get_accelerator = CPU_Accelerator  # asked for its autocast alone, which the fake device does not have
+    stage_1_and_2.torch = ShapesWithoutBytes()
+    # Gradients without values are in order.
+    stage_1_and_2.DeepSpeedZeroOptimizer.has_overflow = lambda self, partition_gradients=True: False
     Tensor.record_stream = lambda self, stream: None
+    torch.nn.Module.to = stay_or_move
+
+
+def forget_groups() -> None:
+    """After a model: DeepSpeed makes the groups of replicas once in a process."""
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+def stay_or_move(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """A module is made on its device: torch would make its parameters anew there, which their watchers do not allow."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return module if device == DEVICE and dtype is None else _move(module, *args, **kwargs)
 
 
 def cast_what_is_made(
@@ -171,6 +192,20 @@ def multiply_groups(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if a.dtype != torch.float32:
         return _multiply_groups(a, b, *args, **kwargs)
     return _multiply_groups(a.bfloat16(), b.bfloat16(), *args, **kwargs).float()
+
+
+class ShapesWithoutBytes:
+    """torch as DeepSpeed's stages 1 and 2 see it: they keep the shapes of weights as tensors on `meta`, where the fake
+    device has its bytes and a GPU has none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros_like(tensor: Tensor, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") == DEVICE.type:
+            return torch.zeros((), dtype=tensor.dtype, device=HOST).expand(tensor.shape)
+        return torch.zeros_like(tensor, **kwargs)
 
 
 class HostAdam(torch.optim.Optimizer):
@@ -196,6 +231,20 @@ def replace_everywhere(function: Callable[..., Any], stand_in: Callable[..., Any
             for key, value in list(vars(module).items()):
                 if value is function:
                     setattr(module, key, stand_in)
+
+
+def copy_on_streams() -> None:
+    """Offloading keeps what leaves the device until its copies are done: it is told of streams, and that one waits."""
+    from ulysses_cli.train import build, offload
+
+    class Offloader(offload.Offloader):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.out_stream, self.in_stream = Stream(), Stream()
+
+    build.Offloader = Offloader  # type: ignore[attr-defined]
+    torch.cuda.current_stream = lambda _=None: _Default()
+    torch.cuda.stream, torch.cuda.Event = enter_stream, Event
 
 
 def replace_parts(max_tiles: int) -> None:

@@ -15,15 +15,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from ulysses_cli.plan.ledger.job import read_engine
+
 FEW_LAYERS, MORE_LAYERS = 8, 4
 LIVE_ELEMENTS = 2_200_000_000  # what ZeRO-3 may gather at both ends: each layer between them adds the same
 BETWEEN = "between"  # steps: what is alive there is alive in every phase
+HELD = "held"  # what is alive when the optimizer's step begins
 MAX_TILES = 3  # tiles are alike: the first, one more, and the last
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Peaks of one traced model, bytes of rank 0: by phase on the device and on the host, and what the allocator
+    """Peaks of one traced model, bytes of a rank: by phase on the device and on the host, and what the allocator
     would hold."""
 
     device: dict[str, int]
@@ -34,18 +37,38 @@ class Traced:
 def trace(wish: Mapping[str, Any], tell: Any = lambda _: None) -> dict[str, Any]:
     """`wish`: recipe, model config, levers and kernel as plain data -> findings as plain data."""
     num_layers = int(wish["config"]["num_hidden_layers"])
-    few = max(FEW_LAYERS, -(-LIVE_ELEMENTS // count_layer_elements(wish["config"])))
+    a_layer, in_groups = count_layer_elements(wish["config"]), count_grouped_elements(wish)
+    if in_groups >= num_layers * a_layer:  # all are stepped at once, however many
+        in_groups = 0
+    few = max(FEW_LAYERS, -(-max(LIVE_ELEMENTS, in_groups) // a_layer))
     counts = [num_layers] if num_layers <= few + MORE_LAYERS else [few, few + MORE_LAYERS]
     found = []
     for count in counts:
         tell(f"tracing {count} of {num_layers} layers")
         found.append(trace_layers(wish, count))
-    whole = found[0] if len(found) == 1 else extrapolate(found[0], found[1], counts[0], counts[1], num_layers)
+    if len(found) == 1:
+        whole = found[0]
+    else:
+        whole = extrapolate(found[0], found[1], counts[0], counts[1], num_layers, steps_in_groups=in_groups > 0)
+    for place in (whole.device, whole.host):
+        place.pop(HELD)
     return {"num_layers": num_layers, "traced_layers": counts, **vars(whole)}
 
 
-def extrapolate(few: Traced, more: Traced, num_few: int, num_more: int, num_layers: int) -> Traced:
-    """A straight line through two numbers of layers."""
+def count_grouped_elements(wish: Mapping[str, Any]) -> int:
+    """Of how many weights ZeRO-3 steps the first group: with as many, a group is as large as in the whole model."""
+    recipe = wish["recipe"]
+    on_device = wish["levers"].get("offload_optimizer", "none") == "none"
+    if recipe["parallel"]["zero_stage"] < 3 or recipe["lora"] is not None or not on_device:
+        return 0
+    return read_engine(recipe["deepspeed"], 2, 1).sub_group * int(wish["world_size"])
+
+
+def extrapolate(
+    few: Traced, more: Traced, num_few: int, num_more: int, num_layers: int, *, steps_in_groups: bool = False
+) -> Traced:
+    """A straight line through two numbers of layers. What a step in groups takes beside what is held does not grow, but
+    for a weight more or less in the largest group."""
 
     def reach(low: dict[str, int], high: dict[str, int]) -> dict[str, int]:
         return {
@@ -53,19 +76,24 @@ def extrapolate(few: Traced, more: Traced, num_few: int, num_more: int, num_laye
             for name in high
         }
 
-    return Traced(reach(few.device, more.device), reach(few.host, more.host), reach(few.reserved, more.reserved))
+    device = reach(few.device, more.device)
+    if steps_in_groups:
+        work = (traced.device["optimizer_step"] - traced.device[HELD] for traced in (few, more))
+        device["optimizer_step"] = device[HELD] + max(work)
+    return Traced(device, reach(few.host, more.host), reach(few.reserved, more.reserved))
 
 
 def trace_layers(wish: Mapping[str, Any], num_layers: int) -> Traced:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ulysses_cli.prove.allocator import replay
-    from ulysses_cli.prove.fake_device import get_current_stream
+    from ulysses_cli.prove.fake_device import forget_groups, get_current_stream
     from ulysses_cli.prove.storages import Storages
 
     storages = Storages(get_current_stream, sees_kernels=wish["recipe"]["run"]["device"] != "cpu")
     with FakeTensorMode(allow_non_fake_inputs=True), storages:
         run_steps(wish, num_layers, storages)
+    forget_groups()
     moves = [(event.storage, event.num_bytes, event.stream) for event in storages.events if not event.is_host]
     reserved = {
         "expandable_segments": replay(moves, expandable=True),
@@ -90,8 +118,10 @@ def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
 
     config = cut_layers(wish["config"], num_layers)
     asked = {**wish["recipe"], "model": {**wish["recipe"]["model"], "config": config, "name_or_path": None}}
-    if asked["train"]["gradient_accumulation_steps"] > 1:  # a micro-step is like the next; gradients add up as before
-        asked["train"] = {**asked["train"], "gradient_accumulation_steps": 1}
+    num_steps = asked["train"]["gradient_accumulation_steps"]
+    if num_steps > 1:  # ZeRO-3 adds gradients up in place, so that one micro-step is like the next; else two are enough
+        num_steps = 1 if asked["parallel"]["zero_stage"] == 3 else 2
+        asked["train"] = {**asked["train"], "gradient_accumulation_steps": num_steps}
         if asked["model"]["dtype"] == "bfloat16" and asked["parallel"]["zero_stage"] > 1:
             asked["deepspeed"] = {"data_types": {"grad_accum_dtype": "fp32"}, **asked["deepspeed"]}
     recipe = Recipe.model_validate_json(json.dumps(asked))
@@ -105,21 +135,23 @@ def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
     numbers = np.zeros((batch, local), np.int64)
     positions = np.broadcast_to(np.arange(local), (batch, local)).copy()
     rows = MicroBatch(numbers, numbers, positions, (tokens,) * batch, tuple(range(batch)))
-    for name, phase in (("backward", "backward"), ("step", "optimizer_step")):
-        setattr(wrapped, name, _in_phase(storages, phase, getattr(wrapped, name)))
+    for name, phases in (("backward", ("backward",)), ("step", (HELD, "optimizer_step"))):
+        setattr(wrapped, name, _in_phases(storages, phases, getattr(wrapped, name)))
     storages.phase = BETWEEN
-    run_step(engine, rows, tokens, storages)
+    micro_steps = [rows] * num_steps
+    run_step(engine, micro_steps, tokens, storages)
     storages.forget_peaks("load")
     if recipe.data.eval_datasets or recipe.data.eval_split:
         with storages.during("evaluation"):
             engine.compute_token_losses(rows)
-    run_step(engine, rows, tokens, storages)
+    run_step(engine, micro_steps, tokens, storages)
     wrapped.destroy()
 
 
-def run_step(engine: Any, rows: Any, num_targets: int, storages: Any) -> None:
-    with storages.during("forward"):
-        engine.train_micro_step(rows, num_targets)
+def run_step(engine: Any, micro_steps: list[Any], num_targets: int, storages: Any) -> None:
+    for rows in micro_steps:
+        with storages.during("forward"):
+            engine.train_micro_step(rows, num_targets)
     engine.read_update(0.0)
 
 
@@ -146,17 +178,24 @@ def cut_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     return {**cut, "num_hidden_layers": num_layers}
 
 
-def _in_phase(storages: Any, phase: str, function: Any) -> Any:
+def _in_phases(storages: Any, phases: tuple[str, ...], function: Any) -> Any:
+    """Runs in the last one; of the others, what is alive as they begin is noted."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        with storages.during(phase):
+        with ExitStack() as stack:
+            for phase in phases:
+                stack.enter_context(storages.during(phase))
             return function(*args, **kwargs)
 
     return call
 
 
-def prepare_process(world_size: int) -> None:
-    """The fake device, and what cannot run on it replaced. Before anything else of the project is imported."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+def prepare_process(wish: Mapping[str, Any]) -> None:
+    """The fake device, and what cannot run on it replaced. Before anything else of the project is imported. Below
+    ZeRO-3 the last rank needs most: its share of the gradients is that of the last layers, and comes first."""
+    world_size, recipe = int(wish["world_size"]), wish["recipe"]
+    rank = 0 if recipe["parallel"]["zero_stage"] == 3 else world_size - 1
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     import torch.distributed as dist
     from torch.distributed._tools import fake_collectives  # noqa: F401 - collectives of tensors without data
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -165,7 +204,9 @@ def prepare_process(world_size: int) -> None:
 
     fake_device.install()
     fake_device.replace_parts(MAX_TILES)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    if recipe["run"]["device"] != "cpu":  # as a GPU does
+        fake_device.copy_on_streams()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def main() -> int:
@@ -173,9 +214,10 @@ def main() -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries say is talk
     warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's use of torch
+    warnings.filterwarnings("ignore", "Accessing the data pointer")  # ZeRO-2 asks whether it is even
     with ExitStack() as stack:
         stack.callback(out.close)
-        prepare_process(int(wish["world_size"]))
+        prepare_process(wish)
         talk = sys.stderr
         out.write(json.dumps(trace(wish, lambda words: talk.write(f"{words}\n"))) + "\n")
     return 0

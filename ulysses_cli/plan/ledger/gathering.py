@@ -15,7 +15,7 @@ from itertools import groupby
 from ulysses_cli.plan.ledger.coordinator import Coordinator
 from ulysses_cli.plan.ledger.job import Engine, Job
 from ulysses_cli.plan.ledger.visits import Tree, Visit
-from ulysses_cli.plan.ledger.weights import HEAD, LAYERS, Adapters, Module, list_weights
+from ulysses_cli.plan.ledger.weights import HEAD, LAYERS, Adapters, Module, Weights, list_weights
 from ulysses_cli.plan.model_shape import ModelShape
 
 Highs = tuple[tuple[int, int], ...]
@@ -26,13 +26,16 @@ WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed gathers them at once by itsel
 @dataclass(frozen=True)
 class Gathered:
     """Elements at hand, without the persistent ones, which always are. In layers, by place: (number of layers above,
-    elements), from the last layer down, wherever more is at hand than in any layer above. `proof` is the most in the
-    forward that proves the head, before DeepSpeed knows the order of modules; `head` while the head is fetched, `loss`
-    until its backward; `norm` the final norm's, `embedding` the end of the step."""
+    elements), from the last layer down, wherever more is at hand than in any layer above. `proof` is the most before
+    training, when DeepSpeed does not know the order of modules: in the forward that proves the head, or of one trained
+    weight for its gradient's hook (stage3.py: create_reduce_and_remove_grad_hooks). `final` is at hand in the final
+    norm's forward, `head` while the head is fetched, `loss` until its backward, `norm` in the final norm's, `embedding`
+    at the end of the step."""
 
     forward: dict[str, Highs]
     backward: dict[str, Highs]
     proof: int = 0
+    final: int = 0
     head: int = 0
     loss: int = 0
     norm: int = 0
@@ -48,9 +51,11 @@ class Gathered:
 
 
 def compute_gathered(job: Job) -> Gathered:
-    """Nothing is gathered on one rank, unless the weights live on the host, and nothing below stage 3."""
-    if job.zero_stage < 3 or (job.world_size == 1 and job.levers.offload_param == "none"):
+    """Steps on one rank gather nothing, unless the weights live on the host. Below stage 3 nothing ever is."""
+    if job.zero_stage < 3:
         return Gathered({}, {})
+    if job.world_size == 1 and job.levers.offload_param == "none":
+        return Gathered({}, {}, proof=count_largest_trained(job.weights))
     recomputes = job.levers.gradient_checkpointing is not False
     return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp)
 
@@ -65,7 +70,7 @@ def _replay(
     visits = list(Tree(modules).walk_step(recomputes=recomputes, trains_embedding=adapters is None))
     coordinator = Coordinator(modules, visits, engine, joins_mlps=is_whole)
     found: dict[tuple[str, str], dict[int, int]] = {}
-    most = {"head": 0, "loss": 0, "norm": 0, "embedding": 0}
+    most = {"final": 0, "head": 0, "loss": 0, "norm": 0, "embedding": 0}
     for visit in visits:
         module, before = modules[visit.module], coordinator.held
         peak = coordinator.follow(visit)
@@ -82,6 +87,8 @@ def _replay(
             if visit.is_backward:
                 name = "norm" if module.name == "norm" else "loss"
                 most[name] = max(most[name], coordinator.held)
+            elif module.name == "norm":
+                most["final"] = coordinator.held
         elif visit.is_backward:
             most["embedding"] = max(most["embedding"], peak)
     persistent = sum(n for n in weights.persistent_sizes if n <= engine.persistence_threshold)
@@ -89,10 +96,17 @@ def _replay(
     return Gathered(
         forward={place: each for (phase, place), each in highs.items() if phase == "forward"},
         backward={place: each for (phase, place), each in highs.items() if phase == "backward"},
-        proof=max(count_proof(module, engine.persistence_threshold) for module in modules),
+        proof=max(
+            count_largest_trained(weights),
+            *(count_proof(module, engine.persistence_threshold) for module in modules),
+        ),
         persistent=persistent,
         **most,
     )
+
+
+def count_largest_trained(weights: Weights) -> int:
+    return max((size for module in weights.modules if module.is_trained for _, size in module.weights), default=0)
 
 
 def count_proof(module: Module, threshold: int) -> int:
@@ -104,11 +118,26 @@ def count_proof(module: Module, threshold: int) -> int:
 def name_place(module: Module, visit: Visit) -> str:
     """Of which moment in a layer this visit is the one that counts; '' for others. Attention itself runs before the
     output projection in the forward, and in the backward behind it."""
+    if module.in_mlp and not visit.is_backward:
+        return _name_mlp_place(module, visit)
     if module.in_mlp:
         return "mlp" if visit.enters else ""
     if module.name == "o_proj":
         return "attention" if visit.enters != visit.is_backward else ""
     return module.name.rstrip("1234") if visit.enters and module.name.endswith(("norm", "1", "2", "3", "4")) else ""
+
+
+def _name_mlp_place(module: Module, visit: Visit) -> str:
+    """Its first matrices are at hand when two tensors of the inner width are; at the widest, when gate and up are
+    multiplied, they have gone; at the last matrix more weights are on their way, the output head among them. Experts
+    and tiles are gathered at once."""
+    if module.name in ("up_proj", "gate_up_proj") and not visit.enters:
+        return "mlp"
+    if not visit.enters:
+        return ""
+    if module.name in ("router", "experts") or (module.name == "mlp" and module.weights):
+        return "mlp"
+    return "down" if module.name.startswith("down_proj") else "gate"
 
 
 def _list_highs(layers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

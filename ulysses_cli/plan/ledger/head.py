@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import compute_norm_backward, compute_norm_saved
+from ulysses_cli.plan.ledger.layer import (
+    PRECISE_NORMS,
+    compute_norm_backward,
+    compute_norm_saved,
+    count_mlp_tile_tokens,
+    is_tiled,
+)
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens
 
 
@@ -18,6 +24,18 @@ def trains_head(job: Job) -> bool:
 def compute_final_norm(job: Job) -> int:
     """The last norm keeps its float32 input and scaled result, and its output is the head's input: (4 + 2 b) h S."""
     return compute_norm_saved(job, job.shape.hidden_size) + job.dtype_bytes * job.shape.hidden_size * job.local_tokens
+
+
+def compute_final_norm_forward(job: Job) -> int:
+    """As it is computed: its input, that in float32, normed, cast to the model's dtype, and scaled: (8 + 3 b) h S;
+    where it is scaled in float32 too, (12 + 2 b) h S; fused, input and output; in tiles, those and all of one tile."""
+    b, hidden = job.dtype_bytes, job.shape.hidden_size
+    precise = 4 * (job.shape.model_type in PRECISE_NORMS) or b
+    whole = 8 + 2 * b + precise
+    if job.fused_norms or is_tiled(job):
+        tile = 0 if job.fused_norms else whole * hidden * count_mlp_tile_tokens(job)
+        return 2 * b * hidden * job.local_tokens + tile
+    return whole * hidden * job.local_tokens
 
 
 def compute_final_norm_backward(job: Job) -> int:

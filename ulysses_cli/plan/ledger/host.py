@@ -33,8 +33,8 @@ def compute_pinned_rounding(job: Job) -> int:
     shard = count_shard(job.weights.num_trained, job.world_size)
     blocks = [states.compute_host_parameters(job)]
     if job.levers.offload_optimizer == "cpu":
-        group = min(shard, job.engine.sub_group)
-        blocks += [job.engine.gradient_bytes * shard, *[4 * group] * (shard // group), 4 * (shard % group)]
+        groups = states.list_sub_groups(job.weights, job.world_size, job.engine.sub_group)
+        blocks += [job.engine.gradient_bytes * shard, *(4 * group for group in groups)]
     return sum(round_up(size) - size for size in blocks)
 
 
@@ -63,6 +63,8 @@ def list_host_lines(job: Job, phase: str) -> dict[str, int]:
     }
     if phase == "save":  # a copy of everything that a checkpoint holds, or of one tensor at a time; and the file
         lines["save_copy"] = ADAM_SAVED_BYTES * shard if job.async_save else 4 * min(shard, job.engine.sub_group)
+    if phase == "load" and job.zero_stage < 3:  # each rank reads the whole model before it moves (train/loading.py)
+        lines["parameters_read"] = job.dtype_bytes * job.weights.num_elements
     found = {name: ranks * size for name, size in lines.items() if size}
     if phase in ("load", "save"):
         found["weights_file"] = LARGEST_FILE_BYTES

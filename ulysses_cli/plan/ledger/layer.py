@@ -165,6 +165,18 @@ def compute_mlp_forward(job: Job, layer: Layer) -> int:
     return around + 3 * b * shape.intermediate_size * tile
 
 
+def compute_gate_forward(job: Job) -> int:
+    """At the MLP's first matrices: the activated gate and up, the input and the residual, b (2 i + 2 h) S."""
+    return job.dtype_bytes * 2 * (job.shape.intermediate_size + job.shape.hidden_size) * job.local_tokens
+
+
+def compute_down_forward(job: Job) -> int:
+    """At the MLP's last matrix: the product, the input, the residual and the output, b (i + 3 h) S. With adapters the
+    adapter's result and the sum of both too. Experts and tiles do not gather it apart."""
+    num_hidden = 3 if job.adapters is None else 5
+    return job.dtype_bytes * (job.shape.intermediate_size + num_hidden * job.shape.hidden_size) * job.local_tokens
+
+
 def compute_mlp_backward(job: Job, layer: Layer) -> int:
     """Beside what is saved: the inside's backward. In tiles, all of one tile's inside, the gradient of the input, and
     the weights' gradients, which add up over tiles in float32 (train/tiling.py: WeightSums)."""

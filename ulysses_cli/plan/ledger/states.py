@@ -1,13 +1,16 @@
 """What a rank holds of the model between steps and in the optimizer's step: weights, gradients, Adam, buckets.
 
-From DeepSpeed's runtime/zero/stage3.py and stage_1_and_2.py. N trained elements, F frozen, W ranks that shard.
+From DeepSpeed's runtime/zero/stage3.py; what stages 1 and 2 do otherwise is in lower_stages.py. N trained elements, F
+frozen, W ranks that shard.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
+from ulysses_cli.plan.ledger import lower_stages
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.swapping import compute_locked_state_bytes, compute_locked_weight_bytes
 from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard
@@ -25,20 +28,23 @@ def compute_parameters(job: Job) -> int:
     return job.dtype_bytes * count_shard(weights.num_elements, job.world_size)
 
 
-def compute_second_shard(job: Job) -> int:
+def compute_second_shard(job: Job, gathered_bytes: int) -> int:
     """b (N + F) / replica: with dp_replicate_size > 1 a copy for gathering inside each replica (hpZ:
-    partition_parameters.py, ds_secondary_tensor); made in the first forward, renewed after each step."""
+    partition_parameters.py, ds_secondary_tensor). A weight's is made when the weight is let go for the first time after
+    a step (stage3.py: invalidate_secondary_tensor), so that what is at hand has none."""
     if job.zero_stage < 3 or job.layout.dp_replicate_size == 1:
         return 0
-    return job.dtype_bytes * count_shard(job.weights.num_elements, job.layout.replica_size)
+    persistent = sum(size for size in job.weights.persistent_sizes if size <= job.engine.persistence_threshold)
+    let_go = job.dtype_bytes * (job.weights.num_elements - persistent) - gathered_bytes
+    return max(0, let_go) // job.layout.replica_size
 
 
 def compute_gradients(job: Job) -> int:
-    """g N / W (stage3.py: grad_partitions_flat_buffer), on the host with offload_optimizer. Stage 2 the same; stage 1
-    keeps every gradient whole until the step: b N."""
+    """g N / W at stage 3 (stage3.py: grad_partitions_flat_buffer), on the host with offload_optimizer. Below, what is
+    there when a backward has begun (lower_stages.py)."""
     trained = job.weights.num_trained
-    if job.zero_stage == 1:
-        return job.dtype_bytes * trained
+    if job.zero_stage < 3:
+        return lower_stages.compute_gradients(job, "backward", is_reducing=True)
     if job.levers.offload_optimizer != "none":
         return 0
     return job.engine.gradient_bytes * count_shard(trained, job.world_size)
@@ -46,19 +52,25 @@ def compute_gradients(job: Job) -> int:
 
 def compute_reduce_bucket(job: Job) -> int:
     """reduce_bucket_size elements of the dtype in which gradients travel, allocated at start (stage3.py: ipg_buckets).
-    Below stage 3 two of the model's dtype, one of which fills while the other is sent (stage_1_and_2.py:
-    setup_buckets); they live in the backward alone, and are counted throughout."""
+    Below stage 3 there are two, in the backward."""
     if job.zero_stage < 3:
-        return 2 * job.engine.reduce_bucket * job.dtype_bytes
+        return lower_stages.compute_buckets(job, is_reducing=True)
     return job.engine.reduce_bucket * job.engine.communication_bytes
 
 
 def compute_reduce_flush(job: Job) -> int:
     """When the bucket is full its gradients are laid side by side for the reduce-scatter (coalesced_collectives.py:
-    torch.cat): as much again as the bucket holds, at most N. Below stage 3 it is cast where it travels in another
-    dtype (stage_1_and_2.py: gradient_reduction_w_predivide)."""
-    filled = min(job.engine.reduce_bucket, job.weights.num_trained) * job.engine.communication_bytes
-    return filled if job.zero_stage == 3 or job.engine.communication_bytes != job.dtype_bytes else 0
+    torch.cat): as much again as the bucket holds, at most N. Below stage 3 so are the parts of several ranks, which are
+    then cast where they travel in another dtype (stage_1_and_2.py: allreduce_bucket)."""
+    filled = min(job.engine.reduce_bucket, job.weights.num_trained)
+    return filled * _count_sent_bytes(job)
+
+
+def _count_sent_bytes(job: Job) -> int:
+    sent, b = job.engine.communication_bytes, job.dtype_bytes
+    if job.zero_stage == 3:
+        return sent
+    return b * (job.world_size > 1) + (sent if sent != b else 0)
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,23 @@ def compute_oversize_gradient(job: Job, num_elements: int) -> int:
     return num_elements * job.engine.communication_bytes if is_oversize else 0
 
 
+@lru_cache(maxsize=64)
+def list_sub_groups(weights: Weights, num_ranks: int, size: int) -> tuple[int, ...]:
+    """Elements of this rank's shards that the optimizer steps together: weights are added until there are `size` or
+    more, so that a group is larger by up to a weight's shard (stage3.py: _create_fp16_sub_groups)."""
+    whole = count_shard(weights.num_trained, num_ranks)
+    if size >= whole:
+        return (whole,)
+    sizes = {name: each for module in weights.modules if module.is_trained for name, each in module.weights}
+    groups, filled = [], 0
+    for each in sizes.values():
+        filled += count_shard(each, num_ranks)
+        if filled >= size:
+            groups.append(filled)
+            filled = 0
+    return (*groups, filled) if filled else tuple(groups)
+
+
 def compute_master(job: Job) -> int:
     """4 N / W float32 weights, also where the model itself is float32 (stage3.py: _create_fp32_partitions clones)."""
     if job.levers.offload_optimizer != "none":
@@ -114,20 +143,24 @@ def compute_adam(job: Job) -> int:
 def compute_step_transients(job: Job) -> int:
     """Per sub-group of n_s elements: gradients laid flat, g n_s, then cast, 4 n_s; fused Adam takes nothing (stage3.py:
     _prepare_fp32_grad_for_sub_group). With the optimizer on the host nothing happens here."""
+    if job.zero_stage < 3:
+        return lower_stages.compute_step_transients(job)
     if job.levers.offload_optimizer != "none":
         return 0
-    shard = count_shard(job.weights.num_trained, job.world_size)
-    group = min(shard, job.engine.sub_group) if job.zero_stage == 3 else shard
+    group = max(list_sub_groups(job.weights, job.world_size, job.engine.sub_group))
     return (4 if job.engine.gradient_bytes == 4 else 4 + job.engine.gradient_bytes) * group
 
 
 def compute_load_transients(job: Job) -> int:
     """4 n_s: a sub-group's weights are cast to float32, and that is cloned (stage3.py: _create_fp32_partitions). The
-    clone is the master, which has its own line; with the optimizer on the host both are there."""
-    if job.levers.offload_optimizer != "none":
+    clone is the master, which has its own line, counted whole: what is told is the most beyond it, when the last
+    sub-groups are made. With the optimizer on the host both are there."""
+    if job.zero_stage < 3:
+        return lower_stages.compute_load_transients(job)
+    if job.levers.offload_optimizer != "none" or job.dtype_bytes == 4:
         return 0
-    shard = count_shard(job.weights.num_trained, job.world_size)
-    return 4 * min(shard, job.engine.sub_group) if job.dtype_bytes != 4 else 0
+    groups = list_sub_groups(job.weights, job.world_size, job.engine.sub_group)
+    return 4 * (max(made + group for made, group in zip(accumulate(groups), groups, strict=True)) - sum(groups))
 
 
 def compute_host_optimizer_pinned(job: Job) -> int:
@@ -136,6 +169,8 @@ def compute_host_optimizer_pinned(job: Job) -> int:
     states instead of the copies."""
     shard = count_shard(job.weights.num_trained, job.world_size)
     if job.levers.offload_optimizer == "cpu":
+        if job.zero_stage < 3:
+            return lower_stages.compute_host_pinned(job)
         return (job.engine.gradient_bytes + 4) * shard
     if job.levers.offload_optimizer == "nvme":
         return job.engine.gradient_bytes * shard + compute_locked_state_bytes(job)
@@ -143,10 +178,10 @@ def compute_host_optimizer_pinned(job: Job) -> int:
 
 
 def compute_host_optimizer_pageable(job: Job) -> int:
-    """Per rank: master weights 4 N / W and Adam 8 N / W, in ordinary memory."""
+    """Per rank: master weights 4 N / W and Adam 8 N / W, in ordinary memory; below stage 3 Adam alone."""
     if job.levers.offload_optimizer != "cpu":
         return 0
-    return 12 * count_shard(job.weights.num_trained, job.world_size)
+    return (12 if job.zero_stage == 3 else 8) * count_shard(job.weights.num_trained, job.world_size)
 
 
 def compute_host_parameters(job: Job) -> int:

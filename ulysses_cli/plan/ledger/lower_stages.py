@@ -1,0 +1,136 @@
+"""What ZeRO-1 and 2 hold of gradients, phase by phase, and take when they start and step: DeepSpeed's
+runtime/zero/stage_1_and_2.py. N trained elements, W ranks, b bytes of the model's dtype. Sizes only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.weights import HEAD, LAYERS, Weights, count_shard
+
+NORM_BYTES = 8  # runtime/utils.py: get_norm_dtype
+
+
+def adds_up(job: Job) -> bool:
+    return job.accumulation > 1
+
+
+def is_compact(job: Job) -> bool:
+    """Sums in float32 of a narrower model have one flat buffer, from the first micro-step to the update
+    (_use_compact_grad_partition_buffer)."""
+    return job.engine.gradient_bytes == 4 and job.dtype_bytes < 4
+
+
+def compute_own_gradients(job: Job) -> int:
+    """This rank's share of a micro-step: 4 N / W of the flat buffer, also with the optimizer on the host; or b N / W,
+    copied out of the bucket (copy_grads_in_partition), which an optimizer on the host takes there."""
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    if is_compact(job):
+        return 4 * shard
+    return 0 if job.levers.offload_optimizer != "none" else job.dtype_bytes * shard
+
+
+@dataclass(frozen=True)
+class Sent:
+    """When a backward first sends gradients: how many elements, and in which layer; `ABOVE` all layers, or `NEVER`
+    before the embedding's."""
+
+    layer: int
+    num_elements: int
+
+
+ABOVE, NEVER = 1 << 30, -1
+
+
+@lru_cache(maxsize=64)
+def find_first_sent(weights: Weights, bucket: int) -> Sent:
+    """Gradients come from the last weight to the first. One that does not fit any more sends what is there, and one
+    larger than the bucket goes when the next comes (reduce_independent_p_g_buckets_and_remove_grads)."""
+    filled, seen = 0, {"embedding"}
+    for module in reversed(weights.modules):
+        for name, size in reversed(module.weights):
+            if not module.is_trained or name in seen:
+                continue
+            if filled and filled + size > bucket:
+                return Sent(module.layer if module.part == LAYERS else ABOVE, filled)
+            seen.add(name)
+            filled += size
+    return Sent(NEVER, filled)
+
+
+def compute_gradients(job: Job, phase: str, *, is_reducing: bool, has_sent: bool = True) -> int:
+    """`is_reducing`: a gradient of this backward has come; `has_sent`: some have been sent, and this rank's share laid
+    by. ZeRO-2 adds a micro-step's share to that of those before it; ZeRO-1 keeps all gradients whole, b N, until the
+    last micro-step moves them to the bucket one by one. For an optimizer on the host each passes through a buffer as
+    large as the largest (temp_grad_buffer_for_gpu_offload)."""
+    own, whole = compute_own_gradients(job), job.dtype_bytes * job.weights.num_trained
+    passing = job.dtype_bytes * _count_largest(job) if job.levers.offload_optimizer != "none" else 0
+    if phase == "optimizer_step":
+        return own + passing
+    if phase not in ("forward", "backward"):
+        return passing
+    before = 0
+    if adds_up(job):
+        before = whole if job.zero_stage == 1 else own
+    if not is_reducing or not has_sent:
+        return before + passing
+    if adds_up(job) and job.zero_stage == 1:
+        moved = find_first_sent(job.weights, job.engine.reduce_bucket).num_elements
+        return before + own - job.dtype_bytes * moved + passing
+    return own + (0 if is_compact(job) else before) + passing
+
+
+def compute_buckets(job: Job, *, is_reducing: bool) -> int:
+    """Two of the model's dtype, one of which fills while the other is sent, from a backward's first gradient to its end
+    (setup_buckets). ZeRO-1 ends no backward but the last of a step."""
+    has_any = is_reducing or (adds_up(job) and job.zero_stage == 1)
+    return 2 * job.engine.reduce_bucket * job.dtype_bytes if has_any else 0
+
+
+def compute_kept_head_gradient(job: Job) -> int:
+    """b V h: with the flat buffer a gradient is cleared at the end of the backward, and only then; one that is larger
+    than the bucket has memory of its own. A tied head's comes last."""
+    if job.zero_stage == 3 or not is_compact(job):
+        return 0
+    large = (size for name, size in _list_head(job) if name != "embedding" and size > job.engine.reduce_bucket)
+    return job.dtype_bytes * sum(large)
+
+
+def compute_load_transients(job: Job) -> int:
+    """Beside weights and master: weights are laid flat beside themselves, b N, before the master is made, or on the
+    host the buffer for gradients; and with the master, zeros as large are made (initialize_optimizer_states)."""
+    flat = job.dtype_bytes * job.weights.num_trained
+    if job.levers.offload_optimizer != "none":
+        return flat - job.dtype_bytes * _count_largest(job)
+    master = 4 * count_shard(job.weights.num_trained, job.world_size)
+    return max(flat - master, master)
+
+
+def compute_step_transients(job: Job) -> int:
+    """The norm casts one gradient of this rank's share at a time to float64 (get_grad_norm_direct). Then the share is
+    laid flat, b N / W, and cast, 4 N / W; the flat buffer is both already."""
+    if job.levers.offload_optimizer != "none":
+        return 0
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    cast = 4 if job.dtype_bytes < 4 else 0
+    flat = 0 if is_compact(job) else (job.dtype_bytes + cast) * shard
+    return max(NORM_BYTES * min(_count_largest(job), shard), flat)
+
+
+def compute_host_pinned(job: Job) -> int:
+    """Per rank: master and its gradient, 8 N / W, a copy in the model's dtype, a buffer as large as the largest weight;
+    where micro-steps add up without a flat buffer, their sum too (async_accumulate_grad_in_cpu_via_gpu)."""
+    copies = 1 + (adds_up(job) and not is_compact(job))
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    return (8 + copies * job.dtype_bytes) * shard + job.dtype_bytes * _count_largest(job)
+
+
+def _count_largest(job: Job) -> int:
+    return max(size for module in job.weights.modules if module.is_trained for _, size in module.weights)
+
+
+def _list_head(job: Job) -> tuple[tuple[str, int], ...]:
+    trained = (module for module in job.weights.modules if module.part == HEAD and module.is_trained)
+    return tuple(each for module in trained for each in module.weights)
