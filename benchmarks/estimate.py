@@ -45,12 +45,13 @@ def list_counted() -> Iterator[Row]:
             for sp_size in (1, 2, 4):
                 dist.init_process_group("fake", rank=0, world_size=sp_size, store=FakeStore())
                 try:
-                    real = test_ledger.measure(config, levers, sp_size)
+                    num_tokens = test_ledger.LONG_TOKENS if name in test_ledger.LONG else test_ledger.TOKENS
+                    real = test_ledger.measure(config, levers, sp_size, num_tokens)
                 except pytest.skip.Exception:
                     continue
                 finally:
                     dist.destroy_process_group()
-                found = test_ledger.predict(config, levers, sp_size)
+                found = test_ledger.predict(config, levers, sp_size, num_tokens)
                 what = f"{model}; {name}; sp {sp_size}"
                 yield Row(what, real / 2**20, found / 2**20, "MiB", "counted in this run", 0.03)
 

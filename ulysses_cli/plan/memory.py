@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 from ulysses_cli.plan.ledger import device, head, layer, lower_stages, states
 from ulysses_cli.plan.ledger.gathering import Gathered, Highs, compute_gathered
-from ulysses_cli.plan.ledger.host import compute_host_uncertainty, keeps_result, list_host_lines
+from ulysses_cli.plan.ledger.host import compute_host_uncertainty, list_host_lines
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.weights import Weights, has_norm_behind
 from ulysses_cli.plan.model_shape import Layer
@@ -213,15 +213,20 @@ def _walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[s
     """The last layer's backward, when everything below is still kept, and the place of each moment in the layer."""
     mlp, norm_saved = layer.compute_mlp_saved(job, kind), layer.compute_norm_saved(job, job.shape.hidden_size)
     attention, own_input = layer.compute_attention_saved(job), layer.compute_layer_input(job)
-    result = 0 if keeps_result(job) else layer.compute_attention_result(job)
+    result = 0 if layer.keeps_result(job) else layer.compute_attention_result(job)
     norm_work = layer.compute_norm_backward(job, job.shape.hidden_size)
 
     def at(name: str, attention_left: int, mlp_left: int, **work: int) -> Moment:
         return _make_inside(job, kind, base, name, attention_left, mlp_left, work)
 
     whole = attention + result
+    if job.levers.gradient_checkpointing is not False:
+        again = {"recomputed_attention": layer.compute_attention_again(job)}
+        yield "attention", Moment("backward", "recomputation", {**base, **again})
     if has_norm_behind(job.shape):
         yield "norm", at("norm behind the MLP", whole, mlp, norm_backward=norm_work)
+        if kept := layer.compute_kept_output(job):
+            base = {**base, "kept_mlp_outputs": base["kept_mlp_outputs"] - kept}
     yield "mlp", at("mlp", whole, _count_mlp_left(job, kind), mlp=layer.compute_mlp_backward(job, kind))
     yield "norm", at("norm", whole, norm_saved, norm_backward=norm_work + own_input)
     rest = attention - layer.compute_output_input(job) + result
@@ -239,7 +244,7 @@ def _count_mlp_left(job: Job, kind: Layer) -> int:
     mlp = layer.compute_mlp_saved(job, kind)
     if not has_norm_behind(job.shape):
         return mlp
-    return mlp - layer.compute_norm_saved(job, job.shape.hidden_size) + layer.compute_layer_input(job)
+    return mlp - layer.compute_norm_behind_saved(job) + layer.compute_layer_input(job)
 
 
 def _make_inside(
@@ -258,7 +263,7 @@ def _make_inside(
 
 def _walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iterator[Moment]:
     """The bucket is sent in the midst of a layer's backward; layers above have gone by then."""
-    result = 0 if keeps_result(job) else layer.compute_attention_result(job)
+    result = 0 if layer.keeps_result(job) else layer.compute_attention_result(job)
     whole, full = layer.compute_attention_saved(job) + result, states.compute_reduce_flush(job)
     mlp, attention = (gathered.get_highs("backward", place) for place in ("mlp", "attention"))
     for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, mlp, attention):
@@ -380,7 +385,7 @@ def _list_kept(job: Job, num_on_device: int) -> Lines:
         mlps = {kind: layer.compute_mlp_saved(job, kind) for kind in set(layers)}
         return {"embedded": embedded, "kept_layers": len(layers) * inside + sum(mlps[kind] for kind in layers)}
     num = min(num_on_device, len(layers)) if levers.activation_offloading else len(layers)
-    results = layer.compute_attention_result(job) if keeps_result(job) else 0
+    results = layer.compute_attention_result(job) if layer.keeps_result(job) else 0
     return {
         "embedded": embedded,
         "kept_layer_inputs": num * layer.compute_layer_input(job),

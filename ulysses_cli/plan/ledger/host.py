@@ -6,7 +6,12 @@ from collections.abc import Mapping
 
 from ulysses_cli.plan.ledger import states
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import compute_attention_result, compute_kept_output, compute_layer_input
+from ulysses_cli.plan.ledger.layer import (
+    compute_attention_result,
+    compute_kept_output,
+    compute_layer_input,
+    keeps_result,
+)
 from ulysses_cli.plan.ledger.weights import count_shard
 
 PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; resident set as ranks report it
@@ -22,10 +27,6 @@ def compute_kept_pinned(job: Job) -> int:
         return 0
     kept = compute_layer_input(job) + compute_kept_output(job)
     return job.shape.num_layers * (kept + (compute_attention_result(job) if keeps_result(job) else 0))
-
-
-def keeps_result(job: Job) -> bool:
-    return job.levers.gradient_checkpointing is True
 
 
 def compute_pinned_rounding(job: Job) -> int:

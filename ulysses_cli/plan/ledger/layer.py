@@ -7,11 +7,12 @@ bytes of the dtype, S local tokens. Held against real models by tests/single/tes
 from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import has_norm_behind
+from ulysses_cli.plan.ledger.weights import has_norm_before, has_norm_behind
 from ulysses_cli.plan.model_shape import Layer
 from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 
 PRECISE_NORMS = {"gemma2", "gemma3_text", "gpt_oss", "olmo2"}  # the scaled result too is float32
+PRECISE_ROTATION = {"olmo2"}
 EXPERT_INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
 EXPERT_INNER_SAVED = {"gpt_oss": 7}  # tensors of the inner width that an expert saves; others save 4
 
@@ -26,9 +27,13 @@ def compute_attention_result(job: Job) -> int:
     return (job.dtype_bytes * job.query_width + 4 * job.shape.num_heads) * job.local_tokens
 
 
+def keeps_result(job: Job) -> bool:
+    return job.levers.gradient_checkpointing is True
+
+
 def compute_kept_output(job: Job) -> int:
     """b h S: a norm behind a tiled MLP needs its output again, which is then kept (train/tiled_mlp.py)."""
-    keeps = is_tiled(job) and job.levers.gradient_checkpointing is True and has_norm_behind(job.shape)
+    keeps = is_tiled(job) and keeps_result(job) and has_norm_behind(job.shape)
     return compute_layer_input(job) if keeps else 0
 
 
@@ -84,7 +89,7 @@ def compute_attention_saved(job: Job) -> int:
     """What attention's backward needs besides its result: norms and inputs of the projections, rows, and (where rows
     are exchanged) the result once more as the input of the output projection."""
     saved = compute_query_norms_saved(job) + compute_attention_rows(job) + compute_output_input(job)
-    if job.shape.model_type == "olmo2":
+    if not has_norm_before(job.shape):
         return saved
     # Recomputed, the input that such a norm saves is the layer's, which is kept as such.
     is_kept = saves_norm_input(job) and job.levers.gradient_checkpointing is not False
@@ -100,9 +105,16 @@ def compute_output_input(job: Job) -> int:
 
 def compute_mlp_saved(job: Job, layer: Layer) -> int:
     """Its norms and input, and what its inside saves; in tiles, nothing of the inside."""
-    num_norms = job.family.norms_per_layer - (job.shape.model_type != "olmo2")
+    is_behind = has_norm_behind(job.shape)
+    num_norms = job.family.norms_per_layer - has_norm_before(job.shape) - is_behind
     saved = num_norms * compute_norm_saved(job, job.shape.hidden_size) + compute_layer_input(job)
+    saved += compute_norm_behind_saved(job) if is_behind else 0
     return saved + (0 if is_tiled(job) else compute_inside_saved(job, layer, job.local_tokens))
+
+
+def compute_norm_behind_saved(job: Job) -> int:
+    """Of the norm behind the MLP. Where its input is kept from the forward, that is what it saves."""
+    return 0 if compute_kept_output(job) and saves_norm_input(job) else compute_norm_saved(job, job.shape.hidden_size)
 
 
 def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
@@ -193,8 +205,7 @@ def compute_attention_forward(job: Job) -> int:
     q + 3 k; the exchange in, 2 (q + 2 r) / n, beside the previous chunk's result and the output; the exchange out, with
     rows, result, and a buffer on either side."""
     h, q, k, r, n = job.shape.hidden_size, job.query_width, job.kv_width, job.chunk_kv_width, job.levers.head_chunks
-    own = h + q + 2 * k
-    rotating = max(3 * q, q + 3 * k)
+    own, rotating = h * has_norm_before(job.shape) + q + 2 * k, count_rotating(job)
     if job.layout.sp_size == 1:
         widest = max(rotating, q if n == 1 else q + q // n)
     elif n == 1:
@@ -204,16 +215,37 @@ def compute_attention_forward(job: Job) -> int:
     return (job.dtype_bytes * (own + widest) + 4 * job.shape.num_heads) * job.local_tokens
 
 
+def count_rotating(job: Job) -> int:
+    """Elements per token while queries and keys are rotated; twice as many where that is done in float32."""
+    is_precise = job.shape.model_type in PRECISE_ROTATION and job.dtype_bytes < 4
+    return max(3 * job.query_width, job.query_width + 3 * job.kv_width) * (2 if is_precise else 1)
+
+
+def compute_attention_again(job: Job) -> int:
+    """While a layer's attention is computed again: as in the forward, beside what its norms save; where its result is
+    kept, it ends with the rotation."""
+    h, q, k = job.shape.hidden_size, job.query_width, job.kv_width
+    saved = compute_query_norms_saved(job)
+    if not saves_norm_input(job) and has_norm_before(job.shape):
+        saved += compute_norm_saved(job, h)
+    if keeps_result(job):
+        own = h * has_norm_before(job.shape) + q + 2 * k
+        return saved + job.dtype_bytes * (own + count_rotating(job)) * job.local_tokens
+    return saved + compute_attention_forward(job)
+
+
 def compute_attention_exchange(job: Job) -> int:
     """Backward, beside what is saved, while slices travel: the output's gradient, b q S, and buffers on both sides: of
-    that gradient, 2 q; of slices too where they were kept, 2 (3 q + 2 r) / n. A slice is let go once it is copied,
-    unless more chunks need it. In chunks, room for all gradients."""
+    that gradient, 2 q; of slices too where they were kept, 2 (3 q + 2 r) / n. In one chunk a slice is let go once it is
+    copied, and the result and its gradient travel after the others. In chunks, room for all gradients."""
     q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
     if job.layout.sp_size == 1:
         return (b * q + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
-    moved = 3 * (q // n) + 2 * r if keeps_slices(job) else q
-    gone = 2 * q + 2 * k if keeps_slices(job) and n == 1 else 0
-    return (b * (q + 2 * moved - gone) + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
+    if n > 1:
+        return (b * (q + 2 * (3 * (q // n) + 2 * r)) + _count_room_bytes(job)) * job.local_tokens
+    if keeps_slices(job):
+        return b * max(2 * q + 4 * r - 2 * k, 4 * q + 2 * r - 2 * k) * job.local_tokens
+    return b * 3 * q * job.local_tokens
 
 
 def compute_attention_kernel(job: Job) -> int:

@@ -162,6 +162,11 @@ def _walk_attention(
     yield from linear("o_proj", query, hidden)
 
 
+def has_norm_before(shape: ModelShape) -> bool:
+    """A norm makes what attention projects; elsewhere that is the layer's input."""
+    return shape.model_type != "olmo2"
+
+
 def has_norm_behind(shape: ModelShape) -> bool:
     """A layer ends with a norm behind its MLP; with two norms alone, none stands before attention."""
     return shape.model_type in POST_NORMS
