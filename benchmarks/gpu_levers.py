@@ -36,6 +36,7 @@ from ulysses_cli.train.offload import Offloader
 from ulysses_cli.train.recompute import recompute_layers
 from ulysses_cli.train.tiled_loss import make_tiled_loss
 from ulysses_cli.train.tiled_mlp import tile_mlps
+from ulysses_cli.train.tiled_norm import tile_norms
 
 SHAPE = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -65,7 +66,8 @@ class Run:
         self.loss = self.use_ours() if is_ours else self.use_deepspeed(offloads)
 
     def use_ours(self) -> Any:
-        tile_mlps(self.model, lambda tokens: -(-tokens // SHAPE["hidden_size"]))  # type: ignore[operator]
+        for tile in (tile_mlps, tile_norms):
+            tile(self.model, lambda tokens: -(-tokens // SHAPE["hidden_size"]))  # type: ignore[operator]
         recompute_layers(self.model, "keep_attention", self.offloader and self.offloader.make_shelf)
         return make_tiled_loss(self.model.lm_head, HeadRule(), LOSS_TILE)
 

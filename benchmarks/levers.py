@@ -49,7 +49,7 @@ VARIANTS = {
     "(a) plain checkpointing": Variant(),
     "(b) DeepSpeed, all of its": Variant(is_deepspeed=True),
     "tiled loss": Variant(tiles_loss=True),
-    "tiled MLP": Variant(tiles_mlp=True),
+    "tiled MLP and norms": Variant(tiles_mlp=True),
     "attention kept": Variant("keep_attention"),
     "offload": Variant("keep_attention", offloads=True),
     "4 head chunks": Variant(chunks=4),
@@ -86,9 +86,11 @@ def use_ours(model: Any, variant: Variant, meter: Meter) -> Any:
     from ulysses_cli.train.recompute import recompute_layers
     from ulysses_cli.train.tiled_loss import make_tiled_loss
     from ulysses_cli.train.tiled_mlp import tile_mlps
+    from ulysses_cli.train.tiled_norm import tile_norms
 
     if variant.tiles_mlp:
-        tile_mlps(model, lambda tokens: -(-tokens // HIDDEN))
+        for tile in (tile_mlps, tile_norms):
+            tile(model, lambda tokens: -(-tokens // HIDDEN))
     make_shelf = None
     if variant.offloads:
         offloader = Offloader(torch.device("cpu"), len(model.model.layers))

@@ -69,9 +69,12 @@ ZERO = frozenset(
 )
 
 
-# Weights that pass through memory together when states or weights live on a disk: four buffers of as many float32
-# numbers are locked on each rank. Large enough for a disk's full rate.
-SWAPPED_GROUP = 100_000_000
+# Gradients travel in messages of this many numbers. DeepSpeed's 500 million take 4 GB of each GPU as float32, twice: in
+# the bucket, and laid side by side to be sent. Adapters have fewer in all.
+REDUCE_BUCKET, ADAPTERS_BUCKET = 100_000_000, 20_000_000
+# Weights that the optimizer steps at once; several float32 copies of them exist then, on the GPU or locked in host
+# memory, where torch rounds blocks up to a power of two: this and a weight more fill 512 MiB.
+SUB_GROUP = 125_000_000
 # Weights on a disk: all of them; none is read ahead or kept beyond its module. DeepSpeed's reading ahead leaves weights
 # in buffers that a step then updates there, and not in the file (partitioned_param_swapper.py).
 WEIGHTS_ON_DISK = {"prefetch_bucket_size": 0, "max_reuse_distance": 0}
@@ -86,7 +89,10 @@ def make_ds_config(
         "stage": recipe.parallel.zero_stage,
         "overlap_comm": True,
         "contiguous_gradients": True,
+        "reduce_bucket_size": REDUCE_BUCKET if recipe.lora is None else ADAPTERS_BUCKET,
     }
+    if recipe.parallel.zero_stage == 3:
+        zero["sub_group_size"] = SUB_GROUP
     if layout.dp_replicate_size > 1 and recipe.parallel.zero_stage == 3:
         zero["zero_hpz_partition_size"] = layout.replica_size
     for part, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_param)):
@@ -94,7 +100,6 @@ def make_ds_config(
             zero[part] = {"device": device, "pin_memory": True}
             if device == "nvme":
                 zero[part]["nvme_path"] = memory.nvme_path
-                zero["sub_group_size"] = SWAPPED_GROUP
     if offload_param == "nvme":
         zero["offload_param"]["max_in_cpu"] = 0
         zero.update(WEIGHTS_ON_DISK)

@@ -264,12 +264,12 @@ def _make_inside(
 def _walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iterator[Moment]:
     """The bucket is sent in the midst of a layer's backward; layers above have gone by then."""
     result = 0 if layer.keeps_result(job) else layer.compute_attention_result(job)
-    whole, full = layer.compute_attention_saved(job) + result, states.compute_reduce_flush(job)
+    whole = layer.compute_attention_saved(job) + result
     mlp, attention = (gathered.get_highs("backward", place) for place in ("mlp", "attention"))
     for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, mlp, attention):
         left = _count_mlp_left(job, kind) - layer.compute_inside_gone(job, flush.weight) if flush.in_mlp else 0
         work = {
-            "reduce_flush": min(full, flush.num_elements * job.engine.communication_bytes),
+            "reduce_flush": states.compute_flush(job, flush.num_elements),
             "parameters_gathered": job.dtype_bytes * num_gathered,
         }
         moment = _make_inside(job, kind, base, SENT, whole, left, work)
@@ -280,14 +280,16 @@ def _walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Ite
 def _list_fullest_flushes(
     weights: Weights, bucket: int, mlp: Highs, attention: Highs
 ) -> tuple[tuple[states.Flush, int], ...]:
-    """The first in an MLP and in an attention, and later ones where more is gathered -> each with what is gathered."""
-    most, found = {True: -1, False: -1}, []
+    """The first in an MLP and in an attention, and later ones with more in the bucket or gathered -> each with what is
+    gathered."""
+    most, found = {True: (-1, -1), False: (-1, -1)}, []
     last = max(module.layer for module in weights.modules)
     for flush in states.list_flushes(weights, bucket):
         highs = mlp if flush.in_mlp else attention
         num_gathered = max(elements for above, elements in highs if above <= last - flush.layer)
-        if num_gathered > most[flush.in_mlp]:
-            most[flush.in_mlp] = num_gathered
+        fullest, gathered = most[flush.in_mlp]
+        if num_gathered > gathered or flush.num_elements > fullest:
+            most[flush.in_mlp] = max(flush.num_elements, fullest), max(num_gathered, gathered)
             found.append((flush, num_gathered))
     return tuple(found)
 

@@ -86,20 +86,27 @@ class Flush:
 @lru_cache(maxsize=64)
 def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
     """Gradients fill the bucket in the order in which the backward makes them; one that does not fit any more sends
-    what is there, one that is larger than the bucket goes past it (stage3.py, reduce_independent_p_g_buckets_and_...).
-    A tied embedding comes last."""
+    what is there; one that is larger than the bucket is sent alone, when the next comes (stage3.py,
+    reduce_independent_p_g_buckets_and_remove_grads). A tied embedding comes last."""
     filled, found, seen = 0, [], {"embedding"}
     for module in reversed(weights.modules):
         for name, size in reversed(module.weights):
-            if not module.is_trained or size > bucket or name in seen:
+            if not module.is_trained or name in seen:
                 continue
             seen.add(name)
-            if filled + size > bucket:
+            if filled and filled + size > bucket:
                 if module.part == LAYERS:
                     found.append(Flush(module.layer, name.partition(".")[2], module.in_mlp, filled))
                 filled = 0
             filled += size
     return tuple(found)
+
+
+def compute_flush(job: Job, num_elements: int) -> int:
+    """Of a bucket that is sent with that much in it."""
+    if num_elements > job.engine.reduce_bucket:
+        return compute_oversize_gradient(job, num_elements)
+    return min(compute_reduce_flush(job), num_elements * job.engine.communication_bytes)
 
 
 def compute_oversize_gradient(job: Job, num_elements: int) -> int:
