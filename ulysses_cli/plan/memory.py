@@ -141,6 +141,8 @@ def _walk_all(job: Job) -> Iterator[Moment]:
                 saved = {"attention": layer.compute_attention_saved(job), "mlp": layer.compute_mlp_saved(job, kind)}
                 work = {name: max(0, size - saved.get(name, 0)) for name, size in work.items()}
             moment = Moment("forward", place, {**held, **inside, **work})
+            if place == "attention" and keeps_result(job):  # the layer's own is what attention works on
+                moment.lines["kept_attention_results"] -= layer.compute_attention_result(job)
             yield from _gather(job, moment, gathered.get_highs("forward", place))
     norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
     yield Moment("forward", "final norm", {**held, **inside, **norm})
@@ -289,14 +291,17 @@ def _list_fullest_flushes(
 
 def _drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
     """Without what layers above kept. In host memory two layers' worth stays on the device: in the forward those that
-    leave; in the backward those that came back, but for an input, which its layer's forward lets go."""
+    leave; in the backward those that came back, but for an input, which its layer's forward lets go unless a norm has
+    saved it as it is."""
     num_layers = job.shape.num_layers
     if num_left == num_layers:
         return lines
     if job.levers.activation_offloading and job.levers.gradient_checkpointing is not False:
+        most, back = _list_kept(job, MAX_ON_DEVICE), _list_kept(job, BACK_ON_DEVICE)
         if "recomputed_mlp" not in lines:
-            return {**lines, **_list_kept(job, BACK_ON_DEVICE), "embedded": lines["embedded"]}
-        return {**lines, "kept_layer_inputs": lines["kept_layer_inputs"] - layer.compute_layer_input(job)}
+            return {name: size - most.get(name, 0) + back.get(name, 0) for name, size in lines.items()}
+        gone = 0 if job.fused_norms or layer.is_tiled(job) else layer.compute_layer_input(job)
+        return {**lines, "kept_layer_inputs": lines["kept_layer_inputs"] - gone}
     return {name: size * num_left // num_layers if name.startswith("kept_") else size for name, size in lines.items()}
 
 
