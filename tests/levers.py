@@ -20,7 +20,8 @@ from ulysses_cli.train.loss import IGNORED, HeadRule, LossModel
 from ulysses_cli.train.offload import Offloader
 from ulysses_cli.train.recompute import recompute_layers
 from ulysses_cli.train.tiled_loss import make_tiled_loss
-from ulysses_cli.train.tiled_mlp import tile_mlps, tile_norms
+from ulysses_cli.train.tiled_mlp import tile_mlps
+from ulysses_cli.train.tiled_norm import tile_norms
 
 LENGTHS = (21, 1, 30, 12)
 VOCABULARY = 64

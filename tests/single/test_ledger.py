@@ -86,9 +86,10 @@ def apply_levers(model: Any, levers: Levers) -> Any:
         recompute.recompute_layers(model, "keep_attention" if levers.gradient_checkpointing is True else "full")
     if levers.tiled_mlp:
         tiled_mlp = pytest.importorskip("ulysses_cli.train.tiled_mlp")
+        tiled_norm = pytest.importorskip("ulysses_cli.train.tiled_norm")
         hidden = model.config.hidden_size
         tiled_mlp.tile_mlps(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden))
-        tiled_mlp.tile_norms(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden))
+        tiled_norm.tile_norms(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden))
     if not levers.tiled_loss:
         return None
     tiled_loss = pytest.importorskip("ulysses_cli.train.tiled_loss")

@@ -282,7 +282,9 @@ class Memory(Section):
     activation_offloading: bool | Literal["auto"] = setting(
         "auto", "keep what the backward needs in pinned host memory", aliases=("activation_checkpoint_cpu_offload",)
     )
-    tiled_mlp: bool | Literal["auto"] = setting("auto", "MLPs and norms in tiles of tokens", aliases=("tiled_mlp_compute",))
+    tiled_mlp: bool | Literal["auto"] = setting(
+        "auto", "MLPs and norms in tiles of tokens", aliases=("tiled_mlp_compute",)
+    )
     tiled_loss: bool | Literal["auto"] = setting("auto", "head and loss in tiles of tokens")
     offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = setting(
         "auto", "where optimizer states live when not on the GPU", spellings={None: "none", False: "none"}

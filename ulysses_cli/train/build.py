@@ -54,7 +54,8 @@ from ulysses_cli.train.recompute import recompute_layers
 from ulysses_cli.train.shards import get_shape
 from ulysses_cli.train.states import forget_powers
 from ulysses_cli.train.tiled_loss import make_tiled_loss
-from ulysses_cli.train.tiled_mlp import tile_mlps, tile_norms
+from ulysses_cli.train.tiled_mlp import tile_mlps
+from ulysses_cli.train.tiled_norm import tile_norms
 
 PROBE_TOKENS = 8
 HEAD_TOLERANCE = 0.02  # bfloat16 keeps 8 bits; a lost scale or softcap costs far more

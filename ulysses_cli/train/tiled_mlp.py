@@ -1,5 +1,4 @@
-"""MLPs, dense and mixture-of-experts, and norms in tiles of tokens: the wide results inside an MLP and the float32
-copies that a norm makes exist for one tile at a time.
+"""MLPs in tiles of tokens, dense and mixture-of-experts: their wide intermediate results exist for one tile at a time.
 
 Blocks are found by what they are made of. A block runs once in the forward and once, tile by tile, in the backward: in
 a layer that is computed again, the recomputation stops before it. Knows no recipe and no group.
@@ -7,7 +6,6 @@ a layer that is computed again, the recomputation stops before it. Knows no reci
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from ulysses_cli.train.kept import keep
 from ulysses_cli.train.recompute import list_layers
-from ulysses_cli.train.shards import get_shape
 from ulysses_cli.train.tiling import WeightSums, backward_tile, check_is_whole, split_tokens
 
 # A layer that has one of these after its MLP needs the MLP's output again in the backward.
@@ -43,23 +40,6 @@ def tile_mlps(
                 if gather_whole is not None:
                     gather_whole(block)
     return found
-
-
-def tile_norms(model: nn.Module, count_tiles: Callable[[int], int]) -> int:
-    """Run every norm in tiles -> how many were found. Of one that is tiled, its input alone is saved."""
-    norms = [module for module in model.modules() if _is_norm(module)]
-    for norm in norms:
-        TiledBlock(norm, count_tiles)
-    return len(norms)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Tokens in, tokens out, and no weights but vectors."""
-    weights = list(module.parameters(recurse=False))
-    is_small = bool(weights) and all(len(get_shape(weight)) == 1 for weight in weights)
-    if not is_small or next(module.children(), None) is not None:
-        return False
-    return len(inspect.signature(module.forward).parameters) == 1
 
 
 class _DoesMoreError(Exception):
@@ -119,11 +99,8 @@ class TiledBlock:
 
     def compute_tiles(self, hidden: Tensor, parts: list[slice]) -> Tensor:
         tokens = hidden.detach().flatten(0, 1)
-        first = self.compute(tokens[parts[0]])
-        out = torch.empty_like(tokens, dtype=first.dtype)
-        out[parts[0]] = first
-        del first
-        for part in parts[1:]:
+        out = torch.empty_like(tokens)
+        for part in parts:
             out[part] = self.compute(tokens[part])
         return out.view(hidden.shape)
 
@@ -133,11 +110,11 @@ class TiledBlock:
         weights = WeightSums(self.block)
         if len(parts) == 1:
             return self.whole_forward(hidden)
-        check_is_whole(self.block, "a tiled block")
+        check_is_whole(self.block, "a tiled MLP")
         if torch.is_grad_enabled() and (hidden.requires_grad or weights.weights):
             if not hidden.requires_grad and hasattr(weights.weights[0], "ds_id"):
                 raise RuntimeError(
-                    "a tiled block's input needs no gradient, so that ZeRO-3 would reduce its weights' gradients before "
+                    "a tiled MLP's input needs no gradient, so that ZeRO-3 would reduce its weights' gradients before "
                     "they are there: call the model's enable_input_require_grads()"
                 )
             entered = _Entry.apply(hidden, self, weights, parts, *weights.weights)

@@ -161,6 +161,7 @@ def _backward_by_chunks(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         grads, dsinks = _attend_backward(rows, drows, result, lse, wanted_sinks, chunk, call)
         del rows, drows, result
         exchange_out(grads, spans, call.axis, q.size(0), into, adds=[False, adds, adds])
+        del grads  # else they wait beside those of the next chunk
         if dsinks is not None:
             total_dsinks = dsinks if total_dsinks is None else total_dsinks + dsinks
     return *(grad.to(dout.dtype) for grad in into), total_dsinks, None

@@ -34,16 +34,30 @@ def compute_kept_output(job: Job) -> int:
 
 def compute_norm_saved(job: Job, width: int) -> int:
     """RMSNorm saves its float32 input and, for its weight's gradient, the scaled one in the model's dtype: (4 + b) S
-    width; where weights are frozen, the first alone; fused, its input."""
-    if job.fused_norms:
+    width; where weights are frozen, the first alone; fused or in tiles, its input as it came."""
+    if saves_norm_input(job):
         return job.dtype_bytes * width * job.local_tokens
-    scaled = 4 if job.shape.model_type in PRECISE_NORMS else job.dtype_bytes
-    return (4 + scaled * (job.adapters is None)) * width * job.local_tokens
+    return _count_norm_bytes(job) * width * job.local_tokens
 
 
 def compute_norm_backward(job: Job, width: int) -> int:
-    """Four float32 tensors at its widest, beside what was saved: 16 S width; fused, the gradient alone."""
-    return (job.dtype_bytes if job.fused_norms else 16) * width * job.local_tokens
+    """Four float32 tensors at its widest, beside what was saved: 16 S width; fused, the gradient alone. In tiles, that
+    gradient and all of one tile."""
+    if job.fused_norms:
+        return job.dtype_bytes * width * job.local_tokens
+    if is_tiled(job):
+        tile = (_count_norm_bytes(job) + 16) * width * count_mlp_tile_tokens(job)
+        return job.dtype_bytes * width * job.local_tokens + tile
+    return 16 * width * job.local_tokens
+
+
+def saves_norm_input(job: Job) -> bool:
+    return job.fused_norms or is_tiled(job)
+
+
+def _count_norm_bytes(job: Job) -> int:
+    scaled = 4 if job.shape.model_type in PRECISE_NORMS else job.dtype_bytes
+    return 4 + scaled * (job.adapters is None)
 
 
 def compute_query_norms_saved(job: Job) -> int:
@@ -72,8 +86,8 @@ def compute_attention_saved(job: Job) -> int:
     saved = compute_query_norms_saved(job) + compute_attention_rows(job) + compute_output_input(job)
     if job.shape.model_type == "olmo2":
         return saved
-    # Recomputed, a fused norm's input is the layer's, which is kept as such.
-    is_kept = job.fused_norms and job.levers.gradient_checkpointing is not False
+    # Recomputed, the input that such a norm saves is the layer's, which is kept as such.
+    is_kept = saves_norm_input(job) and job.levers.gradient_checkpointing is not False
     norm = 0 if is_kept else compute_norm_saved(job, job.shape.hidden_size)
     return saved + norm + compute_layer_input(job)
 
