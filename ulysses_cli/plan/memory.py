@@ -108,10 +108,12 @@ def walk_moments(job: Job) -> Iterator[Moment]:
 
 
 def _settle_shards(job: Job, moment: Moment) -> Moment:
-    """In replicas, weights that were let go have a second shard. The head's proof goes through the model twice."""
+    """In replicas, weights that were let go have a second shard. The head's proof goes through the model twice, and so
+    do micro-steps that add up."""
     if job.layout.dp_replicate_size == 1 or moment.name == MAKING:
         return moment
-    at_hand = 0 if moment.phase == "load" else moment.lines.get("parameters_gathered", 0)
+    goes_again = moment.phase == "load" or lower_stages.adds_up(job)
+    at_hand = 0 if goes_again else moment.lines.get("parameters_gathered", 0)
     second = states.compute_second_shard(job, at_hand)
     return Moment(moment.phase, moment.name, {**moment.lines, "parameters_second_shard": second})
 
