@@ -50,6 +50,8 @@ def measure_step(recipe: Any) -> int:
 
 def measure_steps(recipe: Any, *order: str) -> list[int]:
     """On a rank: most bytes alive in each step or evaluation, after a first step that is not counted."""
+    from deepspeed.utils import groups as ds_groups
+
     meter, peaks = LiveBytes(ignored="meta"), []
     with meter:
         rows = MemoryRows([[(recipe.data.max_length, 1)]] * 16, recipe.model.config["vocab_size"])
@@ -66,6 +68,7 @@ def measure_steps(recipe: Any, *order: str) -> list[int]:
                 evaluate(trip.course.engine, trip.course.groups, rows, trip.course.batching)
             peaks.append(meter.peak)
     trip.built.engine.wrapped.destroy()
+    ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes replicas' groups once in a process
     del trip
     gc.collect()
     return peaks

@@ -108,10 +108,12 @@ def walk_moments(job: Job) -> Iterator[Moment]:
 
 
 def _settle_shards(job: Job, moment: Moment) -> Moment:
-    """In replicas, weights that were let go have a second shard. The head's proof goes through the model twice."""
+    """In replicas, weights that were let go have a second shard. The head's proof goes through the model twice, and so
+    do micro-steps that add up."""
     if job.layout.dp_replicate_size == 1 or moment.name == MAKING:
         return moment
-    at_hand = 0 if moment.phase == "load" else moment.lines.get("parameters_gathered", 0)
+    goes_again = moment.phase == "load" or lower_stages.adds_up(job)
+    at_hand = 0 if goes_again else moment.lines.get("parameters_gathered", 0)
     second = states.compute_second_shard(job, at_hand)
     return Moment(moment.phase, moment.name, {**moment.lines, "parameters_second_shard": second})
 
@@ -141,6 +143,8 @@ def _walk_all(job: Job) -> Iterator[Moment]:
                 saved = {"attention": layer.compute_attention_saved(job), "mlp": layer.compute_mlp_saved(job, kind)}
                 work = {name: max(0, size - saved.get(name, 0)) for name, size in work.items()}
             moment = Moment("forward", place, {**held, **inside, **work})
+            if place == "attention" and keeps_result(job):  # the layer's own is what attention works on
+                moment.lines["kept_attention_results"] -= layer.compute_attention_result(job)
             yield from _gather(job, moment, gathered.get_highs("forward", place))
     norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
     yield Moment("forward", "final norm", {**held, **inside, **norm})
@@ -296,14 +300,17 @@ def _list_fullest_flushes(
 
 def _drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
     """Without what layers above kept. In host memory two layers' worth stays on the device: in the forward those that
-    leave; in the backward those that came back, but for an input, which its layer's forward lets go."""
+    leave; in the backward those that came back, but for an input, which its layer's forward lets go unless a norm has
+    saved it as it is."""
     num_layers = job.shape.num_layers
     if num_left == num_layers:
         return lines
     if job.levers.activation_offloading and job.levers.gradient_checkpointing is not False:
+        most, back = _list_kept(job, MAX_ON_DEVICE), _list_kept(job, BACK_ON_DEVICE)
         if "recomputed_mlp" not in lines:
-            return {**lines, **_list_kept(job, BACK_ON_DEVICE), "embedded": lines["embedded"]}
-        return {**lines, "kept_layer_inputs": lines["kept_layer_inputs"] - layer.compute_layer_input(job)}
+            return {name: size - most.get(name, 0) + back.get(name, 0) for name, size in lines.items()}
+        gone = 0 if job.fused_norms or layer.is_tiled(job) else layer.compute_layer_input(job)
+        return {**lines, "kept_layer_inputs": lines["kept_layer_inputs"] - gone}
     return {name: size * num_left // num_layers if name.startswith("kept_") else size for name, size in lines.items()}
 
 

@@ -119,8 +119,9 @@ def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
     config = cut_layers(wish["config"], num_layers)
     asked = {**wish["recipe"], "model": {**wish["recipe"]["model"], "config": config, "name_or_path": None}}
     num_steps = asked["train"]["gradient_accumulation_steps"]
-    if num_steps > 1:  # ZeRO-3 adds gradients up in place, so that one micro-step is like the next; else two are enough
-        num_steps = 1 if asked["parallel"]["zero_stage"] == 3 else 2
+    if num_steps > 1:  # under ZeRO-3 one micro-step is like the next, but for replicas; else two are enough
+        alike = asked["parallel"]["zero_stage"] == 3 and asked["parallel"]["dp_replicate_size"] == 1
+        num_steps = 1 if alike else 2
         asked["train"] = {**asked["train"], "gradient_accumulation_steps": num_steps}
         if asked["model"]["dtype"] == "bfloat16" and asked["parallel"]["zero_stage"] > 1:
             asked["deepspeed"] = {"data_types": {"grad_accum_dtype": "fp32"}, **asked["deepspeed"]}
