@@ -84,8 +84,8 @@ def test_kernels_that_count_in_32_bits_turn_levers_on() -> None:
 
 
 def test_weights_leave_the_gpu_last() -> None:
-    """One GPU of 24 GB: states on the host are not enough for 8 B parameters, weights there as well are."""
-    small = replace(H100, memory_bytes=24 << 30, host_bytes_per_gpu=400 << 30)
+    """One GPU of 20 GB: states on the host are not enough for 8 B parameters, weights there as well are."""
+    small = replace(H100, memory_bytes=20 << 30, host_bytes_per_gpu=400 << 30)
     recipe = load("data.max_length=4Ki", "parallel.sp_size=1").recipe
     choice = choose_levers(recipe, LLAMA_8B, small)
     assert choice.fit is not None

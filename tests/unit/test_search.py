@@ -105,9 +105,9 @@ def test_a_bound_is_kept_or_named() -> None:
 
 
 def test_walls_of_memory_and_heads() -> None:
-    found = search(replace(WISH, max_length=2**24 - 2**16), offer("h100-80gb:64"))
+    found = search(replace(WISH, max_length=2**24 - 2**16), offer("a100-40gb:64"))
     assert found.walls[0].kind == "gpu"
-    assert "of 79.6" in found.walls[0].message
+    assert "of 40.0" in found.walls[0].message
     assert found.walls[-1].kind == "heads"
     assert "a row is shared by at most 32 GPUs here: 32 heads" in found.walls[-1].message
     far = search(replace(WISH, max_length=2**26), offer("h100-80gb:8"))
@@ -120,11 +120,11 @@ def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
     wish = Wish(LLAMA, 0, 10**9)
     lengths = {
         f"{each.candidate.gpu.key}:{each.candidate.job.world_size}": each.max_length
-        for kinds in (("h100-80gb:1", "h200:1"), ("h100-80gb:8", "h200:8"))
+        for kinds in (("h100-80gb:1", "h200:1"), ("l40s:8", "h200:8"))
         for each in search_longest(wish, offer(*kinds))
     }
     assert lengths["h100-80gb:1"] < lengths["h200:1"] < lengths["h200:8"]
-    assert lengths["h100-80gb:1"] < lengths["h100-80gb:8"] < lengths["h200:8"]
+    assert lengths["h100-80gb:1"] < lengths["l40s:8"] < lengths["h200:8"]
 
 
 def test_nothing_fits_a_gpu_that_is_too_small() -> None:

@@ -49,10 +49,10 @@ def test_a_disk_spares_the_host_and_costs_time(tmp_path: Path) -> None:
     assert compute_node_disk_bytes(on_host.job) == 0
     assert compute_node_disk_bytes(job) == pytest.approx(16 * trained, rel=0.02)
     assert on_disk.ledger.host_peak_bytes < on_host.ledger.host_peak_bytes - 10 * trained
-    assert job.engine.sub_group == 100_000_000
+    assert job.engine.sub_group == 125_000_000
     locked = on_disk.ledger.host_phases["optimizer_step"]["optimizer_pinned"]
-    assert compute_locked_state_bytes(job) == 16 * 10**8
-    assert locked == 8 * (16 * 10**8 + job.engine.gradient_bytes * count_shard(trained, 8))
+    assert compute_locked_state_bytes(job) == 16 * 125_000_000
+    assert locked == 8 * (16 * 125_000_000 + job.engine.gradient_bytes * count_shard(trained, 8))
     assert on_disk.speed.step_seconds > on_host.speed.step_seconds + 0.99 * 2 * 16 * trained / 5e9
     found = describe_estimate(on_disk)
     assert found["disk_bytes_per_node"] == compute_node_disk_bytes(job)
@@ -77,7 +77,7 @@ def test_need_of_a_recipe_and_of_a_model_without_formulas(tmp_path: Path) -> Non
     recipe = make("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
     on_disk, locked = compute_swap_need(recipe, SHAPE, Levers(offload_optimizer="nvme"))
     assert on_disk == pytest.approx(16 * 8.03e9 / 8, rel=0.02)
-    assert locked == 16 * 10**8
+    assert locked == 16 * 125_000_000
     assert compute_swap_need(recipe, replace(SHAPE, num_parameters=None), Levers(offload_optimizer="nvme")) == (0, 0)
 
 
@@ -90,7 +90,7 @@ def test_weights_on_a_disk(tmp_path: Path) -> None:
     there = compute_estimate(make("memory.offload_optimizer=cpu", *disk), SHAPE, gpu)
     job, largest = there.job, 128_256 * 4096 // 8
     assert size_weight_buffers(job.weights, 8, 2) == {"buffer_count": 8, "buffer_size": largest}
-    assert compute_locked_weight_bytes(job) == 2 * (8 * largest + 10**8)
+    assert compute_locked_weight_bytes(job) == 2 * (8 * largest + 125_000_000)
     assert compute_disk_bytes(job) == pytest.approx(2 * 8.03e9 / 8, rel=0.02)
     assert compute_disk_bytes(host.job) == compute_locked_weight_bytes(host.job) == 0
     assert there.ledger.gpu_allocated_bytes <= host.ledger.gpu_allocated_bytes, "nothing is gathered ahead"

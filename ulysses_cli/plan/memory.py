@@ -8,36 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from ulysses_cli.plan.ledger import device, head, layer, lower_stages, states
 from ulysses_cli.plan.ledger.gathering import Gathered, Highs, compute_gathered
 from ulysses_cli.plan.ledger.host import compute_host_uncertainty, list_host_lines
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import Weights, has_norm_behind
+from ulysses_cli.plan.ledger.kept import BACK_ON_DEVICE, MAX_ON_DEVICE, count_embedded, drop_layers, list_kept
+from ulysses_cli.plan.ledger.layer_backward import SENT, walk_flushes, walk_layer_backward
+from ulysses_cli.plan.ledger.moment import Lines, Moment
 from ulysses_cli.plan.model_shape import Layer
 
 PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
-# train/offload.py: the newest two runs of layers (MAX_LEAVING) wait on the device for their copies, beside the last
-# layer, which stays, until the backward begins; there one arrives while another is used.
-MAX_ON_DEVICE, BACK_ON_DEVICE = 3, 2
-MAKING, SENT, BETWEEN = "master weights are made", "gradients are reduced", "between micro-steps"
+MAKING, BETWEEN = "master weights are made", "between micro-steps"
 PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
 INPUT_BYTES = 24  # of a token: its number, label and position
-Lines = dict[str, int]
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A time at which memory may be fullest: what happens then, and every line alive."""
-
-    phase: str
-    name: str
-    lines: Lines
-
-    @cached_property
-    def num_bytes(self) -> int:
-        return sum(self.lines.values())
 
 
 @dataclass(frozen=True)
@@ -134,8 +119,8 @@ def _settle_gradients(job: Job, moment: Moment) -> Moment:
 def _walk_all(job: Job) -> Iterator[Moment]:
     gathered = compute_gathered(job)
     yield from _walk_load(job, gathered)
-    held, kept = _list_held(job, gathered), _list_kept(job, MAX_ON_DEVICE)
-    inside = {**kept, "embedded": _count_embedded(job)}
+    held, kept = _list_held(job, gathered), list_kept(job, MAX_ON_DEVICE)
+    inside = {**kept, "embedded": count_embedded(job)}
     recomputes = job.levers.gradient_checkpointing is not False
     for kind in job.shape.layer_kinds:
         for place, work in _list_forward_work(job, kind):
@@ -143,7 +128,7 @@ def _walk_all(job: Job) -> Iterator[Moment]:
                 saved = {"attention": layer.compute_attention_saved(job), "mlp": layer.compute_mlp_saved(job, kind)}
                 work = {name: max(0, size - saved.get(name, 0)) for name, size in work.items()}
             moment = Moment("forward", place, {**held, **inside, **work})
-            if place == "attention" and keeps_result(job):  # the layer's own is what attention works on
+            if place == "attention" and layer.keeps_result(job):  # the layer's own is what attention works on
                 moment.lines["kept_attention_results"] -= layer.compute_attention_result(job)
             yield from _gather(job, moment, gathered.get_highs("forward", place))
     norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
@@ -159,16 +144,16 @@ def _walk_all(job: Job) -> Iterator[Moment]:
     norm = {"norm_backward": head.compute_final_norm_backward(job)}
     at_norm = {**at_loss, "parameters_gathered": job.dtype_bytes * gathered.norm}
     yield Moment("backward", "final norm", {**at_norm, **saved, **tied, **norm})
-    base = {**held, **_list_kept(job, BACK_ON_DEVICE), **tied, "residual_gradient": layer.compute_layer_input(job)}
+    base = {**held, **list_kept(job, BACK_ON_DEVICE), **tied, "residual_gradient": layer.compute_layer_input(job)}
     base["head_gradient"] = lower_stages.compute_kept_head_gradient(job)
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
     for kind in job.shape.layer_kinds:
-        for place, moment in _walk_layer_backward(job, kind, base):
+        for place, moment in walk_layer_backward(job, kind, base):
             yield from _gather(job, moment, gathered.get_highs("backward", place))
             if job.zero_stage < 3 and 0 <= sent.layer < job.shape.num_layers:
-                name, lines = f"{moment.name}, {SENT}", _drop_layers(job, moment.lines, sent.layer + 1)
+                name, lines = f"{moment.name}, {SENT}", drop_layers(job, moment.lines, sent.layer + 1)
                 yield Moment(moment.phase, name, lines)
-        yield from _walk_flushes(job, kind, base, gathered)
+        yield from walk_flushes(job, kind, base, gathered)
     yield from _walk_ends(job, held, gathered)
 
 
@@ -185,7 +170,7 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
 def _gather(job: Job, moment: Moment, highs: Highs) -> Iterator[Moment]:
     """The same moment in each layer in which more is gathered than in all above it."""
     for num_gone, num_elements in highs:
-        lines = _drop_layers(job, moment.lines, job.shape.num_layers - num_gone)
+        lines = drop_layers(job, moment.lines, job.shape.num_layers - num_gone)
         yield Moment(moment.phase, moment.name, {**lines, "parameters_gathered": job.dtype_bytes * num_elements})
 
 
@@ -211,107 +196,6 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[Moment]:
     yield Moment("backward", "head's gradient", {**at_loss, **final, **tiles, **gradient, **logits})
     tiles["head_accumulator"], gradient["oversize_gradient"] = 0, oversize  # the sum has gone when its cast leaves
     yield Moment("backward", "head's gradient leaves", {**at_loss, **final, **tiles, **gradient, **logits})
-
-
-def _walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, Moment]]:
-    """The last layer's backward, when everything below is still kept, and the place of each moment in the layer."""
-    mlp, norm_saved = layer.compute_mlp_saved(job, kind), layer.compute_norm_saved(job, job.shape.hidden_size)
-    attention, own_input = layer.compute_attention_saved(job), layer.compute_layer_input(job)
-    result = 0 if layer.keeps_result(job) else layer.compute_attention_result(job)
-    norm_work = layer.compute_norm_backward(job, job.shape.hidden_size)
-
-    def at(name: str, attention_left: int, mlp_left: int, **work: int) -> Moment:
-        return _make_inside(job, kind, base, name, attention_left, mlp_left, work)
-
-    whole = attention + result
-    if job.levers.gradient_checkpointing is not False:
-        again = {"recomputed_attention": layer.compute_attention_again(job)}
-        yield "attention", Moment("backward", "recomputation", {**base, **again})
-    if has_norm_behind(job.shape):
-        yield "norm", at("norm behind the MLP", whole, mlp, norm_backward=norm_work)
-        if kept := layer.compute_kept_output(job):
-            base = {**base, "kept_mlp_outputs": base["kept_mlp_outputs"] - kept}
-    yield "mlp", at("mlp", whole, _count_mlp_left(job, kind), mlp=layer.compute_mlp_backward(job, kind))
-    yield "norm", at("norm", whole, norm_saved, norm_backward=norm_work + own_input)
-    rest = attention - layer.compute_output_input(job) + result
-    yield "attention", at("exchange", rest, 0, attention_exchange=layer.compute_attention_exchange(job))
-    kernel = {"attention": layer.compute_attention_kernel(job), "attention_kernel": layer.compute_kernel_workspace(job)}
-    yield "attention", at("attention", rest, 0, **kernel)
-    if job.family.query_key_norm:
-        rows = layer.compute_attention_rows(job)
-        norm = layer.compute_norm_backward(job, job.query_width) + rows
-        yield "q_norm", at("query norm", rest - rows - result, 0, norm_backward=norm)
-
-
-def _count_mlp_left(job: Job, kind: Layer) -> int:
-    """What the MLP's backward finds: a norm behind it has let its own go."""
-    mlp = layer.compute_mlp_saved(job, kind)
-    if not has_norm_behind(job.shape):
-        return mlp
-    return mlp - layer.compute_norm_behind_saved(job) + layer.compute_layer_input(job)
-
-
-def _make_inside(
-    job: Job, kind: Layer, base: Lines, name: str, attention_left: int, mlp_left: int, work: Lines
-) -> Moment:
-    """What is left of a layer at some time of its backward, and what is worked with. With recomputation its inside is
-    made anew; without, it is part of what is kept, and goes piece by piece."""
-    if job.levers.gradient_checkpointing is not False:
-        adapters = layer.compute_adapter_saved(job)
-        left = {"recomputed_attention": attention_left, "recomputed_mlp": mlp_left, "lora": adapters}
-        return Moment("backward", name, {**base, **left, **work})
-    whole = layer.compute_attention_saved(job) + layer.compute_attention_result(job)
-    gone = whole - attention_left + layer.compute_mlp_saved(job, kind) - mlp_left
-    return Moment("backward", name, {**base, "kept_layers": base["kept_layers"] - gone, **work})
-
-
-def _walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iterator[Moment]:
-    """The bucket is sent in the midst of a layer's backward; layers above have gone by then."""
-    result = 0 if layer.keeps_result(job) else layer.compute_attention_result(job)
-    whole = layer.compute_attention_saved(job) + result
-    mlp, attention = (gathered.get_highs("backward", place) for place in ("mlp", "attention"))
-    for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, mlp, attention):
-        left = _count_mlp_left(job, kind) - layer.compute_inside_gone(job, flush.weight) if flush.in_mlp else 0
-        work = {
-            "reduce_flush": states.compute_flush(job, flush.num_elements),
-            "parameters_gathered": job.dtype_bytes * num_gathered,
-        }
-        moment = _make_inside(job, kind, base, SENT, whole, left, work)
-        yield Moment(moment.phase, moment.name, _drop_layers(job, moment.lines, flush.layer + 1))
-
-
-@lru_cache(maxsize=64)
-def _list_fullest_flushes(
-    weights: Weights, bucket: int, mlp: Highs, attention: Highs
-) -> tuple[tuple[states.Flush, int], ...]:
-    """The first in an MLP and in an attention, and later ones with more in the bucket or gathered -> each with what is
-    gathered."""
-    most, found = {True: (-1, -1), False: (-1, -1)}, []
-    last = max(module.layer for module in weights.modules)
-    for flush in states.list_flushes(weights, bucket):
-        highs = mlp if flush.in_mlp else attention
-        num_gathered = max(elements for above, elements in highs if above <= last - flush.layer)
-        fullest, gathered = most[flush.in_mlp]
-        if num_gathered > gathered or flush.num_elements > fullest:
-            most[flush.in_mlp] = max(flush.num_elements, fullest), max(num_gathered, gathered)
-            found.append((flush, num_gathered))
-    return tuple(found)
-
-
-def _drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
-    """Without what layers above kept. In host memory two layers' worth stays on the device: in the forward those that
-    leave; in the backward those that came back, but for an input, which its layer's forward lets go unless a norm has
-    saved it as it is."""
-    num_layers = job.shape.num_layers
-    if num_left == num_layers:
-        return lines
-    if job.levers.activation_offloading and job.levers.gradient_checkpointing is not False:
-        most, back = _list_kept(job, MAX_ON_DEVICE), _list_kept(job, BACK_ON_DEVICE)
-        if "recomputed_mlp" not in lines:
-            return {name: size - most.get(name, 0) + back.get(name, 0) for name, size in lines.items()}
-        gone = 0 if job.fused_norms or layer.is_tiled(job) else layer.compute_layer_input(job)
-        return {**lines, "kept_layer_inputs": lines["kept_layer_inputs"] - gone}
-    return {name: size * num_left // num_layers if name.startswith("kept_") else size for name, size in lines.items()}
 
 
 def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
@@ -373,31 +257,4 @@ def _list_held(job: Job, gathered: Gathered) -> Lines:
         **_list_loaded(job, gathered),
         "optimizer_adam": states.compute_adam(job),
         "inputs": (rotary + INPUT_BYTES) * job.local_tokens,
-    }
-
-
-def _count_embedded(job: Job) -> int:
-    """The embedding's output, which the model holds until its last norm. It is the first layer's input, and counted as
-    such where that stays on the device."""
-    is_apart = job.levers.activation_offloading or job.levers.gradient_checkpointing is False
-    return layer.compute_layer_input(job) if is_apart and job.dtype_bytes < 4 else 0
-
-
-def _list_kept(job: Job, num_on_device: int) -> Lines:
-    """What the backward needs of all layers. In host memory, a few layers' worth is on the GPU."""
-    levers, layers = job.levers, job.shape.layers
-    # with adapters the embedding's output is made to need a gradient, and stays
-    embedded = _count_embedded(job) if job.adapters is not None else 0
-    if levers.gradient_checkpointing is False:
-        inside = layer.compute_attention_saved(job) + layer.compute_attention_result(job)
-        inside += layer.compute_adapter_saved(job)
-        mlps = {kind: layer.compute_mlp_saved(job, kind) for kind in set(layers)}
-        return {"embedded": embedded, "kept_layers": len(layers) * inside + sum(mlps[kind] for kind in layers)}
-    num = min(num_on_device, len(layers)) if levers.activation_offloading else len(layers)
-    results = layer.compute_attention_result(job) if layer.keeps_result(job) else 0
-    return {
-        "embedded": embedded,
-        "kept_layer_inputs": num * layer.compute_layer_input(job),
-        "kept_attention_results": num * results,
-        "kept_mlp_outputs": num * layer.compute_kept_output(job),
     }

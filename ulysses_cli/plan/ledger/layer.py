@@ -267,15 +267,14 @@ def _count_room_bytes(job: Job) -> int:
 
 
 def compute_kernel_workspace(job: Job) -> int:
-    """Inside flash attention's backward: a float32 accumulator of dq and a number per token and head; with shared keys
-    also dk and dv, of every query head in b bytes (FlashAttention 2, flash_api.cpp: dk_expanded), or of every key head
-    in float32 (3 and newer: dk_accum). No trace sees it."""
-    expanded = 0
-    if job.shape.num_kv_heads < job.shape.num_heads:
+    """Inside flash attention's backward: a float32 accumulator of dq and a number per token and head; where the heads
+    of this rank and chunk share keys also dk and dv, of every query head in b bytes (FlashAttention 2, flash_api.cpp:
+    dk_expanded), or of every key head in float32 (3 and newer: dk_accum). No trace sees it."""
+    n, expanded = job.levers.head_chunks, 0
+    if job.chunk_kv_width < job.query_width // n:
         is_old = job.kernel not in ("flash_attention_3", "flash_attention_4")
-        expanded = 2 * job.dtype_bytes * job.query_width if is_old else 8 * job.row_kv_width
-    per_token = 4 * job.query_width + 4 * job.shape.num_heads + expanded
-    return per_token * job.local_tokens // job.levers.head_chunks
+        expanded = 2 * job.dtype_bytes * job.query_width // n if is_old else 8 * job.chunk_kv_width
+    return (4 * (job.query_width + job.shape.num_heads) // n + expanded) * job.local_tokens
 
 
 def compute_adapter_saved(job: Job) -> int:

@@ -1,0 +1,101 @@
+"""Moments of a layer's backward, from the end of the layer to its beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from ulysses_cli.plan.ledger import layer, states
+from ulysses_cli.plan.ledger.gathering import Gathered, Highs
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.kept import drop_layers
+from ulysses_cli.plan.ledger.moment import Lines, Moment
+from ulysses_cli.plan.ledger.weights import Weights, has_norm_behind
+from ulysses_cli.plan.model_shape import Layer
+
+SENT = "gradients are reduced"
+
+
+def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, Moment]]:
+    """The last layer's backward, when everything below is still kept, and the place of each moment in the layer."""
+    mlp, norm_saved = layer.compute_mlp_saved(job, kind), layer.compute_norm_saved(job, job.shape.hidden_size)
+    attention, own_input = layer.compute_attention_saved(job), layer.compute_layer_input(job)
+    result = 0 if layer.keeps_result(job) else layer.compute_attention_result(job)
+    norm_work = layer.compute_norm_backward(job, job.shape.hidden_size)
+
+    def at(name: str, attention_left: int, mlp_left: int, **work: int) -> Moment:
+        return _make_inside(job, kind, base, name, attention_left, mlp_left, work)
+
+    whole = attention + result
+    if job.levers.gradient_checkpointing is not False:
+        again = {"recomputed_attention": layer.compute_attention_again(job), "recomputed_mlp": 0}
+        yield "attention", Moment("backward", "recomputation", {**base, **again})
+    if has_norm_behind(job.shape):
+        yield "norm", at("norm behind the MLP", whole, mlp, norm_backward=norm_work)
+        if kept := layer.compute_kept_output(job):
+            base = {**base, "kept_mlp_outputs": base["kept_mlp_outputs"] - kept}
+    yield "mlp", at("mlp", whole, _count_mlp_left(job, kind), mlp=layer.compute_mlp_backward(job, kind))
+    yield "norm", at("norm", whole, norm_saved, norm_backward=norm_work + own_input)
+    rest = attention - layer.compute_output_input(job) + result
+    yield "attention", at("exchange", rest, 0, attention_exchange=layer.compute_attention_exchange(job))
+    kernel = {"attention": layer.compute_attention_kernel(job), "attention_kernel": layer.compute_kernel_workspace(job)}
+    yield "attention", at("attention", rest, 0, **kernel)
+    if job.family.query_key_norm:
+        rows = layer.compute_attention_rows(job)
+        norm = layer.compute_norm_backward(job, job.query_width) + rows
+        yield "q_norm", at("query norm", rest - rows - result, 0, norm_backward=norm)
+
+
+def _count_mlp_left(job: Job, kind: Layer) -> int:
+    """What the MLP's backward finds: a norm behind it has let its own go."""
+    mlp = layer.compute_mlp_saved(job, kind)
+    if not has_norm_behind(job.shape):
+        return mlp
+    return mlp - layer.compute_norm_behind_saved(job) + layer.compute_layer_input(job)
+
+
+def _make_inside(
+    job: Job, kind: Layer, base: Lines, name: str, attention_left: int, mlp_left: int, work: Lines
+) -> Moment:
+    """What is left of a layer at some time of its backward, and what is worked with. With recomputation its inside is
+    made anew; without, it is part of what is kept, and goes piece by piece."""
+    if job.levers.gradient_checkpointing is not False:
+        adapters = layer.compute_adapter_saved(job)
+        left = {"recomputed_attention": attention_left, "recomputed_mlp": mlp_left, "lora": adapters}
+        return Moment("backward", name, {**base, **left, **work})
+    whole = layer.compute_attention_saved(job) + layer.compute_attention_result(job)
+    gone = whole - attention_left + layer.compute_mlp_saved(job, kind) - mlp_left
+    return Moment("backward", name, {**base, "kept_layers": base["kept_layers"] - gone, **work})
+
+
+def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iterator[Moment]:
+    """The bucket is sent in the midst of a layer's backward; layers above have gone by then."""
+    result = 0 if layer.keeps_result(job) else layer.compute_attention_result(job)
+    whole = layer.compute_attention_saved(job) + result
+    mlp, attention = (gathered.get_highs("backward", place) for place in ("mlp", "attention"))
+    for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, mlp, attention):
+        left = _count_mlp_left(job, kind) - layer.compute_inside_gone(job, flush.weight) if flush.in_mlp else 0
+        work = {
+            "reduce_flush": states.compute_flush(job, flush.num_elements),
+            "parameters_gathered": job.dtype_bytes * num_gathered,
+        }
+        moment = _make_inside(job, kind, base, SENT, whole, left, work)
+        yield Moment(moment.phase, moment.name, drop_layers(job, moment.lines, flush.layer + 1))
+
+
+@lru_cache(maxsize=64)
+def _list_fullest_flushes(
+    weights: Weights, bucket: int, mlp: Highs, attention: Highs
+) -> tuple[tuple[states.Flush, int], ...]:
+    """The first in an MLP and in an attention, and later ones with more in the bucket or gathered -> each with what is
+    gathered."""
+    most, found = {True: (-1, -1), False: (-1, -1)}, []
+    last = max(module.layer for module in weights.modules)
+    for flush in states.list_flushes(weights, bucket):
+        highs = mlp if flush.in_mlp else attention
+        num_gathered = max(elements for above, elements in highs if above <= last - flush.layer)
+        fullest, gathered = most[flush.in_mlp]
+        if num_gathered > gathered or flush.num_elements > fullest:
+            most[flush.in_mlp] = max(flush.num_elements, fullest), max(num_gathered, gathered)
+            found.append((flush, num_gathered))
+    return tuple(found)
