@@ -24,6 +24,21 @@ def test_what_travels_and_what_is_summed_is_float32() -> None:
     assert "data_types" not in make("train.gradient_accumulation_steps=2", "parallel.zero_stage=1")
 
 
+def test_bfloat16_travels_where_no_sum_is_rounded_more_than_once() -> None:
+    def travels(*overrides: str) -> object:
+        return make(*overrides)["communication_data_type"]
+
+    assert travels("parallel.sp_size=1") == travels("parallel.sp_size=2") == "bf16"
+    assert travels("parallel.sp_size=1", "train.gradient_accumulation_steps=2") == "bf16"
+    assert travels("parallel.sp_size=2", "train.gradient_accumulation_steps=2") == "fp32"
+    assert travels("parallel.sp_size=2", "parallel.dp_shard_size=2") == "fp32"
+    assert (
+        travels("parallel.sp_size=2", "model.dtype=float32")
+        == travels("parallel.sp_size=2", "parallel.zero_stage=2")
+        == "fp32"
+    )
+
+
 def test_copies_and_offload() -> None:
     made = make("parallel.dp_replicate_size=2", offload_optimizer="cpu", offload_param="cpu")
     zero = made["zero_optimization"]

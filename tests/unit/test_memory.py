@@ -292,15 +292,15 @@ def test_a_recipe_becomes_a_job() -> None:
     job = make_job(loaded.recipe, make_shape(), Levers(tiled_loss=True))
     assert (job.local_tokens, job.accumulation, job.adapters) == (2048, 3, Adapters(8))
     assert job.engine.reduce_bucket == 100_000_000
-    assert job.engine.communication_bytes == 4  # DeepSpeed's default under sequence parallelism
+    assert job.engine.communication_bytes == 4
     assert states.compute_reduce_bucket(job) == 400_000_000
 
 
 def test_the_engines_settings() -> None:
-    assert read_engine({}, 2, 1).communication_bytes == 2
-    assert read_engine({"seq_parallel_communication_data_type": "bf16"}, 2, 8).communication_bytes == 2
-    assert read_engine({"data_types": {"grad_accum_dtype": "fp32"}}, 2, 8).gradient_bytes == 4
-    assert read_engine({"zero_optimization": {"stage3_max_live_parameters": 5}}, 2, 8).max_live == 5
+    assert read_engine({}, 2).communication_bytes == 2
+    assert read_engine({"communication_data_type": "fp32"}, 2).communication_bytes == 4
+    assert read_engine({"data_types": {"grad_accum_dtype": "fp32"}}, 2).gradient_bytes == 4
+    assert read_engine({"zero_optimization": {"stage3_max_live_parameters": 5}}, 2).max_live == 5
 
 
 def test_a_model_that_no_formula_describes_is_refused() -> None:

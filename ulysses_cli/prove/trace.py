@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ulysses_cli.plan.ledger.job import read_engine
+from ulysses_cli.plan.ds_config import make_ds_config
+from ulysses_cli.plan.ledger.job import make_engine
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.recipe import Recipe
 
 FEW_LAYERS, MORE_LAYERS = 8, 4
 LIVE_ELEMENTS = 2_200_000_000  # what ZeRO-3 may gather at both ends: each layer between them adds the same
 BETWEEN = "between"  # steps: what is alive there is alive in every phase
 HELD = "held"  # what is alive when the optimizer's step begins
+SUMS = ("data_types", "communication_data_type")  # what a run that accumulates says to DeepSpeed of its sums
 MAX_TILES = 3  # tiles are alike: the first, one more, and the last
 
 
@@ -57,11 +61,10 @@ def trace(wish: Mapping[str, Any], tell: Any = lambda _: None) -> dict[str, Any]
 
 def count_grouped_elements(wish: Mapping[str, Any]) -> int:
     """Of how many weights ZeRO-3 steps the first group: with as many, a group is as large as in the whole model."""
-    recipe = wish["recipe"]
-    on_device = wish["levers"].get("offload_optimizer", "none") == "none"
-    if recipe["parallel"]["zero_stage"] < 3 or recipe["lora"] is not None or not on_device:
+    recipe, levers = Recipe.model_validate_json(json.dumps(wish["recipe"])), Levers(**wish["levers"])
+    if recipe.parallel.zero_stage < 3 or recipe.lora is not None or levers.offload_optimizer != "none":
         return 0
-    return read_engine(recipe["deepspeed"], 2, 1).sub_group * int(wish["world_size"])
+    return make_engine(recipe, levers).sub_group * int(wish["world_size"])
 
 
 def extrapolate(
@@ -108,9 +111,7 @@ def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
     import numpy as np
 
     from ulysses_cli.data.steps import MicroBatch
-    from ulysses_cli.plan.levers import Levers
     from ulysses_cli.plan.model_shape import read_model_shape
-    from ulysses_cli.plan.recipe import Recipe
     from ulysses_cli.plan.resolved import compute_row_tokens, make_layout
     from ulysses_cli.prove.fake_device import DEVICE
     from ulysses_cli.train.build import build
@@ -118,15 +119,17 @@ def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
 
     config = cut_layers(wish["config"], num_layers)
     asked = {**wish["recipe"], "model": {**wish["recipe"]["model"], "config": config, "name_or_path": None}}
+    recipe = Recipe.model_validate_json(json.dumps(asked))
+    layout, levers = make_layout(recipe), Levers(**wish["levers"])
     num_steps = asked["train"]["gradient_accumulation_steps"]
     if num_steps > 1:  # under ZeRO-3 one micro-step is like the next, but for replicas; else two are enough
         alike = asked["parallel"]["zero_stage"] == 3 and asked["parallel"]["dp_replicate_size"] == 1
         num_steps = 1 if alike else 2
         asked["train"] = {**asked["train"], "gradient_accumulation_steps": num_steps}
         if asked["model"]["dtype"] == "bfloat16" and asked["parallel"]["zero_stage"] > 1:
-            asked["deepspeed"] = {"data_types": {"grad_accum_dtype": "fp32"}, **asked["deepspeed"]}
-    recipe = Recipe.model_validate_json(json.dumps(asked))
-    layout, levers = make_layout(recipe), Levers(**wish["levers"])
+            whole = make_ds_config(recipe, layout)
+            asked["deepspeed"] = {**{name: whole[name] for name in SUMS}, **asked["deepspeed"]}
+        recipe = Recipe.model_validate_json(json.dumps(asked))
     tokens, batch = compute_row_tokens(recipe), recipe.train.per_device_train_batch_size
     local = tokens // layout.sp_size
     groups = make_groups(layout, timedelta(minutes=1))

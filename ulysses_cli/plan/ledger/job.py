@@ -24,7 +24,7 @@ BYTES = {"bfloat16": 2, "bf16": 2, "fp16": 2, "float32": 4, "fp32": 4}
 @dataclass(frozen=True)
 class Engine:
     """DeepSpeed's settings that cost memory, in elements; its defaults where the config is silent (runtime/zero/
-    config.py, runtime/engine.py: with sequence parallelism gradients travel in float32, otherwise as they are)."""
+    config.py; runtime/engine.py: gradients travel as they are unless something else is said)."""
 
     reduce_bucket: int = 500_000_000
     prefetch_bucket: int = 50_000_000
@@ -36,10 +36,8 @@ class Engine:
     gradient_bytes: int = 2
 
 
-def read_engine(config: Mapping[str, Any], dtype_bytes: int, sp_size: int) -> Engine:
-    zero = config.get("zero_optimization") or {}
-    said = config.get("seq_parallel_communication_data_type", "fp32") if sp_size > 1 else None
-    said = said or config.get("communication_data_type")
+def read_engine(config: Mapping[str, Any], dtype_bytes: int) -> Engine:
+    zero, said = config.get("zero_optimization") or {}, config.get("communication_data_type")
     accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
 
     def get(name: str, default: int) -> int:
@@ -149,6 +147,11 @@ def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
     )
 
 
+def make_engine(recipe: Recipe, levers: Levers) -> Engine:
+    made = make_ds_config(recipe, make_layout(recipe), levers.offload_optimizer, levers.offload_param)
+    return read_engine(merge_user_config(made, recipe.deepspeed), BYTES[recipe.model.dtype])
+
+
 def read_adapters(recipe: Recipe) -> Adapters | None:
     lora = recipe.lora
     if lora is None:
@@ -160,10 +163,6 @@ def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node
     """A recipe that passed its checks, with its levers settled -> Job."""
     check_known(shape)
     layout = make_layout(recipe)
-    dtype_bytes = BYTES[recipe.model.dtype]
-    config = merge_user_config(
-        make_ds_config(recipe, layout, levers.offload_optimizer, levers.offload_param), recipe.deepspeed
-    )
     return Job(
         shape=shape,
         layout=layout,
@@ -171,11 +170,11 @@ def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node
         levers=levers,
         batch=recipe.train.per_device_train_batch_size,
         accumulation=recipe.train.gradient_accumulation_steps,
-        dtype_bytes=dtype_bytes,
+        dtype_bytes=BYTES[recipe.model.dtype],
         zero_stage=recipe.parallel.zero_stage,
         optim=recipe.train.optim,
         adapters=read_adapters(recipe),
-        engine=read_engine(config, dtype_bytes, layout.sp_size),
+        engine=make_engine(recipe, levers),
         gpus_per_node=gpus_per_node,
         evaluates=bool(recipe.data.eval_datasets or recipe.data.eval_split),
         async_save=recipe.run.async_save,

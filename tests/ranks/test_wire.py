@@ -1,0 +1,33 @@
+"""Gradients in bfloat16 between two ranks: the bits of float32 sums, which are the default everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from courses import Trip
+from ranks import run_on_ranks
+from training import MemoryRows, make_recipe
+
+from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.train.loop import train
+
+ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
+
+
+def run(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], list[torch.dtype]]:
+    """-> losses, weights, and the dtypes of the buckets in which gradients travelled."""
+    trip = Trip(recipe, MemoryRows(ROWS), 6)
+    train(trip.course)
+    buckets: Any = trip.built.engine.wrapped.optimizer.ipg_buckets
+    return trip.losses, trip.read_weights(), [bucket.buffer.dtype for bucket in buckets.values()]
+
+
+def test_two_ranks_lose_nothing_in_bfloat16() -> None:
+    words = ("parallel.sp_size=2", "model.dtype=bfloat16", "deepspeed.zero_optimization.reduce_bucket_size=5000")
+    found = run_on_ranks(2, run, make_recipe(*words))
+    right = run_on_ranks(2, run, make_recipe(*words, "deepspeed.communication_data_type=fp32"))
+    for (losses, weights, dtypes), (expected, wanted, theirs) in zip(found, right, strict=True):
+        assert (dtypes, theirs) == ([torch.bfloat16], [torch.float32])
+        assert losses == expected
+        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
