@@ -254,7 +254,7 @@ def replace_parts(max_tiles: int) -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from transformers import AutoModelForCausalLM
 
-    from ulysses_cli.train import build, tiled_loss, tiled_mlp, tiling
+    from ulysses_cli.train import build, tiled_loss, tiled_mlp, tiled_norm, tiling
     from ulysses_cli.train.kernel_choice import Choice
 
     def make_weights(recipe: Any, config: Any, attention: str, _: Any) -> Any:
@@ -294,7 +294,8 @@ def replace_parts(max_tiles: int) -> None:
     build._add_adapters = add_adapters
     build._load_weights = make_weights  # type: ignore[assignment]
     build._choose_kernel = choose  # type: ignore[assignment]
-    tiled_mlp.split_tokens = keep_few(tiling.split_tokens)  # type: ignore[attr-defined]
+    for tiled in (tiled_mlp, tiled_norm):
+        tiled.split_tokens = keep_few(tiling.split_tokens)  # type: ignore[attr-defined]
     tiled_loss.TiledLoss.walk_tiles = keep_few(tiled_loss.TiledLoss.walk_tiles)  # type: ignore[method-assign]
     replace_everywhere(DeepSpeedCPUAdam, HostAdam, "deepspeed")
     tiled_loss.TiledLoss._find_losses = find_losses  # type: ignore[method-assign]
