@@ -13,7 +13,7 @@ from ulysses_cli.plan.fit import find_largest, find_max_length, judge
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import layer, states
 from ulysses_cli.plan.ledger.gathering import compute_gathered
-from ulysses_cli.plan.ledger.host import list_host_lines
+from ulysses_cli.plan.ledger.host import list_host_phases
 from ulysses_cli.plan.ledger.job import Engine, Job, make_job, read_engine
 from ulysses_cli.plan.ledger.weights import Adapters, list_weights
 from ulysses_cli.plan.levers import Levers
@@ -75,7 +75,7 @@ def test_what_the_engine_holds_between_steps() -> None:
 
 def test_the_optimizer_on_the_host_takes_18_bytes_a_weight() -> None:
     job = Job(LLAMA, Layout(1, 1, 8), 4096, replace(FULL, offload_optimizer="cpu", offload_param="cpu"))
-    lines = list_host_lines(job, "forward")
+    lines = list_host_phases(job, ["forward"])["forward"]
     taken = lines["optimizer_pinned"] + lines["optimizer_pageable"]
     assert taken == pytest.approx(18 * 8.03e9, rel=1e-3)
     assert lines["parameters_pinned"] == pytest.approx(2 * 8.03e9, rel=1e-3)

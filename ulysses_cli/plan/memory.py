@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ulysses_cli.plan.ledger import device, head, layer, lower_stages, states
 from ulysses_cli.plan.ledger.gathering import Gathered, Highs, compute_gathered
-from ulysses_cli.plan.ledger.host import compute_host_uncertainty, list_host_lines
+from ulysses_cli.plan.ledger.host import compute_host_uncertainty, list_host_phases
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.kept import BACK_ON_DEVICE, MAX_ON_DEVICE, count_embedded, drop_layers, list_kept
 from ulysses_cli.plan.ledger.layer_backward import SENT, walk_flushes, walk_layer_backward
@@ -73,7 +73,7 @@ def compute_ledger(job: Job, *, expandable_segments: bool = True) -> Ledger:
         "expandable_segments": device.compute_allocator(job, allocated, expandable=True),
         "fixed_segments": device.compute_allocator(job, allocated, expandable=False),
     }
-    return Ledger(phases, {phase: list_host_lines(job, phase) for phase in phases}, fragmentation)
+    return Ledger(phases, list_host_phases(job, phases), fragmentation)
 
 
 def _complete(job: Job, moment: Moment, *, expandable: bool) -> Moment:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from ulysses_cli.plan.ledger import states
 from ulysses_cli.plan.ledger.job import Job
@@ -12,7 +13,7 @@ from ulysses_cli.plan.ledger.layer import (
     compute_layer_input,
     keeps_result,
 )
-from ulysses_cli.plan.ledger.weights import count_shard
+from ulysses_cli.plan.ledger.weights import Weights, count_shard
 
 PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; resident set as ranks report it
 LARGEST_FILE_BYTES = 5 << 30  # transformers writes weights in files of this size
@@ -32,11 +33,17 @@ def compute_kept_pinned(job: Job) -> int:
 def compute_pinned_rounding(job: Job) -> int:
     """DeepSpeed's page-locked buffers are torch's, which rounds each up to a power of two (CachingHostAllocator.h)."""
     shard = count_shard(job.weights.num_trained, job.world_size)
-    blocks = [states.compute_host_parameters(job)]
+    blocks, in_groups = [states.compute_host_parameters(job)], 0
     if job.levers.offload_optimizer == "cpu":
-        groups = states.list_sub_groups(job.weights, job.world_size, job.engine.sub_group)
-        blocks += [job.engine.gradient_bytes * shard, *(4 * group for group in groups)]
-    return sum(round_up(size) - size for size in blocks)
+        blocks.append(job.engine.gradient_bytes * shard)
+        in_groups = _round_groups(job.weights, job.world_size, job.engine.sub_group)
+    return sum(round_up(size) - size for size in blocks) + in_groups
+
+
+@lru_cache(maxsize=256)
+def _round_groups(weights: Weights, num_ranks: int, size: int) -> int:
+    """What rounding adds to the float32 gradients of each sub-group."""
+    return sum(round_up(4 * group) - 4 * group for group in states.list_sub_groups(weights, num_ranks, size))
 
 
 def round_up(size: int) -> int:
@@ -50,23 +57,27 @@ def compute_host_uncertainty(lines: Mapping[str, int]) -> int:
     return round(SHARE_UNSURE * (sum(lines.values()) - process) + PROCESS_SHARE_UNSURE * process)
 
 
-def list_host_lines(job: Job, phase: str) -> dict[str, int]:
-    """Lines of one node in one phase."""
+def list_host_phases(job: Job, phases: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Lines of one node in each phase."""
     ranks = job.ranks_per_node
     shard = count_shard(job.weights.num_trained, job.world_size)
-    lines = {
+    always = {
         "process": PROCESS_BYTES,
         "optimizer_pinned": states.compute_host_optimizer_pinned(job),
         "optimizer_pageable": states.compute_host_optimizer_pageable(job),
         "parameters_pinned": states.compute_host_parameters(job),
-        "activations_pinned": compute_kept_pinned(job) if phase not in ("load", "evaluation") else 0,
         "pinned_rounding": compute_pinned_rounding(job),
     }
-    if phase == "save":  # a copy of everything that a checkpoint holds, or of one tensor at a time; and the file
-        lines["save_copy"] = ADAM_SAVED_BYTES * shard if job.async_save else 4 * min(shard, job.engine.sub_group)
-    if phase == "load" and job.zero_stage < 3:  # each rank reads the whole model before it moves (train/loading.py)
-        lines["parameters_read"] = job.dtype_bytes * job.weights.num_elements
-    found = {name: ranks * size for name, size in lines.items() if size}
-    if phase in ("load", "save"):
-        found["weights_file"] = LARGEST_FILE_BYTES
+    kept = {"activations_pinned": compute_kept_pinned(job)}
+    # a copy of everything that a checkpoint holds, or of one tensor at a time
+    copied = {"save_copy": ADAM_SAVED_BYTES * shard if job.async_save else 4 * min(shard, job.engine.sub_group)}
+    # below ZeRO-3 each rank reads the whole model before it moves (train/loading.py)
+    read = {"parameters_read": job.dtype_bytes * job.weights.num_elements if job.zero_stage < 3 else 0}
+    found = {}
+    for phase in phases:
+        lines = {**always, **({} if phase in ("load", "evaluation") else kept)}
+        lines |= {"load": read, "save": copied}.get(phase, {})
+        found[phase] = {name: ranks * size for name, size in lines.items() if size}
+        if phase in ("load", "save"):
+            found[phase]["weights_file"] = LARGEST_FILE_BYTES
     return found

@@ -46,9 +46,9 @@ def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
     if num_left == num_layers:
         return lines
     if job.levers.activation_offloading and job.levers.gradient_checkpointing is not False:
-        most, back = list_kept(job, MAX_ON_DEVICE), list_kept(job, BACK_ON_DEVICE)
         if "recomputed_mlp" not in lines:
-            return {name: size - most.get(name, 0) + back.get(name, 0) for name, size in lines.items()}
+            most, back = min(MAX_ON_DEVICE, num_layers), min(BACK_ON_DEVICE, num_layers)
+            return {name: size * back // most if name.startswith("kept_") else size for name, size in lines.items()}
         gone = 0 if job.fused_norms or layer.is_tiled(job) else layer.compute_layer_input(job)
         return {**lines, "kept_layer_inputs": lines["kept_layer_inputs"] - gone}
     return {name: size * num_left // num_layers if name.startswith("kept_") else size for name, size in lines.items()}
