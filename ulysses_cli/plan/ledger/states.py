@@ -158,6 +158,14 @@ def compute_step_transients(job: Job) -> int:
     return (4 if job.engine.gradient_bytes == 4 else 4 + job.engine.gradient_bytes) * group
 
 
+def compute_weight_made(job: Job) -> int:
+    """b V h: each weight is made whole before it is split (partition_parameters.py: Init), the head last. A tied one is
+    made all the same, b V h / W, and let go."""
+    head = job.shape.vocab_size * job.shape.hidden_size
+    tied = count_shard(head, job.world_size) if job.shape.tie_word_embeddings else 0
+    return job.dtype_bytes * (head + tied)
+
+
 def compute_load_transients(job: Job) -> int:
     """4 n_s: a sub-group's weights are cast to float32, and that is cloned (stage3.py: _create_fp32_partitions). The
     clone is the master, which has its own line, counted whole: what is told is the most beyond it, when the last
