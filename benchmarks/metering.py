@@ -42,10 +42,14 @@ class Meter(TorchDispatchMode):
         """Weights and inputs: there before and after."""
         self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
-    def mark_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+    def mark_host(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """What it gives is host memory, also when no operator made it."""
+
+        def call(*args: Any) -> Tensor:
             with self.in_phase("host"):
-                return function(*args)
+                found = function(*args)
+                self.track(found)
+                return found
 
         return call
 
