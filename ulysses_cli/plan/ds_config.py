@@ -78,6 +78,7 @@ SUB_GROUP = 125_000_000
 # Weights on a disk: all of them; none is read ahead or kept beyond its module. DeepSpeed's reading ahead leaves weights
 # in buffers that a step then updates there, and not in the file (partitioned_param_swapper.py).
 WEIGHTS_ON_DISK = {"prefetch_bucket_size": 0, "max_reuse_distance": 0}
+MAX_PERSISTENT = 100_000  # elements of a weight that stays on each GPU: DeepSpeed's own, less than has a file
 
 
 def make_ds_config(

@@ -12,7 +12,7 @@ from ulysses_cli.plan.ledger.layer import (
     compute_layer_input,
     keeps_result,
 )
-from ulysses_cli.plan.ledger.weights import count_shard
+from ulysses_cli.plan.ledger.weights import count_shard, list_sub_groups
 
 PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; resident set as ranks report it
 LARGEST_FILE_BYTES = 5 << 30  # transformers writes weights in files of this size
@@ -30,12 +30,15 @@ def compute_kept_pinned(job: Job) -> int:
 
 
 def compute_pinned_rounding(job: Job) -> int:
-    """DeepSpeed's page-locked buffers are torch's, which rounds each up to a power of two (CachingHostAllocator.h)."""
-    shard = count_shard(job.weights.num_trained, job.world_size)
-    blocks = [states.compute_host_parameters(job)]
-    if job.levers.offload_optimizer == "cpu":
-        groups = states.list_sub_groups(job.weights, job.world_size, job.engine.sub_group)
-        blocks += [job.engine.gradient_bytes * shard, *(4 * group for group in groups)]
+    """DeepSpeed's page-locked buffers are torch's, which rounds each up to a power of two (CachingHostAllocator.h);
+    those through which files pass are as large as asked for (deepspeed_pin_tensor.cpp)."""
+    levers, shard = job.levers, count_shard(job.weights.num_trained, job.world_size)
+    blocks = [states.compute_host_parameters(job)] if levers.offload_param == "cpu" else []
+    if levers.offload_optimizer != "none":
+        blocks.append(job.engine.gradient_bytes * shard)
+    if levers.offload_optimizer == "cpu":
+        groups = list_sub_groups(job.weights, job.world_size, job.engine.sub_group)
+        blocks += [4 * group for group in groups]
     return sum(round_up(size) - size for size in blocks)
 
 
