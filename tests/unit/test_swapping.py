@@ -10,7 +10,7 @@ import pytest
 from recipes import load
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.estimate import compute_estimate
-from ulysses_cli.plan.ledger.host import compute_pinned_rounding, round_up
+from ulysses_cli.plan.ledger.host import compute_pinned_rounding, compute_save_copy, round_up
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.swapping import (
     compute_disk_bytes,
@@ -109,3 +109,13 @@ def test_weights_on_a_disk(tmp_path: Path) -> None:
     assert there.ledger.gpu_allocated_bytes <= host.ledger.gpu_allocated_bytes, "nothing is gathered ahead"
     reads = 3 * 2 * 8.03e9 / 5e9
     assert there.speed.step_seconds > host.speed.step_seconds + reads
+
+
+def test_a_save_copies_what_is_not_in_host_memory(tmp_path: Path) -> None:
+    """The embedding's weight and both moments follow each other on their way to the file."""
+    swap = (f"memory.nvme_path={tmp_path}",)
+    for where, more in (("none", ()), ("cpu", ()), ("nvme", swap)):
+        recipe = make(f"memory.offload_optimizer={where}", *more)
+        job = make_job(recipe, SHAPE, Levers(offload_optimizer=where))
+        assert compute_save_copy(job) == (0 if where == "cpu" else 12 * 128_256 * 4096 // 8)
+        assert compute_save_copy(replace(job, async_save=True)) == 12 * count_shard(job.weights.num_trained, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ulysses_cli.plan.ledger import states
+from ulysses_cli.plan.ledger.gathering import count_largest_trained
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
     compute_attention_result,
@@ -16,7 +17,7 @@ from ulysses_cli.plan.ledger.weights import count_shard, list_sub_groups
 
 PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; resident set as ranks report it
 LARGEST_FILE_BYTES = 5 << 30  # transformers writes weights in files of this size
-ADAM_SAVED_BYTES = 12
+ADAM_SAVED_BYTES = 12  # of a weight: float32 weight and moments
 SHARE_UNSURE, PROCESS_SHARE_UNSURE = 0.03, 0.5  # of what is allocated by size; of what a process takes by itself
 
 
@@ -47,6 +48,17 @@ def round_up(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
+def compute_save_copy(job: Job) -> int:
+    """Per rank: of everything that a checkpoint holds; or of the tensors on their way to the file, three at a time
+    (train/tensor_file.py: MAX_CHUNKS), those of the largest weight. Host memory is written as it is."""
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    if job.async_save:
+        return ADAM_SAVED_BYTES * shard
+    largest = count_largest_trained(job.weights)
+    share = count_shard(largest, job.world_size) if job.zero_stage == 3 else min(largest, shard)
+    return 0 if job.levers.offload_optimizer == "cpu" else ADAM_SAVED_BYTES * share
+
+
 def compute_host_uncertainty(lines: Mapping[str, int]) -> int:
     """How far the truth may be off either way."""
     process = lines.get("process", 0)
@@ -56,7 +68,6 @@ def compute_host_uncertainty(lines: Mapping[str, int]) -> int:
 def list_host_lines(job: Job, phase: str) -> dict[str, int]:
     """Lines of one node in one phase."""
     ranks = job.ranks_per_node
-    shard = count_shard(job.weights.num_trained, job.world_size)
     lines = {
         "process": PROCESS_BYTES,
         "optimizer_pinned": states.compute_host_optimizer_pinned(job),
@@ -65,8 +76,8 @@ def list_host_lines(job: Job, phase: str) -> dict[str, int]:
         "activations_pinned": compute_kept_pinned(job) if phase not in ("load", "evaluation") else 0,
         "pinned_rounding": compute_pinned_rounding(job),
     }
-    if phase == "save":  # a copy of everything that a checkpoint holds, or of one tensor at a time; and the file
-        lines["save_copy"] = ADAM_SAVED_BYTES * shard if job.async_save else 4 * min(shard, job.engine.sub_group)
+    if phase == "save":
+        lines["save_copy"] = compute_save_copy(job)
     if phase == "load" and job.zero_stage < 3:  # each rank reads the whole model before it moves (train/loading.py)
         lines["parameters_read"] = job.dtype_bytes * job.weights.num_elements
     found = {name: ranks * size for name, size in lines.items() if size}
