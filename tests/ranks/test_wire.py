@@ -1,9 +1,10 @@
-"""Gradients in bfloat16 between two ranks: the bits of float32 sums, which are the default everywhere else."""
+"""Gradients in bfloat16 on one rank and between two: the bits of float32 sums, the default everywhere else."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from courses import Trip
 from ranks import run_on_ranks
@@ -23,10 +24,12 @@ def run(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], list[torc
     return trip.losses, trip.read_weights(), [bucket.buffer.dtype for bucket in buckets.values()]
 
 
-def test_two_ranks_lose_nothing_in_bfloat16() -> None:
-    words = ("parallel.sp_size=2", "model.dtype=bfloat16", "deepspeed.zero_optimization.reduce_bucket_size=5000")
-    found = run_on_ranks(2, run, make_recipe(*words))
-    right = run_on_ranks(2, run, make_recipe(*words, "deepspeed.communication_data_type=fp32"))
+@pytest.mark.parametrize(("num_ranks", "more"), [(2, ()), (1, ("train.gradient_accumulation_steps=2",))])
+def test_nothing_is_lost_in_bfloat16(num_ranks: int, more: tuple[str, ...]) -> None:
+    words = (f"parallel.sp_size={num_ranks}", "model.dtype=bfloat16", *more)
+    words += ("deepspeed.zero_optimization.reduce_bucket_size=5000",)
+    found = run_on_ranks(num_ranks, run, make_recipe(*words))
+    right = run_on_ranks(num_ranks, run, make_recipe(*words, "deepspeed.communication_data_type=fp32"))
     for (losses, weights, dtypes), (expected, wanted, theirs) in zip(found, right, strict=True):
         assert (dtypes, theirs) == ([torch.bfloat16], [torch.float32])
         assert losses == expected

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -60,14 +63,30 @@ def test_values_and_gradients(kind: str, shape: tuple[int, ...], num_tiles: int,
         assert torch.equal(norm(hidden), expected[0])
 
 
-def test_the_dtype_of_the_result_is_the_norms_own() -> None:
-    """float32 weights make float32 of bfloat16, as without tiles."""
-    norm, hidden = LlamaRMSNorm(WIDTH), torch.randn(1, 9, WIDTH, dtype=torch.bfloat16)
-    expected = norm(hidden)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_weights_and_tokens_of_two_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """The result has the norm's own, as without tiles."""
+    torch.manual_seed(1)
+    norm, hidden = LlamaRMSNorm(WIDTH).to(dtypes[0]), torch.randn(2, 9, WIDTH).to(dtypes[1])
+    slope = torch.randn(2, 9, WIDTH)
+    expected = run(norm, hidden, slope.to(norm(hidden).dtype))
     tile_norms(norm, lambda _: 3)
-    found = norm(hidden)
-    assert found.dtype == expected.dtype == torch.float32
-    assert torch.equal(found, expected)
+    found = run(norm, hidden, slope.to(norm(hidden).dtype))
+    assert found[0].dtype == expected[0].dtype
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[2], expected[2], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_a_trained_norm_of_tokens_without_a_gradient(needs_gradient: bool) -> None:
+    norm, hidden = make_norm("scaled"), torch.randn(1, 9, WIDTH, dtype=torch.float64, requires_grad=needs_gradient)
+    norm(hidden).sum().backward()
+    wanted = norm.weight.grad
+    norm.zero_grad()
+    tile_norms(norm, lambda _: 4)
+    norm(hidden).sum().backward()
+    torch.testing.assert_close(norm.weight.grad, wanted)
 
 
 def test_only_vectors_make_a_norm() -> None:
@@ -113,3 +132,13 @@ def test_a_frozen_norm_has_no_gradient() -> None:
     norm(hidden).sum().backward()
     assert hidden.grad is not None
     assert norm.weight.grad is None
+
+
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(6), lambda: nn.GroupNorm(2, 6), lambda: nn.PReLU(6)])
+def test_what_sees_more_than_the_last_dimension_stays_whole(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    whole = make()
+    tiled = copy.deepcopy(whole)
+    tile_norms(tiled, lambda _: 3)
+    rows = torch.randn(4, 6, 11)
+    assert torch.equal(tiled(rows), whole(rows))

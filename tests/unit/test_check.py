@@ -123,6 +123,18 @@ def test_check_weights_on_disk(tmp_path: Path) -> None:
             "and not in their file\n\nhint: leave it out"
         )
         assert check(*swap, f"{key}=0") == []
+    key = "deepspeed.zero_optimization.param_persistence_threshold"
+    assert only(*swap, f"{key}=1000000") == (
+        f"command line: {key}: must not be above 100,000 with memory.offload_param: nvme: what has a file cannot stay "
+        "on the GPU\n\nhint: leave it out"
+    )
+    assert check(*swap, f"{key}=0") == check(f"{key}=1000000") == []
+    for name in ("buffer_count", "buffer_size", "max_in_cpu"):
+        key = f"deepspeed.zero_optimization.offload_param.{name}"
+        assert only(*swap, f"{key}=9") == (
+            f"command line: {key}: is decided by memory.offload_param: nvme: buffers are sized by the model's weights"
+            "\n\nhint: leave it out"
+        )
     assert only(*swap, "parallel.sp_size=1", "data.packing=off", model_type="starcoder2") == (
         "command line: memory.offload_param: nvme needs buffers of the size of the model's weights, and starcoder2's "
         "are not known\n\nhint: use memory.offload_param: cpu"

@@ -32,6 +32,10 @@ def test_bfloat16_travels_where_no_sum_is_rounded_more_than_once() -> None:
     assert travels("parallel.sp_size=1", "train.gradient_accumulation_steps=2") == "bf16"
     assert travels("parallel.sp_size=2", "train.gradient_accumulation_steps=2") == "fp32"
     assert travels("parallel.sp_size=2", "parallel.dp_shard_size=2") == "fp32"
+    assert travels("parallel.sp_size=1", "deepspeed.gradient_predivide_factor=3") == "fp32"
+    keeps_more = "deepspeed.data_types.grad_accum_dtype=fp32"
+    assert travels("parallel.sp_size=2", keeps_more) == "fp32"
+    assert travels("parallel.sp_size=1", keeps_more) == "bf16"
     assert (
         travels("parallel.sp_size=2", "model.dtype=float32")
         == travels("parallel.sp_size=2", "parallel.zero_stage=2")

@@ -15,7 +15,7 @@ from ulysses_cli.plan.ledger import layer, states
 from ulysses_cli.plan.ledger.gathering import compute_gathered
 from ulysses_cli.plan.ledger.host import list_host_phases
 from ulysses_cli.plan.ledger.job import Engine, Job, make_job, read_engine
-from ulysses_cli.plan.ledger.weights import Adapters, list_weights
+from ulysses_cli.plan.ledger.weights import Adapters, list_sub_groups, list_weights
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.memory import PHASES, compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
@@ -260,11 +260,11 @@ def test_making_the_engine_takes_nothing_of_the_gpu_where_the_optimizer_is_on_th
 
 def test_sub_groups_end_with_the_weight_that_fills_them() -> None:
     weights = Job(LLAMA, Layout(1, 1, 4), 4096, Levers()).weights
-    groups = states.list_sub_groups(weights, 4, 10**9)
+    groups = list_sub_groups(weights, 4, 10**9)
     assert len(groups) == 2
     assert sum(groups) == -(-weights.num_trained // 4)
     assert all(10**9 <= group < 10**9 + weights.largest // 4 for group in groups)
-    assert states.list_sub_groups(weights, 16, 10**9) == (-(-weights.num_trained // 16),)
+    assert list_sub_groups(weights, 16, 10**9) == (-(-weights.num_trained // 16),)
 
 
 def test_gathering_is_bounded_by_the_settings() -> None:

@@ -10,6 +10,8 @@ import pytest
 from recipes import load
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.estimate import compute_estimate
+from ulysses_cli.plan.ledger.host import compute_pinned_rounding, compute_save_copy, round_up
+from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.swapping import (
     compute_disk_bytes,
     compute_locked_state_bytes,
@@ -17,6 +19,7 @@ from ulysses_cli.plan.ledger.swapping import (
     compute_node_disk_bytes,
     compute_swap_need,
     compute_unswapped_gradients,
+    count_largest_group,
     size_weight_buffers,
 )
 from ulysses_cli.plan.ledger.weights import count_shard
@@ -51,8 +54,10 @@ def test_a_disk_spares_the_host_and_costs_time(tmp_path: Path) -> None:
     assert on_disk.ledger.host_peak_bytes < on_host.ledger.host_peak_bytes - 10 * trained
     assert job.engine.sub_group == 125_000_000
     locked = on_disk.ledger.host_phases["optimizer_step"]["optimizer_pinned"]
-    assert compute_locked_state_bytes(job) == 16 * 125_000_000
-    assert locked == 8 * (16 * 125_000_000 + job.engine.gradient_bytes * count_shard(trained, 8))
+    largest = count_largest_group(job)
+    assert 125_000_000 < largest < 125_000_000 + 128_256 * 4096 // 8
+    assert compute_locked_state_bytes(job) == 16 * largest
+    assert locked == 8 * (16 * largest + job.engine.gradient_bytes * count_shard(trained, 8))
     assert on_disk.speed.step_seconds > on_host.speed.step_seconds + 0.99 * 2 * 16 * trained / 5e9
     found = describe_estimate(on_disk)
     assert found["disk_bytes_per_node"] == compute_node_disk_bytes(job)
@@ -77,7 +82,11 @@ def test_need_of_a_recipe_and_of_a_model_without_formulas(tmp_path: Path) -> Non
     recipe = make("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
     on_disk, locked = compute_swap_need(recipe, SHAPE, Levers(offload_optimizer="nvme"))
     assert on_disk == pytest.approx(16 * 8.03e9 / 8, rel=0.02)
-    assert locked == 16 * 125_000_000
+    assert locked == 16 * count_largest_group(make_job(recipe, SHAPE, Levers(offload_optimizer="nvme")))
+    alone = make("parallel.sp_size=1", "memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
+    _, locked = compute_swap_need(alone, SHAPE, Levers(offload_optimizer="nvme", offload_param="nvme"))
+    embedding = 128_256 * 4096
+    assert locked > 16 * embedding + 2 * (8 * embedding + embedding), "no group is smaller than a weight in it"
     assert compute_swap_need(recipe, replace(SHAPE, num_parameters=None), Levers(offload_optimizer="nvme")) == (0, 0)
 
 
@@ -90,9 +99,23 @@ def test_weights_on_a_disk(tmp_path: Path) -> None:
     there = compute_estimate(make("memory.offload_optimizer=cpu", *disk), SHAPE, gpu)
     job, largest = there.job, 128_256 * 4096 // 8
     assert size_weight_buffers(job.weights, 8, 2) == {"buffer_count": 8, "buffer_size": largest}
-    assert compute_locked_weight_bytes(job) == 2 * (8 * largest + 125_000_000)
+    assert compute_locked_weight_bytes(job) == 2 * (8 * largest + count_largest_group(job))
+    assert (
+        compute_pinned_rounding(host.job) - compute_pinned_rounding(job)
+        == round_up(size := 2 * 8_030_261_248 // 8) - size
+    )
     assert compute_disk_bytes(job) == pytest.approx(2 * 8.03e9 / 8, rel=0.02)
     assert compute_disk_bytes(host.job) == compute_locked_weight_bytes(host.job) == 0
     assert there.ledger.gpu_allocated_bytes <= host.ledger.gpu_allocated_bytes, "nothing is gathered ahead"
     reads = 3 * 2 * 8.03e9 / 5e9
     assert there.speed.step_seconds > host.speed.step_seconds + reads
+
+
+def test_a_save_copies_what_is_not_in_host_memory(tmp_path: Path) -> None:
+    """The embedding's weight and both moments follow each other on their way to the file."""
+    swap = (f"memory.nvme_path={tmp_path}",)
+    for where, more in (("none", ()), ("cpu", ()), ("nvme", swap)):
+        recipe = make(f"memory.offload_optimizer={where}", *more)
+        job = make_job(recipe, SHAPE, Levers(offload_optimizer=where))
+        assert compute_save_copy(job) == (0 if where == "cpu" else 12 * 128_256 * 4096 // 8)
+        assert compute_save_copy(replace(job, async_save=True)) == 12 * count_shard(job.weights.num_trained, 8)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ulysses_cli.plan import check_files, check_model, check_positions, check_training
-from ulysses_cli.plan.ds_config import WEIGHTS_ON_DISK, find_contradictions, make_ds_config
+from ulysses_cli.plan.ds_config import MAX_PERSISTENT, WEIGHTS_ON_DISK, find_contradictions, make_ds_config
 from ulysses_cli.plan.ledger.job import is_known
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import ModelShape
@@ -214,11 +214,21 @@ def check_weights_on_disk(case: Case) -> Found:
     if case.recipe.parallel.dp_replicate_size > 1:
         what = "copies inside replicas (dp_replicate_size) stay in memory, which nvme is there to spare"
         yield Problem(key, what, f"set parallel.dp_replicate_size: 1, or {key}: cpu")
-    theirs = case.recipe.deepspeed.get("zero_optimization", {})
+    zero, beside = "deepspeed.zero_optimization", case.recipe.deepspeed.get("zero_optimization", {})
+    if not isinstance(beside, dict):
+        return
     for name in WEIGHTS_ON_DISK:
-        if isinstance(theirs, dict) and theirs.get(name):
+        if beside.get(name):
             what = f"must be 0 with {key}: nvme: DeepSpeed would update weights in memory and not in their file"
-            yield Problem(f"deepspeed.zero_optimization.{name}", what, "leave it out")
+            yield Problem(f"{zero}.{name}", what, "leave it out")
+    if beside.get("param_persistence_threshold", 0) > MAX_PERSISTENT:
+        what = f"must not be above {MAX_PERSISTENT:,} with {key}: nvme: what has a file cannot stay on the GPU"
+        yield Problem(f"{zero}.param_persistence_threshold", what, "leave it out")
+    theirs = beside.get("offload_param")
+    for name in ("buffer_count", "buffer_size", "max_in_cpu"):
+        if isinstance(theirs, dict) and name in theirs:
+            what = f"is decided by {key}: nvme: buffers are sized by the model's weights"
+            yield Problem(f"{zero}.offload_param.{name}", what, "leave it out")
 
 
 def check_model_source(case: Case) -> Found:

@@ -78,6 +78,7 @@ SUB_GROUP = 125_000_000
 # Weights on a disk: all of them; none is read ahead or kept beyond its module. DeepSpeed's reading ahead leaves weights
 # in buffers that a step then updates there, and not in the file (partitioned_param_swapper.py).
 WEIGHTS_ON_DISK = {"prefetch_bucket_size": 0, "max_reuse_distance": 0}
+MAX_PERSISTENT = 100_000  # elements of a weight that stays on each GPU: DeepSpeed's own, less than has a file
 
 
 def make_ds_config(
@@ -121,10 +122,13 @@ def make_ds_config(
 
 def _sums_exactly(recipe: Recipe, layout: Layout) -> bool:
     """bfloat16 gradients lose nothing on the wire where one rank has them, or where two are added once and the sum is
-    then kept in bfloat16. Half the bytes, and half the buckets."""
-    if recipe.model.dtype != "bfloat16" or recipe.parallel.zero_stage < 3:
+    then kept in bfloat16, unless a user's section divides on the way or keeps more. Half the bytes, and half the
+    buckets."""
+    theirs = recipe.deepspeed
+    if recipe.model.dtype != "bfloat16" or recipe.parallel.zero_stage < 3 or "gradient_predivide_factor" in theirs:
         return False
-    return layout.world_size == 1 or (layout.world_size == 2 and not _accumulates(recipe))
+    keeps_more = _accumulates(recipe) or "data_types" in theirs
+    return layout.world_size == 1 or (layout.world_size == 2 and not keeps_more)
 
 
 def _accumulates(recipe: Recipe) -> bool:

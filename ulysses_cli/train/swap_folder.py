@@ -100,7 +100,7 @@ def _find_lock_problem(needed: int) -> str:
     return (
         f"offload to nvme needs buffers of {needed / 2**20:,.0f} MiB of locked memory, and this process "
         f"may lock {limit / 2**20:,.0f} MiB: raise it (`ulimit -l unlimited`, in a container --ulimit memlock=-1), or "
-        "make deepspeed.zero_optimization.sub_group_size smaller"
+        "use more GPUs, or cpu in place of nvme"
     )
 
 

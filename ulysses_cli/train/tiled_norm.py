@@ -27,9 +27,11 @@ def tile_norms(model: nn.Module, count_tiles: Callable[[int], int]) -> int:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """One tensor in, nothing inside, and no weights but vectors."""
+    """One tensor in, nothing inside, no weights but vectors, and nothing remembered of other tokens."""
+    if next(module.children(), None) is not None or next(module.buffers(recurse=False), None) is not None:
+        return False
     shapes = [get_shape(weight) for weight in module.parameters(recurse=False)]
-    if not shapes or any(len(shape) != 1 for shape in shapes) or next(module.children(), None) is not None:
+    if not shapes or any(len(shape) != 1 for shape in shapes):
         return False
     return len(inspect.signature(module.forward).parameters) == 1
 
@@ -54,6 +56,8 @@ class TiledNorm:
         return out
 
     def _run(self, hidden: Tensor) -> Tensor:
+        if any(get_shape(weight) != hidden.shape[-1:] for weight in self.norm.parameters()):
+            return self.whole_forward(hidden)  # its vectors are of another dimension
         dim = max(range(hidden.dim() - 1), key=hidden.size)  # of tokens: heads may stand before or behind them
         parts = split_tokens(hidden.size(dim), self.count_tiles(hidden.size(dim) * (hidden.size(0) if dim else 1)))
         if len(parts) == 1:

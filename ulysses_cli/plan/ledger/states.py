@@ -12,8 +12,12 @@ from itertools import accumulate
 
 from ulysses_cli.plan.ledger import lower_stages
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.swapping import compute_locked_state_bytes, compute_locked_weight_bytes
-from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard
+from ulysses_cli.plan.ledger.swapping import (
+    compute_locked_state_bytes,
+    compute_locked_weight_bytes,
+    count_largest_group,
+)
+from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard, list_sub_groups
 
 CODE_BLOCK = 256  # train/codes.py: weights that share a scale
 
@@ -115,23 +119,6 @@ def compute_oversize_gradient(job: Job, num_elements: int) -> int:
     return num_elements * job.engine.communication_bytes if is_oversize else 0
 
 
-@lru_cache(maxsize=64)
-def list_sub_groups(weights: Weights, num_ranks: int, size: int) -> tuple[int, ...]:
-    """Elements of this rank's shards that the optimizer steps together: weights are added until there are `size` or
-    more, so that a group is larger by up to a weight's shard (stage3.py: _create_fp16_sub_groups)."""
-    whole = count_shard(weights.num_trained, num_ranks)
-    if size >= whole:
-        return (whole,)
-    sizes = {name: each for module in weights.modules if module.is_trained for name, each in module.weights}
-    groups, filled = [], 0
-    for each in sizes.values():
-        filled += count_shard(each, num_ranks)
-        if filled >= size:
-            groups.append(filled)
-            filled = 0
-    return (*groups, filled) if filled else tuple(groups)
-
-
 def compute_master(job: Job) -> int:
     """4 N / W float32 weights, also where the model itself is float32 (stage3.py: _create_fp32_partitions clones)."""
     if job.levers.offload_optimizer != "none":
@@ -154,8 +141,7 @@ def compute_step_transients(job: Job) -> int:
         return lower_stages.compute_step_transients(job)
     if job.levers.offload_optimizer != "none":
         return 0
-    group = max(list_sub_groups(job.weights, job.world_size, job.engine.sub_group))
-    return (4 if job.engine.gradient_bytes == 4 else 4 + job.engine.gradient_bytes) * group
+    return (4 if job.engine.gradient_bytes == 4 else 4 + job.engine.gradient_bytes) * count_largest_group(job)
 
 
 def compute_weight_made(job: Job) -> int:

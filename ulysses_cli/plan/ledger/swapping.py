@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from ulysses_cli.plan.ledger.job import Job, is_known, make_job
-from ulysses_cli.plan.ledger.weights import Weights, count_shard
+from ulysses_cli.plan.ledger.weights import Weights, count_shard, list_sub_groups
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe
@@ -57,21 +57,24 @@ def compute_node_disk_bytes(job: Job) -> int:
 
 
 def compute_locked_state_bytes(job: Job) -> int:
-    """Per rank: four buffers of a sub-group's float32 numbers."""
+    """Per rank: four buffers of the largest sub-group's float32 numbers (stage3.py: _configure_tensor_swapping)."""
     if job.levers.offload_optimizer != "nvme":
         return 0
-    elements = min(count_shard(job.weights.num_trained, job.world_size), job.engine.sub_group)
-    return NUM_BUFFERS * FLOAT_BYTES * elements
+    return NUM_BUFFERS * FLOAT_BYTES * count_largest_group(job)
 
 
 def compute_locked_weight_bytes(job: Job) -> int:
-    """Per rank: buffers for weights in use, and one of a sub-group from which updated weights are written
+    """Per rank: buffers for weights in use, and one of the largest sub-group, from which updated weights are written
     (partitioned_param_swapper.py: reserve_partitioned_swap_space)."""
     if job.levers.offload_param != "nvme":
         return 0
     buffers = size_weight_buffers(job.weights, job.world_size, job.dtype_bytes)
-    updated = min(count_shard(job.weights.num_trained, job.world_size), job.engine.sub_group)
-    return job.dtype_bytes * (buffers["buffer_count"] * buffers["buffer_size"] + updated)
+    return job.dtype_bytes * (buffers["buffer_count"] * buffers["buffer_size"] + count_largest_group(job))
+
+
+def count_largest_group(job: Job) -> int:
+    """It may be larger than sub_group_size by a weight's shard: an embedding's is most of it on few ranks."""
+    return max(list_sub_groups(job.weights, job.world_size, job.engine.sub_group))
 
 
 def size_weight_buffers(weights: Weights, num_ranks: int, dtype_bytes: int) -> Mapping[str, int]:

@@ -175,3 +175,20 @@ def has_norm_behind(shape: ModelShape) -> bool:
 def count_shard(num_elements: int, num_ranks: int) -> int:
     """Elements of a shard, rounded up as each weight is."""
     return -(-num_elements // num_ranks)
+
+
+@lru_cache(maxsize=64)
+def list_sub_groups(weights: Weights, num_ranks: int, size: int) -> tuple[int, ...]:
+    """Elements of this rank's shards that the optimizer steps together: weights are added until there are `size` or
+    more, so that a group is larger by up to a weight's shard (stage3.py: _create_fp16_sub_groups)."""
+    whole = count_shard(weights.num_trained, num_ranks)
+    if size >= whole:
+        return (whole,)
+    sizes = {name: each for module in weights.modules if module.is_trained for name, each in module.weights}
+    groups, filled = [], 0
+    for each in sizes.values():
+        filled += count_shard(each, num_ranks)
+        if filled >= size:
+            groups.append(filled)
+            filled = 0
+    return (*groups, filled) if filled else tuple(groups)
