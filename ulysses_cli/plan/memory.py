@@ -61,14 +61,17 @@ class Ledger:
 
 
 def compute_ledger(job: Job, *, expandable_segments: bool = True) -> Ledger:
-    fullest: dict[str, Moment] = {}  # what stands beside torch's tensors grows with them: it is added at the end
+    # what stands beside torch's tensors grows with them: it is added at the end
+    fullest: dict[str, Moment] = {}
+    sizes = dict.fromkeys(PHASES, -1)
     for moment in walk_moments(job):
-        if moment.phase not in fullest or moment.num_bytes > fullest[moment.phase].num_bytes:
-            fullest[moment.phase] = moment
+        size = moment.num_bytes
+        if size > sizes[moment.phase]:
+            sizes[moment.phase], fullest[moment.phase] = size, moment
     phases = {
         phase: _complete(job, fullest[phase], expandable=expandable_segments) for phase in PHASES if phase in fullest
     }
-    allocated = max(moment.num_bytes for moment in fullest.values())
+    allocated = max(sizes.values())
     fragmentation = {
         "expandable_segments": device.compute_allocator(job, allocated, expandable=True),
         "fixed_segments": device.compute_allocator(job, allocated, expandable=False),

@@ -179,15 +179,15 @@ def make_plan_job(recipe: Recipe, shape: ModelShape, layout: Layout, gpus_per_no
 
 def _try_levers(wish: Wish, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate]:
     """The cheapest levers that fit on each kind; where none do, the nearest miss."""
-    measured: dict[Levers, tuple[Job, Ledger]] = {}
+    measured: dict[Levers, tuple[Job, Ledger | None]] = {}
 
     def walk(sets: Iterable[Levers], gpu: Gpu) -> Iterator[tuple[Job, Fit]]:
         for levers in sets:
             if levers not in measured:
                 tried = replace(job, levers=levers)
-                measured[levers] = tried, compute_ledger(tried)
+                measured[levers] = tried, compute_ledger(tried) if is_indexable(tried) else None
             tried, ledger = measured[levers]
-            if is_indexable(tried):
+            if ledger is not None:
                 yield tried, judge(tried, ledger, gpu)
 
     smallest = list_smallest(job)
