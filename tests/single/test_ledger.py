@@ -70,7 +70,6 @@ SAMPLE = {
     ("grouped keys", "none", 4), ("grouped keys", "full recompute", 1), ("tied, query norms", "no recompute", 4),
     ("all keys", "tiles", 4), ("norms behind", "tiled loss", 2), ("fused projections", "tiles, chunks", 2),
     ("experts", "tiled loss", 4), ("four norms", "tiles, full", 1), ("all keys", "long row, tiles", 2),
-    ("four norms", "long row, tiles, chunks", 2),
 }  # fmt: skip
 
 
