@@ -34,7 +34,7 @@ EXAMPLES = "DeepSpeedExamples, training/bf16_master_weight"
 EASY = "EasyContext, README.md"
 TRL = "TRL documentation, Training Beyond 1M Tokens"
 FULL = Levers(gradient_checkpointing="full")
-TILED = Levers("full", 1, True, True, True)
+TILED = Levers("full", 1, 32, True, True)  # for models of 32 layers: other programs offload them all
 FA3 = "flash_attention_3"
 
 
@@ -132,7 +132,7 @@ def list_fpdt_lines() -> dict[str, int]:
 
 def make_fpdt_job() -> Job:
     shape = get_shape("meta-llama/Meta-Llama-3-8B", vocab_size=50_304, tie_word_embeddings=True)
-    levers, float32 = replace(FULL, activation_offloading=True), Engine(communication_bytes=4)
+    levers, float32 = replace(FULL, offloaded_layers=32), Engine(communication_bytes=4)
     return Job(shape, Layout(1, 1, 8), 512 * KI, levers, engine=float32, fused_norms=True)
 
 
@@ -251,7 +251,7 @@ def count_arctic_bytes(job: Job) -> int:
     and works with four tensors of the inner width, transformers' with six."""
     ledger, hidden = compute_ledger(job), compute_layer_input(job)
     is_attention = ledger.peak.name == "attention"
-    found = ledger.gpu_peak_bytes + hidden * (1 + is_attention - job.levers.activation_offloading)
+    found = ledger.gpu_peak_bytes + hidden * (1 + is_attention - (job.levers.offloaded_layers > 0))
     if not job.levers.tiled_loss:
         found += 2 * job.shape.vocab_size * job.local_tokens
     if job.fused_norms and not is_tiled(job) and not is_attention:
@@ -263,7 +263,7 @@ def make_arctic_job(
     shape: ModelShape, ranks: int, tokens: int, offloads: bool, tiles_mlp: bool, is_liger: bool, *, gpu: str = "H100"
 ) -> Job:
     """ArcticTraining's recipes: optimizer on the host, on one GPU weights too; sums in bfloat16."""
-    levers = Levers("full", 1, offloads, tiles_mlp, is_liger, "cpu", "cpu" if ranks == 1 else "none")
+    levers = Levers("full", 1, offloads * shape.num_layers, tiles_mlp, is_liger, "cpu", "cpu" if ranks == 1 else "none")
     kernel = FA3 if gpu == "H200" else "flash_attention_2"
     return Job(shape, Layout(1, 1, ranks), tokens, levers, fused_norms=is_liger, kernel=kernel, evaluates=False)
 
@@ -334,6 +334,7 @@ def list_later_speed() -> Iterator[Row]:
         found = compute_speed(Job(LLAMA_7B, Layout(1, 1, 8), tokens * KI, offload), a100).tokens_per_second
         note = "ring attention; the mean of five first steps"
         yield Row(f"Llama2-7B, 8 A100, {tokens}Ki, ring", published, found, "tokens/s", EASY, None, note)
-    ring = Job(QWEN_8B, Layout(1, 1, 8), 1024 * KI, replace(FULL, activation_offloading=True, tiled_loss=True))
+    offload = replace(FULL, offloaded_layers=QWEN_8B.num_layers, tiled_loss=True)
+    ring = Job(QWEN_8B, Layout(1, 1, 8), 1024 * KI, offload)
     seconds = compute_speed(ring, h100).step_seconds
     yield Row("Qwen3-8B, 8 H100, 1Mi, ring", 380.0, seconds, "s/step", TRL, None, "ring attention, FSDP")

@@ -68,7 +68,8 @@ def main() -> None:
 
     log = HookLog()
     log.watch(PartitionedParameterCoordinator, Storages)
-    trace.trace_layers(wish, int(wish["config"]["num_hidden_layers"]))
+    num_offloaded = int(wish["levers"]["offloaded_layers"])
+    trace.trace_layers(wish, (num_offloaded, int(wish["config"]["num_hidden_layers"]) - num_offloaded))
     out.write(json.dumps(log.hooks))
     out.close()
 

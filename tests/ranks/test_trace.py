@@ -19,7 +19,7 @@ from ulysses_cli.hub import find_model_config
 from ulysses_cli.plan.estimate import compute_estimate
 from ulysses_cli.plan.load import load_recipe
 from ulysses_cli.plan.model_shape import read_model_shape
-from ulysses_cli.prove.trace import HELD, Traced, cut_layers, extrapolate
+from ulysses_cli.prove.trace import HELD, Layers, Traced, cut_layers, extrapolate, list_cuts
 from ulysses_cli.report.traced import list_formula
 
 ROOT = Path(__file__).parents[2]
@@ -72,9 +72,9 @@ def test_an_evaluation_leaves_nothing_gathered() -> None:
     assert evaluation < before
 
 
-def trace_file(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, int]]:
     """-> what the trace found and the formula's bytes of the same."""
-    recipe = load_recipe(file).recipe
+    recipe = load_recipe(file, overrides).recipe
     config, _ = find_model_config(recipe)
     predicted = next(line for line in file.read_text().splitlines() if line.startswith("# predicted"))
     gpu = load_hardware().get_gpu(predicted.split(" on ")[1] if " on " in predicted else "h100-80gb")
@@ -108,11 +108,20 @@ def test_layers_are_cut_with_their_lists() -> None:
     assert cut_layers(config, 2) == {"num_hidden_layers": 2, "layer_types": ["a", "b"], "sizes": [1, 2]}
 
 
-def test_a_straight_line_reaches_any_number_of_layers() -> None:
-    def make(num_layers: int) -> Traced:
-        return Traced({"forward": 100 + 7 * num_layers}, {"forward": 5}, {"fixed_segments": 3 * num_layers})
+@pytest.mark.parametrize("few", [8, 11])
+@pytest.mark.parametrize("num_offloaded", [0, 1, 2, 7, 20, 34, 35, 36])
+def test_straight_lines_reach_any_number_of_layers(num_offloaded: int, few: int) -> None:
+    def make(layers: Layers) -> Traced:
+        offloaded, above = layers
+        device = 100 + 7 * (offloaded + above) + 30 * (max(2, above) if offloaded else above)
+        return Traced({"forward": device}, {"forward": 5 + 30 * offloaded}, {"fixed_segments": 3 * device})
 
-    assert vars(extrapolate(make(8), make(12), 8, 12, 36)) == vars(make(36))
+    whole = num_offloaded, 36 - num_offloaded
+    cuts = list_cuts(whole, few)
+    assert 2 <= len(cuts) <= 3
+    assert min(sum(cut) for cut in cuts) == few
+    assert vars(extrapolate({cut: make(cut) for cut in cuts}, whole)) == vars(make(whole))
+    assert list_cuts(whole, 32) == [whole]
 
 
 def test_a_step_in_groups_takes_what_its_largest_group_takes() -> None:
@@ -120,7 +129,7 @@ def test_a_step_in_groups_takes_what_its_largest_group_takes() -> None:
         held = 50 + 10 * num_layers
         return Traced({HELD: held, "optimizer_step": held + work}, {}, {})
 
-    found = extrapolate(make(8, 31), make(12, 30), 8, 12, 36, steps_in_groups=True)
+    found = extrapolate({(0, 8): make(8, 31), (0, 12): make(12, 30)}, (0, 36), steps_in_groups=True)
     assert found.device["optimizer_step"] == 50 + 10 * 36 + 31
 
 

@@ -304,6 +304,24 @@ def test_check_head_chunks() -> None:
     )
 
 
+def test_check_offloading() -> None:
+    assert only("memory.activation_offloading=5", num_hidden_layers=4) == (
+        "command line: memory.activation_offloading: 5 layers of the 4 that owner/model has"
+        "\n\nhint: use true, auto, or fewer layers"
+    )
+    nothing_kept = (
+        "command line: memory.activation_offloading: moves what recomputation starts from, and "
+        "memory.gradient_checkpointing: false recomputes nothing\n\nhint: set memory.gradient_checkpointing: true, or "
+        "memory.activation_offloading: false"
+    )
+    for asked in ("true", "2"):
+        found = only(f"memory.activation_offloading={asked}", "memory.gradient_checkpointing=false")
+        assert found == nothing_kept
+    for fine in ("4", "1", "true", "auto", "false"):
+        assert check(f"memory.activation_offloading={fine}", num_hidden_layers=4) == []
+    assert check("memory.activation_offloading=false", "memory.gradient_checkpointing=false") == []
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

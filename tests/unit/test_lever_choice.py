@@ -7,6 +7,7 @@ from test_memory import get_shape
 
 from recipes import load, make_shape
 from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.plan.draft import write_levers
 from ulysses_cli.plan.estimate import compute_estimate
 from ulysses_cli.plan.fit import find_max_length, is_indexable, judge
 from ulysses_cli.plan.layout import Layout
@@ -37,18 +38,18 @@ def test_none_is_on_where_none_is_needed() -> None:
     choice = choose("data.max_length=64Ki")
     assert choice.levers == Levers()
     assert set(choice.reasons) == {
-        "head_chunks", "activation_offloading", "tiled_mlp", "tiled_loss", "offload_optimizer", "offload_param",
+        "head_chunks", "offloaded_layers", "tiled_mlp", "tiled_loss", "offload_optimizer", "offload_param",
     }  # fmt: skip
     assert all(reason.startswith("not needed: the peak is ") for reason in choice.reasons.values())
 
 
 def test_they_come_on_one_after_another_as_rows_grow() -> None:
     found = [choose(f"data.max_length={length}Ki").levers for length in (64, 512, 1024, 1536)]
-    counts = [sum([each.tiled_loss, each.tiled_mlp, each.activation_offloading]) for each in found]
+    counts = [sum([each.tiled_loss, each.tiled_mlp, each.offloaded_layers > 0]) for each in found]
     assert counts == sorted(counts)
     assert found[1].tiled_loss
-    assert not found[1].activation_offloading
-    assert found[2].activation_offloading
+    assert not found[1].offloaded_layers
+    assert found[2].offloaded_layers
     for each in found:
         assert each.offload_optimizer == "none"
 
@@ -66,7 +67,49 @@ def test_what_is_on_is_needed() -> None:
                 without = replace(job, levers=replace(choice.levers, **{name: off}))
                 fit = judge(without, compute_ledger(without), H100)
                 assert fit.verdict != "fits" or not is_indexable(without), (length, name)
-                assert choice.reasons[name].startswith("without it")
+                assert "without it" in choice.reasons[name]
+
+
+@pytest.mark.parametrize("length", ["832Ki", "1Mi", "1280Ki", "3Mi"])
+def test_no_more_layers_are_offloaded_than_needed(length: str) -> None:
+    """Against every number, tried one by one: the smallest that fits."""
+    recipe = load(*EIGHT, f"data.max_length={length}").recipe
+    choice = choose_levers(recipe, LLAMA_8B, H100)
+    job = make_job(recipe, LLAMA_8B, choice.levers)
+
+    def judge_with(num_layers: int) -> str:
+        tried = replace(job, levers=replace(choice.levers, offloaded_layers=num_layers))
+        return judge(tried, compute_ledger(tried), H100).verdict
+
+    verdicts = [judge_with(num_layers) for num_layers in range(33)]
+    assert verdicts[choice.levers.offloaded_layers] == "fits"
+    assert verdicts.index("fits") == choice.levers.offloaded_layers > 0
+    assert choice.reasons["offloaded_layers"].startswith(f"{choice.levers.offloaded_layers} of 32 layers; without it ")
+
+
+def test_layers_stay_where_the_host_has_no_room_for_them() -> None:
+    """Neither memory holds what all layers keep; together they do."""
+    recipe = load(*EIGHT, "data.max_length=1Mi", "memory.offload_optimizer=none").recipe
+    all_levers = make_job(recipe, LLAMA_8B, Levers(offloaded_layers=31, tiled_loss=True, tiled_mlp=True))
+    ledger = compute_ledger(all_levers)
+    tight = replace(H100, host_bytes_per_gpu=ledger.host_peak_bytes * 7 // 8 // 8)
+    assert judge(all_levers, ledger, tight).wall == "host"
+    choice = choose_levers(recipe, LLAMA_8B, tight)
+    assert choice.fit is not None
+    assert choice.fit.verdict == "fits"
+    assert 0 < choice.levers.offloaded_layers < 31
+    assert choice.levers.gradient_checkpointing is True
+    assert find_longest(replace(all_levers, levers=Levers()), tight)[0] > 1 << 20
+
+
+@pytest.mark.parametrize(("said", "num_layers"), [("true", 31), ("false", 0), ("1", 1), ("12", 12), ("32", 32)])
+def test_layers_to_offload_are_all_or_a_number(said: str, num_layers: int) -> None:
+    levers, open_names = read_levers(load(f"memory.activation_offloading={said}").recipe, LLAMA_8B)
+    assert levers == Levers(offloaded_layers=num_layers)
+    assert "offloaded_layers" not in open_names
+    rest = ["data: {datasets: [{path: a}], max_length: 8}", "model: {name_or_path: a/b}"]
+    written = parse_recipe("\n".join([*write_levers(levers), *rest])).recipe
+    assert read_levers(written, LLAMA_8B)[0] == levers
 
 
 def test_what_the_recipe_says_stays() -> None:
@@ -137,25 +180,23 @@ def test_no_suggestion_where_none_helps() -> None:
 def test_the_cheapest_is_the_cheapest(length: str) -> None:
     """Against every combination, tried one by one."""
     recipe = load(*EIGHT, f"data.max_length={length}").recipe
-    levers, open_names = read_levers(recipe)
+    levers, open_names = read_levers(recipe, LLAMA_8B)
     job = make_job(recipe, LLAMA_8B, levers)
     found = find_cheapest(job, H100, open_names)
     assert found is not None
-    order = ["tiled_loss", "tiled_mlp", "activation_offloading"]
+    order = {"tiled_loss": True, "tiled_mlp": True, "offloaded_layers": 31}
     for flags in range(8):
-        tried = replace(levers, **{name: bool(flags >> bit & 1) for bit, name in enumerate(order)})
+        tried = replace(levers, **{name: order[name] * (flags >> bit & 1) for bit, name in enumerate(order)})
         attempt = replace(job, levers=tried)
         if is_indexable(attempt) and judge(attempt, compute_ledger(attempt), H100).verdict == "fits":
-            ours = sum(getattr(found, name) << bit for bit, name in enumerate(order))
+            ours = sum(bool(getattr(found, name)) << bit for bit, name in enumerate(order))
             assert ours <= flags
             break
 
 
 @pytest.mark.parametrize("kind", ["h100-80gb", "rtx-4090", "b300"])
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-4B", "openai/gpt-oss-20b", "google/gemma-2-9b"])
-@pytest.mark.parametrize(
-    "levers", [Levers(), Levers(False, tiled_mlp=True), Levers("full", 2, True, True, True, "cpu")]
-)
+@pytest.mark.parametrize("levers", [Levers(), Levers(False, tiled_mlp=True), Levers("full", 2, 7, True, True, "cpu")])
 def test_all_levers_reach_at_least_as_far_as_the_given_ones(name: str, kind: str, levers: Levers) -> None:
     gpu = load_hardware().get_gpu(kind)
     for layout in (Layout(1, 8, 1), Layout(1, 2, 4), Layout()):
@@ -170,7 +211,7 @@ def test_tiles_of_the_mlp_are_not_chosen_where_they_take_more() -> None:
     def peak(is_on: bool) -> int:
         return compute_ledger(replace(job, levers=replace(strongest, tiled_mlp=is_on))).gpu_peak_bytes
 
-    strongest = Levers("full", 1, True, False, True, "cpu")
+    strongest = Levers("full", 1, 31, False, True, "cpu")
     assert peak(True) > peak(False)
     for memory_bytes in (peak(False) * 2, peak(False) * 11 // 10, peak(False) // 2):
         choice = choose_for_job(job, replace(H100, memory_bytes=memory_bytes, host_bytes_per_gpu=10**13), list(COSTS))
@@ -182,6 +223,6 @@ def test_tiles_of_the_mlp_are_not_chosen_where_they_take_more() -> None:
 def test_the_strongest_levers_take_the_least() -> None:
     job = make_job(load(*EIGHT, "data.max_length=1Mi").recipe, LLAMA_8B, Levers())
     least = min(compute_ledger(replace(job, levers=each)).gpu_peak_bytes for each in list_strongest(job))
-    for name in ("tiled_loss", "tiled_mlp", "activation_offloading"):
-        one = compute_ledger(replace(job, levers=replace(Levers(), **{name: True}))).gpu_peak_bytes
+    for name, value in {"tiled_loss": True, "tiled_mlp": True, "offloaded_layers": 31}.items():
+        one = compute_ledger(replace(job, levers=replace(Levers(), **{name: value}))).gpu_peak_bytes
         assert least < one

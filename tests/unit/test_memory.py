@@ -104,6 +104,8 @@ def make_jobs() -> st.SearchStrategy[Job]:
         shape: ModelShape, sp: int, dp: int, tiles: int, levers: Levers, stage: int, extra: dict[str, Any]
     ) -> Job:
         chunks = levers.head_chunks if (shape.num_heads // sp) % levers.head_chunks == 0 else 1
+        if levers.gradient_checkpointing is False:
+            levers = replace(levers, offloaded_layers=0)
         if stage < 3:
             levers = replace(levers, offload_param="none")
         row = 512 * 8 * tiles
@@ -114,7 +116,7 @@ def make_jobs() -> st.SearchStrategy[Job]:
         Levers,
         gradient_checkpointing=st.sampled_from([True, "full", False]),
         head_chunks=st.sampled_from([1, 2, 4]),
-        activation_offloading=on,
+        offloaded_layers=st.integers(0, 40),
         tiled_mlp=on,
         tiled_loss=on,
         offload_optimizer=st.sampled_from(["none", "cpu"]),
@@ -186,10 +188,10 @@ def test_every_lever_has_the_right_sign(job: Job) -> None:
         ledger = compute_ledger(replace(base, levers=replace(base.levers, **levers)))
         return {"gpu": ledger.gpu_peak_bytes, "host": ledger.host_peak_bytes}
 
-    none = measure()
+    none, most = measure(), job.shape.num_layers - 1
     assert measure(gradient_checkpointing=False)["gpu"] >= none["gpu"]
-    assert measure(activation_offloading=True)["gpu"] <= none["gpu"]
-    assert measure(activation_offloading=True)["host"] > none["host"]
+    assert measure(offloaded_layers=most)["gpu"] <= none["gpu"]
+    assert measure(offloaded_layers=most)["host"] > none["host"]
     assert measure(offload_optimizer="cpu")["gpu"] < none["gpu"]
     assert measure(offload_optimizer="cpu")["host"] > none["host"]
     kept = compute_ledger(base).phases["backward"].lines.get("kept_attention_results", 0)
@@ -200,7 +202,7 @@ def test_every_lever_has_the_right_sign(job: Job) -> None:
 SIGNS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "tiled_loss": (True, ("loss_tile", "head_accumulator", "hidden_gradient")),
     "tiled_mlp": (True, ("mlp", "lora_work", "parameters_gathered", "kept_mlp_outputs")),
-    "activation_offloading": (True, ()),
+    "offloaded_layers": (3, ()),
     "offload_optimizer": ("cpu", ()),
     "offload_param": ("cpu", ("parameters_gathered", "parameters_persistent")),
     "head_chunks": (2, ("attention", "attention_exchange", "recomputed_attention")),
@@ -235,10 +237,10 @@ def test_levers_at_work() -> None:
 
     assert peak() - peak(tiled_loss=True) > 100  # 12 bytes x 128,256 x 131,072 tokens
     tiled = peak(tiled_loss=True)
-    offloaded = peak(tiled_loss=True, activation_offloading=True)
+    offloaded = peak(tiled_loss=True, offloaded_layers=31)
     kept = 30 * 131_072 * (2 * 4096 + 2 * 4096 + 4 * 32) / GIB  # two of 32 layers stay
     assert tiled - offloaded == pytest.approx(kept, rel=0.02)
-    assert peak(tiled_loss=True, tiled_mlp=True, activation_offloading=True) < offloaded
+    assert peak(tiled_loss=True, tiled_mlp=True, offloaded_layers=31) < offloaded
 
 
 def test_one_rank_gathers_nothing_unless_weights_are_elsewhere() -> None:

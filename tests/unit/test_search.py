@@ -49,7 +49,7 @@ def test_a_plan_is_what_its_recipe_is(length: int, is_lora: bool, kinds: tuple[s
     found = search(wish, offer(*kinds))
     for each in (*found.by_cost, *found.by_time):
         recipe = parse_recipe(write_draft(*draft_candidate(each, wish, "Qwen/Qwen3-4B", "planned.yaml"))).recipe
-        job = make_job(recipe, wish.shape, read_levers(recipe)[0], gpus_per_node=each.gpu.gpus_per_node)
+        job = make_job(recipe, wish.shape, read_levers(recipe, wish.shape)[0], gpus_per_node=each.gpu.gpus_per_node)
         assert job == each.job
         assert judge(job, compute_ledger(job), each.gpu) == each.fit
     assert found.by_cost or found.walls
@@ -66,7 +66,7 @@ def test_some_levers_let_a_row_fit_where_all_of_them_do_not(name: str, kind: str
     assert longest.candidate.fit.verdict == "fits"
     beyond = replace(job, row_tokens=round(job.row_tokens * 1.02 / 1024) * 1024)
     for tiles, optimizer, param, host in itertools.product(
-        (False, True), ("none", "cpu"), ("none", "cpu"), (False, True)
+        (False, True), ("none", "cpu"), ("none", "cpu"), (0, 5, 15, job.shape.num_layers - 1)
     ):
         for chunks, recomputes in itertools.product((1, 2, job.shape.num_heads // job.layout.sp_size), (True, "full")):
             levers = Levers(recomputes, chunks, host, tiles, True, optimizer, param)

@@ -106,9 +106,9 @@ def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, stri
     from ulysses_cli.plan.lever_choice import read_levers
     from ulysses_cli.report import printing, traced
 
-    if valid.loaded is None:
+    if valid.loaded is None or valid.shape is None:
         raise AssertionError("no recipe")
-    found = _trace(valid, read_levers(valid.loaded.recipe)[0], online=online)
+    found = _trace(valid, read_levers(valid.loaded.recipe, valid.shape)[0], online=online)
     results = [traced.judge_trace(found, gpu) for gpu in gpus]
     if output is Format.json:
         printing.print_json({"results": results})

@@ -43,6 +43,24 @@ def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
+def check_offloading(recipe: Recipe, shape: ModelShape) -> Found:
+    """No more layers than there are, and something that they keep."""
+    memory, key = recipe.memory, "memory.activation_offloading"
+    asked = memory.activation_offloading
+    if asked == "auto" or asked is False:
+        return
+    if memory.gradient_checkpointing is False:
+        yield Problem(
+            key,
+            "moves what recomputation starts from, and memory.gradient_checkpointing: false recomputes nothing",
+            "set memory.gradient_checkpointing: true, or memory.activation_offloading: false",
+        )
+    elif asked is not True and asked > shape.num_layers:
+        yield Problem(
+            key, f"{asked} layers of the {shape.num_layers} that {shape.name} has", "use true, auto, or fewer layers"
+        )
+
+
 def check_exactness(recipe: Recipe, shape: ModelShape) -> Found:
     """Layer kinds that would be silently wrong when a row is split over ranks."""
     if recipe.parallel.sp_size > 1 and shape.inexact:
@@ -153,6 +171,7 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Found:
 RULES: tuple[Callable[[Recipe, ModelShape], Found], ...] = (
     check_heads,
     check_head_chunks,
+    check_offloading,
     check_exactness,
     check_attention_kind,
     check_packed_layers,

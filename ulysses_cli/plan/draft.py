@@ -93,7 +93,7 @@ def write_levers(levers: Levers, base: Levers | None = None) -> list[str]:
     values = {
         "gradient_checkpointing": levers.gradient_checkpointing,
         "attention_head_chunks": levers.head_chunks,
-        "activation_offloading": levers.activation_offloading,
+        "activation_offloading": levers.offloaded_layers or False,
         "tiled_mlp": levers.tiled_mlp,
         "tiled_loss": levers.tiled_loss,
         "offload_optimizer": levers.offload_optimizer,
@@ -109,7 +109,7 @@ def _list_values(levers: Levers) -> tuple[object, ...]:
     return (
         levers.gradient_checkpointing,
         levers.head_chunks,
-        levers.activation_offloading,
+        levers.offloaded_layers or False,
         levers.tiled_mlp,
         levers.tiled_loss,
         levers.offload_optimizer,

@@ -49,7 +49,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
     price = recipe.run.price_per_gpu_hour
     if price is not None:
         gpu = replace(gpu, usd_low=price, usd_high=price, price_source="run.price_per_gpu_hour", price_date="")
-    levers, open_names = read_levers(recipe)
+    levers, open_names = read_levers(recipe, shape)
     job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
     choice = choose_for_job(job, gpu, open_names)
     settled = replace(job, levers=choice.levers)

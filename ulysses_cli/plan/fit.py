@@ -30,6 +30,15 @@ class Fit:
     host_uncertainty_bytes: int
 
     @property
+    def spare_bytes(self) -> int:
+        """Of the GPU, beyond what the ledger may be off."""
+        return self.margin_bytes - self.uncertainty_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        return self.host_margin_bytes >= self.host_uncertainty_bytes
+
+    @property
     def margin_bytes(self) -> int:
         return self.gpu_capacity_bytes - self.gpu_peak_bytes
 
@@ -76,11 +85,11 @@ def fits(job: Job, gpu: Gpu) -> bool:
     return is_indexable(job) and judge(job, compute_ledger(job), gpu).verdict == "fits"
 
 
-def find_max_length(job: Job, gpu: Gpu) -> int:
+def find_max_length(job: Job, gpu: Gpu, holds: Callable[[Job, Gpu], bool] = fits) -> int:
     """The longest row that fits with these levers, in whole multiples; 0 when none does. Memory never falls with
     length, so that halving finds it."""
     multiple = job.layout.sp_size * ROW_MULTIPLE
-    return multiple * find_largest(lambda count: fits(replace(job, row_tokens=count * multiple), gpu))
+    return multiple * find_largest(lambda count: holds(replace(job, row_tokens=count * multiple), gpu))
 
 
 def find_largest(holds: Callable[[int], bool]) -> int:

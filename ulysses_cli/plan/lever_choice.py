@@ -1,18 +1,21 @@
 """Which levers a job needs: every combination of those left open is held against the ledger, and the cheapest that fits
-is taken. Says why for each. Training and validate-config call `choose_levers`; nothing here guesses."""
+is taken, with no more layers offloaded than needed. Says why for each. Training and validate-config call
+`choose_levers`; nothing here guesses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
-from ulysses_cli.plan.fit import ROW_MULTIPLE, Fit, find_max_length, fits, is_indexable, judge
+from ulysses_cli.plan.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import list_divisors
+from ulysses_cli.plan.ledger.host import compute_kept_pinned
 from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.levers import Levers, count_most_offloaded
 from ulysses_cli.plan.memory import compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe
@@ -22,14 +25,16 @@ from ulysses_cli.plan.recipe import Recipe
 COSTS = {
     "tiled_loss": 1,
     "tiled_mlp": 2,
-    "activation_offloading": 4,
+    "offloaded_layers": 4,
     "head_chunks": 8,
     "gradient_checkpointing": 32,
     "offload_optimizer": 64,
     "offload_param": 128,
 }
-KEYS = {name: f"memory.{name}" for name in COSTS} | {"head_chunks": "memory.attention_head_chunks"}
+SPELLED = {"head_chunks": "attention_head_chunks", "offloaded_layers": "activation_offloading"}
+KEYS = {name: f"memory.{SPELLED.get(name, name)}" for name in COSTS}  # a lever -> its key in a recipe
 OFF = Levers()
+MOST_SPARED = 1.2  # bytes that a layer's kept byte spares, with what stands beside torch's tensors and safety
 FEW_CHUNKS = (1, 2, 4)  # and as many as there are heads: those between save little more
 
 
@@ -42,12 +47,18 @@ class Choice:
     fit: Fit | None
 
 
-def read_levers(recipe: Recipe) -> tuple[Levers, list[str]]:
+Tell = Callable[[Levers], Fit | None]  # what the ledger says with these levers; None: no kernel can index it
+
+
+def read_levers(recipe: Recipe, shape: ModelShape) -> tuple[Levers, list[str]]:
     """What the recipe says, with `auto` as off, and the names that it left open."""
     memory = recipe.memory
+    offloaded = memory.activation_offloading
+    if isinstance(offloaded, bool):
+        offloaded = count_most_offloaded(shape) if offloaded else 0
     written: dict[str, Any] = {
         "head_chunks": memory.attention_head_chunks,
-        "activation_offloading": memory.activation_offloading,
+        "offloaded_layers": offloaded,
         "tiled_mlp": memory.tiled_mlp,
         "tiled_loss": memory.tiled_loss,
         "offload_optimizer": memory.offload_optimizer,
@@ -60,7 +71,7 @@ def read_levers(recipe: Recipe) -> tuple[Levers, list[str]]:
 
 def choose_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None) -> Choice:
     """For a recipe that passed its checks. Without a GPU (a run on the CPU) levers stay off."""
-    levers, open_names = read_levers(recipe)
+    levers, open_names = read_levers(recipe, shape)
     if gpu is None:
         return Choice(levers, dict.fromkeys(open_names, "off: no GPU is named"), None)
     return choose_for_job(make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node), gpu, open_names)
@@ -77,17 +88,56 @@ def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> Choice:
 
 def find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> Levers | None:
     """The cheapest combination of the open levers that fits: surely if there is one, otherwise closely."""
-    close = None
-    for levers in list_ranked_levers(job, open_names):
-        tried = replace(job, levers=levers)
-        if not is_indexable(tried):
-            continue
-        verdict = judge(tried, compute_ledger(tried), gpu).verdict
-        if verdict == "fits":
+    ranked, close = list_ranked_levers(job, open_names), None
+    for levers, fit in walk_fits(job, ranked, partial(_tell, job, gpu), is_open="offloaded_layers" in open_names):
+        if fit.verdict == "fits":
             return levers
-        if verdict == "too_close" and close is None:
+        if fit.verdict == "too_close" and close is None:
             close = levers
     return close
+
+
+def _tell(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
+    tried = replace(job, levers=levers)
+    return judge(tried, compute_ledger(tried), gpu) if is_indexable(tried) else None
+
+
+def walk_fits(job: Job, sets: Iterable[Levers], tell: Tell, *, is_open: bool) -> Iterator[tuple[Levers, Fit]]:
+    """What is said of each set. Where the number of offloaded layers is open, a set that fits offloads no more of them
+    than it must, and one for which the host is too small is tried with so many."""
+    for levers in sets:
+        fit = tell(levers)
+        if fit is None:
+            continue
+        spares = is_open and levers.offloaded_layers and fit.spare_bytes >= 0
+        yield _spare_layers(job, levers, fit, tell) if spares else (levers, fit)
+
+
+def _spare_layers(job: Job, levers: Levers, most: Fit, tell: Tell) -> tuple[Levers, Fit]:
+    """The fewest layers with which it fits the GPU; as it was where the host is too small for so many. Each layer
+    spares about as much, so that a straight line comes close at once."""
+
+    def ask(num_layers: int) -> tuple[int, Fit]:
+        fit = tell(replace(levers, offloaded_layers=num_layers))
+        return num_layers, fit or most
+
+    (few, with_few), (many, with_many) = ask(0), (levers.offloaded_layers, most)
+    if with_few.spare_bytes >= 0 or not with_few.fits_host:
+        return levers, most
+    a_layer = MOST_SPARED * compute_kept_pinned(replace(job, levers=levers)) / many
+    too_many = (most.host_uncertainty_bytes - most.host_margin_bytes) / (a_layer * job.ranks_per_node)
+    if -with_few.spare_bytes / a_layer > many - too_many:
+        return levers, most
+    while many - few > 1:
+        share = with_few.spare_bytes / (with_few.spare_bytes - with_many.spare_bytes)
+        middle, fit = ask(few + min(max(1, int(share * (many - few))), many - few - 1))
+        if fit.spare_bytes >= 0:
+            many, with_many = middle, fit
+        elif fit.fits_host:
+            few, with_few = middle, fit
+        else:
+            return levers, most
+    return replace(levers, offloaded_layers=many), with_many
 
 
 def list_ranked_levers(job: Job, open_names: list[str]) -> list[Levers]:
@@ -109,7 +159,7 @@ def list_smallest(job: Job) -> list[Levers]:
     """Those of them among which the least GPU memory is: what may only spare the host is left out."""
     optimizer = "cpu" if job.optim == "adamw" else "none"
     strongest = list_strongest(job)
-    return [each for each in strongest if each.activation_offloading and each.offload_optimizer == optimizer]
+    return [each for each in strongest if each.offloaded_layers and each.offload_optimizer == optimizer]
 
 
 def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
@@ -120,9 +170,15 @@ def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
     for levers in list_strongest(job):
         tried = replace(job, levers=levers)
         longer = best + max(1, best // multiple // 256) * multiple
-        if fits(replace(tried, row_tokens=longer), gpu):
-            best, chosen = max(longer, find_max_length(tried, gpu)), levers
+        if _fits_somehow(replace(tried, row_tokens=longer), gpu):
+            best, chosen = max(longer, find_max_length(tried, gpu, _fits_somehow)), levers
     return best, chosen
+
+
+def _fits_somehow(job: Job, gpu: Gpu) -> bool:
+    """With that many layers offloaded or fewer."""
+    found = walk_fits(job, [job.levers], partial(_tell, job, gpu), is_open=True)
+    return any(fit.verdict == "fits" for _, fit in found)
 
 
 def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
@@ -130,7 +186,7 @@ def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
     given, chunks = job.levers, list_divisors(job.shape.num_heads // job.layout.sp_size)
     options: dict[str, list[Any]] = {
         "head_chunks": [n for n in chunks if n in (*FEW_CHUNKS, chunks[-1])],
-        "activation_offloading": [False, True],
+        "offloaded_layers": [0, count_most_offloaded(job.shape)],
         "tiled_mlp": [False, True],
         "tiled_loss": [False, True],
         "offload_optimizer": ["none", "cpu"] if job.optim == "adamw" else ["none"],
@@ -139,7 +195,7 @@ def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
     }
     for values in product(*(dict.fromkeys((*options[name], getattr(given, name))) for name in open_names)):
         levers = replace(given, **dict(zip(open_names, values, strict=True)))
-        if not levers.activation_offloading or levers.gradient_checkpointing is not False:
+        if not levers.offloaded_layers or levers.gradient_checkpointing is not False:
             yield levers
 
 
@@ -167,4 +223,5 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
     if not is_indexable(without):
         return "without it a kernel would see 2^31 elements"
     peak = compute_ledger(without).gpu_peak_bytes
-    return f"without it the peak would be {peak / gib:.1f} of {room}, with it {fit.gpu_peak_bytes / gib:.1f}"
+    gain = f"without it the peak would be {peak / gib:.1f} of {room}, with it {fit.gpu_peak_bytes / gib:.1f}"
+    return f"{value} of {job.shape.num_layers} layers; {gain}" if name == "offloaded_layers" else gain

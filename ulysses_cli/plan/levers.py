@@ -5,17 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ulysses_cli.plan.model_shape import ModelShape
+
 Offload = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True)
 class Levers:
-    """Settled values of the recipe's memory section. None of them changes what is computed."""
+    """Settled values of the recipe's memory section. None of them changes what is computed. `offloaded_layers` counts
+    from the first: what it keeps waits longest."""
 
     gradient_checkpointing: bool | Literal["full"] = True
     head_chunks: int = 1
-    activation_offloading: bool = False
+    offloaded_layers: int = 0
     tiled_mlp: bool = False
     tiled_loss: bool = False
     offload_optimizer: Offload = "none"
     offload_param: Offload = "none"
+
+
+def count_most_offloaded(shape: ModelShape) -> int:
+    """All but the last layer, whose backward follows at once: what it keeps would come back before it had left."""
+    return max(1, shape.num_layers - 1)

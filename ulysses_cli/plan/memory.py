@@ -14,7 +14,7 @@ from ulysses_cli.plan.ledger import device, head, layer, lower_stages, states
 from ulysses_cli.plan.ledger.gathering import Gathered, Highs, compute_gathered
 from ulysses_cli.plan.ledger.host import compute_host_uncertainty, list_host_phases
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.kept import BACK_ON_DEVICE, MAX_ON_DEVICE, count_embedded, drop_layers, list_kept
+from ulysses_cli.plan.ledger.kept import count_embedded, drop_layers, list_kept
 from ulysses_cli.plan.ledger.layer_backward import SENT, walk_flushes, walk_layer_backward
 from ulysses_cli.plan.ledger.moment import Lines, Moment
 from ulysses_cli.plan.model_shape import Layer
@@ -122,7 +122,7 @@ def _settle_gradients(job: Job, moment: Moment) -> Moment:
 def _walk_all(job: Job) -> Iterator[Moment]:
     gathered = compute_gathered(job)
     yield from _walk_load(job, gathered)
-    held, kept = _list_held(job, gathered), list_kept(job, MAX_ON_DEVICE)
+    held, kept = _list_held(job, gathered), list_kept(job)
     inside = {**kept, "embedded": count_embedded(job)}
     recomputes = job.levers.gradient_checkpointing is not False
     for kind in job.shape.layer_kinds:
@@ -147,7 +147,7 @@ def _walk_all(job: Job) -> Iterator[Moment]:
     norm = {"norm_backward": head.compute_final_norm_backward(job)}
     at_norm = {**at_loss, "parameters_gathered": job.dtype_bytes * gathered.norm}
     yield Moment("backward", "final norm", {**at_norm, **saved, **tied, **norm})
-    base = {**held, **list_kept(job, BACK_ON_DEVICE), **tied, "residual_gradient": layer.compute_layer_input(job)}
+    base = {**held, **kept, **tied, "residual_gradient": layer.compute_layer_input(job)}
     base["head_gradient"] = lower_stages.compute_kept_head_gradient(job)
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
     for kind in job.shape.layer_kinds:

@@ -279,8 +279,12 @@ class Memory(Section):
     attention_head_chunks: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = setting(
         "auto", "attention runs over this many groups of heads, one after another", unit="chunks"
     )
-    activation_offloading: bool | Literal["auto"] = setting(
-        "auto", "keep what the backward needs in pinned host memory", aliases=("activation_checkpoint_cpu_offload",)
+    activation_offloading: bool | Annotated[int, Field(ge=1, le=10_000)] | Literal["auto"] = setting(
+        "auto",
+        "layers, from the first, whose kept tensors wait in pinned host memory; true = all but the last, auto = as few "
+        "as needed",
+        unit="layers",
+        aliases=("activation_checkpoint_cpu_offload",),
     )
     tiled_mlp: bool | Literal["auto"] = setting(
         "auto", "MLPs and norms in tiles of tokens", aliases=("tiled_mlp_compute",)

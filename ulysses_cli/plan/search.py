@@ -5,13 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ulysses_cli.plan.draft import Draft, find_obstacle, needs_stretch, write_draft
 from ulysses_cli.plan.fit import Fit, is_indexable, judge
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger.job import Job, check_known, make_job
-from ulysses_cli.plan.lever_choice import COSTS, find_cheapest, find_longest, list_ranked_levers, list_smallest
+from ulysses_cli.plan.lever_choice import (
+    COSTS,
+    find_cheapest,
+    find_longest,
+    list_ranked_levers,
+    list_smallest,
+    walk_fits,
+)
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.load import parse_recipe
 from ulysses_cli.plan.memory import Ledger, compute_ledger
@@ -181,27 +189,29 @@ def _try_levers(wish: Wish, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate
     """The cheapest levers that fit on each kind; where none do, the nearest miss."""
     measured: dict[Levers, tuple[Job, Ledger | None]] = {}
 
-    def walk(sets: Iterable[Levers], gpu: Gpu) -> Iterator[tuple[Job, Fit]]:
-        for levers in sets:
-            if levers not in measured:
-                tried = replace(job, levers=levers)
-                measured[levers] = tried, compute_ledger(tried) if is_indexable(tried) else None
-            tried, ledger = measured[levers]
-            if ledger is not None:
-                yield tried, judge(tried, ledger, gpu)
+    def tell(gpu: Gpu, levers: Levers) -> Fit | None:
+        if levers not in measured:
+            tried = replace(job, levers=levers)
+            measured[levers] = tried, compute_ledger(tried) if is_indexable(tried) else None
+        tried, ledger = measured[levers]
+        return judge(tried, ledger, gpu) if ledger is not None else None
 
     smallest = list_smallest(job)
     ranked = list_ranked_levers(job, OPEN_LEVERS)
     ranked += [replace(each, gradient_checkpointing="full") for each in ranked]  # the host keeps half as much
     for gpu in gpus:
-        chosen = None
-        if any(fit.wall != "gpu" for _, fit in walk(smallest, gpu)):  # only then can a cheaper one fit
-            chosen = next((found for found in walk(ranked, gpu) if found[1].verdict == "fits"), None)
+        ask, chosen = partial(tell, gpu), None
+        if any(
+            fit.wall != "gpu" for _, fit in walk_fits(job, smallest, ask, is_open=False)
+        ):  # else no cheaper one fits
+            found = walk_fits(job, ranked, ask, is_open=True)
+            chosen = next((each for each in found if each[1].verdict == "fits"), None)
         if chosen is None:
-            misses = list(walk([*smallest, *measured], gpu))
-            chosen = min(misses, key=lambda found: _count_distance(found[1]), default=None)
+            misses = walk_fits(job, [*smallest, *measured], ask, is_open=False)
+            chosen = min(misses, key=lambda each: _count_distance(each[1]), default=None)
         if chosen is not None:
-            yield Candidate(gpu, *chosen, compute_speed(chosen[0], gpu), wish.num_tokens)
+            tried = replace(job, levers=chosen[0])
+            yield Candidate(gpu, tried, chosen[1], compute_speed(tried, gpu), wish.num_tokens)
 
 
 def _count_distance(fit: Fit) -> tuple[bool, float]:

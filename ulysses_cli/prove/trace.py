@@ -21,6 +21,7 @@ from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.recipe import Recipe
 
 FEW_LAYERS, MORE_LAYERS = 8, 4
+Layers = tuple[int, int]  # offloaded ones, and those above them that are not
 LIVE_ELEMENTS = 2_200_000_000  # what ZeRO-3 may gather at both ends: each layer between them adds the same
 BETWEEN = "between"  # steps: what is alive there is alive in every phase
 HELD = "held"  # what is alive when the optimizer's step begins
@@ -45,18 +46,27 @@ def trace(wish: Mapping[str, Any], tell: Any = lambda _: None) -> dict[str, Any]
     if in_groups >= num_layers * a_layer:  # all are stepped at once, however many
         in_groups = 0
     few = max(FEW_LAYERS, -(-max(LIVE_ELEMENTS, in_groups) // a_layer))
-    counts = [num_layers] if num_layers <= few + MORE_LAYERS else [few, few + MORE_LAYERS]
-    found = []
-    for count in counts:
-        tell(f"tracing {count} of {num_layers} layers")
-        found.append(trace_layers(wish, count))
-    if len(found) == 1:
-        whole = found[0]
-    else:
-        whole = extrapolate(found[0], found[1], counts[0], counts[1], num_layers, steps_in_groups=in_groups > 0)
-    for place in (whole.device, whole.host):
+    num_offloaded = min(num_layers, int(wish["levers"]["offloaded_layers"]))
+    whole = num_offloaded, num_layers - num_offloaded
+    found: dict[Layers, Traced] = {}
+    for layers in list_cuts(whole, few):
+        tell(f"tracing {sum(layers)} of {num_layers} layers")
+        found[layers] = trace_layers(wish, layers)
+    reached = extrapolate(found, whole, steps_in_groups=in_groups > 0)
+    for place in (reached.device, reached.host):
         place.pop(HELD)
-    return {"num_layers": num_layers, "traced_layers": counts, **vars(whole)}
+    return {"num_layers": num_layers, "traced_layers": [sum(layers) for layers in found], **vars(reached)}
+
+
+def list_cuts(whole: Layers, few: int) -> list[Layers]:
+    """Numbers of layers to trace: few, and a few more of each kind of which there are more."""
+    if sum(whole) <= few + MORE_LAYERS:
+        return [whole]
+    above = min(whole[1], max(few // 2, few - whole[0]))
+    base = few - above, above
+    more = [min(MORE_LAYERS, most - num) for num, most in zip(base, whole, strict=True)]
+    grown = [(base[0] + more[0], base[1]), (base[0], base[1] + more[1])]
+    return [base, *(cut for cut in grown if cut != base)]
 
 
 def count_grouped_elements(wish: Mapping[str, Any]) -> int:
@@ -67,26 +77,28 @@ def count_grouped_elements(wish: Mapping[str, Any]) -> int:
     return make_engine(recipe, levers).sub_group * int(wish["world_size"])
 
 
-def extrapolate(
-    few: Traced, more: Traced, num_few: int, num_more: int, num_layers: int, *, steps_in_groups: bool = False
-) -> Traced:
-    """A straight line through two numbers of layers. What a step in groups takes beside what is held does not grow, but
-    for a weight more or less in the largest group."""
+def extrapolate(found: Mapping[Layers, Traced], whole: Layers, *, steps_in_groups: bool = False) -> Traced:
+    """A straight line from the first cut through each of the others. What a step in groups takes beside what is held
+    does not grow, but for a weight more or less in the largest group."""
+    base, first = next(iter(found.items()))
 
-    def reach(low: dict[str, int], high: dict[str, int]) -> dict[str, int]:
-        return {
-            name: high[name] + (high[name] - low[name]) * (num_layers - num_more) // (num_more - num_few)
-            for name in high
-        }
+    def reach(place: str) -> dict[str, int]:
+        reached = dict(getattr(first, place))
+        for layers, traced in found.items():
+            for kind in (0, 1):
+                if more := layers[kind] - base[kind]:
+                    for name, low in getattr(first, place).items():
+                        reached[name] += (getattr(traced, place)[name] - low) * (whole[kind] - base[kind]) // more
+        return reached
 
-    device = reach(few.device, more.device)
+    device = reach("device")
     if steps_in_groups:
-        work = (traced.device["optimizer_step"] - traced.device[HELD] for traced in (few, more))
+        work = (traced.device["optimizer_step"] - traced.device[HELD] for traced in found.values())
         device["optimizer_step"] = device[HELD] + max(work)
-    return Traced(device, reach(few.host, more.host), reach(few.reserved, more.reserved))
+    return Traced(device, reach("host"), reach("reserved"))
 
 
-def trace_layers(wish: Mapping[str, Any], num_layers: int) -> Traced:
+def trace_layers(wish: Mapping[str, Any], layers: Layers) -> Traced:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ulysses_cli.prove.allocator import replay
@@ -95,7 +107,7 @@ def trace_layers(wish: Mapping[str, Any], num_layers: int) -> Traced:
 
     storages = Storages(get_current_stream, sees_kernels=wish["recipe"]["run"]["device"] != "cpu")
     with FakeTensorMode(allow_non_fake_inputs=True), storages:
-        run_steps(wish, num_layers, storages)
+        run_steps(wish, layers, storages)
     forget_groups()
     moves = [(event.storage, event.num_bytes, event.stream) for event in storages.events if not event.is_host]
     reserved = {
@@ -106,7 +118,7 @@ def trace_layers(wish: Mapping[str, Any], num_layers: int) -> Traced:
     return Traced(device, host, reserved)
 
 
-def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
+def run_steps(wish: Mapping[str, Any], layers: Layers, storages: Any) -> None:
     """A step, an evaluation, and the step that counts: every later one is like it, after an evaluation or not."""
     import numpy as np
 
@@ -117,10 +129,10 @@ def run_steps(wish: Mapping[str, Any], num_layers: int, storages: Any) -> None:
     from ulysses_cli.train.build import build
     from ulysses_cli.train.groups import make_groups
 
-    config = cut_layers(wish["config"], num_layers)
+    config = cut_layers(wish["config"], sum(layers))
     asked = {**wish["recipe"], "model": {**wish["recipe"]["model"], "config": config, "name_or_path": None}}
     recipe = Recipe.model_validate_json(json.dumps(asked))
-    layout, levers = make_layout(recipe), Levers(**wish["levers"])
+    layout, levers = make_layout(recipe), Levers(**{**wish["levers"], "offloaded_layers": layers[0]})
     num_steps = asked["train"]["gradient_accumulation_steps"]
     if num_steps > 1:  # under ZeRO-3 one micro-step is like the next, but for replicas; else two are enough
         alike = asked["parallel"]["zero_stage"] == 3 and asked["parallel"]["dp_replicate_size"] == 1

@@ -97,7 +97,7 @@ def format_levers(levers: Levers) -> str:
     names = {
         "tiled_loss": levers.tiled_loss,
         "tiled_mlp": levers.tiled_mlp,
-        "activations on host": levers.activation_offloading,
+        f"{levers.offloaded_layers} layers' activations on host": levers.offloaded_layers > 0,
         f"{levers.head_chunks} head chunks": levers.head_chunks > 1,
         "full recompute": levers.gradient_checkpointing == "full",
         f"optimizer on {levers.offload_optimizer}": levers.offload_optimizer != "none",

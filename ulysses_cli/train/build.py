@@ -213,8 +213,7 @@ def _pull_levers(
             tile_mlps(model, count_tiles, gather_whole)
             tile_norms(model, count_tiles)
         if levers.gradient_checkpointing:
-            # the last layer's backward follows at once: what it keeps would come back before it had left
-            shelves = Offloader(device, shape.num_layers - 1).make_shelf if levers.activation_offloading else None
+            shelves = Offloader(device, levers.offloaded_layers).make_shelf if levers.offloaded_layers else None
             recompute_layers(model, "full" if levers.gradient_checkpointing == "full" else "keep_attention", shelves)
     except ValueError as error:
         raise BuildError(f"{error}: turn memory.tiled_mlp or memory.gradient_checkpointing off") from error

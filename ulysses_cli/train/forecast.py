@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ulysses_cli.plan.hardware import Gpu
-from ulysses_cli.plan.lever_choice import Choice
+from ulysses_cli.plan.lever_choice import KEYS, Choice
 from ulysses_cli.train.record import Record
 
 GIB = 2**30
@@ -43,7 +43,7 @@ class Forecast:
             return
         for name, lever in self.list_levers().items():
             if name in self.choice.reasons:
-                record.say(f"memory.{name}: {lever['value']}, {lever['reason']}")
+                record.say(f"{KEYS[name]}: {lever['value']}, {lever['reason']}")
         fit = self.choice.fit
         if fit is not None and fit.verdict != "fits":
             record.warn(f"the ledger says {fit.verdict.replace('_', ' ')}{self.format_peak()}")

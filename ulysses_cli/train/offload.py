@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ulysses_cli.train.clock import part_of_step
 
-# Runs of layers whose copies may be on their way out at once: what they keep is still on the device.
+# The newest runs of layers, whose copies may be on their way out: what they keep is still on the device.
 MAX_LEAVING = 2
 
 
@@ -82,24 +82,27 @@ class Offloader:
     """The streams, the pool, and the runs of layers whose tensors are in host memory, newest last."""
 
     def __init__(self, device: torch.device, num_layers: int, max_host_bytes: int | None = None) -> None:
-        """`num_layers` counts from the first layer: what it keeps waits longest."""
+        """`num_layers` counts from the first layer: what it keeps waits longest. The last is best left out: its
+        backward follows at once, so that what it keeps would come back before it had left."""
         self.device, self.num_layers = device, num_layers
         is_cuda = device.type == "cuda"
         self.pool = HostPool(is_pinned=is_cuda, max_bytes=max_host_bytes)
         self.out_stream = torch.cuda.Stream(device) if is_cuda else None
         self.in_stream = torch.cuda.Stream(device) if is_cuda else None
-        self.leaving: deque[tuple[HostShelf, Any, Tensor]] = deque()
+        self.leaving: deque[tuple[int, Any, Tensor]] = deque()  # run, event after the copy, what is copied
         self._newest: weakref.ref[HostShelf] | None = None
+        self._num_runs = 0
 
     def make_shelf(self, layer: int) -> HostShelf | None:
         """The place for what one run of a layer keeps. Layers above the offloaded ones keep theirs on the device, but
         announce that the backward comes near."""
         previous = self._newest() if self._newest is not None else None
-        shelf = HostShelf(self, previous, is_offloaded=layer < self.num_layers)
+        shelf = HostShelf(self, previous, self._num_runs, is_offloaded=layer < self.num_layers)
         self._newest = weakref.ref(shelf)
+        self._num_runs += 1
         return shelf
 
-    def copy_out(self, shelf: HostShelf, tensor: Tensor, room: Tensor) -> Any:
+    def copy_out(self, run: int, tensor: Tensor, room: Tensor) -> Any:
         """Start the copy -> an event after it, None on a CPU."""
         if self.out_stream is None:
             room.copy_(tensor)
@@ -109,23 +112,18 @@ class Offloader:
             room.copy_(tensor, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
-        self.leaving.append((shelf, done, tensor))
-        self.let_go(MAX_LEAVING)
+        self.leaving.append((run, done, tensor))
         return done
 
-    def let_go(self, num_shelves: int) -> None:
-        """Of device tensors, but for those of the newest runs: compute waits for their copies, so that the memory is
-        free to be written again."""
-        newest: list[HostShelf] = []
-        for shelf, _, _ in reversed(self.leaving):
-            if shelf not in newest:
-                newest.append(shelf)
-        for _ in range(sum(shelf not in newest[:num_shelves] for shelf, _, _ in self.leaving)):
+    def let_go(self, first_kept: int) -> None:
+        """Of device tensors of all runs before this one: compute waits for their copies, so that the memory is free to
+        be written again."""
+        while self.leaving and self.leaving[0][0] < first_kept:
             torch.cuda.current_stream(self.device).wait_event(self.leaving.popleft()[1])
 
     def copy_in(self, item: Item) -> None:
         """Start the copy back. Memory for it comes from the stream that computes, and is its own again afterwards."""
-        self.let_go(0)
+        self.let_go(self._num_runs)
         item.tensor = torch.empty(item.shape, dtype=item.dtype, device=self.device)
         if self.in_stream is None:
             item.tensor.copy_(item.room)
@@ -152,19 +150,20 @@ class Item:
         buffer = offloader.pool.take(num_bytes)
         self.give_back = weakref.finalize(self, offloader.pool.give_back, buffer)  # also when no backward comes
         self.room = buffer[:num_bytes].view(self.dtype).view(self.shape)
-        self.copied_out = offloader.copy_out(shelf, tensor.contiguous(), self.room)
+        self.copied_out = offloader.copy_out(shelf.run, tensor.contiguous(), self.room)
 
 
 class HostShelf:
     """What one run of one layer keeps in host memory. The first tensor that is fetched brings the others along, and
     those of the run before it, whose backward is next."""
 
-    def __init__(self, offloader: Offloader, previous: HostShelf | None, *, is_offloaded: bool) -> None:
-        self.offloader, self.previous, self.is_offloaded = offloader, previous, is_offloaded
+    def __init__(self, offloader: Offloader, previous: HostShelf | None, run: int, *, is_offloaded: bool) -> None:
+        self.offloader, self.previous, self.run, self.is_offloaded = offloader, previous, run, is_offloaded
         self.waiting: list[Item] = []
 
     def store(self, tensor: Tensor) -> Item | Tensor:
         tensor = tensor.detach()
+        self.offloader.let_go(self.run - MAX_LEAVING + 1)
         if not self.is_offloaded or tensor.device != self.offloader.device or not tensor.numel():
             return tensor
         with part_of_step("offload"):

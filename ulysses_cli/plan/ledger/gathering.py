@@ -15,7 +15,7 @@ from itertools import groupby
 from ulysses_cli.plan.ledger.coordinator import Coordinator
 from ulysses_cli.plan.ledger.job import Engine, Job
 from ulysses_cli.plan.ledger.visits import Tree, Visit
-from ulysses_cli.plan.ledger.weights import HEAD, LAYERS, Adapters, Module, Weights, list_weights
+from ulysses_cli.plan.ledger.weights import HEAD, LAYERS, Adapters, Module, list_weights
 from ulysses_cli.plan.model_shape import ModelShape
 
 Highs = tuple[tuple[int, int], ...]
@@ -55,7 +55,7 @@ def compute_gathered(job: Job) -> Gathered:
     if job.zero_stage < 3:
         return Gathered({}, {})
     if job.world_size == 1 and job.levers.offload_param == "none":
-        return Gathered({}, {}, proof=count_largest_trained(job.weights))
+        return Gathered({}, {}, proof=job.weights.largest_trained)
     recomputes = job.levers.gradient_checkpointing is not False
     return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp)
 
@@ -97,16 +97,12 @@ def _replay(
         forward={place: each for (phase, place), each in highs.items() if phase == "forward"},
         backward={place: each for (phase, place), each in highs.items() if phase == "backward"},
         proof=max(
-            count_largest_trained(weights),
+            weights.largest_trained,
             *(count_proof(module, engine.persistence_threshold) for module in modules),
         ),
         persistent=persistent,
         **most,
     )
-
-
-def count_largest_trained(weights: Weights) -> int:
-    return max((size for module in weights.modules if module.is_trained for _, size in module.weights), default=0)
 
 
 def count_proof(module: Module, threshold: int) -> int:

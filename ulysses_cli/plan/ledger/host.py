@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger import states
-from ulysses_cli.plan.ledger.gathering import count_largest_trained
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
     compute_attention_result,
@@ -23,12 +22,10 @@ SHARE_UNSURE, PROCESS_SHARE_UNSURE = 0.03, 0.5  # of what is allocated by size; 
 
 
 def compute_kept_pinned(job: Job) -> int:
-    """Per rank: what recomputation starts from, of every layer: ALST's tokens / world x hidden x layers x 2 x ranks of
-    the node, and results that are kept. Buffers are page-locked as large as they are (train/offload.py: HostPool)."""
-    if not job.levers.activation_offloading or job.levers.gradient_checkpointing is False:
-        return 0
+    """Per rank: what recomputation starts from, of every offloaded layer: ALST's tokens / world x hidden x layers x 2 x
+    ranks of the node, and results that are kept. Buffers are page-locked as large as they are (train/offload.py)."""
     kept = compute_layer_input(job) + compute_kept_output(job)
-    return job.shape.num_layers * (kept + (compute_attention_result(job) if keeps_result(job) else 0))
+    return job.levers.offloaded_layers * (kept + (compute_attention_result(job) if keeps_result(job) else 0))
 
 
 def compute_pinned_rounding(job: Job) -> int:
@@ -61,7 +58,7 @@ def compute_save_copy(job: Job) -> int:
     shard = count_shard(job.weights.num_trained, job.world_size)
     if job.async_save:
         return ADAM_SAVED_BYTES * shard
-    largest = count_largest_trained(job.weights)
+    largest = job.weights.largest_trained
     share = count_shard(largest, job.world_size) if job.zero_stage == 3 else min(largest, shard)
     return 0 if job.levers.offload_optimizer == "cpu" else ADAM_SAVED_BYTES * share
 

@@ -44,7 +44,8 @@ class Weights:
     modules: tuple[Module, ...]
     num_trained: int
     num_frozen: int
-    largest: int  # elements of the largest trained weight, or of the largest weight if none is trained in full
+    largest: int  # elements of the largest weight
+    largest_trained: int
     persistent_sizes: tuple[int, ...]
 
     def __hash__(self) -> int:
@@ -68,8 +69,9 @@ def list_weights(shape: ModelShape, adapters: Adapters | None) -> Weights:
     frozen = [size for size, is_trained in sizes.values() if not is_trained]
     counted, known = sum(trained) + sum(frozen), shape.num_parameters
     biases = 0 if known is None or adapters is not None else known - counted
-    everything = [size for size, _ in sizes.values()]
-    return Weights(modules, sum(trained) + biases, sum(frozen), max(everything), tuple(everything))
+    everything = tuple(size for size, _ in sizes.values())
+    largest = max(everything), max(trained, default=0)
+    return Weights(modules, sum(trained) + biases, sum(frozen), *largest, everything)
 
 
 def count_adapter_elements(shape: ModelShape, adapters: Adapters | None) -> int:
