@@ -32,7 +32,7 @@ from ulysses_cli.train.exchange import make_axis
 from ulysses_cli.train.interface import register_attention
 from ulysses_cli.train.kernel_choice import choose_kernel
 from ulysses_cli.train.loss import HeadRule
-from ulysses_cli.train.offload import Offloader
+from ulysses_cli.train.offload import MAX_LEAVING, Offloader
 from ulysses_cli.train.recompute import recompute_layers
 from ulysses_cli.train.tiled_loss import make_tiled_loss
 from ulysses_cli.train.tiled_mlp import tile_mlps
@@ -62,7 +62,9 @@ class Run:
             self.model = kinds[1](config).train()
         torch.set_default_dtype(torch.float32)
         self.num_layers, self.window = num_layers, window
-        self.offloader = Offloader(torch.device("cuda"), num_layers - 1) if is_ours and offloads else None
+        self.offloader = (
+            Offloader(torch.device("cuda"), max(1, num_layers - MAX_LEAVING)) if is_ours and offloads else None
+        )
         self.loss = self.use_ours() if is_ours else self.use_deepspeed(offloads)
 
     def use_ours(self) -> Any:

@@ -16,7 +16,7 @@ from ulysses_cli.plan.ledger.gathering import compute_gathered
 from ulysses_cli.plan.ledger.host import list_host_phases
 from ulysses_cli.plan.ledger.job import Engine, Job, make_job, read_engine
 from ulysses_cli.plan.ledger.weights import Adapters, list_sub_groups, list_weights
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.levers import Levers, count_most_offloaded
 from ulysses_cli.plan.memory import PHASES, compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
 from ulysses_cli.plan.problem import RecipeError
@@ -196,6 +196,19 @@ def test_every_lever_has_the_right_sign(job: Job) -> None:
     assert measure(offload_optimizer="cpu")["host"] > none["host"]
     kept = compute_ledger(base).phases["backward"].lines.get("kept_attention_results", 0)
     assert measure(gradient_checkpointing="full")["gpu"] <= none["gpu"] + kept
+
+
+@given(make_jobs())
+def test_each_layer_on_the_host_spares_the_gpu_until_two_are_left(job: Job) -> None:
+    num_layers = job.shape.num_layers
+    base = replace(job.levers, gradient_checkpointing=job.levers.gradient_checkpointing or True)
+    counts = [0, 1, num_layers // 2, num_layers - 2, num_layers - 1, num_layers]
+    found = [compute_ledger(replace(job, levers=replace(base, offloaded_layers=count))) for count in counts]
+    peaks, hosts = [each.gpu_peak_bytes for each in found], [each.host_peak_bytes for each in found]
+    assert peaks == sorted(peaks, reverse=True)
+    assert hosts == sorted(hosts)
+    assert peaks[-3] == peaks[-2]
+    assert counts[-3] == count_most_offloaded(job.shape)
 
 
 # A lever -> its value, and the lines that may grow with it; what stands beside torch's tensors grows with each.

@@ -25,5 +25,5 @@ class Levers:
 
 
 def count_most_offloaded(shape: ModelShape) -> int:
-    """All but the last layer, whose backward follows at once: what it keeps would come back before it had left."""
-    return max(1, shape.num_layers - 1)
+    """All but the last two layers: what those keep is on the GPU when the backward begins, whether it leaves or not."""
+    return max(1, shape.num_layers - 2)

@@ -281,8 +281,8 @@ class Memory(Section):
     )
     activation_offloading: bool | Annotated[int, Field(ge=1, le=10_000)] | Literal["auto"] = setting(
         "auto",
-        "layers, from the first, whose kept tensors wait in pinned host memory; true = all but the last, auto = as few "
-        "as needed",
+        "layers, from the first, whose kept tensors wait in pinned host memory; true = all but the last two, auto = as "
+        "few as needed",
         unit="layers",
         aliases=("activation_checkpoint_cpu_offload",),
     )

@@ -82,8 +82,8 @@ class Offloader:
     """The streams, the pool, and the runs of layers whose tensors are in host memory, newest last."""
 
     def __init__(self, device: torch.device, num_layers: int, max_host_bytes: int | None = None) -> None:
-        """`num_layers` counts from the first layer: what it keeps waits longest. The last is best left out: its
-        backward follows at once, so that what it keeps would come back before it had left."""
+        """`num_layers` counts from the first layer: what it keeps waits longest. What the last MAX_LEAVING keep would
+        come back before it had left."""
         self.device, self.num_layers = device, num_layers
         is_cuda = device.type == "cuda"
         self.pool = HostPool(is_pinned=is_cuda, max_bytes=max_host_bytes)
