@@ -36,6 +36,10 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "ZeRO-1, two micro-steps": (2, ("parallel.sp_size=2", "parallel.zero_stage=1", *TILES, *TWICE)),
     "ZeRO-2, sums in float32": (2, ("parallel.sp_size=2", "parallel.zero_stage=2", *TILES, *TWICE, *NARROW)),
     "optimizer on the host": (2, ("parallel.sp_size=2", "memory.offload_optimizer=cpu", *TILES)),
+    "states on the host": (
+        2,
+        ("parallel.sp_size=2", "memory.offload_optimizer=cpu", "memory.offload_param=cpu", *TILES),
+    ),
     "two replicas": (4, ("parallel.sp_size=2", "parallel.dp_replicate_size=2", *TILES)),
 }
 

@@ -28,8 +28,9 @@ from ulysses_cli.train.exchange import make_axis
 from ulysses_cli.train.interface import register_attention
 
 ENGINE_LINES = {
-    "parameters", "parameters_persistent", "parameters_gathered", "gradients", "optimizer_master", "optimizer_adam",
-    "reduce_bucket", "reduce_flush", "oversize_gradient", "cublas_workspace", "attention_kernel",
+    "parameters", "parameters_persistent", "parameters_gathered", "parameters_arriving", "gradients",
+    "optimizer_master", "optimizer_adam", "reduce_bucket", "reduce_flush", "oversize_gradient",
+    "cublas_workspace", "attention_kernel",
 }  # fmt: skip
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16,

@@ -217,7 +217,7 @@ SIGNS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "tiled_mlp": (True, ("mlp", "lora_work", "parameters_gathered", "kept_mlp_outputs")),
     "offloaded_layers": (3, ()),
     "offload_optimizer": ("cpu", ()),
-    "offload_param": ("cpu", ("parameters_gathered", "parameters_persistent")),
+    "offload_param": ("cpu", ("parameters_gathered", "parameters_persistent", "parameters_arriving")),
     "head_chunks": (2, ("attention", "attention_exchange", "recomputed_attention")),
     "gradient_checkpointing": ("full", ("recomputed_attention", "attention_exchange", "attention")),
 }

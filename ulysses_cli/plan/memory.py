@@ -136,7 +136,7 @@ def _walk_all(job: Job) -> Iterator[Moment]:
             yield from _gather(job, moment, gathered.get_highs("forward", place))
     norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
     yield Moment("forward", "final norm", {**held, **inside, **norm})
-    fetched = {"parameters_gathered": job.dtype_bytes * gathered.head}
+    fetched = _list_fetched(job, gathered.head)
     yield Moment(
         "forward", "the head is gathered", {**held, **kept, **fetched, "final_norm": head.compute_final_norm(job)}
     )
@@ -241,8 +241,13 @@ def _walk_load(job: Job, gathered: Gathered) -> Iterator[Moment]:
         yield Moment("load", "the head is made, the last of the weights", parameters)
     made = {name: size for name, size in loaded.items() if name not in ("gradients", "reduce_bucket")}
     yield Moment("load", MAKING, {**made, "load_transients": states.compute_load_transients(job)})
-    fetched = job.dtype_bytes * gathered.proof
-    yield Moment("load", "the head is proven", {**loaded, "parameters_gathered": fetched})
+    yield Moment("load", "the head is proven", {**loaded, **_list_fetched(job, gathered.proof)})
+
+
+def _list_fetched(job: Job, num_elements: int) -> Lines:
+    """What is gathered, while a weight comes of which nothing was at hand."""
+    num_bytes = job.dtype_bytes * num_elements
+    return {"parameters_gathered": num_bytes, "parameters_arriving": states.compute_arriving(job, num_bytes)}
 
 
 def _list_loaded(job: Job, gathered: Gathered) -> Lines:
