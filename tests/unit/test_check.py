@@ -170,6 +170,16 @@ def test_check_states_on_disk(tmp_path: Path) -> None:
             f"command line: {key}: is not offered: only the plain swapper is proven to change no value"
             "\n\nhint: leave it out"
         )
+    key = "deepspeed.zero_optimization.offload_optimizer.buffer_count"
+    assert only(*swap, f"{key}=5") == (
+        f"command line: {key}: is decided by memory.offload_optimizer: nvme: 4 buffers are what the ledger counts of the "
+        "host\n\nhint: leave it out"
+    )
+    assert only(*swap, "deepspeed.aio.use_gds=true") == (
+        "command line: deepspeed.aio.use_gds: is not offered: no GPU with GPUDirect storage has run it, and bytes that "
+        "pass by the host are counted\n\nhint: leave it out"
+    )
+    assert check(*swap, "deepspeed.aio.use_gds=false") == []
     assert check(*swap, "deepspeed.aio.intra_op_parallelism=4", "deepspeed.zero_optimization.sub_group_size=1000") == []
 
 

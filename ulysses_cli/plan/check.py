@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ulysses_cli.plan import check_files, check_model, check_positions, check_training
 from ulysses_cli.plan.ds_config import MAX_PERSISTENT, WEIGHTS_ON_DISK, find_contradictions, make_ds_config
 from ulysses_cli.plan.ledger.job import is_known
+from ulysses_cli.plan.ledger.swapping import NUM_BUFFERS
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.problem import Problem
@@ -178,6 +179,10 @@ def check_disk(case: Case) -> Found:
     """A folder on a local disk is named where something lives there, and nowhere else."""
     memory, key = case.recipe.memory, "memory.nvme_path"
     there = [name for name in ("offload_optimizer", "offload_param") if getattr(memory, name) == "nvme"]
+    aio = case.recipe.deepspeed.get("aio", {})
+    if there and isinstance(aio, dict) and aio.get("use_gds"):
+        what = "is not offered: no GPU with GPUDirect storage has run it, and bytes that pass by the host are counted"
+        yield Problem("deepspeed.aio.use_gds", what, "leave it out")
     if there and memory.nvme_path is None:
         yield Problem(key, f"required with memory.{there[0]}: nvme", "name a folder on a fast local disk")
     if not there and memory.nvme_path is not None:
@@ -201,6 +206,9 @@ def check_states_on_disk(case: Case) -> Found:
         if isinstance(theirs, dict) and theirs.get(name):
             where = f"deepspeed.zero_optimization.offload_optimizer.{name}"
             yield Problem(where, "is not offered: only the plain swapper is proven to change no value", "leave it out")
+    if isinstance(theirs, dict) and "buffer_count" in theirs:
+        what = f"is decided by {key}: nvme: {NUM_BUFFERS} buffers are what the ledger counts of the host"
+        yield Problem("deepspeed.zero_optimization.offload_optimizer.buffer_count", what, "leave it out")
 
 
 def check_weights_on_disk(case: Case) -> Found:
