@@ -172,8 +172,8 @@ def test_check_states_on_disk(tmp_path: Path) -> None:
         )
     key = "deepspeed.zero_optimization.offload_optimizer.buffer_count"
     assert only(*swap, f"{key}=5") == (
-        f"command line: {key}: is decided by memory.offload_optimizer: nvme: 4 buffers are what the ledger counts of the "
-        "host\n\nhint: leave it out"
+        f"command line: {key}: is decided by memory.offload_optimizer: nvme: 4 buffers are what the ledger counts of "
+        "the host\n\nhint: leave it out"
     )
     assert only(*swap, "deepspeed.aio.use_gds=true") == (
         "command line: deepspeed.aio.use_gds: is not offered: no GPU with GPUDirect storage has run it, and bytes that "
