@@ -21,6 +21,7 @@ from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.prove import machine, software, wires
 from ulysses_cli.prove.checkup import Finding, Patient, run_checks
 from ulysses_cli.prove.results import Findings
+from ulysses_cli.train import host_memory
 
 ROOT = Path(__file__).parents[2]
 # Two NVLink islands of two GPUs, as nvidia-smi draws them: the header is underlined, the legend follows.
@@ -149,15 +150,15 @@ def test_disks_and_memory_against_the_need(tmp_path: Path) -> None:
 
 
 def test_a_container_has_what_is_left_of_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    outside = machine.count_free_bytes()
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    outside = host_memory.count_free_bytes()
     assert 0 < outside <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine.read_memory_limit() == 1 << 60
+    assert host_memory.read_memory_limit() == 1 << 60
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 600000\ninactive_file 250000\n")
-    assert machine.count_free_bytes() == 350_000
+    assert host_memory.count_free_bytes() == 350_000
 
 
 @pytest.mark.parametrize(

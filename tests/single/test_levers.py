@@ -24,10 +24,11 @@ from levers import (
 from torch import Tensor, nn
 
 from ulysses_cli.plan.families import FAMILIES
+from ulysses_cli.train import offload
 from ulysses_cli.train.documents import make_documents
 from ulysses_cli.train.exchange import make_axis
 from ulysses_cli.train.kept import Kept, keep
-from ulysses_cli.train.offload import HostPool, Offloader
+from ulysses_cli.train.offload import LEFT_FREE_BYTES, HostPool, Offloader
 from ulysses_cli.train.recompute import list_layers, recompute_layers
 from ulysses_cli.train.tiled_mlp import TiledBlock, tile_mlps
 from ulysses_cli.train.tiling import split_tokens
@@ -332,9 +333,9 @@ def test_two_forwards_before_their_backwards() -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-14)
 
 
-def test_the_pool_is_bounded_and_grows_with_rows() -> None:
-    page = mmap.PAGESIZE
-    pool = HostPool(is_pinned=False, max_bytes=10 * page)
+def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    page, pool = mmap.PAGESIZE, HostPool(is_pinned=False)
+    monkeypatch.setattr(offload, "count_free_bytes", lambda: LEFT_FREE_BYTES + 10 * page - pool.num_bytes)
     small, large = pool.take(10), pool.take(4 * page - 9)
     assert (small.numel(), large.numel()) == (page, 4 * page), "whole pages, which can be locked one by one"
     assert small.data_ptr() % page == large.data_ptr() % page == 0

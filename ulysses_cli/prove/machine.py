@@ -20,9 +20,9 @@ from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.prove.checkup import Finding, Patient, ask
 from ulysses_cli.prove.results import Verdict, find_version
+from ulysses_cli.train.host_memory import count_free_bytes, count_host_bytes, read_memory_limit
 
 GIB = 1 << 30
-CGROUP = Path("/sys/fs/cgroup")
 STATE_BYTES, MODEL_BYTES = 12, 2  # of a trained parameter in a checkpoint; of any parameter in the exported model
 LEAST_OPEN_FILES = 4096
 LEAST_SHARED_BYTES = GIB
@@ -173,16 +173,12 @@ def _estimate_host(patient: Patient, recipe: Recipe, shape: ModelShape) -> int:
     import torch
 
     facts = torch.cuda.get_device_properties(0)
-    gpu, _ = patient.hardware.recognise(facts.name, facts.total_memory, _count_host_bytes() // patient.num_gpus)
+    gpu, _ = patient.hardware.recognise(facts.name, facts.total_memory, count_host_bytes() // patient.num_gpus)
     return compute_estimate(recipe, shape, gpu).fit.host_peak_bytes
 
 
-def _count_host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def check_memory(patient: Patient) -> Iterator[Finding]:
-    whole = min(_count_host_bytes(), read_memory_limit())
+    whole = min(count_host_bytes(), read_memory_limit())
     free = count_free_bytes()
     text = f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free"
     shape, recipe = patient.shape, patient.recipe
@@ -201,37 +197,6 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "shared memory", enough, f"{shared / GIB:.1f} GiB in /dev/shm, for ranks to exchange through", fix
         )
-
-
-def read_memory_limit() -> int:
-    """A container's limit; very large where there is none."""
-    for file in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            return int((CGROUP / file).read_text())
-        except (OSError, ValueError):
-            continue
-    return 1 << 60
-
-
-def count_free_bytes() -> int:
-    """What a new process may still take: files that the system only keeps in memory count as free, and a container
-    has no more than is left of its limit."""
-    free = _read_table(Path("/proc/meminfo")).get("MemAvailable:", 0) * 1024
-    kept = _read_table(CGROUP / "memory.stat").get("inactive_file", 0)
-    try:
-        used = int((CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        used = 0
-    return max(0, min(free or _count_host_bytes(), read_memory_limit() - used + kept))
-
-
-def _read_table(file: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
-    try:
-        rows = [line.split() for line in file.read_text().splitlines()]
-        return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-    except OSError:
-        return {}
 
 
 def check_disks(patient: Patient) -> Iterator[Finding]:

@@ -23,13 +23,13 @@ from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe import Dataset, Recipe
 from ulysses_cli.plan.resolved import make_layout
-from ulysses_cli.prove.machine import count_free_bytes
 from ulysses_cli.prove.observed import Traced, trace_steps
 from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.prove.reference import Steps, train_plainly
 from ulysses_cli.prove.results import Findings, Row, Tell
 from ulysses_cli.prove.rows import Document, cut_row, make_documents, write_documents
 from ulysses_cli.prove.shrink import LEARNING_RATE, NUM_BYTES, compute_row_tokens, make_proof_recipe, pick_layers
+from ulysses_cli.train.host_memory import count_free_bytes
 
 NUM_STEPS, NUM_EVAL_ROWS = 2, 3
 LARGEST_CPU_WORLD = 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from safetensors import safe_open
 from ulysses_cli.train.archive import CheckpointError
 from ulysses_cli.train.checkpoint import index_sources
 from ulysses_cli.train.export import PREFIX, read_parameter, rename
+from ulysses_cli.train.host_memory import count_free_bytes
 
 PROBE_TOKENS = 16
 MEMORY_SHARE = 0.5  # of what is available on the host: others work there too
@@ -37,7 +37,7 @@ def check_model(checkpoint: Path, folder: Path, config: Any, dtype: torch.dtype,
 
     sources, shapes = index_sources(checkpoint)
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-    if 2 * num_bytes > MEMORY_SHARE * read_available_bytes():
+    if 2 * num_bytes > MEMORY_SHARE * count_free_bytes():
         return "not reloaded: host memory is too small for two copies of the model"
     tell("loading what was exported")
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}  # which every family has
@@ -69,10 +69,3 @@ def _compare_names(ours: set[str], wanted: set[str]) -> None:
     if ours != wanted:
         odd = sorted(ours ^ wanted)[:3]
         raise CheckpointError(f"the export was not right: {', '.join(odd)} {'is' if len(odd) == 1 else 'are'} odd")
-
-
-def read_available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -44,6 +44,10 @@ class Forecast:
         for name, lever in self.list_levers().items():
             if name in self.choice.reasons:
                 record.say(f"{KEYS[name]}: {lever['value']}, {lever['reason']}")
+        if num_layers := self.choice.levers.offloaded_layers:
+            record.say(
+                f"host memory for what {num_layers} layers keep is page-locked in the first step, which takes longer"
+            )
         fit = self.choice.fit
         if fit is not None and fit.verdict != "fits":
             record.warn(f"the ledger says {fit.verdict.replace('_', ' ')}{self.format_peak()}")

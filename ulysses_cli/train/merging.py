@@ -20,7 +20,8 @@ from ulysses_cli.plan.weight_files import find_weight_problem, list_weight_files
 from ulysses_cli.train.archive import CheckpointError
 from ulysses_cli.train.checkpoint import index_sources
 from ulysses_cli.train.export import PREFIX, ShardWriter, read_parameter
-from ulysses_cli.train.export_check import MEMORY_SHARE, PROBE_TOKENS, read_available_bytes
+from ulysses_cli.train.export_check import MEMORY_SHARE, PROBE_TOKENS
+from ulysses_cli.train.host_memory import count_free_bytes
 
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 TEXT_PART = "language_model."  # what models of several kinds of input call the part that reads text
@@ -130,7 +131,7 @@ class Merging:
         """The merged folder as anyone loads it, beside base and adapters as they were trained: one after the other."""
         from transformers import AutoModelForCausalLM
 
-        if sum(file.stat().st_size for file in self.files) > MEMORY_SHARE * read_available_bytes():
+        if sum(file.stat().st_size for file in self.files) > MEMORY_SHARE * count_free_bytes():
             return "not reloaded: host memory is too small for the model"
         options: dict[str, Any] = {"dtype": self.trained_dtype, "attn_implementation": "eager"}
         probe = torch.arange(PROBE_TOKENS)[None] % config.vocab_size

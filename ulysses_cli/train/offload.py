@@ -10,26 +10,32 @@ import math
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ulysses_cli.train.clock import part_of_step
+from ulysses_cli.train.host_memory import count_free_bytes
 
 # The newest runs of layers, whose copies may be on their way out: what they keep is still on the device.
 MAX_LEAVING = 2
+GIB = 2**30
+LEFT_FREE_BYTES = GIB  # for everything else on the machine
 
 
 class HostPool:
     """Host buffers, page-locked for a GPU once and used again in every step. Each has whole pages of its own: a page
-    that two buffers share cannot be locked twice."""
+    that two buffers share cannot be locked twice. What the machine has no room for is an error, before the system
+    ends a process for it."""
 
-    def __init__(self, *, is_pinned: bool, max_bytes: int | None = None) -> None:
-        self.is_pinned, self.max_bytes = is_pinned, max_bytes
+    def __init__(self, *, is_pinned: bool) -> None:
+        self.is_pinned = is_pinned
         self.num_bytes = 0
         self._free: list[Tensor] = []
-        self._locked: dict[int, Any] = {}  # address -> what unlocks it; without a pool, buffers unlock themselves
+        self._locked: dict[int, mmap.mmap] = {}  # by address; pages are unlocked before they are given back
+        weakref.finalize(self, _unlock, self._locked, self._locked)
 
     def take(self, num_bytes: int) -> Tensor:
         """The smallest free buffer that is large enough; else a new one, in place of a free one that is too small."""
@@ -41,17 +47,16 @@ class HostPool:
             return found
         if self._free:
             self._release(self._free.pop())
-        if self.max_bytes is not None and self.num_bytes + num_bytes > self.max_bytes:
+        if num_bytes + LEFT_FREE_BYTES > (free := count_free_bytes()):
             raise MemoryError(
-                f"offloading needs {num_bytes} more bytes of host memory than the {self.num_bytes} it holds, and may "
-                f"hold {self.max_bytes}: offload fewer layers"
+                f"what layers keep needs {num_bytes / GIB:.2f} GiB of host memory beside {self.num_bytes / GIB:.2f} of "
+                f"this rank, and {free / GIB:.2f} are free: offload fewer layers (memory.activation_offloading)"
             )
         pages = mmap.mmap(-1, num_bytes)
         buffer = torch.frombuffer(pages, dtype=torch.uint8)
         if self.is_pinned:  # torch's own allocator of pinned memory would round up to a power of two
-            address = buffer.data_ptr()
-            _check(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0), num_bytes)
-            self._locked[address] = weakref.finalize(pages, torch.cuda.cudart().cudaHostUnregister, address)
+            _check(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0), num_bytes)
+            self._locked[buffer.data_ptr()] = pages
         self.num_bytes += num_bytes
         return buffer
 
@@ -66,27 +71,36 @@ class HostPool:
     def _release(self, buffer: Tensor) -> None:
         if self.is_pinned:
             torch.cuda.synchronize()
-            self._locked.pop(buffer.data_ptr())()
+            _unlock(self._locked, [buffer.data_ptr()])
         self.num_bytes -= buffer.numel()
+
+
+def _unlock(locked: dict[int, mmap.mmap], addresses: Iterable[int]) -> None:
+    for address in tuple(addresses):
+        torch.cuda.cudart().cudaHostUnregister(address)
+        del locked[address]
 
 
 def _check(status: Any, num_bytes: int) -> None:
     if int(status) != 0:
         raise MemoryError(
-            f"{num_bytes} bytes of host memory cannot be page-locked (CUDA error {int(status)}): raise the limit on "
-            "locked memory (ulimit -l, or the container's), or offload nothing"
+            f"{num_bytes / GIB:.2f} GiB of host memory cannot be page-locked (CUDA error {int(status)}): offload fewer "
+            "layers (memory.activation_offloading), or give the container more memory"
         )
 
 
 class Offloader:
-    """The streams, the pool, and the runs of layers whose tensors are in host memory, newest last."""
+    """The streams, the pool, and the runs of layers whose tensors are in host memory, newest last. A backward that
+    fails ends the process: copies that it had asked for are waited for by nobody."""
 
-    def __init__(self, device: torch.device, num_layers: int, max_host_bytes: int | None = None) -> None:
+    def __init__(self, device: torch.device, num_layers: int) -> None:
         """`num_layers` counts from the first layer: what it keeps waits longest. What the last MAX_LEAVING keep would
         come back before it had left."""
-        self.device, self.num_layers = device, num_layers
         is_cuda = device.type == "cuda"
-        self.pool = HostPool(is_pinned=is_cuda, max_bytes=max_host_bytes)
+        if is_cuda and device.index is None:  # tensors always know theirs
+            device = torch.device(device.type, torch.cuda.current_device())
+        self.device, self.num_layers = device, num_layers
+        self.pool = HostPool(is_pinned=is_cuda)
         self.out_stream = torch.cuda.Stream(device) if is_cuda else None
         self.in_stream = torch.cuda.Stream(device) if is_cuda else None
         self.leaving: deque[tuple[int, Any, Tensor]] = deque()  # run, event after the copy, what is copied
@@ -121,11 +135,14 @@ class Offloader:
         while self.leaving and self.leaving[0][0] < first_kept:
             torch.cuda.current_stream(self.device).wait_event(self.leaving.popleft()[1])
 
+    def let_go_all(self) -> None:
+        self.let_go(self._num_runs)
+
     def copy_in(self, item: Item) -> None:
         """Start the copy back. Memory for it comes from the stream that computes, and is its own again afterwards."""
-        self.let_go(self._num_runs)
+        self.let_go_all()
         item.tensor = torch.empty(item.shape, dtype=item.dtype, device=self.device)
-        if self.in_stream is None:
+        if self.in_stream is None or self.out_stream is None:
             item.tensor.copy_(item.room)
             return
         self.in_stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -134,15 +151,13 @@ class Offloader:
             item.tensor.copy_(item.room, non_blocking=True)
             item.arrived = torch.cuda.Event()
             item.arrived.record()
-        # A later step's copy into this buffer must come after this one.
-        if self.out_stream is not None:
-            self.out_stream.wait_event(item.arrived)
+        self.out_stream.wait_event(item.arrived)  # a later step's copy into this buffer comes after this one
 
 
 class Item:
     """One tensor in host memory, or on its way back from it."""
 
-    def __init__(self, offloader: Offloader, shelf: HostShelf, tensor: Tensor) -> None:
+    def __init__(self, offloader: Offloader, run: int, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.tensor: Tensor | None = None
         self.arrived: Any = None
@@ -150,7 +165,7 @@ class Item:
         buffer = offloader.pool.take(num_bytes)
         self.give_back = weakref.finalize(self, offloader.pool.give_back, buffer)  # also when no backward comes
         self.room = buffer[:num_bytes].view(self.dtype).view(self.shape)
-        self.copied_out = offloader.copy_out(shelf.run, tensor.contiguous(), self.room)
+        self.copied_out = offloader.copy_out(run, tensor.contiguous(), self.room)
 
 
 class HostShelf:
@@ -167,7 +182,7 @@ class HostShelf:
         if not self.is_offloaded or tensor.device != self.offloader.device or not tensor.numel():
             return tensor
         with part_of_step("offload"):
-            item = Item(self.offloader, self, tensor)
+            item = Item(self.offloader, self.run, tensor)
         self.waiting.append(item)
         return item
 

@@ -67,8 +67,9 @@ class TiledBlock:
     def backward_tile(self, weights: WeightSums, tokens: Tensor, slope: Tensor) -> Tensor:
         """[N, H] and the gradient of the result -> the gradient of the tokens. The result of a linear layer at the end
         is not needed for that, and not computed."""
-        last, random_state = self.last, _get_random_state(tokens.device)
+        last = self.last
         if last is not None:
+            random_state = _get_random_state(tokens.device)
             try:
                 return backward_tile(
                     self._compute_before_last, tokens, lambda wide: weights.backward_linear(last, wide, slope)
@@ -107,9 +108,9 @@ class TiledBlock:
     def _run(self, hidden: Tensor) -> Any:
         num_tokens = hidden.size(0) * hidden.size(1)
         parts = split_tokens(num_tokens, self.count_tiles(num_tokens))
-        weights = WeightSums(self.block)
         if len(parts) == 1:
             return self.whole_forward(hidden)
+        weights = WeightSums(self.block)
         check_is_whole(self.block, "a tiled MLP")
         if torch.is_grad_enabled() and (hidden.requires_grad or weights.weights):
             if not hidden.requires_grad and hasattr(weights.weights[0], "ds_id"):

@@ -105,40 +105,52 @@ def backward_varlen(
 
 
 def forward_cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Document by document: cuDNN's causal kernel has no bounds in torch, and takes no document of one token."""
+    """Document by document: cuDNN's causal kernel has no bounds in torch, and takes no document of one token. The only
+    one's result is not copied."""
+    if len(documents.lengths) == 1 and q.size(0) > 1:
+        return _forward_cudnn_document(q, k, v, rule)
     out, lse = torch.empty_like(q), _make_lse(q)
     for start, end in documents.walk():
         part = slice(start, end)
         if end - start == 1:
             out[part], lse[:, part] = forward_blocks(q[part], k[part], v[part], rule)
-            continue
-        heads = [tensor[part].transpose(0, 1)[None] for tensor in (q, k, v)]
-        found, found_lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            *heads, None, True, 0.0, True, False, scale=rule.scale
-        )
-        out[part], lse[:, part] = found[0].transpose(0, 1), found_lse[0].reshape(q.size(1), end - start)
+        else:
+            out[part], lse[:, part] = _forward_cudnn_document(q[part], k[part], v[part], rule)
     return out, lse
+
+
+def _forward_cudnn_document(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    heads = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, True, False, scale=rule.scale)
+    return out[0].transpose(0, 1), lse[0].reshape(q.size(1), q.size(0))
 
 
 def backward_cudnn(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if len(documents.lengths) == 1 and q.size(0) > 1:
+        return _backward_cudnn_document(dout, q, k, v, out, lse, rule)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not used
     for start, end in documents.walk():
         part = slice(start, end)
-        if end - start == 1:
-            found = backward_blocks(dout[part], q[part], k[part], v[part], out[part], lse[:, part], rule)
-        else:
-            heads = [tensor[part].transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
-            raw = aten._scaled_dot_product_cudnn_attention_backward(
-                *heads, lse[None, :, part, None].contiguous(), seed, seed, None, None, None, end - start, end - start,
-                0.0, True, scale=rule.scale,
-            )  # fmt: skip
-            found = tuple(grad[0].transpose(0, 1) for grad in raw)
+        backward = backward_blocks if end - start == 1 else _backward_cudnn_document
+        found = backward(dout[part], q[part], k[part], v[part], out[part], lse[:, part], rule)
         for whole, grad in zip(grads, found, strict=True):
             whole[part] = grad
     return grads
+
+
+def _backward_cudnn_document(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = [tensor.transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not used
+    raw = aten._scaled_dot_product_cudnn_attention_backward(
+        *heads, lse[None, ..., None].contiguous(), seed, seed, None, None, None, q.size(0), q.size(0),
+        0.0, True, scale=rule.scale,
+    )  # fmt: skip
+    dq, dk, dv = (grad[0].transpose(0, 1) for grad in raw)
+    return dq, dk, dv
 
 
 def forward_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -243,7 +255,7 @@ def _call_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule
         return softcap * torch.tanh(score / softcap)
 
     mask = make_block_mask(documents.lengths, rule.window_tokens, q.device)
-    compiled = torch.compile(flex_attention, dynamic=True) if q.device.type == "cuda" else flex_attention
+    compiled = _compile_flex() if q.device.type == "cuda" else flex_attention
     heads = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
     out, aux = compiled(
         *heads, score_mod=bend if softcap else None, block_mask=mask, scale=rule.scale,
@@ -252,7 +264,14 @@ def _call_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule
     return out[0].transpose(0, 1), aux.lse[0]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=1)
+def _compile_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@lru_cache(maxsize=2)  # of one row: layers with and without a window. Its tables grow with the square of the blocks
 def make_block_mask(lengths: tuple[int, ...], window_tokens: int | None, device: torch.device) -> Any:
     """For each block of queries the blocks of keys that some of them may look at: a run, from the bounds alone. No
     [tokens, tokens] mask is ever made."""
