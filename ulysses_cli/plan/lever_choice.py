@@ -31,8 +31,6 @@ COSTS = {
     "offload_optimizer": 64,
     "offload_param": 128,
 }
-SPELLED = {"head_chunks": "attention_head_chunks", "offloaded_layers": "activation_offloading"}
-KEYS = {name: f"memory.{SPELLED.get(name, name)}" for name in COSTS}  # a lever -> its key in a recipe
 OFF = Levers()
 MOST_SPARED = 1.2  # bytes that a layer's kept byte spares, with what stands beside torch's tensors and safety
 FEW_CHUNKS = (1, 2, 4)  # and as many as there are heads: those between save little more

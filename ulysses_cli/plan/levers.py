@@ -8,6 +8,7 @@ from typing import Literal
 from ulysses_cli.plan.model_shape import ModelShape
 
 Offload = Literal["none", "cpu", "nvme"]
+SPELLED = {"head_chunks": "attention_head_chunks", "offloaded_layers": "activation_offloading"}
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,8 @@ class Levers:
 def count_most_offloaded(shape: ModelShape) -> int:
     """All but the last two layers: what those keep is on the GPU when the backward begins, whether it leaves or not."""
     return max(1, shape.num_layers - 2)
+
+
+def get_key(lever: str) -> str:
+    """Its name in a recipe's memory section."""
+    return SPELLED.get(lever, lever)

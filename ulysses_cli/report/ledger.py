@@ -7,6 +7,7 @@ from typing import Any
 
 from ulysses_cli.plan.estimate import Estimate
 from ulysses_cli.plan.ledger.swapping import compute_node_disk_bytes
+from ulysses_cli.plan.levers import get_key
 from ulysses_cli.report.printing import format_count, format_table
 
 GIB = 1 << 30
@@ -182,7 +183,7 @@ def _format_levers(found: Estimate) -> str:
     values = vars(found.job.levers)
     rows = [
         (
-            name,
+            get_key(name),
             str(value).lower() if isinstance(value, bool) else str(value),
             found.choice.reasons.get(name, "the recipe's"),
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.resolved import format_value
 from ulysses_cli.report.printing import format_count
 from ulysses_cli.validate import Validated
@@ -88,7 +89,9 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
         memory = plan["memory"]
         lines.append(("memory", f"{memory['gpu']}: {memory['text']}"))
         reasons = memory["lever_reasons"]
-        lines += [("", f"{name} {format_value(memory['levers'][name])}: {why}") for name, why in reasons.items()]
+        lines += [
+            ("", f"{get_key(name)} {format_value(memory['levers'][name])}: {why}") for name, why in reasons.items()
+        ]
         lines += [("", line) for line in memory["suggestion"].splitlines()]
     lines += [("understood", note) for note in plan["understood"]]
     text = "\n".join(f"{name:<11} {value}" for name, value in lines)

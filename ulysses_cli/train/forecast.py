@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ulysses_cli.plan.hardware import Gpu
-from ulysses_cli.plan.lever_choice import KEYS, Choice
+from ulysses_cli.plan.lever_choice import Choice
+from ulysses_cli.plan.levers import get_key
 from ulysses_cli.train.record import Record
 
 GIB = 2**30
@@ -30,7 +31,7 @@ class Forecast:
     def list_levers(self) -> dict[str, Any]:
         reasons = self.choice.reasons
         return {
-            name: {"value": value, "reason": reasons.get(name, "as the recipe says")}
+            get_key(name): {"value": value, "reason": reasons.get(name, "as the recipe says")}
             for name, value in vars(self.choice.levers).items()
         }
 
@@ -41,9 +42,8 @@ class Forecast:
     def say(self, record: Record) -> None:
         if self.gpu is None:
             return
-        for name, lever in self.list_levers().items():
-            if name in self.choice.reasons:
-                record.say(f"{KEYS[name]}: {lever['value']}, {lever['reason']}")
+        for name, reason in self.choice.reasons.items():
+            record.say(f"memory.{get_key(name)}: {getattr(self.choice.levers, name)}, {reason}")
         if num_layers := self.choice.levers.offloaded_layers:
             record.say(
                 f"host memory for what {num_layers} layers keep is page-locked in the first step, which takes longer"
