@@ -327,7 +327,7 @@ def test_check_offloading() -> None:
     for asked in ("true", "2"):
         found = only(f"memory.activation_offloading={asked}", "memory.gradient_checkpointing=false")
         assert found == nothing_kept
-    for fine in ("4", "1", "true", "auto", "false"):
+    for fine in ("4", "1", "0", "true", "auto", "false"):
         assert check(f"memory.activation_offloading={fine}", num_hidden_layers=4) == []
     assert check("memory.activation_offloading=false", "memory.gradient_checkpointing=false") == []
 

@@ -9,9 +9,10 @@ from recipes import load, make_shape
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.draft import write_levers
 from ulysses_cli.plan.estimate import compute_estimate
-from ulysses_cli.plan.fit import find_max_length, is_indexable, judge
+from ulysses_cli.plan.fit import find_max_length, fits, is_indexable, judge
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, make_job
+from ulysses_cli.plan.ledger.weights import Adapters
 from ulysses_cli.plan.lever_choice import (
     COSTS,
     choose_for_job,
@@ -102,7 +103,45 @@ def test_layers_stay_where_the_host_has_no_room_for_them() -> None:
     assert find_longest(replace(all_levers, levers=Levers()), tight)[0] > 1 << 20
 
 
-@pytest.mark.parametrize(("said", "num_layers"), [("true", 30), ("false", 0), ("1", 1), ("12", 12), ("32", 32)])
+@pytest.mark.parametrize(
+    ("name", "kind", "adapters"),
+    [("Qwen/Qwen3-30B-A3B", "a100-80gb", Adapters(16)), ("google/gemma-2-9b", "h200", None)],
+)
+def test_the_longest_row_offloads_what_the_host_has_room_for(name: str, kind: str, adapters: Adapters | None) -> None:
+    """Where memory of the host ends first, with some layers and with none: no number of them reaches farther."""
+    shape, gpu = get_shape(name), load_hardware().get_gpu(kind)
+    job = Job(shape, Layout(), 4096, Levers(), adapters=adapters)
+    longest, _ = find_longest(job, gpu)
+    beyond = replace(job, row_tokens=round(longest * 1.02 / 128) * 128)
+    for levers in list_strongest(beyond):
+        for num_layers in range(0, shape.num_layers, 4) if levers.offloaded_layers else (0,):
+            tried = replace(beyond, levers=replace(levers, offloaded_layers=num_layers))
+            assert not fits(tried, gpu), tried.levers
+
+
+def test_a_suggestion_leaves_a_number_that_fits() -> None:
+    off = ("tiled_mlp=false", "tiled_loss=false", "offload_optimizer=none", "offload_param=none")
+    overrides = (*EIGHT, "data.max_length=128Ki", "memory.attention_head_chunks=1", *(f"memory.{each}" for each in off))
+    gpu = load_hardware().get_gpu("rtx-5090")
+    found = compute_estimate(load(*overrides, "memory.activation_offloading=true").recipe, LLAMA_8B, gpu)
+    assert found.fit.verdict == "does_not_fit"
+    assert found.suggestion == "memory:\n  tiled_loss: true\n"
+
+
+def test_where_nothing_fits_the_host_is_asked_for_no_more_than_the_gpu_needs() -> None:
+    recipe = load(*EIGHT, "data.max_length=1Mi").recipe
+    tight = replace(H100, host_bytes_per_gpu=10 << 30)
+    choice = choose_levers(recipe, LLAMA_8B, tight)
+    assert choice.fit is not None
+    assert choice.fit.wall == "host"
+    fewer = replace(choice.levers, offloaded_layers=choice.levers.offloaded_layers - 1)
+    job = make_job(recipe, LLAMA_8B, fewer)
+    assert choice.fit.spare_bytes >= 0 > judge(job, compute_ledger(job), tight).spare_bytes
+
+
+@pytest.mark.parametrize(
+    ("said", "num_layers"), [("true", 30), ("false", 0), ("0", 0), ("1", 1), ("12", 12), ("32", 32)]
+)
 def test_layers_to_offload_are_all_or_a_number(said: str, num_layers: int) -> None:
     levers, open_names = read_levers(load(f"memory.activation_offloading={said}").recipe, LLAMA_8B)
     assert levers == Levers(offloaded_layers=num_layers)

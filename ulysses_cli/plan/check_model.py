@@ -47,7 +47,7 @@ def check_offloading(recipe: Recipe, shape: ModelShape) -> Found:
     """No more layers than there are, and something that they keep."""
     memory, key = recipe.memory, "memory.activation_offloading"
     asked = memory.activation_offloading
-    if asked == "auto" or asked is False:
+    if asked == "auto" or not asked:
         return
     if memory.gradient_checkpointing is False:
         yield Problem(

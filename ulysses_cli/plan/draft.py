@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ulysses_cli.plan.check_positions import LENGTH_DEPENDENT, REPLACEABLE
 from ulysses_cli.plan.layout import Layout, list_divisors
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.levers import Levers, get_key
 from ulysses_cli.plan.model_shape import ModelShape
 
 GPUS_PER_NODE = 8
@@ -90,28 +90,8 @@ def quote(text: str) -> str:
 
 def write_levers(levers: Levers, base: Levers | None = None) -> list[str]:
     """The memory section; only what differs from `base`, if given."""
-    values = {
-        "gradient_checkpointing": levers.gradient_checkpointing,
-        "attention_head_chunks": levers.head_chunks,
-        "activation_offloading": levers.offloaded_layers or False,
-        "tiled_mlp": levers.tiled_mlp,
-        "tiled_loss": levers.tiled_loss,
-        "offload_optimizer": levers.offload_optimizer,
-        "offload_param": levers.offload_param,
-    }
-    before = dict(zip(values, _list_values(base), strict=True)) if base is not None else {}
-    changed = {name: value for name, value in values.items() if base is None or value != before[name]}
+    before = vars(base) if base is not None else {}
+    values = vars(levers).items()
+    changed = {get_key(name): value for name, value in values if name not in before or before[name] != value}
     spelled = {name: str(value).lower() if isinstance(value, bool) else value for name, value in changed.items()}
     return ["memory:", *(f"  {name}: {value}" for name, value in spelled.items())] if changed else []
-
-
-def _list_values(levers: Levers) -> tuple[object, ...]:
-    return (
-        levers.gradient_checkpointing,
-        levers.head_chunks,
-        levers.offloaded_layers or False,
-        levers.tiled_mlp,
-        levers.tiled_loss,
-        levers.offload_optimizer,
-        levers.offload_param,
-    )

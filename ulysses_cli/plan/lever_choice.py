@@ -32,7 +32,8 @@ COSTS = {
     "offload_param": 128,
 }
 OFF = Levers()
-MOST_SPARED = 1.2  # bytes that a layer's kept byte spares, with what stands beside torch's tensors and safety
+# What a kept byte that leaves spares at most, with the allocator's and the safety's share beside it: 1.05 as these are.
+MOST_SPARED = 1.2
 FEW_CHUNKS = (1, 2, 4)  # and as many as there are heads: those between save little more
 
 
@@ -79,6 +80,10 @@ def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> Choice:
     chosen = find_cheapest(job, gpu, open_names)
     if chosen is None:  # nothing fits: everything that helps
         chosen = min(_walk_levers(job, open_names), key=lambda each: _count_peak(replace(job, levers=each)))
+        tell = partial(_tell, job, gpu)
+        least = tell(chosen)
+        if least is not None and least.spare_bytes >= 0 and "offloaded_layers" in open_names:  # the host is the wall
+            chosen, _ = offload_least(chosen, least, tell)
     settled = replace(job, levers=chosen)
     fit = judge(settled, compute_ledger(settled), gpu)
     return Choice(chosen, {name: _explain(settled, gpu, name, fit) for name in open_names}, fit)
@@ -102,39 +107,53 @@ def _tell(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
 
 def walk_fits(job: Job, sets: Iterable[Levers], tell: Tell, *, is_open: bool) -> Iterator[tuple[Levers, Fit]]:
     """What is said of each set. Where the number of offloaded layers is open, a set that fits offloads no more of them
-    than it must, and one for which the host is too small is tried with so many."""
+    than it must, and one for which the host is too small is tried with so many. A given number that fits stays."""
     for levers in sets:
         fit = tell(levers)
         if fit is None:
             continue
-        spares = is_open and levers.offloaded_layers and fit.spare_bytes >= 0
-        yield _spare_layers(job, levers, fit, tell) if spares else (levers, fit)
+        is_given = levers.offloaded_layers == job.levers.offloaded_layers and fit.verdict == "fits"
+        may_spare = is_open and levers.offloaded_layers and not is_given and fit.spare_bytes >= 0
+        is_spared = may_spare and not _lacks_host(job, levers, fit, tell)
+        yield offload_least(levers, fit, tell) if is_spared else (levers, fit)
 
 
-def _spare_layers(job: Job, levers: Levers, most: Fit, tell: Tell) -> tuple[Levers, Fit]:
-    """The fewest layers with which it fits the GPU; as it was where the host is too small for so many. Each layer
-    spares about as much, so that a straight line comes close at once."""
+def _lacks_host(job: Job, levers: Levers, most: Fit, tell: Tell) -> bool:
+    """Whether the host is too small for as many layers as the GPU must be spared at least: a shortcut."""
+    if most.fits_host:
+        return False
+    none = tell(replace(levers, offloaded_layers=0))
+    if none is None or none.spare_bytes >= 0 or not none.fits_host:
+        return none is None or not none.fits_host
+    a_layer = compute_kept_pinned(replace(job, levers=levers)) / levers.offloaded_layers
+    num_needed = -none.spare_bytes / (MOST_SPARED * a_layer)
+    num_too_many = (most.host_uncertainty_bytes - most.host_margin_bytes) / (MOST_SPARED * a_layer * job.ranks_per_node)
+    return num_needed > levers.offloaded_layers - num_too_many
 
-    def ask(num_layers: int) -> tuple[int, Fit]:
+
+def offload_least(levers: Levers, most: Fit, tell: Tell) -> tuple[Levers, Fit]:
+    """The fewest layers with which a set fits the GPU, as it does with all it has. Each spares about as much, so that a
+    straight line comes close; where it does not, halving goes on."""
+
+    def ask(num_layers: int) -> Fit:
         fit = tell(replace(levers, offloaded_layers=num_layers))
-        return num_layers, fit or most
+        if fit is None:
+            raise AssertionError("what kernels can index does not depend on offloaded layers")
+        return fit
 
-    (few, with_few), (many, with_many) = ask(0), (levers.offloaded_layers, most)
-    if with_few.spare_bytes >= 0 or not with_few.fits_host:
-        return levers, most
-    a_layer = MOST_SPARED * compute_kept_pinned(replace(job, levers=levers)) / many
-    too_many = (most.host_uncertainty_bytes - most.host_margin_bytes) / (a_layer * job.ranks_per_node)
-    if -with_few.spare_bytes / a_layer > many - too_many:
-        return levers, most
-    while many - few > 1:
-        share = with_few.spare_bytes / (with_few.spare_bytes - with_many.spare_bytes)
-        middle, fit = ask(few + min(max(1, int(share * (many - few))), many - few - 1))
+    few, many, with_few, with_many = 0, levers.offloaded_layers, ask(0), most
+    if with_few.spare_bytes >= 0:
+        return replace(levers, offloaded_layers=0), with_few
+    is_line = True
+    while (width := many - few) > 1:
+        share = with_few.spare_bytes / (with_few.spare_bytes - with_many.spare_bytes) if is_line else 0.5
+        middle = few + min(max(1, int(share * width)), width - 1)
+        fit = ask(middle)
         if fit.spare_bytes >= 0:
             many, with_many = middle, fit
-        elif fit.fits_host:
-            few, with_few = middle, fit
         else:
-            return levers, most
+            few, with_few = middle, fit
+        is_line = 2 * (many - few) <= width
     return replace(levers, offloaded_layers=many), with_many
 
 
@@ -161,8 +180,9 @@ def list_smallest(job: Job) -> list[Levers]:
 
 
 def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
-    """The longest row with whatever levers, never shorter than with the given ones; and the levers. Each set is asked
-    for a row that is longer than the best so far, and only if it fits is its own longest row looked for."""
+    """The longest row with whatever levers, never shorter than with the given ones; and the levers, with which fewer
+    layers may have to be offloaded than they say. Each set is asked for a row that is longer than the best so far, and
+    only if it fits is its own longest row looked for."""
     best, chosen = find_max_length(job, gpu), job.levers
     multiple = job.layout.sp_size * ROW_MULTIPLE
     for levers in list_strongest(job):

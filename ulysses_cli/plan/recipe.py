@@ -279,7 +279,7 @@ class Memory(Section):
     attention_head_chunks: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = setting(
         "auto", "attention runs over this many groups of heads, one after another", unit="chunks"
     )
-    activation_offloading: bool | Annotated[int, Field(ge=1, le=10_000)] | Literal["auto"] = setting(
+    activation_offloading: bool | Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = setting(
         "auto",
         "layers, from the first, whose kept tensors wait in pinned host memory; true = all but the last two, auto = as "
         "few as needed",

@@ -18,6 +18,7 @@ from ulysses_cli.plan.lever_choice import (
     find_longest,
     list_ranked_levers,
     list_smallest,
+    offload_least,
     walk_fits,
 )
 from ulysses_cli.plan.levers import Levers
@@ -209,6 +210,8 @@ def _try_levers(wish: Wish, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate
         if chosen is None:
             misses = walk_fits(job, [*smallest, *measured], ask, is_open=False)
             chosen = min(misses, key=lambda each: _count_distance(each[1]), default=None)
+            if chosen is not None and chosen[1].spare_bytes >= 0:  # the host is the wall: only what must goes there
+                chosen = offload_least(*chosen, ask)
         if chosen is not None:
             tried = replace(job, levers=chosen[0])
             yield Candidate(gpu, tried, chosen[1], compute_speed(tried, gpu), wish.num_tokens)

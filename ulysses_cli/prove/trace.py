@@ -50,7 +50,7 @@ def trace(wish: Mapping[str, Any], tell: Any = lambda _: None) -> dict[str, Any]
     whole = num_offloaded, num_layers - num_offloaded
     found: dict[Layers, Traced] = {}
     for layers in list_cuts(whole, few):
-        tell(f"tracing {sum(layers)} of {num_layers} layers")
+        tell(f"tracing {sum(layers)} of {num_layers} layers, {layers[0]} of them offloaded")
         found[layers] = trace_layers(wish, layers)
     reached = extrapolate(found, whole, steps_in_groups=in_groups > 0)
     for place in (reached.device, reached.host):

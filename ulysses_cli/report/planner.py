@@ -8,7 +8,7 @@ from typing import Any
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.search import Candidate, Found, Longest, Wall
 from ulysses_cli.report.ledger import GIB, format_money, format_seconds
-from ulysses_cli.report.printing import format_table
+from ulysses_cli.report.printing import format_count, format_table
 
 HEADER = ("GPUs", "sp x dp", "levers", "hours", "money", "tokens/s", "margin GiB", "limited by")
 
@@ -97,7 +97,7 @@ def format_levers(levers: Levers) -> str:
     names = {
         "tiled_loss": levers.tiled_loss,
         "tiled_mlp": levers.tiled_mlp,
-        f"{levers.offloaded_layers} layers' activations on host": levers.offloaded_layers > 0,
+        f"activations of {format_count(levers.offloaded_layers, 'layer')} on host": levers.offloaded_layers > 0,
         f"{levers.head_chunks} head chunks": levers.head_chunks > 1,
         "full recompute": levers.gradient_checkpointing == "full",
         f"optimizer on {levers.offload_optimizer}": levers.offload_optimizer != "none",

@@ -107,7 +107,7 @@ class Offloader:
         self._newest: weakref.ref[HostShelf] | None = None
         self._num_runs = 0
 
-    def make_shelf(self, layer: int) -> HostShelf | None:
+    def make_shelf(self, layer: int) -> HostShelf:
         """The place for what one run of a layer keeps. Layers above the offloaded ones keep theirs on the device, but
         announce that the backward comes near."""
         previous = self._newest() if self._newest is not None else None

@@ -53,7 +53,7 @@ def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
     if job.levers.gradient_checkpointing is False:
         return {name: size * num_left // num_layers if name == "kept_layers" else size for name, size in lines.items()}
     if num_left == num_layers > job.levers.offloaded_layers:
-        return lines
+        return lines  # nothing has gone, and the last layer's input never left
     num_gone = count_on_device(job, num_layers) - count_on_device(job, num_left)
     left = {name: lines[name] - num_gone * size for name, size in _list_kept_of_one(job).items() if name in lines}
     came_back = "recomputed_mlp" in lines and num_left <= job.levers.offloaded_layers
