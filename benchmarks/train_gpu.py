@@ -47,6 +47,7 @@ def measure(length: int, num_steps: int, device_name: str) -> dict[str, Any]:
     from ulysses_cli.plan.estimate import compute_estimate
     from ulysses_cli.plan.flops import compute_model_flops
     from ulysses_cli.plan.model_shape import read_model_shape
+    from ulysses_cli.train.host_memory import count_host_bytes
     from ulysses_cli.train.loop import train
     from ulysses_cli.train.metrics import Meter
 
@@ -57,7 +58,7 @@ def measure(length: int, num_steps: int, device_name: str) -> dict[str, Any]:
     )
     shape = read_model_shape(CONFIG, "benchmark")
     memory = torch.cuda.get_device_properties(device).total_memory
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host_bytes = count_host_bytes()
     gpu, is_known = load_hardware().recognise(device_name, memory, host_bytes)
     estimate = compute_estimate(recipe, shape, gpu)
     torch.cuda.reset_peak_memory_stats()

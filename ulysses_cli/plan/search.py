@@ -202,9 +202,8 @@ def _try_levers(wish: Wish, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate
     ranked += [replace(each, gradient_checkpointing="full") for each in ranked]  # the host keeps half as much
     for gpu in gpus:
         ask, chosen = partial(tell, gpu), None
-        if any(
-            fit.wall != "gpu" for _, fit in walk_fits(job, smallest, ask, is_open=False)
-        ):  # else no cheaper one fits
+        least = walk_fits(job, smallest, ask, is_open=False)
+        if any(fit.wall != "gpu" for _, fit in least):  # only then can a cheaper one fit
             found = walk_fits(job, ranked, ask, is_open=True)
             chosen = next((each for each in found if each[1].verdict == "fits"), None)
         if chosen is None:

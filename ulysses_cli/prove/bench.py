@@ -27,6 +27,7 @@ from ulysses_cli.prove.ranks import RankFailureError, run_in_turns
 from ulysses_cli.prove.results import Findings, Row, Tell
 from ulysses_cli.prove.speed import Timed, time_steps
 from ulysses_cli.prove.turns import compare_pairs
+from ulysses_cli.train.host_memory import count_host_bytes
 
 LeverWish = Literal["auto", "all", "none"]
 NUM_WARMUP = 3  # the last of them is clocked by parts, which costs a little
@@ -101,7 +102,7 @@ def find_place(recipe: Recipe, hardware: Hardware) -> Place:
     if not count:
         return Place("cpu", LARGEST_CPU_WORLD, None)
     facts = torch.cuda.get_device_properties(0)
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
+    host_bytes = count_host_bytes() // count
     return Place("cuda", count, hardware.recognise(facts.name, facts.total_memory, host_bytes)[0])
 
 

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any, Literal
 
+from ulysses_cli.train.host_memory import count_host_bytes
+
 Verdict = Literal["PASS", "FAIL", "WARN", "SKIP", "OOM", ""]
 Tell = Callable[[str], None]
 PACKAGES = ("ulysses-cli", "torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
@@ -68,7 +70,7 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "num_cores": len(os.sched_getaffinity(0)),
-        "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "host_memory_bytes": count_host_bytes(),
         "gpus": gpus,
         "versions": {name: version for name in PACKAGES if (version := find_version(name))},
     }

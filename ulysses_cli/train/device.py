@@ -8,6 +8,7 @@ import torch
 
 from ulysses_cli.plan.hardware import Gpu, Hardware
 from ulysses_cli.train.cores import bind_to_device
+from ulysses_cli.train.host_memory import count_host_bytes
 
 
 class StartError(ValueError):
@@ -34,7 +35,7 @@ def recognise_gpu(device: torch.device, hardware: Hardware) -> tuple[Gpu | None,
     if device.type != "cuda":
         return None, False
     facts = torch.cuda.get_device_properties(device)
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host_bytes = count_host_bytes()
     return hardware.recognise(facts.name, facts.total_memory, host_bytes // count_processes_here())
 
 

@@ -26,8 +26,8 @@ def read_memory_limit() -> int:
 def count_free_bytes() -> int:
     """What a new process may still take: files that the system only keeps in memory count as free, and a container
     has no more than is left of its limit."""
-    free = read_table(Path("/proc/meminfo")).get("MemAvailable:", 0) * 1024
-    kept = read_table(CGROUP / "memory.stat").get("inactive_file", 0)
+    free = _read_table(Path("/proc/meminfo")).get("MemAvailable:", 0) * 1024
+    kept = _read_table(CGROUP / "memory.stat").get("inactive_file", 0)
     try:
         used = int((CGROUP / "memory.current").read_text())
     except (OSError, ValueError):
@@ -35,7 +35,7 @@ def count_free_bytes() -> int:
     return max(0, min(free or count_host_bytes(), read_memory_limit() - used + kept))
 
 
-def read_table(file: Path) -> dict[str, int]:
+def _read_table(file: Path) -> dict[str, int]:
     """Lines of a name and a number."""
     try:
         rows = [line.split() for line in file.read_text().splitlines()]
