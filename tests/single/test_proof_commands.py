@@ -24,6 +24,11 @@ TIME_LIMIT = 180
 NUM_STARTED = 5  # the command, its child, the server of ranks and its tracker, a rank
 
 
+@pytest.fixture(autouse=True)
+def go_where_nobody_has_trained(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_two_examples(command: str) -> None:
     said = CliRunner().invoke(app, [command, "--help"]).output
