@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ulysses_cli.launch import count_places
 from ulysses_cli.plan.load import Loaded
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.weight_files import find_weight_problem
@@ -50,9 +51,10 @@ def check_gpus(recipe: Recipe, processes_here: int) -> Found:
         return
     found = count_places("cuda")
     if found < processes_here:
+        gpus = format_count(found, "GPU") if found else "no GPU"
         yield Problem(
             "run.device",
-            f"{processes_here} processes on this machine, but {found or 'no'} GPU{'' if found == 1 else 's'}",
+            f"{format_count(processes_here, 'process')} on this machine, but {gpus}",
             "use fewer processes (parallel section) or more machines (--nnodes); run.device: cpu trains small models "
             "on the CPU; --dry-run tries the layout without GPUs",
         )

@@ -83,7 +83,7 @@ def test_gaps_are_gaps_and_broken_values_are_told() -> None:
     circles = list(read(svg).iter(f"{SVG}circle"))
     assert len(circles) == 1  # the last value stands alone
     assert "not a number" in svg
-    assert "1 values are no numbers" in svg
+    assert "1 value without a number" in svg
     assert "not a number" not in draw_lines("t", [Series("a", [1, 2], [None, 1.0])], "step", "loss")
 
 

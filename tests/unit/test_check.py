@@ -34,7 +34,7 @@ def test_every_rule_is_tested_here() -> None:
 
 def test_check_process_count() -> None:
     assert only(num_processes=8) == (
-        "r.yaml:4:3: parallel: dp_replicate_size x dp_shard_size x sp_size = 1 x 1 x 4 = 4, but there are 8 processes"
+        "r.yaml:4:3: parallel: dp_replicate_size x dp_shard_size x sp_size = 1 x 1 x 4 = 4, but the run has 8 processes"
         "\n\nhint: one of: --num-processes 4; parallel.dp_shard_size: 2; parallel.sp_size: 8; "
         "parallel.dp_replicate_size: 2"
     )
@@ -200,7 +200,7 @@ def test_check_optimizer() -> None:
 
 def test_check_steps() -> None:
     assert only("train.num_train_epochs=2") == (
-        "command line: train.num_train_epochs: 2 epochs and max_steps 10 both say how long the run is"
+        "command line: train.num_train_epochs: 2 and max_steps 10 both say how long the run is"
         "\n\nhint: keep one of the two"
     )
     assert only("train.warmup_steps=3", "train.warmup_ratio=0.1") == (
@@ -229,7 +229,7 @@ def test_check_schedule() -> None:
     )
     assert "is not below learning_rate 1e-05" in only(f"{kind}polynomial", numbers + "{lr_end: 1.0}")
     assert only(f"{kind}warmup_stable_decay", numbers + "{num_decay_steps: 9}", "train.warmup_steps=2") == (
-        "command line: train.lr_scheduler_kwargs.num_decay_steps: 9 steps of decay and 2 of warm-up do not fit in "
+        "command line: train.lr_scheduler_kwargs.num_decay_steps: decay (9) and warm-up (2) take more steps than "
         "max_steps 10\n\nhint: use 8 or fewer"
     )
     for fine in ("cosine_with_min_lr {min_lr_rate: 0.1}", "warmup_stable_decay {num_decay_steps: 3}", "linear {}"):
@@ -309,14 +309,14 @@ def test_check_deepspeed_section() -> None:
 
 def test_check_head_chunks() -> None:
     assert only("memory.attention_head_chunks=3") == (
-        "command line: memory.attention_head_chunks: 3 does not divide the 8 heads of a rank (32 heads, sp_size 4)"
+        "command line: memory.attention_head_chunks: 3 does not divide the 8 heads of a rank (32 / 4)"
         "\n\nhint: use auto, 1, 2, 4 or 8"
     )
 
 
 def test_check_offloading() -> None:
     assert only("memory.activation_offloading=5", num_hidden_layers=4) == (
-        "command line: memory.activation_offloading: 5 layers of the 4 that owner/model has"
+        "command line: memory.activation_offloading: 5 is more than the 4 layers of owner/model"
         "\n\nhint: use true, auto, or fewer layers"
     )
     nothing_kept = (

@@ -66,7 +66,7 @@ def test_fewer_gpus_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert look(tmp_path, processes_here=4, dry=True) == []
     assert look(tmp_path, "run.device=cpu", processes_here=4) == []
     monkeypatch.setattr(preflight, "count_places", lambda _: 0)
-    assert "1 processes on this machine, but no GPUs" in look(tmp_path)[0]
+    assert "1 process on this machine, but no GPU" in look(tmp_path)[0]
     monkeypatch.setattr(preflight, "OTHER_GPUS", ("/dev/null",))
     assert look(tmp_path) == []
 

@@ -165,7 +165,7 @@ def test_a_chat_is_not_cut_without_a_word(tmp_path: Path) -> None:
     assert make_bytes_tokenizer().decode(store.read(0, cuts[0], cuts[0] + 6)[0]) == "<|begin|>user\n"
     torn = prepare(tmp_path, "data.max_length=48", "data.excess_length_strategy=split", "data.skip_untrainable=true")
     assert torn.report["splits"]["train"]["sources"][0]["torn_turns"] > 0
-    assert any("cuts fall inside a turn" in note for note in torn.report["notes"])
+    assert any("inside a turn of a chat" in note for note in torn.report["notes"])
 
 
 def test_chats_completions_and_texts_in_one_mixture(tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_what_is_not_read_or_read_twice_is_noted(tmp_path: Path) -> None:
     (tmp_path / "e.txt").write_text("e")
     prepared = prepare(tmp_path, f"data.datasets=[{{path: {tmp_path}}}, {{path: {tmp_path}}}]", "data.max_length=512")
     assert prepared.report["notes"][:3] == [
-        f"{tmp_path / 'd.jsonl'}: text files beside files of rows, not read: 1, such as {tmp_path / 'e.txt'}",
-        f"{tmp_path / 'd.jsonl'}: text files beside files of rows, not read: 1, such as {tmp_path / 'e.txt'}",
+        f"{tmp_path / 'd.jsonl'}: 1 text file beside files of rows, not read, such as {tmp_path / 'e.txt'}",
+        f"{tmp_path / 'd.jsonl'}: 1 text file beside files of rows, not read, such as {tmp_path / 'e.txt'}",
         "data.datasets.1 is the same data as data.datasets.0; both are trained on",
     ]
 

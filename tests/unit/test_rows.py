@@ -186,7 +186,7 @@ def test_when_nothing_is_left_the_counts_are_told(tmp_path: Path) -> None:
 
 def test_a_stream_row_without_a_target_is_an_error_or_left_out(tmp_path: Path) -> None:
     documents, flags = [[list(range(10))]], [[[0] * 9 + [1]]]
-    with pytest.raises(DataError, match="2 of 3 train rows hold no supervised token"):
+    with pytest.raises(DataError, match="no supervised token in 2 of 3 train rows"):
         make_prepared(tmp_path / "a", documents, flags=flags, max_length=4, packing="stream")
     path = make_prepared(tmp_path / "b", documents, flags=flags, max_length=4, packing="stream", skip_untrainable=True)
     rows = open_rows(path, "train")

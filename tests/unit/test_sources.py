@@ -189,13 +189,11 @@ def test_a_folder_is_what_git_would_take(tmp_path: Path) -> None:
     tree = walk_tree(root)
     assert set(tree.files) == set(filter(None, listed.split("\0"))) - odd
     assert tree.files == sorted(tree.files, key=lambda path: [part.encode() for part in path.split("/")])
-    assert {
-        why: tree.left_out[why] for why in ("links", "binary files", "empty files", "neither files nor folders")
-    } == {
-        "links": 2,
-        "binary files": 1,
-        "empty files": 1,
-        "neither files nor folders": 1,
+    assert {why: tree.left_out[why] for why in ("link", "binary file", "empty file", "special file")} == {
+        "link": 2,
+        "binary file": 1,
+        "empty file": 1,
+        "special file": 1,
     }
     whole = read_all(open_one(tmp_path, root, type="folder"))
     assert len(whole) == 1
@@ -263,7 +261,7 @@ def test_random_trees_are_what_git_would_take(tmp_path: Path) -> None:
 def test_a_folder_without_text_says_why(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.bin").write_bytes(b"\0")
-    with pytest.raises(RecipeError, match="holds no text file: 1 binary files"):
+    with pytest.raises(RecipeError, match="holds no text file: 1 binary file"):
         open_one(tmp_path, tmp_path / "a", type="folder")
 
 
@@ -319,7 +317,7 @@ BAD_ROWS = [
     ("instruction", {"instruction": "a", "input": 3, "output": "b"}, "column `input` holds a number, not text"),
     ("tokens", {"input_ids": "1 2"}, "column `input_ids` is not a list of whole numbers"),
     ("tokens", {"input_ids": []}, "column `input_ids` is an empty list"),
-    ("tokens", {"input_ids": [1, 2], "labels": [1]}, "column `labels` has 1 elements for 2 input_ids"),
+    ("tokens", {"input_ids": [1, 2], "labels": [1]}, "column `labels` has 1 element for 2 input_ids"),
     ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, "label 2 at 0 is neither -100 nor 1, the token there"),
 ]
 
@@ -442,12 +440,12 @@ def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
     source = open_one(tmp_path, tmp_path)
     assert source.facts["num_files"] == 2
     assert source.facts["left_out"] == {
-        "files of other formats": {"count": 1, "example": str(tmp_path / "d.rst")},
-        "text files beside files of rows, not read": {"count": 1, "example": str(tmp_path / "c.txt")},
+        "file of another format": {"count": 1, "example": str(tmp_path / "d.rst")},
+        "text file beside files of rows, not read": {"count": 1, "example": str(tmp_path / "c.txt")},
     }
     twice = open_one(tmp_path, tmp_path, data_files=("*.jsonl", "a.jsonl", "./b.jsonl"))
     assert len(read_all(twice)) == 2
-    assert twice.facts["left_out"]["files named twice, read once"]["count"] == 2
+    assert twice.facts["left_out"]["file named twice, read once"]["count"] == 2
 
 
 def test_a_system_column_is_the_first_turn(tmp_path: Path) -> None:

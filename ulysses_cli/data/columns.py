@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ulysses_cli.data.problems import BadRow
+from ulysses_cli.plan.nouns import format_count
 
 Kind = Literal["text", "chat", "conversations", "completion", "instruction", "tokens"]
 Row = Mapping[str, Any]
@@ -215,7 +216,7 @@ def _read_tokens(row: Row) -> Tokens:
     if labels is None:
         return Tokens(ids, None)
     if not isinstance(labels, list) or len(labels) != len(ids):
-        size = f"{len(labels):,} elements" if isinstance(labels, list) else _name(labels)
+        size = format_count(len(labels), "element") if isinstance(labels, list) else _name(labels)
         raise BadRow(f"column `labels` has {size} for {len(ids):,} input_ids")
     for at, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (-100, token):

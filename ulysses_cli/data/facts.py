@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ulysses_cli.data.packer import WORK
 from ulysses_cli.data.rows import PackedRows
 from ulysses_cli.data.store import TARGET, TokenStore
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.packing import cut_documents, locate_row, pack_alone, pack_documents, share_rows
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
@@ -154,10 +155,10 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
             why = f"the tokenizer offers no safe place to cut: {source['whole_because']}"
             why = why if source["whole_because"] else "no safe place to cut was found in them"
             notes.append(f"{source['name']}: long documents that were tokenized whole: {source['num_whole']:,}; {why}")
-        for why in ("text files beside files of rows, not read", "files named twice, read once"):
+        for why in ("text file beside files of rows, not read", "file named twice, read once"):
             if why in source.get("left_out", {}):
                 count, example = source["left_out"][why].values()
-                notes.append(f"{source['name']}: {why}: {count:,}, such as {example}")
+                notes.append(f"{source['name']}: {format_count(count, why)}, such as {example}")
         if source["fingerprint"] in seen and source["key"].startswith("data.datasets."):
             notes.append(f"{source['key']} is the same data as {seen[source['fingerprint']]}; both are trained on")
         seen.setdefault(source["fingerprint"], source["key"])
@@ -166,15 +167,17 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
     train = report["splits"]["train"]
     torn = sum(counts["torn_turns"] for counts in train["sources"])
     if torn:
-        notes.append(f"{torn:,} cuts fall inside a turn of a chat, because the turn is longer than a row")
+        cuts = format_count(torn, "cut")
+        notes.append(f"{cuts} inside a turn of a chat, because the turn is longer than a row")
     if recipe.data.packing == "stream" and any(s["kind"] not in ("text", "tokens") for s in report["sources"]):
         notes.append("packing: stream cuts chats wherever a row ends, also inside a turn")
     if report["leaked_documents"]:
-        notes.append(f"{report['leaked_documents']:,} evaluation documents are also trained on, word for word")
+        leaked = format_count(report["leaked_documents"], "document of the evaluation")
+        notes.append(f"trained on too, word for word: {leaked}")
     layout = report["layout"]
     if train["num_rows"] < layout["rows_per_step"]:
+        rows = format_count(train["num_rows"], "row")
         notes.append(
-            f"{train['num_rows']:,} rows do not fill one optimizer step of {layout['rows_per_step']:,}; rows without "
-            "weight fill it up"
+            f"{rows} in all; an optimizer step takes {layout['rows_per_step']:,}: rows without weight fill it up"
         )
     return notes

@@ -59,7 +59,7 @@ def list_files(path: str | None, data_files: Sequence[str] | None, own: Sequence
         for file in _expand(base / os.path.expanduser(name), listing, own):
             real = os.path.realpath(file)
             if real in seen:
-                listing.leave_out("files named twice, read once", [file])
+                listing.leave_out("file named twice, read once", [file])
             else:
                 seen.add(real)
                 listing.files.append(file)
@@ -75,8 +75,8 @@ def _expand(path: Path, listing: Listing, own: Sequence[Path]) -> list[Path]:
         inside = [file for file in inside if not any(folder in file.resolve().parents for folder in written)]
         rows = [file for file in inside if get_format(file) in ROWS]
         texts = [file for file in inside if get_format(file) in TEXTS]
-        listing.leave_out("files of other formats", [file for file in inside if file not in {*rows, *texts}])
-        listing.leave_out("text files beside files of rows, not read", texts if rows else [])
+        listing.leave_out("file of another format", [file for file in inside if file not in {*rows, *texts}])
+        listing.leave_out("text file beside files of rows, not read", texts if rows else [])
         return rows or texts
     return sorted(Path(found) for found in glob.glob(str(path), recursive=True) if os.path.isfile(found))
 

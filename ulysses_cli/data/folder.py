@@ -76,7 +76,7 @@ def _walk(tree: Tree, folder: str, ignores: Ignores) -> None:
     except OSError as error:
         if not folder:
             raise
-        tree.leave_out(f"folders that cannot be read ({error.strerror})", folder)
+        tree.leave_out(f"folder that cannot be read ({error.strerror})", folder)
         return
     ignores += _read_patterns(here / ".gitignore", folder)
     for entry in entries:
@@ -85,19 +85,19 @@ def _walk(tree: Tree, folder: str, ignores: Ignores) -> None:
         if entry.name == ".git":
             continue
         if not entry.name.isprintable() or _has_no_letters(entry.name):
-            tree.leave_out("names that are no text", repr(path))
+            tree.leave_out("name that is no text", repr(path))
         elif is_ignored(path + "/" * is_folder, ignores):
-            tree.leave_out("ignored by .gitignore", path)
+            tree.leave_out("path ignored by .gitignore", path)
         elif entry.is_symlink():
-            tree.leave_out("links", path)
+            tree.leave_out("link", path)
         elif is_folder and os.path.realpath(tree.root / path) in tree.own:
-            tree.leave_out("folders that runs write to", path)
+            tree.leave_out("folder that runs write to", path)
         elif is_folder:
             _walk(tree, path + "/", ignores)
         elif entry.is_file():
             _add_file(tree, path)
         else:
-            tree.leave_out("neither files nor folders", path)
+            tree.leave_out("special file", path)
 
 
 def _has_no_letters(name: str) -> bool:
@@ -143,12 +143,12 @@ def _add_file(tree: Tree, path: str) -> None:
         with open(tree.root / path, "rb") as stream:
             start = stream.read(PROBE_BYTES)
     except OSError as error:
-        tree.leave_out(f"files that cannot be read ({error.strerror})", path)
+        tree.leave_out(f"file that cannot be read ({error.strerror})", path)
         return
     if not start.removeprefix(BOM).strip() and os.path.getsize(tree.root / path) <= PROBE_BYTES:
-        tree.leave_out("empty files", path)
+        tree.leave_out("empty file", path)
     elif b"\0" in start:
-        tree.leave_out("binary files", path)
+        tree.leave_out("binary file", path)
     else:
         tree.files.append(path)
 

@@ -18,6 +18,7 @@ from ulysses_cli.data.problems import DataError, shorten
 from ulysses_cli.data.rows import Split, save_rows
 from ulysses_cli.data.selection import select_documents
 from ulysses_cli.data.store import TARGET, TokenStore
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.packing import Piece, Rows, Work, cut_documents, pack_alone, pack_documents, pack_stream
 from ulysses_cli.plan.problem import Problem, RecipeError
 
@@ -232,7 +233,7 @@ def _leave_out(
     if not empty:
         return rows, targets, (0, 0)
     if not settings.skip_untrainable:
-        message = f"{len(empty):,} of {len(rows):,} {split} rows hold no supervised token"
+        message = f"no supervised token in {len(empty):,} of {format_count(len(rows), f'{split} row')}"
         hint = "use a larger data.max_length, or data.skip_untrainable: true to leave them out and count them"
         raise DataError([Problem("data.packing", message, hint)])
     gone = set(empty)

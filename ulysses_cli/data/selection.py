@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 Keys = NDArray[np.uint64]
@@ -42,7 +43,7 @@ def select_documents(
                 [
                     Problem(
                         f"data.datasets.{index}.weight",
-                        f"{weight:g} of {int((~is_eval[at]).sum()):,} documents is not one document",
+                        f"{weight:g} of {format_count(int((~is_eval[at]).sum()), 'document')} is not one document",
                         "use a larger weight, or leave the source out",
                     )
                 ]
@@ -58,7 +59,7 @@ def _hold_out(hashes: Keys, share: float, seed: int, *, has_joined: bool) -> NDA
     wanted = max(1, round(share * len(hashes)))
     chosen = keys <= np.partition(keys, wanted - 1)[wanted - 1]
     if chosen.all():
-        count = "1 document" if len(hashes) == 1 else f"{len(hashes):,} documents of equal content"
+        count = format_count(len(hashes), "document") + (" of equal content" if len(hashes) > 1 else "")
         hint = "set data.eval_split: 0 and name data.eval_datasets"
         hint += ", or join_files: false to make each file of a folder a document" if has_joined else ""
         raise RecipeError([Problem("data.eval_split", f"nothing is left to train on: there is {count}", hint)])

@@ -17,6 +17,7 @@ from ulysses_cli.data.columns import Kind, detect_kind
 from ulysses_cli.data.fingerprint import FileHashes, hash_parts
 from ulysses_cli.data.problems import BadRow, DataError, make_where
 from ulysses_cli.plan.check_files import is_local
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe import Dataset
 
@@ -117,7 +118,7 @@ def _open_folder(dataset: Dataset, path: Path, key: str, hashes: FileHashes, own
     except OSError as error:
         raise RecipeError([Problem(f"{key}.path", f"{path} cannot be read: {error.strerror}")]) from None
     if not tree.files:
-        why = ", ".join(f"{count:,} {name}" for name, count in tree.left_out.items()) or "it is empty"
+        why = ", ".join(format_count(count, name) for name, count in tree.left_out.items()) or "it is empty"
         raise RecipeError([Problem(f"{key}.path", f"{path} holds no text file: {why}", "name another folder")])
     marks = [(name, _hash(path / name, key, hashes)) for name in tree.files]
     return Source(

@@ -15,6 +15,7 @@ from ulysses_cli.plan.ledger.job import is_known
 from ulysses_cli.plan.ledger.swapping import NUM_BUFFERS
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
@@ -53,7 +54,7 @@ def check_process_count(case: Case) -> Found:
             fixes.append(f"parallel.{name}: {wanted // others}")
     yield Problem(
         "parallel",
-        f"dp_replicate_size x dp_shard_size x sp_size = {product}, but there are {wanted} processes",
+        f"dp_replicate_size x dp_shard_size x sp_size = {product}, but the run has {format_count(wanted, 'process')}",
         ("one of: " if len(fixes) > 1 else "use ") + "; ".join(fixes),
     )
 
@@ -72,7 +73,7 @@ def check_world_size(case: Case) -> Found:
     if world_size > MAX_PROCESSES:
         yield Problem(
             "parallel",
-            f"dp_replicate_size x dp_shard_size x sp_size makes {world_size:,} processes",
+            f"dp_replicate_size x dp_shard_size x sp_size makes {format_count(world_size, 'process')}",
             f"use {MAX_PROCESSES:,} or fewer",
         )
 

@@ -9,6 +9,7 @@ from ulysses_cli.plan.attention import BACK_ENDS, Device, Need, list_able
 from ulysses_cli.plan.families import UNSERVED
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Recipe
 
@@ -24,7 +25,7 @@ def check_heads(recipe: Recipe, shape: ModelShape) -> Found:
         nearest = min(legal, key=lambda size: (abs(size - sp_size), size))
         yield Problem(
             "parallel.sp_size",
-            f"{sp_size} does not divide the {heads} attention heads of {shape.name}",
+            f"{sp_size} does not divide the {format_count(heads, 'attention head')} of {shape.name}",
             f"use {_list_choices(legal)}; {nearest} is nearest",
         )
 
@@ -38,7 +39,7 @@ def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Found:
     if local % chunks:
         yield Problem(
             "memory.attention_head_chunks",
-            f"{chunks} does not divide the {local} heads of a rank ({shape.num_heads} heads, sp_size {sp_size})",
+            f"{chunks} does not divide the {format_count(local, 'head')} of a rank ({shape.num_heads} / {sp_size})",
             f"use auto, {_list_choices(list_divisors(local))}",
         )
 
@@ -57,7 +58,9 @@ def check_offloading(recipe: Recipe, shape: ModelShape) -> Found:
         )
     elif asked is not True and asked > shape.num_layers:
         yield Problem(
-            key, f"{asked} layers of the {shape.num_layers} that {shape.name} has", "use true, auto, or fewer layers"
+            key,
+            f"{asked} is more than the {format_count(shape.num_layers, 'layer')} of {shape.name}",
+            "use true, auto, or fewer layers",
         )
 
 

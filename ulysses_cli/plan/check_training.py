@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Recipe
 
@@ -38,7 +39,7 @@ def check_steps(recipe: Recipe) -> Found:
     if train.max_steps is not None and train.num_train_epochs is not None:
         yield Problem(
             "train.num_train_epochs",
-            f"{train.num_train_epochs:g} epochs and max_steps {train.max_steps} both say how long the run is",
+            f"{train.num_train_epochs:g} and max_steps {train.max_steps} both say how long the run is",
             "keep one of the two",
         )
     if train.warmup_steps and train.warmup_ratio:
@@ -75,7 +76,7 @@ def check_schedule(recipe: Recipe) -> Found:
     if train.max_steps is not None and decay and decay + train.warmup_steps > train.max_steps:
         yield Problem(
             f"{key}.num_decay_steps",
-            f"{decay:g} steps of decay and {train.warmup_steps} of warm-up do not fit in max_steps {train.max_steps}",
+            f"decay ({decay:g}) and warm-up ({train.warmup_steps}) take more steps than max_steps {train.max_steps}",
             f"use {train.max_steps - train.warmup_steps} or fewer",
         )
 
@@ -86,7 +87,7 @@ def check_evaluation(recipe: Recipe) -> Found:
     if run.eval_steps is not None and not data.eval_datasets and not data.eval_split:
         yield Problem(
             "run.eval_steps",
-            f"evaluates every {run.eval_steps} steps, but there is nothing to evaluate on",
+            f"evaluates every {format_count(run.eval_steps, 'step')}, but there is nothing to evaluate on",
             "write data.eval_split: 0.01 or data.eval_datasets",
         )
     if data.eval_datasets and data.eval_split:

@@ -18,6 +18,7 @@ from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.levers import Levers, count_most_offloaded
 from ulysses_cli.plan.memory import compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe import Recipe
 
 # What each lever costs against the others: the sum of all before it is less. Tiles cost next to nothing, recomputing a
@@ -242,4 +243,4 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
         return "without it a kernel would see 2^31 elements"
     peak = compute_ledger(without).gpu_peak_bytes
     gain = f"without it the peak would be {peak / gib:.1f} of {room}, with it {fit.gpu_peak_bytes / gib:.1f}"
-    return f"{value} of {job.shape.num_layers} layers; {gain}" if name == "offloaded_layers" else gain
+    return f"{value} of {format_count(job.shape.num_layers, 'layer')}; {gain}" if name == "offloaded_layers" else gain

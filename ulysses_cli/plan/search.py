@@ -25,6 +25,7 @@ from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.load import parse_recipe
 from ulysses_cli.plan.memory import Ledger, compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.speed import Speed, compute_cost, compute_speed
 
@@ -266,7 +267,7 @@ def _list_walls(
         return
     if not tried:
         widest = max((offer.max_gpus for offer in offers), default=0)
-        message = f"rows of {wish.max_length:,} tokens pass what kernels can index on {widest} GPUs"
+        message = f"rows of {wish.max_length:,} tokens pass what kernels can index on {format_count(widest, 'GPU')}"
         hint = "use shorter rows, or more GPUs for a row as far as heads allow"
         if widest > 1 and wish.max_length % 8:
             hint = f"{wish.max_length:,} divides by few sp_sizes: use {wish.max_length // 8 * 8:,}, or shorter rows"
@@ -292,8 +293,13 @@ def _list_walls(
         yield Wall("host", message, "offer machines with more memory: host_gib_per_gpu in hardware.yaml")
     most = max(job.layout.sp_size for job, _ in layouts)
     if most < max(offer.max_gpus for offer in offers):
-        limit = find_obstacle(wish.shape) or f"{wish.shape.num_heads} heads"
-        yield Wall("heads", f"a row is shared by at most {most} GPUs here: {limit}", "sp_size divides the heads")
+        limit = find_obstacle(wish.shape) or format_count(wish.shape.num_heads, "head")
+        most_gpus = format_count(most, "GPU")
+        yield Wall(
+            "heads",
+            f"a row is shared by at most {most_gpus} here: {limit}",
+            "sp_size divides the heads",
+        )
 
 
 @dataclass(frozen=True)
@@ -341,7 +347,7 @@ def draft_candidate(best: Candidate, wish: Wish, model: str, file: str) -> tuple
         max_steps=steps,
     )
     peak = f"{best.fit.gpu_peak_bytes / gib:.1f} of {best.fit.gpu_capacity_bytes / gib:.1f} GiB"
-    machines = "one machine" if job.num_nodes == 1 else f"{job.num_nodes} machines"
+    machines = format_count(job.num_nodes, "machine")
     header = (
         f"{trained} at {wish.max_length:,} tokens, as planned.",
         "",

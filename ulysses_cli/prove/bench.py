@@ -19,6 +19,7 @@ from ulysses_cli.plan.lever_choice import choose_levers, list_strongest
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.memory import compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.plan.speed import compute_speed
@@ -114,7 +115,7 @@ def bench(
     shape = read_model_shape(config, subject)
     sizes = tuple(size for size in sweep.sp_sizes if size <= place.num_places)
     for size in sorted(set(sweep.sp_sizes) - set(sizes)):
-        text = f"this machine has places for {place.num_places} ranks"
+        text = f"this machine has places for {format_count(place.num_places, 'rank')}"
         findings.rows.append(Row(f"sp {size}", "all lengths", "SKIP", {}, text))
     world = min(place.num_places, max(sizes, default=1) * make_layout(recipe).dp_size)
     world -= world % max(sizes, default=1)
@@ -124,7 +125,7 @@ def bench(
     cells = [settled(length, size) for size in sizes for length in sweep.lengths]
     for sides in list_turns(cells, shape, place, sweep):
         names = " and ".join(f"{side.group}, {side.name} tokens" for side in sides)
-        tell(f"{names}: {world} ranks" + (" each, step by step in turns" if len(sides) > 1 else ""))
+        tell(f"{names}: {format_count(world, 'rank')}" + (" each, step by step in turns" if len(sides) > 1 else ""))
         found, is_paired = measure(sides, world, place, sweep)
         for side, outcome in zip(sides, found, strict=True):
             findings.rows.append(describe(side, outcome, shape, place))
@@ -290,8 +291,8 @@ def compare(sides: Sequence[Side], ours: Timed, theirs: Timed, *, is_paired: boo
 
 
 def _add_notes(findings: Findings, sweep: Sweep, place: Place, world: int) -> None:
-    medians = f"median of {sweep.num_steps} steps after {NUM_WARMUP}"
-    where = f"{world} ranks on {place.gpu.name if place.gpu else 'CPU'}"
+    medians = f"median of {format_count(sweep.num_steps, 'step')} after {NUM_WARMUP}"
+    where = f"{format_count(world, 'rank')} on {place.gpu.name if place.gpu else 'CPU'}"
     findings.notes.append(f"{where}; levers {sweep.levers}; each row is one document; {medians}")
     if sweep.against_trainer or sweep.is_paired:
         findings.notes.append("ratios are medians of pairs of neighbouring steps; low and high are their quartiles")

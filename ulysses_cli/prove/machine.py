@@ -16,6 +16,7 @@ from pathlib import Path
 from ulysses_cli.plan.estimate import compute_estimate
 from ulysses_cli.plan.ledger.host import PROCESS_BYTES
 from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.prove.checkup import Finding, Patient, ask
@@ -103,12 +104,13 @@ def _read(cell: str) -> float:
 
 def _judge_count(world_size: int, num_gpus: int) -> Iterator[Finding]:
     if world_size % num_gpus == 0 and world_size > num_gpus:
-        yield Finding("processes", "PASS", f"{world_size}: {world_size // num_gpus} machines like this one")
+        machines = format_count(world_size // num_gpus, "machine like this one")
+        yield Finding("processes", "PASS", f"{world_size}: {machines}")
     elif world_size > num_gpus:
-        text = f"the recipe has {world_size} processes, this machine {num_gpus} GPUs"
+        text = f"the recipe has {format_count(world_size, 'process')}, this machine {format_count(num_gpus, 'GPU')}"
         yield Finding("processes", "FAIL", text, f"parallel.sp_size={num_gpus}, or a machine with more GPUs")
     elif world_size < num_gpus:
-        text = f"the recipe uses {world_size} of {num_gpus} GPUs"
+        text = f"the recipe uses {world_size} of {format_count(num_gpus, 'GPU')}"
         yield Finding("processes", "WARN", text, "raise parallel.dp_shard_size or parallel.sp_size")
     else:
         yield Finding("processes", "PASS", f"{world_size}, one per GPU")

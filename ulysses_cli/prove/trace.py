@@ -18,6 +18,7 @@ from typing import Any
 from ulysses_cli.plan.ds_config import make_ds_config
 from ulysses_cli.plan.ledger.job import make_engine
 from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe import Recipe
 
 FEW_LAYERS, MORE_LAYERS = 8, 4
@@ -50,7 +51,7 @@ def trace(wish: Mapping[str, Any], tell: Any = lambda _: None) -> dict[str, Any]
     whole = num_offloaded, num_layers - num_offloaded
     found: dict[Layers, Traced] = {}
     for layers in list_cuts(whole, few):
-        tell(f"tracing {sum(layers)} of {num_layers} layers, {layers[0]} of them offloaded")
+        tell(f"tracing {sum(layers)} of {format_count(num_layers, 'layer')}, {layers[0]} of them offloaded")
         found[layers] = trace_layers(wish, layers)
     reached = extrapolate(found, whole, steps_in_groups=in_groups > 0)
     for place in (reached.device, reached.host):

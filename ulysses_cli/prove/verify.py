@@ -21,6 +21,7 @@ from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.steps import plan_step
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe import Dataset, Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.prove.observed import Traced, trace_steps
@@ -77,13 +78,14 @@ def list_cases(recipe: Recipe, shape: ModelShape, places: int, *, is_all: bool) 
         sizes = [size for size in legal if size <= places]
         beyond = [str(size) for size in legal if size > places]
         if beyond:
-            notes.append(f"sp {', '.join(beyond)}: not run, this machine has places for {places} ranks")
+            notes.append(f"sp {', '.join(beyond)}: not run, this machine has places for {format_count(places, 'rank')}")
     elif wanted <= places:
         sizes = sorted({1, wanted})
     else:
         sizes = sorted({1, max(size for size in legal if size <= places)})
         notes.append(
-            f"sp {wanted}: not run, this machine has places for {places} ranks; sp {sizes[-1]} stands in for it"
+            f"sp {wanted}: not run, this machine has places for {format_count(places, 'rank')}; "
+            f"sp {sizes[-1]} stands in for it"
         )
     dp = min(2, make_layout(recipe).dp_size)
     return [Case(size, dp if size * dp <= places else 1) for size in sizes], notes
@@ -98,15 +100,16 @@ def verify(recipe: Recipe, config: Mapping[str, Any], subject: str, tell: Tell, 
     picked = pick_layers(shape)
     findings.notes += notes
     findings.notes.append(
-        f"model: layers {', '.join(map(str, picked))} of {shape.num_layers}, {shape.num_heads} heads, "
-        f"{shape.num_kv_heads} key/value heads, random weights; {NUM_STEPS} steps on "
+        f"model: layers {', '.join(map(str, picked))} of {shape.num_layers}, {format_count(shape.num_heads, 'head')}, "
+        f"{format_count(shape.num_kv_heads, 'key/value head')}, random weights; {NUM_STEPS} steps on "
         f"{'GPUs' if device == 'cuda' else 'CPU ranks'}, compared with plain transformers on one process"
     )
     for number, case in enumerate(cases):
         proof, changes = make_proof_recipe(recipe, config, shape, case.sp_size, case.dp_size, device)
         if number == len(cases) - 1:
             findings.notes += changes
-        tell(f"{case.name}: {NUM_STEPS} steps with plain torch, then on {case.sp_size * case.dp_size} ranks")
+        ranks = format_count(case.sp_size * case.dp_size, "rank")
+        tell(f"{case.name}: {NUM_STEPS} steps with plain torch, then on {ranks}")
         findings.rows += prove_case(case, proof, device)
     return findings
 

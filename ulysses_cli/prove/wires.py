@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ulysses_cli.plan.attention import BACK_ENDS, Need
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.prove.checkup import Finding, Patient
 from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.prove.results import Verdict
@@ -45,12 +46,12 @@ def check_exchange(patient: Patient) -> Iterator[Finding]:
         )
     except RankFailureError as failure:
         fix = "run again with NCCL_DEBUG=INFO; look at firewalls, NCCL_SOCKET_IFNAME and /dev/shm"
-        yield Finding("all-to-all", "FAIL", f"{back_end} over {num_ranks} ranks: {failure}", fix)
+        yield Finding("all-to-all", "FAIL", f"{back_end} over {format_count(num_ranks, 'rank')}: {failure}", fix)
         return
     for size, is_right, seconds in found:
         rate = size * (num_ranks - 1) / num_ranks / seconds
         verdict: Verdict = "PASS" if is_right else "FAIL"
-        text = f"{back_end}, {num_ranks} ranks" if is_right else f"{back_end} delivered wrong bytes"
+        text = f"{back_end}, {format_count(num_ranks, 'rank')}" if is_right else f"{back_end} delivered wrong bytes"
         values = {"message_bytes": size, "exchange_seconds": seconds, "gb_per_second": rate / 1e9}
         yield Finding("all-to-all", verdict, text, "do not train on this machine: its links corrupt data", values)
     if patient.device == "cuda":

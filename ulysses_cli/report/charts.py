@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.report import drawing
 from ulysses_cli.report.axes import SMALLEST, Axis, make_axis
 from ulysses_cli.report.drawing import BOTTOM, HEIGHT, TOP, WIDTH, Label, estimate_width
@@ -122,7 +123,7 @@ def draw_bars(title: str, labels: Sequence[str], values: Values | Mapping[str, V
     bars += [*texts, *_draw_band_labels(labels, left, band)]
     step = drawing.LINE_HEIGHT
     names = [Label(TOP + index * step, name, index) for index, name in enumerate(groups) if name]
-    story = f"Bars, {y_text}, {len(labels)} places." + "".join(
+    story = f"Bars, {y_text}, {format_count(len(labels), 'place')}." + "".join(
         f" {name or y_text}: highest {format_quantity(max(ys), unit)} at {labels[list(one).index(max(ys))]}."
         for name, one in groups.items()
         if (ys := [value for value in one if value is not None and is_number(value)])
@@ -276,7 +277,7 @@ def _tell_series(series: Series, track: _Track, unit: str) -> str:
         return f"{series.name}: no values."
     named = (("first", ys[0]), ("lowest", min(ys)), ("highest", max(ys)), ("last", ys[-1]))
     text = f"{series.name}: " + ", ".join(f"{word} {format_quantity(value, unit)}" for word, value in named)
-    return text + (f"; {len(track.broken)} values are no numbers." if track.broken else ".")
+    return text + (f"; {format_count(len(track.broken), 'value')} without a number." if track.broken else ".")
 
 
 def _say_empty(left: float, right: float) -> str:

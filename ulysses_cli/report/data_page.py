@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.report.charts import Mark, Series, draw_bars, draw_lines
 from ulysses_cli.report.data_report import (
     format_bad,
@@ -16,7 +17,6 @@ from ulysses_cli.report.data_report import (
     tabulate_split,
 )
 from ulysses_cli.report.page import Chart, Facts, Figures, Note, Section, Table, Text, make_page, tabulate_lines
-from ulysses_cli.report.printing import format_count
 
 Report = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ def _describe_rows(report: Report) -> Sequence[Figures | Facts | Note]:
     per_step = format_count(layout["rows_per_step"], "row")
     figures = Figures(
         [
-            ("tokens per epoch", f"{train['num_tokens']:,}", f"{train['num_rows']:,} rows"),
+            ("tokens per epoch", f"{train['num_tokens']:,}", format_count(train["num_rows"], "row")),
             ("targets", format_share(train["num_targets"] / train["num_tokens"]), "of the tokens"),
             ("rows full", format_share(train["efficiency"]), f"packing {report['packing']}"),
             (

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ulysses_cli.report.printing import format_count, format_table
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.report.printing import format_table
 
 BAR_CELLS = 40
 LINE_CHARS = 100
@@ -51,10 +52,10 @@ def format_balance(layout: Mapping[str, Any]) -> str:
     if layout["num_groups"] == 1:
         return "one group works on every row"
     if layout["work_above_mean"] is None:
-        return f"not one full step for {layout['num_groups']:,} groups"
+        return f"not one full step for {format_count(layout['num_groups'], 'group')}"
     above, waiting = format_share(layout["work_above_mean"]), format_share(layout["waiting_share"])
     steps = format_count(layout["sampled_steps"], "step")
-    busiest = f"the busiest of {layout['num_groups']:,} groups {above} above the mean"
+    busiest = f"the busiest of {format_count(layout['num_groups'], 'group')} {above} above the mean"
     return f"predicted over {steps}: {busiest}, {waiting} of the time spent waiting"
 
 
@@ -83,7 +84,7 @@ def _format_sources(report: Report) -> str:
 def _format_left_out(source: Mapping[str, Any]) -> str:
     parts = [format_count(source["num_bad"], "bad row")] if source["num_bad"] else []
     parts += [format_count(source["num_blank"], "blank line")] if source["num_blank"] else []
-    parts += [f"{entry['count']:,} {why}" for why, entry in source.get("left_out", {}).items()]
+    parts += [format_count(entry["count"], why) for why, entry in source.get("left_out", {}).items()]
     return ", ".join(parts) or "-"
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from ulysses_cli.plan.estimate import Estimate
 from ulysses_cli.plan.ledger.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.levers import get_key
-from ulysses_cli.report.printing import format_count, format_table
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.report.printing import format_table
 
 GIB = 1 << 30
 WORDS = {"fits": "fits", "too_close": "too close to tell", "does_not_fit": "does not fit"}

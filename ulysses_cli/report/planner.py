@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.search import Candidate, Found, Longest, Wall
 from ulysses_cli.report.ledger import GIB, format_money, format_seconds
-from ulysses_cli.report.printing import format_count, format_table
+from ulysses_cli.report.printing import format_table
 
 HEADER = ("GPUs", "sp x dp", "levers", "hours", "money", "tokens/s", "margin GiB", "limited by")
 
@@ -98,7 +99,7 @@ def format_levers(levers: Levers) -> str:
         "tiled_loss": levers.tiled_loss,
         "tiled_mlp": levers.tiled_mlp,
         f"activations of {format_count(levers.offloaded_layers, 'layer')} on host": levers.offloaded_layers > 0,
-        f"{levers.head_chunks} head chunks": levers.head_chunks > 1,
+        format_count(levers.head_chunks, "head chunk"): levers.head_chunks > 1,
         "full recompute": levers.gradient_checkpointing == "full",
         f"optimizer on {levers.offload_optimizer}": levers.offload_optimizer != "none",
         f"weights on {levers.offload_param}": levers.offload_param != "none",

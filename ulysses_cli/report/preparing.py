@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.report.printing import print_talk
 
 TERMINAL_SECONDS, FILE_SECONDS = 0.2, 10.0
@@ -70,7 +71,7 @@ def format_progress(event: Mapping[str, Any], seconds: float) -> str:
         share = min(1.0, done / total)
         filled = int(share * BAR_CELLS)
         parts.append(f"[{'#' * filled}{'.' * (BAR_CELLS - filled)}] {share:4.0%}")
-    parts.append(f"{event['tokens']:,} tokens")
+    parts.append(format_count(event["tokens"], "token"))
     if seconds > 0.5:
         parts.append(f"{done / 1e6 / seconds:.1f} MB/s")
         if total and 0 < done < total:

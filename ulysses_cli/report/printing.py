@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.secrets import mask_text
 
@@ -52,10 +53,6 @@ def print_problems(problems: Sequence[Problem]) -> None:
 def paint(text: str, style: str, stream: Any) -> str:
     """Colour for a terminal, plain text for everything else."""
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if text and stream.isatty() else text
-
-
-def format_count(count: int, noun: str, plural: str = "") -> str:
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

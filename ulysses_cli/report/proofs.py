@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.report import charts, page
 from ulysses_cli.report.page import Block, Chart, Facts, Figures, Note, Section, Table
-from ulysses_cli.report.printing import format_count, format_table
+from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_number, format_quantity, format_seconds
 
 Findings = Mapping[str, Any]

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ulysses_cli.plan.levers import get_key
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.resolved import format_value
-from ulysses_cli.report.printing import format_count
 from ulysses_cli.validate import Validated
 
 SHOWN_GROUPS = 4
@@ -63,6 +63,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
 def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
     model, mesh, heads, tokens = plan["model"], plan["mesh"], plan["heads"], plan["tokens"]
     size = f"{format_parameters(model['num_parameters'])}, " if model["num_parameters"] else ""
+    layers = format_count(model["num_layers"], "layer")
     windows = f", windows of {' and '.join(f'{w:,}' for w in model['windows'])} tokens" if model["windows"] else ""
     groups = " ".join(_format_ranks(group) for group in plan["rows_are_shared_by"])
     trained = "adapters are" if plan["method"] == "lora" else "all weights are"
@@ -70,12 +71,9 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
     product = f"dp_replicate {mesh['dp_replicate_size']} x dp_shard {mesh['dp_shard_size']} x sp {mesh['sp_size']}"
     lines = [
         ("recipe", f"{plan['recipe']} is valid"),
-        ("model", f"{model['name']}: {model['model_type']}, {size}{model['num_layers']} layers{windows}"),
-        (
-            "",
-            f"shape from {model['source']}; {trained} trained",
-        ),
-        ("mesh", f"{format_count(plan['num_processes'], 'process', 'processes')} = {product}"),
+        ("model", f"{model['name']}: {model['model_type']}, {size}{layers}{windows}"),
+        ("", f"shape from {model['source']}; {trained} trained"),
+        ("mesh", f"{format_count(plan['num_processes'], 'process')} = {product}"),
         ("rows", f"shared by ranks {groups}{more}" if mesh["sp_size"] > 1 else "one rank has a whole row"),
         ("tokens", f"{tokens['row']:,} per row, {tokens['local']:,} per rank and row"),
         ("step", f"{tokens['per_step']:,} tokens in {format_count(tokens['rows_per_step'], 'row')} per optimizer step"),

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.secrets import mask_secrets, mask_text
-from ulysses_cli.report.printing import format_count
 from ulysses_cli.report.quantities import is_number
 
 Line = dict[str, Any]

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.secrets import mask_text
 from ulysses_cli.report import charts
 from ulysses_cli.report.charts import Mark, Series
@@ -26,7 +27,6 @@ from ulysses_cli.report.page import (
     tabulate_bars,
     tabulate_lines,
 )
-from ulysses_cli.report.printing import format_count
 from ulysses_cli.report.quantities import format_number, format_quantity, is_number
 from ulysses_cli.report.run_files import Line, Run
 from ulysses_cli.report.run_summary import list_figures, list_step_parts, list_values, sum_parts

@@ -8,6 +8,7 @@ from typing import Any
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.device import CONTEXT_BYTES, DEVICE_LINES, DEVICE_SHARE_UNSURE, SHARE_UNSURE
 from ulysses_cli.plan.memory import Ledger
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.report.ledger import WORDS
 from ulysses_cli.report.printing import format_table
 
@@ -89,7 +90,8 @@ def format_trace(found: Mapping[str, Any], ledger: Ledger | None) -> str:
     return (
         f"{text}\n\nreserved by the allocator: {_gib(reserved['expandable_segments'])} GiB with expandable segments, "
         f"{_gib(reserved['fixed_segments'])} without\n"
-        f"traced: {layers} of {told['num_layers']} layers, the real model and engine on tensors without data"
+        f"traced: {layers} of {format_count(told['num_layers'], 'layer')}, the real model and engine on "
+        "tensors without data"
         f"{', remembered' if told['from_cache'] else ''}"
     )
 

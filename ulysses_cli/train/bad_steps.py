@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from ulysses_cli.data.steps import NO_ROW
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.train.agreement import gather_values
 from ulysses_cli.train.loop import Course, StepResult
 
@@ -40,6 +41,7 @@ class BadSteps:
         self.warn(f"step {course.step} was not applied: {what}")
         if self.count > self.limit:
             raise BadStepsError(
-                f"{self.count} steps without a finite loss and gradient, {self.limit} are allowed (run.max_bad_steps); "
+                f"{format_count(self.count, 'step without a finite loss and gradient')}, "
+                f"{self.limit} allowed (run.max_bad_steps); "
                 f"the last: {what}"
             )

@@ -7,6 +7,7 @@ import os
 import torch
 
 from ulysses_cli.plan.hardware import Gpu, Hardware
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.train.cores import bind_to_device
 from ulysses_cli.train.host_memory import count_host_bytes
 
@@ -23,7 +24,8 @@ def choose_device(*, wants_cpu: bool) -> torch.device:
         raise StartError("torch sees no GPU: set run.device: cpu, or see what `nvidia-smi` says")
     here = count_processes_here()
     if here > torch.cuda.device_count():
-        raise StartError(f"{here} processes on this machine, but {torch.cuda.device_count()} GPUs")
+        has = format_count(torch.cuda.device_count(), "GPU")
+        raise StartError(f"{format_count(here, 'process')} on this machine, but {has}")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     bind_to_device(device, here)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ulysses_cli.plan.attention import BACK_ENDS, Device, Need, list_able
+from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.train.documents import Documents, make_documents
 from ulysses_cli.train.kernels import KERNELS, attend, run_backward
 from ulysses_cli.train.torch_kernels import Rule
@@ -81,7 +82,7 @@ def choose_kernel(
     reason = "as the recipe says" if wanted != "auto" else "the only one that runs on a CPU"
     if wanted == "auto" and kind == "cuda":
         times = ", ".join(f"{name} {passed[name] * 1e3:.2f} ms" for name in sorted(passed, key=lambda n: passed[n]))
-        timed = f"{sum(work.cut()):,} tokens, {work.num_heads} heads"
+        timed = f"{sum(work.cut()):,} tokens, {format_count(work.num_heads, 'head')}"
         reason = f"fastest of those exact here, forward and backward of {timed}: {times}"
         reason += f"; passed over: {'; '.join(notes)}" if notes else ""
     return Choice(best, reason)
