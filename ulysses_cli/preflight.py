@@ -15,7 +15,8 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.weight_files import find_weight_problem
-from ulysses_cli.train.archive import list_checkpoints, load_state
+from ulysses_cli.train.archive import find_damage, list_checkpoints
+from ulysses_cli.train.manifest import load_state
 from ulysses_cli.train.resume import ResumeError, check_changes
 
 OTHER_GPUS = ("/dev/kfd", "/dev/dxg")  # AMD's, and those of Windows' Linux: counted by torch alone
@@ -68,20 +69,22 @@ def check_weight_files(recipe: Recipe) -> Found:
 
 
 def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Found:
-    """With --resume, the recipe goes on from what its run left. Which checkpoint is valid, ranks find out."""
+    """With --resume, the recipe goes on from its run's newest valid checkpoint, as ranks will find it. Every byte is
+    read before one may refuse a recipe, and not where it has nothing against it."""
     wanted = recipe.run.resume_from_checkpoint
     if wanted is None or anyway:
         return
     run_dir = Path(os.path.expanduser(recipe.run.output_dir))
-    paths = list_checkpoints(run_dir)[:1] if wanted == "auto" else [Path(os.path.expanduser(wanted))]
+    paths = list_checkpoints(run_dir) if wanted == "auto" else [Path(os.path.expanduser(wanted))]
     for path in paths:
+        if find_damage(path, is_quick=True):
+            continue  # the ranks pass over it with a word of what is wrong
+        state = load_state(path)
         try:
-            state = load_state(path)
-            check_changes(
-                state, recipe.model_dump(mode="json"), str(state.get("data")), anyway=False, tell=lambda _: None
-            )
+            check_changes(state, recipe.model_dump(mode="json"), state["data"], anyway=False, tell=lambda _: None)
         except ResumeError as error:
+            if find_damage(path):
+                continue
             text, _, hint = str(error).rpartition("\n")
             yield Problem("run.resume_from_checkpoint", text, hint)
-        except (OSError, ValueError, KeyError, TypeError):
-            return  # damaged: the ranks pass over it with a word of what is wrong
+        return

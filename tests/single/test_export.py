@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ulysses_cli.data.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.families import FAMILIES
 from ulysses_cli.train import export
-from ulysses_cli.train.archive import CheckpointError, name_share
+from ulysses_cli.train.archive import CheckpointError
 from ulysses_cli.train.export_check import check_adapter, check_model
+from ulysses_cli.train.manifest import name_share
 from ulysses_cli.train.run_file import make_card
 from ulysses_cli.train.tensor_file import write_tensors
 
@@ -57,6 +58,7 @@ def save_as_ranks(tensors: dict[str, torch.Tensor], path: Path, num_ranks: int =
         write_tensors(path / name_share(rank), written, {"shards": json.dumps(shards)})
         content = (path / name_share(rank)).read_bytes()
         files[name_share(rank)] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    files["state.json"] = {"bytes": 0, "sha256": "0" * 64}
     (path / "manifest.json").write_text(json.dumps({"files": files}))
     return path
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from checkpoints import make_checkpoint
 from typer.testing import CliRunner
 
 from ulysses_cli import launch, preflight
@@ -102,10 +103,8 @@ def test_weight_files_are_read_by_their_headers_without_torch(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_recipe_that_does_not_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints" / "step-3"
-    folder.mkdir(parents=True)
     written = load(tmp_path, "data.max_length=4Ki").recipe.model_dump(mode="json")
-    (folder / "state.json").write_text(json.dumps({"recipe": written, "data": "x"}))
+    folder = make_checkpoint(tmp_path, 3, recipe=written)
     for wanted in ("auto", str(folder)):
         (found,) = look(tmp_path, f"run.resume_from_checkpoint={wanted}")
         assert "the recipe has changed since the checkpoint was written:\n  data.max_length: was 4096, is 8192" in found
@@ -114,6 +113,18 @@ def test_a_recipe_that_does_not_go_on_from_the_newest_checkpoint(tmp_path: Path)
     assert look(tmp_path, "run.resume_from_checkpoint=auto", "data.max_length=4Ki") == []
     (folder / "state.json").write_text("{")
     assert look(tmp_path, "run.resume_from_checkpoint=auto") == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("file", ["manifest.json", "state.json", "rank-00001.safetensors"])
+def test_the_newest_valid_checkpoint_decides_what_recipe_goes_on(tmp_path: Path, file: str) -> None:
+    written = load(tmp_path, "data.max_length=4Ki").recipe.model_dump(mode="json")
+    make_checkpoint(tmp_path, 3, recipe=written)
+    newest = make_checkpoint(tmp_path, 6, recipe=load(tmp_path, "data.max_length=2Ki").recipe.model_dump(mode="json"))
+    (newest / file).write_bytes((newest / file).read_bytes()[:-1] + b"x")  # of the same size
+    auto = "run.resume_from_checkpoint=auto"
+    assert look(tmp_path, auto, "data.max_length=4Ki") == []
+    assert "data.max_length: was 4096, is 8192" in look(tmp_path, auto)[0]
 
 
 def test_the_command_stops_before_data_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import make_checkpoint, make_state, write_contents
 
 from recipes import load
 from ulysses_cli.plan.changes import list_changes
 from ulysses_cli.train import archive, resume
 from ulysses_cli.train.archive import CheckpointError, find_damage, list_checkpoints
 from ulysses_cli.train.resume import ResumeError, check_changes, find_beginning, fit_accumulation
-
-
-def make_checkpoint(run_dir: Path, step: int, world_size: int = 2) -> Path:
-    path = run_dir / "checkpoints" / f"step-{step}"
-    path.mkdir(parents=True)
-    contents = {archive.name_share(rank): f"rank {rank} step {step} ".encode() * 50 for rank in range(world_size)}
-    contents["state.json"] = json.dumps({"world_size": world_size, "step": step, "position": 4 * step}).encode()
-    files = {}
-    for name, content in contents.items():
-        (path / name).write_bytes(content)
-        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
-    return path
 
 
 def flip(path: Path) -> None:
@@ -51,10 +40,35 @@ def edit_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], N
     return edit
 
 
-def link(path: Path) -> None:
+def spoil_manifest(old: str, new: str) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        content = (path / "manifest.json").read_text()
+        assert old in content
+        (path / "manifest.json").write_text(content.replace(old, new, 1))
+
+    return spoil
+
+
+def spoil_state(**changes: Any) -> Callable[[Path], None]:
+    """With the right hash: whoever wrote it meant it."""
+
+    def spoil(path: Path) -> None:
+        contents = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"}
+        state = make_state(6) | changes
+        write_contents(path, contents | {"state.json": json.dumps(state).encode()})
+
+    return spoil
+
+
+def make_fifo(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+
+
+def link(path: Path, name: str = "rank-00000.safetensors") -> None:
     outside = path.parent / "outside"
-    shutil.move(path / "rank-00000.safetensors", outside)
-    (path / "rank-00000.safetensors").symlink_to(outside)
+    shutil.move(path / name, outside)
+    (path / name).symlink_to(outside)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -66,7 +80,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no mapping": (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
     "unnamed shard": (
         edit_manifest(lambda files: files.pop("rank-00001.safetensors")),
-        "manifest.json does not name rank-00001.safetensors",
+        "manifest.json names the files of 1 ranks, not of 2",
+    ),
+    "unnamed first shard": (
+        edit_manifest(lambda files: files.pop("rank-00000.safetensors")),
+        "manifest.json does not name rank-00000.safetensors",
     ),
     "escape": (
         edit_manifest(lambda files: files.update({"../../run.json": {"bytes": 1, "sha256": ""}})),
@@ -77,6 +95,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "names /etc/passwd, which is outside",
     ),
     "link": (link, "which is outside the checkpoint"),
+    "a linked manifest": (lambda path: link(path, "manifest.json"), "manifest.json is a link"),
+    "a manifest that is a FIFO": (make_fifo, "manifest.json cannot be read: it is a FIFO, not a file"),
+    "infinite size": (spoil_manifest('"bytes": 700', '"bytes": 2e80992'), "rank-00000.safetensors.bytes: "),
+    "negative size": (spoil_manifest('"bytes": 700', '"bytes": -700'), "rank-00000.safetensors.bytes: "),
+    "deep nesting": (
+        lambda path: (path / "manifest.json").write_text("[" * 200_000),
+        "manifest.json cannot be read: Invalid JSON: recursion limit exceeded",
+    ),
+    "NUL in a name": (
+        edit_manifest(lambda files: files.update({"a\0b": {"bytes": 1, "sha256": "0" * 64}})),
+        "manifest.json names a\0b, which is outside the checkpoint",
+    ),
+    "infinite world size": (spoil_state(world_size=math.inf), "state.json cannot be read: world_size: "),
+    "negative world size": (spoil_state(world_size=-1), "state.json cannot be read: world_size: "),
+    "another world size": (spoil_state(world_size=3), "manifest.json names the files of 2 ranks, not of 3"),
+    "no recipe": (spoil_state(recipe={}), "state.json cannot be read: recipe.model: Field required"),
+    "a step that is no number": (spoil_state(step="6"), "state.json cannot be read: step: "),
+    "endless hours": (spoil_state(hours=math.inf), "state.json cannot be read: hours: "),
 }
 
 

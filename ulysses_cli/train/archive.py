@@ -6,16 +6,16 @@ A folder counts by its name and its manifest; whatever a dead process left half 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-MANIFEST, STATE = "manifest.json", "state.json"
+from ulysses_cli.plan.regular_files import open_regular
+from ulysses_cli.train.manifest import MANIFEST, STATE, load_manifest, load_state
+
 WRITING, REPLACED, GONE, ASIDE = ".writing", ".replaced", ".gone", ".set-aside"
 NAME = re.compile(r"step-(\d+)")
 HASH_CHUNK_BYTES = 1 << 24
@@ -84,68 +84,57 @@ def set_aside(run_dir: Path, path: Path, tell: Callable[[str], None]) -> None:
             tell(f"{other} is of another course than {path}: it is kept as {aside.name}, and not used")
 
 
-def find_damage(path: Path) -> str:
-    """What is wrong with a checkpoint, or ''. Reads every byte."""
+def find_damage(path: Path, *, is_quick: bool = False) -> str:
+    """What is wrong with a checkpoint, or ''. Reads every byte, or, when it must be quick, all but the shares."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        entries = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        entries = load_manifest(path)
     except FileNotFoundError:
         return f"{MANIFEST} is missing: it was never finished"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read: {error}"
-    for name, (num_bytes, _) in entries.items():
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {error.strerror or error}"
+    except ValueError as error:
+        return str(error)
+    for name, entry in entries.items():
         file = path / name
-        if Path(name).name != name or name in (".", "..") or file.is_symlink():
+        if file.is_symlink():
             return f"{MANIFEST} names {name}, which is outside the checkpoint"
         try:
             size = file.stat().st_size
         except OSError:
             return f"{name} is missing"
-        if size != num_bytes:
-            return f"{name} has {size:,} bytes instead of {num_bytes:,}"
+        if size != entry.num_bytes:
+            return f"{name} has {size:,} bytes instead of {entry.num_bytes:,}"
+    hashed = {STATE: entries[STATE]} if is_quick else entries
     with ThreadPoolExecutor(NUM_HASH_THREADS) as pool:
-        hashes = list(pool.map(_hash_file, [path / name for name in entries]))
-    for (name, (_, wanted)), found in zip(entries.items(), hashes, strict=True):
-        if found != wanted:
-            return f"{name} does not have the content that was written ({found or 'sha256 differs'})"
-    return _find_gap(path, set(entries))
-
-
-def _find_gap(path: Path, names: set[str]) -> str:
-    if STATE not in names:
-        return f"{MANIFEST} does not name {STATE}"
+        found = pool.map(_compare_hash, [path / name for name in hashed], [entry.sha256 for entry in hashed.values()])
+        if problem := next(filter(None, found), ""):
+            return problem
     try:
-        world_size = int(load_state(path)["world_size"])
-    except (ValueError, KeyError, TypeError) as error:
-        return f"{STATE} cannot be read: {error}"
-    missing = {name_share(rank) for rank in range(world_size)} - names
-    return f"{MANIFEST} does not name {min(missing)}" if missing else ""
+        world_size = load_state(path)["world_size"]
+    except (OSError, ValueError) as error:
+        return str(error)
+    num_shares = len(entries) - 1
+    return "" if world_size == num_shares else f"{MANIFEST} names the files of {num_shares} ranks, not of {world_size}"
 
 
-def name_share(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def _hash_file(file: Path) -> str:
-    digest = hashlib.sha256()
+def _compare_hash(file: Path, wanted: str) -> str:
+    """'' when the file has this sha256."""
+    digest, why = hashlib.sha256(), "sha256 differs"
     try:
-        with open(file, "rb") as stream:
+        with open_regular(file) as stream:
             while chunk := stream.read(HASH_CHUNK_BYTES):
                 digest.update(chunk)
     except OSError as error:
-        return error.strerror or str(error)
-    return digest.hexdigest()
-
-
-def load_state(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return state
+        why = error.strerror or str(error)
+    else:
+        if digest.hexdigest() == wanted:
+            return ""
+    return f"{file.name} does not have the content that was written ({why})"
 
 
 def list_shares(path: Path) -> list[Path]:
     """The ranks' files, as the manifest names them."""
-    files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-    return [path / name for name in sorted(files) if name != STATE]
+    return [path / name for name in sorted(load_manifest(path)) if name != STATE]
 
 
 def find_newest_valid(run_dir: Path, tell: Callable[[str], None]) -> Path | None:

@@ -22,17 +22,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ulysses_cli.train.archive import (
-    MANIFEST,
-    STATE,
     WRITING,
     CheckpointError,
     get_folder,
     list_shares,
-    load_state,
-    name_share,
     put_in_place,
     sync_folder,
 )
+from ulysses_cli.train.manifest import MANIFEST, STATE, load_state, name_share
 from ulysses_cli.train.run_file import mask_facts
 from ulysses_cli.train.shards import Shard, list_shards
 from ulysses_cli.train.states import KINDS, Flat, list_flats, set_step_count, walk_chunks

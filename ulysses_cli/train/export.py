@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
-from ulysses_cli.train.archive import CheckpointError, find_damage, load_state, sync_folder
+from ulysses_cli.train.archive import CheckpointError, find_damage, sync_folder
 from ulysses_cli.train.checkpoint import Source, index_sources, read_range
+from ulysses_cli.train.manifest import load_state
 from ulysses_cli.train.tensor_file import write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9

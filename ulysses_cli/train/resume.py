@@ -18,9 +18,9 @@ from ulysses_cli.train.archive import (
     find_damage,
     find_newest_valid,
     list_checkpoints,
-    load_state,
     tidy_folder,
 )
+from ulysses_cli.train.manifest import load_state
 
 WIDTHS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 

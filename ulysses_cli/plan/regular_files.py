@@ -1,0 +1,62 @@
+"""Opens files that others wrote: a regular file of a bounded size, or an OSError that says what stands there instead.
+
+A FIFO would be waited for without end, a device may never end, and reading one may do something.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def describe_special(path: str | Path) -> str:
+    """What stands there when it is no file, such as `a FIFO`; '' for a file, and for what is not there."""
+    try:
+        return KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "")
+    except (OSError, ValueError):
+        return ""
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """For reading. Never waits: not for a writer either, where a FIFO takes the file's place at this moment."""
+    if special := describe_special(path):
+        raise OSError(errno.EINVAL, f"it is {special}, not a file", str(path))
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_regular(path: str | Path, max_bytes: int) -> bytes:
+    """The whole content."""
+    with open_regular(path) as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes", str(path))
+    return content
+
+
+def find_special(folder: Path) -> str:
+    """What in a folder is no file, link or folder, with its kind; '' when all is. Libraries that read the folder would
+    wait for it."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            special = "" if entry.is_dir() else describe_special(entry.path)
+            if special:
+                return f"{entry.path} is {special}, not a file"
+    return ""
