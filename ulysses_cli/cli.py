@@ -21,7 +21,7 @@ from ulysses_cli.commands import (
     validate_config,
     verify,
 )
-from ulysses_cli.commands.options import DONE, FAILED
+from ulysses_cli.commands.options import DONE, FAILED, USAGE
 
 app = typer.Typer(
     name="ulysses",
@@ -75,8 +75,15 @@ recipes_app.command("copy")(recipes.copy_recipe)
 
 def run() -> None:
     """Entry point of the `ulysses` command."""
+    from ulysses_cli.plan.problem import RecipeError
+
     try:
         app()
+    except RecipeError as error:  # of the machine: a command tells those of its recipe itself
+        from ulysses_cli.report import printing
+
+        printing.print_problems(error.problems)
+        sys.exit(USAGE)
     except OSError as error:
         sys.stderr.write(f"the result cannot be written: {error.strerror}\n")
         sys.exit(FAILED)

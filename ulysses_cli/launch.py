@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.children import narrow_umask
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 DEFAULT_PORT = 29400
@@ -147,7 +148,7 @@ def lock_run(run_dir: Path, node_rank: int) -> int:
     """A lock that lives as long as any process of the run -> its file, to be handed to the launcher."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        handle = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         problem = Problem("run.output_dir", f"{run_dir} cannot be written: {error.strerror}", "choose another folder")
         raise RecipeError([problem]) from None
@@ -247,7 +248,8 @@ def launch(
         stale.unlink(missing_ok=True)
     command = [sys.executable, "-m", "ulysses_cli.train.agent", *launcher_args, "-m", "ulysses_cli.train", *rank_args]
     started = time.time()
-    with open(logs / "launcher.log", "ab") as log:
+    mask = narrow_umask(logs.parent)  # what the run writes is no more open than its folder
+    with open(logs / "launcher.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o666 & ~mask)) as log:
         agent = subprocess.Popen(
             command,
             stdout=sys.stderr.fileno(),
@@ -255,6 +257,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             env={**environ, "ULYSSES_FAILURE_FILE": str(failure_file), "ULYSSES_LAUNCH": str(time.time_ns())},
             pass_fds=(lock,),
+            umask=mask,
             start_new_session=True,  # a Ctrl-C in the terminal reaches this process alone, which hands it on once
         )
         heard: list[int] = []

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from ulysses_cli.children import find_file_shortage
 from ulysses_cli.launch import count_places
 from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.train.archive import find_damage, list_checkpoints
 from ulysses_cli.train.manifest import load_state
@@ -31,8 +34,10 @@ def find_obstacles(
     found = [*check_trackers(recipe), *check_weight_files(recipe)]
     if not is_rehearsal:
         found += check_gpus(recipe, processes_here)
+    if (shortage := find_file_shortage(make_layout(recipe).world_size)) is not None:
+        found.append(shortage)
     found += check_newest_checkpoint(recipe, anyway=resumes_anyway)
-    return [Problem(each.key, each.message, each.hint, loaded.locate(each.key)) for each in found]
+    return [replace(each, where=loaded.locate(each.key)) if each.key else each for each in found]
 
 
 def check_trackers(recipe: Recipe) -> Found:

@@ -54,6 +54,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 def test_a_run_and_its_export_hold_no_secret(shop: Workshop) -> None:
+    (shop.folder / "run").mkdir(mode=0o750)
     process = shop.start("run")
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
@@ -62,6 +63,8 @@ def test_a_run_and_its_export_hold_no_secret(shop: Workshop) -> None:
     run = shop.folder / "run"
     for written in ("run.json", "checkpoints/step-3/state.json", "model/README.md"):
         assert "***" in (run / written).read_text(), written
+    open_to_others = [path for path in (run, *run.rglob("*")) if path.stat().st_mode & 0o027 and path.name != "lock-0"]
+    assert open_to_others == []  # as the folder
 
 
 def test_a_failure_tells_no_secret(shop: Workshop) -> None:

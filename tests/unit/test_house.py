@@ -24,6 +24,7 @@ MAY_IMPORT = {
         "hub",
         "shipped",
         "launch",
+        "children",
         "preflight",
         "hardware_table",
         "__version__",

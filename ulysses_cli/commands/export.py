@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from ulysses_cli.commands.options import DONE, FAILED, Format, FormatOption
+
+LAST_BYTES = 1 << 16
 
 
 class Dtype(StrEnum):
@@ -41,27 +43,33 @@ def export(
       ulysses export runs/mine/checkpoints/step-400 --to model-400
       ulysses export runs/mine/checkpoints/step-400 --to merged --merge-lora --dtype bfloat16
     """
-    from ulysses_cli.report import printing
+    from ulysses_cli import children
+    from ulysses_cli.report import printing, run_end
 
     ours, theirs = os.pipe()
-    command = [sys.executable, "-m", "ulysses_cli.train.export", str(checkpoint), "--to", str(to)]
-    command += [f"--events={theirs}", *(["--merge-lora"] if merge_lora else [])]
+    words = [str(checkpoint), "--to", str(to), f"--events={theirs}", *(["--merge-lora"] if merge_lora else [])]
     if trust_remote_code:
-        command.append("--trust-remote-code")
+        words.append("--trust-remote-code")
         printing.print_talk("trust_remote_code is on: code that comes with the model runs on this machine")
-    command += [f"--dtype={dtype}"] if dtype is not None else []
+    words += [f"--dtype={dtype}"] if dtype is not None else []
     environ = {"DS_ACCELERATOR": "cpu", **os.environ}
     last: dict[str, Any] = {}
-    with subprocess.Popen(
-        command, pass_fds=(theirs,), env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as child:
+    with (
+        tempfile.TemporaryFile() as log,  # a pipe would be full before the last event has come
+        children.start_module(
+            "ulysses_cli.train.export", words, pass_fds=(theirs,), env=environ, stdout=log, stderr=log,
+            stdin=subprocess.DEVNULL, umask=children.narrow_umask(to.absolute().parent),
+        ) as child,
+    ):  # fmt: skip
         os.close(theirs)
         with os.fdopen(ours, encoding="utf-8") as events:
             for line in events:
                 last = json.loads(line)
                 if "phase" in last:
                     printing.print_talk(last["phase"])
-        said = child.communicate()[0]
+        child.wait()
+        log.seek(max(0, log.tell() - LAST_BYTES))
+        said = log.read().decode("utf-8", "replace").strip().splitlines()
     if child.returncode == DONE and "result" in last:
         printing.print_talk(last["result"]["checked"])
         if output is Format.json:
@@ -69,7 +77,7 @@ def export(
         else:
             printing.print_data(last["result"]["folder"])
         raise typer.Exit(DONE)
-    problem = last.get("problem") or (said.strip().splitlines() or ["the export ended without a word"])[-1]
+    problem = last.get("problem") or f"the export {run_end.describe_end(child.returncode)}: {(said or [''])[-1]}"
     printing.print_talk(problem)
     if output is Format.json:
         printing.print_json({"problems": [{"message": problem}]})

@@ -16,6 +16,7 @@ import typer
 from ulysses_cli.commands.options import DONE, USAGE, Format, FormatOption, write_page
 
 INTERRUPT_SECONDS = 20
+ENDED_BY_HAND = (130, 143, -signal.SIGINT, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,21 @@ def prepare_recipe(file: str, overrides: Sequence[str] = ()) -> PreparedData:
     """For a recipe that passed validation. Progress and problems go to stderr; nothing is written to stdout."""
     import json
 
-    command = [sys.executable, "-m", "ulysses_cli.data", file, *overrides, "--format", "json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child, _ending(child):
+    from ulysses_cli import children
+    from ulysses_cli.plan.problem import Problem
+    from ulysses_cli.report import printing, run_end
+
+    words = [file, *overrides, "--format", "json"]
+    with children.start_module("ulysses_cli.data", words, stdout=subprocess.PIPE) as child, _ending(child):
         said, _ = child.communicate()
     try:
         report = json.loads(said)
     except ValueError:
-        report = {"problems": []}
+        problems = []
+        if child.returncode not in (DONE, *ENDED_BY_HAND):
+            problems = [Problem("", f"preparing the data {run_end.describe_end(child.returncode)}")]
+            printing.print_problems(problems)
+        report = {"problems": [problem.as_json() for problem in problems]}
     return PreparedData(child.returncode if child.returncode >= 0 else 128 - child.returncode, report)
 
 

@@ -112,14 +112,10 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 def _ask(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any], int]:
     """The child in a session of its own: whatever ends this process ends it and its ranks."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "ulysses_cli.prove"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environ,
-        text=True,
-        encoding="utf-8",
-        start_new_session=True,
+    from ulysses_cli import children
+
+    child = children.start_module(
+        "ulysses_cli.prove", [], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, start_new_session=True
     )
 
     def stop(number: int, _: object) -> None:

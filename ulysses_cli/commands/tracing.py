@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +23,7 @@ SHOWN_CHARS = 2000
 def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> dict[str, Any]:
     """For a recipe that passed its checks. Found again at once when nothing has changed that it depends on; otherwise
     minutes. Raises RecipeError where the trace itself fails."""
+    from ulysses_cli import children
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.resolved import make_layout
 
@@ -43,12 +43,12 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> d
         return {**json.loads(file.read_text(encoding="utf-8")), "from_cache": True}
     except (OSError, ValueError):
         pass
-    command = [sys.executable, "-m", "ulysses_cli.prove.trace"]
-    done = subprocess.run(command, input=json.dumps(wish), stdout=subprocess.PIPE, text=True, encoding="utf-8")
-    if done.returncode:
-        said = done.stdout.strip()[-SHOWN_CHARS:] or f"it ended with code {done.returncode}"
+    with children.start_module("ulysses_cli.prove.trace", [], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        answer, _ = child.communicate(json.dumps(wish))
+    if child.returncode:
+        said = answer.strip()[-SHOWN_CHARS:] or f"it ended with code {child.returncode}"
         raise RecipeError([Problem("--trace", f"the traced step failed: {said}", "see what it said above")])
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(answer)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_suffix(f".{os.getpid()}.part")

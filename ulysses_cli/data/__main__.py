@@ -28,7 +28,8 @@ def main(words: Sequence[str]) -> int:
     try:
         loaded = load_recipe(file, overrides)
         try:
-            prepared = prepare_data(loaded.recipe, compute_pad_multiple(loaded.recipe), progress.show)
+            with printing.reserve_stdout():
+                prepared = prepare_data(loaded.recipe, compute_pad_multiple(loaded.recipe), progress.show)
         except RecipeError as error:
             raise RecipeError(
                 replace(problem, where=loaded.locate(problem.key)) for problem in error.problems

@@ -4,7 +4,6 @@ goes to stderr, findings as JSON to stdout. The command has validated the recipe
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -23,14 +22,12 @@ from ulysses_cli.prove.rank_server import warm_up
 from ulysses_cli.report import printing
 
 DONE, FAILED, USAGE = 0, 1, 2
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 Findings = dict[str, Any]
 
 
 def main() -> int:
     signal.signal(signal.SIGTERM, leave)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a command that is killed takes its proof along
     task: dict[str, Any] = json.load(sys.stdin)
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     talk = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from ulysses_cli.plan.nouns import format_count
@@ -21,6 +22,19 @@ def print_data(text: str) -> None:
         write_to(sys.stdout, text)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def reserve_stdout() -> Iterator[None]:
+    """For print_data alone: what libraries and a model's own code write there in between is talk."""
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(answer, 1)
+        os.close(answer)
 
 
 def print_talk(text: str) -> None:

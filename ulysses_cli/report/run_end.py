@@ -35,6 +35,20 @@ def format_interruption(checkpoint: Path | None) -> str:
     return f"interrupted; the newest checkpoint is {checkpoint}: --resume auto goes on from it"
 
 
+SIGNALS = {
+    signal.SIGKILL: ": most often the system ran out of host memory",
+    signal.SIGBUS: ": a file that it had mapped into memory was cut short while it was read, or its disk failed",
+}
+
+
+def describe_end(code: int | None) -> str:
+    """How a process ended that said nothing; below 0, -code is a signal's number, as subprocess has it."""
+    if code is None or code >= 0:
+        return f"ended with exit code {'unknown' if code is None else code}"
+    number = signal.Signals(-code)
+    return f"was killed by {number.name}{SIGNALS.get(number, '')}"
+
+
 def format_failure(failure: Mapping[str, Any], logs: Path) -> str:
     """The first failing rank's error, once and short, with the place of the whole trace."""
     rank = failure.get("rank")
@@ -42,14 +56,8 @@ def format_failure(failure: Mapping[str, Any], logs: Path) -> str:
     if failure.get("message"):
         at = f" ({failure['phase']})" if failure.get("phase") else ""
         text = f"{who} failed{at}: {failure['message']}"
-    elif failure.get("exit_code", 0) and failure["exit_code"] < 0:
-        number = -failure["exit_code"]
-        name = signal.Signals(number).name
-        text = f"{who} was killed by {name}"
-        if number == signal.SIGKILL:
-            text += ": most often the system ran out of host memory"
     else:
-        text = f"{who} ended with exit code {failure.get('exit_code', 'unknown')}"
+        text = f"{who} {describe_end(failure.get('exit_code'))}"
     trace = logs / (f"rank-{rank}.log" if rank is not None and failure.get("message") else "launcher.log")
     hint = f"\n\nhint: {failure['hint']}" if failure.get("hint") else ""
     return f"{text}{hint}\n\nthe whole trace: {trace}"

@@ -33,7 +33,7 @@ def take_screen(logs: Path, rank: int, known: Collection[str]) -> int | None:
     their C++ say goes to its log, without secrets."""
     logs.mkdir(parents=True, exist_ok=True)
     screen = os.dup(1) if rank == 0 else None
-    log = open_masked(os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), known)
+    log = open_masked(os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), known)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

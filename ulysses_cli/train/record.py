@@ -90,7 +90,7 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self.waiting = b""
 
     def write(self, line: dict[str, Any]) -> None:

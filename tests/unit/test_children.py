@@ -1,0 +1,129 @@
+"""Processes of the package end with whoever started them, wait for no reader, and know their limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ulysses_cli import children
+from ulysses_cli.cli import app
+from ulysses_cli.report.run_end import describe_end
+
+SECONDS = 20
+PARENT = """
+import subprocess, sys
+from ulysses_cli import children
+child = children.start_module("timeit", ["-n", "1", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+child.wait()
+"""
+NOISY = """
+import json, os, sys
+(events,) = (int(word.partition("=")[2]) for word in sys.argv if word.startswith("--events="))
+for _ in range(2000):
+    print("x" * 1000, flush=True)
+    os.write(2, b"y" * 1000)
+with os.fdopen(events, "w") as stream:
+    print(json.dumps({"phase": "at work"}), file=stream)
+    print(json.dumps({"result": {"folder": "there", "checked": "all"}}), file=stream)
+"""
+
+
+def test_a_child_ends_with_a_parent_that_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    handle = os.pidfd_open(int(parent.stdout.readline()))
+    parent.kill()
+    parent.communicate()
+    assert select.select([handle], [], [], SECONDS)[0], "the child lives on"
+    os.close(handle)
+
+
+def test_an_export_that_says_much_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    start = children.start_module
+
+    def start_noisy(module: str, words: list[str], **options: Any) -> Any:
+        assert module == "ulysses_cli.train.export"
+        child = start("noisy", words, **options)
+        signal.signal(signal.SIGALRM, lambda *_: child.kill())
+        signal.alarm(SECONDS)
+        return child
+
+    monkeypatch.setattr(children, "start_module", start_noisy)
+    try:
+        result = CliRunner().invoke(app, ["export", "checkpoint", "--to", str(tmp_path / "to"), "--format", "json"])
+    finally:
+        signal.alarm(0)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout) == {"folder": "there", "checked": "all"}
+    assert "at work\nall\n" in result.stderr
+
+
+def test_an_export_that_is_killed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dying.py").write_text("import os\nprint('last words', flush=True)\nos.kill(os.getpid(), 9)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    start = children.start_module
+    monkeypatch.setattr(children, "start_module", lambda _, words, **options: start("dying", words, **options))
+    result = CliRunner().invoke(app, ["export", "checkpoint", "--to", str(tmp_path / "to")])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("the export was killed by SIGKILL: most often the system ran out of host memory")
+    assert "last words" in result.stderr
+
+
+def run_limited(soft: int, hard: int, num_ranks: int) -> str:
+    """In a process of its own, since a hard limit never rises again."""
+    code = "import resource; from ulysses_cli.children import find_file_shortage as find; "
+    code += f"print(find({num_ranks})); print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    done = subprocess.run([sys.executable, "-c", code], preexec_fn=limit, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_the_limit_of_open_files_is_raised_or_named() -> None:
+    assert run_limited(400, 500, 1) == "None\n(400, 500)\n"
+    assert run_limited(20, 500, 2) == "None\n(144, 500)\n"
+    said = run_limited(20, 40, 2)
+    assert said.startswith("a process may open 40 files here, and 144 are needed\n\nhint: raise it: ulimit -n")
+    assert said.endswith("(20, 40)\n")
+
+
+@pytest.mark.parametrize(
+    ("mask", "mode", "expected"),
+    [(0o022, 0o755, 0o644), (0o022, 0o700, 0o600), (0o002, 0o775, 0o664), (0o002, 0o750, 0o640), (0o077, 0o777, 0o600)],
+)
+def test_files_get_the_umask_and_no_more_than_their_folder_allows(
+    tmp_path: Path, mask: int, mode: int, expected: int
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(mode)
+    before = os.umask(mask)
+    try:
+        os.umask(children.narrow_umask(folder / "model"))
+        (folder / "file").write_text("")
+    finally:
+        os.umask(before)
+    assert (folder / "file").stat().st_mode & 0o777 == expected
+
+
+def test_a_signal_is_explained() -> None:
+    assert describe_end(-signal.SIGBUS).startswith(
+        "was killed by SIGBUS: a file that it had mapped into memory was cut"
+    )
+    assert describe_end(3) == "ended with exit code 3"
+    assert describe_end(None) == "ended with exit code unknown"

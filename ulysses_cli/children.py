@@ -1,0 +1,67 @@
+"""Starts this package's own processes: each ends with whoever started it, however that one ends, and finds the system's
+limits as wide as they go. What a child says beside its answer goes to a file or the terminal, never into a pipe that
+nobody reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+OPEN_FILES, OPEN_FILES_PER_RANK = 128, 8  # pipes, sockets to the others in several groups, weight files, libraries
+
+
+def start_module(module: str, words: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """`python -m module words...` with text on its pipes. SIGTERM reaches it when this process is no more. Raises
+    RecipeError where it could not work."""
+    if shortage := find_file_shortage(1):
+        raise RecipeError([shortage])
+    bind = partial(_end_with_parent, os.getpid(), ctypes.CDLL(None))
+    command = [sys.executable, "-m", module, *words]
+    return subprocess.Popen(command, text=True, encoding="utf-8", preexec_fn=bind, **options)
+
+
+def _end_with_parent(parent: int, libc: ctypes.CDLL) -> None:
+    """Between fork and exec: only calls of the system, since other threads' locks may be held for good."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # which has died since
+        os._exit(128 + signal.SIGTERM)
+
+
+def find_file_shortage(num_ranks: int) -> Problem | None:
+    """Raises the limit of open files where that is needed and the system lets it; children inherit it."""
+    needed = OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks
+    soft, hard = (limit if limit != resource.RLIM_INFINITY else sys.maxsize for limit in _get_limits())
+    if soft >= needed:
+        return None
+    if hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, _get_limits()[1]))
+        return None
+    where = "ulimit -n, LimitNOFILE of systemd, or --ulimit nofile of a container"
+    return Problem("", f"a process may open {hard} files here, and {needed} are needed", f"raise it: {where}")
+
+
+def _get_limits() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def narrow_umask(folder: Path) -> int:
+    """The user's umask, and what the folder denies to others: a file that is copied out of it is as private as it was
+    within. For processes that write there."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    while not folder.is_dir():
+        folder = folder.parent
+    return mask | (~stat.S_IMODE(folder.stat().st_mode) & 0o077)
