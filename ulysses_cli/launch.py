@@ -148,7 +148,7 @@ def lock_run(run_dir: Path, node_rank: int) -> int:
     """A lock that lives as long as any process of the run -> its file, to be handed to the launcher."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        handle = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o666 & ~narrow_umask(run_dir))
     except OSError as error:
         problem = Problem("run.output_dir", f"{run_dir} cannot be written: {error.strerror}", "choose another folder")
         raise RecipeError([problem]) from None
@@ -241,14 +241,14 @@ def launch(
     launcher_args: Sequence[str], rank_args: Sequence[str], environ: Mapping[str, str], logs: Path, lock: int
 ) -> Outcome:
     """Start the launcher and wait. Ranks write the display to this process's stderr and everything else to logs."""
-    logs.mkdir(parents=True, exist_ok=True)
+    mask = narrow_umask(logs.parent)  # what the run writes is no more open than its folder
+    logs.mkdir(parents=True, exist_ok=True, mode=0o777 & ~mask)
     clear_build_locks(environ)
     failure_file = logs / "failure.json"
     for stale in [failure_file, *logs.glob("rank-*.error*.json")]:
         stale.unlink(missing_ok=True)
     command = [sys.executable, "-m", "ulysses_cli.train.agent", *launcher_args, "-m", "ulysses_cli.train", *rank_args]
     started = time.time()
-    mask = narrow_umask(logs.parent)  # what the run writes is no more open than its folder
     with open(logs / "launcher.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o666 & ~mask)) as log:
         agent = subprocess.Popen(
             command,

@@ -63,7 +63,7 @@ def test_a_run_and_its_export_hold_no_secret(shop: Workshop) -> None:
     run = shop.folder / "run"
     for written in ("run.json", "checkpoints/step-3/state.json", "model/README.md"):
         assert "***" in (run / written).read_text(), written
-    open_to_others = [path for path in (run, *run.rglob("*")) if path.stat().st_mode & 0o027 and path.name != "lock-0"]
+    open_to_others = [path for path in (run, *run.rglob("*")) if path.stat().st_mode & 0o027]
     assert open_to_others == []  # as the folder
 
 
