@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ulysses_cli.data.batching import make_batching
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.lever_choice import choose_levers
-from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.train.agreement import gather_values
@@ -38,11 +38,12 @@ class Trip:
         device: torch.device | None = None,
         gpu: Gpu | None = None,
         habits: Habits | None = None,
+        shape: ModelShape | None = None,
     ) -> None:
         device = device or torch.device("cpu")
         layout = make_layout(recipe)
         groups = make_groups(layout, timedelta(seconds=60))
-        shape = read_model_shape(load_model_config(recipe).to_dict(), "test")
+        shape = shape or read_model_shape(load_model_config(recipe).to_dict(), "test")
         torch.manual_seed(recipe.run.seed)
         levers = choose_levers(recipe, shape, gpu).levers
         # a run's own folder: life.py makes it

@@ -2,7 +2,9 @@
 says. The reading knows the marks of its template and nothing of how the tool finds them."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from ulysses_cli.plan.chat_template import SHIPPED, read_template
 
 CHATML = """\
 {%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
@@ -117,5 +119,19 @@ TEMPLATES = {
     ),
     "marked": Template(MARKED, r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", IM),
 }
+SHIPPED_LIKE = {"llama-3": "llama3", "phi": "phi", "qwen": "chatml"}
+PHI = Template("", r"<\|assistant\|>\n(.*?<\|end\|>)", ())
+for name, shipped in SHIPPED.items():
+    like = TEMPLATES.get(SHIPPED_LIKE.get(name, name), PHI)
+    specials, text = (*shipped.markers, *like.specials), read_template(name).text
+    TEMPLATES[f"shipped {name}"] = replace(like, text=text, specials=tuple(dict.fromkeys(specials)))
+TEMPLATES["shipped mistral"] = replace(
+    TEMPLATES["mistral-tools"],
+    text=read_template("mistral").text,
+    pattern=r"(?:\[/INST\]|\[/TOOL_RESULTS\])(?!\[TOOL_RESULTS\])(.*?</s>)",
+    specials=("</s>", "[INST]", "[/INST]"),
+    roles=frozenset({"system", "user", "assistant", "tool"}),
+)
+TEMPLATES["shipped qwen"] = replace(TEMPLATES["qwen3"], text=read_template("qwen").text)
 assert len({template.text for template in TEMPLATES.values()}) == len(TEMPLATES)
 assert "{% generation %}" in MARKED

@@ -16,6 +16,7 @@ from typing import Any
 from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.vocabulary import TokenizerFacts, describe_bytes, grow_config, predict_vocab_size, read_tokenizer
 
 KEY = "model.name_or_path"
 SHIPPED_TABLE = Path(__file__).parent / "plan" / "models"
@@ -39,8 +40,29 @@ def find_model_shape(recipe: Recipe, *, online: bool = False) -> Found:
     return Found(read_model_shape(config, str(recipe.model.name_or_path)), source)
 
 
+def find_tokenizer(recipe: Recipe) -> TokenizerFacts | None:
+    """What the tokenizer's files say; None where they are not on disk."""
+    model = recipe.model
+    name = model.tokenizer or model.name_or_path
+    if name is None or name == "bytes":
+        return describe_bytes() if name else None
+    local = Path(os.path.expanduser(name))
+    folder = local if local.is_dir() else _find_snapshot(name, None if model.tokenizer else model.revision)
+    return read_tokenizer(folder, name) if folder else None
+
+
 def find_model_config(recipe: Recipe, *, online: bool = False) -> tuple[Mapping[str, Any], str]:
-    """The content of the model's config.json, and where it comes from in words."""
+    """The content of the model's config.json, with room for the recipe's added tokens, and where it comes from in
+    words."""
+    config, source = _find_own_config(recipe, online=online)
+    added = recipe.data.added_tokens
+    if added:
+        size = read_model_shape(config, str(recipe.model.name_or_path)).vocab_size
+        config = grow_config(config, predict_vocab_size(size, added, find_tokenizer(recipe)))
+    return config, source
+
+
+def _find_own_config(recipe: Recipe, *, online: bool) -> tuple[Mapping[str, Any], str]:
     model = recipe.model
     if model.config is not None:
         return model.config, "the recipe itself"
@@ -120,7 +142,13 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _find_cached(name: str, revision: str | None) -> Path | None:
-    """config.json of a model in the hub's cache, by the cache's own layout: refs/<branch> names a snapshot."""
+    """config.json of a model in the hub's cache."""
+    folder = _find_snapshot(name, revision)
+    return folder / "config.json" if folder and (folder / "config.json").is_file() else None
+
+
+def _find_snapshot(name: str, revision: str | None) -> Path | None:
+    """A model's folder in the hub's cache, by the cache's own layout: refs/<branch> names a snapshot."""
     general = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(general, "huggingface")
     cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
@@ -130,8 +158,8 @@ def _find_cached(name: str, revision: str | None) -> Path | None:
         wanted = (repo / "refs" / wanted).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         pass  # not a branch or tag: perhaps a commit
-    file = repo / "snapshots" / wanted / "config.json"
-    return file if os.path.isfile(file) and ".." not in Path(wanted).parts else None
+    folder = repo / "snapshots" / wanted
+    return folder if folder.is_dir() and ".." not in Path(wanted).parts else None
 
 
 def _fetch_config(name: str, revision: str | None) -> dict[str, Any]:

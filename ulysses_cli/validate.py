@@ -65,7 +65,7 @@ def validate_recipe(
         found = hub.find_model_shape(loaded.recipe, online=online)
     except RecipeError as error:
         problems += [replace(problem, where=loaded.locate(problem.key)) for problem in error.problems]
-    broken = check_recipe(loaded, found.shape if found else None, num_processes)
+    broken = check_recipe(loaded, found.shape if found else None, num_processes, hub.find_tokenizer(loaded.recipe))
     known |= {"run.output_dir"} if starts_anew else set()
     problems += [problem for problem in broken if problem.key not in known]
     if problems or found is None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from small_run import CONFIG
 from training import make_recipe
 
+from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.train.run_file import make_card, write_run_file
 
+SHAPE = read_model_shape(CONFIG, "test")
 SECRETS = ("hf_abcdefghijklmnop", "sk-proj-1234567890", "p4ssw0rd")
 
 
@@ -19,7 +22,7 @@ def test_secrets_of_a_recipe_are_masked(tmp_path: Path) -> None:
     ).model_dump(mode="json")
     assert all(secret in str(recipe) for secret in SECRETS)
     write_run_file(tmp_path, {"recipe": recipe, "run_name": recipe["run"]["run_name"]})
-    written = (tmp_path / "run.json").read_text() + make_card(recipe, "name", "qwen3")
+    written = (tmp_path / "run.json").read_text() + make_card(recipe, "name", SHAPE, SHAPE.vocab_size)
     assert not [secret for secret in SECRETS if secret in written]
     assert "learning_rate: 0.003" in written
     assert '"tokenizer": "bytes"' in written

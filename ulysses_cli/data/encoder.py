@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ulysses_cli.data.chat import InexactTemplate, find_spans, make_render, read_marked_spans
 from ulysses_cli.data.columns import Chat, Completion, Sample, Text, Tokens
 from ulysses_cli.data.pieces import NEIGHBOURHOOD, PIECE_CHARS, CutRule, find_cut_rule
-from ulysses_cli.data.problems import BadRow
+from ulysses_cli.data.problems import BadRow, NoTemplate
 from ulysses_cli.data.store import TARGET, TURN, Flags, Ids, choose_dtype
 
 Bounds = NDArray[np.int64]  # [tokens, 2]: first character and one past the last
@@ -151,7 +151,7 @@ class Encoder:
 
     def _encode_chat(self, sample: Chat) -> tuple[Ids, Flags | None]:
         if not self.has_template:
-            raise BadRow("the tokenizer has no chat template")
+            raise NoTemplate
         render = make_render(self.tokenizer, sample.tools)
         only_said = self.settings.completion_only_loss if sample.is_completion else self.settings.assistant_only_loss
         try:

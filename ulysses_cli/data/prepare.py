@@ -16,13 +16,14 @@ from ulysses_cli.data import facts
 from ulysses_cli.data.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.fingerprint import FileHashes, hash_parts
 from ulysses_cli.data.packer import RowSettings, make_rows
-from ulysses_cli.data.problems import DataError, make_where, shorten
+from ulysses_cli.data.problems import DataError, NoTemplate, make_where, shorten
 from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.sources import Source, open_source
 from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore
-from ulysses_cli.data.tokenizer import load_tokenizer
+from ulysses_cli.data.tokenizer import load_tokenizer, name_tokenizer
 from ulysses_cli.data.transaction import find_damage, make_folder, read_manifest
 from ulysses_cli.data.workers import Task, encode_blocks
+from ulysses_cli.plan.chat_template import explain_no_template
 from ulysses_cli.plan.check_files import CHAT_TYPES
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe import Recipe
@@ -54,7 +55,7 @@ class _Context:
 def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit) -> Prepared:
     """Raises RecipeError for a mistake in the recipe and DataError for one in the data."""
     emit({"event": "stage", "stage": "tokenizer"})
-    tokenizer = load_tokenizer(recipe.model)
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
     data = recipe.data
     encoder = Encoder(tokenizer, EncoderSettings(data.assistant_only_loss, data.completion_only_loss))
     root = Path(os.path.expanduser(data.store_dir))
@@ -109,12 +110,15 @@ def _make_store(source: Source, context: _Context) -> TokenStore:
     }.get(kind, [])
     name = hash_parts(FORMAT, source.fingerprint, kind, deciding, context.tokenizer_hash)[:32]
     folder = context.root / "tokens" / name
-    make_folder(
-        folder,
-        lambda partial: _tokenize(partial, source, kind, context),
-        lambda: context.emit({"event": "wait", "what": str(folder)}),
-        is_whole=find_damage(folder) is None,
-    )
+    try:
+        make_folder(
+            folder,
+            lambda partial: _tokenize(partial, source, kind, context),
+            lambda: context.emit({"event": "wait", "what": str(folder)}),
+            is_whole=find_damage(folder) is None,
+        )
+    except NoTemplate:
+        raise RecipeError([explain_no_template(name_tokenizer(context.recipe.model), source.key)]) from None
     return TokenStore(folder)
 
 
@@ -127,7 +131,7 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
     writer = StoreWriter(partial, len(encoder.tokenizer))
     totals = dict.fromkeys(("num_bytes", "num_bad", "num_blank", "num_in_pieces", "num_whole"), 0)
     bad: list[tuple[str, int, str]] = []
-    task = Task(recipe.model, kind, encoder.settings)
+    task = Task(recipe.model, recipe.data, kind, encoder.settings)
     progress = {"event": "progress", "source": source.key, "name": source.name, "total_bytes": source.num_bytes}
     for done in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, workers):
         writer.append(done.batch)

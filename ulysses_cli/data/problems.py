@@ -16,6 +16,10 @@ class BadRow(Exception):
     """One row that cannot be used, before its place is known."""
 
 
+class NoTemplate(Exception):
+    """Chats, and a tokenizer without a chat template: no row's fault, and said once."""
+
+
 class DataError(Exception):
     """Every problem that was found in the data before the work stopped."""
 

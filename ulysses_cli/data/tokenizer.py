@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ulysses_cli.plan.chat_template import explain_markers, find_missing_markers, read_template
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.recipe import Model
+from ulysses_cli.plan.recipe import Data, Model
+from ulysses_cli.plan.vocabulary import BYTE_SPECIALS, list_letters
 
-BEGIN, END, PADDING = "<|begin|>", "<|end|>", "<|padding|>"
+BEGIN, END, PADDING = BYTE_SPECIALS
 BYTES_TEMPLATE = (
     "{% for message in messages %}{{ '<|begin|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
@@ -17,8 +19,34 @@ BYTES_TEMPLATE = (
 )
 
 
-def load_tokenizer(model: Model) -> Any:
-    """A transformers tokenizer. Raises RecipeError when there is none to be had."""
+def load_tokenizer(model: Model, data: Data | None = None) -> Any:
+    """A transformers tokenizer, with the tokens and the template of `data`. Raises RecipeError when there is none to be
+    had."""
+    tokenizer = _load(model)
+    if data is not None:
+        _dress(tokenizer, data, name_tokenizer(model))
+    return tokenizer
+
+
+def name_tokenizer(model: Model) -> str:
+    return str(model.tokenizer or model.name_or_path)
+
+
+def _dress(tokenizer: Any, data: Data, name: str) -> None:
+    from transformers import AddedToken
+
+    added = [AddedToken(token, special=True, normalized=False) for token in data.added_tokens]
+    tokenizer.add_tokens(added, special_tokens=True)
+    if data.chat_template is None:
+        return
+    template = read_template(data.chat_template)
+    missing = find_missing_markers(template, tokenizer.get_vocab())
+    if missing:
+        raise RecipeError([explain_markers(template, missing, data.added_tokens, name)])
+    tokenizer.chat_template = template.text
+
+
+def _load(model: Model) -> Any:
     name = model.tokenizer or model.name_or_path
     if name == "bytes":
         return make_bytes_tokenizer()
@@ -49,7 +77,7 @@ def make_bytes_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    letters = _list_letters()
+    letters = list_letters()
     backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
@@ -62,10 +90,3 @@ def make_bytes_tokenizer() -> Any:
         chat_template=BYTES_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _list_letters() -> list[str]:
-    """Byte -> the visible letter that byte-level tokenizers write for it: itself, or the next unused one from 256."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]

@@ -23,7 +23,7 @@ from ulysses_cli.data.problems import BadRow, DataError
 from ulysses_cli.data.store import TARGET, Batch, Flags, Ids, hash_document
 from ulysses_cli.data.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import Problem
-from ulysses_cli.plan.recipe import Model
+from ulysses_cli.plan.recipe import Data, Model
 
 NUM_AHEAD = 2  # blocks in flight for each worker
 
@@ -33,6 +33,7 @@ class Task:
     """What a worker must know. Travels once."""
 
     model: Model
+    data: Data
     kind: Kind
     settings: EncoderSettings
 
@@ -126,7 +127,7 @@ def _start_worker(task: Task, lifeline: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process answers for all
     threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
-    _encoder, _kind = Encoder(load_tokenizer(task.model), task.settings), task.kind
+    _encoder, _kind = Encoder(load_tokenizer(task.model, task.data), task.settings), task.kind
 
 
 def _follow(lifeline: Connection) -> None:

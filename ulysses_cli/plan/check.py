@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ulysses_cli.plan import check_files, check_model, check_positions, check_training
+from ulysses_cli.plan.check_chats import check_chats
 from ulysses_cli.plan.ds_config import MAX_PERSISTENT, WEIGHTS_ON_DISK, find_contradictions, make_ds_config
 from ulysses_cli.plan.ledger.job import is_known
 from ulysses_cli.plan.ledger.swapping import NUM_BUFFERS
@@ -19,6 +20,7 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.plan.vocabulary import TokenizerFacts
 
 MAX_PROCESSES = 1 << 20
 BYTES_VOCABULARY = 259  # 256 bytes, begin, end, padding
@@ -289,8 +291,13 @@ RULES: tuple[Callable[[Case], Found], ...] = (
 )
 
 
-def check_recipe(loaded: Loaded, shape: ModelShape | None, num_processes: int | None = None) -> list[Problem]:
-    """Every broken rule, each at its place in the recipe."""
+def check_recipe(
+    loaded: Loaded,
+    shape: ModelShape | None,
+    num_processes: int | None = None,
+    tokenizer: TokenizerFacts | None = None,
+) -> list[Problem]:
+    """Every broken rule, each at its place in the recipe. `tokenizer`: where its files are on disk."""
     case = Case(loaded.recipe, shape, num_processes)
     recipe = loaded.recipe
     found = [problem for rule in RULES for problem in rule(case)]
@@ -299,5 +306,6 @@ def check_recipe(loaded: Loaded, shape: ModelShape | None, num_processes: int | 
         found += [problem for rule in shape_rules for problem in rule(recipe, shape)]
     recipe_rules = (*check_training.RULES, *check_files.RULES)
     found += [problem for rule in recipe_rules for problem in rule(recipe)]
+    found += check_chats(recipe, tokenizer)
     placed = [replace(problem, where=loaded.locate(problem.key)) for problem in found]
     return sorted(placed, key=lambda problem: problem.where)

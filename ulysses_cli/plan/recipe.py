@@ -211,6 +211,23 @@ class Data(Section):
     )
     attend_across_documents: bool = setting(False, "attention may look into earlier documents of the row")
     assistant_only_loss: bool = setting(False, "chat: only what the assistant says is a target")
+    chat_template: str | None = setting(
+        None,
+        "how chats become text: chatml, llama-3, mistral, gemma, phi or qwen, a Jinja file, or a template; left out: "
+        "the tokenizer's own",
+        unit="name, path or template",
+        aliases=("chat_template_path", "chat_template_jinja", "template"),
+        spellings={"llama3": "llama-3", "phi-3": "phi", "phi3": "phi", "qwen2": "qwen", "qwen2.5": "qwen"},
+        min_length=1,
+        max_length=1 << 17,
+    )
+    added_tokens: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = setting(
+        (),
+        "tokens that the vocabulary lacks, such as a template's markers; embedding and head grow where they have no room",
+        unit="tokens",
+        aliases=("add_tokens", "add_special_tokens", "additional_special_tokens"),
+        max_length=10_000,
+    )
     completion_only_loss: bool = setting(True, "prompt + completion: only the completion is a target")
     store_dir: str = text("runs/store", "where token stores are kept", unit="path")
     num_workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = setting(

@@ -195,17 +195,20 @@ def measure(sides: Sequence[Side], world: int, place: Place, sweep: Sweep) -> tu
 def make_bench_recipe(
     recipe: Recipe, config: Mapping[str, Any], length: int, sp_size: int, dp_size: int, device: str
 ) -> Recipe:
-    """The recipe at another length and layout. A model that is not a local folder starts from random weights, whose
-    speed is the same."""
+    """The recipe at another length and layout. A model that is not a local folder, or that grows, starts from random
+    weights, whose speed is the same. `config` has room for added tokens."""
     model = recipe.model
-    if model.config is None and not os.path.isdir(os.path.expanduser(str(model.name_or_path))):
+    is_here = os.path.isdir(os.path.expanduser(str(model.name_or_path)))
+    if not is_here or recipe.data.added_tokens:
         model = model.model_copy(update={"name_or_path": None, "config": dict(config)})
     parallel = {"sp_size": sp_size, "dp_shard_size": dp_size, "dp_replicate_size": 1, "sp_seq_length": None}
     return recipe.model_copy(
         update={
             "model": model,
             "parallel": recipe.parallel.model_copy(update={**parallel, "sp_seq_length_is_variable": True}),
-            "data": recipe.data.model_copy(update={"max_length": length, "pad_to_multiple_of": sp_size}),
+            "data": recipe.data.model_copy(
+                update={"max_length": length, "pad_to_multiple_of": sp_size, "added_tokens": ()}
+            ),
             "run": recipe.run.model_copy(update={"device": device}),
         }
     )

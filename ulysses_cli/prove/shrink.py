@@ -159,6 +159,8 @@ def make_proof_recipe(
                     "pad_to_multiple_of": sp_size,
                     "eval_split": 0.0,
                     "assistant_only_loss": False,
+                    "chat_template": None,
+                    "added_tokens": (),
                     "skip_untrainable": True,
                     "num_workers": 1,
                 }

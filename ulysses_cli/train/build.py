@@ -23,7 +23,7 @@ from ulysses_cli.plan.ledger.job import read_adapters
 from ulysses_cli.plan.ledger.swapping import size_weight_buffers
 from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe import Recipe, Train
 from ulysses_cli.plan.resolved import (
     compute_rope_factor,
@@ -32,6 +32,7 @@ from ulysses_cli.plan.resolved import (
     make_layout,
 )
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
+from ulysses_cli.plan.vocabulary import compute_vocab_size, grow_config
 from ulysses_cli.train.agreement import gather_values
 from ulysses_cli.train.clock import count_as, watch_module
 from ulysses_cli.train.documents import make_documents
@@ -44,6 +45,7 @@ from ulysses_cli.train.loading import (
     BuildError,
     Making,
     first_line,
+    grow_embeddings,
     load_pretrained,
     sharded_loading,
     start_from_random,
@@ -89,6 +91,14 @@ def load_model_config(recipe: Recipe) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise BuildError(f"the model's config cannot be read: {first_line(error)}") from error
     return config
+
+
+def read_shape(recipe: Recipe, config: PretrainedConfig, tokenizer: Any) -> ModelShape:
+    """The shape of the model with rows for the tokens that the recipe adds to its tokenizer."""
+    content, name = config.to_dict(), str(recipe.model.name_or_path or "the model of model.config")
+    size = read_model_shape(content, name).vocab_size
+    size = compute_vocab_size(size, tokenizer.convert_tokens_to_ids(list(recipe.data.added_tokens)))
+    return read_model_shape(grow_config(content, size), name)
 
 
 def stretch_positions(config: PretrainedConfig, recipe: Recipe, shape: ModelShape) -> None:
@@ -137,8 +147,13 @@ def build(
     config = load_model_config(recipe)
     stretch_positions(config, recipe, shape)
     attention = register_attention(groups.sp_axis, kernel.name, levers.head_chunks)
-    with sharded_loading(ds_config if recipe.parallel.zero_stage == 3 else None):
-        model = _load_weights(recipe, config, attention, device)
+    sharding = ds_config if recipe.parallel.zero_stage == 3 else None
+    num_own_tokens = config.vocab_size
+    with sharded_loading(sharding):
+        model = _load_weights(recipe, config, shape, attention, device, sharding)
+    if shape.vocab_size > num_own_tokens:
+        fate = "frozen, as all of the model is under lora" if recipe.lora is not None else "trained"
+        tell(f"embedding and head grew from {num_own_tokens:,} to {shape.vocab_size:,} tokens; new rows are {fate}")
     adapter = _add_adapters(recipe, model) if recipe.lora is not None else None
     head_rule = read_head_rule(config, recipe.train.z_loss_weight)
     loss = _pull_levers(model, levers, head_rule, recipe, shape, device)
@@ -251,12 +266,24 @@ def _choose_kernel(
     return choice
 
 
-def _load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
-    model = recipe.model
+def _load_weights(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    shape: ModelShape,
+    attention: str,
+    device: torch.device,
+    sharding: dict[str, Any] | None,
+) -> Any:
+    model, num_own_tokens = recipe.model, config.vocab_size
     making = Making(config, getattr(torch, model.dtype), attention, model.trust_remote_code)
     if model.config is not None:
+        config.vocab_size = shape.vocab_size
         return start_from_random(making, recipe.run.seed, device)
-    return load_pretrained(making, os.path.expanduser(str(model.name_or_path)), model.revision)
+    loaded = load_pretrained(making, os.path.expanduser(str(model.name_or_path)), model.revision)
+    config.vocab_size = shape.vocab_size
+    if shape.vocab_size > num_own_tokens:
+        grow_embeddings(loaded, shape.vocab_size, sharding)
+    return loaded
 
 
 def make_adapter_config(recipe: Recipe) -> Any:

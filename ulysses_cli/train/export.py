@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses_cli.plan.chat_template import find_end_marker
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.train.archive import CheckpointError, find_damage, sync_folder
 from ulysses_cli.train.checkpoint import Source, index_sources, read_range
@@ -156,7 +157,7 @@ def export_model(
         adapter_config.save_pretrained(beside)
     else:
         config.architectures = [type(skeleton).__name__]
-        _copy_generation_config(config, beside)
+        _write_generation_config(config, tokenizer, beside)
     config.dtype = dtype
     # Adapters name their base, whose own config would win over one beside them; the card says how to load both.
     written = (beside / BASE_CONFIG if is_adapter else beside) / "config.json"
@@ -169,14 +170,24 @@ def export_model(
     return to
 
 
-def _copy_generation_config(config: Any, to: Path) -> None:
-    """Stop tokens and the like, which a chat model needs; a model from random weights has none."""
+def _write_generation_config(config: Any, tokenizer: Any, to: Path) -> None:
+    """The base model's stop tokens and the like, and the end of a turn where a shipped template taught it; a model from
+    random weights may have neither."""
     from transformers import GenerationConfig
 
     try:
-        GenerationConfig.from_pretrained(config.name_or_path).save_pretrained(to)
+        found = GenerationConfig.from_pretrained(config.name_or_path)
     except (OSError, ValueError):
-        return
+        found = None
+    end = find_end_marker(str(tokenizer.chat_template))
+    if end:
+        found = found or GenerationConfig(eos_token_id=config.eos_token_id)
+        known = found.eos_token_id if found.eos_token_id is not None else tokenizer.eos_token_id
+        stops = known if isinstance(known, list) else [] if known is None else [known]
+        end_id = tokenizer.convert_tokens_to_ids(end)
+        found.eos_token_id = stops if end_id in stops else [*stops, end_id]
+    if found is not None:
+        found.save_pretrained(to)
 
 
 def put_folder(beside: Path, to: Path) -> None:

@@ -11,9 +11,8 @@ import yaml
 
 from ulysses_cli.data.tokenizer import load_tokenizer
 from ulysses_cli.plan.load import parse_recipe
-from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.train.build import load_model_config, make_adapter_config, stretch_positions
+from ulysses_cli.train.build import load_model_config, make_adapter_config, read_shape, stretch_positions
 from ulysses_cli.train.export import export_model
 from ulysses_cli.train.export_check import check_adapter, check_model
 from ulysses_cli.train.loading import BuildError
@@ -38,15 +37,17 @@ class ExportJob:
         try:
             self.recipe = parse_recipe(yaml.safe_dump(dumped), "the checkpoint's recipe").recipe
             self.config = load_model_config(self.recipe)
-            self.tokenizer = load_tokenizer(self.recipe.model)
+            self.num_own_tokens = self.config.vocab_size
+            self.tokenizer = _load_tokenizer(self.recipe, state)
         except (RecipeError, BuildError) as error:
             hint = "; its code may run here with --trust-remote-code" if wants_code and not trusts_code else ""
             raise ExportError(f"{checkpoint}: {error}{hint}") from error
         self.dtype = getattr(torch, dtype or self.recipe.model.dtype)
-        shape = read_model_shape(self.config.to_dict(), "the model")
+        shape = read_shape(self.recipe, self.config, self.tokenizer)
+        self.config.vocab_size = shape.vocab_size
         stretch_positions(self.config, self.recipe, shape)
         run_name = self.recipe.run.run_name or checkpoint.resolve().parts[-3]
-        self.card = make_card(self.dumped, run_name, shape.model_type, is_merged=is_merged)
+        self.card = make_card(self.dumped, run_name, shape, self.num_own_tokens, is_merged=is_merged)
         if is_merged and self.recipe.lora is None:
             raise ExportError("--merge-lora: this run had no adapters; leave it out")
         if is_merged and self.recipe.model.name_or_path is None:
@@ -88,5 +89,15 @@ class ExportJob:
         except (OSError, ValueError) as error:
             raise ExportError(f"--merge-lora: {error}") from error
         return Merging(
-            self.checkpoint, files, make_adapter_config(self.recipe), getattr(torch, model.dtype), self.dtype
-        )
+            self.checkpoint, files, make_adapter_config(self.recipe), getattr(torch, model.dtype), self.dtype,
+            self.num_own_tokens,
+        )  # fmt: skip
+
+
+def _load_tokenizer(recipe: Recipe, state: Mapping[str, Any]) -> Any:
+    """With the template that the run used: its file may have changed, or be gone."""
+    if "chat_template" not in state:
+        return load_tokenizer(recipe.model, recipe.data)
+    tokenizer = load_tokenizer(recipe.model, recipe.data.model_copy(update={"chat_template": None}))
+    tokenizer.chat_template = state["chat_template"]
+    return tokenizer

@@ -25,12 +25,11 @@ from ulysses_cli.plan.hardware import Hardware
 from ulysses_cli.plan.ledger.swapping import compute_swap_need
 from ulysses_cli.plan.lever_choice import choose_levers
 from ulysses_cli.plan.load import Loaded
-from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.resolved import make_layout, resolve
 from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.train.agreement import compare_machines, gather_values
 from ulysses_cli.train.bad_steps import BadSteps, BadStepsError
-from ulysses_cli.train.build import build, load_model_config
+from ulysses_cli.train.build import build, load_model_config, read_shape
 from ulysses_cli.train.checkpoint import Owner
 from ulysses_cli.train.device import StartError, choose_device, recognise_gpu
 from ulysses_cli.train.evaluation import evaluate
@@ -100,9 +99,9 @@ class Life:
         self.rows = open_rows(self.options.data, "train")
         held_out = open_rows(self.options.data, "eval")
         self.eval_rows = held_out if len(held_out) else None
-        self.tokenizer = load_tokenizer(recipe.model)
-        name = str(recipe.model.name_or_path or "the model of model.config")
-        self.shape = read_model_shape(load_model_config(recipe).to_dict(), name)
+        self.tokenizer = load_tokenizer(recipe.model, recipe.data)
+        config = load_model_config(recipe)
+        self.shape, self.num_own_tokens = read_shape(recipe, config, self.tokenizer), config.vocab_size
         if len(self.tokenizer) > self.shape.vocab_size:
             raise StartError(
                 f"the tokenizer has {len(self.tokenizer):,} tokens, the model's embedding only "
@@ -211,6 +210,7 @@ class Life:
             "recipe_hash": self.resolved.recipe_hash,
             "data": self.options.data.name,
             "versions": list_versions(),
+            "chat_template": self.tokenizer.chat_template,
         }
         self.bad_steps = BadSteps(self.recipe.run.max_bad_steps, self.record.warn)
         run = self.recipe.run
@@ -305,7 +305,7 @@ class Life:
                 adapter_config=adapter.peft_config["default"] if adapter is not None else None,
                 dtype=dtype,
                 check=check if adapter is None else partial(check_adapter, last, dtype=dtype),
-                card=make_card(recipe, self.recipe.run.run_name or self.run_dir.name, self.shape.model_type),
+                card=make_card(recipe, self.recipe.run.run_name or self.run_dir.name, self.shape, self.num_own_tokens),
             )
         self.owner.wait()
         if self.built.adapter is not None:

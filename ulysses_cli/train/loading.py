@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations import HfDeepSpeedConfig
@@ -132,6 +133,42 @@ def start_from_random(making: Making, seed: int, device: torch.device) -> Any:
     torch.manual_seed(seed)
     mend_frequencies(model)
     return model
+
+
+def grow_rows(rows: Tensor, num_rows: int) -> Tensor:
+    """A matrix with one row for each token, and rows for tokens that are new: the mean of the others, so that they are as
+    likely as a token is on average."""
+    mean = rows.mean(0, dtype=torch.float64).to(rows.dtype)
+    return torch.cat([rows, mean.expand(num_rows - len(rows), -1)])
+
+
+@torch.no_grad()
+def grow_embeddings(model: Any, vocab_size: int, ds_config: Mapping[str, Any] | None = None) -> None:
+    """Rows for added tokens in embedding and head. Collective over all ranks where the model is sharded, with the config
+    that it was sharded by: no rank then keeps a whole matrix."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise BuildError("the model's head has a bias, which data.added_tokens cannot grow")
+    is_tied = head.weight is embedding.weight
+    for part in (embedding,) if is_tied else (embedding, head):
+        part.weight = _grow(part.weight, vocab_size, ds_config)
+    if is_tied:
+        head.weight = embedding.weight
+    embedding.num_embeddings = head.out_features = vocab_size
+    model.config.get_text_config(decoder=True).vocab_size = vocab_size
+
+
+def _grow(old: nn.Parameter, num_rows: int, ds_config: Mapping[str, Any] | None) -> nn.Parameter:
+    if not hasattr(old, "ds_id"):
+        return nn.Parameter(grow_rows(old.data, num_rows))
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=dict(ds_config or {})):
+        new: nn.Parameter = nn.Embedding(num_rows, old.ds_shape[1]).weight
+    with deepspeed.zero.GatheredParameters([old, new], modifier_rank=0):
+        if dist.get_rank() == 0:
+            new.copy_(grow_rows(old.data, num_rows))
+    return new
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from ulysses_cli.train.checkpoint import index_sources
 from ulysses_cli.train.export import PREFIX, ShardWriter, read_parameter
 from ulysses_cli.train.export_check import MEMORY_SHARE, PROBE_TOKENS
 from ulysses_cli.train.host_memory import count_free_bytes
+from ulysses_cli.train.loading import grow_embeddings, grow_rows
 
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 TEXT_PART = "language_model."  # what models of several kinds of input call the part that reads text
@@ -56,12 +57,19 @@ class Adapter:
 
 
 class Merging:
-    """`adapter_config`: peft's own. `trained_dtype`: of the base's weights while the adapters were trained."""
+    """`adapter_config`: peft's own. `trained_dtype`: of the base's weights while the adapters were trained.
+    `num_own_tokens`: rows of the base's embedding in its files, where the run has added some."""
 
     def __init__(
-        self, checkpoint: Path, files: list[Path], adapter_config: Any, trained_dtype: torch.dtype, dtype: torch.dtype
+        self,
+        checkpoint: Path,
+        files: list[Path],
+        adapter_config: Any,
+        trained_dtype: torch.dtype,
+        dtype: torch.dtype,
+        num_own_tokens: int | None = None,
     ) -> None:
-        self.files, self.adapter_config = files, adapter_config
+        self.files, self.adapter_config, self.num_own_tokens = files, adapter_config, num_own_tokens
         self.trained_dtype, self.dtype = trained_dtype, dtype
         self.sources, self.shapes = index_sources(checkpoint)
 
@@ -74,6 +82,7 @@ class Merging:
         place = {name: at for at, adapter in enumerate(adapters) for name in adapter.names}
         if odd := sorted(place.keys() - wanted.keys()):
             raise CheckpointError(f"the adapters of {odd[0]} have no weight of their own in the base model's files")
+        tables = _name_in_files(skeleton, _find_tables(skeleton))
         writer = ShardWriter(to, "model", self.dtype)
         for file in self.files:
             with safe_open(file, "pt") as opened:
@@ -82,6 +91,8 @@ class Merging:
                 at, deltas = -1, {}
                 for ours, name in found:
                     tensor = opened.get_tensor(name)
+                    if ours in tables and len(tensor) == self.num_own_tokens:
+                        tensor = grow_rows(tensor.to(self.trained_dtype), len(wanted[ours]))
                     if tensor.shape != wanted[ours].shape:
                         shapes = f"{tuple(tensor.shape)}, the model has it as {tuple(wanted[ours].shape)}"
                         raise CheckpointError(f"{file} holds {name} as {shapes}")
@@ -135,7 +146,11 @@ class Merging:
             return "not reloaded: host memory is too small for the model"
         options: dict[str, Any] = {"dtype": self.trained_dtype, "attn_implementation": "eager"}
         probe = torch.arange(PROBE_TOKENS)[None] % config.vocab_size
-        base = AutoModelForCausalLM.from_pretrained(self.files[0].parent, config=copy.deepcopy(config), **options)
+        own = copy.deepcopy(config)
+        own.vocab_size = self.num_own_tokens or config.vocab_size
+        base = AutoModelForCausalLM.from_pretrained(self.files[0].parent, config=own, **options)
+        if own.vocab_size < config.vocab_size:
+            grow_embeddings(base, config.vocab_size)
         add_adapters(base, self.adapter_config)
         trained = {PREFIX + name: value for name, value in base.named_parameters() if ".lora_" in name}
         if trained.keys() != self.sources.keys():
@@ -179,6 +194,13 @@ def _name_in_files(skeleton: Any, held: dict[str, Tensor]) -> dict[str, Tensor]:
 
     named: dict[str, Tensor] = revert_weight_conversion(skeleton, held)
     return named
+
+
+def _find_tables(skeleton: Any) -> dict[str, Tensor]:
+    """The parameters with one row for each token."""
+    tables = [part.weight for part in (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())]
+    named = skeleton.named_parameters(remove_duplicate=False)
+    return {name: value for name, value in named if any(value is table for table in tables)}
 
 
 def _match(name: str, wanted: Collection[str]) -> str:

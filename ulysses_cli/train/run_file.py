@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ulysses_cli.plan.check_files import HUB_NAME
+from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets, mask_text
 
 PACKAGES = ("torch", "transformers", "deepspeed", "peft", "datasets", "safetensors")
@@ -50,26 +52,55 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 folder = "."  # where this card is
-config = AutoConfig.from_pretrained(f"{{folder}}/base_config")
-model = AutoModelForCausalLM.from_pretrained({base!r}, config=config, dtype={dtype!r})
+config = AutoConfig.from_pretrained(f"{{folder}}/base_config"){own_size}
+model = AutoModelForCausalLM.from_pretrained({base!r}, config=config, dtype={dtype!r}){growth}
 model = PeftModel.from_pretrained(model, folder)"""
+OWN_SIZE = """
+config.vocab_size = {own}  # rows in the base model's files"""
+GROWTH = """
+model.resize_token_embeddings({grown}, mean_resizing=False)
+for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+    rows = part.weight.data  # tokens that were added begin, and stay, at the mean of the others
+    rows[{own}:] = rows[:{own}].double().mean(0).to(rows.dtype)"""
+LOCAL = "a local folder"
 
 
-def make_card(recipe: dict[str, Any], name: str, model_type: str, *, is_merged: bool = False) -> str:
-    """The model card: what was trained, on what, how adapters are loaded, and the whole recipe."""
+def make_card(
+    recipe: dict[str, Any], name: str, shape: ModelShape, num_own_tokens: int, *, is_merged: bool = False
+) -> str:
+    """The model card: what was trained, on what, how adapters are loaded, and the whole recipe. `num_own_tokens`: rows
+    of the base model's embedding in its files. A folder of the machine it was made on is nobody else's to know."""
     import yaml
 
     holds_adapters = bool(recipe["lora"]) and not is_merged
     known = collect_secrets(recipe, os.environ)
-    base, max_length = recipe["model"]["name_or_path"], recipe["data"]["max_length"]
+    model, max_length = dict(recipe["model"]), recipe["data"]["max_length"]
+    for key in ("name_or_path", "tokenizer"):
+        if model[key] and _is_folder(model[key]):
+            model[key] = LOCAL
+    base = model["name_or_path"]
     lines = ["---", f"library_name: {'peft' if holds_adapters else 'transformers'}"]
-    lines += [f"base_model: {base}"] if base else []
+    lines += [f"base_model: {base}"] if base not in (None, LOCAL) else []
     lines += ["---", "", f"# {name}", ""]
-    what = f"{base or 'A model from random weights'} ({model_type}), fine-tuned at {max_length:,} tokens per row"
+    size = f", {shape.num_parameters / 1e9:.3g} billion parameters" if shape.num_parameters else ""
+    origin = {None: "A model from random weights", LOCAL: "A model from a local folder"}.get(base, base)
+    what = f"{origin} ({shape.model_type}{size}), fine-tuned at {max_length:,} tokens per row"
     lines += [f"{what} with ulysses {metadata.version(TOOL)}.", ""]
     if holds_adapters and base:
-        code = LOADING.format(base=base, dtype=recipe["model"]["dtype"])
+        sizes = {"own": num_own_tokens, "grown": shape.vocab_size}
+        has_grown = shape.vocab_size > num_own_tokens
+        code = LOADING.format(
+            base="the base model's folder" if base == LOCAL else base,
+            dtype=model["dtype"],
+            own_size=OWN_SIZE.format(**sizes) if has_grown else "",
+            growth=GROWTH.format(**sizes) if has_grown else "",
+        )
         lines += ["## Loading", "", "```python", *code.splitlines(), "```", ""]
     lines += ["## Recipe", "", "All defaults included:", ""]
-    written = yaml.safe_dump(mask_secrets(recipe, known=known), sort_keys=False, allow_unicode=True)
+    written = yaml.safe_dump(mask_secrets({**recipe, "model": model}, known=known), sort_keys=False, allow_unicode=True)
     return "\n".join([mask_text("\n".join(lines), known), "```yaml", written.rstrip(), "```", ""])
+
+
+def _is_folder(name: str) -> bool:
+    """A path of this machine, not a name of the hub, whether it is still there or not."""
+    return os.path.isdir(os.path.expanduser(name)) or not HUB_NAME.fullmatch(name)

@@ -1,0 +1,126 @@
+"""The chat template that a recipe asks for: of the shipped set, from a file, or written in place.
+
+Reads and parses; renders nothing and knows no tokenizer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+FOLDER = Path(__file__).parent / "templates"
+KEY = "data.chat_template"
+MAX_BYTES = 1 << 20
+IM = ("<|im_start|>", "<|im_end|>")
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """`markers`: tokens that the template writes by itself. `end`: the one that ends a turn, where it is not the
+    tokenizer's own end of text."""
+
+    markers: tuple[str, ...]
+    end: str = ""
+
+
+SHIPPED = {
+    "chatml": Shipped(IM, "<|im_end|>"),
+    "llama-3": Shipped(("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"),
+    "mistral": Shipped(("[INST]", "[/INST]")),
+    "gemma": Shipped(("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
+    "phi": Shipped(("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "<|end|>"),
+    "qwen": Shipped(IM, "<|im_end|>"),
+}
+NAMES = ", ".join(SHIPPED)
+
+
+@dataclass(frozen=True)
+class Template:
+    """`name`: of the shipped set, or ''."""
+
+    text: str
+    name: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return SHIPPED[self.name].markers if self.name else ()
+
+
+def read_template(value: str) -> Template:
+    """What `data.chat_template` says -> a template that can be parsed. Raises RecipeError."""
+    if "{{" in value or "{%" in value:
+        return Template(_check_syntax(value, "the template, line "))
+    if value in SHIPPED:
+        return Template(_read_file(FOLDER / f"{value}.jinja"), value)
+    file = Path(os.path.expanduser(value))
+    if os.path.isfile(file):
+        return Template(_check_syntax(_read_file(file), f"{value}:"))
+    looks_like_path = "/" in value or value.endswith((".jinja", ".jinja2", ".j2", ".txt"))
+    close = difflib.get_close_matches(value.lower(), SHIPPED, n=1)
+    if looks_like_path:
+        raise RecipeError([Problem(KEY, f"{value} is not a file", f"name a file, or one of {NAMES}")])
+    hint = f"did you mean `{close[0]}`?" if close else f"write {NAMES}, a file, or a template with {{{{ }}}}"
+    raise RecipeError([Problem(KEY, f"{value} is neither a shipped template nor a file", hint)])
+
+
+def find_end_marker(text: str) -> str:
+    """The token that ends a turn in a shipped template; '' where that is not known."""
+    found = (each.end for name, each in SHIPPED.items() if _read_file(FOLDER / f"{name}.jinja") == text)
+    return next(found, "")
+
+
+def _read_file(file: Path) -> str:
+    try:
+        with open(file, "rb") as stream:
+            return stream.read(MAX_BYTES).decode("utf-8-sig").rstrip("\n")
+    except OSError as error:
+        raise RecipeError([Problem(KEY, f"{file} cannot be read: {error.strerror}", "make it readable")]) from None
+    except UnicodeDecodeError:
+        raise RecipeError([Problem(KEY, f"{file} is not UTF-8 text", "save it as UTF-8")]) from None
+
+
+def _check_syntax(text: str, where: str) -> str:
+    """As transformers would compile it: with loop controls, `generation` blocks and its own filters."""
+    from jinja2 import TemplateSyntaxError, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    try:
+        environment.compile(text)
+    except TemplateSyntaxError as error:
+        hint = "mend it: a chat template is Jinja, as transformers reads it"
+        raise RecipeError([Problem(KEY, f"{where}{error.lineno}: {error.message}", hint)]) from None
+    return text
+
+
+def explain_no_template(tokenizer: str, source: str) -> Problem:
+    """`source`: the key of the data that holds chats."""
+    message = f"required: {source} holds chats, and the tokenizer of {tokenizer} has no chat template"
+    return Problem(KEY, message, f"write data.chat_template: {NAMES}, a file, or a template; or name a chat model")
+
+
+def find_missing_markers(template: Template, tokens: Collection[str]) -> list[str]:
+    return [marker for marker in template.markers if marker not in tokens]
+
+
+def explain_markers(template: Template, missing: Sequence[str], added: Sequence[str], tokenizer: str) -> Problem:
+    """The line to write is the whole line: what is added already stays."""
+    line = ", ".join(f'"{token}"' for token in (*added, *missing))
+    message = f"{template.name} marks turns with {', '.join(missing)}, and the tokenizer of {tokenizer} has no such token"
+    return Problem(KEY, message, f"write data.added_tokens: [{line}]")
