@@ -22,6 +22,7 @@ from ulysses_cli.hub import find_model_shape
 from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.secrets import mask_secrets
 from ulysses_cli.train.build import load_model_config, read_shape
 from ulysses_cli.train.export_job import ExportJob
 
@@ -79,9 +80,7 @@ def train_on_ranks(recipe: Recipe, shape: ModelShape, run_dir: str) -> tuple[dic
 def test_a_grown_model(stage: int, is_tied: bool, lora: bool, tmp_path: Path) -> None:
     num_own = save_base(tmp_path / "base", is_tied=is_tied)
     more = ["lora.r=4", "lora.alpha=8"] if lora else []
-    recipe = make_grown_recipe(
-        tmp_path / "base", f"parallel.zero_stage={stage}", "parallel.dp_shard_size=2", *more
-    )
+    recipe = make_grown_recipe(tmp_path / "base", f"parallel.zero_stage={stage}", "parallel.dp_shard_size=2", *more)
     shape = read_shape(recipe, load_model_config(recipe), load_tokenizer(recipe.model, recipe.data))
     assert shape.vocab_size == num_own + 2
     assert find_model_shape(recipe).shape == shape  # what the ledger counts before a run
@@ -125,7 +124,7 @@ def check_export(tmp_path: Path, recipe: Recipe, plain: Any, shape: ModelShape, 
     """Model, tokenizer and config agree, and plain transformers computes the trained model's logits from them."""
     checkpoint = next((tmp_path / "run" / "checkpoints").glob("step-*"))
     template = load_tokenizer(recipe.model, recipe.data).chat_template
-    state = {"recipe": recipe.model_dump(mode="json"), "chat_template": template}
+    state = mask_secrets({"recipe": recipe.model_dump(mode="json"), "chat_template": template})
     to = tmp_path / f"to-{is_merged}"
     job = ExportJob(checkpoint, state, None, is_merged, trusts_code=False)
     job.run(to, lambda _: None)
@@ -154,7 +153,11 @@ def run_card(card: str, folder: Path, base: Path) -> Any:
     """The lines that the card tells people to run."""
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     assert code is not None
-    text = code[1].replace('folder = "."', f"folder = {str(folder)!r}").replace('"the base model\'s folder"', repr(str(base)))
+    text = (
+        code[1]
+        .replace('folder = "."', f"folder = {str(folder)!r}")
+        .replace('"the base model\'s folder"', repr(str(base)))
+    )
     names: dict[str, Any] = {}
     exec(text, names)
     return names["model"]

@@ -67,7 +67,8 @@ WITH_TOOLS = {
         "</tools>\n\nA call is a JSON object with name and arguments between <tool_call> and </tool_call>.<|im_end|>\n"
         "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
         '«<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>»\n'
-        "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n«It is 2.<|im_end|>»\n"
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n«It is 2.<|im_end|>»\n"
     ),
 }
 
@@ -138,7 +139,10 @@ def test_a_system_prompt_has_its_place(name: str) -> None:
 def test_results_of_tools_share_a_turn() -> None:
     result = {"role": "tool", "content": "3"}
     shown = show("qwen", [WORKING[0], WORKING[1], WORKING[2], result, WORKING[3]], TOOLS)
-    assert "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response><|im_end|>" in shown
+    assert (
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response><|im_end|>"
+        in shown
+    )
 
 
 def test_chatml_begins_as_texts_of_the_tokenizer_do() -> None:
@@ -168,7 +172,9 @@ def test_what_cannot_be_a_template(tmp_path: Any) -> None:
         "data.chat_template: zephyr is neither a shipped template nor a file\n\n"
         "hint: write chatml, llama-3, mistral, gemma, phi, qwen, a file, or a template with {{ }}"
     )
-    assert complain("./no.jinja").startswith("data.chat_template: ./no.jinja is not a file\n\nhint: name a file, or one")
+    assert complain("./no.jinja").startswith(
+        "data.chat_template: ./no.jinja is not a file\n\nhint: name a file, or one"
+    )
     file = tmp_path / "a.jinja"
     file.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}\n")
     assert complain(str(file)) == (

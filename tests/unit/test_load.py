@@ -72,7 +72,12 @@ def test_spellings_of_values() -> None:
 
 
 def test_every_alias_is_understood_and_said() -> None:
-    samples = {"model.dtype": "float32", "lora.target_modules": "[q_proj]", "lora.dropout": "0.5"}
+    samples = {
+        "model.dtype": "float32",
+        "data.added_tokens": "[a]",
+        "lora.target_modules": "[q_proj]",
+        "lora.dropout": "0.5",
+    }
     num_aliases = 0
     for setting in walk_settings():
         for alias in setting.aliases if setting.key.count(".") == 1 else ():

@@ -1,6 +1,7 @@
 """Preparing a recipe: what lands on disk, what is found again, what is noticed, and what happens to the killed and to
 two at once."""
 
+import gzip
 import json
 import os
 import signal
@@ -163,7 +164,13 @@ def test_a_chat_is_not_cut_without_a_word(tmp_path: Path) -> None:
     cuts = [piece.start for row in range(len(rows)) for piece in rows.pieces(row) if piece.start]
     store = rows.stores[0]
     assert make_bytes_tokenizer().decode(store.read(0, cuts[0], cuts[0] + 6)[0]) == "<|begin|>user\n"
-    torn = prepare(tmp_path, "data.max_length=48", "data.excess_length_strategy=split", "data.skip_untrainable=true")
+    masked = ("data.assistant_only_loss=true", "data.excess_length_strategy=split")
+    torn = prepare(tmp_path, "data.max_length=24", *masked)
+    counts = torn.report["splits"]["train"]["sources"][0]
+    assert counts["cut_off_pieces"] == counts["untrainable_pieces"] > 0
+    assert counts["kept_tokens"] + counts["untrainable_tokens"] == counts["tokens"]
+    left_out = f"{counts['cut_off_pieces']} pieces of documents that were cut, left out: no target is in them"
+    assert left_out in torn.report["notes"]
     assert torn.report["splits"]["train"]["sources"][0]["torn_turns"] > 0
     assert any("inside a turn of a chat" in note for note in torn.report["notes"])
 
@@ -196,8 +203,68 @@ def test_chats_completions_and_texts_in_one_mixture(tmp_path: Path) -> None:
     ]
     targets = [source["num_targets"] for source in prepared.report["sources"]]
     assert targets[1:] == [2, 3, 2, 2]
-    sample = prepared.report["sample"]["runs"]
-    assert {run["is_target"] for run in sample} == {True, False}
+    samples = prepared.report["samples"]
+    assert [sample["where"].split(":")[0] for sample in samples] == [str(file) for file in files]
+    shown = [{run["is_target"] for run in sample["runs"]} for sample in samples]
+    assert shown == [{True}, *[{True, False}] * 4]
+
+
+def test_empty_text_files_are_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, text in (("a.txt", "a text"), ("b.txt", ""), ("c.md", "\ufeff \n\n"), ("d.md", "more")):
+        (folder / name).write_text(text)
+    with gzip.open(folder / "e.txt.gz", "wb"):
+        pass
+    as_files = prepare(tmp_path, f"data.datasets.0.path={folder}").report["sources"][0]
+    as_tree = prepare(tmp_path, f"data.datasets.0={{path: {folder}, type: folder, join_files: false}}").report[
+        "sources"
+    ][0]
+    assert as_files["num_documents"] == 2
+    assert as_files["left_out"] == {"empty files": {"count": 3, "example": str(folder / "b.txt")}}
+    assert as_tree["left_out"]["empty files"]["count"] == 2
+    for name in ("a.txt", "d.md"):
+        (folder / name).write_text(" ")
+    with pytest.raises(
+        RecipeError, match=r"data.datasets.0.path: .*/texts holds no text: all of its 5 files are empty"
+    ):
+        prepare(tmp_path, f"data.datasets.0.path={folder}")
+    with pytest.raises(RecipeError, match=r"a.txt is empty"):
+        prepare(tmp_path, f"data.datasets.0.path={folder / 'a.txt'}")
+
+
+def test_so_many_samples_of_each_source(tmp_path: Path) -> None:
+    files = [write_texts(tmp_path, 5), write_texts(tmp_path, 2, "e.jsonl")]
+    sources = f"data.datasets=[{', '.join(f'{{path: {file}}}' for file in files)}]"
+    text = RECIPE.replace("STORE", str(tmp_path / "store"))
+    recipe = parse_recipe(text, "r.yaml", [sources]).recipe
+    for wanted, found in ((0, 0), (1, 2), (3, 5)):
+        samples = prepare_data(recipe, 8, lambda _: None, wanted).report["samples"]
+        assert len({sample["where"] for sample in samples}) == len(samples) == found
+
+
+def test_chats_without_a_template_are_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever workers find in however many rows, and when bad rows are skipped too."""
+    from ulysses_cli.data import files
+
+    monkeypatch.setattr(files, "BLOCK_BYTES", 300)
+    wrap(train("gpt2")).save_pretrained(tmp_path / "t")
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = {"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}
+    for row in rows:
+        write_rows(tmp_path, *[row] * 40)
+        for more in ("data.num_workers=2", "data.on_bad_row=skip"):
+            with pytest.raises(RecipeError) as caught:
+                prepare(tmp_path, f"model.tokenizer={tmp_path / 't'}", more)
+            (problem,) = caught.value.problems
+            assert problem.key == "data.chat_template"
+            assert problem.message.startswith("required: data.datasets.0 holds chats, and the tokenizer of ")
+    with pytest.raises(RecipeError, match=r'"<\|system\|>", "<\|assistant\|>", "<\|user\|>", "<\|end\|>"') as caught:
+        prepare(
+            tmp_path, f"model.tokenizer={tmp_path / 't'}", "data.chat_template=phi",
+            'data.added_tokens=["<|system|>", "<|assistant|>"]',
+        )  # fmt: skip
+    assert len(caught.value.problems) == 1
 
 
 def test_evaluation_documents(tmp_path: Path) -> None:

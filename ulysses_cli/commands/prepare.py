@@ -32,6 +32,7 @@ def prepare(
         list[str], typer.Argument(metavar="RECIPE [KEY=VALUE ...]", help="a recipe file, and settings laid over it")
     ],
     html: Annotated[Path | None, typer.Option("--html", help="write the report with its pictures to this file")] = None,
+    samples: Annotated[int, typer.Option(min=0, max=1000, help="documents of each source to show, with targets")] = 1,
     online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
     output: FormatOption = Format.text,
 ) -> None:
@@ -43,6 +44,7 @@ def prepare(
     Examples:
       ulysses prepare recipes/tiny-cpu.yaml
       ulysses prepare my.yaml data.max_length=256Ki data.on_bad_row=skip --html report.html
+      ulysses prepare my.yaml --samples 5
       ulysses prepare my.yaml --format json
     """
     from ulysses_cli import validate
@@ -61,7 +63,7 @@ def prepare(
         else:
             printing.print_problems(result.problems)
         raise typer.Exit(USAGE)
-    done = prepare_recipe(files[0], overrides)
+    done = prepare_recipe(files[0], overrides, samples)
     if output is Format.json:
         printing.print_json(done.report)
     elif done.exit_code == DONE:
@@ -71,15 +73,16 @@ def prepare(
     raise typer.Exit(done.exit_code)
 
 
-def prepare_recipe(file: str, overrides: Sequence[str] = ()) -> PreparedData:
-    """For a recipe that passed validation. Progress and problems go to stderr; nothing is written to stdout."""
+def prepare_recipe(file: str, overrides: Sequence[str] = (), num_samples: int = 1) -> PreparedData:
+    """For a recipe that passed validation. `num_samples`: shown of each source. Progress and problems go to stderr;
+    nothing is written to stdout."""
     import json
 
     from ulysses_cli import children
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, run_end
 
-    words = [file, *overrides, "--format", "json"]
+    words = [file, *overrides, "--format", "json", f"--samples={num_samples}"]
     with children.start_module("ulysses_cli.data", words, stdout=subprocess.PIPE) as child, _ending(child):
         said, _ = child.communicate()
     try:

@@ -1,10 +1,12 @@
-"""`python -m ulysses_cli.data RECIPE [KEY=VALUE ...] [--format json]`: prepare a recipe's data in a process of its own.
+"""`python -m ulysses_cli.data RECIPE [KEY=VALUE ...] [--format json] [--samples N]`: prepare a recipe's data in a
+process of its own.
 
 The command has validated the recipe before; what is said here goes through report/.
 """
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,14 +24,20 @@ DONE, FAILED, USAGE = 0, 1, 2
 
 
 def main(words: Sequence[str]) -> int:
-    is_json = list(words[-2:]) == ["--format", "json"]
-    file, *overrides = words[:-2] if is_json else words
+    parser = argparse.ArgumentParser(prog="python -m ulysses_cli.data")
+    parser.add_argument("words", nargs="+")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--samples", type=int, default=1)
+    options = parser.parse_args(words)
+    is_json = options.format == "json"
+    file, *overrides = options.words
     progress = ProgressLine()
     try:
         loaded = load_recipe(file, overrides)
         try:
             with printing.reserve_stdout():
-                prepared = prepare_data(loaded.recipe, compute_pad_multiple(loaded.recipe), progress.show)
+                pad = compute_pad_multiple(loaded.recipe)
+                prepared = prepare_data(loaded.recipe, pad, progress.show, options.samples)
         except RecipeError as error:
             raise RecipeError(
                 replace(problem, where=loaded.locate(problem.key)) for problem in error.problems

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ulysses_cli.data.packer import WORK
 from ulysses_cli.data.rows import PackedRows
 from ulysses_cli.data.store import TARGET, TokenStore
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.packing import cut_documents, locate_row, pack_alone, pack_documents, share_rows
+from ulysses_cli.plan.packing import Piece, cut_documents, locate_row, pack_alone, pack_documents, share_rows
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 
@@ -115,17 +115,24 @@ def _sample(size: int) -> range:
     return range(0, size, max(1, size // SAMPLED_ROWS))
 
 
-def find_sample(rows: PackedRows, tokenizer: Any) -> dict[str, Any]:
-    """Part of one training document, in runs of tokens that are targets and tokens that are not."""
-    chosen = rows.pieces(0)[0]
-    every = (piece for row in range(len(rows)) for piece in rows.pieces(row))
-    for piece in islice(every, LOOKED_AT):
-        store, number = rows.find_document(piece.document)
-        if store.flags is not None:
-            _, flags = store.read(number, piece.start, piece.stop)
-            if flags is not None and 0 < np.count_nonzero(flags & TARGET) < len(flags):
-                chosen = piece
-                break
+def find_samples(rows: PackedRows, tokenizer: Any, num_samples: int) -> list[dict[str, Any]]:
+    """Parts of training documents, so many of each source; those first that hold targets and other tokens."""
+    found = []
+    for source in range(len(rows.stores)):
+        pieces = rows.list_pieces(source, LOOKED_AT)
+        ordered = sorted(pieces, key=lambda piece: not _is_telling(rows, piece)) if num_samples else []
+        found += [_show_piece(rows, piece, tokenizer) for piece in ordered[:num_samples]]
+    return found
+
+
+def _is_telling(rows: PackedRows, piece: Piece) -> bool:
+    store, number = rows.find_document(piece.document)
+    flags = None if store.flags is None else store.read(number, piece.start, piece.stop)[1]
+    return flags is not None and 0 < int(np.count_nonzero(flags & TARGET)) < len(flags)
+
+
+def _show_piece(rows: PackedRows, chosen: Piece, tokenizer: Any) -> dict[str, Any]:
+    """In runs of tokens that are targets and tokens that are not."""
     store, number = rows.find_document(chosen.document)
     ids, flags = store.read(number, chosen.start, chosen.stop)
     targets = np.ones(len(ids), bool) if flags is None else (flags & TARGET) > 0
@@ -169,6 +176,9 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
     if torn:
         cuts = format_count(torn, "cut")
         notes.append(f"{cuts} inside a turn of a chat, because the turn is longer than a row")
+    cut_off = sum(counts.get("cut_off_pieces", 0) for counts in train["sources"])
+    if cut_off:
+        notes.append(f"{format_count(cut_off, 'piece')} of documents that were cut, left out: no target is in them")
     if recipe.data.packing == "stream" and any(s["kind"] not in ("text", "tokens") for s in report["sources"]):
         notes.append("packing: stream cuts chats wherever a row ends, also inside a turn")
     if report["leaked_documents"]:

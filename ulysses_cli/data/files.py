@@ -125,6 +125,14 @@ def _open(file: Path) -> BinaryIO:
     return open(file, "rb")
 
 
+def is_blank(file: Path) -> bool:
+    """A text of white space alone, or of nothing."""
+    if get_format(file) in ROWS:
+        return False
+    with _open(file) as stream:
+        return all(not part.removeprefix(BOM).strip() for part in iter(lambda: stream.read(BLOCK_BYTES), b""))
+
+
 def _walk_lines(file: Path) -> Iterator[Block]:
     with _open(file) as stream:
         number = 1

@@ -56,8 +56,9 @@ class Counts:
     truncated_tokens: int = 0
     dropped_documents: int = 0
     dropped_tokens: int = 0
-    untrainable_pieces: int = 0
+    untrainable_pieces: int = 0  # of them cut_off_pieces: of a document that has targets elsewhere
     untrainable_tokens: int = 0
+    cut_off_pieces: int = 0
     kept_pieces: int = 0
     kept_tokens: int = 0
 
@@ -177,6 +178,10 @@ def _add_source(
         if not _count_targets(store, number, piece, settings):
             counts.untrainable_pieces += repeats
             counts.untrainable_tokens += repeats * tokens
+            whole = Piece(number, 0, int(lengths[number]))
+            if strategy == "split" and tokens < whole.stop and _count_targets(store, number, whole, settings):
+                counts.cut_off_pieces += repeats  # a long prompt, say: the targets stand in other pieces
+                continue
             part.num_untrainable += 1
             if len(part.untrainable) < 100:
                 part.untrainable.append(_describe_untrainable(store, number, piece))

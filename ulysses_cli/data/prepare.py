@@ -52,8 +52,9 @@ class _Context:
     emit: Emit
 
 
-def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit) -> Prepared:
-    """Raises RecipeError for a mistake in the recipe and DataError for one in the data."""
+def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_samples: int = 1) -> Prepared:
+    """`num_samples`: shown of each source. Raises RecipeError for a mistake in the recipe and DataError for one in the
+    data."""
     emit({"event": "stage", "stage": "tokenizer"})
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     data = recipe.data
@@ -82,7 +83,7 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit) -> Prepare
         **{name: manifest[name] for name in ("max_length", "packing", "attend_across_documents", "splits", "facts")},
         "leaked_documents": manifest["leaked_documents"],
         "layout": facts.compute_layout_facts(open_rows(path, "train"), recipe, pad_to_multiple_of),
-        "sample": facts.find_sample(open_rows(path, "train"), tokenizer),
+        "samples": facts.find_samples(open_rows(path, "train"), tokenizer, num_samples),
     }
     report["notes"] = facts.list_notes(report, recipe)
     return Prepared(path, report)

@@ -73,6 +73,12 @@ class PackedRows:
             for piece in zip(self._documents[at], self._starts[at], self._stops[at], strict=True)
         ]
 
+    def list_pieces(self, source: int, most: int) -> list[Piece]:
+        """The first pieces of one source, in the order of the rows."""
+        documents = np.asarray(self._documents)
+        found = np.flatnonzero((documents >= self._bases[source]) & (documents < self._bases[source + 1]))[:most]
+        return [Piece(*(int(part[at]) for part in (self._documents, self._starts, self._stops))) for at in found]
+
     def find_document(self, document: int) -> tuple[TokenStore, int]:
         """A document's store and its number in it."""
         index = bisect_right(self._bases, document) - 1

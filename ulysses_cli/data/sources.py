@@ -97,6 +97,18 @@ def _open_files(
         hint = f"write type: folder for any tree of text files; data files end in {', '.join(files.ROWS + files.TEXTS)}"
         raise RecipeError([Problem(f"{key}.path", f"{path} holds no data file", hint)])
     marks = [_hash(file, key, hashes) for file in found]
+    blank = [file for file in found if _is_blank(file)]
+    listing.leave_out("empty files", blank)
+    if len(blank) == len(found):
+        what = (
+            f"{path} is empty"
+            if len(found) == 1
+            else f"{path} holds no text: all of its {len(found):,} files are empty"
+        )
+        raise RecipeError([Problem(f"{key}.path", what, "name another file or folder")])
+    gone = set(blank)
+    marks = [mark for file, mark in zip(found, marks, strict=True) if file not in gone]
+    found = [file for file in found if file not in gone]
     size = sum(file.stat().st_size for file in found)
     is_packed = any(file.name.lower().endswith(files.PACKED) for file in found)
     is_text = all(files.get_format(file) not in files.ROWS for file in found)
@@ -110,6 +122,14 @@ def _open_files(
         has_lines=files.has_lines(found),
         facts={"num_files": len(found), "left_out": listing.left_out},
     )
+
+
+def _is_blank(file: Path) -> bool:
+    """A file that cannot be read is said to be so by its reader."""
+    try:
+        return files.is_blank(file)
+    except Exception:  # noqa: BLE001 - each format's library has errors of its own
+        return False
 
 
 def _open_folder(dataset: Dataset, path: Path, key: str, hashes: FileHashes, own: Sequence[Path]) -> Source:

@@ -122,5 +122,5 @@ def find_missing_markers(template: Template, tokens: Collection[str]) -> list[st
 def explain_markers(template: Template, missing: Sequence[str], added: Sequence[str], tokenizer: str) -> Problem:
     """The line to write is the whole line: what is added already stays."""
     line = ", ".join(f'"{token}"' for token in (*added, *missing))
-    message = f"{template.name} marks turns with {', '.join(missing)}, and the tokenizer of {tokenizer} has no such token"
+    message = f"{template.name} marks turns with {', '.join(missing)}, which the tokenizer of {tokenizer} does not have"
     return Problem(KEY, message, f"write data.added_tokens: [{line}]")

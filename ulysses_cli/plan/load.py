@@ -140,6 +140,11 @@ class _Reader:
         if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
             self.add(key, f"the tag {node.tag} is refused: a recipe is plain data", "take the tag away", node)
             return None
+        if isinstance(node, yaml.MappingNode) and accepts.is_text:
+            self.add(
+                key, "begins with {, which YAML reads as a mapping", "put it in quotes, or in lines below `|`", node
+            )
+            return None
         if isinstance(node, yaml.MappingNode):
             return (
                 self.read_section(node, accepts.section, key) if accepts.section else self.read_free(node, accepts, key)

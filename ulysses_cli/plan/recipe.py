@@ -223,7 +223,7 @@ class Data(Section):
     )
     added_tokens: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = setting(
         (),
-        "tokens that the vocabulary lacks, such as a template's markers; embedding and head grow where they have no room",
+        "tokens that the vocabulary lacks, such as a template's markers; the embedding grows where it has no room",
         unit="tokens",
         aliases=("add_tokens", "add_special_tokens", "additional_special_tokens"),
         max_length=10_000,

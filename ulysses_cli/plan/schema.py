@@ -30,6 +30,10 @@ class Accepts:
     is_optional: bool = False
     bounds: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def is_text(self) -> bool:
+        return str in self.scalars and not self.section and self.item is None and self.value is None
+
     def describe(self) -> str:
         """In words, for an error message: `a whole number from 1 to 4096`."""
         words = [f"`{_spell(value)}`" for value in self.literals]

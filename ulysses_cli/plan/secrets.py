@@ -11,7 +11,7 @@ from typing import Any
 
 MASK = "***"
 SECRET_KEY = re.compile(r"token|key|secret|passw|credential", re.I)
-HARMLESS_KEY = re.compile(r"tokenizers?", re.I)  # a name or a version
+HARMLESS_KEY = re.compile(r"tokenizers?|added_tokens", re.I)  # a name or a version; words of a vocabulary
 NUMERIC_SECRET_KEY = re.compile(
     r"(token|key|secret|passw\w*|credentials?)$", re.I
 )  # num_tokens, pad_token_id are counts

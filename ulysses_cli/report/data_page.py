@@ -32,7 +32,7 @@ def make_data_page(report: Report) -> str:
             for split in ("train", "eval")
             if report["splits"][split]["num_rows"] and (rows := tabulate_split(report, split))
         ),
-        Section("A sample and its targets", [Text(format_sample(report["sample"]))]),
+        Section("Samples and their targets", [Text(format_sample(sample)) for sample in report["samples"]]),
     ]
     return make_page("Prepared data", sections, report["path"])
 

@@ -23,7 +23,7 @@ def format_report(report: Report) -> str:
         *(_format_split(report, split) for split in ("train", "eval") if report["splits"][split]["num_rows"]),
         _format_histogram(report),
         _format_lengths(report),
-        format_sample(report["sample"]),
+        *map(format_sample, report["samples"]),
         format_bad(report["sources"]),
         _format_notes(report["notes"]),
     ]

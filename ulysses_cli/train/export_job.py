@@ -94,7 +94,7 @@ class ExportJob:
         )  # fmt: skip
 
 
-def _load_tokenizer(recipe: Recipe, state: Mapping[str, Any]) -> Any:
+def _load_tokenizer(recipe: Any, state: Mapping[str, Any]) -> Any:
     """With the template that the run used: its file may have changed, or be gone."""
     if "chat_template" not in state:
         return load_tokenizer(recipe.model, recipe.data)

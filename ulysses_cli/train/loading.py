@@ -136,16 +136,16 @@ def start_from_random(making: Making, seed: int, device: torch.device) -> Any:
 
 
 def grow_rows(rows: Tensor, num_rows: int) -> Tensor:
-    """A matrix with one row for each token, and rows for tokens that are new: the mean of the others, so that they are as
-    likely as a token is on average."""
+    """A matrix with one row for each token, and rows for new tokens: the mean of the others, so that none of them is
+    more likely than a token is on average."""
     mean = rows.mean(0, dtype=torch.float64).to(rows.dtype)
     return torch.cat([rows, mean.expand(num_rows - len(rows), -1)])
 
 
 @torch.no_grad()
 def grow_embeddings(model: Any, vocab_size: int, ds_config: Mapping[str, Any] | None = None) -> None:
-    """Rows for added tokens in embedding and head. Collective over all ranks where the model is sharded, with the config
-    that it was sharded by: no rank then keeps a whole matrix."""
+    """Rows for added tokens in embedding and head. Collective over all ranks where the model is sharded, with the
+    config that it was sharded by: no rank then keeps a whole matrix."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise BuildError("the model's head has a bias, which data.added_tokens cannot grow")

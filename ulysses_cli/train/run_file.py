@@ -82,7 +82,7 @@ def make_card(
     lines = ["---", f"library_name: {'peft' if holds_adapters else 'transformers'}"]
     lines += [f"base_model: {base}"] if base not in (None, LOCAL) else []
     lines += ["---", "", f"# {name}", ""]
-    size = f", {shape.num_parameters / 1e9:.3g} billion parameters" if shape.num_parameters else ""
+    size = f", {shape.num_parameters:,} parameters" if shape.num_parameters else ""
     origin = {None: "A model from random weights", LOCAL: "A model from a local folder"}.get(base, base)
     what = f"{origin} ({shape.model_type}{size}), fine-tuned at {max_length:,} tokens per row"
     lines += [f"{what} with ulysses {metadata.version(TOOL)}.", ""]
