@@ -217,12 +217,11 @@ def test_empty_text_files_are_counted(tmp_path: Path) -> None:
     with gzip.open(folder / "e.txt.gz", "wb"):
         pass
     as_files = prepare(tmp_path, f"data.datasets.0.path={folder}").report["sources"][0]
-    as_tree = prepare(tmp_path, f"data.datasets.0={{path: {folder}, type: folder, join_files: false}}").report[
-        "sources"
-    ][0]
+    tree = f"data.datasets.0={{path: {folder}, type: folder, join_files: false}}"
+    as_tree = prepare(tmp_path, tree).report["sources"][0]
     assert as_files["num_documents"] == 2
-    assert as_files["left_out"] == {"empty files": {"count": 3, "example": str(folder / "b.txt")}}
-    assert as_tree["left_out"]["empty files"]["count"] == 2
+    assert as_files["left_out"] == {"empty file": {"count": 3, "example": str(folder / "b.txt")}}
+    assert as_tree["left_out"]["empty file"]["count"] == 2
     for name in ("a.txt", "d.md"):
         (folder / name).write_text(" ")
     with pytest.raises(

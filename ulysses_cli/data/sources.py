@@ -98,14 +98,10 @@ def _open_files(
         raise RecipeError([Problem(f"{key}.path", f"{path} holds no data file", hint)])
     marks = [_hash(file, key, hashes) for file in found]
     blank = [file for file in found if _is_blank(file)]
-    listing.leave_out("empty files", blank)
+    listing.leave_out("empty file", blank)
     if len(blank) == len(found):
-        what = (
-            f"{path} is empty"
-            if len(found) == 1
-            else f"{path} holds no text: all of its {len(found):,} files are empty"
-        )
-        raise RecipeError([Problem(f"{key}.path", what, "name another file or folder")])
+        what = f"holds no text: all of its {len(found):,} files are empty" if len(found) > 1 else "is empty"
+        raise RecipeError([Problem(f"{key}.path", f"{path} {what}", "name another file or folder")])
     gone = set(blank)
     marks = [mark for file, mark in zip(found, marks, strict=True) if file not in gone]
     found = [file for file in found if file not in gone]
