@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 
 from ulysses_cli import hub
 from ulysses_cli.plan.check import check_recipe
+from ulysses_cli.plan.complaints import is_key
 from ulysses_cli.plan.load import Loaded, load_recipe, parse_recipe
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.resolved import Resolved, resolve
+
+RECIPE_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,28 @@ def validate_recipe(
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Recipe files and `section.key=value` overrides, in any order."""
-    overrides = [word for word in words if "=" in word and not os.path.exists(word)]
-    return [word for word in words if word not in overrides], overrides
+    """Recipe files and `section.key=value` overrides, in any order. A key without `=value` stays with the words that
+    may have been meant as its value: loading says what is missing."""
+    files: list[str] = []
+    overrides: list[str] = []
+    lacks_value = False
+    for word in words:
+        if os.path.exists(word):
+            files.append(word)
+            lacks_value = False
+        elif "=" in word.lstrip("=") or is_key(word):
+            overrides.append(word)
+            lacks_value = "=" not in word
+        elif lacks_value and not word.endswith(RECIPE_SUFFIXES):
+            overrides[-1] = f"{overrides[-1]} {word.lstrip('=')}".rstrip()
+            lacks_value = word == "="
+        else:
+            files.append(word)
+    return files, overrides
 
 
 def several_recipes(files: Sequence[str]) -> Problem:
-    return Problem("", f"{len(files)} recipes: {', '.join(files)}", "name one; settings are KEY=VALUE")
+    return Problem("", f"{len(files)} recipes: {', '.join(files)}", "name one; settings are KEY=VALUE, without spaces")
 
 
 def no_recipe(words: Sequence[str]) -> Problem:

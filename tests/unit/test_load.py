@@ -129,7 +129,7 @@ def test_an_override_wins_over_any_name_of_its_setting() -> None:
         (
             VALID + "  micro_batch_size: 0\n",
             "r.yaml:11:21: train.per_device_train_batch_size: 0 is not a whole number from 1 to 65,536 (rows)\n\n"
-            "hint: rows per sp group and micro-step",
+            "hint: use 1 or more",
         ),
         (
             VALID + "  micro_batch_size: '2'\n",
@@ -155,8 +155,8 @@ def test_an_override_wins_over_any_name_of_its_setting() -> None:
         ),
         (
             VALID.replace("  name_or_path: owner/model\n", "  attn_implementation: eager\n"),
-            "r.yaml:2:24: model.attn_implementation: eager is refused\n\nhint: eager attention builds a [sequence, "
-            "sequence] matrix per head (512 GiB at 512Ki tokens)",
+            "r.yaml:2:24: model.attn_implementation: eager is refused\n\nhint: use auto; eager attention builds a "
+            "[sequence, sequence] matrix per head: 512 GiB at 512Ki",
         ),
         (VALID + "  [", "r.yaml:11:3: not valid YAML: expected <block end>, but found '['"),
         ("a: [", "r.yaml:1:5: not valid YAML: expected the node content, but found '<stream end>'"),
@@ -172,15 +172,28 @@ def test_mistakes(text: str, message: str) -> None:
     [
         (
             "max_steps",
-            "command line: 'max_steps' is not an override\n\nhint: write section.key=value, as in train.max_steps=10",
+            "command line: max_steps: has no value\n\nhint: write train.max_steps=VALUE",
         ),
         ("train.max_stps=3", "command line: train.max_stps: unknown key\n\nhint: did you mean train.max_steps?"),
-        ("data.datasets.7.path=x", "command line: data.datasets.7.path: data.datasets has no element `7`"),
-        ("train.max_steps.x=3", "command line: train.max_steps.x: train.max_steps has no element `x`"),
         (
-            "run.run_name=[",
-            "command line: run.run_name: not valid YAML: expected the node content, but found "
-            "'<stream end>'\n\nhint: quote what YAML reads as its own",
+            "data.datasets.7.path=x",
+            "command line: data.datasets.7.path: data.datasets has no element `7`\n\n"
+            "hint: it has 1 element, counted from 0; data.datasets.1 adds one",
+        ),
+        (
+            "data.datasets.path=x",
+            "command line: data.datasets.path: data.datasets has no element `path`\n\n"
+            "hint: count its elements from 0: data.datasets.0.path",
+        ),
+        (
+            "train.max_steps.x=3",
+            "command line: train.max_steps.x: train.max_steps has no element `x`\n\nhint: write train.max_steps=VALUE",
+        ),
+        ("=3", "command line: '=3' names no setting\n\nhint: write section.key=value, as in train.max_steps=10"),
+        (
+            "run.report_to=[",
+            "command line: run.report_to: not valid YAML: expected the node content, but found '<stream end>'\n\n"
+            "hint: lists are [a, b], mappings {a: b}; quote what YAML reads as its own, such as '*.jsonl'",
         ),
     ],
 )
@@ -195,10 +208,13 @@ def test_all_mistakes_at_once_in_the_order_of_the_file() -> None:
 
 def test_missing_sections_name_what_they_take() -> None:
     found = complain("")
-    assert found[0].startswith("r.yaml:1:1: model: required and not written\n\nhint: which model, precision")
+    assert found[0].startswith(
+        "r.yaml:1:1: model: required and not written\n\nhint: write model, a section with name_or"
+    )
     assert complain("model: {name_or_path: x}\ndata: {max_length: 8}\n") == [
         "r.yaml:2:7: data.datasets: required and not written\n\n"
-        "hint: training sources: a list of 1 to 1,000, each a section"
+        "hint: write datasets, a list, each element with path, name, split, type, data_files, weight, join_files, "
+        "streaming"
     ]
 
 
@@ -207,11 +223,13 @@ def test_missing_sections_name_what_they_take() -> None:
     [
         ("lora:", "r.yaml:11:6: lora: is empty\n\nhint: write lora: {} for its defaults or lora: null for none"),
         ("memory:", "r.yaml:11:8: memory: is empty\n\nhint: write memory: {} for its defaults"),
-        ("run: {output_dir: null}", "r.yaml:11:19: run.output_dir: null is not text (path)\n\nhint: run directory"),
         (
-            "run: {report_to: wandb}",
-            "r.yaml:11:18: run.report_to: 'wandb' is not a list of 0 to 2, each `tensorboard` or `wandb` (names)\n\n"
-            "hint: write a list: [wandb]",
+            "run: {output_dir: null}",
+            "r.yaml:11:19: run.output_dir: null is not text (path)\n\nhint: leave it out for runs/default, its default",
+        ),
+        (
+            "run: {report_to: wandbb}",
+            "r.yaml:11:18: run.report_to.0: 'wandbb' is not `tensorboard` or `wandb`\n\nhint: did you mean `wandb`?",
         ),
         (
             "run: {max_hours: 30m}",
@@ -232,7 +250,7 @@ def test_more_mistakes(line: str, message: str) -> None:
 
 def test_true_is_not_one() -> None:
     assert complain(VALID, "parallel.zero_stage=true")[0].startswith(
-        "command line: parallel.zero_stage: 'true' is not `1`, `2` or `3`"
+        "command line: parallel.zero_stage: true is not `1`, `2` or `3`"
     )
 
 
@@ -344,3 +362,119 @@ def test_no_value_raises_anything_but_recipe_error(values: dict[str, object]) ->
     except RecipeError as error:
         keys = {re.sub(r"\.\d+$", "", problem.key) for problem in error.problems}
         assert keys <= values.keys() | {"data.datasets"}
+
+
+def test_text_on_the_command_line_is_what_was_typed() -> None:
+    for text in (
+        "*.jsonl",
+        "&c",
+        "@x",
+        "%d",
+        "!x",
+        "#5",
+        "`a`",
+        "|",
+        "> x",
+        "[ab]*.jsonl",
+        "{a,b}.jsonl",
+        "a: b",
+        "a #b",
+    ):
+        assert load(f"data.datasets.0.path={text}").recipe.data.datasets[0].path == text
+    assert load("data.chat_template={{ a }}").recipe.data.chat_template == "{{ a }}"
+    assert load("run.output_dir=[a, b]").recipe.run.output_dir == "[a, b]"
+    assert load("run.run_name='a b'").recipe.run.run_name == "a b"
+    assert load("run.run_name=null").recipe.run.run_name is None
+    assert load("deepspeed.comms_logger=*").recipe.deepspeed == {"comms_logger": "*"}
+    assert complain(VALID, "train.max_steps=*") == [
+        "command line: train.max_steps: '*' is not a whole number from 1 to 1,099,511,627,776 or null (steps)\n\n"
+        "hint: write a plain number, such as 0.01, 65_536, 500K or 64Ki"
+    ]
+
+
+def test_an_element_may_stand_for_a_list_of_one(tmp_path: Path) -> None:
+    assert load("run.report_to=wandb").recipe.run.report_to == ("wandb",)
+    assert load("run.report_to=none").recipe.run.report_to == ()
+    assert load("lora.target_modules=q_proj").recipe.lora.target_modules == ("q_proj",)  # type: ignore[union-attr]
+    assert load("lora.target_modules=all-linear").recipe.lora.target_modules == "all-linear"  # type: ignore[union-attr]
+    assert load("data.datasets.0.data_files=*.jsonl").recipe.data.datasets[0].data_files == ("*.jsonl",)
+    one = "data: {datasets: {path: a/b}, max_length: 8}\nmodel: {name_or_path: c/d}\n"
+    assert [each.path for each in load(text=one).recipe.data.datasets] == ["a/b"]
+    assert load("data.datasets.0.path=c/d", text=one).recipe.data.datasets[0].path == "c/d"
+    assert load("data.datasets.1.path=c/d", text=one).recipe.data.datasets[1].path == "c/d"
+    assert load("data.eval_datasets.0.path=c/d").recipe.data.eval_datasets[0].path == "c/d"
+
+
+@pytest.mark.parametrize(
+    ("words", "files", "overrides"),
+    [
+        ("r.yaml train.max_steps=3", ["r.yaml"], ["train.max_steps=3"]),
+        ("r.yaml train.max_steps", ["r.yaml"], ["train.max_steps"]),
+        ("r.yaml train.max_steps 3 lora.r=2", ["r.yaml"], ["train.max_steps 3", "lora.r=2"]),
+        ("train.max_steps = 3 r.yaml", ["r.yaml"], ["train.max_steps 3"]),
+        ("max_steps r.yaml", ["r.yaml"], ["max_steps"]),
+        ("trian.max_steps", [], ["trian.max_steps"]),
+        ("train.yaml model.yml x", ["train.yaml", "model.yml", "x"], []),
+    ],
+)
+def test_keys_that_lack_a_value_are_no_files(words: str, files: list[str], overrides: list[str]) -> None:
+    from ulysses_cli.validate import split_words
+
+    assert split_words(words.split()) == (files, overrides)
+
+
+def test_a_key_that_lacks_its_value_is_told_how_to_get_one() -> None:
+    told = "command line: {}: has no value\n\nhint: write {}"
+    assert complain(VALID, "train.max_steps") == [told.format("train.max_steps", "train.max_steps=VALUE")]
+    assert complain(VALID, "max_steps 10") == [told.format("max_steps", "train.max_steps=10")]
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "hint"),
+    [
+        (
+            "memory.activation_offloading=1.5",
+            "1.5 is not `auto`, true or false or a whole number from 0 to 10,000 (layers)",
+            "use 1 or 2",
+        ),
+        ("train.max_steps=2.5", "2.5 is not a whole number from 1 to 1,099,511,627,776 or null (steps)", "use 2 or 3"),
+        ("parallel.zero_stage=1.5", "1.5 is not `1`, `2` or `3`", "leave it out for 3, its default"),
+        ("parallel.zero_stage='2'", "'2' is not `1`, `2` or `3`", "take the quotes away"),
+        (
+            "data.max_length=200Ti",
+            "200Ti is not a whole number from 2 to 1,099,511,627,776 (tokens)",
+            "use 1,099,511,627,776 or less",
+        ),
+        ("train.adam_beta1=1", "1 is not a number from 0 to below 1 (share)", "use less than 1"),
+        ("run.max_hours=0", "0 is not a number above 0 to 100,000 or null (hours)", "use more than 0"),
+        ("model=gpt2", "'gpt2' is not a section", "write model: {name_or_path: gpt2}"),
+        ("lora=16", "16 is not a section or null", "write lora: {r: 16}"),
+        ("data.datasets.0=a.jsonl", "'a.jsonl' is not a section", "write {path: a.jsonl}"),
+        (
+            "data.datasets=a.jsonl",
+            "'a.jsonl' is not a list of 1 to 1,000, each a section (sources)",
+            "write datasets: [{path: a.jsonl}]",
+        ),
+        ("run.report_to=[wandb, wandb, wandb]", "has 3 elements", "write 2 at most"),
+        ("run.run_name=''", "is an empty text", "leave it out"),
+        ("run.run_name=" + "x" * 5000, "has 5,000 letters", "write 4,096 at most"),
+        ("train.optim=[adamw]", "a list is not `adamw` or `adamw_8bit`", "write the one value without brackets and dashes"),
+        ("run.seed=\x00", "character '\\x00' is not allowed", "take it out"),
+    ],
+)
+def test_what_to_write_instead(override: str, message: str, hint: str) -> None:
+    key = override.partition("=")[0]
+    assert complain(VALID, override) == [f"command line: {key}: {message}\n\nhint: {hint}"]
+
+
+def test_no_hint_repeats_what_a_setting_is() -> None:
+    docs = {setting.doc for setting in walk_settings()}
+    for setting in walk_settings():
+        for value in ("{a: 1}", "[]", "null", "''", "x", "-1", "1.5", "true"):
+            key = setting.key.replace("[]", ".0")
+            if setting.is_required or key.count(".") < 1:
+                continue
+            try:
+                load(f"{key}={value}")
+            except RecipeError as error:
+                assert all(problem.hint not in docs for problem in error.problems), (key, value)

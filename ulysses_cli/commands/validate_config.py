@@ -89,8 +89,7 @@ def config_schema(output: FormatOption = Format.text) -> None:
       ulysses config-schema
       ulysses config-schema --format json > recipe.schema.json
     """
-    from ulysses_cli.plan.resolved import format_value
-    from ulysses_cli.plan.schema import make_json_schema, walk_settings
+    from ulysses_cli.plan.schema import format_value, make_json_schema, walk_settings
     from ulysses_cli.report import printing
 
     if output is Format.json:

@@ -5,7 +5,6 @@ Walks YAML nodes beside the schema. No input makes this raise anything else. Rul
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,27 +13,16 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from ulysses_cli.plan.complaints import explain_missing, explain_unknown, explain_value
+from ulysses_cli.plan.overrides import apply_override
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe import Recipe, Section
 from ulysses_cli.plan.schema import Accepts, Setting, inspect_annotation, list_names, list_settings
-from ulysses_cli.plan.yaml_tree import apply_override, compose, parse_number, parse_plain, read_place
+from ulysses_cli.plan.yaml_tree import compose, parse_plain, read_place
 
 MAX_RECIPE_BYTES = 1 << 20
 MAX_VALUES = 20_000  # an anchor that repeats itself must not grow without bound
 MAX_DEPTH = 50
-FOREIGN_KEYS = {
-    "train_on_inputs": "write data.completion_only_loss or data.assistant_only_loss: true trains on answers alone",
-    "load_in_4bit": "quantized base weights are not offered; lora with the levers of memory takes the least",
-    "load_in_8bit": "quantized base weights are not offered; lora with the levers of memory takes the least",
-    "flash_attention": "write model.attn_implementation: auto",
-    "fp16": "write model.dtype: bfloat16",
-    "fsdp": "sharding is DeepSpeed's: see parallel.zero_stage",
-    "tensor_parallel_size": "tensor parallelism is not offered; parallel.sp_size splits rows and heads",
-    "pipeline_parallel_size": "pipeline parallelism is not offered; parallel.sp_size splits rows and heads",
-    "val_set_size": "write data.eval_split, a share such as 0.01",
-    "lr": "write train.learning_rate",
-    "rope_theta": "the base of the positions is the model's own; model.rope_scaling stretches it",
-}
 
 
 @dataclass(frozen=True)
@@ -88,7 +76,7 @@ def parse_recipe(text: str, file: str = "recipe", overrides: Sequence[str] = ())
     mistakes: list[Problem] = []
     for override in overrides:
         try:
-            apply_override(tree, override, Recipe)
+            apply_override(tree, override)
         except RecipeError as error:
             mistakes += error.problems
     reader = _Reader(file, mistakes)
@@ -107,12 +95,13 @@ def parse_recipe(text: str, file: str = "recipe", overrides: Sequence[str] = ())
 def _load_readable(values: Any, reader: _Reader) -> Loaded | None:
     """The recipe without its bad values, where that is still a recipe."""
     for problem in reader.problems:
-        *path, last = problem.key.split(".")
         holder = values
-        for part in path:
-            holder = holder.get(part) if isinstance(holder, dict) else None
-        if isinstance(holder, dict):
-            holder.pop(last, None)
+        for part in problem.key.split("."):
+            inner = holder.get(part)
+            if not isinstance(inner, dict) or problem.key.endswith(f".{part}"):
+                holder.pop(part, None)
+                break
+            holder = inner
     try:
         return Loaded(Recipe.model_validate(values), reader.file, reader.places, ())
     except ValidationError:
@@ -127,6 +116,7 @@ class _Reader:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     places: dict[str, Where] = field(default_factory=dict)
+    typed: dict[str, str] = field(default_factory=dict)  # plain scalars as they were written
     num_values: int = 0
 
     def read(self, node: yaml.Node, accepts: Accepts, key: str, setting: Setting | None = None) -> Any:
@@ -140,19 +130,26 @@ class _Reader:
         if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
             self.add(key, f"the tag {node.tag} is refused: a recipe is plain data", "take the tag away", node)
             return None
-        if isinstance(node, yaml.MappingNode) and accepts.is_text:
-            self.add(
-                key, "begins with {, which YAML reads as a mapping", "put it in quotes, or in lines below `|`", node
-            )
+        if isinstance(node, yaml.MappingNode) and accepts.is_text and node.flow_style:
+            what = "begins with {, which YAML reads as a mapping"
+            self.add(key, what, "put it in quotes, or in lines below `|`", node)
             return None
+        item = inspect_annotation(Any if accepts.item is None else accepts.item)
+        if isinstance(node, yaml.SequenceNode):
+            return tuple(self.read(child, item, f"{key}.{index}") for index, child in enumerate(node.value))
+        stands_alone = accepts.item is not None and accepts.value is None
         if isinstance(node, yaml.MappingNode):
+            if stands_alone and item.section:
+                return (self.read(node, item, f"{key}.0"),)
             return (
                 self.read_section(node, accepts.section, key) if accepts.section else self.read_free(node, accepts, key)
             )
-        if isinstance(node, yaml.SequenceNode):
-            item = inspect_annotation(Any if accepts.item is None else accepts.item)
-            return tuple(self.read(child, item, f"{key}.{index}") for index, child in enumerate(node.value))
-        return _resolve(node, accepts, setting)
+        if node.style is None:
+            self.typed[key] = node.value
+        value = _resolve(node, accepts, setting)
+        if stands_alone and not item.section and value is not None and value not in accepts.literals:
+            return value if isinstance(value, tuple) else (self.read(node, item, f"{key}.0"),)
+        return value
 
     def read_section(self, node: yaml.MappingNode, section: type[Section], prefix: str) -> dict[str, Any]:
         names, settings = list_names(section), list_settings(section)
@@ -161,7 +158,7 @@ class _Reader:
         for name, key_node, child in self.walk_pairs(node, prefix):
             key = _join(prefix, name)
             if name not in names:
-                self.add(key, "unknown key", _suggest(name, section, prefix), key_node)
+                self.add(key, "unknown key", explain_unknown(name, section, prefix), key_node)
                 continue
             own = names[name]
             if own in written:
@@ -222,10 +219,9 @@ class _Reader:
                 continue
             known.add(key)
             if item["type"] == "missing":
-                takes = ", ".join(accepts.section.model_fields) if accepts.section else ""
-                message, hint = "required and not written", f"{setting.doc}: {takes or accepts.describe()}"
+                message, hint = explain_missing(setting, accepts)
             else:
-                message, hint = _explain(setting, accepts, item["input"])
+                message, hint = explain_value(setting, accepts, item["input"], self.typed.get(key, ""))
             self.problems.append(Problem(key, message, hint, locate(key, self.places, self.file)))
 
     def add(self, key: str, message: str, hint: str, node: yaml.Node) -> None:
@@ -271,50 +267,3 @@ def _follow(loc: tuple[int | str, ...]) -> tuple[str, Setting, Accepts]:
     if setting is None:
         raise AssertionError(f"the schema complained about {loc}, which it does not hold")
     return key, setting, accepts
-
-
-def _explain(setting: Setting, accepts: Accepts, value: Any) -> tuple[str, str]:
-    """What is wrong with a value, and what to write instead."""
-    if str(value) in setting.refused:
-        return f"{value} is refused", setting.refused[str(value)]
-    shown = {dict: "a mapping", tuple: "a list", type(None): "null"}.get(type(value), repr(value)[:80])
-    if isinstance(value, bool):
-        shown = str(value).lower()
-    unit = f" ({setting.unit})" if setting.unit and accepts is setting.accepts else ""
-    message = f"{shown} is not {accepts.describe()}{unit}"
-    if value == ():
-        return "is an empty list", f"{setting.doc}: write at least one"
-    if accepts.item is not None and isinstance(value, str | dict):
-        return message, f"write a list: [{value}]" if isinstance(
-            value, str
-        ) else "write a list: a dash before each element"
-    if not isinstance(value, str):
-        return message, setting.doc
-    if not isinstance(parse_number(value), str):
-        return message, "take the quotes away"
-    if value[:1].isdigit() and {int, float} & set(accepts.scalars):
-        return message, "write a plain number, such as 0.01, 65_536, 500K or 64Ki"
-    if bool in accepts.scalars and value.lower() in ("yes", "no", "on", "off"):
-        return message, "write true or false"
-    close = difflib.get_close_matches(value, [str(literal) for literal in accepts.literals], n=1)
-    return message, f"did you mean `{close[0]}`?" if close else setting.doc
-
-
-def _suggest(name: str, section: type[Section], prefix: str) -> str:
-    """What an unknown key may have meant: another tool's name, a key of another section, or a slip of this one's."""
-    if name in FOREIGN_KEYS:
-        return FOREIGN_KEYS[name]
-    homes = [
-        f"{home}.{list_names(setting.accepts.section)[name]}"
-        for home, setting in list_settings(Recipe).items()
-        if setting.accepts.section and name in list_names(setting.accepts.section)
-    ]
-    if homes:
-        return f"write it as {' or '.join(homes)}"
-    names = list_names(section)
-    close = difflib.get_close_matches(name, list_settings(section), n=1) or difflib.get_close_matches(
-        name, names, n=1, cutoff=0.8
-    )
-    if close:
-        return f"did you mean {_join(prefix, names[close[0]])}?"
-    return f"{prefix or 'a recipe'} takes {', '.join(list_settings(section))}"

@@ -106,7 +106,7 @@ class Model(Section):
         "auto",
         "attention kernel; auto takes the fastest one that is exact for this model on this device",
         aliases=("sp_attn_implementation", "attention_implementation"),
-        refused={"eager": "eager attention builds a [sequence, sequence] matrix per head (512 GiB at 512Ki tokens)"},
+        refused={"eager": "use auto; eager attention builds a [sequence, sequence] matrix per head: 512 GiB at 512Ki"},
     )
     rope_scaling: RopeScaling | None = setting(None, "stretch of the position encoding beyond the pretrained length")
     trust_remote_code: bool = setting(False, "run Python code that comes with the model")

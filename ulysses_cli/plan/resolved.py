@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.recipe import Recipe, compute_recipe_hash
-from ulysses_cli.plan.schema import walk_settings
+from ulysses_cli.plan.schema import format_value, walk_settings
 
 PAD_TOKENS = 128  # kernels work on tiles of this many tokens; a row that is a multiple wastes none
 
@@ -120,14 +120,3 @@ def _list_defaults(recipe: Recipe, written: Container[str]) -> list[str]:
         if holder is not None:
             lines.append(f"{setting.key}: {format_value(getattr(holder, name))}")
     return lines
-
-
-def format_value(value: object) -> str:
-    """A setting's value as it would be written in YAML."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "[" + ", ".join(format_value(item) for item in value) + "]"
-    return str(value)

@@ -36,7 +36,7 @@ class Accepts:
 
     def describe(self) -> str:
         """In words, for an error message: `a whole number from 1 to 4096`."""
-        words = [f"`{_spell(value)}`" for value in self.literals]
+        words = [f"`{format_value(value)}`" for value in self.literals]
         words += [SCALAR_WORDS[kind] + self.describe_bounds(kind) for kind in self.scalars]
         if self.section:
             words.append("a section")
@@ -87,6 +87,18 @@ def list_names(section: type[Section]) -> dict[str, str]:
     for name, found in list_settings(section).items():
         names.update(dict.fromkeys(found.aliases, name))
     return names
+
+
+def descend(accepts: Accepts | None, part: str) -> Accepts | None:
+    """What may stand one name or one number below; None where the schema does not say."""
+    if accepts is None:
+        return None
+    if accepts.section:
+        found = list_settings(accepts.section).get(list_names(accepts.section).get(part, ""))
+        return found.accepts if found else None
+    if accepts.item is not None and accepts.value is None:
+        return inspect_annotation(accepts.item)
+    return inspect_annotation(accepts.value) if accepts.value is not None else None
 
 
 def walk_settings(section: type[Section] = Recipe, prefix: str = "") -> Iterator[Setting]:
@@ -182,5 +194,12 @@ def _read_bounds(metadata: Any) -> dict[str, float]:
     return bounds
 
 
-def _spell(value: Any) -> str:
-    return "null" if value is None else str(value)
+def format_value(value: object) -> str:
+    """A setting's value as it would be written in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
+    return str(value)

@@ -1,4 +1,4 @@
-"""YAML text -> nodes that know their place, overrides laid over them, and what a plain scalar says.
+"""YAML text -> nodes that know their place, and what a plain scalar says.
 
 Every way in which YAML can fail becomes a RecipeError here. No tag is ever constructed, so no text runs code.
 """
@@ -11,10 +11,9 @@ from typing import Any
 import yaml
 
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
-from ulysses_cli.plan.recipe import Section
-from ulysses_cli.plan.schema import inspect_annotation, list_names, list_settings
 
 COMMAND_LINE = "command line"
+TEXT_TAG, MAP_TAG, SEQ_TAG = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "map", "seq"))
 NUMBER = re.compile(r"(?P<number>[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?)(?P<suffix>[KMGT]i?)?", re.ASCII)
 SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 MAX_NUMBER_DIGITS = 40
@@ -51,40 +50,6 @@ def compose(text: str, file: str) -> yaml.Node | None:
     raise RecipeError([Problem("", f"not valid YAML: {reason}", hint, where)])
 
 
-def apply_override(tree: yaml.MappingNode, override: str, section: type[Section]) -> None:
-    """Lay one `a.b.c=value` over the tree, over any alias of the same setting, making sections that are not there."""
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    here = Where(COMMAND_LINE)
-    if not equals or not all(parts):
-        hint = "write section.key=value, as in train.max_steps=10"
-        raise RecipeError([Problem("", f"{override!r} is not an override", hint, here)])
-    try:
-        value = compose(text, COMMAND_LINE) or yaml.ScalarNode("tag:yaml.org,2002:null", "")
-    except RecipeError as error:
-        reason = error.problems[0].message
-        raise RecipeError([Problem(key, reason, "quote what YAML reads as its own", here)]) from None
-    node: yaml.Node = tree
-    known: type[Section] | None = section
-    for depth, part in enumerate(parts):
-        index = _find(node, part, known)
-        if index is None and not isinstance(node, yaml.MappingNode):
-            reached = ".".join(parts[:depth])
-            raise RecipeError([Problem(key, f"{reached} has no element `{part}`", "", here)])
-        if depth == len(parts) - 1:
-            _put(node, index, part, value, is_new=True)
-            return
-        child = _get(node, index)
-        if child is None or (isinstance(child, yaml.ScalarNode) and parse_plain(child) is None):
-            child = yaml.MappingNode("tag:yaml.org,2002:map", [])
-            _put(node, index, part, child, is_new=True)
-        elif isinstance(child, yaml.CollectionNode):
-            # An anchor may stand in several places; only this one is meant.
-            child = type(child)(child.tag, list(child.value), child.start_mark, child.end_mark)
-            _put(node, index, part, child, is_new=False)
-        node, known = child, _find_section(known, part)
-
-
 def read_place(node: yaml.Node, file: str) -> Where:
     mark = node.start_mark
     if mark is None or mark.name == COMMAND_LINE:
@@ -111,55 +76,3 @@ def parse_number(text: str) -> int | float | str:
         return int(number) * SUFFIXES.get(suffix, 1)
     scaled = float(number) * SUFFIXES.get(suffix, 1)
     return int(scaled) if suffix and abs(scaled) < 2**62 and scaled.is_integer() else scaled
-
-
-def _find(node: yaml.Node, part: str, section: type[Section] | None) -> int | None:
-    """Where a node holds the setting called `part`, whichever of its names was written."""
-    if isinstance(node, yaml.MappingNode):
-        names = list_names(section) if section else {}
-        own = names.get(part, part)
-        written = [key.value if isinstance(key, yaml.ScalarNode) else "" for key, _ in node.value]
-        return next((index for index, name in enumerate(written) if names.get(name, name) == own), None)
-    if isinstance(node, yaml.SequenceNode) and part.isascii() and part.isdigit() and int(part) < len(node.value):
-        return int(part)
-    return None
-
-
-def _find_section(section: type[Section] | None, part: str) -> type[Section] | None:
-    if section is None or part.isdigit():
-        return section
-    setting = list_settings(section).get(list_names(section).get(part, ""))
-    if setting is None:
-        return None
-    item = setting.accepts.item
-    return setting.accepts.section or (inspect_annotation(item).section if item is not None else None)
-
-
-def _get(node: yaml.Node, index: int | None) -> yaml.Node | None:
-    if index is None:
-        return None
-    held: yaml.Node = node.value[index][1] if isinstance(node, yaml.MappingNode) else node.value[index]
-    return held
-
-
-def _put(node: yaml.Node, index: int | None, name: str, value: yaml.Node, *, is_new: bool) -> None:
-    if is_new:
-        _mark_as_override(value)
-    if isinstance(node, yaml.SequenceNode):
-        node.value[index] = value
-        return
-    key = yaml.ScalarNode("tag:yaml.org,2002:str", name)
-    _mark_as_override(key)
-    if index is None:
-        node.value.append((key, value))
-    else:
-        node.value[index] = (key if is_new else node.value[index][0], value)
-
-
-def _mark_as_override(node: yaml.Node) -> None:
-    if node.start_mark is not None and node.start_mark.name == COMMAND_LINE:
-        return  # an anchor that holds itself
-    node.start_mark = node.end_mark = yaml.Mark(COMMAND_LINE, 0, 0, 0, None, 0)
-    for child in node.value if isinstance(node, yaml.CollectionNode) else ():
-        for part in child if isinstance(child, tuple) else (child,):
-            _mark_as_override(part)
