@@ -168,6 +168,17 @@ def test_processes_against_gpus(world: int, gpus: int, verdict: str) -> None:
     assert [found.verdict for found in machine._judge_count(world, gpus)] == [verdict]
 
 
+def test_all_ranks_of_a_recipe_are_counted() -> None:
+    ranks = {("parallel.sp_size=2", "parallel.dp_shard_size=4"): 8, ("parallel.sp_size=2",): 2}
+    for sizes, wanted in ranks.items():
+        assert machine.count_ranks_here(make_patient(*sizes)) == wanted
+    eight = ("parallel.sp_size=2", "parallel.dp_shard_size=4", "run.device=auto")
+    assert machine.count_ranks_here(replace(make_patient(*eight), num_gpus=4)) == 4
+    assert machine.count_ranks_here(replace(make_patient(), recipe=None, num_gpus=0)) == 1
+    (cores,) = [each for each in machine.check_limits(make_patient("parallel.sp_size=2")) if each.name == "cores"]
+    assert " for the 2 ranks of this machine" in cores.text
+
+
 def test_pairs_of_versions() -> None:
     entries = yaml.safe_load(software.BAD_VERSIONS.read_text())
     assert not [entry for entry in entries if software.clashes(entry, {"torch": "2.13.0+cpu", "numpy": "2.4"}.get)]

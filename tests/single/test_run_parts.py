@@ -19,15 +19,25 @@ from transformers import get_scheduler
 
 from ulysses_cli.plan.recipe import Train
 from ulysses_cli.plan.weight_files import find_weight_problem
+from ulysses_cli.report.run_files import load_run
+from ulysses_cli.report.run_page import make_run_page
+from ulysses_cli.report.run_summary import summarize_run
 from ulysses_cli.train.agreement import DisagreementError, compare_machines
 from ulysses_cli.train.build import make_schedule
 from ulysses_cli.train.cores import bind_to_device, find_near_cores, find_siblings, read_list, take_share
 from ulysses_cli.train.evaluation import list_bounds, summarize
+from ulysses_cli.train.kernel_choice import Choice
 from ulysses_cli.train.last_words import keep_room, write_last_words
 from ulysses_cli.train.record import LineFile, MissingTrackerError, Record, cut_lines, make_trackers
 from ulysses_cli.train.run_file import make_card
 from ulysses_cli.train.stop import StopWishes
 from ulysses_cli.train.tensor_file import read_metadata, write_tensors
+
+
+def test_the_report_reads_what_a_run_writes_of_its_kernel(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"attention": vars(Choice("sdpa", "the fastest"))}))
+    run = load_run(tmp_path)
+    assert "<td>attention kernel</td><td>sdpa</td><td>the fastest</td>" in make_run_page(run, summarize_run(run))
 
 
 def test_time_and_money_are_wishes_to_stop() -> None:

@@ -26,7 +26,7 @@ FACTS: dict[str, Any] = {
         "tiled_mlp": {"value": True, "reason": "the MLP's activations would take 38 GiB"},
         "offload_optimizer": {"value": "none", "reason": "it fits without"},
     },
-    "attention": {"kernel": "flash_attention_3", "reason": "the fastest that proved exact here"},
+    "attention": {"name": "flash_attention_3", "reason": "the fastest that proved exact here"},
     "prediction": {"peak_memory_bytes": 96 * 2**30, "step_seconds": 20.5},
     "price_per_gpu_hour": 2.5,
     "started": "2026-03-01T09:30:00+00:00",

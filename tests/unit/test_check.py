@@ -275,12 +275,11 @@ def test_check_model_source() -> None:
 
 def test_check_deepspeed_section() -> None:
     assert only("deepspeed.zero_optimization.stage=2") == (
-        "command line: deepspeed.zero_optimization.stage: is 2, but parallel.zero_stage says 3"
+        "command line: deepspeed.zero_optimization.stage: is 2, but parallel.zero_stage is 3"
         "\n\nhint: change parallel.zero_stage and leave zero_optimization.stage out"
     )
     assert only("deepspeed.zero_optimization.offload_param.device=cpu") == (
-        'command line: deepspeed.zero_optimization.offload_param.device: is "cpu", but memory.offload_param does not '
-        "set it"
+        'command line: deepspeed.zero_optimization.offload_param.device: is "cpu", but memory.offload_param is auto'
         "\n\nhint: change memory.offload_param and leave zero_optimization.offload_param.device out"
     )
     assert only("deepspeed.optimizer.type=Adam") == (

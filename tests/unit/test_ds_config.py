@@ -55,9 +55,27 @@ def test_copies_and_offload() -> None:
 
 def test_a_users_keys_are_laid_over_and_the_recipes_stay() -> None:
     made = make()
-    user = {"zero_optimization": {"reduce_bucket_size": 7}, "wall_clock_breakdown": True}
-    assert list(find_contradictions(made, user)) == []
+    given = ("deepspeed.zero_optimization.reduce_bucket_size=7", "deepspeed.wall_clock_breakdown=true")
+    recipe = load(*given).recipe
+    assert list(find_contradictions(recipe, made)) == []
+    user = recipe.deepspeed
     merged = merge_user_config(made, user)
     assert merged["zero_optimization"] == {**made["zero_optimization"], "reduce_bucket_size": 7}
     assert merged["wall_clock_breakdown"] is True
     assert "wall_clock_breakdown" not in made
+
+
+def test_a_contradiction_is_told_in_the_recipes_own_words() -> None:
+    recipe = load("deepspeed.bf16.enabled=false", "deepspeed.zero_optimization.offload_param.device=cpu").recipe
+    assert list(find_contradictions(recipe, make_ds_config(recipe, make_layout(recipe)))) == [
+        (
+            "bf16.enabled",
+            "is false, but model.dtype is bfloat16",
+            "change model.dtype and leave bf16.enabled out",
+        ),
+        (
+            "zero_optimization.offload_param.device",
+            'is "cpu", but memory.offload_param is auto',
+            "change memory.offload_param and leave zero_optimization.offload_param.device out",
+        ),
+    ]

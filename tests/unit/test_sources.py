@@ -269,6 +269,9 @@ BAD_LINES = [
     (b'{"text": "a"', "malformed JSON: Expecting ',' delimiter at character 13 of the line"),
     (b"[1]", "a JSON value that is not an object; each line holds one row"),
     (b'{"text": "\xff"}', "not valid UTF-8 at byte 11 of the line"),
+    (b'{"text": "a\x01"}', "malformed JSON: Invalid control character at character 12 of the line"),
+    (b'{"text": "a', "malformed JSON: Unterminated string starting at character 10 of the line"),
+    (b'{"text": "a\\q"}', "malformed JSON: Invalid \\escape at character 12 of the line"),
     (b"[" * 100_000, "malformed JSON: "),
 ]
 

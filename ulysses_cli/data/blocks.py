@@ -69,7 +69,9 @@ def parse_line(line: bytes) -> dict[str, Any] | BadRow:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        return BadRow(f"malformed JSON: {error.msg} at character {error.pos + 1:,} of the line")
+        return BadRow(
+            f"malformed JSON: {error.msg.removesuffix(' at').rstrip(': ')} at character {error.pos + 1:,} of the line"
+        )
     except (ValueError, RecursionError) as error:
         return BadRow(f"malformed JSON: {error}")
     return row if isinstance(row, dict) else BadRow("a JSON value that is not an object; each line holds one row")

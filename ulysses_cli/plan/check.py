@@ -272,7 +272,7 @@ def check_deepspeed_section(case: Case) -> Found:
     offload = case.recipe.memory.offload_optimizer
     settled = ("none" if each == "auto" else each for each in (offload, case.recipe.memory.offload_param))
     made = make_ds_config(case.recipe, make_layout(case.recipe), *settled)
-    for key, message, hint in find_contradictions(made, case.recipe.deepspeed):
+    for key, message, hint in find_contradictions(case.recipe, made):
         yield Problem(f"deepspeed.{key}", message, hint)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.schema import format_value
 
 # DeepSpeed's key -> the recipe's key that decides it.
 OWNERS = {
@@ -147,9 +148,10 @@ def merge_user_config(made: Mapping[str, Any], user: Mapping[str, Any]) -> dict[
     return merged
 
 
-def find_contradictions(made: Mapping[str, Any], user: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(DeepSpeed key, what is wrong, what to do) for each user key that the recipe decides, or nobody knows."""
-    for key, value in _flatten(user):
+def find_contradictions(recipe: Recipe, made: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(DeepSpeed key, what is wrong, what to do) for each key of the recipe's own section that other settings decide,
+    or nobody knows. `made` is what those settings make."""
+    for key, value in _flatten(recipe.deepspeed):
         said = json.dumps(value, default=str)
         top, ours, owner = key.partition(".")[0], _get(made, key), OWNERS.get(key)
         if top in REFUSED:
@@ -164,8 +166,9 @@ def find_contradictions(made: Mapping[str, Any], user: Mapping[str, Any]) -> Ite
         elif value == "auto":
             yield key, "is auto, which DeepSpeed alone takes for its own default", f"leave {key} out"
         elif owner is not None and value != ours and not (ours is None and value in ("none", 1)):
-            theirs = "does not set it" if ours is None else f"says {json.dumps(ours)}"
-            yield key, f"is {said}, but {owner} {theirs}", f"change {owner} and leave {key} out"
+            section, name = owner.split(".")
+            theirs = format_value(getattr(getattr(recipe, section), name))
+            yield key, f"is {said}, but {owner} is {theirs}", f"change {owner} and leave {key} out"
 
 
 def _suggest(key: str) -> str:

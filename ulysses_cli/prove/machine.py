@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ulysses_cli.plan.draft import GPUS_PER_NODE
 from ulysses_cli.plan.estimate import compute_estimate
 from ulysses_cli.plan.ledger.host import PROCESS_BYTES
 from ulysses_cli.plan.model_shape import ModelShape
@@ -230,8 +231,16 @@ def check_limits(patient: Patient) -> Iterator[Finding]:
     is_few = files != resource.RLIM_INFINITY and files < LEAST_OPEN_FILES
     yield Finding("open files", "WARN" if is_few else "PASS", str(files), f"ulimit -n {LEAST_OPEN_FILES}")
     cores = len(os.sched_getaffinity(0))
-    ranks = min(make_layout(patient.recipe).world_size if patient.recipe else 1, max(1, patient.num_gpus))
-    text = f"{cores} for the {ranks} rank{'s' if ranks > 1 else ''} of this machine"
-    yield Finding(
-        "cores", "PASS" if cores >= 2 * ranks else "WARN", text, "more cores: ranks launch kernels and read data"
-    )
+    ranks = count_ranks_here(patient)
+    text = f"{cores} for the {format_count(ranks, 'rank')} of this machine"
+    wanted = 2 * ranks if patient.device == "cuda" else ranks
+    enough: Verdict = "PASS" if cores >= wanted else "WARN"
+    yield Finding("cores", enough, text, "more cores: ranks launch kernels and read data")
+
+
+def count_ranks_here(patient: Patient) -> int:
+    """Of the recipe, on this machine: on a CPU all of them, else one for each GPU, or as many as a node would have."""
+    if patient.recipe is None:
+        return max(1, patient.num_gpus)
+    world_size = make_layout(patient.recipe).world_size
+    return min(world_size, patient.num_gpus or GPUS_PER_NODE) if patient.wants_gpu else world_size

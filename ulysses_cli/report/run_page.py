@@ -206,7 +206,7 @@ def _show_choices(run: Run) -> list[Block]:
     ]
     attention = run.get_part("attention")
     if attention:
-        rows.insert(0, ("attention kernel", _write_value(attention.get("kernel")), str(attention.get("reason") or "")))
+        rows.insert(0, ("attention kernel", _write_value(attention.get("name")), str(attention.get("reason") or "")))
     return [Table(("choice", "value", "reason"), rows)] if rows else []
 
 
