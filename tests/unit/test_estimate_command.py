@@ -104,10 +104,10 @@ def test_it_answers_in_half_a_second() -> None:
             "does not divide",
         ),
         (("estimate-memory", "--model", "LiquidAI/LFM2-1.2B", "--max-length", "8Ki"), "no memory formula"),
-        (("estimate-memory", RECIPE, "--num-processes", "6"), "there are 6 processes"),
+        (("estimate-memory", RECIPE, "--num-processes", "6"), "the run has 6 processes"),
         (("estimate-memory", RECIPE, "--num-processes", "0"), "Invalid value"),
         (("estimate-memory", "nowhere.yaml"), "cannot be read"),
-        (("estimate-memory", "--model", "", "--max-length", "8Ki"), "'' is not text"),
+        (("estimate-memory", "--model", "", "--max-length", "8Ki"), "--model: is an empty text"),
         (("plan", "--model", "Qwen/Qwen3-8B"), "--max-length: required"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--tokens", "4Ki"), "less than one row"),
         (("plan", "--model", "microsoft/Phi-3-mini-128k-instruct", "--max-length", "256Ki"), "longer than the 131072"),
@@ -189,7 +189,8 @@ def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
         assert words in done.stdout
     assert "<svg" in page.read_text()
     assert "wrote " in done.stderr
-    sweep = json.loads(run("estimate-memory", RECIPE, "--sweep", "--format", "json").stdout)["sweeps"][0]
+    words = ("memory.tiled_loss=true", "memory.tiled_mlp=true", "--sweep", "--format", "json")
+    sweep = json.loads(run("estimate-memory", RECIPE, *words).stdout)["sweeps"][0]
     for peaks in sweep["gpu_peak_bytes"].values():
         known = [peak for peak in peaks if peak is not None]
         assert len(peaks) == len(sweep["lengths"])

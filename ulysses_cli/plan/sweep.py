@@ -1,7 +1,11 @@
-"""Memory against length: one curve for each way to split the same GPUs, with the levers as settled, and with all."""
+"""Memory against length: one curve for each way to split the same GPUs, with the levers as settled, and with all.
+
+Levers that a recipe leaves open come on along a curve where kernels could not index a row without them, as in a run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ulysses_cli.plan.fit import is_indexable
@@ -13,11 +17,12 @@ from ulysses_cli.plan.search import list_sp_sizes
 
 SHORTEST, NUM_LENGTHS = 4096, 14
 MAX_CURVES = 4
+TILES = ("tiled_loss", "tiled_mlp")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Peak bytes of a rank at each length; None where a kernel could not index it, or the row does not divide."""
+    """Peak bytes of a rank at each length; None where a kernel could not index it."""
 
     name: str
     peaks: tuple[int | None, ...]
@@ -25,30 +30,51 @@ class Curve:
 
 @dataclass(frozen=True)
 class Sweep:
+    """`closed`: tiles that the recipe forbids, and without which longer rows cannot be indexed."""
+
     lengths: tuple[int, ...]
     curves: tuple[Curve, ...]
+    closed: tuple[str, ...] = ()
 
 
-def compute_sweep(job: Job) -> Sweep:
+def compute_sweep(job: Job, open_names: Collection[str] = ()) -> Sweep:
     lengths = tuple(SHORTEST << power for power in range(NUM_LENGTHS))
     world = job.layout.replica_size
     sizes = [n for n in list_sp_sizes(job.shape, world, None) if job.row_tokens % n == 0]
     sizes = sorted({*sizes[-MAX_CURVES:], job.layout.sp_size})
-    curves = []
+    curves, closed = [], list[str]()
     for sp_size in sizes:
         layout = Layout(job.layout.dp_replicate_size, world // sp_size, sp_size)
         heads = job.shape.num_heads // sp_size
         levers = job.levers if heads % job.levers.head_chunks == 0 else replace(job.levers, head_chunks=1)
         split = replace(job, layout=layout, levers=levers)
-        curves.append(Curve(f"sp {sp_size} x dp {layout.dp_size}", _list_peaks(split, lengths)))
+        curves.append(Curve(f"sp {sp_size} x dp {layout.dp_size}", _list_peaks(split, lengths, open_names)))
+        closed += _list_closed(split, curves[-1], lengths, open_names)
     widest = replace(job, layout=Layout(job.layout.dp_replicate_size, world // sizes[-1], sizes[-1]))
     best = min(list_smallest(widest), key=lambda each: compute_ledger(replace(widest, levers=each)).gpu_peak_bytes)
-    curves.append(Curve(f"sp {sizes[-1]}, every lever", _list_peaks(replace(widest, levers=best), lengths)))
+    curves.append(Curve(f"sp {sizes[-1]}, every lever", _list_peaks(replace(widest, levers=best), lengths, ())))
     known = [index for index in range(len(lengths)) if any(curve.peaks[index] is not None for curve in curves)]
     shown = slice(0, max(known, default=0) + 1)
-    return Sweep(lengths[shown], tuple(Curve(curve.name, curve.peaks[shown]) for curve in curves))
+    curves = [Curve(curve.name, curve.peaks[shown]) for curve in curves]
+    return Sweep(lengths[shown], tuple(curves), tuple(dict.fromkeys(closed)))
 
 
-def _list_peaks(job: Job, lengths: tuple[int, ...]) -> tuple[int | None, ...]:
-    tried = [replace(job, row_tokens=length) for length in lengths]
+def _list_peaks(job: Job, lengths: tuple[int, ...], open_names: Collection[str]) -> tuple[int | None, ...]:
+    tried = [_open_tiles(replace(job, row_tokens=length), open_names) for length in lengths]
     return tuple(compute_ledger(each).gpu_peak_bytes if is_indexable(each) else None for each in tried)
+
+
+def _open_tiles(job: Job, open_names: Collection[str]) -> Job:
+    """With the tiles that it takes to index a row, of those that the recipe leaves open."""
+    for name in (name for name in TILES if name in open_names):
+        job = job if is_indexable(job) else replace(job, levers=replace(job.levers, **{name: True}))
+    return job
+
+
+def _list_closed(job: Job, curve: Curve, lengths: tuple[int, ...], open_names: Collection[str]) -> list[str]:
+    """What would have to be open for the first length that the curve lacks."""
+    missing = next((length for length, peak in zip(lengths, curve.peaks, strict=True) if peak is None), None)
+    opened = replace(job, row_tokens=missing or lengths[0])
+    opened = _open_tiles(opened, TILES)
+    needed = [name for name in TILES if getattr(opened.levers, name) and not getattr(job.levers, name)]
+    return [name for name in needed if name not in open_names] if missing and is_indexable(opened) else []

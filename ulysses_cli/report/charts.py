@@ -266,9 +266,10 @@ def _draw_band_labels(labels: Sequence[str], left: float, band: float) -> list[s
 def _label_end(series: Series, track: _Track, unit: str, is_alone: bool) -> str:
     if not track.runs:
         return ""
+    """A name with its last value; the name alone where there is no room for both."""
     value = format_quantity(track.runs[-1][-1][1], unit)
-    name = drawing.shorten(series.name, drawing.MAX_LABEL_WIDTH - estimate_width(f" {value}"))
-    return value if is_alone else f"{name} {value}"
+    whole = value if is_alone else f"{series.name} {value}"
+    return whole if estimate_width(whole) <= drawing.MAX_LABEL_WIDTH else series.name
 
 
 def _tell_series(series: Series, track: _Track, unit: str) -> str:

@@ -12,6 +12,7 @@ from ulysses_cli.report.page import Chart, Note, Section, Table, make_page
 from ulysses_cli.report.printing import format_table
 
 GIB = 1 << 30
+LEVERS = "with the levers of the estimate; tiles that are left open come on where a row cannot be indexed without"
 
 
 def describe_sweep(found: Estimate, sweep: Sweep) -> dict[str, Any]:
@@ -36,7 +37,18 @@ def format_sweep(found: Estimate, sweep: Sweep) -> str:
     ]
     head = f"{found.job.shape.name} on {found.job.world_size} x {found.gpu.key}: GiB per GPU, of {room / GIB:.1f}"
     table = format_table(("tokens per row", *(curve.name for curve in sweep.curves)), rows)
-    return f"{head}\n\n{table}\n\nx: does not fit; -: past what kernels can index"
+    return f"{head}\n\n{table}\n{_explain_marks(found, sweep)}"
+
+
+def _explain_marks(found: Estimate, sweep: Sweep) -> str:
+    peaks = [peak for curve in sweep.curves for peak in curve.peaks]
+    lines = (
+        ["x: does not fit"] if any(peak is not None and peak > found.fit.gpu_capacity_bytes for peak in peaks) else []
+    )
+    if None in peaks:
+        why = "".join(f" while memory.{name} is false" for name in sweep.closed[:1])
+        lines.append(f"-: a tensor of a rank would pass 2^31 elements, which kernels cannot index{why}")
+    return "\n" + "\n".join(lines)
 
 
 def make_sweep_page(found: Sequence[tuple[Estimate, Sweep]]) -> str:
@@ -50,17 +62,18 @@ def make_sweep_page(found: Sequence[tuple[Estimate, Sweep]]) -> str:
         ]
         marks = [Mark(room, f"{each.gpu.key}")]
         title = f"{each.job.shape.name} on {each.job.world_size} x {each.gpu.name}"
-        svg = draw_lines(title, series, "tokens per row (tokens)", "memory per GPU (bytes)", x_log=True, marks=marks)
+        own = f"{each.job.world_size} x {each.gpu.name}"
+        svg = draw_lines(own, series, "tokens per row (tokens)", "memory per GPU (bytes)", x_log=True, marks=marks)
         rows = [
             (f"{length:,}", *("-" if (p := c.peaks[i]) is None else f"{p / GIB:,.1f}" for c in sweep.curves))
             for i, length in enumerate(sweep.lengths)
         ]
         table = Table(("tokens per row", *(curve.name for curve in sweep.curves)), rows, "GiB per GPU")
-        note = "Predicted by formula, with the levers of the estimate; the last curve has every lever."
+        note = f"Predicted by formula, {LEVERS}; the last curve has every lever."
         sections.append(Section(title, [Chart(svg, note, table)]))
     sections.append(Section("What this is", [Note("Predictions before a run; a rehearsal on the machine measures.")]))
     return make_page("Memory against length", sections)
 
 
 def compute_sweeps(results: Sequence[Estimate]) -> list[tuple[Estimate, Sweep]]:
-    return [(each, compute_sweep(each.job)) for each in results]
+    return [(each, compute_sweep(each.job, each.choice.reasons)) for each in results]

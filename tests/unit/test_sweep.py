@@ -1,0 +1,42 @@
+"""Memory against length: what the table and the picture say where a row cannot be indexed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.hub import find_model_shape
+from ulysses_cli.plan.estimate import Estimate, compute_estimate
+from ulysses_cli.plan.load import load_recipe
+from ulysses_cli.plan.sweep import Sweep
+from ulysses_cli.report.sweep import compute_sweeps, format_sweep, make_sweep_page
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def sweep(name: str, *overrides: str, gpu: str = "h100-80gb") -> list[tuple[Estimate, Sweep]]:
+    recipe = load_recipe(RECIPES / f"{name}.yaml", overrides).recipe
+    return compute_sweeps([compute_estimate(recipe, find_model_shape(recipe).shape, load_hardware().get_gpu(gpu))])
+
+
+def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() -> None:
+    levers = ("data.max_length=8Ki", "model.rope_scaling=null", "memory.tiled_loss")
+    found = {value: sweep("qwen3-8b-64k-sp4-dp2", *levers[:2], f"{levers[2]}={value}") for value in ("auto", "false")}
+    at = found["auto"][0][1].lengths.index(32_768)
+    alone = {value: each[0][1].curves[0] for value, each in found.items()}
+    assert alone["auto"].name == alone["false"].name == "sp 1 x dp 8"
+    assert alone["auto"].peaks[at] is not None
+    assert alone["false"].peaks[at] is None
+    said = {value: format_sweep(*each[0]) for value, each in found.items()}
+    assert "kernels cannot index while memory.tiled_loss is false" in said["false"]
+    assert "tiled_loss" not in said["auto"]
+    assert "-: a tensor of a rank would pass 2^31 elements, which kernels cannot index" in said["auto"]
+
+
+@pytest.mark.parametrize("name", ["llama-3.3-70b-128k-4x8gpu", "qwen3-32b-128k-4x8gpu", "tiny-cpu"])
+def test_no_title_and_no_legend_of_the_picture_is_cut(name: str) -> None:
+    page = make_sweep_page(sweep(name, gpu="a100-40gb"))
+    texts = re.findall("<text[^>]*>([^<]*)</text>", page)
+    assert [text for text in texts if "\u2026" in text] == []
+    assert any(text.endswith("every lever") for text in texts)
