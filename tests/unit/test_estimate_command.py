@@ -114,7 +114,7 @@ def test_it_answers_in_half_a_second() -> None:
         (("plan", "--model", "deepseek-ai/DeepSeek-V3", "--max-length", "8Ki"), "quantized by fp8"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--gpus", "h100:none"), "is not a number of GPUs"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--gpus", "h100:0"), "is not a number of GPUs"),
-        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--gpus", ""), "no GPU is called"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--gpus", ""), "--gpus: names no GPU"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--deadline", "soon"), "soon is not a time"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--budget", "-1"), "Invalid value"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--longest"), "leave one of them out"),

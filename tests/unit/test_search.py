@@ -1,12 +1,14 @@
 """The planner: what it offers fits and is the best, and walls are named with their distance."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
 from test_memory import LLAMA, SHAPES, get_shape
 
 from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.plan.candidates import Offer, Wish
 from ulysses_cli.plan.draft import write_draft
 from ulysses_cli.plan.fit import fits, judge
 from ulysses_cli.plan.ledger.job import make_job
@@ -14,7 +16,8 @@ from ulysses_cli.plan.lever_choice import read_levers
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.load import parse_recipe
 from ulysses_cli.plan.memory import compute_ledger
-from ulysses_cli.plan.search import MIN_STEPS, Offer, Wish, draft_candidate, search, search_longest
+from ulysses_cli.plan.search import MIN_STEPS, draft_candidate, search, search_longest
+from ulysses_cli.report.planner import format_prices
 
 TABLE = load_hardware()
 
@@ -38,6 +41,30 @@ def test_what_is_offered_fits_and_is_legal() -> None:
         assert each.job.world_size <= {"h100-80gb": 16, "h200": 8, "a100-80gb": 8}[each.gpu.key]
         assert each.seconds == pytest.approx(WISH.num_tokens / each.speed.tokens_per_second)
         assert layout.dp_size == 1 or WISH.num_tokens / each.speed.tokens_per_step >= MIN_STEPS
+
+
+def test_a_kind_that_is_left_out_is_told_with_its_reason() -> None:
+    wish = replace(WISH, max_length=2**16, budget_usd=40.0)
+    found = search(wish, offer("h100-80gb:8", "l40s:1", "rtx-6000-ada:8", "a100-80gb:8"), limit=1)
+    reasons = {
+        "l40s": r"does not fit: 1 of them need [\d.]+ GiB of host memory, of 90\.0",
+        "rtx-6000-ada": "no price is known to hold against --budget",
+        "a100-80gb": "fits, behind the others",
+    }
+    assert found.left_out.keys() == reasons.keys()
+    for key, reason in reasons.items():
+        assert re.match(reason, found.left_out[key])
+    dear = search(replace(wish, budget_usd=found.by_cost[0].usd_middle * 1.01), offer("h100-80gb:8", "a100-80gb:8"))
+    assert dear.left_out["a100-80gb"].startswith("the cheapest that fits costs about USD ")
+
+
+def test_prices_are_named_with_their_source() -> None:
+    h100, bare = TABLE.get_gpu("H100 80GB"), TABLE.get_gpu("rtx6000ada")
+    assert format_prices([h100, h100, bare]).splitlines() == [
+        f"price: h100-80gb: USD {h100.usd_low:.2f} to {h100.usd_high:.2f} per GPU and hour, "
+        f"{h100.usd_middle:.2f} in the middle ({h100.price_source}, {h100.price_date})",
+        "price: rtx-6000-ada: not known; add usd_per_hour to ~/.config/ulysses/hardware.yaml",
+    ]
 
 
 @pytest.mark.parametrize("length", [4096, 16_385, 50_001, 100_000, 2**17])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +14,9 @@ from ulysses_cli.commands.estimate_memory import find_shape, read_length
 from ulysses_cli.commands.options import DONE, USAGE, Format, FormatOption, or_exit
 
 if TYPE_CHECKING:
+    from ulysses_cli.plan.candidates import Candidate, Found, Offer, Wish
     from ulysses_cli.plan.hardware import Hardware
     from ulysses_cli.plan.model_shape import ModelShape
-    from ulysses_cli.plan.search import Candidate, Found, Offer, Wish
 
 DEFAULT_TOKENS = 10**9
 MAX_MACHINES = 64
@@ -82,7 +83,9 @@ def plan(
                     printing.print_talk(f"{offer.max_gpus} x {offer.gpu.key}: no row fits, whatever the levers")
         raise typer.Exit(DONE if found else USAGE)
     said += [*search.list_limits(wish, offers), *describe_calibration()]
-    result = or_exit(lambda: search.search(wish, offers))
+    said += [f"a budget of USD {budget:,.2f} is held against middle prices"] if budget is not None else []
+    result = or_exit(lambda: search.search(wish, offers, max(search.SHOWN, len(offers) if gpus else 0)))
+    result = result if gpus else replace(result, left_out={})  # of kinds that nobody asked for
     if output is Format.json:
         printing.print_json(planner.describe_found(result, said))
     elif result.by_cost:
@@ -91,6 +94,8 @@ def plan(
         printing.print_data(planner.format_found(result, title, said))
     if not result.by_cost:
         _explain_walls(result)
+        if budget is not None:
+            printing.print_talk(planner.format_prices([offer.gpu for offer in offers]))
         raise typer.Exit(USAGE)
     if write is not None:
         best = result.by_cost[0] if by is Order.cost else result.by_time[0]
@@ -108,9 +113,9 @@ def _read_wish(
     longest: bool,
     online: bool,
 ) -> tuple[Wish, list[str]]:
+    from ulysses_cli.plan.candidates import Wish
     from ulysses_cli.plan.draft import find_obstacle, needs_stretch
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.search import Wish
 
     if longest and max_length is not None:
         raise RecipeError(
@@ -170,15 +175,15 @@ def _read_time(text: str) -> float:
 
 def _read_offers(text: str | None, table: Hardware) -> list[Offer]:
     """`h100-80gb:8,h200` -> offers; without a number, up to 64 machines."""
+    from ulysses_cli.plan.candidates import Offer
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.search import Offer
 
     if text is None:
         return [Offer(gpu, MAX_MACHINES * gpu.gpus_per_node) for gpu in table.gpus.values()]
     offers: list[Offer] = []
     for part in text.split(","):
         name, colon, count = part.strip().partition(":")
-        gpu = table.get_gpu(name)
+        gpu = table.get_gpu(name, "--gpus")
         if colon and not (count.isascii() and count.isdigit() and 1 <= int(count) <= MAX_GPUS):
             hint = f"write KIND:MOST, such as {gpu.key}:8"
             raise RecipeError([Problem("--gpus", f"{count or 'nothing'} is not a number of GPUs", hint)])

@@ -68,14 +68,18 @@ class Hardware:
     gpus: dict[str, Gpu]
     aliases: dict[str, str]
 
-    def get_gpu(self, name: str) -> Gpu:
+    def get_gpu(self, name: str, option: str = KEY) -> Gpu:
+        """By its key or an alias, however hyphens and capitals are set. `option` is where the name was written."""
         key = name.strip().lower().replace("_", "-").replace(" ", "-")
-        key = self.aliases.get(key, key)
-        if key in self.gpus:
-            return self.gpus[key]
+        bare = {each.replace("-", ""): each for each in (*self.aliases, *self.gpus)}.get(key.replace("-", ""), key)
+        bare = self.aliases.get(bare, bare)
+        if bare in self.gpus:
+            return self.gpus[bare]
         close = difflib.get_close_matches(key, [*self.gpus, *self.aliases], n=1)
         near = f"did you mean {close[0]}? " if close else ""
-        raise RecipeError([Problem(KEY, f"no GPU is called {name}", f"{near}known: {', '.join(self.gpus)}")])
+        raise RecipeError(
+            [Problem(option, f"no GPU is called {name or 'nothing'}", f"{near}known: {', '.join(self.gpus)}")]
+        )
 
     def recognise(self, device_name: str, memory_bytes: int, host_bytes: int) -> tuple[Gpu, bool]:
         """The entry for what a driver calls its device, with the memory that is really there, and whether the name is

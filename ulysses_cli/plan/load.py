@@ -144,7 +144,7 @@ class _Reader:
             return (
                 self.read_section(node, accepts.section, key) if accepts.section else self.read_free(node, accepts, key)
             )
-        if node.style is None:
+        if isinstance(node, yaml.ScalarNode) and node.style is None:
             self.typed[key] = node.value
         value = _resolve(node, accepts, setting)
         if stands_alone and not item.section and value is not None and value not in accepts.literals:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ulysses_cli.plan.candidates import Candidate, Found, Offer, Wish, round_cost
 from ulysses_cli.plan.draft import Draft, find_obstacle, needs_stretch, write_draft
 from ulysses_cli.plan.fit import Fit, is_indexable, judge
 from ulysses_cli.plan.hardware import Gpu
@@ -27,95 +28,29 @@ from ulysses_cli.plan.memory import Ledger, compute_ledger
 from ulysses_cli.plan.model_shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.plan.speed import Speed, compute_cost, compute_speed
+from ulysses_cli.plan.speed import compute_speed
+from ulysses_cli.plan.walls import count_distance, explain_absence, find_excess, list_walls
 
 MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SHOWN = 5  # kinds of GPU, the best first
 MIN_STEPS = 100  # fewer optimizer steps than that are no training: it bounds the rows of a step
 OPEN_LEVERS = [name for name in COSTS if name != "gradient_checkpointing"]
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What is asked: rows of that length, so many tokens in all. Bounds of None are none."""
-
-    shape: ModelShape
-    max_length: int
-    num_tokens: int
-    is_lora: bool = False
-    budget_usd: float | None = None
-    deadline_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Offer:
-    """GPUs of one kind that could be had, at most."""
-
-    gpu: Gpu
-    max_gpus: int
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to do it."""
-
-    gpu: Gpu
-    job: Job
-    fit: Fit
-    speed: Speed
-    num_tokens: int
-
-    @property
-    def seconds(self) -> float:
-        return self.num_tokens / self.speed.tokens_per_second
-
-    @property
-    def usd(self) -> tuple[float, float] | None:
-        return compute_cost(self.seconds, self.job.world_size, self.gpu)
-
-    @property
-    def usd_middle(self) -> float:
-        price = self.gpu.usd_middle
-        return float("inf") if price is None else self.seconds / 3600 * self.job.world_size * price
-
-
-@dataclass(frozen=True)
-class Wall:
-    """What stands in the way, how far away the nearest candidate is, and what would help."""
-
-    kind: str  # gpu, host, heads, price, deadline
-    message: str
-    hint: str
-
-
-@dataclass(frozen=True)
-class Found:
-    """Candidates inside all bounds, best first by cost and by time, or the walls."""
-
-    by_cost: tuple[Candidate, ...]
-    by_time: tuple[Candidate, ...]
-    walls: tuple[Wall, ...]
-
-
-def search(wish: Wish, offers: Sequence[Offer], limit: int = 5) -> Found:
+def search(wish: Wish, offers: Sequence[Offer], limit: int = SHOWN) -> Found:
     check_known(wish.shape, "--model")
     layouts = _list_layouts(wish, offers)
     tried = [candidate for job, kinds in layouts for candidate in _try_levers(wish, job, kinds)]
     fitting = [each for each in tried if each.fit.verdict == "fits"]
-    inside = [each for each in fitting if not _find_excess(wish, each)]
+    inside = [each for each in fitting if not find_excess(wish, each)]
     if not inside:
-        return Found((), (), tuple(_list_walls(wish, offers, layouts, tried, fitting)))
+        return Found((), (), tuple(list_walls(wish, offers, layouts, tried, fitting)))
     by_cost = sorted(inside, key=lambda each: (round_cost(each.usd_middle), each.job.num_nodes, each.seconds))
     by_time = sorted(inside, key=lambda each: (each.seconds, each.usd_middle))
-    return Found(tuple(_list_distinct(by_cost, limit)), tuple(_list_distinct(by_time, limit)), ())
-
-
-def round_cost(usd: float) -> float:
-    """To two digits: less is no difference."""
-    return float(f"{usd:.2g}")
-
-
-def format_usd(usd: float) -> str:
-    return f"USD {round_cost(usd):,.0f}" if usd >= 10 else f"USD {usd:.2g}"
+    best, fastest = (tuple(_list_distinct(ranked, limit)) for ranked in (by_cost, by_time))
+    shown = {each.gpu.key for each in (*best, *fastest)}
+    absent = [offer.gpu for offer in offers if offer.gpu.key not in shown]
+    return Found(best, fastest, (), {gpu.key: explain_absence(wish, gpu, tried) for gpu in absent})
 
 
 def _list_distinct(ranked: Iterable[Candidate], limit: int) -> list[Candidate]:
@@ -209,97 +144,12 @@ def _try_levers(wish: Wish, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate
             chosen = next((each for each in found if each[1].verdict == "fits"), None)
         if chosen is None:
             misses = walk_fits(job, [*smallest, *measured], ask, is_open=False)
-            chosen = min(misses, key=lambda each: _count_distance(each[1]), default=None)
+            chosen = min(misses, key=lambda each: count_distance(each[1]), default=None)
             if chosen is not None and chosen[1].spare_bytes >= 0:  # the host is the wall: only what must goes there
                 chosen = offload_least(*chosen, ask)
         if chosen is not None:
             tried = replace(job, levers=chosen[0])
             yield Candidate(gpu, tried, chosen[1], compute_speed(tried, gpu), wish.num_tokens)
-
-
-def _count_distance(fit: Fit) -> tuple[bool, float]:
-    """From fitting: what would fit the GPU comes before what would not."""
-    if fit.wall == "host":
-        return False, fit.host_peak_bytes / fit.host_capacity_bytes
-    return True, fit.gpu_peak_bytes / fit.gpu_capacity_bytes
-
-
-def _find_excess(wish: Wish, each: Candidate) -> str:
-    """The bound that a fitting candidate breaks, or ''."""
-    if wish.deadline_seconds is not None and each.seconds > wish.deadline_seconds:
-        return "deadline"
-    if wish.budget_usd is not None and each.usd_middle > wish.budget_usd:
-        return "price"
-    return ""
-
-
-def _list_walls(
-    wish: Wish,
-    offers: Sequence[Offer],
-    layouts: Sequence[tuple[Job, list[Gpu]]],
-    tried: Sequence[Candidate],
-    fitting: Sequence[Candidate],
-) -> Iterator[Wall]:
-    gib = 1 << 30
-    if fitting:
-        if wish.deadline_seconds is not None:
-            fastest = min(fitting, key=lambda each: each.seconds)
-            hours, most = fastest.seconds / 3600, wish.deadline_seconds / 3600
-            message = (
-                f"the fastest that fits takes {hours:.3g} h, {hours / most:,.2g} times the deadline of {most:.3g} h"
-            )
-            if hours <= most:
-                message = f"what meets the deadline of {most:.3g} h costs more than the budget"
-            yield Wall("deadline", message, "offer more GPUs, allow more time, or train on fewer tokens")
-        if wish.budget_usd is not None:
-            cheapest = min(fitting, key=lambda each: each.usd_middle)
-            usd = cheapest.usd_middle
-            if usd == float("inf"):
-                yield Wall("price", "no price is known for any kind that fits", "add usd_per_hour to hardware.yaml")
-                return
-            message = (
-                f"the cheapest that fits costs about {format_usd(usd)}, {usd / wish.budget_usd:,.1f} times the budget"
-            )
-            if usd <= wish.budget_usd:
-                hours = cheapest.seconds / 3600
-                message = f"the cheapest, about {format_usd(usd)}, is inside the budget but takes {hours:.3g} h"
-            yield Wall("price", message, "raise --budget, train on fewer tokens, or try --method lora")
-        return
-    if not tried:
-        widest = max((offer.max_gpus for offer in offers), default=0)
-        message = f"rows of {wish.max_length:,} tokens pass what kernels can index on {format_count(widest, 'GPU')}"
-        hint = "use shorter rows, or more GPUs for a row as far as heads allow"
-        if widest > 1 and wish.max_length % 8:
-            hint = f"{wish.max_length:,} divides by few sp_sizes: use {wish.max_length // 8 * 8:,}, or shorter rows"
-        yield Wall("heads", message, hint)
-        return
-    on_gpu = [each for each in tried if each.fit.wall == "gpu"]
-    on_host = [each for each in tried if each.fit.wall == "host"]
-    if on_gpu:
-        near = min(on_gpu, key=lambda each: each.fit.gpu_peak_bytes / each.fit.gpu_capacity_bytes)
-        needs, has = near.fit.gpu_peak_bytes / gib, near.fit.gpu_capacity_bytes / gib
-        how = f"{near.job.world_size} x {near.gpu.key} with sp_size {near.job.layout.sp_size} and the smallest levers"
-        message = (
-            f"nearest is {how}: {needs:.1f} GiB and {near.fit.uncertainty_bytes / gib:.1f} for safety, of {has:.1f}"
-        )
-        yield Wall("gpu", message, "offer GPUs with more memory, more of them, shorter rows, or --method lora")
-    if on_host:
-        near = min(on_host, key=lambda each: each.fit.host_peak_bytes / each.fit.host_capacity_bytes)
-        needs, has = near.fit.host_peak_bytes / gib, near.fit.host_capacity_bytes / gib
-        message = (
-            f"{near.job.world_size} x {near.gpu.key} need {needs:,.0f} GiB of host memory, "
-            f"{near.fit.host_uncertainty_bytes / gib:,.0f} for safety, on a node of about {has:,.0f}"
-        )
-        yield Wall("host", message, "offer machines with more memory: host_gib_per_gpu in hardware.yaml")
-    most = max(job.layout.sp_size for job, _ in layouts)
-    if most < max(offer.max_gpus for offer in offers):
-        limit = find_obstacle(wish.shape) or format_count(wish.shape.num_heads, "head")
-        most_gpus = format_count(most, "GPU")
-        yield Wall(
-            "heads",
-            f"a row is shared by at most {most_gpus} here: {limit}",
-            "sp_size divides the heads",
-        )
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,12 @@ def _list_peaks(job: Job, lengths: tuple[int, ...], open_names: Collection[str])
 
 def _open_tiles(job: Job, open_names: Collection[str]) -> Job:
     """With the tiles that it takes to index a row, of those that the recipe leaves open."""
-    for name in (name for name in TILES if name in open_names):
-        job = job if is_indexable(job) else replace(job, levers=replace(job.levers, **{name: True}))
-    return job
+    levers = job.levers
+    if "tiled_loss" in open_names and not is_indexable(job):
+        levers = replace(levers, tiled_loss=True)
+    if "tiled_mlp" in open_names and not is_indexable(replace(job, levers=levers)):
+        levers = replace(levers, tiled_mlp=True)
+    return replace(job, levers=levers)
 
 
 def _list_closed(job: Job, curve: Curve, lengths: tuple[int, ...], open_names: Collection[str]) -> list[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ulysses_cli.plan.candidates import Candidate, Found, Wall
+from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.search import Candidate, Found, Longest, Wall
+from ulysses_cli.plan.search import Longest
 from ulysses_cli.report.ledger import GIB, format_money, format_seconds
 from ulysses_cli.report.printing import format_table
 
@@ -49,6 +51,8 @@ def describe_found(found: Found, said: Sequence[str]) -> dict[str, Any]:
         "by_cost": [describe_candidate(each) for each in found.by_cost],
         "by_time": [describe_candidate(each) for each in found.by_time],
         "walls": [describe_wall(wall) for wall in found.walls],
+        "left_out": dict(found.left_out),
+        "usd_per_gpu_hour": {each.gpu.key: _describe_price(each.gpu) for each in (*found.by_cost, *found.by_time)},
     }
 
 
@@ -66,7 +70,33 @@ def describe_longest(found: Sequence[Longest], said: Sequence[str]) -> dict[str,
 def format_found(found: Found, title: str, said: Sequence[str]) -> str:
     text = title + "".join(f"\nassumed: {each}" for each in said)
     text += "\n\nby cost\n" + format_table(HEADER, [_format_row(each) for each in found.by_cost])
-    return text + "\n\nby time\n" + format_table(HEADER, [_format_row(each) for each in found.by_time])
+    text += "\n\nby time\n" + format_table(HEADER, [_format_row(each) for each in found.by_time])
+    left_out = "\n".join(f"left out: {key}: {why}" for key, why in found.left_out.items())
+    text += f"\n\n{left_out}" if left_out else ""
+    return text + "\n\n" + format_prices([each.gpu for each in (*found.by_cost, *found.by_time)])
+
+
+def format_prices(gpus: Sequence[Gpu]) -> str:
+    """Which prices were taken, one line for each kind. A bound on money is held against the middle."""
+    return "\n".join(dict.fromkeys(f"price: {each.key}: {_format_price(each)}" for each in gpus))
+
+
+def _format_price(gpu: Gpu) -> str:
+    if gpu.usd_low is None or gpu.usd_high is None or gpu.usd_middle is None:
+        return "not known; add usd_per_hour to ~/.config/ulysses/hardware.yaml"
+    source = ", ".join(filter(None, (gpu.price_source, gpu.price_date)))
+    span = f"USD {gpu.usd_low:.2f}" if gpu.usd_low == gpu.usd_high else f"USD {gpu.usd_low:.2f} to {gpu.usd_high:.2f}"
+    return f"{span} per GPU and hour, {gpu.usd_middle:.2f} in the middle ({source})"
+
+
+def _describe_price(gpu: Gpu) -> dict[str, Any]:
+    return {
+        "low": gpu.usd_low,
+        "high": gpu.usd_high,
+        "middle": gpu.usd_middle,
+        "source": gpu.price_source,
+        "date": gpu.price_date,
+    }
 
 
 def format_longest(found: Sequence[Longest], title: str, said: Sequence[str]) -> str:
