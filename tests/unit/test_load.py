@@ -458,7 +458,11 @@ def test_a_key_that_lacks_its_value_is_told_how_to_get_one() -> None:
         ("run.report_to=[wandb, wandb, wandb]", "has 3 elements", "write 2 at most"),
         ("run.run_name=''", "is an empty text", "write something, or leave it out"),
         ("run.run_name=" + "x" * 5000, "has 5,000 letters", "write 4,096 at most"),
-        ("train.optim=[adamw]", "a list is not `adamw` or `adamw_8bit`", "write the one value without brackets and dashes"),
+        (
+            "train.optim=[adamw]",
+            "a list is not `adamw` or `adamw_8bit`",
+            "write one value without brackets",
+        ),
         ("run.seed=\x00", "character '\\x00' is not allowed", "take it out"),
     ],
 )

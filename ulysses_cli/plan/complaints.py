@@ -95,7 +95,7 @@ def explain_value(setting: Setting, accepts: Accepts, value: Any, typed: str) ->
     if isinstance(value, str) and is_text:
         return message, _suggest_word(accepts, value, is_quoted=not typed) or _suggest_default(setting)
     if isinstance(value, tuple) and len(value) == 1:
-        return message, "write the one value without brackets and dashes"
+        return message, "write one value without brackets"
     return message, _suggest_default(setting)
 
 
