@@ -5,31 +5,79 @@ A secret is known by its own look, by the name that it stands under, or, once co
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 MASK = "***"
-SECRET_KEY = re.compile(r"token|key|secret|passw|credential", re.I)
-HARMLESS_KEY = re.compile(r"tokenizers?|added_tokens", re.I)  # a name or a version; words of a vocabulary
-NUMERIC_SECRET_KEY = re.compile(
-    r"(token|key|secret|passw\w*|credentials?)$", re.I
-)  # num_tokens, pad_token_id are counts
-SECRET_TEXT = re.compile(
-    r"\b(?:hf_|sk-|ghp_|gho_|ghs_|glpat-|github_pat_|xox[abprs]-|AKIA|ASIA|AIza|eyJ)[\w.\-]{6,}"
-    r"|(?<=://)[^/\s@]+(?=@)"  # user:password@host
-    r"|(?<=Bearer )\S+"
+LONE_NAMES = r"(?:^|_)(?:pat|pass|auth)"  # words that other names hold: path, compass, author
+SECRET_KEY = re.compile(
+    rf"token|key|secret|passw|passphrase|credential|pwd|webhook|connection_?string|authorization|{LONE_NAMES}$", re.I
 )
-SECRET_PARAMETER = re.compile(r"([?&][^=&\s]*(?:token|key|secret|passw|sig|credential)[^=&\s]*=)[^&\s]+", re.I)
+HARMLESS_KEY = re.compile(r"tokenizers?|added_tokens", re.I)  # a name or a version; words of a vocabulary
+NUMERIC_SECRET_KEY = re.compile(  # num_tokens, pad_token_id are counts
+    rf"(token|key|secret|passw\w*|passphrase|pwd|credentials?|{LONE_NAMES})$", re.I
+)
+# Names of the environment that hold secrets: HF_TOKEN, HF_TOKEN_2, AWS_ACCESS_KEY_ID, GCP_CREDENTIALS_JSON, not OLDPWD
+SECRET_VARIABLE = re.compile(
+    rf"(TOKEN|KEY|SECRET|PASSW(OR)?D|PASSPHRASE|_PWD|CREDENTIALS?|CONNECTION_?STRING|WEBHOOK(_URL)?|{LONE_NAMES})"
+    r"(_ID|_JSON|_\d+)*$",
+    re.I,
+)
 MIN_SECRET_LETTERS = 6  # a shorter value under a secret name is a word such as `true`, and found in every text
-# Names of the environment that hold secrets: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY
-SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?$", re.I)
+# All bounded: what is searched may have been written to make the search long.
+WORD = r"[^\s\"'<>\\]"
+LOOKS = (
+    re.compile(
+        r"\b(?:hf_|sk-|gh[oprsu]_|glpat-|github_pat_|xox[abeoprs]-|AKIA|ASIA|AIza|eyJ|nvapi-|gsk_|r8_|xai-|dckr_pat_"
+        r"|hvs\.|whsec_|[rs]k_(?:live|test)_)[\w.\-]{6,}"
+        r"|\bnpm_[A-Za-z0-9]{10,}|\bpypi-[\w\-]{16,}"
+        rf"|(?<=://)[^\s/@\"'<>:]{{0,99}}:{WORD}{{1,256}}(?=@)|(?<=://)[^\s/@]{{1,256}}(?=@)"  # user:password@host
+        r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:(?!-----END)[^\"']){0,20000}(?:-----END [A-Z ]{0,30}-----)?"
+    ),
+    re.compile(rf"\b(?:Bearer\s{{1,9}}|bearer\s{{1,9}}(?={WORD}{{6}}))(?P<secret>{WORD}+)"),
+    re.compile(
+        rf"\bauthorization[\"']?\s{{0,9}}[:=]\s{{0,9}}[\"']?(?:[a-z]{{1,20}}\s{{1,9}})?(?P<secret>{WORD}+)", re.I
+    ),
+    re.compile(
+        r"[?&][^=&?\s]{0,64}(?:token|key|secret|passw|pwd|sig|credential|auth)[^=&?\s]{0,64}="
+        rf"(?P<secret>(?:(?!&){WORD})+)",
+        re.I,
+    ),
+)
+ASSIGNMENT = re.compile(  # in documents, where nothing is lost by masking a word too many
+    r"(?:api_?key|secret|passw(?:or)?d|passphrase|(?:access|private|signing|account)_?key|(?:auth|access)_?token)"
+    rf"\w{{0,20}}[\"']?\s{{0,3}}(?:=|:)\s{{0,3}}[\"']?(?P<secret>{WORD}{{6,}})",
+    re.I,
+)
 
 
 def collect_secrets(recipe: Any, environ: Mapping[str, str]) -> frozenset[str]:
-    """Values that a recipe or the environment names as secret: they may come up again in any message."""
+    """Values that a recipe or the environment names as secret: they may come up again in any message, whole, line by
+    line, or as JSON and addresses spell them."""
     named = [value for name, value in environ.items() if SECRET_VARIABLE.search(name)]
-    return frozenset(value for value in [*named, *_walk_secret(recipe, "", False)] if len(value) >= MIN_SECRET_LETTERS)
+    found = [*named, *(inner for value in named for inner in _walk_json(value)), *_walk_secret(recipe, "", False)]
+    spelled = (text.strip() for value in found for text in _spell(value))
+    return frozenset(text for text in spelled if len(text) >= MIN_SECRET_LETTERS)
+
+
+def _spell(value: str) -> Iterator[str]:
+    yield value
+    yield from value.splitlines()
+    yield json.dumps(value)[1:-1]
+    yield json.dumps(value, ensure_ascii=False)[1:-1]
+    yield quote(value, safe="", errors="replace")
+
+
+def _walk_json(text: str) -> Iterator[str]:
+    """Secrets of a value that is JSON itself, such as a service account's."""
+    try:
+        found = json.loads(text) if text.lstrip().startswith("{") else {}
+    except (ValueError, RecursionError):
+        return
+    yield from _walk_secret(found, "", False)
 
 
 def _walk_secret(value: Any, key: str, is_secret: bool) -> Iterator[str]:
@@ -49,9 +97,41 @@ def _is_secret_key(key: str) -> bool:
 
 
 def mask_text(text: str, known: Collection[str] = ()) -> str:
-    for secret in sorted(known, key=len, reverse=True):
-        text = text.replace(secret, MASK)
-    return SECRET_PARAMETER.sub(rf"\1{MASK}", SECRET_TEXT.sub(MASK, text))
+    return _cut(text, _find_spans(text, known, LOOKS))
+
+
+def mask_document(parts: Sequence[str], known: Collection[str] = ()) -> tuple[list[str], int]:
+    """A text in parts -> the same without secrets, also those that reach from one part into the next, and how many
+    there were."""
+    text = "".join(parts)
+    spans = _find_spans(text, known, (*LOOKS, ASSIGNMENT))
+    masked, at = [], 0
+    for part in parts:
+        inside = [(max(0, start - at), min(len(part), stop - at)) for start, stop in spans]
+        masked.append(_cut(part, [(start, stop) for start, stop in inside if start < stop]))
+        at += len(part)
+    return masked, len(spans)
+
+
+def _find_spans(text: str, known: Collection[str], looks: Sequence[re.Pattern[str]]) -> list[tuple[int, int]]:
+    """Where secrets stand, in order and apart."""
+    found = [match.span() for secret in known if secret in text for match in re.finditer(re.escape(secret), text)]
+    for look in looks:
+        group: str | int = "secret" if "secret" in look.groupindex else 0
+        found += [match.span(group) for match in look.finditer(text)]
+    spans: list[tuple[int, int]] = []
+    for start, stop in sorted(found):
+        if spans and start < spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
+        else:
+            spans.append((start, stop))
+    return spans
+
+
+def _cut(text: str, spans: Sequence[tuple[int, int]]) -> str:
+    for start, stop in reversed(spans):
+        text = f"{text[:start]}{MASK}{text[stop:]}"
+    return text
 
 
 def mask_secrets(value: Any, key: str = "", *, is_secret: bool = False, known: Collection[str] = ()) -> Any:
