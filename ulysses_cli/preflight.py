@@ -90,6 +90,6 @@ def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Found:
         except ResumeError as error:
             if find_damage(path):
                 continue
-            text, _, hint = str(error).rpartition("\n")
-            yield Problem("run.resume_from_checkpoint", text, hint)
+            text, *details, hint = str(error).split("\n")
+            yield Problem("run.resume_from_checkpoint", text, hint, details=tuple(map(str.strip, details)))
         return

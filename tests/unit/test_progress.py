@@ -76,7 +76,7 @@ def test_every_event_has_its_line() -> None:
         "b",
         "phase loading model (Qwen/Qwen3-8B)",
         "eval step=20 loss=1.5 perplexity=4.48 tokens=2000",
-        "warning: two lines  [31mred",
+        "warning: two lines \\x1b[31mred",
         "saved runs/a/checkpoints/step-20 in 1 min 1 s",
         "stopped: max_hours",
         "done model_dir=runs/a/model",

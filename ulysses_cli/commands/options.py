@@ -32,7 +32,7 @@ def write_page(file: Path, text: str) -> None:
     def write() -> None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+            file.write_text(printing.hide_known(text), encoding="utf-8")
         except OSError as error:
             problem = Problem("--html", f"{file} cannot be written: {error.strerror}", "name another file")
             raise RecipeError([problem]) from None

@@ -6,6 +6,7 @@ Plain data; how it looks is report's.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -20,10 +21,12 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.packing import Piece, cut_documents, locate_row, pack_alone, pack_documents, share_rows
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.plan.secrets import collect_secrets, mask_document
 
 SAMPLED_DOCUMENTS = 20_000
 SAMPLED_ROWS = 4096
 SHOWN_TOKENS = 240
+MARGIN_TOKENS = 200
 LOOKED_AT = 1000  # documents that are asked for a mask worth showing
 
 
@@ -141,15 +144,19 @@ def _show_piece(rows: PackedRows, chosen: Piece, tokenizer: Any) -> dict[str, An
     stop = min(len(ids), start + SHOWN_TOKENS)
     bounds = [start, *(int(at) for at in changes if start < at < stop), stop]
     where = store.locate(number)
+    around = [max(0, start - MARGIN_TOKENS), *bounds, min(len(ids), stop + MARGIN_TOKENS)]  # a key may reach out of it
+    texts = [tokenizer.decode(ids[first:last].tolist()) for first, last in pairwise(around)]
+    masked, _ = mask_document(texts, collect_secrets({}, os.environ))
     return {
         "where": str(where),
         "num_tokens": len(ids),
         "num_targets": int(targets.sum()),
         "from_token": chosen.start + start,
         "runs": [
-            {"is_target": bool(targets[first]), "text": tokenizer.decode(ids[first:last].tolist())}
-            for first, last in pairwise(bounds)
+            {"is_target": bool(targets[first]), "text": text}
+            for first, text in zip(bounds[:-1], masked[1:-1], strict=True)
         ],
+        "is_masked": masked[1:-1] != texts[1:-1],
     }
 
 
@@ -181,6 +188,11 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
         notes.append(f"{format_count(cut_off, 'piece')} of documents that were cut, left out: no target is in them")
     if recipe.data.packing == "stream" and any(s["kind"] not in ("text", "tokens") for s in report["sources"]):
         notes.append("packing: stream cuts chats wherever a row ends, also inside a turn")
+    if report["sample"]["is_masked"]:
+        notes.append(
+            "the sample holds what looks like a key or a password: it is masked here, and trained on as it stands; "
+            "take it out of the data"
+        )
     if report["leaked_documents"]:
         leaked = format_count(report["leaked_documents"], "document of the evaluation")
         notes.append(f"trained on too, word for word: {leaked}")

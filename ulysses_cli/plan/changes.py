@@ -60,4 +60,5 @@ def _may_be(old: Any, new: Any) -> bool:
 
 def _show(value: Any) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = " ".join(text.splitlines())
     return text if len(text) <= 80 else f"{text[:77]}..."

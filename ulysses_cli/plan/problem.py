@@ -23,19 +23,25 @@ class Where:
 
 @dataclass(frozen=True)
 class Problem:
-    """`key` is the full dotted name of the setting; `message` says what is wrong, `hint` what to write instead."""
+    """`key` is the full dotted name of the setting; `message` says what is wrong in one line, `details` what belongs to
+    it in a line each, `hint` what to write instead."""
 
     key: str
     message: str
     hint: str = ""
     where: Where = Where()
+    details: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        head = ": ".join(part for part in (str(self.where), self.key, self.message) if part)
+        message = "\n  ".join((self.message, *self.details))
+        head = ": ".join(part for part in (str(self.where), self.key, message) if part)
         return f"{head}\n\nhint: {self.hint}\n" if self.hint else f"{head}\n"
 
     def as_json(self) -> dict[str, object]:
-        return {"key": self.key, **asdict(self.where), "message": self.message, "hint": self.hint}
+        return {"key": self.key, **asdict(self.where), "message": self.describe(), "hint": self.hint}
+
+    def describe(self) -> str:
+        return "\n  ".join((self.message, *self.details))
 
 
 class RecipeError(Exception):

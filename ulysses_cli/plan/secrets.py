@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
 
 MASK = "***"
 LONE_NAMES = r"(?:^|_)(?:pat|pass|auth)"  # words that other names hold: path, compass, author
@@ -26,6 +26,7 @@ SECRET_VARIABLE = re.compile(
     r"(_ID|_JSON|_\d+)*$",
     re.I,
 )
+UNRESERVED = string.ascii_letters + string.digits + "-._~"  # what addresses hold as it is
 MIN_SECRET_LETTERS = 6  # a shorter value under a secret name is a word such as `true`, and found in every text
 # All bounded: what is searched may have been written to make the search long.
 WORD = r"[^\s\"'<>\\]"
@@ -68,7 +69,7 @@ def _spell(value: str) -> Iterator[str]:
     yield from value.splitlines()
     yield json.dumps(value)[1:-1]
     yield json.dumps(value, ensure_ascii=False)[1:-1]
-    yield quote(value, safe="", errors="replace")
+    yield "".join(chr(byte) if chr(byte) in UNRESERVED else f"%{byte:02X}" for byte in value.encode("utf-8", "replace"))
 
 
 def _walk_json(text: str) -> Iterator[str]:

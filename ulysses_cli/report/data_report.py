@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.report.printing import format_table
+from ulysses_cli.report.printing import clean_text, format_table
 
 BAR_CELLS = 40
 LINE_CHARS = 100
@@ -159,7 +159,7 @@ def _format_lengths(report: Report) -> str:
 def format_sample(sample: Mapping[str, Any]) -> str:
     """What is a target stands between brackets."""
     shown = "".join(f"[[{run['text']}]]" if run["is_target"] else run["text"] for run in sample["runs"])
-    head = f"sample {sample['where']}, from token {sample['from_token']:,}: {sample['num_targets']:,} of "
+    head = f"sample {clean_text(sample['where'])}, from token {sample['from_token']:,}: {sample['num_targets']:,} of "
     head += f"{format_count(sample['num_tokens'], 'token')} are targets, shown in [[ ]]"
     return head + "\n" + "\n".join(f"  | {part}" for line in shown.split("\n") for part in wrap_line(line))
 
@@ -175,16 +175,17 @@ def format_bad(sources: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for source in sources:
         if source["num_bad"]:
-            lines.append(f"{format_count(source['num_bad'], 'bad row')} of {source['name']} left out")
+            lines.append(f"{format_count(source['num_bad'], 'bad row')} of {clean_text(source['name'])} left out")
             at = ":" if source["has_lines"] else ", row "
-            lines += [f"  {file}{at}{line}: {message}" for file, line, message in source["bad"][:SHOWN_BAD]]
+            shown = source["bad"][:SHOWN_BAD]
+            lines += [clean_text(f"  {file}{at}{line}: {message}") for file, line, message in shown]
             if source["num_bad"] > SHOWN_BAD:
                 lines.append(f"  and {source['num_bad'] - SHOWN_BAD:,} more")
     return "\n".join(lines)
 
 
 def _format_notes(notes: Sequence[str]) -> str:
-    return "\n".join(f"note: {note}" for note in notes)
+    return "\n".join(clean_text(f"note: {note}") for note in notes)
 
 
 def format_share(share: float) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.report.printing import print_talk
+from ulysses_cli.report.printing import clean_text, hide_secrets, print_talk
 
 TERMINAL_SECONDS, FILE_SECONDS = 0.2, 10.0
 BAR_CELLS = 24
@@ -28,7 +28,7 @@ class ProgressLine:
         kind = event["event"]
         if kind == "wait":
             self.end()
-            print_talk(f"another process is making {event['what']}; waiting for it")
+            print_talk(clean_text(f"another process is making {event['what']}; waiting for it"))
         elif kind == "stage" and self.is_terminal and event["stage"] in STAGES:
             self._write(STAGES[event["stage"]])
         elif kind == "progress":
@@ -48,6 +48,7 @@ class ProgressLine:
             self.end()
 
     def _write(self, text: str) -> None:
+        text = clean_text(hide_secrets(text))
         if not self.is_terminal:
             print_talk(text)
             return

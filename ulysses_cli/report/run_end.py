@@ -55,7 +55,8 @@ def format_failure(failure: Mapping[str, Any], logs: Path) -> str:
     who = f"rank {rank}" if rank is not None else "the run"
     if failure.get("message"):
         at = f" ({failure['phase']})" if failure.get("phase") else ""
-        text = f"{who} failed{at}: {failure['message']}"
+        first, *more = str(failure["message"]).splitlines() or [""]
+        text = "\n  ".join((f"{who} failed{at}: {first}", *map(str.strip, more)))  # none passes for a line of its own
     else:
         text = f"{who} {describe_end(failure.get('exit_code'))}"
     trace = logs / (f"rank-{rank}.log" if rank is not None and failure.get("message") else "launcher.log")

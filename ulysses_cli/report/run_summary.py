@@ -9,9 +9,9 @@ from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.step_parts import PARTS
+from ulysses_cli.report.printing import clean_text
 from ulysses_cli.report.quantities import format_quantity, is_number
 from ulysses_cli.report.run_files import Line, Run
-from ulysses_cli.report.screen import clean_text
 
 
 def list_values(lines: Sequence[Line], name: str) -> list[float]:

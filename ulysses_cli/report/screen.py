@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from ulysses_cli.report.printing import write_to
+from ulysses_cli.report.printing import clean_text, write_to
 
 REFRESH_SECONDS = 0.25
 BARS, ASCII_BARS = "\u2501\u2500", "#-"
@@ -46,7 +46,7 @@ class Screen:
         """A line that stays."""
         if self._is_closed:
             return
-        text = clean_text(text)
+        text = clean_text(" ".join(text.splitlines())).rstrip()
         if self.is_live:
             self._waiting.append((text, style))
             return
@@ -125,7 +125,7 @@ class Screen:
 
     def _spell(self, text: str) -> str:
         encoding = self._stream.encoding or "utf-8"
-        return text.encode(encoding, "backslashreplace").decode(encoding)
+        return clean_text(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def fit_row(row: Row, width: int) -> list[Piece]:
@@ -138,11 +138,6 @@ def fit_row(row: Row, width: int) -> list[Piece]:
         fitting.append((text, style))
         left -= len(text)
     return fitting
-
-
-def clean_text(text: str) -> str:
-    """One line without control characters: what an event carries must not move the cursor or add lines."""
-    return "".join(letter if letter.isprintable() else " " for letter in text).rstrip()
 
 
 def _is_terminal(stream: TextIO) -> bool:

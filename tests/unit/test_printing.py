@@ -1,0 +1,105 @@
+"""Words of others on the terminal: without secrets, and nothing that moves the cursor or passes for another line."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from ulysses_cli.cli import app
+from ulysses_cli.plan.problem import Problem, Where
+from ulysses_cli.report import printing
+from ulysses_cli.report.data_report import format_bad, format_sample
+from ulysses_cli.report.preparing import ProgressLine
+from ulysses_cli.report.progress import make_display
+from ulysses_cli.report.run_end import format_failure
+
+EVIL = "a\x1b[2J\x1b]0;title\x07\r\nforged: line\u202e\x9b31m\u2028b"
+CLEAN = r"a\x1b[2J\x1b]0;title\x07\r\nforged: line\u202e\x9b31m\u2028b"
+SECRET = "correct-horse-battery"
+
+
+def is_tame(text: str) -> bool:
+    return not any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in text.replace("\n", "").replace("\t", ""))
+
+
+def test_the_cleaner() -> None:
+    assert printing.clean_text(EVIL) == CLEAN
+    assert printing.clean_text("é 漢字 \u3000 \u00a0 👩\u200d💻") == "é 漢字 \u3000 \u00a0 👩\u200d💻"
+    assert printing.clean_text("\udc80") == r"\udc80"
+
+
+@given(st.text(max_size=40))
+def test_nothing_that_is_cleaned_moves_the_cursor(text: str) -> None:
+    assert is_tame(printing.clean_text(text))
+    assert "\n" not in printing.clean_text(text)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    printing.write_to(stream, text)
+    printing.write_to(stream, printing.clean_text(text))
+
+
+def test_problems_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = Problem(EVIL, f"{EVIL} is odd", EVIL, Where(EVIL, 3, 1), details=(EVIL,))
+    printing.print_problems([problem])
+    said = capsys.readouterr().err
+    assert said == f"{CLEAN}:3:1: {CLEAN}: {CLEAN} is odd\n  {CLEAN}\n\nhint: {CLEAN}\n\n1 problem\n"
+    printing.print_data(printing.format_table(("name",), [(EVIL,)]))
+    assert capsys.readouterr().out == f"name\n{CLEAN}\n"
+
+
+def test_json_stays_json_and_is_tame(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_json({EVIL: [EVIL, "é漢"]})
+    said = capsys.readouterr().out
+    assert json.loads(said) == {EVIL: [EVIL, "é漢"]}
+    assert is_tame(said)
+    assert "\u202e" not in said
+    assert "é漢" in said
+
+
+def test_the_report_of_data() -> None:
+    source = {"num_bad": 1, "name": EVIL, "has_lines": True, "bad": [[EVIL, 3, EVIL]]}
+    assert format_bad([source]) == f"1 bad row of {CLEAN} left out\n  {CLEAN}:3: {CLEAN}"
+    runs = [{"is_target": True, "text": "x\nforged"}]
+    sample = {"where": EVIL, "from_token": 0, "num_targets": 1, "num_tokens": 1, "runs": runs}
+    lines = format_sample(sample).split("\n")
+    assert lines[0].startswith(f"sample {CLEAN}, from")
+    assert lines[1:] == ["  | [[x", "  | forged]]"]
+
+
+def test_displays_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    display = make_display(stream, 3)
+    for event in ({"event": "warning", "message": EVIL}, {"event": "phase", "name": EVIL}, {"event": EVIL, EVIL: EVIL}):
+        display.emit(event)
+    display.close()
+    assert is_tame(stream.getvalue())
+    assert len(stream.getvalue().splitlines()) == 3
+    counts = {"bytes": 1, "total_bytes": 1, "tokens": 1, "is_done": True}
+    ProgressLine().show({"event": "progress", "source": "", "name": EVIL, **counts})
+    assert capsys.readouterr().err.startswith(f"tokenizing {CLEAN}  [")
+    said = format_failure({"rank": 0, "message": "first\nrank 1 failed: forged"}, Path("logs"))
+    assert said.startswith("rank 0 failed: first\n  rank 1 failed: forged\n\n")
+
+
+def test_values_of_the_environment_are_masked_wherever_they_are_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MY_DB_PASS", SECRET)
+    printing.print_data(f"a {SECRET}")
+    printing.print_talk(f"a {SECRET}")
+    printing.print_json({"a": SECRET})
+    printing.print_problems([Problem("a", SECRET, SECRET, Where(SECRET))])
+    said = capsys.readouterr()
+    assert SECRET not in said.out + said.err
+    recipe = tmp_path / f"x-{SECRET}.yaml"
+    shutil.copy(Path(__file__).parents[2] / "recipes" / "tiny-cpu.yaml", recipe)
+    for words in ([], ["--format", "json"]):
+        done = CliRunner().invoke(app, ["validate-config", str(recipe), *words])
+        assert (done.exit_code, SECRET in done.output) == (0, False)
+        assert "x-***" in done.output
