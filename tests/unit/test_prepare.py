@@ -270,13 +270,13 @@ def test_a_key_in_a_document_is_masked_in_the_sample_and_said(tmp_path: Path) ->
     turns = [{"role": "user", "content": "use hf_QwErTyUiOpAsDfGh"}, {"role": "assistant", "content": "no"}]
     write_rows(tmp_path, {"messages": turns})
     report = prepare(tmp_path, "data.assistant_only_loss=true").report
-    shown = "".join(run["text"] for run in report["sample"]["runs"])
+    shown = "".join(run["text"] for run in report["samples"][0]["runs"])
     assert "use ***<|end|>" in shown
     assert "hf_Qw" not in json.dumps(report)
     assert any("looks like a key or a password: it is masked here, and trained on" in note for note in report["notes"])
     assert "hf_QwErTyUiOpAsDfGh" in read_documents(prepare(tmp_path, "data.assistant_only_loss=true"))[0]
     write_texts(tmp_path)
-    assert not prepare(tmp_path).report["sample"]["is_masked"]
+    assert not prepare(tmp_path).report["samples"][0]["is_masked"]
 
 
 def test_evaluation_documents(tmp_path: Path) -> None:

@@ -188,9 +188,9 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
         notes.append(f"{format_count(cut_off, 'piece')} of documents that were cut, left out: no target is in them")
     if recipe.data.packing == "stream" and any(s["kind"] not in ("text", "tokens") for s in report["sources"]):
         notes.append("packing: stream cuts chats wherever a row ends, also inside a turn")
-    if report["sample"]["is_masked"]:
+    if any(sample["is_masked"] for sample in report["samples"]):
         notes.append(
-            "the sample holds what looks like a key or a password: it is masked here, and trained on as it stands; "
+            "a sample holds what looks like a key or a password: it is masked here, and trained on as it stands; "
             "take it out of the data"
         )
     if report["leaked_documents"]:
