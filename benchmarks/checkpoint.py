@@ -140,7 +140,7 @@ def main() -> None:
         beginning = find_beginning(folder, "auto", 0, print)
         assert beginning.path == newest
         made = start()
-        made.saves.resume(made.course, newest)
+        made.saves.resume(made.course, beginning)
         step(made)
 
     starts = [(measure(begin), measure(resume)) for _ in range(NUM_STARTS)]

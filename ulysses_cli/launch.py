@@ -16,17 +16,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.children import narrow_umask
+from ulysses_cli.plan.changes import list_differences
 from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
+from ulysses_cli.train.manifest import read_model_step
 
 DEFAULT_PORT = 29400
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 BUILD_LOCK_SECONDS = 600  # no operator of DeepSpeed's takes this long to build
+SAME_SIGNAL_SECONDS = 0.5  # some senders signal a process and then its group
+AGENT_SECONDS = 5  # the launcher has this long to end its ranks at once
+MAX_DIFFERENCES = 12
 PEER_SHUTDOWN_SECONDS = "10"  # after one rank has failed, the others wait in a collective that never ends
 
 
@@ -144,23 +150,50 @@ def make_environment(environ: Mapping[str, str], device: str, processes_here: in
     return {**ours, **environ}
 
 
-def lock_run(run_dir: Path, node_rank: int) -> int:
-    """A lock that lives as long as any process of the run -> its file, to be handed to the launcher."""
+@dataclass(frozen=True)
+class RunLock:
+    """Held shared by every process of a run on one machine; a run begins by holding it alone."""
+
+    file: Path
+    handle: int
+
+
+def lock_run(run_dir: Path, node_rank: int, recipe: Mapping[str, Any] | None = None) -> RunLock:
+    """`recipe`: what a second run is told of this one."""
+    file = run_dir / f"lock-{node_rank}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        handle = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o666 & ~narrow_umask(run_dir))
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666 & ~narrow_umask(run_dir))
     except OSError as error:
         problem = Problem("run.output_dir", f"{run_dir} cannot be written: {error.strerror}", "choose another folder")
         raise RecipeError([problem]) from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        facts = {"process": os.getpid(), "host": socket.gethostname(), "started": time.time(), "recipe": recipe}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(mask_secrets(facts, known=collect_secrets(recipe, os.environ))).encode(), 0)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        message = f"{run_dir} belongs to a run that goes on right now"
-        raise RecipeError(
-            [Problem("run.output_dir", message, "wait for it, or choose another run.output_dir")]
-        ) from None
-    return handle
+        raise RecipeError([_describe_live_run(run_dir, _read_json(file), recipe)]) from None
+    return RunLock(file, handle)
+
+
+def _describe_live_run(run_dir: Path, facts: Any, recipe: Mapping[str, Any] | None) -> Problem:
+    """Who holds the folder, and what of the recipe that would begin there differs from theirs."""
+    message = f"{run_dir} belongs to a run that goes on right now"
+    hint = "wait for it, or choose another run.output_dir"
+    if not isinstance(facts, dict) or not isinstance(facts.get("started"), float):
+        return Problem("run.output_dir", message, hint)
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["started"]))
+    message += f" (process {facts.get('process')} on {facts.get('host')}, since {since})"
+    if isinstance(facts.get("recipe"), dict) and recipe is not None:
+        differs = list_differences(facts["recipe"], mask_secrets(recipe, known=collect_secrets(recipe, os.environ)))
+        message += "; this recipe differs from its in:" if differs else "; its recipe is the same"
+        message = "\n  ".join([message, *differs[:MAX_DIFFERENCES]])
+        if len(differs) > MAX_DIFFERENCES:
+            message += f"\n  and {len(differs) - MAX_DIFFERENCES} more"
+    return Problem("run.output_dir", message, hint)
 
 
 RESULTS = ("checkpoints", "model")
@@ -229,6 +262,12 @@ def find_newest_checkpoint(run_dir: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
+def is_model_of_newest(run_dir: Path) -> bool:
+    """The run's last checkpoint has become its model."""
+    newest = find_newest_checkpoint(run_dir)
+    return newest is not None and read_model_step(run_dir / "model") == int(newest.name.removeprefix("step-"))
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended. `failure`: what the first failing rank said, or {}."""
@@ -238,7 +277,11 @@ class Outcome:
 
 
 def launch(
-    launcher_args: Sequence[str], rank_args: Sequence[str], environ: Mapping[str, str], logs: Path, lock: int
+    launcher_args: Sequence[str],
+    rank_args: Sequence[str],
+    environ: Mapping[str, str],
+    logs: Path,
+    lock: RunLock,
 ) -> Outcome:
     """Start the launcher and wait. Ranks write the display to this process's stderr and everything else to logs."""
     mask = narrow_umask(logs.parent)  # what the run writes is no more open than its folder
@@ -248,6 +291,8 @@ def launch(
     for stale in [failure_file, *logs.glob("rank-*.error*.json")]:
         stale.unlink(missing_ok=True)
     command = [sys.executable, "-m", "ulysses_cli.train.agent", *launcher_args, "-m", "ulysses_cli.train", *rank_args]
+    ours = {"ULYSSES_FAILURE_FILE": str(failure_file), "ULYSSES_LAUNCH": str(time.time_ns())}
+    ours |= {"ULYSSES_LOCK": str(lock.file), "ULYSSES_STARTED_BY": str(os.getpid())}
     started = time.time()
     with open(logs / "launcher.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o666 & ~mask)) as log:
         agent = subprocess.Popen(
@@ -255,32 +300,44 @@ def launch(
             stdout=sys.stderr.fileno(),
             stderr=log,
             stdin=subprocess.DEVNULL,
-            env={**environ, "ULYSSES_FAILURE_FILE": str(failure_file), "ULYSSES_LAUNCH": str(time.time_ns())},
-            pass_fds=(lock,),
+            env={**environ, **ours},
+            pass_fds=(lock.handle,),
             umask=mask,
             start_new_session=True,  # a Ctrl-C in the terminal reaches this process alone, which hands it on once
         )
-        heard: list[int] = []
-        kept = {number: signal.getsignal(number) for number in INTERRUPTED}
-
-        def hand_on(number: int, frame: Any) -> None:
-            heard.append(number)
-            # A first signal of either kind asks for a checkpoint, so does every SIGTERM; a second Ctrl-C ends all.
-            agent.send_signal(signal.SIGINT if heard.count(signal.SIGINT) > 1 else signal.SIGTERM)
-
+        signals = StopSignals(agent)
+        kept = {number: signal.signal(number, signals.hear) for number in (*INTERRUPTED, signal.SIGALRM)}
         try:
-            for number in INTERRUPTED:
-                signal.signal(number, hand_on)
             code = agent.wait()
         finally:
+            signal.alarm(0)
             for number, handler in kept.items():
                 signal.signal(number, handler)
     if code == 0:
         return Outcome(0, {})
     failure = find_first_failure(logs, started)
-    if heard and not failure.get("message"):
-        return Outcome(INTERRUPTED[signal.Signals(heard[0])], failure)
+    if signals.first is not None and not failure.get("is_cause"):
+        return Outcome(INTERRUPTED[signals.first], failure)
     return Outcome(int(failure.get("exit_code_wanted", 1)), failure)
+
+
+class StopSignals:
+    """The command's ear: a first signal asks for a checkpoint, a second one ends all at once."""
+
+    def __init__(self, agent: subprocess.Popen[bytes], clock: Callable[[], float] = time.monotonic) -> None:
+        self.agent, self.clock = agent, clock
+        self.first: signal.Signals | None = None
+        self.at = 0.0
+
+    def hear(self, number: int, frame: Any) -> None:
+        if number == signal.SIGALRM:  # the launcher does not even end its ranks; they end with it
+            self.agent.kill()
+        elif self.first is None:
+            self.first, self.at = signal.Signals(number), self.clock()
+            self.agent.send_signal(signal.SIGTERM)
+        elif number == signal.SIGINT or self.clock() - self.at > SAME_SIGNAL_SECONDS:
+            self.agent.send_signal(signal.SIGINT)
+            signal.alarm(AGENT_SECONDS)
 
 
 def find_first_failure(logs: Path, started: float) -> dict[str, Any]:
@@ -288,13 +345,17 @@ def find_first_failure(logs: Path, started: float) -> dict[str, Any]:
     that lost its peer writes before the launcher sees the peer's death, which is the cause."""
     told = [found for file in logs.glob("rank-*.error.json") if (found := _read_json(file))]
     told = [found for found in told if found["time"] >= started]
+    interrupted = [
+        found for found in told if found.get("is_interruption")
+    ]  # most often by the launcher, after a failure
+    told = [found for found in told if not found.get("is_interruption")]
     seen = _read_json(logs / "failure.json") or [{}]
     killed = [found for found in seen if found.get("exit_code") == -signal.SIGKILL]
     causes = [found for found in told if found.get("is_cause")]
     if killed and not causes:
         return dict(killed[0])
-    if told:
-        return dict(min(causes or told, key=lambda found: found["time"]))
+    if told or interrupted:
+        return dict(min(causes or told or interrupted, key=lambda found: found["time"]))
     return dict(min(seen, key=lambda found: found.get("time", 0)))
 
 

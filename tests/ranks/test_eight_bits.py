@@ -17,6 +17,7 @@ from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.train.archive import find_damage
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.rehearsal import rehearse
+from ulysses_cli.train.resume import Beginning
 from ulysses_cli.train.saves import Habits
 from ulysses_cli.train.states import MOMENTS, list_flats
 from ulysses_cli.train.tensor_file import get_tensor
@@ -102,7 +103,7 @@ def save_and_go_on(recipe: Recipe, folder: str, habits: Habits) -> tuple[list[fl
 
 def resume(recipe: Recipe, folder: str, is_coded: bool = True) -> tuple[list[float], list[torch.Tensor]]:
     trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
-    trip.saves.resume(trip.course, Path(folder) / "checkpoints" / "step-3")
+    trip.saves.resume(trip.course, Beginning(Path(folder) / "checkpoints" / "step-3", {}, is_own=True))
     states = read_states(trip) if is_coded else []
     train(trip.course)
     return trip.losses, states

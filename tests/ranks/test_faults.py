@@ -22,6 +22,7 @@ from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.train import background, checkpoint
 from ulysses_cli.train.archive import find_damage
 from ulysses_cli.train.loop import train
+from ulysses_cli.train.resume import Beginning
 from ulysses_cli.train.saves import Habits
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
@@ -41,7 +42,7 @@ def save_beside_steps(recipe: Recipe, folder: str) -> tuple[list[float], list[fl
     trip.saves.settle()
     ahead = trip.losses[2:]
     again = Trip(recipe, MemoryRows(ROWS), 6, folder)
-    again.saves.resume(again.course, Path(folder) / "checkpoints" / "step-2")
+    again.saves.resume(again.course, Beginning(Path(folder) / "checkpoints" / "step-2", {}, is_own=True))
     train(again.course)
     return ahead, again.losses
 

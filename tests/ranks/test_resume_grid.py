@@ -14,7 +14,7 @@ from training import MemoryRows, make_recipe
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.resume import fit_accumulation
+from ulysses_cli.train.resume import Beginning, fit_accumulation
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
 ROWS_PER_STEP, SAVED, NUM_STEPS = 4, 3, 23
@@ -58,7 +58,7 @@ def write(recipe: Recipe, folder: str) -> Told:
 
 def go_on(recipe: Recipe, folder: str) -> Told:
     trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
-    trip.saves.resume(trip.course, Path(folder) / "checkpoints" / f"step-{SAVED}")
+    trip.saves.resume(trip.course, Beginning(Path(folder) / "checkpoints" / f"step-{SAVED}", {}, is_own=True))
     train(trip.course)
     return tell(trip)
 

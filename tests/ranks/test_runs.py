@@ -19,6 +19,7 @@ from training import MemoryRows, make_recipe, measure_difference
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.train.agreement import compare_facts
 from ulysses_cli.train.loop import train
+from ulysses_cli.train.resume import Beginning
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
 
@@ -127,7 +128,7 @@ def save_after(recipe: Recipe, folder: str, steps: int) -> list[float]:
 
 def resume_from(recipe: Recipe, folder: str) -> tuple[int, list[float]]:
     trip = Trip(recipe, MemoryRows(ROWS), 6, folder)
-    trip.saves.resume(trip.course, Path(folder) / "checkpoints" / "step-3")
+    trip.saves.resume(trip.course, Beginning(Path(folder) / "checkpoints" / "step-3", {}, is_own=True))
     train(trip.course)
     return trip.course.step, trip.losses
 

@@ -19,6 +19,7 @@ from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.train.archive import find_damage
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.rehearsal import rehearse
+from ulysses_cli.train.resume import Beginning
 from ulysses_cli.train.states import KINDS, list_flats
 from ulysses_cli.train.swap_files import SwappedFlat
 from ulysses_cli.train.tensor_file import get_tensor
@@ -84,7 +85,7 @@ def resume(recipe: Recipe, folder: str, rehearses: bool = False) -> tuple[list[f
     if rehearses:
         batching = make_eval_batching(recipe, read_model_shape(recipe.model.config or {}, "test"))
         rehearse(trip.course, None, batching, trip.owner, Path(folder) / "rehearsal", lambda _: None)
-    trip.saves.resume(trip.course, Path(folder) / "checkpoints" / "step-3")
+    trip.saves.resume(trip.course, Beginning(Path(folder) / "checkpoints" / "step-3", {}, is_own=True))
     states = read_states(trip)
     train(trip.course)
     return trip.losses, states

@@ -47,7 +47,7 @@ def test_time_and_money_are_wishes_to_stop() -> None:
     assert wishes.name(wishes.read_flags()) == "run.max_cost"  # 1.9 x 16 = 30.4
     wishes.hours_before = 2.1
     assert wishes.name(wishes.read_flags()) == "run.max_hours"
-    wishes.signals = 1
+    wishes.is_asked = lambda: True
     assert wishes.name(wishes.read_flags()) == "a signal"
     assert StopWishes().read_flags() == (0, 0, 0)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -97,12 +99,80 @@ def test_a_rank_that_was_killed_has_said_nothing(tmp_path: Path) -> None:
     assert "the run ended with exit code unknown" in format_failure(find_first_failure(tmp_path, 0.0), tmp_path)
 
 
-def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
+def hold(file: Path) -> int:
+    """As a rank does."""
+    handle = os.open(file, os.O_RDWR)
+    fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return handle
+
+
+def test_a_folder_belongs_to_one_run_as_long_as_a_process_of_it_lives(tmp_path: Path) -> None:
     lock = launch.lock_run(tmp_path / "run", 0)
-    with pytest.raises(RecipeError, match="belongs to a run that goes on right now"):
-        launch.lock_run(tmp_path / "run", 0)
-    os.close(lock)
-    os.close(launch.lock_run(tmp_path / "run", 0))
+    rank = hold(lock.file)
+    for end in (lambda: os.close(lock.handle), lambda: os.close(rank)):
+        with pytest.raises(RecipeError, match="belongs to a run that goes on right now"):
+            launch.lock_run(tmp_path / "run", 0)
+        end()
+    os.close(launch.lock_run(tmp_path / "run", 0).handle)
+
+
+def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:
+    first = {"model": {"hub_token": "hf_abcdefghijkl"}, "train": {"max_steps": 6, "learning_rate": 1e-4}}
+    second = {"model": {"hub_token": "hf_mnopqrstuvwx"}, "train": {"max_steps": 9, "learning_rate": 1e-4}}
+    lock = launch.lock_run(tmp_path, 0, first)
+    with pytest.raises(RecipeError) as found:
+        launch.lock_run(tmp_path, 0, second)
+    said = found.value.problems[0].message
+    assert f"(process {os.getpid()} on " in said
+    assert said.endswith("this recipe differs from its in:\n  train.max_steps: was 6, is 9")
+    with pytest.raises(RecipeError, match="; its recipe is the same"):
+        launch.lock_run(tmp_path, 0, first)
+    assert "hf_" not in lock.file.read_text()
+    lock.file.write_text("[]")
+    with pytest.raises(RecipeError, match="goes on right now"):
+        launch.lock_run(tmp_path, 0, first)
+
+
+class Agent:
+    """What a command may do to its launcher."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def send_signal(self, number: int) -> None:
+        self.heard.append(number)
+
+    def kill(self) -> None:
+        self.heard.append(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_asks_and_a_second_ends(first: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, now, alarms = Agent(), [0.0], []
+    monkeypatch.setattr(signal, "alarm", alarms.append)
+    signals = launch.StopSignals(agent, lambda: now[0])  # type: ignore[arg-type]
+    signals.hear(first, None)
+    assert agent.heard == [signal.SIGTERM]
+    now[0] = 0.1
+    signals.hear(signal.SIGTERM, None)
+    assert agent.heard == [signal.SIGTERM], "to the process and then to its group: one signal"
+    now[0] = 1.0
+    signals.hear(first, None)
+    assert agent.heard == [signal.SIGTERM, signal.SIGINT]
+    assert alarms == [launch.AGENT_SECONDS]
+    signals.hear(signal.SIGALRM, None)
+    assert agent.heard[-1] == signal.SIGKILL
+    assert signals.first == first
+
+
+def test_a_signal_to_a_rank_is_no_cause(tmp_path: Path) -> None:
+    """The launcher ends the others with a signal when one has failed."""
+    told = {"rank": 0, "time": 1.0, "is_interruption": True, "phase": "loading the model", "exit_code_wanted": 143}
+    (tmp_path / "rank-0.error.json").write_text(json.dumps(told))
+    assert find_first_failure(tmp_path, 0.0)["is_interruption"]
+    told = {"rank": 1, "time": 2.0, "message": "RuntimeError: x", "exit_code_wanted": 1}
+    (tmp_path / "rank-1.error.json").write_text(json.dumps(told))
+    assert find_first_failure(tmp_path, 0.0)["rank"] == 1
 
 
 def test_an_earlier_run_is_deleted_only_when_told_so(tmp_path: Path) -> None:
@@ -151,8 +221,12 @@ def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     found = launch.find_newest_checkpoint(tmp_path)
     assert found == tmp_path / "checkpoints" / "step-10"
-    assert format_interruption(found).startswith("interrupted; the newest checkpoint is ")
-    assert format_interruption(None) == "interrupted before a checkpoint was written"
+    assert format_interruption({}, found).startswith("interrupted; the newest checkpoint is ")
+    assert "--resume auto" in format_interruption({}, found)
+    told = {"is_interruption": True, "phase": "loading the model"}
+    assert format_interruption(told, None) == (
+        "interrupted while loading the model, before a checkpoint was written: the same command starts anew"
+    )
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

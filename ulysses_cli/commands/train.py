@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -45,14 +44,22 @@ def train(
 ) -> None:
     """Fine-tune a model as a recipe says, and leave a Hugging Face folder in output_dir/model.
 
-    One process per GPU; with run.device: cpu, one CPU process per rank. The first Ctrl-C or SIGTERM stops at the next
-    step with a checkpoint, exit code 0; a second Ctrl-C stops at once.
+    One process per GPU; with run.device: cpu, one CPU process per rank. A first Ctrl-C or SIGTERM stops after the
+    present step, with a checkpoint, exit code 0; a second one stops at once, exit code 130 or 143. While the model is
+    loading there is nothing to save, and the first one stops at once.
+
+    --resume goes on from a checkpoint with the rows and losses of a run that was never stopped. What may change then:
+    train.max_steps and train.num_train_epochs (a longer run; the learning rate follows the longer schedule from there
+    on), model.attn_implementation, model.trust_remote_code, data.store_dir, data.num_workers, data.pad_to_multiple_of,
+    train.gradient_accumulation_steps and train.per_device_train_batch_size (if rows per step stay the same), and all of
+    parallel, memory, deepspeed and run (but run.seed). Any other change needs --resume-anyway.
 
     \b
     Examples:
       ulysses train recipes/tiny-cpu.yaml
       ulysses train my.yaml train.max_steps=100 parallel.sp_size=8
       ulysses train my.yaml --resume auto
+      ulysses train my.yaml --resume auto train.max_steps=2000
       ulysses train my.yaml --nnodes 2 --node-rank 0 --master-addr gpu01
       ulysses train my.yaml --dry-run parallel.dp_shard_size=8
     """
@@ -86,7 +93,7 @@ def train(
     printing.print_talk(run_end.format_start(result, nodes.count))
     run_dir = Path(os.path.expanduser(recipe.run.output_dir))
     wanted = recipe.run.resume_from_checkpoint
-    lock = or_exit(lambda: launch.lock_run(run_dir, nodes.rank))
+    lock = or_exit(lambda: launch.lock_run(run_dir, nodes.rank, recipe.model_dump(mode="json")))
     starts_anew = not wanted and not dry_run and nodes.rank == 0
     inputs = [path for path in (recipe.model.name_or_path, *(each.path for each in recipe.data.datasets)) if path]
     if starts_anew:
@@ -116,11 +123,10 @@ def train(
             rank_args.append("--pretend")
             nodes = launch.Nodes()
             environ["DS_ACCELERATOR"] = "cpu"
-    started = time.time()
     launcher_args = launch.make_launcher_args(nodes, recipe.run.max_restarts, extra)
     outcome = launch.launch(launcher_args, rank_args, environ, run_dir / "logs", lock)
     model = run_dir / "model"
-    is_whole = outcome.exit_code == DONE and not dry_run and model.is_dir() and model.stat().st_mtime >= started
+    is_whole = outcome.exit_code == DONE and not dry_run and launch.is_model_of_newest(run_dir)
     if is_whole:
         launch.drop_replaced_results(run_dir)
     elif aside is not None:
@@ -128,7 +134,7 @@ def train(
         kept = "are back in their place" if is_back else f"are kept in {aside} until a new model stands"
         printing.print_talk(f"the earlier run's results {kept}")
     if outcome.exit_code > FAILED + USAGE:
-        printing.print_talk(run_end.format_interruption(launch.find_newest_checkpoint(run_dir)))
+        printing.print_talk(run_end.format_interruption(outcome.failure, launch.find_newest_checkpoint(run_dir)))
     elif outcome.exit_code != DONE:
         printing.print_talk(run_end.format_failure(outcome.failure, run_dir / "logs"))
     elif is_whole:

@@ -1,11 +1,12 @@
 """What differs between the recipe that wrote a checkpoint and the one that would go on from it. Plain data in.
 
-Layout, levers and bookkeeping are free to change. Rows per step are compared as a product, elsewhere.
+Layout, levers and bookkeeping are free to change; so is the length of the run, which changes no step that is done.
+Rows per step are compared as a product, elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ulysses_cli.plan.secrets import MASK
@@ -20,25 +21,40 @@ FREE = {
     "train.gradient_accumulation_steps",
     "train.per_device_train_batch_size",
 }
+LENGTHS = ("train.max_steps", "train.num_train_epochs")  # a run may become longer, or shorter by steps not yet done
 
 
 def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """`key: was X, is Y` for each setting that decides values."""
-    found = [change for name in DECIDING for change in _compare(old.get(name), new.get(name), name, 0)]
-    return [*found, *_compare(old["run"]["seed"], new["run"]["seed"], "run.seed", 0)]
+    free = FREE | set(LENGTHS)
+    found = [change for name in DECIDING for change in _compare(old.get(name), new.get(name), name, 0, free)]
+    return [*found, *_compare(old["run"]["seed"], new["run"]["seed"], "run.seed", 0, free)]
 
 
-def _compare(old: Any, new: Any, key: str, depth: int) -> Iterator[str]:
-    if key in FREE or old == new or _may_be(old, new):
+def list_length_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`key: was X, is Y` for each setting of the run's length: the schedule of learning rates follows it."""
+    pairs = [(key, *(recipe["train"].get(key.removeprefix("train.")) for recipe in (old, new))) for key in LENGTHS]
+    return [f"{key}: was {_show(before)}, is {_show(now)}" for key, before, now in pairs if before != now]
+
+
+def list_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`key: was X, is Y` for every setting of two recipes that differs."""
+    return [
+        change for name in sorted(old.keys() | new.keys()) for change in _compare(old.get(name), new.get(name), name)
+    ]
+
+
+def _compare(old: Any, new: Any, key: str, depth: int = 1, free: Collection[str] = frozenset()) -> Iterator[str]:
+    if key in free or old == new or _may_be(old, new):
         return
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         # a setting that only one version of this tool knows is no change of the user's
         names = old.keys() & new.keys() if depth == 0 else old.keys() | new.keys()
         for name in sorted(names):
-            yield from _compare(old.get(name), new.get(name), f"{key}.{name}", depth + 1)
+            yield from _compare(old.get(name), new.get(name), f"{key}.{name}", depth + 1, free)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for at, (before, now) in enumerate(zip(old, new, strict=True)):
-            yield from _compare(before, now, f"{key}.{at}", depth + 1)
+            yield from _compare(before, now, f"{key}.{at}", depth + 1, free)
     else:
         yield f"{key}: was {_show(old)}, is {_show(new)}"
 

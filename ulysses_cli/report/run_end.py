@@ -29,10 +29,12 @@ def explain_tokens(loaded: Loaded, source: Mapping[str, Any], vocabulary: int) -
     )
 
 
-def format_interruption(checkpoint: Path | None) -> str:
+def format_interruption(failure: Mapping[str, Any], checkpoint: Path | None) -> str:
+    """Where the first rank stood, and how to go on."""
+    head = f"interrupted while {failure['phase']}" if failure.get("is_interruption") else "interrupted"
     if checkpoint is None:
-        return "interrupted before a checkpoint was written"
-    return f"interrupted; the newest checkpoint is {checkpoint}: --resume auto goes on from it"
+        return f"{head}, before a checkpoint was written: the same command starts anew"
+    return f"{head}; the newest checkpoint is {checkpoint}: go on from it with the same command and --resume auto"
 
 
 SIGNALS = {

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
+from ulysses_cli.train.interruption import Interruption, Listener, end_process
 from ulysses_cli.train.last_words import give_room, keep_room, write_last_words
 from ulysses_cli.train.masked_log import MaskedStream, open_masked
 
@@ -59,6 +63,24 @@ def read_former_end(logs: Path, rank: int) -> int | None:
     return None
 
 
+def hold_lock() -> None:
+    """As long as any process of a run lives, so does its lock: the command holds it shared, and so does each rank."""
+    if file := os.environ.get("ULYSSES_LOCK"):
+        fcntl.flock(os.open(file, os.O_RDWR), fcntl.LOCK_SH | fcntl.LOCK_NB)  # open until the end
+
+
+def leave_words(logs: Path, rank: int, number: int, lives: Sequence[Any]) -> None:
+    """Of a rank that ends before its work: where it was, for the command to say. The display is put in order."""
+    phase = lives[0].describe_phase() if lives else "starting"
+    told = {"rank": rank, "phase": phase, "is_interruption": True, "exit_code_wanted": 128 + (number or signal.SIGTERM)}
+    write_last_words(logs, rank, told)
+    if lives:
+        from ulysses_cli.train.swap_folder import leave_folder
+
+        leave_folder(lives[0].swap_folder)
+        lives[0].record.close()
+
+
 def main(words: Sequence[str]) -> int:
     from ulysses_cli.plan.load import load_recipe
 
@@ -69,6 +91,15 @@ def main(words: Sequence[str]) -> int:
     known = collect_secrets(loaded.recipe.model_dump(mode="json"), os.environ)
     screen = take_screen(logs, rank, known)
     keep_room(logs, rank)
+    hold_lock()
+    # what is imported later has its words for the place where a signal finds it
+    lives: list[Any] = []
+
+    def end(number: int) -> None:
+        end_process(number, lambda: leave_words(logs, rank, number, lives))
+
+    interruption = Interruption(end, lambda text: lives[0].record.warn(text))
+    Listener(interruption.hear, interruption.look).start()
     warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's use of torch: several a step, in a log for people
     if (code := read_former_end(logs, rank)) is not None:
         return code
@@ -83,7 +114,8 @@ def main(words: Sequence[str]) -> int:
         stream.known = known
         return make_display(stream, num_steps, run.price_per_gpu_hour, world_size, logging_steps=run.logging_steps)
 
-    life = Life(loaded, options, show, load_hardware)
+    life = Life(loaded, options, show, load_hardware, interruption)
+    lives.append(life)
     try:
         life.run()
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
@@ -92,6 +124,8 @@ def main(words: Sequence[str]) -> int:
 
         traceback.print_exc()
         told = mask_secrets(describe_failure(error, life), known=known)
+        if not told["is_cause"]:
+            interruption.end_if_told()  # the others have ended, as this rank was about to
         told |= {"rank": rank, "phase": life.describe_phase()}
         write_last_words(logs, rank, told)
         leave_folder(life.swap_folder)

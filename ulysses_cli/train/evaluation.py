@@ -15,6 +15,7 @@ from ulysses_cli.data.steps import Batching, Rows, plan_step, read_micro_batch
 from ulysses_cli.train.agreement import compare_facts
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.groups import Groups
+from ulysses_cli.train.stop import StopWishes
 
 FIRST_BOUND = 2048
 MAX_PERPLEXITY_LOSS = 700.0  # beyond, exp overflows
@@ -33,9 +34,15 @@ def name_bucket(low: int, high: int) -> str:
 
 
 def evaluate(
-    engine: Engine, groups: Groups, rows: Rows, batching: Batching, tell: Callable[[str], None] = lambda _: None
+    engine: Engine,
+    groups: Groups,
+    rows: Rows,
+    batching: Batching,
+    tell: Callable[[str], None] = lambda _: None,
+    wishes: StopWishes | None = None,
 ) -> dict[str, Any]:
-    """Collective over all ranks. Every row once, in order."""
+    """Collective over all ranks. Every row once, in order. Empty when a rank wishes to stop before the end."""
+    wishes = wishes or StopWishes()
     longest = max(max(rows.get_lengths(row)) for row in range(len(rows)))
     bounds = torch.tensor(list_bounds(longest))
     sums = torch.zeros(len(bounds), 2, dtype=torch.float64, device=engine.device)
@@ -43,7 +50,8 @@ def evaluate(
     while position < len(rows):
         tell(f"evaluation, row {position + 1} of {len(rows)}")
         plan = plan_step(rows, batching, position, len(rows))
-        compare_facts(plan.list_facts(), groups.host_group)
+        if wishes.name(compare_facts(plan.list_facts(), groups.host_group, *wishes.read_flags())):
+            return {}
         for micro_step in range(plan.num_micro_steps):
             batch = read_micro_batch(rows, plan, groups.dp_index, micro_step, groups.sp_axis.rank, groups.sp_axis.size)
             losses, positions = engine.evaluate_micro_batch(batch)

@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from ulysses_cli.plan.chat_template import find_end_marker
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.train.archive import CheckpointError, find_damage, sync_folder
 from ulysses_cli.train.checkpoint import Source, index_sources, read_range
-from ulysses_cli.train.manifest import load_state
+from ulysses_cli.train.manifest import MODEL_FACTS, load_state
+from ulysses_cli.train.run_file import TOOL
 from ulysses_cli.train.tensor_file import write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -165,6 +167,8 @@ def export_model(
     written.write_text(mask_text(written.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
     tokenizer.save_pretrained(beside)
     (beside / "README.md").write_text(card, encoding="utf-8")
+    facts = {"step": int(load_state(checkpoint)["step"]), "made_by": f"{TOOL} {metadata.version(TOOL)}"}
+    (beside / MODEL_FACTS).write_text(json.dumps(facts), encoding="utf-8")
     check(beside)
     put_folder(beside, to)
     return to

@@ -29,7 +29,7 @@ from ulysses_cli.plan.resolved import make_layout, resolve
 from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.train.agreement import compare_machines, gather_values
 from ulysses_cli.train.bad_steps import BadSteps, BadStepsError
-from ulysses_cli.train.build import build, load_model_config, read_shape
+from ulysses_cli.train.build import build, load_model_config, make_schedule, read_shape
 from ulysses_cli.train.checkpoint import Owner
 from ulysses_cli.train.device import StartError, choose_device, recognise_gpu
 from ulysses_cli.train.evaluation import evaluate
@@ -37,15 +37,16 @@ from ulysses_cli.train.export import export_model
 from ulysses_cli.train.export_check import check_adapter, check_model
 from ulysses_cli.train.forecast import Forecast
 from ulysses_cli.train.groups import make_groups
+from ulysses_cli.train.interruption import Interruption
 from ulysses_cli.train.loop import Course, StepResult, every, train
 from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.randomness import seed_all
 from ulysses_cli.train.record import Display, Record, make_trackers
 from ulysses_cli.train.rehearsal import rehearse
 from ulysses_cli.train.requirements import find_missing_operator, find_missing_package
-from ulysses_cli.train.resume import FRESH, adapt, count_restarts, describe_restart, find_beginning
-from ulysses_cli.train.run_file import describe_machine, list_versions, make_card, write_run_file
-from ulysses_cli.train.saves import Habits, Saves, find_shortage
+from ulysses_cli.train.resume import FRESH, adapt, count_restarts, describe_longer_run, describe_restart, find_beginning
+from ulysses_cli.train.run_file import describe_machine, list_base_warnings, list_versions, make_card, write_run_file
+from ulysses_cli.train.saves import SAVING, Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
 from ulysses_cli.train.stop import StopWishes
 from ulysses_cli.train.swap_folder import leave_folder, name_folder, open_folder
@@ -64,8 +65,10 @@ class Life:
         options: argparse.Namespace,
         show: Callable[[int], Display],
         load_hardware: Callable[[], Hardware],
+        interruption: Interruption,
     ) -> None:
         self.loaded, self.options, self.show, self.load_hardware = loaded, options, show, load_hardware
+        self.interruption = interruption
         self.recipe = loaded.recipe
         self.layout = make_layout(self.recipe)
         self.run_dir = Path(os.path.expanduser(self.recipe.run.output_dir))
@@ -76,6 +79,13 @@ class Life:
     def run(self) -> None:
         self.read_inputs()
         self.meet_others()
+        if self.is_finished:
+            self.record.tell(
+                event="done", note=f"already finished: all {self.num_steps} steps are done, the model stands"
+            )
+            self.record.close()
+            dist.destroy_process_group()
+            return
         course = self.build_all()
         if self.options.dry_run:
             self.record.tell(event="done", note="dry run: everything but the steps")
@@ -89,6 +99,12 @@ class Life:
             self.finish(course, reason)
             self.watchdog.stop()
         self.tear_down()
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing is left to do. The same on all ranks: it comes from what rank 0 has told."""
+        begin = self.beginning
+        return begin.path is not None and begin.step == self.num_steps == begin.model_step
 
     def read_inputs(self) -> None:
         """Whatever a file or a package can spoil is found before any process group exists."""
@@ -178,8 +194,7 @@ class Life:
             self.plan_steps()
         run = self.recipe.run
         usd_per_hour = (run.price_per_gpu_hour or 0.0) * self.layout.world_size
-        self.wishes = StopWishes(run.max_hours, run.max_cost, usd_per_hour)
-        self.wishes.listen()
+        self.wishes = StopWishes(run.max_hours, run.max_cost, usd_per_hour, lambda: self.interruption.is_asked)
 
     def build_all(self) -> Course:
         self.record.enter("loading the model")
@@ -206,6 +221,7 @@ class Life:
             "world_size": self.layout.world_size,
             "layout": vars(self.layout),
             "rows_per_step": self.batching.rows_per_step,
+            "num_steps": self.num_steps,
             "recipe": self.recipe.model_dump(mode="json"),
             "recipe_hash": self.resolved.recipe_hash,
             "data": self.options.data.name,
@@ -213,26 +229,33 @@ class Life:
             "chat_template": self.tokenizer.chat_template,
         }
         self.bad_steps = BadSteps(self.recipe.run.max_bad_steps, self.record.warn)
-        run = self.recipe.run
+        recipe, run = self.recipe, self.recipe.run
         habits = Habits(run.save_total_limit, run.async_save, run.on_save_error == "continue")
         self.saves = Saves(self.owner, self.record, habits, facts, self.bad_steps)
+        if text := describe_longer_run(
+            self.beginning, recipe.model_dump(mode="json"), self.num_steps, partial(make_schedule, recipe.train)
+        ):
+            self.record.warn(text)
         self.course = Course(built.engine, self.groups, self.rows, self.batching, self.num_steps, self.end, self.wishes)
         seed_all(self.recipe.run.seed + self.groups.rank)
-        first = plan_step(self.rows, self.batching, 0, self.end)
-        self.record.say(
-            f"step 1: {len(first.rows)} rows, {first.num_tokens:,} tokens, {first.num_targets:,} targets; "
-            f"{built.num_trained:,} trained parameters"
-        )
+        if self.beginning.step < self.num_steps:
+            first = plan_step(self.rows, self.batching, self.beginning.position, self.end)
+            self.record.say(
+                f"step {self.beginning.step + 1}: {len(first.rows)} rows, {first.num_tokens:,} tokens, "
+                f"{first.num_targets:,} targets; {built.num_trained:,} trained parameters"
+            )
         return self.course
 
     def start(self, course: Course) -> None:
         """From here on things are written. The rehearsal comes before the checkpoint's state is loaded."""
-        self.check_disk()
-        if self.recipe.run.rehearsal:
+        is_ahead = self.beginning.step < self.num_steps
+        if is_ahead:
+            self.check_disk()
+        if is_ahead and self.recipe.run.rehearsal:
             self.rehearse(course)
         if self.beginning.path is not None:
             self.record.enter("loading the checkpoint")
-            self.saves.resume(course, self.beginning.path)
+            self.saves.resume(course, self.beginning)
         self.record.start_files(course.step)
         if self.groups.is_first:
             write_run_file(self.run_dir, self.list_facts())
@@ -246,6 +269,7 @@ class Life:
         course.after = tuple(after)
         self.record.enter("training")
         self.groups.wait_without_limit()
+        self.interruption.wait_for_boundary(run.step_timeout, lambda: course.phase == SAVING)
         self.watchdog = Watchdog(course, run.step_timeout, self.owner.rank, self.owner.world_size, self.run_dir)
 
     def check_disk(self) -> None:
@@ -276,23 +300,30 @@ class Life:
         seconds = time.perf_counter() - started
         self.record.say(f"rehearsed step, evaluation and save at {longest:,} tokens per row in {seconds:.1f} s{memory}")
 
-    def evaluate(self, course: Course) -> None:
+    def evaluate(self, course: Course, wishes: StopWishes | None = None) -> None:
+        """`wishes`: what it may be left for; the run's own."""
         if self.eval_rows is None:
             return
         course.phase = "evaluation"
         batching = make_eval_batching(self.recipe, self.shape)
-        found = evaluate(course.engine, self.groups, self.eval_rows, batching, partial(setattr, course, "phase"))
-        self.record.write_eval({"step": course.step, **found})
+        tell = partial(setattr, course, "phase")
+        found = evaluate(course.engine, self.groups, self.eval_rows, batching, tell, wishes or course.wishes)
+        if found:
+            self.record.write_eval({"step": course.step, **found})
+            course.last_eval_step = course.step
 
     def finish(self, course: Course, reason: str) -> None:
         self.saves.save_last(course)
+        if not reason and course.last_eval_step != course.step:
+            signals = StopWishes(is_asked=course.wishes.is_asked)  # all steps are done: time and money end nothing now
+            self.evaluate(course, signals)
+            reason = signals.agree(self.groups.host_group)
         if reason:
             self.record.tell(event="stopped", reason=f"by {reason} after step {course.step} of {course.num_steps}")
             return
-        if self.record.last_eval_step != course.step:
-            self.evaluate(course)
         self.record.enter(WRITING)
         course.phase = WRITING
+        self.interruption.end_at_once()
         if self.groups.is_first:
             adapter, recipe, config = self.built.adapter, self.recipe.model_dump(mode="json"), self.built.config
             last, dtype = self.saves.get_last_path(), getattr(torch, self.recipe.model.dtype)
@@ -308,20 +339,9 @@ class Life:
                 card=make_card(recipe, self.recipe.run.run_name or self.run_dir.name, self.shape, self.num_own_tokens),
             )
         self.owner.wait()
-        if self.built.adapter is not None:
-            self.warn_of_base()
+        for text in list_base_warnings(self.recipe.model.model_dump()) if self.built.adapter is not None else []:
+            self.record.warn(text)
         self.record.tell(event="done", model_dir=str(self.run_dir / "model"))
-
-    def warn_of_base(self) -> None:
-        """Adapters alone are half a model: what the other half must be is said where it is not what people expect."""
-        model = self.recipe.model
-        if model.rope_scaling is not None:
-            self.record.warn(
-                "adapters do not carry the stretched positions: load the base as the README.md beside "
-                "them shows, or run `ulysses export CHECKPOINT --to DIR --merge-lora`"
-            )
-        if model.config is not None:
-            self.record.warn("the adapters belong to a random model, which is not on disk")
 
     def tear_down(self) -> None:
         self.record.phase = "tear down"
@@ -369,8 +389,7 @@ class Life:
         """The row, the ledger's largest lines, and the smallest change of the recipe that fits."""
         first = (str(error).strip().splitlines() or ["out of memory"])[0][:300]
         rows = f"rows of {self.resolved.row_tokens:,} tokens, {self.resolved.local_tokens:,} per rank"
-        message = f"out of memory with {rows}: {first}"
-        gpu, levers = self.forecast.gpu, self.forecast.choice.levers
-        if gpu is None:
-            return {"message": message, "hint": "shorter rows (data.max_length), or a larger sp_size"}
-        return {"message": message, "hint": explain_memory(self.recipe, self.shape, levers, gpu)}
+        gpu, hint = self.forecast.gpu, "shorter rows (data.max_length), or a larger sp_size"
+        if gpu is not None:
+            hint = explain_memory(self.recipe, self.shape, self.forecast.choice.levers, gpu)
+        return {"message": f"out of memory with {rows}: {first}", "hint": hint}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from ulysses_cli.train.clock import part_of_step
 from ulysses_cli.train.engine import Engine, Update
 from ulysses_cli.train.groups import Groups
 from ulysses_cli.train.stop import StopWishes
+
+LONG_STEP_SECONDS = 10  # a step that takes longer can be left between its micro-steps
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Course:
     step: int = 0
     position: int = 0
     optimizer_steps: int = 0
+    last_eval_step: int = -1
+    step_seconds: float = 0.0  # of the step before, on this rank
     phase: str = ""
 
 
@@ -49,12 +54,18 @@ def train(course: Course) -> str:
     """-> why it ended; '' when all steps are done. Collective over all ranks."""
     while course.step < course.num_steps:
         plan = plan_step(course.rows, course.batching, course.position, course.end)
-        reason = agree(course, plan)
+        reason, seconds = agree(course, plan)
         if reason:
             return reason
         for chore in course.before:
             chore(course)
-        result = run_step(course, plan, course.engine.learning_rate_at(course.step))
+        started = time.monotonic()
+        result = run_step(
+            course, plan, course.engine.learning_rate_at(course.step), may_leave=seconds >= LONG_STEP_SECONDS
+        )
+        if isinstance(result, str):
+            return result
+        course.step_seconds = time.monotonic() - started
         course.step += 1
         course.position = plan.next_position
         course.optimizer_steps += int(result.update.was_applied)
@@ -63,20 +74,27 @@ def train(course: Course) -> str:
     return ""
 
 
-def agree(course: Course, plan: StepPlan) -> str:
-    """All ranks are about to do the same; a wish to stop that one of them has is everyone's."""
+def agree(course: Course, plan: StepPlan) -> tuple[str, int]:
+    """All ranks are about to do the same -> why all stop here, since one of them wishes it, and the seconds that the
+    step before took on the slowest."""
     course.phase = "comparing plans"
     facts: dict[str, Any] = {"step": course.step, **plan.list_facts()}
-    return course.wishes.name(compare_facts(facts, course.groups.host_group, *course.wishes.read_flags()))
+    mine = (*course.wishes.read_flags(), int(course.step_seconds))
+    *flags, seconds = compare_facts(facts, course.groups.host_group, *mine)
+    return course.wishes.name(flags), seconds
 
 
-def run_step(course: Course, plan: StepPlan, learning_rate: float) -> StepResult:
-    """Every rank of the world runs the same number of micro-steps; the engine's collectives match by that."""
+def run_step(course: Course, plan: StepPlan, learning_rate: float, *, may_leave: bool = False) -> StepResult | str:
+    """Every rank of the world runs the same number of micro-steps; the engine's collectives match by that. With
+    `may_leave`, the same on all ranks, a wish to stop is heard between micro-steps too -> its reason: nothing of the
+    step has happened to the weights."""
     engine, axis = course.engine, course.groups.sp_axis
     engine.set_learning_rate(learning_rate)
     losses = []
     for micro_step in range(plan.num_micro_steps):
         course.phase = f"micro-step {micro_step + 1} of {plan.num_micro_steps}"
+        if may_leave and micro_step and (reason := course.wishes.agree(course.groups.host_group)):
+            return reason
         with part_of_step("data"):
             batch = read_micro_batch(course.rows, plan, course.groups.dp_index, micro_step, axis.rank, axis.size)
         losses.append(engine.train_micro_step(batch, plan.num_targets))

@@ -14,6 +14,7 @@ from ulysses_cli.plan.regular_files import read_regular
 
 MANIFEST, STATE = "manifest.json", "state.json"
 SHARE = re.compile(r"rank-(\d{5,})\.safetensors", re.ASCII)
+MODEL_FACTS = "ulysses.json"  # in an exported model
 MAX_BYTES = 16 << 20  # a manifest names a file for each rank, a state holds a recipe
 SHOWN_CHARS = 120
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -84,6 +85,20 @@ def load_manifest(path: Path) -> dict[str, FileEntry]:
     if missing:
         raise ValueError(f"{MANIFEST} does not name {missing}")
     return entries
+
+
+class ModelFacts(_Part):
+    """What an exported model was made of."""
+
+    step: Count
+
+
+def read_model_step(model: Path) -> int | None:
+    """The step that an exported model was made after. None: there is no model, or it is not this tool's."""
+    try:
+        return ModelFacts.model_validate_json(read_regular(model / MODEL_FACTS, MAX_BYTES)).step
+    except (OSError, ValueError):
+        return None
 
 
 def load_state(path: Path) -> dict[str, Any]:

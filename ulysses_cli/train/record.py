@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,15 +38,13 @@ class Record:
         self.logging_steps = logging_steps
         self.files: dict[str, LineFile] = {}
         self.phase = "start"
-        self.last_eval_step = -1
 
     def start_files(self, last_step: int) -> None:
         """Lines after `last_step` are of steps that will be done again."""
         if self.display is None:
             return
         for name in ("metrics", "eval"):
-            kept = cut_lines(self.run_dir / f"{name}.jsonl", last_step)
-            self.last_eval_step = kept if name == "eval" else self.last_eval_step
+            cut_lines(self.run_dir / f"{name}.jsonl", last_step)
             self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
 
     def tell(self, **event: Any) -> None:
@@ -117,24 +115,30 @@ def _clean(value: Any) -> Any:
     return value
 
 
-def cut_lines(path: Path, last_step: int) -> int:
-    """On resume: steps that will be done again are taken out, so that each appears once; so is a torn last line. -> the
-    last step that stays, -1 for none."""
+def cut_lines(path: Path, last_step: int) -> None:
+    """On resume: steps that will be done again are taken out, so that each appears once; so is a torn last line."""
     if not path.exists():
-        return -1
-    kept = []
-    newest = -1
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line)
-                newest = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
+        return
     beside = path.with_suffix(".part")
-    beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    beside.write_text("".join(f"{line}\n" for _, line in _read_lines(path, last_step)), encoding="utf-8")
     os.replace(beside, path)
-    return newest
+
+
+def find_last_step(path: Path, last_step: int) -> int:
+    """The newest step up to `last_step` that has a line in the file, -1 for none."""
+    return max((step for step, _ in _read_lines(path, last_step)), default=-1)
+
+
+def _read_lines(path: Path, last_step: int) -> Iterator[tuple[int, str]]:
+    """(step, line) of each whole line up to `last_step`."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if (step := int(json.loads(line)["step"])) <= last_step:
+                yield step, line
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            continue
 
 
 class MissingTrackerError(ValueError):

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.plan.changes import list_changes
+from ulysses_cli.plan.changes import list_changes, list_length_changes
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.train.archive import (
     CheckpointError,
     find_damage,
     find_newest_valid,
+    get_folder,
     list_checkpoints,
     tidy_folder,
 )
-from ulysses_cli.train.manifest import load_state
+from ulysses_cli.train.manifest import load_state, read_model_step
+from ulysses_cli.train.record import find_last_step
 
 WIDTHS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -31,10 +33,13 @@ class ResumeError(ValueError):
 
 @dataclass(frozen=True)
 class Beginning:
-    """`state` is empty without a checkpoint."""
+    """What rank 0 finds on disk and tells all. `state` is empty without a checkpoint."""
 
     path: Path | None
     state: Mapping[str, Any]
+    is_own: bool = False  # the checkpoint is of this run's folder
+    last_eval_step: int = -1
+    model_step: int | None = None  # of the model that stands in the run's folder
 
     @property
     def step(self) -> int:
@@ -80,6 +85,25 @@ def describe_restart(logs: Path, num_restarts: int, max_restarts: int) -> str:
     return f"restart {num_restarts} of {max_restarts} (run.max_restarts): {why}"
 
 
+def describe_longer_run(
+    beginning: Beginning,
+    recipe: Mapping[str, Any],
+    num_steps: int,
+    make_schedule: Callable[[int], Callable[[int], float]],
+) -> str:
+    """A run of another length does no step anew; its schedule of learning rates is another one from here on. '' where
+    nothing has changed, or no step is ahead."""
+    state, step = beginning.state, beginning.step
+    changes = list_length_changes(state["recipe"], recipe) if state and step < num_steps else []
+    if not changes:
+        return ""
+    text = f"{'; '.join(changes)}: from step {step + 1} on the learning rate follows the schedule of "
+    text += f"{num_steps} steps, {make_schedule(num_steps)(step):.3g} at first"
+    if step and "num_steps" in state:
+        text += f" (step {step} had {make_schedule(int(state['num_steps']))(step - 1):.3g})"
+    return text
+
+
 def find_beginning(run_dir: Path, wanted: str | None, num_restarts: int, tell: Callable[[str], None]) -> Beginning:
     """On one rank. `wanted` is a folder or `auto`. A run that was restarted in place looks for its own newest first."""
     tidy_folder(run_dir)
@@ -100,8 +124,11 @@ def find_beginning(run_dir: Path, wanted: str | None, num_restarts: int, tell: C
             tell("no checkpoint to resume from: starting at step 1")
         return FRESH
     try:
-        return Beginning(path, load_state(path))
-    except (OSError, ValueError) as error:
+        state = load_state(path)
+        is_own = path.resolve() == (get_folder(run_dir) / f"step-{int(state['step'])}").resolve()
+        last_eval_step = find_last_step(run_dir / "eval.jsonl", int(state["step"])) if is_own else -1
+        return Beginning(path, state, is_own, last_eval_step, read_model_step(run_dir / "model") if is_own else None)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
 
 
@@ -128,6 +155,9 @@ def check_changes(
 ) -> None:
     """Differences that decide values are an error, or, when the user insists, a warning."""
     changes = list_changes(state["recipe"], recipe)
+    most, done = recipe["train"]["max_steps"], int(state.get("step", 0))
+    if most is not None and most < done:
+        changes.append(f"train.max_steps: is {most}, but step {done} is done")
     if not changes and state.get("data", data) != data:
         changes = [f"the prepared data: was {state['data']}, is {data} (files behind data.datasets have changed)"]
     if not changes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -104,3 +105,16 @@ def make_card(
 def _is_folder(name: str) -> bool:
     """A path of this machine, not a name of the hub, whether it is still there or not."""
     return os.path.isdir(os.path.expanduser(name)) or not HUB_NAME.fullmatch(name)
+
+
+def list_base_warnings(model: Mapping[str, Any]) -> list[str]:
+    """`model`: the recipe's section. Adapters are half a model: what the other half must be, where it is unexpected."""
+    said = []
+    if model["rope_scaling"] is not None:
+        said.append(
+            "adapters do not carry the stretched positions: load the base as the README.md beside them shows, or run "
+            "`ulysses export CHECKPOINT --to DIR --merge-lora`"
+        )
+    if model["config"] is not None:
+        said.append("the adapters belong to a random model, which is not on disk")
+    return said

@@ -16,9 +16,11 @@ from ulysses_cli.train.bad_steps import BadSteps
 from ulysses_cli.train.checkpoint import Owner, load_checkpoint, open_folder, save_checkpoint, take_share
 from ulysses_cli.train.loop import Course, StepResult
 from ulysses_cli.train.record import Record
+from ulysses_cli.train.resume import Beginning
 
 STATE_BYTES = 12  # of a trained parameter: its float32 value and two moments
 HEADER_SHARE = 1.01
+SAVING = "saving"  # a phase
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Saves:
 
     def save(self, course: Course) -> None:
         """A chore. Collective over all ranks. One that failed before does not hinder the next."""
-        course.phase = "saving"
+        course.phase = SAVING
         for part in (self.settle, partial(self._begin if self.habits.is_async else self._save, course)):
             try:
                 part()
@@ -54,7 +56,7 @@ class Saves:
 
     def save_last(self, course: Course) -> None:
         """Collective over all ranks. When it returns, the present step is on disk."""
-        course.phase = "saving"
+        course.phase = SAVING
         try:
             self.settle()
         except CheckpointError as error:
@@ -105,8 +107,11 @@ class Saves:
             **self.facts,
         }
 
-    def resume(self, course: Course, path: Path) -> None:
+    def resume(self, course: Course, beginning: Beginning) -> None:
         """Collective over all ranks."""
+        path = beginning.path
+        if path is None:
+            raise AssertionError("a run that starts anew has nothing to resume from")
         state = load_checkpoint(self.owner, path)
         if self.owner.rank == 0:
             set_aside(self.record.run_dir, path, self.record.warn)
@@ -114,7 +119,8 @@ class Saves:
         course.optimizer_steps = int(state["optimizer_steps"])
         self.bad_steps.count = int(state["bad_steps"])
         course.wishes.hours_before = float(state["hours"])
-        if path.resolve() == self.get_path(course.step).resolve():
+        course.last_eval_step = beginning.last_eval_step
+        if beginning.is_own:
             self.last_step = course.step
         self.record.say(f"resumed from {path} after step {course.step}")
 

@@ -1,37 +1,30 @@
-"""Reasons to stop before the last step: a signal, the time, the money. Each rank has wishes; all ranks follow any one.
-
-A first signal asks for a stop at the next step's boundary; a second one ends the process at once.
-"""
+"""Reasons to stop before the last step: a signal, the time, the money. Each rank has wishes; all follow any one."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from ulysses_cli.train.agreement import compare_facts
 
 REASONS = ("a signal", "run.max_hours", "run.max_cost")
-INTERRUPTED = 130
 
 
 class StopWishes:
     """What this rank would stop for."""
 
-    def __init__(self, max_hours: float | None = None, max_cost: float | None = None, usd_per_hour: float = 0.0):
-        self.max_hours, self.max_cost, self.usd_per_hour = max_hours, max_cost, usd_per_hour
+    def __init__(
+        self,
+        max_hours: float | None = None,
+        max_cost: float | None = None,
+        usd_per_hour: float = 0.0,
+        is_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.max_hours, self.max_cost, self.usd_per_hour, self.is_asked = max_hours, max_cost, usd_per_hour, is_asked
         self.hours_before = 0.0  # of the run that is resumed
         self.started = time.monotonic()
-        self.signals = 0
-
-    def listen(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._hear)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.signals += 1
-        if self.signals > 1 and number == signal.SIGINT:
-            os._exit(INTERRUPTED)
 
     @property
     def hours(self) -> float:
@@ -40,7 +33,11 @@ class StopWishes:
     def read_flags(self) -> tuple[int, ...]:
         late = self.max_hours is not None and self.hours >= self.max_hours
         dear = self.max_cost is not None and self.hours * self.usd_per_hour >= self.max_cost
-        return int(self.signals > 0), int(late), int(dear)
+        return int(self.is_asked()), int(late), int(dear)
+
+    def agree(self, group: dist.ProcessGroup) -> str:
+        """Collective over all ranks, on the host -> why all of them stop, since one of them wishes it; '' to go on."""
+        return self.name(compare_facts({}, group, *self.read_flags()))
 
     @staticmethod
     def name(flags: Sequence[int]) -> str:

@@ -1,0 +1,127 @@
+"""What a rank does when it is told to stop, phase by phase; signals and a parent's death in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ulysses_cli.train.interruption import ORPHAN_SECONDS, ORPHANED, STOP_SECONDS, Interruption
+
+ROOT = Path(__file__).parents[2]
+
+
+class Rank:
+    """An interruption with a clock that tests turn."""
+
+    def __init__(self) -> None:
+        self.now, self.ended, self.said = 100.0, [], []
+        self.told = Interruption(self.ended.append, self.said.append, lambda: self.now)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.told.look()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, ORPHANED])
+def test_while_nothing_can_be_lost_the_end_is_at_once(number: int) -> None:
+    rank = Rank()
+    rank.told.hear(number)
+    assert rank.ended == [number]
+    assert rank.said == []
+
+
+def test_a_loop_is_asked_and_has_its_time() -> None:
+    rank = Rank()
+    rank.told.wait_for_boundary(600.0, lambda: False)
+    assert not rank.told.is_asked
+    rank.told.hear(signal.SIGTERM)
+    rank.told.hear(signal.SIGTERM)  # from the launcher, and from a scheduler that tells every process
+    assert rank.told.is_asked
+    assert rank.said == ["stopping after this step; Ctrl-C again, or a second signal, stops now"]
+    rank.wait(STOP_SECONDS - 1)
+    assert rank.ended == []
+    rank.wait(2)
+    assert rank.ended == [signal.SIGTERM]
+
+
+def test_a_short_time_out_of_steps_is_a_short_time_to_stop() -> None:
+    rank = Rank()
+    rank.told.wait_for_boundary(8.0, lambda: False)
+    rank.told.hear(signal.SIGTERM)
+    rank.wait(6.1)
+    assert rank.ended == [signal.SIGTERM]
+
+
+def test_a_save_takes_its_time_unless_the_launcher_is_dead() -> None:
+    rank = Rank()
+    rank.told.wait_for_boundary(600.0, lambda: True)
+    rank.told.hear(signal.SIGTERM)
+    rank.wait(10 * STOP_SECONDS)
+    assert rank.ended == []
+    rank.told.hear(ORPHANED)
+    rank.wait(ORPHAN_SECONDS + 0.1)
+    assert rank.ended == [signal.SIGTERM]
+
+
+def test_one_that_was_told_before_ends_when_nothing_is_left_to_save() -> None:
+    rank = Rank()
+    rank.told.wait_for_boundary(600.0, lambda: False)
+    rank.told.hear(signal.SIGINT)
+    assert rank.ended == []
+    rank.told.end_at_once()
+    assert rank.ended == [signal.SIGINT]
+
+
+CHILD = """
+    import os, sys, time
+    from ulysses_cli.train.interruption import Listener
+    Listener(lambda number: os.write(1, f"{number}\\n".encode())).start()
+    os.write(1, f"{os.getpid()}\\n".encode())
+    (r, w) = os.pipe()
+    os.read(r, 1)  # inside C, as in a collective: no handler of Python's runs
+"""
+
+
+@contextmanager
+def start_child(*, through: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    """`through`: by a process that ends when its stdin does."""
+    script = textwrap.dedent(CHILD)
+    if through:
+        script = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {script!r}]); sys.stdin.read()"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ.pop("ULYSSES_STARTED_BY", None)
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, cwd=ROOT
+    )
+    with child:
+        assert child.stdout is not None
+        listener = int(child.stdout.readline())
+        try:
+            yield child
+        finally:
+            os.kill(listener, signal.SIGKILL)
+            child.kill()
+
+
+def test_signals_are_heard_while_the_main_thread_waits() -> None:
+    with start_child() as child:
+        assert child.stdout is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            child.send_signal(number)
+            assert child.stdout.readline() == f"{int(number)}\n".encode()
+
+
+def test_the_death_of_the_parent_is_heard() -> None:
+    with start_child(through=True) as parent:
+        assert parent.stdout is not None
+        parent.kill()
+        heard = {parent.stdout.readline() for _ in range(2)}
+        assert heard == {b"0\n", b"15\n"}, "it looks at its parent, and the system sends a signal"
