@@ -5,12 +5,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forked import PRELOADED
 from hypothesis import HealthCheck, settings
+
+from ulysses_cli.prove import rank_server
 
 settings.register_profile(
     "ulysses", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("ulysses")
+rank_server.PRELOADED.extend(PRELOADED)  # one server for ranks and for commands
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import strikes
 import yaml
+from forked import Command
 from small_run import make_settings
 
 ROOT = Path(__file__).parents[1]
@@ -32,11 +32,14 @@ class Workshop:
         (folder / "r.yaml").write_text(yaml.safe_dump(RECIPE))
         self.environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
-    def start(self, run: str, *words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "ulysses_cli", "train", "r.yaml", f"run.output_dir={run}", *words]
-        return subprocess.Popen(
-            command, cwd=self.folder, env=self.environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+    def start(
+        self, run: str, *words: str, plan: Mapping[str, Any] | None = None, beside: Command | None = None
+    ) -> Command:
+        """`plan`: of a strike. `beside`: the same run's command on another machine."""
+        environ = {**self.environ, strikes.PLAN: json.dumps(plan)} if plan else dict(self.environ)
+        if beside is not None:
+            environ[strikes.PIDS] = str(beside.pids.parent)
+        return Command(["train", "r.yaml", f"run.output_dir={run}", *words], self.folder, environ)
 
     def train(self, run: str, *words: str) -> tuple[int, str]:
         process = self.start(run, *words)
@@ -63,7 +66,7 @@ class Workshop:
             return []
 
 
-def wait_until(process: subprocess.Popen[str], is_there: Callable[[], bool], pause: float = 0.01) -> bool:
+def wait_until(process: Command, is_there: Callable[[], bool], pause: float = 0.01) -> bool:
     """False when the run ended before."""
     end = time.monotonic() + TIME_LIMIT
     while not is_there():
@@ -72,31 +75,6 @@ def wait_until(process: subprocess.Popen[str], is_there: Callable[[], bool], pau
         assert time.monotonic() < end
         time.sleep(pause)
     return True
-
-
-def find_ranks(run: str) -> dict[int, int]:
-    """rank -> process, of a run that goes on. A rank's own child, which writes its log, looks like it."""
-    found: dict[int, tuple[int, int]] = {}  # process -> (rank, parent)
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"ulysses_cli.train" in words and f"--set=run.output_dir={run}".encode() in words:
-                facts = dict(line.partition(b"=")[::2] for line in (folder / "environ").read_bytes().split(b"\0"))
-                if b"RANK" in facts:
-                    parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                    found[int(folder.name)] = int(facts[b"RANK"]), parent
-        except OSError:
-            continue
-    return {rank: process for process, (rank, parent) in found.items() if parent not in found}
-
-
-def strike(run: str, ranks: list[int], number: int = signal.SIGKILL) -> None:
-    processes = find_ranks(run)
-    for rank in ranks:
-        try:
-            os.kill(processes[rank], number)
-        except (KeyError, ProcessLookupError):
-            pass
 
 
 def damage_newest(run_dir: Path, kind: str, generator: random.Random) -> None:

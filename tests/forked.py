@@ -2,7 +2,7 @@
 
 They are processes like any other: own pid, session, signals, environment, files; only the interpreter's start is left
 out. `ForkedPopen` takes the place of subprocess.Popen, also in the children, so that a command's launcher and the
-launcher's ranks are forked as well. Whoever uses it must not have threads.
+launcher's ranks are forked as well. Whoever uses it must not have threads; a test, which may, starts a `Command`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+import strikes
+
+from ulysses_cli.prove.rank_server import start_process
 
 PRELOADED = (
     *("torch", "deepspeed", "peft", "transformers.models.qwen3.modeling_qwen3", "torch.distributed.run"),
@@ -105,3 +111,68 @@ def preload() -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.Popen = ForkedPopen
+
+
+class Command:
+    """`python -m ulysses_cli WORDS`, forked from the server that the ranks of tests come from. To its user a Popen
+    whose output is kept in files, so that it may be as long as it likes."""
+
+    def __init__(self, words: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.pids = Path(env.get(strikes.PIDS) or self.folder.name) / "pids"  # two machines of one run share them
+        env = {**env, strikes.PIDS: str(self.pids)}
+        self.files = [Path(self.folder.name) / name for name in ("out", "err")]
+        self.process = start_process(_be_command, (list(words), str(cwd), dict(env), list(map(str, self.files))))
+        self.pid = self.process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.process.is_alive():
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def strike(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(strikes.find_rank(self.pids, rank), number)
+
+    @property
+    def has_struck(self) -> bool:
+        """The plan that it was started with has come to its moment."""
+        return (self.pids / "struck").exists()
+
+    def read_said(self) -> str:
+        """What has come on stderr so far."""
+        return _read(self.files[1])
+
+    def wait(self, timeout: float) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("ulysses", timeout, *map(_read, self.files))
+        return self.process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self.wait(timeout)
+        return _read(self.files[0]), _read(self.files[1])
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
+def _be_command(words: Sequence[str], cwd: str, env: Mapping[str, str], files: Sequence[str]) -> None:
+    for number, file in enumerate(files, 1):
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(handle, number)
+        os.close(handle)
+    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
+    _be_new(cwd, env)
+    preload()
+    on_start.append(strikes.arm)
+    _run("ulysses_cli", words)

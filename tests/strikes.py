@@ -1,7 +1,7 @@
-"""Death at an exact moment, from inside: an audit hook of rank 0 sees every file that it opens, renames and removes,
-and kills the chosen ranks there. The product knows nothing of it.
+"""A strike at an exact moment, from inside: rank 0 sees every file that it opens, renames and removes, and every phase
+that it enters, and there kills the chosen processes or sends them a signal. The product knows nothing of it.
 
-`arm` is called in each forked rank; what it shall do stands in its environment.
+`arm` is called in each forked rank; what it shall do stands in its environment. Each rank writes down its collectives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,88 @@ def arm(module: str, environ: Mapping[str, str]) -> None:
     part = pids / "part" / environ["RANK"]
     part.write_text(str(os.getpid()))
     part.rename(pids / environ["RANK"])
+    write_down_collectives(pids / f"collectives-{environ['RANK']}")
     if environ["RANK"] == "1":
         fall_asleep_when_told()
     if environ["RANK"] == "0" and PLAN in environ and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        sys.addaudithook(Strike(json.loads(environ[PLAN]), pids))
+        plan = json.loads(environ[PLAN])
+        if "phase" in plan:
+            watch_phases(PhaseStrike(plan, pids))
+        else:
+            sys.addaudithook(Strike(plan, pids))
+
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast", "broadcast_object_list"),
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_to_all"),
+)
+
+
+def write_down_collectives(file: Path) -> None:
+    """One line each, before it begins: what this rank is about to do."""
+    import torch
+    import torch.distributed as dist
+
+    log = open(file, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - as long as the rank
+
+    def wrap(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            log.write(f"{name} {[tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]}\n")
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, wrap(name, getattr(dist, name)))
+
+
+def read_collectives(pids: Path) -> list[list[str]]:
+    """Of each rank."""
+    return [file.read_text().splitlines() for file in sorted(pids.glob("collectives-*"))]
+
+
+def watch_phases(note: Callable[[str], None]) -> None:
+    """Each phase of the run and of a step, when it is entered."""
+    from ulysses_cli.train.loop import Course
+    from ulysses_cli.train.record import Record
+
+    for kind in (Course, Record):
+        plain = kind.__setattr__
+
+        def set_attribute(self: Any, name: str, value: Any, plain: Any = plain) -> None:
+            plain(self, name, value)
+            if name == "phase":
+                note(value)
+
+        kind.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+
+
+class PhaseStrike:
+    """Strikes when a phase whose name begins so is entered for the n-th time. `who`: all, one, agent or command."""
+
+    def __init__(self, plan: Mapping[str, Any], pids: Path) -> None:
+        self.plan, self.pids, self.num_seen = plan, pids, 0
+
+    def __call__(self, phase: str) -> None:
+        if not phase.startswith(self.plan["phase"]):
+            return
+        self.num_seen += 1
+        if self.num_seen != self.plan.get("nth", 1):
+            return
+        (self.pids / "struck").touch()
+        for process in self.find():
+            os.kill(process, self.plan["signal"])
+
+    def find(self) -> list[int]:
+        agent = os.getppid()
+        match self.plan["who"]:
+            case "all":  # this one last
+                return [find_rank(self.pids, rank) for rank in reversed(range(int(os.environ["WORLD_SIZE"])))]
+            case "one":
+                return [find_rank(self.pids, 1)]
+            case "agent":
+                return [agent]
+        return [int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])]
 
 
 def fall_asleep_when_told() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from courses import Trip
-from faults import Workshop, damage_newest, strike, wait_until
+from faults import Workshop, damage_newest, wait_until
 from ranks import RankError, run_on_ranks
 from safetensors.torch import load_file
 from training import MemoryRows, make_recipe
@@ -149,14 +149,14 @@ def test_a_run_that_is_struck_twice_is_the_run_that_was_not(shop: Workshop) -> N
     process = shop.start("struck", *words, "run.max_restarts=0")
     assert wait_until(process, lambda: shop.count_steps("struck") >= 2)
     assert wait_until(process, lambda: any("writing" in name for name in shop.list_checkpoints("struck")), pause=0)
-    strike("struck", [1])
+    process.strike(1)
     _, said = process.communicate(timeout=240)
     assert process.returncode == 1, said
     assert "rank 1 was killed by SIGKILL" in said
 
     process = shop.start("struck", *words, "--resume", "auto")
     assert wait_until(process, lambda: shop.count_steps("struck") >= 6)
-    strike("struck", [0])
+    process.strike(0)
     _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert said.count("resumed from struck/checkpoints/step-") == 2
@@ -172,9 +172,10 @@ def test_a_rank_lost_on_one_machine_is_started_again_with_all_on_both(shop: Work
         port = probe.getsockname()[1]
     words = ["train.max_steps=12", "run.max_restarts=1", "--nnodes=2", "--master-addr=localhost"]
     words.append(f"--master-port={port}")
-    machines = [shop.start("machines", *words, f"--node-rank={rank}") for rank in range(2)]
+    process = shop.start("machines", *words, "--node-rank=0")
+    machines = [process, shop.start("machines", *words, "--node-rank=1", beside=process)]
     assert wait_until(machines[0], lambda: shop.count_steps("machines") >= 3)
-    strike("machines", [1])
+    process.strike(1)
     said = [process.communicate(timeout=240)[1] for process in machines]
     assert [process.returncode for process in machines] == [0, 0], said
     assert said[0].count("resumed from machines/checkpoints/step-") == 1
@@ -186,7 +187,7 @@ def test_a_rank_lost_on_one_machine_is_started_again_with_all_on_both(shop: Work
 def test_a_rank_that_stands_still_is_named(shop: Workshop) -> None:
     process = shop.start("hanging", "run.step_timeout=8")
     assert wait_until(process, lambda: shop.count_steps("hanging") >= 2)
-    strike("hanging", [1], signal.SIGSTOP)
+    process.strike(1, signal.SIGSTOP)
     _, said = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "takes longer than run.step_timeout (8 s): rank 1 does not answer, the others wait for it in " in said
