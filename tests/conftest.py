@@ -18,11 +18,14 @@ rank_server.PRELOADED.extend(PRELOADED)  # one server for ranks and for commands
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tier = 2 if os.environ.get("ULYSSES_FULL") else int(bool(os.environ.get("ULYSSES_CHECK")))
     for item in items:
-        if "full" in item.keywords and not os.environ.get("ULYSSES_FULL"):
+        if "full" in item.keywords and tier < 2:
             item.add_marker(pytest.mark.skip(reason="whole grid: make test-full"))
+        if "check" in item.keywords and tier < 1:
+            item.add_marker(pytest.mark.skip(reason="wider sample: make check"))
         for marker in item.iter_markers("operator"):
-            if (name := marker.args[0]) and not os.environ.get("ULYSSES_FULL") and not _is_built(name):
+            if (name := marker.args[0]) and tier < 2 and not _is_built(name):
                 item.add_marker(pytest.mark.skip(reason=f"{name} is not built, which takes minutes: make test-full"))
         if "gpu" in item.keywords and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -54,19 +54,16 @@ def list_cases(quick: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name == quick else pytest.mark.full) for name in CASES]
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("case", list_cases("two ranks"))
 def test_a_trace_is_what_a_real_step_takes(case: str) -> None:
     assert trace_step(make_case({}, *CASES[case][1])) == pytest.approx(measure_case(case), rel=0.01)
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("case", list_cases("ZeRO-2, sums in float32"))
 def test_the_formula_is_what_a_real_step_takes(case: str) -> None:
     assert predict_step(make_case({}, *CASES[case][1])) == pytest.approx(measure_case(case), rel=0.03)
 
 
-@pytest.mark.heavy
 def test_an_evaluation_leaves_nothing_gathered() -> None:
     """DeepSpeed keeps weights after a forward without a backward, and counts them no more."""
     small = ("parallel.sp_size=2", "data.max_length=256", *TILES, f"{ZERO}.max_reuse_distance=1000000")
@@ -95,7 +92,6 @@ def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, i
     return json.loads(done.stdout), list_formula(found.ledger)
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(
     "file",
     [pytest.param(file, id=file.stem, marks=[] if file.stem == "tiny-cpu" else pytest.mark.full) for file in RECIPES],
@@ -138,7 +134,6 @@ def test_a_step_in_groups_takes_what_its_largest_group_takes() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.heavy
 def test_the_command_traces_in_a_process_of_its_own_and_remembers(tmp_path: Path) -> None:
     words = ["estimate-memory", str(ROOT / "recipes" / "tiny-cpu.yaml"), "--gpu", "h100-80gb", "run.device=cuda"]
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from ulysses_cli.train.states import forget_powers
 
-pytestmark = pytest.mark.heavy
 BETAS = (0.85, 0.97)
 NUM_STEPS = 12
 

@@ -153,7 +153,6 @@ def list_cases() -> list[Any]:
     return [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.full) for case in cases]
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(("model", "levers", "sp_size"), list_cases(), indirect=["sp_size"])
 def test_what_a_real_step_allocates(model: str, levers: str, sp_size: int) -> None:
     config = MODELS[model]

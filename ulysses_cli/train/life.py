@@ -271,6 +271,8 @@ class Life:
         self.groups.wait_without_limit()
         self.interruption.wait_for_boundary(run.step_timeout, lambda: course.phase == SAVING)
         self.watchdog = Watchdog(course, run.step_timeout, self.owner.rank, self.owner.world_size, self.run_dir)
+        if run.eval_steps and 0 < course.step < self.num_steps and course.last_eval_step < course.step:
+            every(run.eval_steps, self.evaluate)(course, None)  # which a signal ended
 
     def check_disk(self) -> None:
         """Rank 0 looks; all follow. A disk that will be full is known before the first step."""

@@ -104,10 +104,10 @@ def run_step(course: Course, plan: StepPlan, learning_rate: float, *, may_leave:
     return StepResult(plan, total, engine.read_update(learning_rate), tuple(own.tolist()))
 
 
-def every(period: int, chore: Callable[[Course], None]) -> Callable[[Course, StepResult], None]:
+def every(period: int, chore: Callable[[Course], None]) -> Callable[[Course, StepResult | None], None]:
     """A chore of each `period`-th step; the last step's is done at the end of the run."""
 
-    def due(course: Course, _: StepResult) -> None:
+    def due(course: Course, _: StepResult | None) -> None:
         if course.step % period == 0 and course.step < course.num_steps:
             chore(course)
 
