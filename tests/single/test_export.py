@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.families import FAMILIES
+from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.train import export
 from ulysses_cli.train.archive import CheckpointError
 from ulysses_cli.train.export_check import check_adapter, check_model
@@ -86,7 +87,7 @@ def test_a_family_is_exported_as_transformers_saves_it(
     said: list[str] = []
     folder = export.export_model(
         checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
-        dtype=torch.float32, card="a card",
+        dtype=torch.float32, card="a card", step=1,
         check=lambda to: said.append(check_model(checkpoint, to, config, torch.float32, lambda _: None)),
     )  # fmt: skip
     assert re.fullmatch(r"\d+ tensors and the logits of a probe equal the trained model's", said[0])
@@ -122,18 +123,22 @@ def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path, monkeypatch: p
     checkpoint = save_as_ranks(trained, tmp_path / "step-1")
     recipe = make_recipe("lora.r=4").model_dump(mode="json")
     recipe["model"] |= {"name_or_path": str(tmp_path / "base"), "config": None}
+    shape = read_model_shape(config.to_dict(), "base")
     said: list[str] = []
     folder = export.export_model(
         checkpoint, tmp_path / "ours", config=base.config, tokenizer=make_bytes_tokenizer(),
         adapter_config=adapted.peft_config["default"], dtype=torch.float32,
-        card=make_card(recipe, "mine", "llama"),
+        card=make_card(recipe, "mine", shape, shape.vocab_size), step=1,
         check=lambda to: said.append(check_adapter(checkpoint, to, torch.float32)),
     )  # fmt: skip
     assert said == [f"{len(trained)} tensors equal the checkpoint's"]
     assert not (folder / "config.json").exists()
     monkeypatch.chdir(folder)
     found: dict[str, Any] = {}
-    exec((folder / "README.md").read_text().split("```python\n")[1].split("```")[0], found)
+    card = (folder / "README.md").read_text()
+    assert str(tmp_path) not in card, "a folder of this machine is nobody else's to know"
+    code = card.split("```python\n")[1].split("```")[0]
+    exec(code.replace("the base model's folder", str(tmp_path / "base")), found)
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(found["model"].eval()(ids).logits, adapted.eval()(ids).logits)

@@ -40,7 +40,7 @@ def make_run(tmp_path: Path, model_type: str) -> tuple[Path, dict[str, Any], Any
         for parameter in trained.values():
             parameter.normal_(std=0.1)
     checkpoint = save_as_ranks(trained, tmp_path / "run" / "checkpoints" / "step-1")
-    return checkpoint, {"recipe": recipe.model_dump(mode="json")}, adapted
+    return checkpoint, {"step": 1, "recipe": recipe.model_dump(mode="json")}, adapted
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "mixtral"])

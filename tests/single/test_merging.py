@@ -53,7 +53,7 @@ def merge(tmp_path: Path, config: Any, checkpoint: Path, trained: torch.dtype, d
     said: list[str] = []
     folder = export.export_model(
         checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
-        dtype=dtype, card="", merge=merging.write,
+        dtype=dtype, card="", step=1, merge=merging.write,
         check=lambda to: said.append(merging.check(to, config)),
     )  # fmt: skip
     return folder, said[0]

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from small_run import CONFIG
 from training import make_recipe
 from transformers import get_scheduler
 
+from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.recipe import Train
 from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.report.run_files import load_run
@@ -207,7 +209,8 @@ def test_a_warm_up_as_a_share_of_all_steps() -> None:
 
 def test_the_card_holds_the_whole_recipe() -> None:
     recipe = make_recipe("lora.r=4").model_dump(mode="json")
-    card = make_card(recipe, "mine", "qwen3")
+    shape = read_model_shape(CONFIG, "test")
+    card = make_card(recipe, "mine", shape, shape.vocab_size)
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front) == {"library_name": "peft"}
     assert yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]) == recipe

@@ -136,6 +136,7 @@ def export_model(
     adapter_config: Any,
     dtype: torch.dtype,
     card: str,
+    step: int,
     check: Callable[[Path], object] = lambda _: None,
     merge: Callable[[Path, Any], object] | None = None,
 ) -> Path:
@@ -167,7 +168,7 @@ def export_model(
     written.write_text(mask_text(written.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
     tokenizer.save_pretrained(beside)
     (beside / "README.md").write_text(card, encoding="utf-8")
-    facts = {"step": int(load_state(checkpoint)["step"]), "made_by": f"{TOOL} {metadata.version(TOOL)}"}
+    facts = {"step": step, "made_by": f"{TOOL} {metadata.version(TOOL)}"}
     (beside / MODEL_FACTS).write_text(json.dumps(facts), encoding="utf-8")
     check(beside)
     put_folder(beside, to)

@@ -32,6 +32,7 @@ class ExportJob:
         self, checkpoint: Path, state: Mapping[str, Any], dtype: str | None, is_merged: bool, *, trusts_code: bool
     ) -> None:
         self.checkpoint, self.dumped, self.is_merged = checkpoint, state["recipe"], is_merged
+        self.step = int(state["step"])
         wants_code = self.dumped["model"].get("trust_remote_code", False)
         dumped = {**self.dumped, "model": {**self.dumped["model"], "trust_remote_code": trusts_code}}
         try:
@@ -78,7 +79,8 @@ class ExportJob:
         tell("merging" if merging is not None else "writing")
         export_model(
             self.checkpoint, to, config=self.config, tokenizer=self.tokenizer, adapter_config=adapter_config,
-            dtype=self.dtype, card=self.card, check=check, merge=merging.write if merging is not None else None,
+            dtype=self.dtype, card=self.card, step=self.step, check=check,
+            merge=merging.write if merging is not None else None,
         )  # fmt: skip
         return {"folder": str(to), "checked": checked[0]}
 

@@ -339,6 +339,7 @@ class Life:
                 dtype=dtype,
                 check=check if adapter is None else partial(check_adapter, last, dtype=dtype),
                 card=make_card(recipe, self.recipe.run.run_name or self.run_dir.name, self.shape, self.num_own_tokens),
+                step=course.step,
             )
         self.owner.wait()
         for text in list_base_warnings(self.recipe.model.model_dump()) if self.built.adapter is not None else []:
