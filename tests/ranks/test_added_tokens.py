@@ -124,7 +124,7 @@ def check_export(tmp_path: Path, recipe: Recipe, plain: Any, shape: ModelShape, 
     """Model, tokenizer and config agree, and plain transformers computes the trained model's logits from them."""
     checkpoint = next((tmp_path / "run" / "checkpoints").glob("step-*"))
     template = load_tokenizer(recipe.model, recipe.data).chat_template
-    state = mask_secrets({"recipe": recipe.model_dump(mode="json"), "chat_template": template})
+    state = mask_secrets({"step": 1, "recipe": recipe.model_dump(mode="json"), "chat_template": template})
     to = tmp_path / f"to-{is_merged}"
     job = ExportJob(checkpoint, state, None, is_merged, trusts_code=False)
     job.run(to, lambda _: None)
