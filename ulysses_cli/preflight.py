@@ -18,8 +18,8 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.plan.weight_files import find_weight_problem
-from ulysses_cli.train.archive import find_damage, list_checkpoints
-from ulysses_cli.train.manifest import load_state
+from ulysses_cli.train.archive import NAME, find_damage, find_run_dir, get_folder, list_checkpoints
+from ulysses_cli.train.manifest import MANIFEST, load_state
 from ulysses_cli.train.resume import ResumeError, check_changes
 
 OTHER_GPUS = ("/dev/kfd", "/dev/dxg")  # AMD's, and those of Windows' Linux: counted by torch alone
@@ -93,3 +93,26 @@ def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Found:
             text, *details, hint = str(error).split("\n")
             yield Problem("run.resume_from_checkpoint", text, hint, details=tuple(map(str.strip, details)))
         return
+
+
+def check_export(checkpoint: Path, to: Path) -> Found:
+    """A checkpoint, or a run that has some, and a folder to make."""
+    key, hint = "CHECKPOINT", "name a run's output_dir, or one of its checkpoints/step-N"
+    if not checkpoint.exists():
+        yield Problem(key, f"{checkpoint} does not exist", _list_steps(checkpoint.parent) or hint)
+    elif not checkpoint.is_dir():
+        yield Problem(key, f"{checkpoint} is not a folder", hint)
+    elif (run_dir := find_run_dir(checkpoint)) is not None:
+        if not list_checkpoints(run_dir):
+            yield Problem(key, f"{checkpoint} holds no checkpoint: the run has written none", "name another run")
+    elif not (checkpoint / MANIFEST).exists() and not NAME.fullmatch(checkpoint.resolve().name):
+        is_model = (checkpoint / "config.json").exists()
+        what = "is a model already, which transformers loads as it is" if is_model else "is not a checkpoint, nor a run"
+        yield Problem(key, f"{checkpoint} {what}", hint)
+    if to.exists() or to.is_symlink():
+        yield Problem("--to", f"{to} is there already", "name a folder that is not")
+
+
+def _list_steps(folder: Path) -> str:
+    found = [path.name for path in list_checkpoints(folder.parent)]
+    return f"{folder} holds {', '.join(found)}" if found and folder == get_folder(folder.parent) else ""

@@ -13,6 +13,7 @@ from ulysses_cli import launch, preflight
 from ulysses_cli.cli import app
 from ulysses_cli.plan.load import Loaded, parse_recipe
 from ulysses_cli.plan.weight_files import LENGTH_BYTES, find_weight_problem, list_weight_names, read_header
+from ulysses_cli.train import archive
 
 TEXT = """\
 model:
@@ -136,3 +137,41 @@ def test_the_command_stops_before_data_is_prepared(tmp_path: Path, monkeypatch: 
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert "run.report_to: wandb is not installed" in result.stderr
+
+
+def test_what_cannot_be_exported_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    run_dir, file, model = tmp_path / "run", tmp_path / "file", tmp_path / "run" / "model"
+    newest = make_checkpoint(run_dir, 4)
+    make_checkpoint(run_dir, 2)
+    file.write_text("x")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (tmp_path / "fresh" / "checkpoints").mkdir(parents=True)
+    told = {
+        run_dir / "checkpoints" / "step-3": f"does not exist\n\nhint: {run_dir / 'checkpoints'} holds step-4, step-2",
+        tmp_path / "nowhere": "does not exist\n\nhint: name a run's output_dir, or one of its checkpoints/step-N",
+        file: "is not a folder",
+        model: "is a model already, which transformers loads as it is",
+        tmp_path: "is not a checkpoint, nor a run",
+        tmp_path / "fresh": "holds no checkpoint",
+    }
+    for path, words in told.items():
+        result = CliRunner().invoke(app, ["export", str(path), "--to", str(tmp_path / "to")])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"CHECKPOINT: {path} {words}")
+    for path in (run_dir, run_dir / "checkpoints", newest):
+        assert list(preflight.check_export(path, tmp_path / "to")) == []
+    (found,) = preflight.check_export(newest, model)
+    assert str(found) == f"--to: {model} is there already\n\nhint: name a folder that is not\n"
+
+
+def test_a_run_is_exported_from_its_newest_valid_checkpoint(tmp_path: Path) -> None:
+    steps = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
+    (steps[2] / "state.json").write_text("{")
+    told: list[str] = []
+    assert archive.choose_checkpoint(tmp_path, told.append) == steps[1]
+    assert f"{steps[2]} is passed over" in told[0]
+    assert told[1] == f"the newest valid checkpoint is {steps[1]}"
+    assert archive.choose_checkpoint(steps[0], told.append) == steps[0]
+    with pytest.raises(archive.CheckpointError, match="cannot be exported"):
+        archive.choose_checkpoint(steps[2], told.append)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import DONE, FAILED, Format, FormatOption
+from ulysses_cli.commands.options import DONE, FAILED, Format, FormatOption, end_with
 
 LAST_BYTES = 1 << 16
 
@@ -24,7 +24,10 @@ class Dtype(StrEnum):
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="output_dir/checkpoints/step-N")],
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="output_dir/checkpoints/step-N; of an output_dir, the newest valid"),
+    ],
     to: Annotated[Path, typer.Option("--to", help="the folder to make; it must not exist")],
     merge_lora: Annotated[bool, typer.Option("--merge-lora", help="add the adapters to the base model")] = False,
     trust_remote_code: Annotated[
@@ -40,12 +43,15 @@ def export(
 
     \b
     Examples:
+      ulysses export runs/mine --to model
       ulysses export runs/mine/checkpoints/step-400 --to model-400
       ulysses export runs/mine/checkpoints/step-400 --to merged --merge-lora --dtype bfloat16
     """
-    from ulysses_cli import children
+    from ulysses_cli import children, preflight
     from ulysses_cli.report import printing, run_end
 
+    if problems := list(preflight.check_export(checkpoint, to)):
+        end_with(problems, output)
     ours, theirs = os.pipe()
     words = [str(checkpoint), "--to", str(to), f"--events={theirs}", *(["--merge-lora"] if merge_lora else [])]
     if trust_remote_code:

@@ -40,6 +40,13 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: -get_step(path))
 
 
+def find_run_dir(path: Path) -> Path | None:
+    """The run that a folder is, or whose checkpoints it holds; None for any other folder."""
+    if (folder := get_folder(path)).is_dir():
+        return folder.parent
+    return path.parent if path.name == folder.name and list_checkpoints(path.parent) else None
+
+
 def tidy_folder(run_dir: Path) -> None:
     """What a process left that died in the middle of a save, a replacement or a removal. On one rank, before a run."""
     for old in get_folder(run_dir).glob(f"step-*{REPLACED}"):
@@ -144,6 +151,19 @@ def find_newest_valid(run_dir: Path, tell: Callable[[str], None]) -> Path | None
             return path
         tell(f"{path} is passed over: {damage}")
     return None
+
+
+def choose_checkpoint(path: Path, tell: Callable[[str], None]) -> Path:
+    """A whole checkpoint: the one that is named, or the newest of the run that is. Raises CheckpointError."""
+    run_dir = find_run_dir(path)
+    if run_dir is None:
+        if damage := find_damage(path):
+            raise CheckpointError(f"{path} cannot be exported: {damage}")
+        return path
+    if (newest := find_newest_valid(run_dir, tell)) is None:
+        raise CheckpointError(f"{path} has no valid checkpoint")
+    tell(f"the newest valid checkpoint is {newest}")
+    return newest
 
 
 def sync_folder(folder: Path) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ulysses_cli.plan.chat_template import find_end_marker
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
-from ulysses_cli.train.archive import CheckpointError, find_damage, sync_folder
+from ulysses_cli.train.archive import CheckpointError, choose_checkpoint, sync_folder
 from ulysses_cli.train.checkpoint import Source, index_sources, read_range
 from ulysses_cli.train.manifest import MODEL_FACTS, load_state
 from ulysses_cli.train.run_file import TOOL
@@ -222,10 +222,9 @@ def main(words: Sequence[str]) -> int:
 
         try:
             tell(phase="checking the checkpoint")
-            if damage := find_damage(options.checkpoint):
-                raise CheckpointError(f"{options.checkpoint} cannot be exported: {damage}")
+            checkpoint = choose_checkpoint(options.checkpoint, lambda phase: tell(phase=phase))
             job = ExportJob(
-                options.checkpoint, load_state(options.checkpoint), options.dtype, options.merge_lora,
+                checkpoint, load_state(checkpoint), options.dtype, options.merge_lora,
                 trusts_code=options.trust_remote_code,
             )  # fmt: skip
             tell(result=job.run(options.to, lambda phase: tell(phase=phase)))
