@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from ulysses_cli import __version__
 from ulysses_cli.commands import (
     bench,
+    config_schema,
     doctor,
     estimate_memory,
     export,
@@ -21,11 +23,12 @@ from ulysses_cli.commands import (
     validate_config,
     verify,
 )
-from ulysses_cli.commands.options import DONE, FAILED, USAGE
+from ulysses_cli.commands.options import DONE, EXIT_CODES, FAILED, INTERRUPTED, USAGE
 
 app = typer.Typer(
     name="ulysses",
     help="Fine-tune language models on very long sequences.",
+    epilog="\b\n" + EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -56,17 +59,22 @@ def main(
     pass
 
 
-app.command()(validate_config.validate_config)
-app.command()(validate_config.config_schema)
-app.command()(prepare.prepare)
-app.command()(train.train)
-app.command()(export.export)
-app.command()(verify.verify)
-app.command()(doctor.doctor)
-app.command()(bench.bench)
-app.command()(estimate_memory.estimate_memory)
-app.command()(plan.plan)
-app.command()(report.report)
+# One line each, short enough to stand whole in `ulysses --help`. A command's own help says more.
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "validate-config": (validate_config.validate_config, "Find every mistake in a recipe before a GPU is rented."),
+    "config-schema": (config_schema.config_schema, "Print every setting of a recipe, or of a section."),
+    "prepare": (prepare.prepare, "Turn a recipe's data into packed rows of tokens."),
+    "train": (train.train, "Fine-tune a model as a recipe says."),
+    "export": (export.export, "Make a Hugging Face folder of a checkpoint."),
+    "verify": (verify.verify, "Prove that ranks that share rows train like one process."),
+    "doctor": (doctor.doctor, "Say if this machine is fit to train, and what to fix."),
+    "bench": (bench.bench, "Measure speed, memory and communication here."),
+    "estimate-memory": (estimate_memory.estimate_memory, "Predict the memory, time and price of a recipe."),
+    "plan": (plan.plan, "Find the GPUs and the layout that fit and cost least."),
+    "report": (report.report, "Make one HTML page of a run."),
+}
+for name, (command, short_help) in COMMANDS.items():
+    app.command(name, short_help=short_help)(command)
 app.add_typer(recipes_app, name="recipes")
 recipes_app.command("list")(recipes.list_recipes)
 recipes_app.command("show")(recipes.show_recipe)
@@ -88,4 +96,4 @@ def run() -> None:
         sys.stderr.write(f"the result cannot be written: {error.strerror}\n")
         sys.exit(FAILED)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)

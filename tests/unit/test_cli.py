@@ -2,13 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from recipes import VALID
+from ulysses_cli import launch
+from ulysses_cli.cli import COMMANDS, app
+from ulysses_cli.commands.options import DONE, EXIT_CODES, FAILED, USAGE
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny-cpu.yaml")
@@ -152,6 +157,60 @@ def test_the_light_half_imports_nothing_heavy(words: tuple[str, ...]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("words", [["--help"], ["recipes", "--help"]])
+def test_every_line_of_help_is_whole(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0
+    commands = result.stdout.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(commands) == (len(COMMANDS) + 1 if len(words) == 1 else 3)
+    assert all(re.fullmatch(r"  [a-z-]+ +[A-Z].*\.", line) and "..." not in line for line in commands)
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+
+
+def test_exit_codes_are_told_in_help_and_readme() -> None:
+    told = [line.split(maxsplit=1) for line in EXIT_CODES.replace("130, 143", "130,143").splitlines()[1:]]
+    assert [codes for codes, _ in told] == ["0", "1", "2", "130,143"]
+    assert (DONE, FAILED, USAGE) == (0, 1, 2)
+    assert set(launch.INTERRUPTED.values()) == {130, 143}
+    said, readme = CliRunner().invoke(app, ["--help"]).stdout, (ROOT / "README.md").read_text()
+    for line in EXIT_CODES.splitlines():
+        assert line in said
+        assert line in readme
+
+
+def test_a_section_of_the_schema_is_printed() -> None:
+    found = CliRunner().invoke(app, ["config-schema", "parallel"]).stdout
+    assert found.startswith("parallel\n  how ranks share the work\n  takes a section\n\nparallel.sp_size\n")
+    assert "\n  takes a whole number from 1 to 4,096 (ranks)\n  default: 1\n  also: sequence_parallel_size, " in found
+    assert "train." not in found
+    assert all(len(line) <= 100 for line in found.splitlines())
+    for key in ("max_length", "data.seq_length", "data.max_length"):
+        assert CliRunner().invoke(app, ["config-schema", key]).stdout.startswith("data.max_length\n")
+    schema = json.loads(CliRunner().invoke(app, ["config-schema", "data.datasets.0", "--format", "json"]).stdout)
+    assert {"path", "weight", "dataset_name"} <= schema["properties"].keys()
+    for key, hint in (("trian", "did you mean train?"), ("train.max_steps.x", "train.max_steps is one value")):
+        result = CliRunner().invoke(app, ["config-schema", key])
+        assert result.exit_code == 2
+        assert f"SECTION: no section or setting is called {key}\n\nhint: {hint}" in result.stderr
+
+
+def test_quiet_says_what_is_wrong_and_what_does_not_fit() -> None:
+    recipe = str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml")
+    quiet = ["validate-config", "--quiet", recipe, "run.output_dir=nowhere"]
+    assert CliRunner().invoke(app, quiet).output == ""
+    assert CliRunner().invoke(app, [*quiet, "--gpu", "h200"]).output == ""
+    full = CliRunner().invoke(
+        app, [*quiet, "--gpu", "a100-40gb", "memory.offload_optimizer=none", "memory.activation_offloading=false"]
+    )
+    assert full.exit_code == 0
+    assert full.stdout.startswith(f"{recipe}: a100-40gb: does not fit")
+    assert len(full.stdout.splitlines()) == 1
+    told = json.loads(CliRunner().invoke(app, [*quiet, "--format", "json"]).stdout)
+    assert told == {"valid": True, "problems": [], "plans": []}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ import typer
 if TYPE_CHECKING:
     from ulysses_cli.plan.problem import Problem
 
-DONE, FAILED, USAGE = 0, 1, 2
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+EXIT_CODES = """\
+Exit codes:
+  0         done; also a run that was stopped early and left a checkpoint
+  1         the run or the proof failed; does not fit for sure (--strict)
+  2         a mistake in the recipe or the command; no plan fits
+  130, 143  ended by Ctrl-C or SIGTERM before there was a checkpoint
+"""
 T = TypeVar("T")
 
 

@@ -1,4 +1,4 @@
-"""`ulysses validate-config` and `ulysses config-schema`."""
+"""`ulysses validate-config`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def validate_config(
         str | None, typer.Option(help="also say whether it fits this GPU kind, and with which levers")
     ] = None,
     online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="problems only")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="problems, and what does not fit --gpu")] = False,
     output: FormatOption = Format.text,
 ) -> None:
     """Find every mistake in a recipe before a GPU is rented.
@@ -54,11 +54,16 @@ def validate_config(
             {
                 "valid": not problems,
                 "problems": [problem.as_json() for problem in problems],
-                "plans": plans,
+                "plans": [] if quiet else plans,
             }
         )
     else:
-        if plans and not quiet:
+        if quiet:
+            for plan in plans:
+                if plan.get("memory", {}).get("verdict", "fits") != "fits":
+                    memory = plan["memory"]
+                    printing.print_data(f"{plan['recipe']}: {memory['gpu']}: {memory['text']}")
+        elif plans:
             printing.print_data(
                 "\n\n".join(resolved_plan.format_plan(plan, with_defaults=len(files) == 1) for plan in plans)
             )
@@ -79,28 +84,3 @@ def _judge_all(gpu: str, valid: list[Validated]) -> list[dict[str, Any]]:
         for each in valid
         if each.loaded is not None and each.shape is not None
     ]
-
-
-def config_schema(output: FormatOption = Format.text) -> None:
-    """Print every setting of a recipe: what it means, its unit, what it takes, its default and its aliases.
-
-    \b
-    Examples:
-      ulysses config-schema
-      ulysses config-schema --format json > recipe.schema.json
-    """
-    from ulysses_cli.plan.schema import format_value, make_json_schema, walk_settings
-    from ulysses_cli.report import printing
-
-    if output is Format.json:
-        printing.print_json(make_json_schema())
-        return
-    rows = []
-    for setting in walk_settings():
-        takes = setting.accepts.describe() if not setting.accepts.section else "a section"
-        default = (
-            "required" if setting.is_required else "" if setting.accepts.section else format_value(setting.default)
-        )
-        also = f" (also: {', '.join(setting.aliases)})" if setting.aliases else ""
-        rows.append((setting.key, default, setting.unit, takes, setting.doc + also))
-    printing.print_data(printing.format_table(("key", "default", "unit", "takes", "meaning"), rows))

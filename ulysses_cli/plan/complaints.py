@@ -7,8 +7,16 @@ import math
 from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe import Recipe, Section
-from ulysses_cli.plan.schema import Accepts, Setting, format_value, inspect_annotation, list_names, list_settings
+from ulysses_cli.plan.schema import (
+    Accepts,
+    Setting,
+    format_value,
+    list_names,
+    list_settings,
+    walk_settings,
+)
 from ulysses_cli.plan.yaml_tree import BOOLEANS, parse_number
 
 FOREIGN_KEYS = {
@@ -52,6 +60,22 @@ def list_homes(name: str) -> list[str]:
     ]
 
 
+def find_settings(key: str) -> list[Setting]:
+    """A section with its settings, or one setting, by any of its names; all for ''. Raises RecipeError."""
+    parts = [part.removesuffix("[]") for part in key.split(".") if part and not part.isdigit()]
+    if len(parts) == 1 and parts[0] not in list_settings(Recipe) and (homes := list_homes(parts[0])):
+        parts = homes[0].split(".")
+    section: type[Section] | None = Recipe
+    own: list[str] = []
+    for part in parts:
+        if section is None or part not in list_names(section):
+            hint = explain_unknown(part, section, ".".join(own)) if section else f"{'.'.join(own)} is one value"
+            raise RecipeError([Problem("SECTION", f"no section or setting is called {key}", hint)])
+        own.append(list_names(section)[part])
+        section = list_settings(section)[own[-1]].accepts.inner
+    return [each for each in walk_settings() if each.key.replace("[]", "").split(".")[: len(own)] == own]
+
+
 def is_key(word: str) -> bool:
     """Whether a word that is no file and has no value names a setting, or nearly so."""
     section, dot, _ = word.partition(".")
@@ -62,10 +86,9 @@ def is_key(word: str) -> bool:
 
 def explain_missing(setting: Setting, accepts: Accepts) -> tuple[str, str]:
     """(message, hint) for a required key that nobody wrote."""
-    item = inspect_annotation(accepts.item) if accepts.item is not None else accepts
-    if item.section:
+    if accepts.inner:
         what = "a list, each element" if accepts.item is not None else "a section"
-        hint = f"write {setting.key}, {what} with {', '.join(list_settings(item.section))}"
+        hint = f"write {setting.key}, {what} with {', '.join(list_settings(accepts.inner))}"
     else:
         hint = f"write {setting.key}: {accepts.describe()}" + (f" ({setting.unit})" if setting.unit else "")
     return "required and not written", hint
@@ -88,7 +111,7 @@ def explain_value(setting: Setting, accepts: Accepts, value: Any, typed: str) ->
     shown = {dict: "a mapping", tuple: "a list", type(None): "null"}.get(type(value), repr(value) if is_text else typed)
     unit = f" ({setting.unit})" if setting.unit and accepts is setting.accepts else ""
     message = f"{shown[:SHOWN_LETTERS]} is not {accepts.describe()}{unit}"
-    if accepts.section or (accepts.item is not None and inspect_annotation(accepts.item).section):
+    if accepts.inner:
         return message, _suggest_section(setting, accepts, value)
     if not isinstance(number, str):
         return message, _suggest_number(accepts, number) or _suggest_default(setting)
@@ -101,8 +124,7 @@ def explain_value(setting: Setting, accepts: Accepts, value: Any, typed: str) ->
 
 def _suggest_section(setting: Setting, accepts: Accepts, value: Any) -> str:
     """The value itself as the first setting of the section, where it could be one."""
-    item = inspect_annotation(accepts.item) if accepts.item is not None else accepts
-    name, first = next(iter(list_settings(item.section).items())) if item.section else ("", setting)
+    name, first = next(iter(list_settings(accepts.inner).items())) if accepts.inner else ("", setting)
     fits = type(value) in first.accepts.scalars or value in first.accepts.literals
     section = f"{{{name}: {value if fits else '...'}}}"
     if accepts.item is not None:

@@ -31,6 +31,11 @@ class Accepts:
     bounds: dict[str, float] = field(default_factory=dict)
 
     @property
+    def inner(self) -> type[Section] | None:
+        """The section that stands here, or the one that each element of a list is."""
+        return self.section or (inspect_annotation(self.item).section if self.item is not None else None)
+
+    @property
     def is_text(self) -> bool:
         return str in self.scalars and not self.section and self.item is None and self.value is None
 
@@ -105,16 +110,14 @@ def walk_settings(section: type[Section] = Recipe, prefix: str = "") -> Iterator
     """Every setting with its full dotted key, sections before their content, list elements as `[]`."""
     for name, found in list_settings(section).items():
         yield replace(found, key=prefix + name)
-        inner = found.accepts.section
-        below = f"{prefix}{name}."
-        if found.accepts.item is not None:
-            inner, below = inspect_annotation(found.accepts.item).section, f"{prefix}{name}[]."
-        if inner:
-            yield from walk_settings(inner, below)
+        if found.accepts.inner:
+            below = f"{prefix}{name}." if found.accepts.section else f"{prefix}{name}[]."
+            yield from walk_settings(found.accepts.inner, below)
 
 
-def make_json_schema() -> dict[str, Any]:
-    """For editors: sizes such as 64Ki are text to them, and a setting may be written by any of its names."""
+def make_json_schema(key: str = "") -> dict[str, Any]:
+    """For editors: sizes such as 64Ki are text to them, and a setting may be written by any of its names. `key`: of
+    that section or setting alone."""
     schema = Recipe.model_json_schema()
     for part in (schema, *schema["$defs"].values()):
         for name, setting in list(part.get("properties", {}).items()):
@@ -125,7 +128,19 @@ def make_json_schema() -> dict[str, Any]:
                     place["anyOf"] = [bounds, size]
             for alias in setting.get("aliases", ()):
                 part["properties"][alias] = {**setting, "description": f"see {name}", "aliases": []}
-    return schema
+    found = schema
+    for name in key.split(".") if key else ():
+        found = _follow_references(found, schema["$defs"])["properties"][name.removesuffix("[]")]
+    return found if not key else {**_follow_references(found, schema["$defs"]), "$defs": schema["$defs"]}
+
+
+def _follow_references(part: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """What a property holds: its own section, that of its elements, or itself."""
+    for each in (part, part.get("items", {}), *part.get("anyOf", [])):
+        if "$ref" in each:
+            section: dict[str, Any] = definitions[each["$ref"].rpartition("/")[2]]
+            return section
+    return part
 
 
 def _read_field(name: str, info: FieldInfo) -> Setting:
