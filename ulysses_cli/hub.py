@@ -176,6 +176,9 @@ def _fetch_config(name: str, revision: str | None) -> dict[str, Any]:
         RevisionNotFoundError,
     )
 
+    if constants.HF_HUB_OFFLINE:
+        hint = "unset it, fetch the model where there is a network, or name a local folder"
+        raise RecipeError([Problem(KEY, f"{name} is not on disk, and HF_HUB_OFFLINE forbids to ask the hub", hint)])
     try:
         _reach(constants.ENDPOINT)  # the library itself would try for half a minute
         return _read_config(Path(hf_hub_download(name, "config.json", revision=revision)))
@@ -192,8 +195,8 @@ def _fetch_config(name: str, revision: str | None) -> dict[str, Any]:
             [Problem("model.revision", f"{name} has no revision {revision}", "leave it out for main")]
         ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
-        hint = "check the connection and HF_HUB_OFFLINE, or name a local folder"
-        raise RecipeError([Problem(KEY, "the hub cannot be reached", hint)]) from None
+        hint = "check the connection and its proxy, or name a local folder"
+        raise RecipeError([Problem(KEY, f"{name} is not on disk, and the hub cannot be reached", hint)]) from None
     except EntryNotFoundError:
         hint = "it is not a transformers model; look for a converted one"
         raise RecipeError([Problem(KEY, f"{name} has no config.json", hint)]) from None
@@ -219,16 +222,20 @@ def _reach(endpoint: str) -> None:
 def _explain_missing(name: str, revision: str | None) -> Problem:
     at = f" at revision {revision}" if revision not in (None, "main") else ""
     ways = "add --online to ask the hub, or name a local folder"
-    close = "" if revision not in (None, "main") else _suggest_names(name)
+    close = "" if revision not in (None, "main") else _find_close_name(name)
     message = f"the shape of {name}{at} is not known here: not a folder, not in the Hugging Face cache or the table"
-    return Problem(KEY, message, f"{close}; otherwise {ways}" if close else ways)
+    return Problem(KEY, message, f"{ways}; known here is {close}" if close else ways)
 
 
 def _suggest_names(name: str) -> str:
+    close = _find_close_name(name)
+    return f"did you mean {close}?" if close else ""
+
+
+def _find_close_name(name: str) -> str:
     known = load_table()
     close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
     if not close:
         return ""
     entry = known[close[0]]
-    spelled = next(n for n in (entry["repo"], *(entry.get("also") or ())) if n.lower() == close[0])
-    return f"did you mean {spelled}?"
+    return str(next(n for n in (entry["repo"], *(entry.get("also") or ())) if n.lower() == close[0]))

@@ -10,10 +10,12 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from typer.testing import CliRunner
 
 from recipes import LLAMA, load
 from ulysses_cli import hub
-from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.cli import app
+from ulysses_cli.plan.problem import Problem, RecipeError
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +79,40 @@ def test_a_slip_of_the_pen() -> None:
         "the table\n\nhint: add --online to ask the hub, or name a local folder"
     )
     assert "is an address, not a name" in complain("https://huggingface.co/Qwen/Qwen3-8B")
-    assert "did you mean Qwen/Qwen3-14B?" in complain("Qwen/Qwen-14B")
+    assert complain("Qwen/Qwen-14B").endswith(
+        "hint: add --online to ask the hub, or name a local folder; known here is Qwen/Qwen3-14B"
+    )
+
+
+def test_a_hub_that_may_not_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "_reach", lambda _: pytest.fail("the network was asked"))
+    with pytest.raises(RecipeError) as caught:
+        hub.find_model_shape(load("model.name_or_path=owner/real").recipe, online=True)
+    assert str(caught.value.problems[0]).strip() == (
+        "model.name_or_path: owner/real is not on disk, and HF_HUB_OFFLINE forbids to ask the hub\n\n"
+        "hint: unset it, fetch the model where there is a network, or name a local folder"
+    )
+
+
+@pytest.mark.parametrize("command", ["prepare", "train"])
+def test_commands_that_need_the_hub_ask_it(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fetch(name: str, revision: str | None) -> None:
+        asked.append(name)
+        raise RecipeError([Problem(hub.KEY, "the hub has its own reasons")])
+
+    monkeypatch.setattr(hub, "_fetch_config", fetch)
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"model: {{name_or_path: owner/real}}\ndata: {{max_length: 8, datasets: [{{path: {tmp_path}/d.jsonl}}]}}\n"
+    )
+    done = CliRunner().invoke(app, [command, str(recipe), f"run.output_dir={tmp_path / 'out'}"])
+    assert done.exit_code == 2
+    assert asked == ["owner/real"]
+    assert "the hub has its own reasons" in done.stderr
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -153,5 +188,5 @@ def test_the_hub_is_asked_when_told_to(hub_address: str, tmp_path: Path, name: s
 
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     done = validate_online("http://127.0.0.1:9", "owner/fine", tmp_path)
-    assert "the hub cannot be reached" in done.stderr
+    assert "owner/fine is not on disk, and the hub cannot be reached" in done.stderr
     assert done.returncode == 2

@@ -33,12 +33,12 @@ def prepare(
     ],
     html: Annotated[Path | None, typer.Option("--html", help="write the report with its pictures to this file")] = None,
     samples: Annotated[int, typer.Option(min=0, max=1000, help="documents of each source to show, with targets")] = 1,
-    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
     output: FormatOption = Format.text,
 ) -> None:
     """Turn a recipe's data into packed rows of tokens on disk, and account for every token.
 
-    No GPU is used. What is prepared already is found and not made again; train finds it too.
+    No GPU is used. What is prepared already is found and not made again; train finds it too. The hub is asked for a
+    model whose shape is not known here.
 
     \b
     Examples:
@@ -56,7 +56,7 @@ def prepare(
         several = Problem("", f"{len(files)} recipes: {', '.join(files)}", "name one; settings are KEY=VALUE")
         printing.print_problems([several if files else validate.no_recipe(words)])
         raise typer.Exit(USAGE)
-    result = validate.validate_recipe(files[0], overrides, online=online)
+    result = validate.validate_recipe(files[0], overrides, online=True)
     if result.problems:
         if output is Format.json:
             printing.print_json({"problems": [problem.as_json() for problem in result.problems]})

@@ -40,13 +40,13 @@ def train(
     node_rank: Annotated[int | None, typer.Option(min=0, help="which of them this is [NODE_RANK]")] = None,
     master_addr: Annotated[str | None, typer.Option(help="where machines meet [MASTER_ADDR]")] = None,
     master_port: Annotated[int | None, typer.Option(min=1, max=65535, help="[MASTER_PORT], 29400")] = None,
-    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
 ) -> None:
     """Fine-tune a model as a recipe says, and leave a Hugging Face folder in output_dir/model.
 
     One process per GPU; with run.device: cpu, one CPU process per rank. A first Ctrl-C or SIGTERM stops after the
     present step, with a checkpoint, exit code 0; a second one stops at once, exit code 130 or 143. While the model is
-    loading there is nothing to save, and the first one stops at once.
+    loading there is nothing to save, and the first one stops at once. The hub is asked for a model whose shape is not
+    known here.
 
     --resume goes on from a checkpoint with the rows and losses of a run that was never stopped. What may change then:
     train.max_steps and train.num_train_epochs (a longer run; the learning rate follows the longer schedule from there
@@ -74,7 +74,7 @@ def train(
         raise typer.Exit(USAGE)
     if resume:
         overrides = [*overrides, f"run.resume_from_checkpoint={json.dumps(resume)}"]
-    result = validate.validate_recipe(files[0], overrides, num_processes, online=online, starts_anew=overwrite)
+    result = validate.validate_recipe(files[0], overrides, num_processes, online=True, starts_anew=overwrite)
     loaded, resolved = result.loaded, result.resolved
     if result.problems or loaded is None or resolved is None:
         printing.print_problems(result.problems)

@@ -1,0 +1,18 @@
+"""What libraries say that concerns nobody here does not reach the screen."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import ulysses_cli.train  # noqa: F401 - sets what may be said
+
+
+def test_a_kernel_that_nothing_uses_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+    ops = pytest.importorskip("bitsandbytes.backends.cpu.ops")
+    assert isinstance(ops.logger, logging.Logger)
+    ops.logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no module")
+    assert not caplog.records
+    ops.logger.error("what stops the library")
+    assert [record.message for record in caplog.records] == ["what stops the library"]
