@@ -16,6 +16,7 @@ from ulysses_cli.hub import find_model_config, find_model_shape, find_tokenizer
 from ulysses_cli.plan.load import parse_recipe
 from ulysses_cli.plan.recipe import Model
 from ulysses_cli.plan.vocabulary import compute_vocab_size, describe_bytes, predict_vocab_size, read_tokenizer
+from ulysses_cli.report.resolved_plan import describe_plan, format_plan
 from ulysses_cli.validate import validate_recipe
 
 MARKERS = ["<|im_start|>", "<|im_end|>"]
@@ -51,9 +52,10 @@ def test_one_problem_for_chats_without_a_template(tmp_path: Path) -> None:
     )
     assert not find_problems(tmp_path, CHATS, "data.chat_template=chatml")
     assert not find_problems(tmp_path)
-    assert not find_problems(tmp_path, CHATS, "data.chat_template='{{ messages }}'")
-    (problem,) = find_problems(tmp_path, "data.chat_template={{ messages }}")
-    assert problem.message == "begins with {, which YAML reads as a mapping"
+    assert not find_problems(tmp_path, CHATS, "data.chat_template={{ messages }}")
+    text = VALID.replace("  max_length", "  chat_template: {{ messages }}\n  max_length")
+    (problem,) = validate_recipe("r.yaml", [f"model.name_or_path={tmp_path / 'm'}"], text=text).problems
+    assert (str(problem.where), problem.message) == ("r.yaml:8:18", "begins with {, which YAML reads as a mapping")
 
 
 @pytest.mark.parametrize("where", ["settings", "file", "old file"])
@@ -98,6 +100,22 @@ def test_the_shape_has_room_for_added_tokens(spare: int, grown: int, tmp_path: P
     assert before.num_parameters is not None
     assert after.num_parameters == before.num_parameters + 2 * grown * before.hidden_size
     assert find_model_config(recipe)[0]["vocab_size"] == after.vocab_size
+
+
+def test_the_plan_says_what_becomes_of_new_rows(tmp_path: Path) -> None:
+    size = save_model(tmp_path / "m")
+    override = (f"model.name_or_path={tmp_path / 'm'}", f"run.output_dir={tmp_path / 'out'}")
+    for more, words in (
+        ((), ""),
+        (('data.added_tokens=["<a>"]',), f"vocabulary  {size + 1} tokens, with 1 of data.added_tokens"),
+        (
+            ('data.added_tokens=["<a>"]', "lora.r=4"),
+            f"vocabulary  {size + 1} tokens, with 1 of data.added_tokens; under lora, rows that the model lacks stay "
+            "frozen, each at the mean of the others",
+        ),
+    ):
+        shown = format_plan(describe_plan(validate_recipe("r.yaml", (*override, *more), text=VALID)))
+        assert [line for line in shown.splitlines() if line.startswith("vocabulary")] == [words][: bool(words)]
 
 
 def test_a_vocabulary_that_is_not_here_may_have_no_room() -> None:

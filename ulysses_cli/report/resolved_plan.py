@@ -52,6 +52,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
             "per_step": resolved.tokens_per_step,
             "pad_to_multiple_of": resolved.pad_to_multiple_of,
         },
+        "vocabulary": {"size": shape.vocab_size, "added": len(recipe.data.added_tokens)},
         "rope_factor": resolved.rope_factor,
         "method": "lora" if recipe.lora else "full",
         "trust_remote_code": recipe.model.trust_remote_code,
@@ -81,6 +82,8 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
     ]
     if plan["trust_remote_code"]:
         lines.append(("trust", "model.trust_remote_code is on: Python code that comes with the model runs here"))
+    if plan["vocabulary"]["added"]:
+        lines.append(("vocabulary", _format_vocabulary(plan)))
     if plan["rope_factor"]:
         lines.append(("positions", f"stretched {plan['rope_factor']:g}x"))
     if "memory" in plan:
@@ -106,6 +109,12 @@ def _format_heads(heads: Mapping[str, Any], sp_size: int) -> str:
     if heads["kv_heads_are"] == "repeated":
         return text + " (repeated: some ranks share a head, gradients are summed)"
     return text + " (sharded)"
+
+
+def _format_vocabulary(plan: Mapping[str, Any]) -> str:
+    text = f"{plan['vocabulary']['size']:,} tokens, with {plan['vocabulary']['added']:,} of data.added_tokens"
+    frozen = "; under lora, rows that the model lacks stay frozen, each at the mean of the others"
+    return text + (frozen if plan["method"] == "lora" else "")
 
 
 def _format_ranks(group: Sequence[int]) -> str:

@@ -2,5 +2,5 @@
 
 import logging
 
-# peft imports bitsandbytes, which warns on some CPUs that it did not find a kernel for weights of 4 bits: nobody's here.
+# peft imports bitsandbytes, which on some CPUs misses a kernel for weights of 4 bits and says so. There are none here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
