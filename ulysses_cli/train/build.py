@@ -149,8 +149,13 @@ def build(
     attention = register_attention(groups.sp_axis, kernel.name, levers.head_chunks)
     sharding = ds_config if recipe.parallel.zero_stage == 3 else None
     num_own_tokens = config.vocab_size
+    if recipe.model.config is not None:
+        config.vocab_size = shape.vocab_size  # drawn as large as it is to be
     with sharded_loading(sharding):
-        model = _load_weights(recipe, config, shape, attention, device, sharding)
+        model = _load_weights(recipe, config, attention, device)
+        if shape.vocab_size > config.vocab_size:
+            grow_embeddings(model, shape.vocab_size, sharding)
+            config.vocab_size = shape.vocab_size
     if shape.vocab_size > num_own_tokens:
         fate = "frozen, as all of the model is under lora" if recipe.lora is not None else "trained"
         tell(f"embedding and head grew from {num_own_tokens:,} to {shape.vocab_size:,} tokens; new rows are {fate}")
@@ -266,24 +271,12 @@ def _choose_kernel(
     return choice
 
 
-def _load_weights(
-    recipe: Recipe,
-    config: PretrainedConfig,
-    shape: ModelShape,
-    attention: str,
-    device: torch.device,
-    sharding: dict[str, Any] | None,
-) -> Any:
-    model, num_own_tokens = recipe.model, config.vocab_size
+def _load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
+    model = recipe.model
     making = Making(config, getattr(torch, model.dtype), attention, model.trust_remote_code)
     if model.config is not None:
-        config.vocab_size = shape.vocab_size
         return start_from_random(making, recipe.run.seed, device)
-    loaded = load_pretrained(making, os.path.expanduser(str(model.name_or_path)), model.revision)
-    config.vocab_size = shape.vocab_size
-    if shape.vocab_size > num_own_tokens:
-        grow_embeddings(loaded, shape.vocab_size, sharding)
-    return loaded
+    return load_pretrained(making, os.path.expanduser(str(model.name_or_path)), model.revision)
 
 
 def make_adapter_config(recipe: Recipe) -> Any:
