@@ -64,6 +64,8 @@ def find_nodes(
     rank = rank if rank is not None else _read_rank(slurm, "SLURM_NODEID")
     address = master_addr or environ.get("MASTER_ADDR") or _first_host(slurm.get("SLURM_STEP_NODELIST", ""))
     if count == 1:
+        if node_rank:
+            raise _refuse(f"node rank {node_rank} is outside 1 machine", "add --nnodes, or leave --node-rank out")
         here = _read_count(environ, "NPROC_PER_NODE") or world_size
         if here != world_size:
             raise _refuse(

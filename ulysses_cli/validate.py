@@ -6,6 +6,7 @@ Joins load, hub, check and resolve; holds no rule and prints nothing.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -70,10 +71,16 @@ def validate_recipe(
         problems += [replace(problem, where=loaded.locate(problem.key)) for problem in error.problems]
     broken = check_recipe(loaded, found.shape if found else None, num_processes, hub.find_tokenizer(loaded.recipe))
     known |= {"run.output_dir"} if starts_anew else set()
-    problems += [problem for problem in broken if problem.key not in known]
+    problems += [problem for problem in broken if not _follows(problem, known)]
     if problems or found is None:
         return Validated(file, tuple(sorted(problems, key=lambda problem: problem.where)), loaded)
     return Validated(file, (), loaded, found.shape, found.source, resolve(loaded.recipe, found.shape, loaded.places))
+
+
+def _follows(problem: Problem, known: set[str]) -> bool:
+    """Whether a rule complains of a value that has a problem of its own, or speaks of what stands in for it."""
+    words = set(re.findall(r"[\w.]+[\w]", f"{problem.message} {problem.hint}"))
+    return problem.key in known or any(key in words for key in known)
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -159,7 +159,11 @@ def test_an_override_wins_over_any_name_of_its_setting() -> None:
             "[sequence, sequence] matrix per head: 512 GiB at 512Ki",
         ),
         (VALID + "  [", "r.yaml:11:3: not valid YAML: expected <block end>, but found '['"),
-        ("a: [", "r.yaml:1:5: not valid YAML: expected the node content, but found '<stream end>'"),
+        (
+            "a: [",
+            "r.yaml:1:5: not valid YAML: expected the node content, but found '<stream end>'\n\n"
+            "hint: close the bracket, or write what is missing here",
+        ),
         ("- a\n", "r.yaml:1:1: a recipe is a mapping of sections\n\nhint: start with `model:`"),
     ],
 )
@@ -234,7 +238,7 @@ def test_missing_sections_name_what_they_take() -> None:
         (
             "run: {max_hours: 30m}",
             "r.yaml:11:18: run.max_hours: '30m' is not a number above 0 to 100,000 or null (hours)\n\n"
-            "hint: write a plain number, such as 0.01, 65_536, 500K or 64Ki",
+            "hint: write a plain number, such as 10, 0.01 or 1e-5",
         ),
         (
             "\trun: {}",
@@ -388,7 +392,7 @@ def test_text_on_the_command_line_is_what_was_typed() -> None:
     assert load("deepspeed.comms_logger=*").recipe.deepspeed == {"comms_logger": "*"}
     assert complain(VALID, "train.max_steps=*") == [
         "command line: train.max_steps: '*' is not a whole number from 1 to 1,099,511,627,776 or null (steps)\n\n"
-        "hint: write a plain number, such as 0.01, 65_536, 500K or 64Ki"
+        "hint: write a whole number, such as 10, 65_536, 500K or 64Ki"
     ]
 
 

@@ -133,17 +133,19 @@ def _read_number(key: str, text: str) -> int:
     found = parse_number(text.strip())
     if not isinstance(found, int) or not 1 <= found <= 1 << 40:
         raise RecipeError(
-            [Problem(key, f"{text or 'nothing'} is not a whole number", "separate numbers by commas: 8Ki,32Ki")]
+            [Problem(key, f"{text or 'nothing'} is not a whole number above 0", "write numbers with commas: 8Ki,32Ki")]
         )
     return found
 
 
 def _check_sizes(shape: Any, sizes: list[int], lengths: list[int]) -> None:
+    from ulysses_cli.plan.layout import list_divisors
     from ulysses_cli.plan.problem import Problem, RecipeError
 
+    legal = ", ".join(str(size) for size in list_divisors(shape.num_heads))
     wrong = [size for size in sizes if shape.num_heads % size]
     problems = [
-        Problem("--sp-size", f"{size} does not divide the {shape.num_heads} attention heads", "use a divisor")
+        Problem("--sp-size", f"{size} does not divide the {shape.num_heads} attention heads", f"use {legal}")
         for size in wrong
     ]
     problems += [
@@ -152,6 +154,8 @@ def _check_sizes(shape: Any, sizes: list[int], lengths: list[int]) -> None:
         if size > 1 and shape.inexact
     ]
     if min(lengths) < max(sizes):
-        problems.append(Problem("--max-length", f"{min(lengths)} is shorter than sp_size {max(sizes)}", "use longer"))
+        problems.append(
+            Problem("--max-length", f"{min(lengths)} is shorter than sp_size {max(sizes)}", f"use {max(sizes)} or more")
+        )
     if problems:
         raise RecipeError(problems)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOption, or_exit, write_page
+from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOption, check_page, or_exit, write_page
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.estimate import Estimate
@@ -58,6 +58,7 @@ def estimate_memory(
     from ulysses_cli.plan.ledger.job import is_known
     from ulysses_cli.report import ledger, printing, traced
 
+    or_exit(lambda: check_page(html))
     table = or_exit(load_hardware)
     gpus = or_exit(lambda: [table.get_gpu(name) for name in dict.fromkeys(gpu or [DEFAULT_GPU])])
     valid, said = or_exit(lambda: _find_recipe(words or [], model, max_length, num_processes, online=online))
@@ -193,8 +194,10 @@ def find_shape(model: str, *, online: bool) -> ModelShape:
     from ulysses_cli import hub
     from ulysses_cli.plan.draft import quote
     from ulysses_cli.plan.load import parse_recipe
-    from ulysses_cli.plan.problem import RecipeError, Where
+    from ulysses_cli.plan.problem import Problem, RecipeError, Where
 
+    if model.endswith((".yaml", ".yml")):
+        raise RecipeError([Problem("--model", f"{model} is a recipe", "name its model: owner/name or a local folder")])
     text = f"model:\n  name_or_path: {quote(model)}\ndata:\n  datasets:\n    - path: owner/texts\n  max_length: 2\n"
     try:
         return hub.find_model_shape(parse_recipe(text).recipe, online=online).shape
@@ -213,5 +216,5 @@ def read_length(key: str, text: str | None) -> int:
         raise RecipeError([Problem(key, "required with --model", hint)])
     found = parse_number(re.sub("B$", "G", text.strip()))
     if not isinstance(found, int) or not 2 <= found <= MAX_TOKENS:
-        raise RecipeError([Problem(key, f"{text} is not a whole number from 2 to {MAX_TOKENS}", hint)])
+        raise RecipeError([Problem(key, f"{text} is not a whole number from 2 to {MAX_TOKENS:,}", hint)])
     return found

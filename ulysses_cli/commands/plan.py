@@ -196,6 +196,8 @@ def _check_writable(file: Path, force: bool, longest: bool) -> None:
 
     if longest:
         raise RecipeError([Problem("--write", "belongs to a plan with --max-length", "leave --longest out")])
+    if file.is_dir():
+        raise RecipeError([Problem("--write", f"{file} is a folder", "name a file")])
     if file.exists() and not force:
         raise RecipeError([Problem("--write", f"{file} exists", "add --force to overwrite it, or name another file")])
     if not file.parent.is_dir():

@@ -45,7 +45,11 @@ def check_output_dir(recipe: Recipe) -> Found:
     """A run directory belongs to one recipe. Whether a checkpoint in it may be gone on from, ranks find out."""
     if recipe.run.resume_from_checkpoint is not None:
         return
-    run_file = Path(os.path.expanduser(recipe.run.output_dir)) / "run.json"
+    folder = Path(os.path.expanduser(recipe.run.output_dir))
+    if folder.exists() and not folder.is_dir():
+        yield Problem("run.output_dir", f"{recipe.run.output_dir} is a file, not a folder", "name a folder")
+        return
+    run_file = folder / "run.json"
     try:
         found = json.loads(run_file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -167,7 +167,9 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Found:
         yield Problem(
             "lora.target_modules",
             f"{', '.join(unknown)}: no linear layer of {shape.name} that takes an adapter",
-            f"use all-linear, or some of {', '.join(shape.linear_modules)}",
+            "write a list: [a, b]"
+            if "," in unknown[0]
+            else f"use all-linear, or some of {', '.join(shape.linear_modules)}",
         )
 
 

@@ -32,7 +32,8 @@ FOREIGN_KEYS = {
     "lr": "write train.learning_rate",
     "rope_theta": "the base of the positions is the model's own; model.rope_scaling stretches it",
 }
-PLAIN_NUMBERS = "write a plain number, such as 0.01, 65_536, 500K or 64Ki"
+WHOLE_NUMBERS = "write a whole number, such as 10, 65_536, 500K or 64Ki"
+PLAIN_NUMBERS = "write a plain number, such as 10, 0.01 or 1e-5"
 SHOWN_LETTERS = 80
 
 
@@ -113,6 +114,8 @@ def explain_value(setting: Setting, accepts: Accepts, value: Any, typed: str) ->
     message = f"{shown[:SHOWN_LETTERS]} is not {accepts.describe()}{unit}"
     if accepts.inner:
         return message, _suggest_section(setting, accepts, value)
+    if accepts.value is not None and not accepts.scalars:
+        return message, f"write {setting.key}: {{KEY: VALUE}}"
     if not isinstance(number, str):
         return message, _suggest_number(accepts, number) or _suggest_default(setting)
     if isinstance(value, str) and is_text:
@@ -126,7 +129,9 @@ def _suggest_section(setting: Setting, accepts: Accepts, value: Any) -> str:
     """The value itself as the first setting of the section, where it could be one."""
     name, first = next(iter(list_settings(accepts.inner).items())) if accepts.inner else ("", setting)
     fits = type(value) in first.accepts.scalars or value in first.accepts.literals
-    section = f"{{{name}: {value if fits else '...'}}}"
+    inner = list_settings(accepts.inner).values() if accepts.inner else ()
+    is_plain = accepts.is_optional and not any(each.is_required for each in inner)
+    section = f"{{{name}: {value}}}" if fits else "{}" if is_plain else f"{{{name}: ...}}"
     if accepts.item is not None:
         return f"write {setting.key}: [{section}]"
     return f"write {setting.key}: {section}" if accepts is setting.accepts else f"write {section}"
@@ -149,12 +154,15 @@ def _suggest_word(accepts: Accepts, value: str, *, is_quoted: bool) -> str:
     takes_numbers = bool({int, float} & {*accepts.scalars, *map(type, accepts.literals)})
     if is_quoted and (not isinstance(parse_number(value), str) if takes_numbers else value in BOOLEANS):
         return "take the quotes away"
+    parts = [part.strip() for part in value.split(",")]
+    if len(parts) > 1 and {*parts} <= {*accepts.literals}:
+        return f"write a list: [{', '.join(parts)}]"
     close = difflib.get_close_matches(value, [str(literal) for literal in accepts.literals], n=1)
     if close:
         return f"did you mean `{close[0]}`?"
     if bool in accepts.scalars and value.lower() in ("yes", "no", "on", "off"):
         return "write true or false"
-    return PLAIN_NUMBERS if {int, float} & set(accepts.scalars) else ""
+    return PLAIN_NUMBERS if float in accepts.scalars else WHOLE_NUMBERS if int in accepts.scalars else ""
 
 
 def _suggest_default(setting: Setting) -> str:

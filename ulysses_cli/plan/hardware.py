@@ -77,9 +77,10 @@ class Hardware:
             return self.gpus[bare]
         close = difflib.get_close_matches(key, [*self.gpus, *self.aliases], n=1)
         near = f"did you mean {close[0]}? " if close else ""
-        raise RecipeError(
-            [Problem(option, f"no GPU is called {name or 'nothing'}", f"{near}known: {', '.join(self.gpus)}")]
-        )
+        message = f"no GPU is called {name}" if name else "names no GPU"
+        how = "write KIND:MOST, such as h100-80gb:8; " if option != KEY else ""
+        how = "write --gpu again for each; " if option == KEY and "," in name else how
+        raise RecipeError([Problem(option, message, f"{how}{near}known: {', '.join(self.gpus)}")])
 
     def recognise(self, device_name: str, memory_bytes: int, host_bytes: int) -> tuple[Gpu, bool]:
         """The entry for what a driver calls its device, with the memory that is really there, and whether the name is

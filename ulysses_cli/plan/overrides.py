@@ -6,6 +6,8 @@ quotes; lists and mappings are written as in YAML.
 
 from __future__ import annotations
 
+import re
+
 import yaml
 
 from ulysses_cli.plan.complaints import list_homes
@@ -25,7 +27,7 @@ def apply_override(tree: yaml.MappingNode, override: str) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals:
-        key, _, value = key.partition(" ")
+        key, _, value = re.sub("[ :]+", " ", key, count=1).partition(" ")
         hint = " or ".join(f"{home}={value or 'VALUE'}" for home in list_homes(key) or [key])
         raise RecipeError([Problem(key, "has no value", f"write {hint}", HERE)])
     parts = key.split(".")

@@ -22,6 +22,7 @@ YAML_HINTS = {
     "expected ':'": "a setting is written key: value",
     "mapping values are not allowed": "quote a value that holds a colon, or mend the indentation",
     "end of stream": "close the quote or bracket",
+    "expected the node content": "close the bracket, or write what is missing here",
     "cannot start any token": "quote a value that begins with @, % or a backquote",
 }
 NULLS = ("", "~", "null", "Null", "NULL")

@@ -1,0 +1,145 @@
+"""What a new user may type wrongly, over all commands: the exit code, the place, what is said; never a trace.
+
+The commands run in this process, in a folder of their own with a few wrong files in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ulysses_cli.cli import app
+
+ROOT = Path(__file__).parents[2]
+FILES = {
+    "empty.yaml": "",
+    "broken.yaml": "model: [\n",
+    "tab.yaml": "model:\n\tname: x\n",
+    "words.yaml": "just words\n",
+    "twice.yaml": "model: {}\nmodel: {}\n",
+    "short.yaml": "model: Qwen/Qwen3-8B\ndata:\n  datasets:\n  - a.jsonl\n  max_length: 64K tokens\n",
+    "tag.yaml": "model: !!python/name:os.system x\n",
+    "r\u00e9.yaml": "a\u0301: 1\n",
+}
+NUMBER = "hint: write a whole number, such as 10, 65_536, 500K or 64Ki"
+QWEN = ("--model", "Qwen/Qwen3-8B", "--max-length")
+
+RECIPES = (
+    ("empty.yaml", "empty.yaml:1:1: model: required and not written\n\nhint: write model, a section with name_or_path"),
+    ("folder", "folder: cannot be read: Is a directory\n\nhint: name a file"),
+    ("broken.yaml", "broken.yaml:2:1: not valid YAML: expected the node content, but found '<stream end>'\n"),
+    ("tab.yaml", "tab.yaml:2:1: not valid YAML"),
+    ("bytes.yaml", "bytes.yaml:2:1: not UTF-8 text\n\nhint: save the recipe as UTF-8"),
+    ("words.yaml", "words.yaml:1:1: a recipe is a mapping of sections"),
+    ("twice.yaml", "twice.yaml:2:1: model: written twice, first in line 1"),
+    ("tag.yaml", "is refused: a recipe is plain data"),
+    ("r\u00e9.yaml", "r\u00e9.yaml:1:1: a\u0301: unknown key"),
+    ("short.yaml", "short.yaml:1:8: model: 'Qwen/Qwen3-8B' is not a section\n\nhint: write model: {name_or_path: "),
+    ("short.yaml", "short.yaml:4:5: data.datasets.0: 'a.jsonl' is not a section\n\nhint: write {path: a.jsonl}"),
+    ("short.yaml", NUMBER),
+    ("missing.yml", "missing.yml: cannot be read: No such file or directory"),
+)  # fmt: skip
+SETTINGS = (
+    ("max_steps=3", "max_steps: unknown key\n\nhint: write it as train.max_steps"),
+    ("train.max_steps", "train.max_steps: has no value\n\nhint: write train.max_steps=VALUE"),
+    ("train.max_steps:3", "train.max_steps: has no value\n\nhint: write train.max_steps=3"),
+    ("train.max_steps==3", "train.max_steps: '=3' is not a whole number"),
+    ("data.max_length=8kb", NUMBER),
+    ("data.max_length=-512", "hint: use 2 or more"),
+    ("data.max_length=512.5", "hint: use 512 or 513"),
+    (f"data.max_length={'9' * 39}", "hint: use 1,099,511,627,776 or less"),
+    ("parallel.sp_size=3", "hint: use 1, 2 or 4; 2 is nearest"),
+    ("parallel.dp_shard_size=65536 parallel.dp_replicate_size=65536", "processes\n\nhint: use 1,048,576 or fewer"),
+    ("--num-processes 1", "but the run has 1 process\n"),
+    ("--gpu quantum", "--gpu: no GPU is called quantum"),
+    ("run.output_dir=t.yaml", "run.output_dir: t.yaml is a file, not a folder"),
+    ("data.datasets=", "hint: write datasets: [{path: ...}]"),
+    ("data.datasets.0={path:*.jsonl", "hint: lists are [a, b], mappings {a: b}"),
+    ("data.datasets.3.path=x", "it has 1 element, counted from 0"),
+    ("data.datasets.path=x", "hint: count its elements from 0: data.datasets.0.path"),
+    ("train.learning_rate=1,5", "hint: write a plain number, such as 10, 0.01 or 1e-5"),
+    ("train.optim=adam", "hint: did you mean `adamw`?"),
+    ("model.attn_implementation=eager", "hint: use auto; eager"),
+    ("lora=true", "lora: true is not a section or null\n\nhint: write lora: {}"),
+    ("lora.target_modules=q_proj,v_proj", "hint: write a list: [a, b]"),
+    ("run.report_to=wandb,tensorboard", "hint: write a list: [wandb, tensorboard]"),
+    ("deepspeed=ds.json", "hint: write deepspeed: {KEY: VALUE}"),
+    ("deepspeed.bf16.enabled=true", "is true, but model.dtype is float32"),
+    ("memory.offload_optimizer=disk", "hint: leave it out for auto, its default"),
+    ("memory.offload_optimizer=nvme", "required with memory.offload_optimizer: nvme"),
+    ("run.max_hours=1h", "run.max_hours: '1h' is not a number above 0"),
+    ("run.resume_from_checkpoint=nowhere", "nowhere is not a folder"),
+    ("parallel.zero_stage=three", "hint: leave it out for 3, its default"),
+    ("load_in_4bit=true", "quantized base weights are not offered"),
+)
+COMMANDS = (
+    ("train", "Missing argument 'RECIPE"),
+    ("train t.yaml t.yaml", "2 recipes: t.yaml, t.yaml\n\nhint: name one"),
+    ("train t.yaml train.max_steps 3", "hint: write train.max_steps=3"),
+    ("train t.yaml --resume nowhere", "hint: use auto for the newest valid checkpoint"),
+    ("train t.yaml --nnodes 2", "2 machines need --node-rank"),
+    ("train t.yaml --node-rank 3", "node rank 3 is outside 1 machine\n\nhint: add --nnodes"),
+    ("prepare missing.yaml", "missing.yaml: cannot be read"),
+    ("verify t.yaml parallel.sp_size=3", "3 does not divide the 4 attention heads"),
+    ("doctor t.yaml parallel.sp_size=x", NUMBER),
+    ("bench t.yaml --sp-size 0", "--sp-size: 0 is not a whole number above 0"),
+    ("bench t.yaml --sp-size 3", "does not divide the 4 attention heads\n\nhint: use 1, 2, 4"),
+    ("bench t.yaml --max-length 1", "1 is shorter than sp_size 2\n\nhint: use 2 or more"),
+    ("bench t.yaml --html folder", "--html: folder cannot be written: Is a directory"),
+    ("estimate-memory", "there is neither a recipe nor --model"),
+    ("estimate-memory t.yaml --gpu h100,h200", "hint: write --gpu again for each"),
+    ("estimate-memory t.yaml --sweep --html folder", "--html: folder cannot be written"),
+    ("estimate-memory --model t.yaml --max-length 8Ki", "--model: t.yaml is a recipe"),
+    ("estimate-memory --model folder --max-length 8Ki", "folder/config.json does not exist"),
+    ("estimate-memory --model a/b --max-length 8Ki,9Ki", "the shape of a/b is not known here"),
+    ("plan QWEN 64Ki --gpus 8xh100", "hint: write KIND:MOST, such as h100-80gb:8; did you mean h100?"),
+    ("plan QWEN 64Ki --gpus h100:8 --write folder --force", "--write: folder is a folder"),
+    ("plan QWEN 64Ki --deadline tomorrow", "tomorrow is not a time\n\nhint: write hours or days"),
+    ("plan QWEN 64Ki --budget free", "Invalid value for '--budget'"),
+    ("plan QWEN 64k", "--max-length: 64k is not a whole number from 2 to 1,099,511,627,776"),
+    ("export nowhere --to x", "CHECKPOINT: nowhere does not exist"),
+    ("export folder --to x", "folder is not a checkpoint, nor a run"),
+    ("report nowhere", "nowhere does not exist"),
+    ("report t.yaml", "t.yaml is a file, not a run directory"),
+    ("recipes show tiny", "no recipe is called tiny\n\nhint: did you mean tiny-cpu?"),
+    ("recipes copy tiny-cpu t.yaml", "t.yaml exists\n\nhint: add --force"),
+    ("config-schema train.max_stps", "hint: did you mean train.max_steps?"),
+    ("trian t.yaml", "No such command 'trian'"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wrong")
+    (folder / "folder").mkdir()
+    (folder / "t.yaml").write_bytes((ROOT / "recipes" / "tiny-cpu.yaml").read_bytes())
+    (folder / "bytes.yaml").write_bytes(b"model:\n  \xff\xfe")
+    for name, content in FILES.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        *((f"validate-config {recipe}", said) for recipe, said in RECIPES),
+        *((f"validate-config t.yaml {setting}", said) for setting, said in SETTINGS),
+        *COMMANDS,
+    ],
+)
+def test_a_wrong_input_is_told(line: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(app, line.replace("QWEN", " ".join(QWEN)).split())
+    assert isinstance(result.exception, SystemExit)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+
+
+def test_what_follows_from_a_wrong_value_is_not_told_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    said = CliRunner().invoke(app, ["validate-config", "t.yaml", "data.eval_split=10%"]).stderr
+    assert "data.eval_split: '10%' is not a number" in said
+    assert "nothing to evaluate on" not in said
+    assert said.rstrip().endswith("1 problem")
