@@ -1,6 +1,7 @@
-"""Which tests run where: grids on request, GPU tests where there is a GPU."""
+"""Which tests run where: grids on request, GPU tests where there is a GPU, and none where a person's runs lie."""
 
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,8 @@ settings.register_profile(
     "ulysses", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("ulysses")
+ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = str(ROOT)  # for commands, which run elsewhere
 rank_server.PRELOADED.extend(PRELOADED)  # one server for ranks and for commands
 
 
@@ -29,6 +32,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{name} is not built, which takes minutes: make test-full"))
         if "gpu" in item.keywords and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def go_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a person's runs left in the checkout is neither read nor written: paths in recipes lead into this folder."""
+    folder = tmp_path_factory.getbasetemp() / "elsewhere"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+
+
+def refuse_runs(event: str, args: tuple[object, ...]) -> None:
+    if event in ("open", "os.listdir", "os.scandir", "os.mkdir") and isinstance(args[0], str):
+        assert not os.path.abspath(args[0]).startswith(RUNS), f"a test looks at {args[0]}, which is a person's"
+
+
+RUNS = str(ROOT / "runs")
+sys.addaudithook(refuse_runs)
 
 
 def _is_built(name: str) -> bool:

@@ -140,7 +140,7 @@ def test_the_command_traces_in_a_process_of_its_own_and_remembers(tmp_path: Path
     def run(*more: str) -> subprocess.CompletedProcess[str]:
         environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
         command = [sys.executable, "-m", "ulysses_cli", *words, "--trace", *more]
-        return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, timeout=240)
+        return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=240)
 
     first = run()
     assert first.returncode == 0, first.stderr

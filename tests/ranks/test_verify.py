@@ -203,10 +203,8 @@ def test_a_planted_fault_fails(fault: str, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_command_proves(tmp_path: Path) -> None:
     page = tmp_path / "verify.html"
-    words = ["verify", "recipes/tiny-cpu.yaml", "--format", "json", "--html", str(page)]
-    done = subprocess.run(
-        [sys.executable, "-m", "ulysses_cli", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    words = ["verify", str(ROOT / "recipes" / "tiny-cpu.yaml"), "--format", "json", "--html", str(page)]
+    done = subprocess.run([sys.executable, "-m", "ulysses_cli", *words], capture_output=True, text=True, timeout=300)
     found = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
     assert found["passed"]

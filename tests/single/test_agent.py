@@ -32,7 +32,7 @@ def test_a_save_may_take_longer_than_the_launcher_would_wait(tmp_path: Path) -> 
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost", "--rdzv-id=test"]
     command += [str(tmp_path / "rank.py"), str(tmp_path), "4"]
     environ = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1", "ULYSSES_FAILURE_FILE": str(tmp_path / "failure")}
-    process = subprocess.Popen(command, cwd=ROOT, env=environ)
+    process = subprocess.Popen(command, env=environ)
     end = time.monotonic() + 120
     while not (tmp_path / "started").exists():
         assert process.poll() is None
@@ -48,7 +48,7 @@ def test_what_the_launcher_says_of_itself_is_masked(tmp_path: Path) -> None:
     secret, failure = "hf_QwErTyUiOpAsDfGhJkLzXcVb", tmp_path / "failure.json"
     command = [sys.executable, "-m", "ulysses_cli.train.agent", f"--no-such-option={secret}", "-m", "nothing"]
     environ = {**os.environ, "ULYSSES_FAILURE_FILE": str(failure)}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "***" in done.stderr
     assert secret not in done.stderr + failure.read_text()

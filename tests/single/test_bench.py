@@ -254,11 +254,20 @@ def test_a_local_model_without_weights_is_told_before_ranks_start(tmp_path: Path
 
 @pytest.mark.full
 def test_the_command_measures_beside_the_trainer(tmp_path: Path) -> None:
-    words = ["bench", "recipes/tiny-cpu.yaml", "--max-length", "256,512", "--against", "trainer", "--format", "json"]
+    words = [
+        "bench",
+        str(ROOT / "recipes" / "tiny-cpu.yaml"),
+        "--max-length",
+        "256,512",
+        "--against",
+        "trainer",
+        "--format",
+        "json",
+    ]
     page = tmp_path / "bench.html"
     done = subprocess.run(
         [sys.executable, "-m", "ulysses_cli", *words, "--html", str(page)],
-        cwd=ROOT, capture_output=True, text=True, timeout=500,
+        capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     found = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr

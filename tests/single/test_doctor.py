@@ -257,10 +257,8 @@ def test_a_kernel_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.full
 def test_the_command_examines_and_says_what_to_fix() -> None:
-    words = ["doctor", "recipes/llama-3.1-8b-128k-8gpu.yaml", "--format", "json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ulysses_cli", *words], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
+    words = ["doctor", str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml"), "--format", "json"]
+    done = subprocess.run([sys.executable, "-m", "ulysses_cli", *words], capture_output=True, text=True, timeout=500)
     found = json.loads(done.stdout)
     exchanged = [row for row in found["rows"] if row["name"] == "all-to-all"]
     assert all(row["values"]["gb_per_second"] > 0 for row in exchanged)

@@ -24,11 +24,6 @@ TIME_LIMIT = 180
 NUM_STARTED = 5  # the command, its child, the server of ranks and its tracker, a rank
 
 
-@pytest.fixture(autouse=True)
-def go_where_nobody_has_trained(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_two_examples(command: str) -> None:
     said = CliRunner().invoke(app, [command, "--help"]).output
@@ -141,8 +136,8 @@ def test_windows_softcaps_sinks_and_experts_are_verified(model: str) -> None:
 
 def verify_recipe(recipe: str, *words: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "ulysses_cli", "verify", f"recipes/{recipe}", *words, "--format", "json"],
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
+        [sys.executable, "-m", "ulysses_cli", "verify", str(ROOT / "recipes" / recipe), *words, "--format", "json"],
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

@@ -118,7 +118,7 @@ def test_a_process_that_stands_still_ends_itself(tmp_path: Path) -> None:
         time.sleep(60)
     """
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=120)
     assert done.returncode == 1
     assert time.monotonic() - started < 50
     assert "step 8 takes longer than run.step_timeout (1 s)" in (tmp_path / "logs" / "rank-0.error.json").read_text()

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny-cpu.yaml")
 
 
-def run(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ulysses_cli", *words],
         capture_output=True,
@@ -89,14 +89,14 @@ def test_wrong_usage_ends_with_2_and_no_trace(words: tuple[str, ...]) -> None:
 
 def test_a_reader_that_goes_away_is_no_failure() -> None:
     command = f"{sys.executable} -m ulysses_cli validate-config {TINY} | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_cannot_be_written_is_said() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "ulysses_cli", "validate-config", TINY]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
 
@@ -116,7 +116,7 @@ def test_letters_that_a_terminal_cannot_show(tmp_path: Path) -> None:
 def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     assert "tiny-cpu" in run("recipes", "list").stdout
     assert run("recipes", "show", "tiny-cpu").stdout == Path(TINY).read_text()
-    assert run("recipes", "copy", "tiny-cpu", cwd=ROOT / "recipes").returncode == 2  # it is there already
+    assert run("recipes", "copy", "tiny-cpu" / "recipes").returncode == 2  # it is there already
     target = tmp_path / "new" / "my.yaml"
     assert run("recipes", "copy", "tiny-cpu", str(target)).returncode == 0
     assert target.read_text() == Path(TINY).read_text()
@@ -155,7 +155,7 @@ def test_the_light_half_imports_nothing_heavy(words: tuple[str, ...]) -> None:
         "heavy = {'torch', 'transformers', 'deepspeed', 'numpy', 'datasets', 'peft'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -111,7 +111,7 @@ def test_sizes_lines_and_progress() -> None:
     assert format_progress(event, 5.0) == "tokenizing a  [######..................]  25%  7 tokens  5.0 MB/s  0:15 left"
 
 
-def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ulysses_cli", "prepare", *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
 

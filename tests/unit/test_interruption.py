@@ -98,9 +98,7 @@ def start_child(*, through: bool = False) -> Iterator[subprocess.Popen[bytes]]:
         script = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {script!r}]); sys.stdin.read()"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     environ.pop("ULYSSES_STARTED_BY", None)
-    child = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, cwd=ROOT
-    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
     with child:
         assert child.stdout is not None
         listener = int(child.stdout.readline())

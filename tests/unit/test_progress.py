@@ -203,7 +203,6 @@ def run_on_a_terminal(columns: int, **environment: str) -> tuple[str, str]:
         stdin=other,
         stdout=subprocess.PIPE,
         stderr=other,
-        cwd=ROOT,
         env={**kept, "TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8", **environment},
     )
     os.close(other)
