@@ -31,7 +31,8 @@ def load_hardware() -> Hardware:
         tables.append((str(get_calibration_file()), calibration["rates"]))
     own = hub.get_user_folder() / "hardware.yaml"
     if own.exists():
-        tables.append((str(own), _read_yaml(own) or {}))
+        content = _read_yaml(own)
+        tables.append((str(own), {} if content is None else content))
     return read_hardware(*tables)
 
 

@@ -1,5 +1,6 @@
 """The hardware table: what is shipped, a user's own entries, and every mistake in them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,3 +98,22 @@ def test_no_value_raises_anything_but_recipe_error(key: str, value: object) -> N
         read({"gpus": {"mine": {**MINE, key: value}}})
     except RecipeError:
         pass
+
+
+@pytest.mark.parametrize("content", ["[]", "[1]", "words", "3"])
+def test_a_users_table_that_is_no_mapping_is_told(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "ulysses").mkdir()
+    (tmp_path / "ulysses" / "hardware.yaml").write_text(content)
+    with pytest.raises(RecipeError, match="hardware.yaml holds no mapping"):
+        load_hardware()
+    (tmp_path / "ulysses" / "hardware.yaml").write_text("")
+    assert "h100-80gb" in load_hardware().gpus
+
+
+def test_a_name_may_be_written_without_hyphens() -> None:
+    table = load_hardware()
+    for name in ("RTX4090", "rtx 4090", "rtx_4090", "4090"):
+        assert table.get_gpu(name).key == "rtx-4090"

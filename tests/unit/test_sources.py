@@ -338,7 +338,7 @@ def test_columns_tell_the_kind() -> None:
     assert detect_kind({"prompt": "", "completion": ""}) == "completion"
     assert detect_kind({"instruction": "", "input": "", "output": ""}) == "instruction"
     assert detect_kind({"input_ids": [], "text": ""}) == "tokens"
-    with pytest.raises(BadRow, match="columns question, answer are not understood: one of these is needed: messages;"):
+    with pytest.raises(BadRow, match="a row with question, answer is not understood: one of these is needed: mes"):
         detect_kind({"question": "", "answer": ""})
 
 
@@ -377,7 +377,7 @@ def read_all_and_find_kind(source: Source) -> None:
         ("a.jsonl.zst", b"no", r"a.jsonl.zst: cannot be read: "),
         ("a.jsonl", b"", r"a.jsonl: holds no row"),
         ("a.jsonl", b"{]\n", r"a.jsonl:1:1: malformed JSON"),
-        ("a.jsonl", b'{"q": 1}\n', r"a.jsonl:1:1: columns q are not understood"),
+        ("a.jsonl", b'{"q": 1}\n', r"a.jsonl:1:1: a row with q is not understood"),
     ],
 )
 def test_files_that_cannot_be_read(name: str, content: bytes, message: str, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ SETTINGS = (
     ("run.max_hours=1h", "run.max_hours: '1h' is not a number above 0"),
     ("run.resume_from_checkpoint=nowhere", "nowhere is not a folder"),
     ("parallel.zero_stage=three", "hint: leave it out for 3, its default"),
+    ("model.config={}", "model.config: is an empty mapping\n\nhint: write something, or leave it out"),
     ("load_in_4bit=true", "quantized base weights are not offered"),
 )
 COMMANDS = (

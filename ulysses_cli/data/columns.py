@@ -80,7 +80,7 @@ def detect_kind(row: Row) -> Kind:
         if all(column in row for column in columns):
             return kind
     wanted = "; ".join(" + ".join(columns) for columns in COLUMNS.values())
-    raise BadRow(f"columns {_list_columns(row)} are not understood: one of these is needed: {wanted}")
+    raise BadRow(f"a row with {_list_columns(row)} is not understood: one of these is needed: {wanted}")
 
 
 def read_sample(kind: Kind, row: Row, *, has_template: bool = True) -> Sample:

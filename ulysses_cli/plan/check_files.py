@@ -17,6 +17,7 @@ DATA_SUFFIXES = (
     *(".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".md"),
     *(".gz", ".zst"),
 )
+MAX_NEARBY = 5
 CHAT_TYPES = ("chat", "conversations")
 Found = Iterator[Problem]
 
@@ -145,8 +146,9 @@ def _suggest_nearby(path: Path) -> str:
     if parent != path.parent:
         return f"the path is right as far as {parent}"
     names = sorted(os.path.basename(found) for found in glob.glob(f"{glob.escape(str(parent))}/*"))
-    data = [name for name in names if name.endswith(DATA_SUFFIXES)][:5]
-    return f"{parent} holds {', '.join(data)}" if data else f"{parent} holds no data file"
+    data = [name for name in names if name.endswith(DATA_SUFFIXES)]
+    shown = ", ".join(data[:MAX_NEARBY]) + (f" and {len(data) - MAX_NEARBY} more" if len(data) > MAX_NEARBY else "")
+    return f"{parent} holds {shown}" if data else f"{parent} holds no data file"
 
 
 def check_folders(recipe: Recipe) -> Found:

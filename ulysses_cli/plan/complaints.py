@@ -100,9 +100,9 @@ def explain_value(setting: Setting, accepts: Accepts, value: Any, typed: str) ->
     for what was quoted and for lists and mappings."""
     if str(value) in setting.refused:
         return f"{value} is refused", setting.refused[str(value)]
-    if value in ("", ()):
-        hint = _suggest_default(setting)
-        return f"is an empty {'list' if value == () else 'text'}", f"write something{', or ' if hint else ''}{hint}"
+    if value in ("", (), {}):
+        hint, kind = _suggest_default(setting), {str: "text", tuple: "list"}.get(type(value), "mapping")
+        return f"is an empty {kind}", f"write something{', or ' if hint else ''}{hint}"
     is_list = accepts.item is not None and isinstance(value, tuple)
     if (is_list or (str in accepts.scalars and isinstance(value, str))) and "max_length" in accepts.bounds:
         most = int(accepts.bounds["max_length"])
