@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,44 +31,43 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import forked  # noqa: E402
 import strikes  # noqa: E402
 from faults import Workshop, damage_newest, wait_until  # noqa: E402
+from forked import Command  # noqa: E402
+
+from ulysses_cli.prove import rank_server  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "faults-cpu.json"
 NUM_KILLS, CHAIN, NUM_STEPS = 30, 5, 24
 DAMAGES = ("truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics")
 COLUMNS = ("injected", "survived", "refused", "lost")
 TIME_LIMIT = 300
+WALKED_STEP = 8
+WALKED = ["run.rehearsal=true", "data.eval_split=0.02", f"run.eval_steps={WALKED_STEP}"]
+WHO = {"all": "all ranks", "one": "one rank", "agent": "the launcher", "command": "the command"}
+WALKS = [("command", signal.SIGTERM), *((who, signal.SIGKILL) for who in WHO)]
 Ends = list[tuple[str, str]]  # (fault, how it ended)
 
 
 class Range(Workshop):
-    """Runs whose ranks can be found and struck."""
+    """Runs of some length, beside one that was never touched."""
 
     def start(
-        self, run: str, *words: str, plan: dict[str, Any] | None = None, pids: Path | None = None
-    ) -> subprocess.Popen[str]:
-        self.pids = pids or Path(tempfile.mkdtemp(dir=self.folder, prefix="pids-"))
-        self.environ[strikes.PIDS] = str(self.pids)
-        self.environ.pop(strikes.PLAN, None)
-        if plan is not None:
-            self.environ[strikes.PLAN] = json.dumps(plan)
-        return super().start(run, f"train.max_steps={NUM_STEPS}", *words)
+        self, run: str, *words: str, plan: Mapping[str, Any] | None = None, beside: Command | None = None
+    ) -> Command:
+        return super().start(run, f"train.max_steps={NUM_STEPS}", *words, plan=plan, beside=beside)
 
-    def signal_rank(self, rank: int, number: int) -> None:
-        os.kill(strikes.find_rank(self.pids, rank), number)
-
-    def is_whole(self, run: str, num_torn: int) -> bool:
-        ours, theirs = self.read_losses(run), self.read_losses("whole")
+    def is_whole(self, run: str, num_torn: int, whole: str = "whole") -> bool:
+        ours, theirs = self.read_losses(run), self.read_losses(whole)
         is_same = ours.items() <= theirs.items() and len(theirs) - len(ours) <= num_torn
-        return is_same and self.read_model(run) == self.read_model("whole")
+        return is_same and self.read_model(run) == self.read_model(whole)
 
 
-def wait_for_steps(shop: Range, run: str, process: subprocess.Popen[str], count: int) -> None:
+def wait_for_steps(shop: Range, run: str, process: Command, count: int) -> None:
     wait_until(process, lambda: shop.count_steps(run) >= count)
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+def end(process: Command) -> tuple[int, str]:
     _, said = process.communicate(timeout=TIME_LIMIT)
-    return process.returncode, said
+    return process.wait(1), said
 
 
 def settle(shop: Range, run: str, struck: list[str], *words: str) -> Ends:
@@ -97,11 +96,48 @@ def kill(shop: Range, seeds: list[int]) -> Ends:
     struck = []
     for seed in seeds:
         plan = strikes.draw(seed)
-        end(shop.start(run, *words, "--resume", "auto", plan=plan))
-        if (shop.pids / "struck").exists():
+        process = shop.start(run, *words, "--resume", "auto", plan=plan)
+        end(process)
+        if process.has_struck:
             who = "all ranks" if len(plan["ranks"]) == 2 else "one rank"
             struck.append(f"SIGKILL of {who}, {plan['moment']}{', async' if words else ''}")
     return settle(shop, run, struck, *words)
+
+
+def walk(shop: Range, who: str, number: signal.Signals) -> Ends:
+    """One run, struck at every event of its life in turn and resumed each time. Whatever a rank is about to do, the
+    other one is, too; nothing outlives the launcher; resumed at its end, it has nothing left to do."""
+    run, ends = f"walk-{who}-{number.name}", []
+    for event, plan in strikes.list_phases(NUM_STEPS, WALKED_STEP, WALKED_STEP + 2).items():
+        process = shop.start(run, *WALKED, "--resume", "auto", plan={**plan, "who": who, "signal": int(number)})
+        code, said = end(process)
+        alive = wait_for_processes(process)
+        fault = f"{number.name} of {WHO[who]}, {event}"
+        if not process.has_struck or alive or "Traceback" in said or not agree(process):
+            return [*ends, *lose(fault, f"{code}, alive: {alive}\n{said}")]
+        ends.append((fault, "survived"))
+    code, said = end(shop.start(run, *WALKED, "--resume", "auto"))
+    if code or not shop.is_whole(run, 0, "walk"):
+        return [(fault, "lost") for fault, _ in ends]
+    code, said = end(shop.start(run, *WALKED, "--resume", "auto"))
+    how = "survived" if code == 0 and "already finished" in said else "lost"
+    return [*ends, (f"resumed after the end, {number.name} of {WHO[who]}", how)]
+
+
+def agree(process: Command) -> bool:
+    """As far as both ranks came, they came to the same collectives."""
+    logs = strikes.read_collectives(process.pids)
+    return all(one == other for one, other in zip(*logs, strict=False))
+
+
+def wait_for_processes(process: Command) -> list[int]:
+    """Ranks that live on 15 seconds after their command."""
+    limit = time.monotonic() + 15
+    while alive := [rank for rank in process.list_ranks() if Path(f"/proc/{rank}/exe").exists()]:
+        if time.monotonic() > limit:
+            return alive
+        time.sleep(0.1)
+    return []
 
 
 def damage(shop: Range, kind: str) -> Ends:
@@ -127,7 +163,7 @@ def hang(shop: Range, name: str) -> Ends:
         "stopped": (signal.SIGSTOP, "rank 1 does not answer, the others wait for it in "),
         "asleep": (signal.SIGUSR2, "rank 1 hangs in micro-step "),
     }[name]
-    shop.signal_rank(1, number)
+    process.strike(1, number)
     code, said = end(process)
     if code != 1 or f"takes longer than run.step_timeout ({seconds} s): {words}" not in said:
         return lose(f"hang, {name}", said)
@@ -138,7 +174,7 @@ def restart(shop: Range) -> Ends:
     """run.max_restarts: no person is needed."""
     process = shop.start("restarted", "run.max_restarts=2")
     wait_for_steps(shop, "restarted", process, 3)
-    shop.signal_rank(1, signal.SIGKILL)
+    process.strike(1)
     return judge(shop, "restarted", ["SIGKILL of one rank, max_restarts"], *end(process))
 
 
@@ -149,10 +185,9 @@ def restart_machines(shop: Range) -> Ends:
         port = probe.getsockname()[1]
     words = ["run.max_restarts=2", "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(port)]
     first = shop.start("machines", *words, "--node-rank", "0")
-    pids = shop.pids
-    second = shop.start("machines", *words, "--node-rank", "1", pids=pids)
+    second = shop.start("machines", *words, "--node-rank", "1", beside=first)
     wait_for_steps(shop, "machines", first, 3)
-    shop.signal_rank(1, signal.SIGKILL)
+    first.strike(1)
     code, said = end(second)
     if code:
         return lose("SIGKILL of one rank, two machines", said)
@@ -163,13 +198,12 @@ def start_twice(shop: Range) -> Ends:
     """The second run in a folder is refused, and harms nothing; a dead one keeps no lock."""
     first = shop.start("twice")
     wait_for_steps(shop, "twice", first, 2)
-    pids = shop.pids
     code, said = end(shop.start("twice", "--resume", "auto"))
     ends = [("two runs in one folder", "refused")]
     if code != 2 or "belongs to a run that goes on right now" not in said:
         ends = lose(*ends[0][:1], said)
     for rank in range(2):
-        os.kill(strikes.find_rank(pids, rank), signal.SIGKILL)
+        first.strike(rank)
     first.kill()
     end(first)
     wait_until_free(shop.folder / "twice" / "lock-0")
@@ -226,13 +260,10 @@ def fill_disk(shop: Range, on_save_error: str) -> Ends:
         wait_for_steps(shop, run, process, 3)
         ballast = shop.folder / run.split("/")[0] / "ballast"
         fill(ballast)
-        heard = ""
         if on_save_error == "continue":  # room again once a save has failed, and before the last one
-            assert process.stderr is not None
-            heard = next((line for line in process.stderr if "No space left on device" in line), "")
+            wait_until(process, lambda: "No space left on device" in process.read_said())
             ballast.unlink()
         code, said = end(process)
-        said = heard + said
         ballast.unlink(missing_ok=True)
         if "No space left on device" not in said or code != (on_save_error == "stop"):
             return lose(fault, said)
@@ -261,6 +292,8 @@ def list_pieces() -> dict[str, Callable[[Range], Ends]]:
         f"seeds {seeds[0]} to {seeds[-1]}": lambda shop, seeds=seeds: kill(shop, seeds)  # type: ignore[misc]
         for seeds in chains
     }
+    for who, number in WALKS:
+        pieces[f"walk, {number.name} of {WHO[who]}"] = lambda shop, who=who, number=number: walk(shop, who, number)  # type: ignore[misc]
     pieces |= {kind: lambda shop, kind=kind: damage(shop, kind) for kind in DAMAGES}  # type: ignore[misc]
     pieces |= {f"hang, {name}": lambda shop, name=name: hang(shop, name) for name in ("stopped", "asleep")}  # type: ignore[misc]
     pieces |= {
@@ -307,12 +340,12 @@ def main() -> None:
     options = parser.parse_args()
     pieces, limit = list_pieces(), time.monotonic() + 60 * options.minutes
     done = {} if options.anew or options.only else read_done(pieces)
-    forked.preload()
-    forked.on_start.append(strikes.arm)
+    rank_server.PRELOADED.extend(forked.PRELOADED)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         shop = Range(Path(folder))
-        code, said = end(shop.start("whole"))
-        assert code == 0, said
+        for run, words in (("whole", []), ("walk", WALKED)):
+            code, said = end(shop.start(run, *words))
+            assert code == 0, said
         for name, piece in pieces.items():
             if name in done or options.only not in name or time.monotonic() > limit:
                 continue

@@ -142,6 +142,9 @@ class Command:
     def strike(self, rank: int, number: int = signal.SIGKILL) -> None:
         os.kill(strikes.find_rank(self.pids, rank), number)
 
+    def list_ranks(self) -> list[int]:
+        return [int(file.read_text()) for file in self.pids.glob("[0-9]*")]
+
     @property
     def has_struck(self) -> bool:
         """The plan that it was started with has come to its moment."""

@@ -87,8 +87,24 @@ def read_collectives(pids: Path) -> list[list[str]]:
     return [file.read_text().splitlines() for file in sorted(pids.glob("collectives-*"))]
 
 
-def watch_phases(note: Callable[[str], None]) -> None:
-    """Each phase of the run and of a step, when it is entered."""
+def list_phases(num_steps: int, evaluated: int, saved: int) -> dict[str, dict[str, Any]]:
+    """The events of a run's life, as plans without who and what. `evaluated`, `saved`: steps with one."""
+    return {
+        "start": {"phase": "reading inputs"},
+        "loading": {"phase": "loading the model"},
+        "rehearsal": {"phase": "rehearsal: evaluation"},
+        "mid-step": {"phase": "micro-step 2", "step": evaluated - 1},
+        "evaluation": {"phase": "evaluation", "step": evaluated},
+        "save": {"phase": "saving", "step": saved},
+        "last save": {"phase": "saving", "step": num_steps},
+        "last evaluation": {"phase": "evaluation", "step": num_steps},
+        "export": {"phase": "writing the model"},
+        "check of the export": {"phase": "loading what was exported"},
+    }
+
+
+def watch_phases(note: Callable[[str, int | None], None]) -> None:
+    """Each phase of the run and of a step, when it is entered, and the steps done by then."""
     from ulysses_cli.train.loop import Course
     from ulysses_cli.train.record import Record
 
@@ -98,23 +114,22 @@ def watch_phases(note: Callable[[str], None]) -> None:
         def set_attribute(self: Any, name: str, value: Any, plain: Any = plain) -> None:
             plain(self, name, value)
             if name == "phase":
-                note(value)
+                note(value, getattr(self, "step", None))
 
         kind.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
 
 
 class PhaseStrike:
-    """Strikes when a phase whose name begins so is entered for the n-th time. `who`: all, one, agent or command."""
+    """Strikes once, when a phase whose name begins so is entered, after the plan's step if it names one. `who`: all,
+    one, agent or command."""
 
     def __init__(self, plan: Mapping[str, Any], pids: Path) -> None:
-        self.plan, self.pids, self.num_seen = plan, pids, 0
+        self.plan, self.pids, self.is_done = plan, pids, False
 
-    def __call__(self, phase: str) -> None:
-        if not phase.startswith(self.plan["phase"]):
+    def __call__(self, phase: str, step: int | None) -> None:
+        if self.is_done or not phase.startswith(self.plan["phase"]) or self.plan.get("step") not in (None, step):
             return
-        self.num_seen += 1
-        if self.num_seen != self.plan.get("nth", 1):
-            return
+        self.is_done = True
         (self.pids / "struck").touch()
         for process in self.find():
             os.kill(process, self.plan["signal"])

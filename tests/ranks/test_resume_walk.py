@@ -9,14 +9,13 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from faults import Workshop
 from forked import Command
 from small_run import make_settings
-from strikes import read_collectives
+from strikes import list_phases, read_collectives
 
 RECIPE = make_settings(
     parallel={"sp_size": 2},
@@ -24,19 +23,7 @@ RECIPE = make_settings(
     train={"max_steps": 4, "gradient_accumulation_steps": 2},
     run={"save_steps": 2, "eval_steps": 2},
 )
-# phase, its n-th time in a run
-PHASES = {
-    "start": ("reading inputs", 1),
-    "loading": ("loading the model", 1),
-    "rehearsal": ("rehearsal: evaluation", 1),
-    "mid-step": ("micro-step 2", 4),  # one is the rehearsal's
-    "evaluation": ("evaluation", 1),
-    "save": ("saving", 1),
-    "last save": ("saving", 2),
-    "last evaluation": ("evaluation", 40),
-    "export": ("writing the model", 1),
-    "check of the export": ("loading what was exported", 1),
-}
+PHASES = list_phases(num_steps=4, evaluated=2, saved=2)
 BEFORE_STEPS = ("start", "loading", "rehearsal")
 AFTER_STEPS = ("export", "check of the export")
 END_SECONDS = 15.0  # from the death of a launcher to that of all ranks
@@ -51,13 +38,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     code, said = made.train("whole")
     assert code == 0, said
     return made
-
-
-def plan(event: str, who: str, number: int) -> dict[str, Any]:
-    phase, nth = PHASES[event]
-    if event == "last evaluation":
-        return {"phase": "evaluation, row 2 of", "nth": 2, "who": who, "signal": number}
-    return {"phase": phase, "nth": nth, "who": who, "signal": number}
 
 
 def list_processes(command: Command) -> set[int]:
@@ -110,7 +90,7 @@ def go_on_to_the_end(shop: Workshop, run: str) -> None:
 
 def strike(shop: Workshop, run: str, event: str, who: str, number: int) -> tuple[Command, set[int], float]:
     """-> the command, its processes at that moment, and when."""
-    command = shop.start(run, plan=plan(event, who, number))
+    command = shop.start(run, plan={**PHASES[event], "who": who, "signal": number})
     end = time.monotonic() + 240
     while not command.has_struck:
         assert command.poll() is None, command.read_said()
