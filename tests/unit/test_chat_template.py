@@ -198,6 +198,9 @@ def test_a_template_of_a_recipe() -> None:
     assert load("data.template=llama3").recipe.data.chat_template == "llama-3"
     (problem,) = check("data.chat_template=chatlm")
     assert (problem.key, problem.where.file) == ("data.chat_template", "command line")
+    on_disk = ("memory.offload_param=nvme", "memory.nvme_path=/", "memory.offload_optimizer=nvme")
+    (problem,) = check("data.added_tokens=[a]", *on_disk)
+    assert (problem.key, problem.hint) == ("memory.offload_param", "use memory.offload_param: cpu")
     assert [str(p.key) for p in check('data.added_tokens=["<a>", "<a>", " "]')] == [
         "data.added_tokens.1",
         "data.added_tokens.2",

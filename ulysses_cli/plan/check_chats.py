@@ -49,6 +49,9 @@ def _check_added(recipe: Recipe) -> Found:
             yield Problem(f"data.added_tokens.{index}", f"{token} is written twice", "keep one of the two")
         elif not token.strip():
             yield Problem(f"data.added_tokens.{index}", "is white space alone", "write a marker such as <|im_end|>")
+    if added and recipe.memory.offload_param == "nvme" and recipe.model.name_or_path is not None:
+        message = "nvme keeps each weight in a file of its size, which data.added_tokens may change"
+        yield Problem("memory.offload_param", message, "use memory.offload_param: cpu")
 
 
 def find_chats(recipe: Recipe) -> str:
