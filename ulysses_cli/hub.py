@@ -16,6 +16,7 @@ from typing import Any
 from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.regular_files import find_special, read_regular
 from ulysses_cli.plan.vocabulary import TokenizerFacts, describe_bytes, grow_config, predict_vocab_size, read_tokenizer
 
 KEY = "model.name_or_path"
@@ -34,10 +35,19 @@ class Found:
 
 def find_model_shape(recipe: Recipe, *, online: bool = False) -> Found:
     """The shape of a recipe's model. Raises RecipeError with one problem that says what to do."""
+    _refuse_special_files(recipe)
     config, source = find_model_config(recipe, online=online)
     if recipe.model.config is not None:
         return Found(read_model_shape(config, "the model of model.config", "model.config"), source)
     return Found(read_model_shape(config, str(recipe.model.name_or_path)), source)
+
+
+def _refuse_special_files(recipe: Recipe) -> None:
+    """A FIFO or a device in a model's folder, which the libraries that read it would wait for."""
+    for key in ("name_or_path", "tokenizer"):
+        folder = Path(os.path.expanduser(getattr(recipe.model, key) or ""))
+        if getattr(recipe.model, key) and folder.is_dir() and (found := find_special(folder)):
+            raise RecipeError([Problem(f"model.{key}", found, "take it out of the folder")])
 
 
 def find_tokenizer(recipe: Recipe) -> TokenizerFacts | None:
@@ -127,9 +137,7 @@ def _looks_like_path(name: str) -> bool:
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        with open(file, "rb") as stream:
-            content = stream.read(MAX_CONFIG_BYTES)
-        config = json.loads(content)
+        config = json.loads(read_regular(file, MAX_CONFIG_BYTES))
     except FileNotFoundError:
         raise RecipeError([Problem(KEY, f"{file} does not exist", "a model folder holds config.json")]) from None
     except OSError as error:

@@ -20,7 +20,7 @@ from transformers import get_scheduler
 
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.recipe import Train
-from ulysses_cli.plan.weight_files import find_weight_problem
+from ulysses_cli.plan.weight_files import find_weight_problem, read_metadata
 from ulysses_cli.report.run_files import load_run
 from ulysses_cli.report.run_page import make_run_page
 from ulysses_cli.report.run_summary import summarize_run
@@ -33,7 +33,7 @@ from ulysses_cli.train.last_words import keep_room, write_last_words
 from ulysses_cli.train.record import LineFile, MissingTrackerError, Record, cut_lines, make_trackers
 from ulysses_cli.train.run_file import make_card
 from ulysses_cli.train.stop import StopWishes
-from ulysses_cli.train.tensor_file import read_metadata, write_tensors
+from ulysses_cli.train.tensor_file import write_tensors
 
 
 def test_the_report_reads_what_a_run_writes_of_its_kernel(tmp_path: Path) -> None:

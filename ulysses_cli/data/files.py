@@ -6,8 +6,6 @@ A file that cannot be read is an error with its name; what a row holds is not lo
 from __future__ import annotations
 
 import csv
-import glob
-import gzip
 import io
 import json
 import os
@@ -15,11 +13,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ulysses_cli.data.blocks import BLOCK_BYTES, Block, Found
+from ulysses_cli.data.packed_files import open_file
 from ulysses_cli.data.problems import BadRow, DataError
+from ulysses_cli.plan.patterns import expand_pattern
 from ulysses_cli.plan.problem import Problem, Where
+from ulysses_cli.plan.regular_files import describe_special
 
 LINES, TABLES = (".jsonl", ".ndjson"), (".parquet", ".arrow")
 ROWS = (*LINES, *TABLES, ".json", ".csv", ".tsv")
@@ -78,7 +79,9 @@ def _expand(path: Path, listing: Listing, own: Sequence[Path]) -> list[Path]:
         listing.leave_out("file of another format", [file for file in inside if file not in {*rows, *texts}])
         listing.leave_out("text file beside files of rows, not read", texts if rows else [])
         return rows or texts
-    return sorted(Path(found) for found in glob.glob(str(path), recursive=True) if os.path.isfile(found))
+    found = [Path(name) for name in expand_pattern(str(path))]
+    listing.leave_out("special file", [file for file in found if describe_special(file) not in ("", "a folder")])
+    return [file for file in found if file.is_file()]
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
@@ -114,27 +117,16 @@ def _choose_reader(file: Path) -> Callable[[Path], Iterator[Block]]:
     return readers.get(kind) or (_walk_csv if kind == ".tsv" else _walk_text)
 
 
-def _open(file: Path) -> BinaryIO:
-    name = file.name.lower()
-    if name.endswith(".gz"):
-        return gzip.open(file, "rb")  # type: ignore[return-value]
-    if name.endswith(".zst"):
-        import pyarrow
-
-        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
-    return open(file, "rb")
-
-
 def is_blank(file: Path) -> bool:
     """A text of white space alone, or of nothing."""
     if get_format(file) in ROWS:
         return False
-    with _open(file) as stream:
+    with open_file(file) as stream:
         return all(not part.removeprefix(BOM).strip() for part in iter(lambda: stream.read(BLOCK_BYTES), b""))
 
 
 def _walk_lines(file: Path) -> Iterator[Block]:
-    with _open(file) as stream:
+    with open_file(file) as stream:
         number = 1
         while lines := stream.readlines(BLOCK_BYTES):
             size = sum(map(len, lines))
@@ -145,19 +137,19 @@ def _walk_lines(file: Path) -> Iterator[Block]:
 
 
 def _walk_text(file: Path) -> Iterator[Block]:
-    with _open(file) as stream:
+    with open_file(file) as stream:
         content = stream.read()
     yield Block(str(file), "text", content, len(content))
 
 
 def _walk_json(file: Path) -> Iterator[Block]:
     """A list of rows, one row, or lines under the wrong suffix."""
-    with _open(file) as stream:
+    with open_file(file) as stream:
         start = stream.read(4096).removeprefix(BOM).lstrip()
     if start.startswith(b"{") and _is_object(start.split(b"\n")[0] if b"\n" in start else b""):
         yield from _walk_lines(file)
         return
-    with _open(file) as stream:
+    with open_file(file) as stream:
         content = stream.read()
     try:
         rows = _parse_json(content.decode("utf-8-sig"), str(file))
@@ -227,7 +219,7 @@ def _parse_json(text: str, file: str) -> Iterator[Found]:
 
 def _walk_csv(file: Path) -> Iterator[Block]:
     csv.field_size_limit(sys.maxsize)
-    with _open(file) as raw, io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="") as stream:
+    with open_file(file) as raw, io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="") as stream:
         rows = csv.reader(stream, delimiter="\t" if get_format(file) == ".tsv" else ",", strict=True)
         yield from _group(str(file), _read_csv(rows, str(file)), None)
 
@@ -280,7 +272,7 @@ def _group(
 def _walk_parquet(file: Path) -> Iterator[Block]:
     from pyarrow import parquet
 
-    with _open(file) as raw:
+    with open_file(file) as raw:
         source: Any = file if not file.name.lower().endswith(PACKED) else io.BytesIO(raw.read())
     with parquet.ParquetFile(source) as opened:
         yield from _walk_batches(str(file), opened.iter_batches(batch_size=ROWS_PER_BLOCK))
@@ -289,9 +281,10 @@ def _walk_parquet(file: Path) -> Iterator[Block]:
 def _walk_arrow(file: Path) -> Iterator[Block]:
     import pyarrow
 
-    with _open(file) as raw:
+    with open_file(file) as raw:
         content = pyarrow.py_buffer(raw.read()) if file.name.lower().endswith(PACKED) else None
-    source = content if content is not None else pyarrow.memory_map(str(file))
+    # not mapped: a file that is cut while it is read is then an error, and not the end of this process
+    source = content if content is not None else pyarrow.OSFile(str(file))
     try:
         opened = pyarrow.ipc.open_file(source)
         batches: Iterator[Any] = (opened.get_batch(index) for index in range(opened.num_record_batches))

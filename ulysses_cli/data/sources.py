@@ -20,6 +20,7 @@ from ulysses_cli.plan.check_files import is_local
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe import Dataset
+from ulysses_cli.plan.regular_files import describe_special
 
 KINDS: dict[str, Kind] = {
     "text": "text",
@@ -93,6 +94,8 @@ def _open_files(
     except OSError as error:
         raise RecipeError([Problem(f"{key}.path", f"{path} cannot be read: {error.strerror}")]) from None
     found = listing.files
+    if special := describe_special(path).replace("a folder", ""):
+        raise RecipeError([Problem(f"{key}.path", f"{path} is {special}, not a file", "write what it holds to a file")])
     if not found:
         hint = f"write type: folder for any tree of text files; data files end in {', '.join(files.ROWS + files.TEXTS)}"
         raise RecipeError([Problem(f"{key}.path", f"{path} holds no data file", hint)])

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ulysses_cli.plan.patterns import expand_pattern
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe import Dataset, Recipe, compute_recipe_hash
 
@@ -135,7 +136,7 @@ def is_local(path: str) -> bool:
 
 
 def _exists(path: Path) -> bool:
-    return os.path.exists(path) or bool(glob.glob(str(path), recursive=True))
+    return os.path.exists(path) or bool(expand_pattern(str(path)))
 
 
 def _suggest_nearby(path: Path) -> str:

@@ -14,13 +14,15 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field, TypeAdapter
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ulysses_cli.plan.weight_files import read_metadata
 from ulysses_cli.train.archive import (
     WRITING,
     CheckpointError,
@@ -34,7 +36,7 @@ from ulysses_cli.train.run_file import mask_facts
 from ulysses_cli.train.shards import Shard, list_shards
 from ulysses_cli.train.states import KINDS, Flat, list_flats, set_step_count, walk_chunks
 from ulysses_cli.train.swap_files import is_file, write_weight
-from ulysses_cli.train.tensor_file import Later, get_tensor, read_metadata, write_tensors
+from ulysses_cli.train.tensor_file import Later, get_tensor, write_tensors
 
 Entries = dict[str, dict[str, Any]]  # file name -> bytes and sha256
 
@@ -145,6 +147,10 @@ def _read_rng() -> dict[str, Any]:
     return {"python": [version, list(numbers), gauss], "numpy": [str(kind), np.asarray(keys).tolist(), *rest]}
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_PIECES = TypeAdapter(list[tuple[str, list[Count], Count, Count]])  # name, shape, first element, number of elements
+
+
 @dataclass(frozen=True)
 class Source:
     """Where elements [start, start + numel) of a parameter lie."""
@@ -159,7 +165,11 @@ def index_sources(path: Path) -> tuple[dict[str, list[Source]], dict[str, tuple[
     sources: dict[str, list[Source]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in list_shares(path):
-        for name, shape, start, numel in json.loads(read_metadata(file)["shards"]):
+        try:
+            pieces = _PIECES.validate_json(read_metadata(file)["shards"])
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{file} does not say what it holds of which parameter: {error}") from None
+        for name, shape, start, numel in pieces:
             sources.setdefault(name, []).append(Source(file, start, numel))
             shapes[name] = tuple(shape)
     return sources, shapes

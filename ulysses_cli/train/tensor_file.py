@@ -86,11 +86,3 @@ def _do_nothing() -> None: ...
 def _walk_bytes(tensors: Iterable[tuple[str, Tensor | Later]]) -> Iterator[Any]:
     for _, tensor in tensors:
         yield memoryview(get_tensor(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def read_metadata(file: Path) -> dict[str, str]:
-    with open(file, "rb") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(size))
-    found: dict[str, str] = header["__metadata__"]
-    return found

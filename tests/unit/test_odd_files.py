@@ -1,0 +1,173 @@
+"""Files that never end, never begin or are cut while they are read: each is one problem with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipes import load
+from ulysses_cli.data import packed_files
+from ulysses_cli.data.files import list_files, walk_blocks
+from ulysses_cli.data.fingerprint import FileHashes
+from ulysses_cli.data.problems import DataError
+from ulysses_cli.data.sources import open_source
+from ulysses_cli.hub import find_model_shape
+from ulysses_cli.plan.check_files import check_datasets
+from ulysses_cli.plan.patterns import expand_pattern
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.weight_files import find_weight_problem
+
+SECONDS = 20
+
+
+@pytest.fixture(autouse=True)
+def alarm() -> Iterator[None]:
+    def stop(number: int, frame: object) -> None:
+        raise AssertionError(f"not done in {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def make_tree(folder: Path) -> None:
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    for name in ("x.jsonl", "a/y.jsonl", "a/b/z.jsonl", ".hidden/no.jsonl", "a/b/other.bin"):
+        (folder / name).write_text("{}")
+
+
+def test_patterns_are_those_of_a_shell(tmp_path: Path) -> None:
+    make_tree(tmp_path)
+    import glob
+
+    patterns = ["**/*.jsonl", "**", "a/**", "*/**/*.jsonl", "**/b/*", "a/*", "**/a/**/z.jsonl", "*.jsonl", "no/**/x"]
+    for pattern in patterns:
+        wanted = {os.path.normpath(found) for found in glob.glob(str(tmp_path / pattern), recursive=True)}
+        found = {os.path.normpath(found) for found in expand_pattern(str(tmp_path / pattern))}
+        assert found - {str(tmp_path), str(tmp_path / "a")} == wanted - {str(tmp_path), str(tmp_path / "a")}, pattern
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        assert expand_pattern("**/*.jsonl") == sorted(glob.glob("**/*.jsonl", recursive=True))
+    finally:
+        os.chdir(before)
+
+
+def test_links_that_lead_in_circles(tmp_path: Path) -> None:
+    """Two links to a folder above are 2^40 ways down."""
+    make_tree(tmp_path)
+    for name in ("one", "two", "a/three"):
+        (tmp_path / name).symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    names = {Path(name).name for name in expand_pattern(str(tmp_path / "**" / "*.jsonl"))}
+    assert names == {"x.jsonl", "y.jsonl", "z.jsonl"}
+    listing = list_files(str(tmp_path), ["**/*.jsonl"])
+    assert {file.name for file in listing.files} == names
+    recipe = load(f"data.datasets=[{{path: {tmp_path}, data_files: ['**/*.nothing']}}]").recipe
+    assert "does not exist" in str(next(iter(check_datasets(recipe))))
+
+
+def test_special_files_are_named_and_not_opened(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    os.mkfifo(model / "config.json")
+    recipe = load(f"model.name_or_path={model}").recipe
+    with pytest.raises(RecipeError, match=r"model.name_or_path: .*config.json is a FIFO, not a file"):
+        find_model_shape(recipe)
+    (model / "config.json").unlink()
+    (model / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(RecipeError, match=r"config.json is a device, not a file"):
+        find_model_shape(recipe)
+    (model / "config.json").unlink()
+    os.mkfifo(model / "model.safetensors")
+    assert find_weight_problem(model).endswith("model.safetensors cannot be read: it is a FIFO, not a file")
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors.index.json")
+    assert find_weight_problem(model).endswith("index.json cannot be read: it is a FIFO, not a file")
+    os.mkfifo(tmp_path / "d.jsonl")
+    (tmp_path / "e.jsonl").write_text('{"text": "a"}\n')
+    hashes = FileHashes(tmp_path / "hashes.json")
+    for name in ("d.jsonl", "/dev/zero"):
+        dataset = load(f"data.datasets=[{{path: {tmp_path / name}}}]").recipe.data.datasets[0]
+        with pytest.raises(RecipeError, match=r"data.datasets.0.path: .* is a (FIFO|device), not a file"):
+            open_source(dataset, "data.datasets.0", 0, hashes)
+    dataset = load(f"data.datasets=[{{path: {tmp_path}, data_files: ['*.jsonl']}}]").recipe.data.datasets[0]
+    source = open_source(dataset, "data.datasets.0", 0, hashes)
+    assert source.facts["left_out"] == {"special file": {"count": 1, "example": str(tmp_path / "d.jsonl")}}
+
+
+PACKED = ["d.jsonl.gz", "d.json.gz", "d.csv.gz", "d.txt.gz", "d.parquet.gz", "d.arrow.gz", "d.jsonl.zst"]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_file_that_expands_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(packed_files, "FREE_BYTES", 1 << 20)
+    content = b'{"text": "' + b" " * (8 << 20) + b'"}\n'
+    if name.endswith(".zst"):
+        import pyarrow
+
+        packed = pyarrow.compress(content, "zstd", asbytes=True)
+    else:
+        packed = gzip.compress(content)
+    (tmp_path / name).write_bytes(packed)
+    with pytest.raises(DataError) as caught:
+        list(walk_blocks([tmp_path / name]))
+    (problem,) = caught.value.problems
+    limit = max(1 << 20, 200 * len(packed)) / 2**20
+    assert str(problem).startswith(f"{tmp_path / name}: expands to more than {limit:,.0f} MiB")
+    assert "hint: leave it out, or unpack it" in str(problem)
+    monkeypatch.setattr(packed_files, "FREE_BYTES", 16 << 20)
+    if name.startswith("d.jsonl"):
+        assert sum(len(block.content) for block in walk_blocks([tmp_path / name])) == 1
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_arrow_file_that_is_cut_while_it_is_read(tmp_path: Path, is_stream: bool) -> None:
+    """Mapped into memory it would end this process with SIGBUS."""
+    import pyarrow
+
+    file = tmp_path / "d.arrow"
+    table = pyarrow.table({"text": ["x" * 1000] * 20_000})
+    opener = pyarrow.ipc.new_stream if is_stream else pyarrow.ipc.new_file
+    with opener(str(file), table.schema) as writer:
+        writer.write_table(table, max_chunksize=1000)
+    hashes = FileHashes(tmp_path / "hashes.json")
+    hashes.hash_file(file)
+    blocks = walk_blocks([file])
+    assert next(blocks).num_bytes
+    os.truncate(file, 4096)
+    assert hashes.find_changed() == str(file)  # prepare says so, too
+    if is_stream:  # one that ends between two parts of it is whole by its format
+        assert not any("x" in str(block.content) for block in blocks)
+        return
+    with pytest.raises(DataError, match="cannot be read: ") as caught:
+        list(blocks)
+    assert str(caught.value.problems[0].where) == str(file)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (b"[" * 100_000, "recursion limit"),
+        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 2e80992]}}', "a.data_offsets.1"),
+        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}', "a.data_offsets: List should have at least 2"),
+        (b'{"a": {"dtype": 1, "shape": [2], "data_offsets": [0, 8]}}', "a.dtype"),
+        (b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', "a.shape.0"),
+        (json.dumps({"__metadata__": 3}).encode(), "no table of tensors"),
+    ],
+)
+def test_a_header_that_makes_no_sense(tmp_path: Path, header: bytes, words: str) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    found = find_weight_problem(tmp_path)
+    assert found.startswith(f"{file} is damaged: ")
+    assert words in found
