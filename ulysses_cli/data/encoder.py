@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.chat import InexactTemplate, find_spans, make_render, read_marked_spans
+from ulysses_cli.data.chat import InexactTemplate, find_spans
 from ulysses_cli.data.columns import Chat, Completion, Sample, Text, Tokens
 from ulysses_cli.data.pieces import NEIGHBOURHOOD, PIECE_CHARS, CutRule, find_cut_rule
 from ulysses_cli.data.problems import BadRow, NoTemplate
+from ulysses_cli.data.renderer import EndlessTemplate, Renderer
 from ulysses_cli.data.store import TARGET, TURN, Flags, Ids, choose_dtype
 
 Bounds = NDArray[np.int64]  # [tokens, 2]: first character and one past the last
@@ -40,6 +41,7 @@ class Encoder:
 
     def __post_init__(self) -> None:
         self.dtype = choose_dtype(len(self.tokenizer))
+        self.renderer = Renderer(self.tokenizer)
         self.eos: int | None = self.tokenizer.eos_token_id
         self.backend: Any = None
         self.rule = CutRule(reason="it has no fast backend")
@@ -152,10 +154,12 @@ class Encoder:
     def _encode_chat(self, sample: Chat) -> tuple[Ids, Flags | None]:
         if not self.has_template:
             raise NoTemplate
-        render = make_render(self.tokenizer, sample.tools)
+        render = self.renderer.make_render(sample.tools)
         only_said = self.settings.completion_only_loss if sample.is_completion else self.settings.assistant_only_loss
         try:
             text = render(sample.messages)
+        except EndlessTemplate:
+            raise
         except Exception as error:  # noqa: BLE001 - a template may raise what it likes
             raise BadRow(f"the chat template refuses this chat: {error}") from None
         if not text:
@@ -170,7 +174,7 @@ class Encoder:
         if not only_said and self.backend is None:
             return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.dtype), None
         if only_said and self.marks_itself:
-            text, said = read_marked_spans(self.tokenizer, sample.messages, sample.tools)
+            text, said = self.renderer.read_marked_spans(sample.messages, sample.tools)
         if only_said and sample.first_target:
             answers = [at for at, message in enumerate(sample.messages) if message["role"] == "assistant"]
             if len(answers) != len(said):

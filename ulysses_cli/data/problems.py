@@ -27,6 +27,10 @@ class DataError(Exception):
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[DataError], tuple[tuple[Problem, ...]]]:
+        """A worker's travels to the process that tells it."""
+        return DataError, (self.problems,)
+
 
 def make_where(file: str, line: int, *, has_lines: bool = True) -> Where:
     """A line of a text file; a row of a file that has no lines."""

@@ -19,7 +19,8 @@ import numpy as np
 from ulysses_cli.data.blocks import Block, count_blank, walk_rows
 from ulysses_cli.data.columns import Kind, Text, read_sample
 from ulysses_cli.data.encoder import Encoder, EncoderSettings
-from ulysses_cli.data.problems import BadRow, DataError
+from ulysses_cli.data.problems import BadRow, DataError, make_where
+from ulysses_cli.data.renderer import EndlessTemplate
 from ulysses_cli.data.store import TARGET, Batch, Flags, Ids, hash_document
 from ulysses_cli.data.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import Problem
@@ -67,7 +68,11 @@ def encode_block(encoder: Encoder, kind: Kind, block: Block) -> Done:
             else:
                 encoded.append(encoder.encode(sample))
             lines.append(line)
-        except BadRow as error:
+        except (BadRow, EndlessTemplate) as error:
+            if encoder.renderer.broken:
+                hint = "name another template with data.chat_template, or look at what this row makes of this one"
+                where = make_where(block.file, line, has_lines=block.kind == "lines")
+                raise DataError([Problem("", encoder.renderer.broken, hint, where)]) from None
             bad.append((block.file, line, str(error)))
     encoded += [(ids, None) for ids in encoder.encode_texts(texts)] if texts else []
     ids = [found for found, _ in encoded]
