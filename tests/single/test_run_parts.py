@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -290,3 +291,28 @@ def test_a_tensor_file_is_read_by_the_library(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor), name
     assert read_metadata(tmp_path / "x.safetensors") == {"note": "é"}
     assert len(digest) == 64
+
+
+def test_a_folder_that_is_removed_during_the_run_is_said(tmp_path: Path) -> None:
+    said: list[dict[str, Any]] = []
+
+    class Voice:
+        def emit(self, event: Any) -> None:
+            said.append(dict(event))
+
+        def close(self) -> None: ...
+
+    run_dir = tmp_path / "run"
+    record = Record(run_dir, Voice(), (), 1)
+    record.start_files(0)
+    record.write_step({"step": 1})
+    shutil.rmtree(run_dir)
+    for step in (2, 3):
+        record.write_step({"step": step})
+    (warning,) = [event["message"] for event in said if event["event"] == "warning"]
+    assert warning.startswith(f"{run_dir / 'metrics.jsonl'} was removed while the run goes on: what it held is lost")
+    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
+    record.close()
+    shutil.rmtree(run_dir)
+    write_last_words(run_dir / "logs", 0, {"message": "the end"})
+    assert "the end" in (run_dir / "logs" / "rank-0.error.json").read_text()

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import make_checkpoint
 from typer.testing import CliRunner
 
 from ulysses_cli import children
 from ulysses_cli.cli import app
+from ulysses_cli.commands.prepare import prepare_recipe
 from ulysses_cli.report.run_end import describe_end
 
 SECONDS = 20
@@ -36,6 +38,16 @@ for _ in range(2000):
 with os.fdopen(events, "w") as stream:
     print(json.dumps({"phase": "at work"}), file=stream)
     print(json.dumps({"result": {"folder": "there", "checked": "all"}}), file=stream)
+"""
+
+DYING_READER = """
+import os, signal, sys
+from ulysses_cli.data.__main__ import _show
+from ulysses_cli.report.preparing import ProgressLine
+(place,) = (int(word.partition("=")[2]) for word in sys.argv if word.startswith("--place="))
+for key in ("data.datasets.0", "data.datasets.1"):
+    _show(ProgressLine(), place, {"event": "stage", "stage": "source", "source": key})
+os.kill(os.getpid(), signal.SIGBUS)
 """
 
 
@@ -63,7 +75,8 @@ def test_an_export_that_says_much_comes_to_its_end(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(children, "start_module", start_noisy)
     try:
-        result = CliRunner().invoke(app, ["export", "checkpoint", "--to", str(tmp_path / "to"), "--format", "json"])
+        words = ["export", str(make_checkpoint(tmp_path, 3)), "--to", str(tmp_path / "to"), "--format", "json"]
+        result = CliRunner().invoke(app, words)
     finally:
         signal.alarm(0)
     assert result.exit_code == 0, result.stderr
@@ -76,7 +89,7 @@ def test_an_export_that_is_killed_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     start = children.start_module
     monkeypatch.setattr(children, "start_module", lambda _, words, **options: start("dying", words, **options))
-    result = CliRunner().invoke(app, ["export", "checkpoint", "--to", str(tmp_path / "to")])
+    result = CliRunner().invoke(app, ["export", str(make_checkpoint(tmp_path, 3)), "--to", str(tmp_path / "to")])
     assert result.exit_code == 1
     assert result.stderr.startswith("the export was killed by SIGKILL: most often the system ran out of host memory")
     assert "last words" in result.stderr
@@ -127,3 +140,18 @@ def test_a_signal_is_explained() -> None:
     )
     assert describe_end(3) == "ended with exit code 3"
     assert describe_end(None) == "ended with exit code unknown"
+
+
+def test_the_end_of_a_process_that_prepares_data_names_what_it_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dying.py").write_text(DYING_READER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}")
+    start = children.start_module
+    monkeypatch.setattr(children, "start_module", lambda _, words, **options: start("dying", words, **options))
+    done = prepare_recipe("r.yaml")
+    said = (
+        "data.datasets.1: the process that read it was killed by SIGBUS: a file that it had mapped into memory was cut"
+    )
+    assert done.exit_code == 128 + signal.SIGBUS
+    assert capsys.readouterr().err.startswith(said)

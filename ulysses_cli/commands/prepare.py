@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,14 +84,19 @@ def prepare_recipe(file: str, overrides: Sequence[str] = (), num_samples: int = 
     from ulysses_cli.report import printing, run_end
 
     words = [file, *overrides, "--format", "json", f"--samples={num_samples}"]
-    with children.start_module("ulysses_cli.data", words, stdout=subprocess.PIPE) as child, _ending(child):
-        said, _ = child.communicate()
+    with tempfile.TemporaryFile() as place:
+        words.append(f"--place={place.fileno()}")
+        pipes = {"stdout": subprocess.PIPE, "pass_fds": (place.fileno(),)}
+        with children.start_module("ulysses_cli.data", words, **pipes) as child, _ending(child):
+            said, _ = child.communicate()
+        key = place.read().decode().strip()
     try:
         report = json.loads(said)
     except ValueError:
         problems = []
         if child.returncode not in (DONE, *ENDED_BY_HAND):
-            problems = [Problem("", f"preparing the data {run_end.describe_end(child.returncode)}")]
+            what = f"the process that {'read it' if key else 'prepares the data'}"
+            problems = [Problem(key, f"{what} {run_end.describe_end(child.returncode)}")]
             printing.print_problems(problems)
         report = {"problems": [problem.as_json() for problem in problems]}
     return PreparedData(child.returncode if child.returncode >= 0 else 128 - child.returncode, report)

@@ -7,10 +7,13 @@ The command has validated the recipe before; what is said here goes through repo
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from ulysses_cli.data.prepare import prepare_data
 from ulysses_cli.data.problems import DataError
@@ -21,6 +24,7 @@ from ulysses_cli.report import data_report, printing
 from ulysses_cli.report.preparing import ProgressLine
 
 DONE, FAILED, USAGE = 0, 1, 2
+PLACE_CHARS = 80
 
 
 def main(words: Sequence[str]) -> int:
@@ -28,6 +32,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("words", nargs="+")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--samples", type=int, default=1)
+    parser.add_argument("--place", type=int, help="a file to hold the key of what is being read")
     options = parser.parse_args(words)
     is_json = options.format == "json"
     file, *overrides = options.words
@@ -37,7 +42,8 @@ def main(words: Sequence[str]) -> int:
         try:
             with printing.reserve_stdout():
                 pad = compute_pad_multiple(loaded.recipe)
-                prepared = prepare_data(loaded.recipe, pad, progress.show, options.samples)
+                tell = partial(_show, progress, options.place)
+                prepared = prepare_data(loaded.recipe, pad, tell, options.samples)
         except RecipeError as error:
             raise RecipeError(
                 replace(problem, where=loaded.locate(problem.key)) for problem in error.problems
@@ -62,6 +68,13 @@ def main(words: Sequence[str]) -> int:
     else:
         printing.print_data(data_report.format_report(prepared.report))
     return DONE
+
+
+def _show(progress: ProgressLine, place: int | None, event: Mapping[str, Any]) -> None:
+    """Whoever started this process knows what it was reading when something ends it without a word."""
+    if place is not None and "source" in event:
+        os.pwrite(place, event["source"].ljust(PLACE_CHARS).encode(), 0)
+    progress.show(event)
 
 
 def _stop(number: int, _: object) -> None:

@@ -54,7 +54,7 @@ class Renderer:
         if self.broken:
             raise EndlessTemplate(self.broken)
         wire = self._start() if self.wire is None else self.wire
-        answer = None
+        answer: dict[str, Any] = {}
         try:
             wire.send(question)
             if wire.poll(SECONDS):
@@ -63,8 +63,9 @@ class Renderer:
                 self.broken = f"the chat template does not come to an end in {SECONDS:.0f} s"
         except (OSError, EOFError, MemoryError):  # too long an answer, or the child is no more
             self.broken = f"the chat template takes more than {MEMORY_BYTES >> 30} GiB of memory"
-        if answer is None or "broken" in answer:
-            self.broken = self.broken or f"the chat template {answer['broken']}"
+        if "broken" in answer:
+            self.broken = f"the chat template {answer['broken']}"
+        if self.broken:
             self.end()
             raise EndlessTemplate(self.broken)
         if "error" in answer:
@@ -106,16 +107,17 @@ def _serve(wire: Connection, tokenizer: Any) -> None:
         while True:
             kind, messages, tools, prompt = wire.recv()
             try:
+                spans: list[tuple[int, int]] = []
                 if kind == "render":
-                    answer = {"found": make_render(tokenizer, tools)(messages, prompt=prompt)}
+                    text = make_render(tokenizer, tools)(messages, prompt=prompt)
                 else:
-                    answer = {"found": read_marked_spans(tokenizer, messages, tools)}
-                text = answer["found"] if kind == "render" else answer["found"][0]
+                    text, spans = read_marked_spans(tokenizer, messages, tools)
+                answer: dict[str, Any] = {"found": text if kind == "render" else [text, spans]}
                 if len(text) > MAX_CHARS:
                     answer = {"broken": f"writes more than {MAX_CHARS:,} characters"}
                 content = json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
             except MemoryError:
-                answer = None  # makes room
+                text, answer = "", {}  # makes room
                 content = json.dumps({"broken": f"takes more than {MEMORY_BYTES >> 30} GiB of memory"}).encode()
             except Exception as error:  # noqa: BLE001 - a template may raise what it likes
                 content = json.dumps({"error": str(error)}).encode()

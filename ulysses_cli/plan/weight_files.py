@@ -98,7 +98,7 @@ def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]]
         try:
             found = from_json(opened.read(length))
             metadata = _METADATA.validate_python(found.pop("__metadata__", {}) if isinstance(found, dict) else {})
-            entries = _ENTRIES.validate_python(found)
+            entries: dict[str, Any] = dict(_ENTRIES.validate_python(found))
         except ValidationError as error:
             raise ValueError(f"its header is no table of tensors: {_explain(error)}") from None
         except ValueError as error:

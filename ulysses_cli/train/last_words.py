@@ -25,6 +25,7 @@ def write_last_words(logs: Path, rank: int, told: Mapping[str, object]) -> None:
     """What ended this rank, for the command to show. The first one's counts."""
     beside = logs / f"rank-{rank}.error.part"
     text = json.dumps({**told, "time": time.time()})
+    logs.mkdir(parents=True, exist_ok=True)  # somebody may have removed the run's folder
     try:
         beside.write_text(text)
     except OSError:

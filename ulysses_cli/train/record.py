@@ -71,7 +71,11 @@ class Record:
     def _write(self, file: str, event: str, split: str, line: dict[str, Any]) -> None:
         if self.display is None:
             return
-        self.files[file].write(line)
+        if self.files[file].write(line):
+            self.warn(
+                f"{self.files[file].path} was removed while the run goes on: what it held is lost, a new one is begun; "
+                "checkpoints and logs in its folder may be gone too, and no lock keeps a second run out"
+            )
         self.tell(event=event, **line)
         for tracker in self.trackers:
             tracker.write(split, line)
@@ -87,13 +91,22 @@ class LineFile:
     take waits for the next line: a run that goes on without room for its checkpoints goes on here, too."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        self.waiting = b""
+        self.path, self.waiting = path, b""
+        self._open()
 
-    def write(self, line: dict[str, Any]) -> None:
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def write(self, line: dict[str, Any]) -> bool:
+        """-> whether the file had been removed, and is begun anew."""
+        is_gone = not os.fstat(self.handle).st_nlink
+        if is_gone:
+            os.close(self.handle)
+            self._open()
         self.waiting += json.dumps(_clean(line)).encode() + b"\n"
         self._flush()
+        return is_gone
 
     def _flush(self) -> None:
         try:
