@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,24 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, make_state, write_contents
+from typer.testing import CliRunner
 
 from recipes import load
+from ulysses_cli.cli import app
+from ulysses_cli.plan import changes
 from ulysses_cli.plan.changes import list_changes
 from ulysses_cli.train import archive, resume
 from ulysses_cli.train.archive import CheckpointError, find_damage, list_checkpoints
-from ulysses_cli.train.resume import ResumeError, check_changes, find_beginning, fit_accumulation
+from ulysses_cli.train.resume import (
+    Beginning,
+    ResumeError,
+    check_changes,
+    describe_longer_run,
+    find_beginning,
+    fit_accumulation,
+)
+
+ROOT = Path(__file__).parents[2]
 
 
 def flip(path: Path) -> None:
@@ -133,6 +146,47 @@ def test_damage_is_named_and_passed_over(tmp_path: Path, name: str) -> None:
     truncate(good)
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* is valid, the newest: "):
         find_beginning(tmp_path, "auto", 0, said.append)
+
+
+def test_readme_and_help_list_what_may_change() -> None:
+    """The list of the check, key by key."""
+    readme = " ".join((ROOT / "README.md").read_text().split("**`--resume auto`** takes")[1].split("- **")[0].split())
+    told = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    for key in changes.FREE | set(changes.LENGTHS):
+        assert f"`{key}`" in readme
+        assert key in told
+    named = set(re.findall(r"`((?:model|data|train|lora)\.\w+)`", readme))
+    assert named == changes.FREE | set(changes.LENGTHS)
+
+
+def test_a_run_may_become_longer_and_says_what_that_does(tmp_path: Path) -> None:
+    old = load("train.max_steps=6").recipe.model_dump(mode="json")
+    new = load("train.max_steps=20").recipe.model_dump(mode="json")
+    state = {"recipe": old, "data": "d", "step": 6, "num_steps": 6}
+    check_changes(state, new, "d", anyway=False, tell=pytest.fail)
+    begin = Beginning(tmp_path, state)
+    said = describe_longer_run(begin, new, 20, lambda num_steps: lambda step: step / num_steps)
+    assert said == (
+        "train.max_steps: was 6, is 20: from step 7 on the learning rate follows the schedule of 20 steps, "
+        "0.3 at first (step 6 had 0.833)"
+    )
+    assert describe_longer_run(begin, old, 6, pytest.fail) == ""
+    with pytest.raises(ResumeError, match=r"train\.max_steps: is 5, but step 6 is done"):
+        check_changes(state, load("train.max_steps=5").recipe.model_dump(mode="json"), "d", anyway=False, tell=print)
+
+
+def test_a_checkpoint_of_this_run_knows_its_last_evaluation_and_model(tmp_path: Path) -> None:
+    """Rank 0 reads them and tells all: they decide collectives."""
+    make_checkpoint(tmp_path, 6)
+    (tmp_path / "eval.jsonl").write_text('{"step": 3}\n{"step": 6}\n{"step": 9}\n{"step":')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "ulysses.json").write_text('{"step": 6}')
+    begin = find_beginning(tmp_path, "auto", 0, print)
+    assert (begin.is_own, begin.last_eval_step, begin.model_step) == (True, 6, 6)
+    elsewhere = find_beginning(tmp_path / "other", str(begin.path), 0, print)
+    assert (elsewhere.is_own, elsewhere.last_eval_step, elsewhere.model_step) == (False, -1, None)
+    (tmp_path / "model" / "ulysses.json").write_text("[[")
+    assert find_beginning(tmp_path, "auto", 0, print).model_step is None
 
 
 def test_without_a_checkpoint_auto_starts_anew(tmp_path: Path) -> None:
