@@ -107,7 +107,7 @@ def test_a_users_table_that_is_no_mapping_is_told(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "ulysses").mkdir()
     (tmp_path / "ulysses" / "hardware.yaml").write_text(content)
-    with pytest.raises(RecipeError, match="hardware.yaml holds no mapping"):
+    with pytest.raises(RecipeError, match="yaml holds no mapping"):
         load_hardware()
     (tmp_path / "ulysses" / "hardware.yaml").write_text("")
     assert "h100-80gb" in load_hardware().gpus
