@@ -95,7 +95,7 @@ def test_it_answers_in_half_a_second() -> None:
         (("estimate-memory", RECIPE, "--model", "Qwen/Qwen3-8B"), "is given beside"),
         (("estimate-memory", RECIPE, "--max-length", "8Ki"), "--max-length: belongs to --model"),
         (("estimate-memory", "--model", "Qwen/Qwen3-8B"), "--max-length: required with --model"),
-        (("estimate-memory", "--model", "Qwen/Qwen3-8", "--max-length", "8Ki"), "did you mean Qwen/Qwen3-8B?"),
+        (("estimate-memory", "--model", "Qwen/Qwen3-8", "--max-length", "8Ki"), "known here is Qwen/Qwen3-8B"),
         (("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "-3"), "-3 is not a whole number from 2"),
         (("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "lots"), "lots is not a whole number"),
         (("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "1T"), "past the 2^31"),
