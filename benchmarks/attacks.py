@@ -1,0 +1,440 @@
+"""Attacks on the product, each by name: tried, held, open. What is not trusted (data, models, checkpoints, run folders)
+does its worst; an attack is held when it is refused in words, or has no effect, within bounds of time and memory.
+
+Exits 1 when one is open. A word selects attacks by name; --results names the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit"), str(ROOT / "tests")]
+from checkpoints import make_checkpoint, make_state, write_contents  # noqa: E402
+from run_directory import write_run  # noqa: E402
+from small_run import make_settings  # noqa: E402
+
+from ulysses_cli.train.archive import find_newest_valid  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "attacks-cpu.json"
+SECONDS, MAX_RSS_BYTES = 120, 2 << 30
+SECRET = "correct-horse-battery-staple"
+Attack = Callable[[Path], str]  # a folder of its own -> what got through, or ''
+ATTACKS: dict[str, dict[str, Attack]] = {}
+
+
+def attack(group: str, name: str) -> Callable[[Attack], Attack]:
+    def add(function: Attack) -> Attack:
+        ATTACKS.setdefault(group, {})[name] = function
+        return function
+
+    return add
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+    rss_bytes: int
+
+    def judge(self, *wanted: str, codes: tuple[int, ...] = (1, 2)) -> str:
+        """'' for an end in words that says what is wanted, without a trace and within bounds."""
+        said = self.out + self.err
+        if self.code not in codes:
+            return f"exit code {self.code}: {said[-300:]}"
+        if "Traceback" in said:
+            return f"a trace: {said[-300:]}"
+        if self.rss_bytes > MAX_RSS_BYTES:
+            return f"{self.rss_bytes / 2**30:.1f} GiB of memory"
+        lost = [words for words in wanted if not re.search(words, said)]
+        return f"nothing of `{lost[0]}` in: {said[-300:]}" if lost else ""
+
+
+def ulysses(folder: Path, *words: str, limit: Callable[[], None] | None = None, **environ: str) -> Ended:
+    """The command as a person starts it, with an end after SECONDS."""
+    out, err = folder / "out", folder / "err"
+    with open(out, "wb") as stdout, open(err, "wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ulysses_cli", *words], cwd=folder, stdout=stdout, stderr=stderr, preexec_fn=limit,
+            stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        )  # fmt: skip
+        signal.signal(signal.SIGALRM, lambda *_: process.kill())
+        signal.alarm(SECONDS)
+        _, status, usage = os.wait4(process.pid, 0)
+        signal.alarm(0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return Ended(process.returncode, *(file.read_text(errors="replace") for file in (out, err)), usage.ru_maxrss << 10)
+
+
+def write_recipe(folder: Path, **sections: Any) -> str:
+    settings = make_settings(**sections)
+    settings["data"].setdefault("store_dir", str(folder / "store"))
+    settings["run"]["output_dir"] = str(folder / "run")
+    (folder / "r.yaml").write_text(json.dumps(settings))
+    return "r.yaml"
+
+
+def prepare(folder: Path, **data: Any) -> Ended:
+    return ulysses(folder, "prepare", write_recipe(folder, data=data))
+
+
+def write_chat(folder: Path) -> str:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (folder / "c.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    return str(folder / "c.jsonl")
+
+
+# Checkpoints
+
+
+def spoil_manifest(old: str, new: str) -> Attack:
+    def spoil(folder: Path) -> str:
+        good, bad = make_checkpoint(folder, 3), make_checkpoint(folder, 6)
+        text = (bad / "manifest.json").read_text()
+        (bad / "manifest.json").write_text(text.replace(old, new, 1) if old else new)
+        found = find_newest_valid(folder, lambda _: None)
+        return "" if found == good else f"{found} is taken"
+
+    return spoil
+
+
+for name, old, new in (
+    ("infinite bytes", '"bytes": 700', '"bytes": 2e80992'),
+    ("negative bytes", '"bytes": 700', '"bytes": -700'),
+    ("deep nesting", "", "[" * 500_000),
+    ("a NUL in a name", "rank-00000", "rank\\u0000"),
+    ("a name outside", "rank-00000.safetensors", "../../run.json"),
+    ("no JSON", "", "\x00\xff"),
+):
+    attack("checkpoints", f"a manifest with {name}")(spoil_manifest(old, new))
+
+
+def forge_state(**changes: Any) -> Attack:
+    def forge(folder: Path) -> str:
+        good, bad = make_checkpoint(folder, 3), make_checkpoint(folder, 6)
+        contents = {file.name: file.read_bytes() for file in bad.iterdir() if file.name != "manifest.json"}
+        write_contents(bad, contents | {"state.json": json.dumps(make_state(6) | changes).encode()})
+        found = find_newest_valid(folder, lambda _: None)
+        return "" if found == good else f"{found} is taken"
+
+    return forge
+
+
+for key, value in (("world_size", -1), ("world_size", 1e400), ("step", "6"), ("hours", 1e400), ("recipe", {})):
+    attack("checkpoints", f"a forged state, {key}: {value}")(forge_state(**{key: value}))
+
+
+@attack("checkpoints", "a manifest that is a link or a FIFO")
+def link_manifest(folder: Path) -> str:
+    good, linked, piped = (make_checkpoint(folder, step) for step in (3, 6, 9))
+    (linked / "manifest.json").rename(folder / "elsewhere")
+    (linked / "manifest.json").symlink_to(folder / "elsewhere")
+    (piped / "manifest.json").unlink()
+    os.mkfifo(piped / "manifest.json")
+    found = find_newest_valid(folder, lambda _: None)
+    return "" if found == good else f"{found} is taken"
+
+
+@attack("checkpoints", "a recipe of a checkpoint that runs code when it is exported")
+def export_code(folder: Path) -> str:
+    model = write_code(folder)
+    recipe = {**make_state(1)["recipe"], "model": {"name_or_path": str(model), "trust_remote_code": True}}
+    path = make_checkpoint(folder / "run", 1, recipe=recipe)
+    ended = ulysses(folder, "export", str(path), "--to", "model-out")
+    return "the code ran" if (folder / "ran").exists() else ended.judge()
+
+
+# Models
+
+
+def write_code(folder: Path) -> Path:
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": {"AutoConfig": "code.C"}}))
+    (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["code.C", None]}}))
+    (model / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass C: pass")
+    return model
+
+
+@attack("models", "code that comes with a model")
+def run_code(folder: Path) -> str:
+    model, chat = write_code(folder), write_chat(folder)
+    for words in ({"model": {"config": None, "name_or_path": str(model)}}, {"model": {"tokenizer": str(model)}}):
+        ended = ulysses(folder, "prepare", write_recipe(folder, data={"datasets": [{"path": chat}]}, **words))
+        if (folder / "ran").exists() or ended.judge():
+            return ended.judge() or "the code ran"
+    return ""
+
+
+@attack("models", "weights that are a pickle")
+def load_pickle(folder: Path) -> str:
+    return run_test("tests/single/test_pickles.py::test_a_pickle_that_would_run_code_is_refused")
+
+
+@attack("models", "a FIFO and a device as config.json")
+def block_config(folder: Path) -> str:
+    (folder / "model").mkdir()
+    recipe = write_recipe(folder, model={"config": None, "name_or_path": str(folder / "model")})
+    os.mkfifo(folder / "model" / "config.json")
+    found = ulysses(folder, "validate-config", recipe).judge("config.json is a FIFO")
+    (folder / "model" / "config.json").unlink()
+    (folder / "model" / "config.json").symlink_to("/dev/zero")
+    return found or ulysses(folder, "validate-config", recipe).judge("config.json is a device")
+
+
+@attack("models", "a safetensors header without sense, and an index that leads outside")
+def forge_header(folder: Path) -> str:
+    from ulysses_cli.plan.weight_files import find_weight_problem
+
+    for header in (b"[" * 500_000, b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}', b"\xff" * 99):
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        if "is damaged" not in find_weight_problem(folder):
+            return repr(header[:20])
+    index = {"weight_map": {"a": "../../../../etc/passwd"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return "" if "outside the folder" in find_weight_problem(folder) else "the index leads outside"
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+GLOBALS = "{{ messages.append.__init__.__globals__ }}{{ cycler.__init__.__globals__.os }}"
+TEMPLATES = {
+    "loops": (LOOPS, "does not come to an end"),
+    "makes gigabytes": ("{{ 'x' * 10 ** 11 }}", "GiB of memory"),
+    "reaches for Python": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template refuses"),
+    "reaches for globals": (GLOBALS, "chat template refuses"),
+}
+for name, (template, words) in TEMPLATES.items():
+
+    @attack("models", f"a chat template that {name}")
+    def render(folder: Path, template: str = template, words: str = words) -> str:
+        chat = write_chat(folder)
+        return prepare(folder, datasets=[{"path": chat}], chat_template=template).judge(words)
+
+
+# Data
+
+
+@attack("data", "links that lead in circles under **")
+def circle(folder: Path) -> str:
+    (folder / "d").mkdir()
+    for name in ("one", "two"):
+        (folder / "d" / name).symlink_to(folder / "d", target_is_directory=True)
+    (folder / "d" / "x.jsonl").write_text('{"text": "a"}\n' * 40)
+    return prepare(folder, datasets=[{"path": str(folder / "d"), "data_files": ["**/*.jsonl"]}]).judge(codes=(0,))
+
+
+@attack("data", "a file of 2 MB that expands to 2 GiB")
+def bomb(folder: Path) -> str:
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(bytes(64 << 20)) * 32)
+    return prepare(folder, datasets=[{"path": str(folder / "d.jsonl.gz")}]).judge(r"d\.jsonl\.gz: expands to more than")
+
+
+@attack("data", "a FIFO and a device as data")
+def block_data(folder: Path) -> str:
+    os.mkfifo(folder / "d.jsonl")
+    found = prepare(folder, datasets=[{"path": str(folder / "d.jsonl")}]).judge("is a FIFO, not a file")
+    return found or prepare(folder, datasets=[{"path": "/dev/zero"}]).judge("is a device, not a file")
+
+
+@attack("data", "tables that are damaged")
+def damage_tables(folder: Path) -> str:
+    for content in (b"PAR1" + bytes(99) + b"\xff\xff\xff\x7fPAR1", b"ARROW1\0\0" + b"\xff" * 400, b"PAR1"):
+        for suffix in ("parquet", "arrow"):
+            (folder / f"d.{suffix}").write_bytes(content)
+            if found := prepare(folder, datasets=[{"path": str(folder / f"d.{suffix}")}]).judge("cannot be read"):
+                return found
+    return ""
+
+
+@attack("data", "an Arrow file that is cut while it is read")
+def cut_arrow(folder: Path) -> str:
+    return run_test("tests/unit/test_odd_files.py::test_an_arrow_file_that_is_cut_while_it_is_read")
+
+
+@attack("data", "names and columns that write to the terminal")
+def escape(folder: Path) -> str:
+    evil = "\x1b]0;owned\x07\x1b[2J\nr.yaml:1:1: forged"
+    file = folder / f"{evil.replace('/', '')}.jsonl"
+    file.write_text(json.dumps({evil: 1, "x\x9b31m": 2}) + "\n")
+    ended = prepare(folder, datasets=[{"path": str(file)}])
+    said = ended.out + ended.err
+    if any((ord(letter) < 32 and letter not in "\n\t") or 127 <= ord(letter) < 160 for letter in said):
+        return f"raw controls: {said!r}"
+    return "a forged line" if "\nr.yaml:1:1: forged" in said else ended.judge("columns")
+
+
+# Recipes, secrets, limits, processes
+
+
+@attack("recipes", "YAML that runs code, repeats itself or never ends")
+def spoil_recipe(folder: Path) -> str:
+    laughs = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{b}: &{b} [{','.join(f'*{a}' for _ in range(9))}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    code = f"model: !!python/object/apply:os.system ['touch {folder}/ran']\n"
+    for text in (laughs, code, "[" * 100_000, "a: " * 50_000, "\0", "- " * 100_000):
+        (folder / "r.yaml").write_text(text)
+        if found := ulysses(folder, "validate-config", "r.yaml").judge():
+            return found
+    return "the code ran" if (folder / "ran").exists() else ""
+
+
+@attack("secrets", "values of the environment in what is printed")
+def print_secret(folder: Path) -> str:
+    for name in ("HF_TOKEN_2", "MY_DB_PASS", "STORAGE_CONNECTION_STRING", "GPG_PASSPHRASE", "X_PAT"):
+        recipe = write_recipe(folder, run={"device": "cpu", "run_name": f"a-{SECRET}"})
+        (folder / recipe).rename(folder / f"{SECRET}.yaml")
+        for words in ([], ["--format", "json"]):
+            ended = ulysses(folder, "validate-config", f"{SECRET}.yaml", *words, **{name: SECRET})
+            if SECRET in ended.out + ended.err or ended.code:
+                return f"{name}: {ended.out}"
+    return ""
+
+
+@attack("secrets", "keys in documents that prepare shows")
+def show_key(folder: Path) -> str:
+    key = "hf_QwErTyUiOpAsDfGhJkLzXcVb"
+    (folder / "d.jsonl").write_text(json.dumps({"text": f"use {key} or password = {SECRET} " * 9}) + "\n")
+    ended = prepare(folder, datasets=[{"path": str(folder / "d.jsonl")}])
+    return "it is shown" if key in ended.out or SECRET in ended.out else ended.judge("looks like a key", codes=(0,))
+
+
+@attack("pages", "HTML in a run's folder")
+def inject(folder: Path) -> str:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    run = write_run(folder / "run", 20, model={"name": evil, "model_type": evil}, run_name=evil, recipe_file=evil)
+    ended = ulysses(folder, "report", str(run), "--output", "page.html")
+    if ended.code:
+        return ended.err
+    page = (folder / "page.html").read_text()
+    return "raw HTML" if "<script>alert" in page or "<img src=x" in page else ""
+
+
+@attack("limits", "20 open files")
+def limit_files(folder: Path) -> str:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+
+    ended = ulysses(folder, "train", write_recipe(folder, train={"max_steps": 3}), limit=limit)
+    return ended.judge("may open 20 files here, and [0-9]+ are needed")
+
+
+@attack("limits", "a full disk behind stdout")
+def fill_stdout(folder: Path) -> str:
+    recipe = write_recipe(folder)
+    command = f"{sys.executable} -m ulysses_cli validate-config {recipe} > /dev/full"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return Ended(done.returncode, "", done.stderr, 0).judge("cannot be written", codes=(1,))
+
+
+@attack("processes", "an export whose libraries say much")
+def export_noise(folder: Path) -> str:
+    return run_test("tests/unit/test_children.py::test_an_export_that_says_much_comes_to_its_end")
+
+
+@attack("processes", "kill -9 of prepare")
+def kill_prepare(folder: Path) -> str:
+    (folder / "d.jsonl").write_text((json.dumps({"text": "some words " * 2000}) + "\n") * 20_000)
+    recipe = write_recipe(folder, data={"datasets": [{"path": str(folder / "d.jsonl")}]})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ulysses_cli", "prepare", recipe], cwd=folder, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    children, end = [], time.monotonic() + SECONDS
+    while not children and process.poll() is None and time.monotonic() < end:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    handles = [os.pidfd_open(int(pid)) for pid in children]
+    process.kill()
+    process.wait()
+    alive = [handle for handle in handles if not select.select([handle], [], [], 30)[0]]
+    return "" if handles and not alive else f"{len(alive)} of {len(handles)} children live on"
+
+
+MASKED = """
+import os, signal, sys
+from ulysses_cli.train.masked_log import open_masked
+log = open_masked(os.open("log", os.O_WRONLY | os.O_CREAT, 0o600), {sys.argv[1]})
+masking = int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0])
+os.kill(masking, signal.SIGKILL)
+os.waitpid(masking, 0)
+os.write(log, sys.argv[1].encode() * 100_000)
+"""
+
+
+@attack("processes", "kill -9 of the process that masks a log")
+def kill_masking(folder: Path) -> str:
+    command = [sys.executable, "-c", MASKED, SECRET]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=SECONDS, check=False, env=environ)
+    return "it goes on unmasked" if done.returncode == 0 or SECRET in (folder / "log").read_text() else ""
+
+
+@attack("processes", "kill -9 of ranks and of the launcher, then resume")
+def kill_ranks(folder: Path) -> str:
+    return run_test("tests/ranks/test_faults.py::test_a_run_that_is_struck_twice_is_the_run_that_was_not")
+
+
+@attack("limits", "a full disk on one rank")
+def fill_disk(folder: Path) -> str:
+    return run_test("tests/ranks/test_faults.py::test_a_disk_that_is_full_on_one_rank_is_told_to_all")
+
+
+def run_test(name: str) -> str:
+    """An attack that a test makes already."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", name], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "ULYSSES_FULL": "1"},
+    )  # fmt: skip
+    return "" if done.returncode == 0 else done.stdout[-300:]
+
+
+def try_attack(function: Attack) -> str:
+    with tempfile.TemporaryDirectory(prefix="ulysses-attack-") as folder:
+        try:
+            return function(Path(folder))
+        except Exception as error:  # noqa: BLE001 - whatever an attack brings about
+            return f"{type(error).__name__}: {error}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("word", nargs="?", default="")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    found: dict[str, dict[str, str]] = {}
+    for group, attacks in ATTACKS.items():
+        for name, function in attacks.items():
+            if options.word in f"{group}: {name}":
+                why = try_attack(function)
+                found.setdefault(group, {})[name] = why or "held"
+                print(f"{group}: {name}: {'OPEN: ' + why if why else 'held'}", flush=True)
+    ends = [end for group in found.values() for end in group.values()]
+    counts = {"tried": len(ends), "held": ends.count("held"), "open": len(ends) - ends.count("held")}
+    print(", ".join(f"{name} {count}" for name, count in counts.items()))
+    if not options.word:
+        options.results.write_text(json.dumps({**counts, "attacks": found}, indent=1, ensure_ascii=False) + "\n")
+    return 1 if counts["open"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
