@@ -35,7 +35,7 @@ types: install  ## mypy, strict
 bench: install  ## ratios against named peers
 	python benchmarks/startup.py && python benchmarks/exchange.py && python benchmarks/data.py
 	python benchmarks/train_cpu.py && python benchmarks/levers.py && python benchmarks/buckets.py && python benchmarks/estimate.py
-	python benchmarks/checkpoint.py && python benchmarks/faults.py
+	python benchmarks/checkpoint.py && python benchmarks/faults.py && python benchmarks/attacks.py
 
 check: lint types test  ## what CI runs
 
