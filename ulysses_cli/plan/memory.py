@@ -136,7 +136,7 @@ def _walk_all(job: Job) -> Iterator[Moment]:
             yield from _gather(job, moment, gathered.get_highs("forward", place))
     norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
     yield Moment("forward", "final norm", {**held, **inside, **norm})
-    fetched = _list_fetched(job, gathered.head)
+    fetched = _list_fetched(job, gathered.head, min(gathered.head, head.count_head_elements(job)))
     yield Moment(
         "forward", "the head is gathered", {**held, **kept, **fetched, "final_norm": head.compute_final_norm(job)}
     )
@@ -229,7 +229,7 @@ def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[Mome
     for place, work in (each for kind in job.shape.layer_kinds for each in _list_forward_work(job, kind)):
         most = {"parameters_gathered": job.dtype_bytes * gathered.get_highs("forward", place)[-1][1]}
         yield Moment("evaluation", place, {**held, **residual, **most, **work})
-    loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job)}
+    loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job, trains=False)}
     at_loss = {"parameters_gathered": job.dtype_bytes * gathered.loss, "residual": layer.compute_layer_input(job)}
     yield Moment("evaluation", "loss", {**held, **at_loss, **loss})
 
@@ -241,13 +241,18 @@ def _walk_load(job: Job, gathered: Gathered) -> Iterator[Moment]:
         yield Moment("load", "the head is made, the last of the weights", parameters)
     made = {name: size for name, size in loaded.items() if name not in ("gradients", "reduce_bucket")}
     yield Moment("load", MAKING, {**made, "load_transients": states.compute_load_transients(job)})
-    yield Moment("load", "the head is proven", {**loaded, **_list_fetched(job, gathered.proof)})
+    if job.levers.offload_param != "none":
+        largest, by_hook = job.weights.largest, job.weights.largest_trained
+        one = by_hook if job.world_size == 1 else largest
+        hook = {"parameters_arriving": states.compute_arriving(job, one), "parameters_gathered": job.dtype_bytes * one}
+        yield Moment("load", "a weight is gathered alone", {**loaded, **hook})
+    yield Moment("load", "the head is proven", {**loaded, "parameters_gathered": job.dtype_bytes * gathered.proof})
 
 
-def _list_fetched(job: Job, num_elements: int) -> Lines:
+def _list_fetched(job: Job, num_elements: int, num_arriving: int) -> Lines:
     """What is gathered, while a weight comes of which nothing was at hand."""
-    num_bytes = job.dtype_bytes * num_elements
-    return {"parameters_gathered": num_bytes, "parameters_arriving": states.compute_arriving(job, num_bytes)}
+    arriving = states.compute_arriving(job, num_arriving) if job.world_size > 1 else 0
+    return {"parameters_gathered": job.dtype_bytes * num_elements, "parameters_arriving": arriving}
 
 
 def _list_loaded(job: Job, gathered: Gathered) -> Lines:

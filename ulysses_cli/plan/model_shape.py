@@ -59,6 +59,7 @@ class ModelShape:
     num_parameters: int | None
     inexact: str
     has_router_loss: bool = False
+    logits_divisor: float = 1.0
 
     @property
     def crosses_documents(self) -> bool:
@@ -129,6 +130,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         num_parameters=None,
         inexact=_find_inexact(facts, family),
         has_router_loss=bool(facts.find("output_router_logits")),
+        logits_divisor=facts.find_number("logits_scaling") or 1.0,
     )
     return shape if family is None else _with_parameters(shape, facts, family)
 

@@ -112,6 +112,8 @@ class Storages(TorchDispatchMode):
                 self.track(leaf)
             self.allocate_for_a_moment(count_kernel_bytes(*args[1:3], kernel=args[8]))
             return found
+        if op is aten.logsumexp.default:  # exponentials of all, inside (ReduceOps.cpp: logsumexp_out_impl)
+            self.allocate_for_a_moment(args[0].nbytes)
         found = op(*args, **(kwargs or {}))
         if isinstance(found, Tensor):
             self.track(found)

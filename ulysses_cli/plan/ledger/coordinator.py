@@ -19,9 +19,11 @@ class Coordinator:
     """Follows the visits of one step in order. A step number is that of an entering visit."""
 
     def __init__(
-        self, modules: tuple[Module, ...], visits: Sequence[Visit], engine: Engine, *, joins_mlps: bool
+        self, modules: tuple[Module, ...], visits: Sequence[Visit], engine: Engine, *, joins_mlps: bool, splits: bool = True
     ) -> None:
-        self.modules, self.engine, self.joins_mlps = modules, engine, joins_mlps
+        """`splits`: weights are shards on several ranks. One rank copies each from the host by itself, without a buffer
+        (partition_parameters.py: _no_gather_coalesced)."""
+        self.modules, self.engine, self.joins_mlps, self.splits = modules, engine, joins_mlps, splits
         self.names = [[name for name, _ in module.weights] for module in modules]
         self.sizes = {name: size for module in modules for name, size in module.weights}
         self.frozen = {name for module in modules if not module.is_trained for name, _ in module.weights}
@@ -107,7 +109,7 @@ class Coordinator:
         size = sum(self.sizes[name] for name in names)
         self.in_flight |= dict.fromkeys(names, len(self.gathers))
         self.gathers.append(list(names))
-        self.flat.append(size)
+        self.flat.append(size if self.splits else 0)
         self.num_live += size
         self.held += size
 

@@ -57,18 +57,19 @@ def compute_gathered(job: Job) -> Gathered:
     if job.world_size == 1 and job.levers.offload_param == "none":
         return Gathered({}, {}, proof=job.weights.largest_trained)
     recomputes = job.levers.gradient_checkpointing is not False
-    return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp)
+    is_split = job.world_size > 1
+    return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp, splits=is_split)
 
 
 @lru_cache(maxsize=64)
 def _replay(
-    shape: ModelShape, adapters: Adapters | None, engine: Engine, recomputes: bool, tiles_mlp: bool = False
+    shape: ModelShape, adapters: Adapters | None, engine: Engine, recomputes: bool, tiles_mlp: bool = False, *, splits: bool = True
 ) -> Gathered:
     weights = list_weights(shape, adapters)
     is_whole = tiles_mlp or shape.model_type in WHOLE_MLPS
     modules = tuple(join_mlps(weights.modules)) if is_whole else weights.modules
     visits = list(Tree(modules).walk_step(recomputes=recomputes, trains_embedding=adapters is None))
-    coordinator = Coordinator(modules, visits, engine, joins_mlps=is_whole)
+    coordinator = Coordinator(modules, visits, engine, joins_mlps=is_whole, splits=splits)
     found: dict[tuple[str, str], dict[int, int]] = {}
     most = {"final": 0, "head": 0, "loss": 0, "norm": 0, "embedding": 0}
     for visit in visits:
@@ -98,17 +99,17 @@ def _replay(
         backward={place: each for (phase, place), each in highs.items() if phase == "backward"},
         proof=max(
             weights.largest_trained,
-            *(count_proof(module, engine.persistence_threshold) for module in modules),
+            *(count_proof(module, engine.persistence_threshold, splits=splits) for module in modules),
         ),
         persistent=persistent,
         **most,
     )
 
 
-def count_proof(module: Module, threshold: int) -> int:
-    """One module's weights at a time: several come in one buffer and are copied out of it."""
+def count_proof(module: Module, threshold: int, *, splits: bool) -> int:
+    """One module's weights at a time: several come in one buffer and are copied out of it, but for one rank's."""
     sizes = [size for _, size in module.weights if size > threshold]
-    return sum(sizes) * (1 + (len(sizes) > 1))
+    return sum(sizes) * (1 + (splits and len(sizes) > 1))
 
 
 def name_place(module: Module, visit: Visit) -> str:

@@ -44,24 +44,39 @@ def compute_final_norm_backward(job: Job) -> int:
     return compute_norm_backward(job, hidden) + 2 * job.dtype_bytes * hidden * tokens
 
 
-def compute_loss_forward(job: Job) -> int:
-    """Logits in float32 and log-softmax: 8 V S (train/loss.py). In tiles there is no copy: (b + 4) V of a tile."""
+def compute_loss_forward(job: Job, *, trains: bool = True) -> int:
+    """Logits in float32 and log-softmax: 8 V S (train/loss.py). What bends logits works beside them as they came, b V S:
+    a divisor makes another 4 V S of them; a softcap divides, bends and scales, and keeps what it bent, 4 V S. A z-loss
+    sums exponentials, of which torch makes 4 V S (ReduceOps.cpp: logsumexp_out_impl). In tiles (train/tiled_loss.py)
+    the same of a tile, without gradients: logits, two float32 copies, and what was bent."""
     vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
+    came, capped = b if b < 4 else 0, 4 * bool(job.shape.final_softcap)
     if job.levers.tiled_loss:
-        return (b + 4 + 4 * bool(job.shape.final_softcap)) * vocab * tokens
-    return 8 * vocab * tokens
+        return (b + _count_copies(job) + capped) * vocab * tokens
+    at_rule = came + (4 + capped + 4 * _bends_logits(job)) * _bends_logits(job)
+    return max(at_rule, 8 + capped + 4 * (job.has_z_loss and trains)) * vocab * tokens
 
 
 def compute_loss_backward(job: Job) -> int:
-    """Log-softmax, the gradient that reaches it and the one that leaves it, all float32: 12 V S; a capped model keeps
-    the capped logits too. In tiles: logits and two float32 copies (capped: three), or their gradient and the one of
-    the head's weight that the tile makes (train/tiled_loss.py)."""
+    """Log-softmax, the gradient that reaches it and the one that leaves it, all float32: 12 V S. What a softcap bent is
+    kept too, 4 V S; and for a z-loss the logits, of which its backward makes three copies in one expression, 8 V S more
+    (torch: FunctionsManual.cpp, logsumexp_backward). In tiles: logits and two float32 copies (capped: three), or their
+    gradient and the one of the head's weight that the tile makes (train/tiled_loss.py)."""
     vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
-    capped = bool(job.shape.final_softcap)
+    capped = 4 * bool(job.shape.final_softcap)
     if job.levers.tiled_loss:
-        copies = (8 if b < 4 else 4) + 4 * capped  # float32 logits are not copied
+        copies = _count_copies(job) + capped
         return b * vocab * tokens + max(copies * vocab * tokens, compute_head_gradient(job))
-    return (12 + b * capped) * vocab * tokens
+    return (12 + capped + 8 * job.has_z_loss) * vocab * tokens
+
+
+def _bends_logits(job: Job) -> bool:
+    return bool(job.shape.final_softcap) or job.shape.logits_divisor != 1
+
+
+def _count_copies(job: Job) -> int:
+    """Bytes of a tile's float32 logits and their log-softmax. Float32 logits are not copied, unless they are bent."""
+    return 8 if job.dtype_bytes < 4 or _bends_logits(job) else 4
 
 
 def count_loss_tokens(job: Job) -> int:

@@ -76,6 +76,7 @@ class Job:
     async_save: bool = False
     fused_norms: bool = False  # RMSNorm in one kernel (Liger): no float32 copies
     kernel: str = "auto"  # decides the attention backward's workspace; auto: the larger one, FlashAttention 2's
+    has_z_loss: bool = False
     document_tokens: int | None = None  # mean length of the documents in a row; None: one document fills it
 
     @cached_property
@@ -179,4 +180,5 @@ def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node
         evaluates=bool(recipe.data.eval_datasets or recipe.data.eval_split),
         async_save=recipe.run.async_save,
         kernel=recipe.model.attn_implementation,
+        has_z_loss=recipe.train.z_loss_weight > 0,
     )

@@ -14,6 +14,8 @@ from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 PRECISE_NORMS = {"gemma2", "gemma3_text", "gpt_oss", "olmo2"}  # the scaled result too is float32
 PRECISE_ROTATION = {"olmo2"}
 EXPERT_INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
+PRECISE_EXPERTS = {"mixtral"}  # experts' results are weighed in float32 (modeling_mixtral.py: MixtralTopKRouter)
+SCALED_RESULTS = {"granite"}  # a block's result is scaled before it is added (modeling_granite.py: residual_multiplier)
 EXPERT_INNER_SAVED = {"gpt_oss": 7}  # tensors of the inner width that an expert saves; others save 4
 
 
@@ -81,8 +83,13 @@ def compute_attention_rows(job: Job) -> int:
     was projected and the family projects q, k and v as one, it holds all of it."""
     is_own = keeps_slices(job) or job.layout.sp_size == 1
     kv = job.kv_width if is_own else job.row_kv_width
-    fused = job.query_width + job.kv_width if is_own and "qkv_proj" in job.family.attention_modules else 0
-    return job.dtype_bytes * (job.query_width + 2 * kv + fused) * job.local_tokens
+    return job.dtype_bytes * (job.query_width + 2 * kv + is_own * count_fused(job)) * job.local_tokens
+
+
+def count_fused(job: Job) -> int:
+    """q + k per token, beside those that were rotated, as long as v is there: a family that projects q, k and v as one
+    cuts v out of the whole (transformers: modeling_phi3.py, Phi3Attention.forward)."""
+    return job.query_width + job.kv_width if "qkv_proj" in job.family.attention_modules else 0
 
 
 def compute_attention_saved(job: Job) -> int:
@@ -136,15 +143,15 @@ def compute_inside_gone(job: Job, weight: str) -> int:
 
 def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
     """Beside what is saved: 2 i b at the product's backward (three gradients come, one saved tensor has gone), or the
-    gradient of one matrix at a time. Experts, for each of k choices: three gradients of its copies, 3 h b; or one of
-    the inner width and the gradients of all experts' matrices."""
+    gradient of one matrix at a time. Experts, for each of k choices: three gradients of its copies, 3 h b, or float32
+    where they are weighed so; or one of the inner width and the gradients of all experts' matrices."""
     shape, b, trained = job.shape, job.dtype_bytes, job.adapters is None
     if layer.num_experts:
         inner, hidden, k = shape.moe_intermediate_size, shape.hidden_size, shape.num_experts_per_token
         experts = b * layer.num_experts * inner * hidden * trained
         down = k * b * inner * tokens + experts
         gate_up = 2 * experts - k * b * (hidden + 2 * inner) * tokens
-        return max(3 * k * b * hidden * tokens, down, k * b * (2 * inner - hidden) * tokens, gate_up)
+        return max(3 * k * _count_weighed_bytes(job) * hidden * tokens, down, k * b * (2 * inner - hidden) * tokens, gate_up)
     matrix = b * shape.hidden_size * shape.intermediate_size * trained
     return b * shape.intermediate_size * tokens + max(b * shape.intermediate_size * tokens, matrix)
 
@@ -168,13 +175,25 @@ def count_mlp_elements(job: Job, layer: Layer) -> int:
 
 def compute_mlp_forward(job: Job, layer: Layer) -> int:
     """Three tensors of the inner width at once, the input and the residual beside them: b (3 i + 2 h) S. Experts: what
-    is wider of the inner tensors and four copies of the chosen tokens. In tiles, those of a tile and the output."""
+    is wider of the inner tensors and four copies of the chosen tokens, two of which may be float32. In tiles, those of
+    a tile and the output, or the output scaled."""
     shape, b, tile = job.shape, job.dtype_bytes, count_mlp_tile_tokens(job)
     around = (3 if is_tiled(job) else 2) * b * shape.hidden_size * job.local_tokens
     if layer.num_experts:
-        widest = max(4 * shape.hidden_size, shape.hidden_size + 4 * shape.moe_intermediate_size)
-        return around + shape.num_experts_per_token * (b * widest + EXPERT_INDEX_BYTES) * tile
-    return around + 3 * b * shape.intermediate_size * tile
+        copies = 2 * (b + _count_weighed_bytes(job)) * shape.hidden_size
+        widest = max(copies, b * (shape.hidden_size + 4 * shape.moe_intermediate_size))
+        return around + shape.num_experts_per_token * (widest + EXPERT_INDEX_BYTES) * tile
+    return around + max(3 * b * shape.intermediate_size * tile, _compute_scaled(job))
+
+
+def _count_weighed_bytes(job: Job) -> int:
+    """Of an expert's result for one token, times its weight."""
+    return 4 if job.shape.model_type in PRECISE_EXPERTS else job.dtype_bytes
+
+
+def _compute_scaled(job: Job) -> int:
+    """b h S: a block's result, or its gradient, beside the same scaled."""
+    return compute_layer_input(job) if job.shape.model_type in SCALED_RESULTS else 0
 
 
 def compute_gate_forward(job: Job) -> int:
@@ -197,7 +216,15 @@ def compute_mlp_backward(job: Job, layer: Layer) -> int:
     tile = count_mlp_tile_tokens(job)
     sums = 4 * count_mlp_elements(job, layer) * (job.adapters is None)
     inside = compute_inside_saved(job, layer, tile) + compute_inside_backward(job, layer, tile)
-    return inside + compute_layer_input(job) + sums
+    if not layer.num_experts and not _adapts_last(job):
+        inside = max(inside, 8 * job.dtype_bytes * job.shape.intermediate_size * tile)
+    return inside + compute_layer_input(job) + _compute_scaled(job) + sums
+
+
+def _adapts_last(job: Job) -> bool:
+    """Whether the MLP's last matrix has an adapter. Without one a tile's backward stops before it (train/tiled_mlp.py),
+    and holds what it is given and the gradient of that, which autograd copies once more, to the end: 8 i b."""
+    return job.adapters is not None and (not job.adapters.targets or "down_proj" in job.adapters.targets)
 
 
 def compute_attention_forward(job: Job) -> int:
@@ -205,13 +232,14 @@ def compute_attention_forward(job: Job) -> int:
     q + 3 k; the exchange in, 2 (q + 2 r) / n, beside the previous chunk's result and the output; the exchange out, with
     rows, result, and a buffer on either side."""
     h, q, k, r, n = job.shape.hidden_size, job.query_width, job.kv_width, job.chunk_kv_width, job.levers.head_chunks
-    own, rotating = h * has_norm_before(job.shape) + q + 2 * k, count_rotating(job)
+    own = h * has_norm_before(job.shape) + q + 2 * k
     if job.layout.sp_size == 1:
-        widest = max(rotating, q if n == 1 else q + q // n)
+        widest = q if n == 1 else q + q // n
     elif n == 1:
-        widest = max(rotating, 2 * (q + 2 * r), q + 2 * r + 3 * q)
+        widest = max(2 * (q + 2 * r), q + 2 * r + 3 * q)
     else:
-        widest = max(rotating, q + 2 * (q // n + 2 * r) + q // n, q + q // n + 2 * r + 2 * (q // n))
+        widest = max(q + 2 * (q // n + 2 * r) + q // n, q + q // n + 2 * r + 2 * (q // n))
+    widest = max(count_rotating(job), widest + count_fused(job))
     return (job.dtype_bytes * (own + widest) + 4 * job.shape.num_heads) * job.local_tokens
 
 
@@ -244,7 +272,7 @@ def compute_attention_exchange(job: Job) -> int:
     if n > 1:
         return (b * (q + 2 * (3 * (q // n) + 2 * r)) + _count_room_bytes(job)) * job.local_tokens
     if keeps_slices(job):
-        return b * max(2 * q + 4 * r - 2 * k, 4 * q + 2 * r - 2 * k) * job.local_tokens
+        return b * (max(2 * q + 4 * r, 4 * q + 2 * r) - 2 * k - count_fused(job)) * job.local_tokens
     return b * 3 * q * job.local_tokens
 
 
@@ -257,7 +285,7 @@ def compute_attention_kernel(job: Job) -> int:
     if n > 1:
         rows = 3 * (q // n) + 2 * r if is_split else 0
         return (b * (q + rows + q // n + 2 * r) + _count_room_bytes(job)) * job.local_tokens
-    rows = (3 * q + 2 * r - 2 * q - 2 * k if keeps_slices(job) else q) if is_split else 0
+    rows = (3 * q + 2 * r - 2 * q - 2 * k - count_fused(job) if keeps_slices(job) else q) if is_split else 0
     return b * (q + rows + q + 2 * r) * job.local_tokens
 
 

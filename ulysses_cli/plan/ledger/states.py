@@ -43,11 +43,11 @@ def compute_second_shard(job: Job, gathered_bytes: int) -> int:
     return max(0, let_go) // job.layout.replica_size
 
 
-def compute_arriving(job: Job, gathered_bytes: int) -> int:
+def compute_arriving(job: Job, num_elements: int) -> int:
     """b n / W: a weight's shard in host memory is copied to the GPU to be gathered (partition_parameters.py:
-    _all_gather_sequential). One rank copies the whole in its place."""
-    is_elsewhere = job.levers.offload_param != "none" and job.world_size > 1
-    return count_shard(gathered_bytes, job.world_size) if is_elsewhere else 0
+    _all_gather_sequential). One rank copies the whole in its place, but for a hook (_allgather_params_sequential)."""
+    is_elsewhere = job.levers.offload_param != "none"
+    return job.dtype_bytes * count_shard(num_elements, job.world_size) if is_elsewhere else 0
 
 
 def compute_gradients(job: Job) -> int:
