@@ -20,6 +20,7 @@ from ulysses_cli.plan.ledger.moment import Lines, Moment
 from ulysses_cli.plan.model_shape import Layer
 
 PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
+EMBEDDED, LAST_SENT = "embedding", "the last gradients are reduced"
 MAKING, BETWEEN = "master weights are made", "between micro-steps"
 PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
 INPUT_BYTES = 24  # of a token: its number, label and position
@@ -111,12 +112,13 @@ def _settle_gradients(job: Job, moment: Moment) -> Moment:
     phase = moment.phase if moment.name != BETWEEN else "forward"
     is_reducing = phase == "backward" and moment.name not in BEFORE_GRADIENTS
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
-    has_sent = sent.layer == lower_stages.ABOVE or moment.name.endswith((SENT, "embedding"))
+    has_sent = sent.layer == lower_stages.ABOVE or moment.name.endswith((SENT, EMBEDDED, LAST_SENT))
+    gradients = lower_stages.compute_gradients(job, phase, is_reducing=is_reducing, has_sent=has_sent)
     lines = {
-        "gradients": lower_stages.compute_gradients(job, phase, is_reducing=is_reducing, has_sent=has_sent),
+        "gradients": gradients - moment.lines.get(lower_stages.MOVED, 0),
         "reduce_bucket": lower_stages.compute_buckets(job, is_reducing=is_reducing) if phase in PASSES else 0,
     }
-    return Moment(moment.phase, moment.name, {**moment.lines, **lines})
+    return Moment(moment.phase, moment.name, {**moment.lines, **lines, lower_stages.MOVED: 0})
 
 
 def _walk_all(job: Job) -> Iterator[Moment]:
@@ -186,17 +188,20 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[Moment]:
     }
     line = "loss_tile" if tiled else "logits"
     # the sum of the head's gradients begins when the first tile is done
-    first = {**tiles, "head_accumulator": 0} if head.count_loss_tokens(job) == job.local_tokens else tiles
+    first, phase = {**tiles, "head_accumulator": 0}, "forward" if tiled else "backward"
     yield Moment("forward", "loss", {**at_loss, **final, **first, line: head.compute_loss_forward(job)})
-    phase = "forward" if tiled else "backward"
     yield Moment(phase, "loss", {**at_loss, **final, **first, line: head.compute_loss_backward(job)})
     if tiled:
+        a_tile = head.count_loss_tokens(job)
+        if second := min(a_tile, job.local_tokens - a_tile):
+            yield Moment(phase, "loss", {**at_loss, **final, **tiles, line: head.compute_loss_tile(job, second)})
         added = {line: head.compute_added_gradient(job)}
         yield Moment(phase, "head's gradient is added", {**at_loss, **final, **tiles, **added})
         final = {"final_norm": layer.compute_norm_saved(job, job.shape.hidden_size)}
     oversize = states.compute_oversize_gradient(job, head.count_head_elements(job)) * head.trains_head(job)
     gradient, logits = {"head_gradient": head.compute_head_gradient(job)}, {line: head.compute_logits_gradient(job)}
-    yield Moment("backward", "head's gradient", {**at_loss, **final, **tiles, **gradient, **logits})
+    if job.dtype_bytes < 4:  # a float32 sum is the gradient itself
+        yield Moment("backward", "head's gradient", {**at_loss, **final, **tiles, **gradient, **logits})
     tiles["head_accumulator"], gradient["oversize_gradient"] = 0, oversize  # the sum has gone when its cast leaves
     yield Moment("backward", "head's gradient leaves", {**at_loss, **final, **tiles, **gradient, **logits})
 
@@ -204,14 +209,16 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[Moment]:
 def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
     """After the layers: the embedding's gradient, the optimizer, evaluation and saving."""
     b, embedding = job.dtype_bytes, head.compute_head_gradient(job)
-    end = {**held, "parameters_gathered": b * gathered.embedding, "residual_gradient": layer.compute_layer_input(job)}
-    if head.trains_head(job):
-        end |= {
-            "embedding_gradient": embedding * (2 if job.shape.tie_word_embeddings else 1),
-            "oversize_gradient": states.compute_oversize_gradient(job, head.count_head_elements(job)),
-            "reduce_flush": states.compute_reduce_flush(job),
-        }
-    yield Moment("backward", "embedding", end)
+    end = {**held, "parameters_gathered": b * gathered.embedding}
+    came = {"residual_gradient": layer.compute_layer_input(job)}
+    came["embedding_gradient"] = embedding * (2 if job.shape.tie_word_embeddings else 1)
+    before, last = states.count_last_filled(job.weights, job.engine.reduce_bucket)
+    num_sent = job.weights.num_trained - last
+    came |= {"reduce_flush": states.compute_flush(job, before), lower_stages.MOVED: lower_stages.compute_moved(job, num_sent)}
+    yield Moment("backward", EMBEDDED, {**end, **came})
+    left = {"reduce_flush": states.compute_flush(job, last)}
+    left[lower_stages.MOVED] = lower_stages.compute_moved(job, job.weights.num_trained)
+    yield Moment("backward", LAST_SENT, {**end, **left})
     if job.zero_stage == 1 and lower_stages.adds_up(job):
         yield Moment("optimizer_step", BETWEEN, held)
     between = {**held, "inputs": INPUT_BYTES * job.local_tokens}

@@ -127,7 +127,7 @@ def run_steps(wish: Mapping[str, Any], layers: Layers, storages: Any) -> None:
     from ulysses_cli.plan.model_shape import read_model_shape
     from ulysses_cli.plan.resolved import compute_row_tokens, make_layout
     from ulysses_cli.prove.fake_device import DEVICE
-    from ulysses_cli.train.build import build
+    from ulysses_cli.train import build as builder
     from ulysses_cli.train.groups import make_groups
 
     config = cut_layers(wish["config"], sum(layers))
@@ -147,7 +147,9 @@ def run_steps(wish: Mapping[str, Any], layers: Layers, storages: Any) -> None:
     local = tokens // layout.sp_size
     groups = make_groups(layout, timedelta(minutes=1))
     shape = read_model_shape(config, "the traced model")
-    built = build(recipe, shape, groups, DEVICE, 2, levers)
+    if recipe.parallel.zero_stage < 3:  # the model is made in host memory, and moved (train/loading.py)
+        builder._load_weights = _in_phases(storages, (BETWEEN,), builder._load_weights)  # type: ignore[attr-defined]
+    built = builder.build(recipe, shape, groups, DEVICE, 2, levers)
     engine, wrapped = built.engine, built.engine.wrapped
     numbers = np.zeros((batch, local), np.int64)
     positions = np.broadcast_to(np.arange(local), (batch, local)).copy()

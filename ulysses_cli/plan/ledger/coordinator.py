@@ -109,7 +109,7 @@ class Coordinator:
         size = sum(self.sizes[name] for name in names)
         self.in_flight |= dict.fromkeys(names, len(self.gathers))
         self.gathers.append(list(names))
-        self.flat.append(size if self.splits else 0)
+        self.flat.append(size if self.splits and len(names) > 1 else 0)  # one alone is its own buffer
         self.num_live += size
         self.held += size
 

@@ -62,12 +62,22 @@ def compute_loss_backward(job: Job) -> int:
     kept too, 4 V S; and for a z-loss the logits, of which its backward makes three copies in one expression, 8 V S more
     (torch: FunctionsManual.cpp, logsumexp_backward). In tiles: logits and two float32 copies (capped: three), or their
     gradient and the one of the head's weight that the tile makes (train/tiled_loss.py)."""
-    vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
-    capped = 4 * bool(job.shape.final_softcap)
+    vocab, capped = job.shape.vocab_size, 4 * bool(job.shape.final_softcap)
     if job.levers.tiled_loss:
-        copies = _count_copies(job) + capped
-        return b * vocab * tokens + max(copies * vocab * tokens, compute_head_gradient(job))
-    return (12 + capped + 8 * job.has_z_loss) * vocab * tokens
+        return compute_loss_tile(job, count_loss_tokens(job))
+    return (12 + capped + 8 * job.has_z_loss) * vocab * job.local_tokens
+
+
+def compute_loss_tile(job: Job, tokens: int) -> int:
+    """Of a tile of so many tokens, forward and backward in one."""
+    vocab, b = job.shape.vocab_size, job.dtype_bytes
+    copies = (_count_copies(job) + 4 * bool(job.shape.final_softcap)) * vocab * tokens
+    return b * vocab * tokens + max(copies, compute_tile_gradient(job))
+
+
+def compute_tile_gradient(job: Job) -> int:
+    """b V h: of a tile, of the head's weight. Float32 gradients are the sum's first, or added as they are made."""
+    return compute_head_gradient(job) if job.dtype_bytes < 4 else 0
 
 
 def _bends_logits(job: Job) -> bool:
@@ -102,7 +112,7 @@ def compute_head_gradient(job: Job) -> int:
 
 def compute_added_gradient(job: Job) -> int:
     """When a tile's gradient of the head joins the sum: b V of a tile and b V h."""
-    return job.dtype_bytes * job.shape.vocab_size * count_loss_tokens(job) + compute_head_gradient(job)
+    return job.dtype_bytes * job.shape.vocab_size * count_loss_tokens(job) + compute_tile_gradient(job)
 
 
 def compute_logits_gradient(job: Job) -> int:

@@ -157,7 +157,8 @@ def read_adapters(recipe: Recipe) -> Adapters | None:
     lora = recipe.lora
     if lora is None:
         return None
-    return Adapters(lora.r, () if lora.target_modules == "all-linear" else lora.target_modules)
+    targets = () if lora.target_modules == "all-linear" else lora.target_modules
+    return Adapters(lora.r, targets, drops=lora.dropout > 0)
 
 
 def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8) -> Job:

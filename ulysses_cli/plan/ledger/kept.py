@@ -5,6 +5,7 @@ from __future__ import annotations
 from ulysses_cli.plan.ledger import layer
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.moment import Lines
+from ulysses_cli.plan.ledger.weights import has_norm_before
 
 # train/offload.py (MAX_LEAVING): what the newest two runs of layers keep is on the device, whether it stays or leaves;
 # in the backward one layer's arrives while another's is used.
@@ -14,15 +15,16 @@ MIN_ON_DEVICE = 2
 def list_kept(job: Job) -> Lines:
     """What the backward needs of all layers, as far as it is on the GPU when the last one has run."""
     layers = job.shape.layers
-    # with adapters the embedding's output is made to need a gradient, and stays
-    embedded = count_embedded(job) if job.adapters is not None else 0
     if job.levers.gradient_checkpointing is False:
         inside = layer.compute_attention_saved(job) + layer.compute_attention_result(job)
         inside += layer.compute_adapter_saved(job)
         mlps = {kind: layer.compute_mlp_saved(job, kind) for kind in set(layers)}
-        return {"embedded": embedded, "kept_layers": len(layers) * inside + sum(mlps[kind] for kind in layers)}
+        # a frozen embedding's output needs no gradient, nor does the first norm of it
+        nothing = layer.compute_norm_saved(job, job.shape.hidden_size) if job.adapters is not None else 0
+        nothing *= has_norm_before(job.shape)
+        return {"kept_layers": len(layers) * inside + sum(mlps[kind] for kind in layers) - nothing}
     num = count_on_device(job, len(layers))
-    return {"embedded": embedded, **{name: num * size for name, size in _list_kept_of_one(job).items()}}
+    return {name: num * size for name, size in _list_kept_of_one(job).items()}
 
 
 def _list_kept_of_one(job: Job) -> Lines:

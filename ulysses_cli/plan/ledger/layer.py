@@ -13,6 +13,7 @@ from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 
 PRECISE_NORMS = {"gemma2", "gemma3_text", "gpt_oss", "olmo2"}  # the scaled result too is float32
 PRECISE_ROTATION = {"olmo2"}
+DROPOUT_MASK_BYTES = 1  # of an element
 EXPERT_INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
 PRECISE_EXPERTS = {"mixtral"}  # experts' results are weighed in float32 (modeling_mixtral.py: MixtralTopKRouter)
 SCALED_RESULTS = {"granite"}  # a block's result is scaled before it is added (modeling_granite.py: residual_multiplier)
@@ -48,14 +49,15 @@ def compute_norm_saved(job: Job, width: int) -> int:
 
 
 def compute_norm_backward(job: Job, width: int) -> int:
-    """Four float32 tensors at its widest, beside what was saved: 16 S width; fused, the gradient alone. In tiles, that
-    gradient and all of one tile."""
+    """Four float32 tensors at its widest, beside what was saved: 16 S width, and one more in the place of the scaled
+    result where that was not saved; fused, the gradient alone. In tiles, that gradient and all of one tile."""
     if job.fused_norms:
         return job.dtype_bytes * width * job.local_tokens
+    scaled = _count_scaled_bytes(job)
     if is_tiled(job):
-        tile = (_count_norm_bytes(job) + 16) * width * count_mlp_tile_tokens(job)
+        tile = (20 + scaled) * width * count_mlp_tile_tokens(job)
         return job.dtype_bytes * width * job.local_tokens + tile
-    return 16 * width * job.local_tokens
+    return (16 + scaled * (job.adapters is not None)) * width * job.local_tokens
 
 
 def saves_norm_input(job: Job) -> bool:
@@ -63,8 +65,19 @@ def saves_norm_input(job: Job) -> bool:
 
 
 def _count_norm_bytes(job: Job) -> int:
-    scaled = 4 if job.shape.model_type in PRECISE_NORMS else job.dtype_bytes
-    return 4 + scaled * (job.adapters is None)
+    return 4 + _count_scaled_bytes(job) * (job.adapters is None)
+
+
+def _count_scaled_bytes(job: Job) -> int:
+    return 4 if job.shape.model_type in PRECISE_NORMS else job.dtype_bytes
+
+
+def saves_input(job: Job, *names: str) -> bool:
+    """Whether any of these linear layers saves what it is given, for its weight's gradient. A frozen one does so under
+    ZeRO-3 alone (runtime/zero/linear.py: LinearFunctionForZeroStage3); elsewhere its adapter does, unless it is given a
+    copy that dropout made."""
+    adapters = job.adapters
+    return adapters is None or job.zero_stage == 3 or (adapters.adapts(*names) and not adapters.drops)
 
 
 def compute_query_norms_saved(job: Job) -> int:
@@ -101,12 +114,12 @@ def compute_attention_saved(job: Job) -> int:
     # Recomputed, the input that such a norm saves is the layer's, which is kept as such.
     is_kept = saves_norm_input(job) and job.levers.gradient_checkpointing is not False
     norm = 0 if is_kept else compute_norm_saved(job, job.shape.hidden_size)
-    return saved + norm + compute_layer_input(job)
+    return saved + norm + compute_layer_input(job) * saves_input(job, "q_proj", "k_proj", "v_proj", "qkv_proj")
 
 
 def compute_output_input(job: Job) -> int:
     """b q S; on one rank, and where slices are kept, it is attention's own result."""
-    is_same = job.layout.sp_size == 1 or keeps_slices(job)
+    is_same = job.layout.sp_size == 1 or keeps_slices(job) or not saves_input(job, "o_proj")
     return 0 if is_same else job.dtype_bytes * job.query_width * job.local_tokens
 
 
@@ -114,7 +127,8 @@ def compute_mlp_saved(job: Job, layer: Layer) -> int:
     """Its norms and input, and what its inside saves; in tiles, nothing of the inside."""
     is_behind = has_norm_behind(job.shape)
     num_norms = job.family.norms_per_layer - has_norm_before(job.shape) - is_behind
-    saved = num_norms * compute_norm_saved(job, job.shape.hidden_size) + compute_layer_input(job)
+    needs = is_tiled(job) or layer.num_experts > 0 or saves_input(job, "gate_proj", "up_proj", "gate_up_proj")
+    saved = num_norms * compute_norm_saved(job, job.shape.hidden_size) + compute_layer_input(job) * needs
     saved += compute_norm_behind_saved(job) if is_behind else 0
     return saved + (0 if is_tiled(job) else compute_inside_saved(job, layer, job.local_tokens))
 
@@ -125,11 +139,11 @@ def compute_norm_behind_saved(job: Job) -> int:
 
 
 def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
-    """4 i b: gate, activated gate, up and their product. Experts: for each choice of a token also its copy and the
-    expert's output, 2 h b."""
+    """4 i b: gate, activated gate, up and, for the last matrix, their product. Experts: for each choice of a token also
+    its copy and the expert's output, 2 h b."""
     shape, b = job.shape, job.dtype_bytes
     if not layer.num_experts:
-        return 4 * b * shape.intermediate_size * tokens
+        return (3 + saves_input(job, "down_proj")) * b * shape.intermediate_size * tokens
     inner = EXPERT_INNER_SAVED.get(shape.model_type, 4) * shape.moe_intermediate_size
     return shape.num_experts_per_token * (b * (inner + 2 * shape.hidden_size) + EXPERT_INDEX_BYTES) * tokens
 
@@ -224,7 +238,7 @@ def compute_mlp_backward(job: Job, layer: Layer) -> int:
 def _adapts_last(job: Job) -> bool:
     """Whether the MLP's last matrix has an adapter. Without one a tile's backward stops before it (train/tiled_mlp.py),
     and holds what it is given and the gradient of that, which autograd copies once more, to the end: 8 i b."""
-    return job.adapters is not None and (not job.adapters.targets or "down_proj" in job.adapters.targets)
+    return job.adapters is not None and job.adapters.adapts("down_proj")
 
 
 def compute_attention_forward(job: Job) -> int:
@@ -306,12 +320,16 @@ def compute_kernel_workspace(job: Job) -> int:
 
 
 def compute_adapter_saved(job: Job) -> int:
-    """Each adapter keeps its narrow result, b rank S; the input it shares with the layer it adapts."""
+    """Each adapter keeps its narrow result, b rank S; the input it shares with the layer it adapts, but for dropout,
+    which makes a copy of its own, and a mask of a byte (torch: native_dropout on a GPU)."""
     if job.adapters is None:
         return 0
-    modules = job.weights.modules
-    num = sum(1 for module in modules if module.layer == 0 and module.name.endswith(".a"))
-    return num * job.dtype_bytes * job.adapters.rank * job.local_tokens
+    rank, own = job.adapters.rank, job.dtype_bytes + DROPOUT_MASK_BYTES if job.adapters.drops else 0
+    num_bytes = 0
+    for module in job.weights.modules:
+        if module.layer == 0 and module.name.endswith(".a") and not (is_tiled(job) and module.in_mlp):
+            num_bytes += job.dtype_bytes * rank + own * (module.weights[0][1] // rank)
+    return num_bytes * job.local_tokens
 
 
 def compute_adapter_work(job: Job, layer: Layer) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from ulysses_cli.plan.ledger import layer, states
+from ulysses_cli.plan.ledger import layer, lower_stages, states
 from ulysses_cli.plan.ledger.gathering import Gathered, Highs
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.kept import drop_layers
@@ -78,6 +78,7 @@ def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iter
         work = {
             "reduce_flush": states.compute_flush(job, flush.num_elements),
             "parameters_gathered": job.dtype_bytes * num_gathered,
+            lower_stages.MOVED: lower_stages.compute_moved(job, flush.num_sent),
         }
         moment = _make_inside(job, kind, base, SENT, whole, left, work)
         yield Moment(moment.phase, moment.name, drop_layers(job, moment.lines, flush.layer + 1))

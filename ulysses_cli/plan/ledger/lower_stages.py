@@ -10,6 +10,7 @@ from functools import lru_cache
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.weights import HEAD, LAYERS, Weights, count_shard
 
+MOVED = "moved"  # a line that is taken from the gradients
 NORM_BYTES = 8  # runtime/utils.py: get_norm_dtype
 
 
@@ -24,12 +25,27 @@ def is_compact(job: Job) -> bool:
 
 
 def compute_own_gradients(job: Job) -> int:
-    """This rank's share of a micro-step: 4 N / W of the flat buffer, also with the optimizer on the host; or b N / W,
-    copied out of the bucket (copy_grads_in_partition), which an optimizer on the host takes there."""
-    shard = count_shard(job.weights.num_trained, job.world_size)
+    """This rank's share of a micro-step: 4 N / W of the flat buffer, also with the optimizer on the host; or copied out
+    of the bucket, b of each weight of which a part is this rank's (copy_grads_in_partition), which an optimizer on the
+    host takes there."""
     if is_compact(job):
-        return 4 * shard
-    return 0 if job.levers.offload_optimizer != "none" else job.dtype_bytes * shard
+        return 4 * count_shard(job.weights.num_trained, job.world_size)
+    if job.levers.offload_optimizer != "none":
+        return 0
+    return job.dtype_bytes * _count_touched(job.weights, job.world_size)
+
+
+@lru_cache(maxsize=64)
+def _count_touched(weights: Weights, num_ranks: int) -> int:
+    """Elements of all weights of which the last rank, whose share comes first, has a part (params_in_partition)."""
+    shard = count_shard(weights.num_trained, num_ranks)
+    sizes = {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
+    touched = 0
+    for size in reversed(sizes.values()):
+        touched += size
+        if touched >= shard:
+            break
+    return max(touched, shard)
 
 
 @dataclass(frozen=True)
@@ -73,13 +89,22 @@ def compute_gradients(job: Job, phase: str, *, is_reducing: bool, has_sent: bool
         return passing
     before = 0
     if adds_up(job):
-        before = whole if job.zero_stage == 1 else own
+        shard = job.dtype_bytes * count_shard(job.weights.num_trained, job.world_size)
+        before = whole if job.zero_stage == 1 else own if is_compact(job) else min(own, shard)
     if not is_reducing or not has_sent:
         return before + passing
     if adds_up(job) and job.zero_stage == 1:
         moved = find_first_sent(job.weights, job.engine.reduce_bucket).num_elements
         return before + own - job.dtype_bytes * moved + passing
     return own + (0 if is_compact(job) else before) + passing
+
+
+def compute_moved(job: Job, num_sent: int) -> int:
+    """Of the gradients that ZeRO-1 keeps whole, those that have gone since the first were sent."""
+    if job.zero_stage > 1 or not adds_up(job):
+        return 0
+    first = find_first_sent(job.weights, job.engine.reduce_bucket).num_elements
+    return job.dtype_bytes * max(0, num_sent - first)
 
 
 def compute_buckets(job: Job, *, is_reducing: bool) -> int:

@@ -35,8 +35,9 @@ def compute_parameters(job: Job) -> int:
 def compute_second_shard(job: Job, gathered_bytes: int) -> int:
     """b (N + F) / replica: with dp_replicate_size > 1 a copy for gathering inside each replica (hpZ:
     partition_parameters.py, ds_secondary_tensor). A weight's is made when the weight is let go for the first time after
-    a step (stage3.py: invalidate_secondary_tensor), so that what is at hand has none."""
-    if job.zero_stage < 3 or job.layout.dp_replicate_size == 1:
+    a step (stage3.py: invalidate_secondary_tensor), so that what is at hand has none. On the host with offload_param
+    (_partition_param_sec: remote_device)."""
+    if job.zero_stage < 3 or job.layout.dp_replicate_size == 1 or job.levers.offload_param != "none":
         return 0
     persistent = sum(size for size in job.weights.persistent_sizes if size <= job.engine.persistence_threshold)
     let_go = job.dtype_bytes * (job.weights.num_elements - persistent) - gathered_bytes
@@ -47,7 +48,7 @@ def compute_arriving(job: Job, num_elements: int) -> int:
     """b n / W: a weight's shard in host memory is copied to the GPU to be gathered (partition_parameters.py:
     _all_gather_sequential). One rank copies the whole in its place, but for a hook (_allgather_params_sequential)."""
     is_elsewhere = job.levers.offload_param != "none"
-    return job.dtype_bytes * count_shard(num_elements, job.world_size) if is_elsewhere else 0
+    return job.dtype_bytes * count_shard(num_elements, job.layout.replica_size) if is_elsewhere else 0
 
 
 def compute_gradients(job: Job) -> int:
@@ -86,12 +87,14 @@ def _count_sent_bytes(job: Job) -> int:
 
 @dataclass(frozen=True)
 class Flush:
-    """The bucket is sent: in the backward of which weight of which layer, and how full it was."""
+    """The bucket is sent: in the backward of which weight of which layer, how full it was, and how much has been sent
+    by then in all."""
 
     layer: int
     weight: str
     in_mlp: bool
     num_elements: int
+    num_sent: int
 
 
 @lru_cache(maxsize=64)
@@ -99,25 +102,42 @@ def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
     """Gradients fill the bucket in the order in which the backward makes them; one that does not fit any more sends
     what is there; one that is larger than the bucket is sent alone, when the next comes (stage3.py,
     reduce_independent_p_g_buckets_and_remove_grads). A tied embedding comes last."""
-    filled, found, seen = 0, [], {"embedding"}
+    filled, sent, found, seen = 0, 0, [], {"embedding"}
     for module in reversed(weights.modules):
         for name, size in reversed(module.weights):
             if not module.is_trained or name in seen:
                 continue
             seen.add(name)
             if filled and filled + size > bucket:
+                sent += filled
                 if module.part == LAYERS:
-                    found.append(Flush(module.layer, name.partition(".")[2], module.in_mlp, filled))
+                    found.append(Flush(module.layer, name.partition(".")[2], module.in_mlp, filled, sent))
                 filled = 0
             filled += size
     return tuple(found)
 
 
+@lru_cache(maxsize=64)
+def count_last_filled(weights: Weights, bucket: int) -> tuple[int, int]:
+    """-> elements that are sent when the embedding's gradient comes, 0 where it fits beside them; and at the end."""
+    sizes = {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
+    embedding = sizes.pop("embedding", 0)
+    filled = 0
+    for size in reversed(sizes.values()):
+        filled = size if filled and filled + size > bucket else filled + size
+    if filled and embedding and filled + embedding > bucket:
+        return filled, embedding
+    return 0, filled + embedding
+
+
 def compute_flush(job: Job, num_elements: int) -> int:
-    """Of a bucket that is sent with that much in it."""
-    if num_elements > job.engine.reduce_bucket:
-        return compute_oversize_gradient(job, num_elements)
-    return min(compute_reduce_flush(job), num_elements * job.engine.communication_bytes)
+    """Of a bucket that is sent with that much in it. A gradient that is larger is cast whole, and has its own memory
+    beside that; below stage 3 it too is laid flat with those of other ranks."""
+    if num_elements <= job.engine.reduce_bucket:
+        return num_elements * _count_sent_bytes(job)
+    if job.zero_stage == 3:
+        return job.dtype_bytes * num_elements + compute_oversize_gradient(job, num_elements)
+    return (job.dtype_bytes + _count_sent_bytes(job)) * num_elements
 
 
 def compute_oversize_gradient(job: Job, num_elements: int) -> int:

@@ -17,10 +17,16 @@ EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA: rank, and the last part of the names of the layers that get one; () for every linear layer."""
+    """LoRA: rank, the last part of the names of the layers that get one; () for every linear layer; and whether what
+    they are given is dropped at random."""
 
     rank: int
     targets: tuple[str, ...] = ()
+    drops: bool = False
+
+    def adapts(self, *names: str) -> bool:
+        """Any of these layers."""
+        return not self.targets or any(name in self.targets for name in names)
 
 
 @dataclass(frozen=True)
