@@ -20,7 +20,7 @@ from ulysses_cli.plan.ledger.moment import Lines, Moment
 from ulysses_cli.plan.model_shape import Layer
 
 PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
-EMBEDDED, LAST_SENT = "embedding", "the last gradients are reduced"
+EMBEDDED, LAST_SENT, FIRST = "embedding", "last gradients are reduced", "the first "
 MAKING, BETWEEN = "master weights are made", "between micro-steps"
 PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
 INPUT_BYTES = 24  # of a token: its number, label and position
@@ -113,6 +113,7 @@ def _settle_gradients(job: Job, moment: Moment) -> Moment:
     is_reducing = phase == "backward" and moment.name not in BEFORE_GRADIENTS
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
     has_sent = sent.layer == lower_stages.ABOVE or moment.name.endswith((SENT, EMBEDDED, LAST_SENT))
+    has_sent &= lower_stages.is_compact(job) or not moment.name.startswith(FIRST)  # a share is laid by when it is sent
     gradients = lower_stages.compute_gradients(job, phase, is_reducing=is_reducing, has_sent=has_sent)
     lines = {
         "gradients": gradients - moment.lines.get(lower_stages.MOVED, 0),
@@ -213,12 +214,16 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
     came = {"residual_gradient": layer.compute_layer_input(job)}
     came["embedding_gradient"] = embedding * (2 if job.shape.tie_word_embeddings else 1)
     before, last = states.count_last_filled(job.weights, job.engine.reduce_bucket)
-    num_sent = job.weights.num_trained - last
-    came |= {"reduce_flush": states.compute_flush(job, before), lower_stages.MOVED: lower_stages.compute_moved(job, num_sent)}
-    yield Moment("backward", EMBEDDED, {**end, **came})
-    left = {"reduce_flush": states.compute_flush(job, last)}
+    came[lower_stages.MOVED] = lower_stages.compute_moved(job, job.weights.num_trained - last)
+    is_first = before + last == job.weights.num_trained  # that gradients are reduced
+    flushed = {"reduce_flush": states.compute_flush(job, before)}
+    yield Moment("backward", FIRST + EMBEDDED if is_first else EMBEDDED, {**end, **came, **flushed})
+    yield Moment("backward", EMBEDDED, {**end, **came} if before else {**end, "reduce_flush": 0})
+    largest = head.count_head_elements(job) * head.trains_head(job)
+    left = {"reduce_flush": states.compute_flush(job, last, largest)}
     left[lower_stages.MOVED] = lower_stages.compute_moved(job, job.weights.num_trained)
-    yield Moment("backward", LAST_SENT, {**end, **left})
+    name = FIRST + LAST_SENT if last == job.weights.num_trained else LAST_SENT
+    yield Moment("backward", name, {**end, **left})
     if job.zero_stage == 1 and lower_stages.adds_up(job):
         yield Moment("optimizer_step", BETWEEN, held)
     between = {**held, "inputs": INPUT_BYTES * job.local_tokens}

@@ -209,11 +209,21 @@ def _in_phases(storages: Any, phases: tuple[str, ...], function: Any) -> Any:
     return call
 
 
+def find_widest_rank(wish: Mapping[str, Any]) -> int:
+    """The first of an sp group's ranks that gets most key/value heads in a chunk: they may not be shared out evenly."""
+    from ulysses_cli.plan.model_shape import read_model_shape
+    from ulysses_cli.train.heads import plan_heads
+
+    shape, sp_size = read_model_shape(wish["config"], "the traced model"), int(wish["recipe"]["parallel"]["sp_size"])
+    chunks = plan_heads(shape.num_heads, shape.num_kv_heads, sp_size, int(wish["levers"]["head_chunks"])).chunks
+    return max(range(sp_size), key=lambda rank: max(chunk.keys[rank].num_heads for chunk in chunks))
+
+
 def prepare_process(wish: Mapping[str, Any]) -> None:
     """The fake device, and what cannot run on it replaced. Before anything else of the project is imported. Below
     ZeRO-3 the last rank needs most: its share of the gradients is that of the last layers, and comes first."""
     world_size, recipe = int(wish["world_size"]), wish["recipe"]
-    rank = 0 if recipe["parallel"]["zero_stage"] == 3 else world_size - 1
+    rank = find_widest_rank(wish) if recipe["parallel"]["zero_stage"] == 3 else world_size - 1
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     import torch.distributed as dist
     from torch.distributed._tools import fake_collectives  # noqa: F401 - collectives of tensors without data

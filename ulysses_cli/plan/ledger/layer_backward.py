@@ -13,7 +13,7 @@ from ulysses_cli.plan.ledger.moment import Lines, Moment
 from ulysses_cli.plan.ledger.weights import Weights, has_norm_behind
 from ulysses_cli.plan.model_shape import Layer
 
-SENT = "gradients are reduced"
+SENT, FIRST_SENT = "gradients are reduced", "the first gradients are reduced"
 
 
 def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, Moment]]:
@@ -76,11 +76,11 @@ def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iter
     for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, mlp, attention):
         left = _count_mlp_left(job, kind) - layer.compute_inside_gone(job, flush.weight) if flush.in_mlp else 0
         work = {
-            "reduce_flush": states.compute_flush(job, flush.num_elements),
+            "reduce_flush": states.compute_flush(job, flush.num_elements, flush.largest),
             "parameters_gathered": job.dtype_bytes * num_gathered,
             lower_stages.MOVED: lower_stages.compute_moved(job, flush.num_sent),
         }
-        moment = _make_inside(job, kind, base, SENT, whole, left, work)
+        moment = _make_inside(job, kind, base, FIRST_SENT if flush.is_first else SENT, whole, left, work)
         yield Moment(moment.phase, moment.name, drop_layers(job, moment.lines, flush.layer + 1))
 
 

@@ -99,6 +99,14 @@ def compute_gradients(job: Job, phase: str, *, is_reducing: bool, has_sent: bool
     return own + (0 if is_compact(job) else before) + passing
 
 
+def compute_norm_cast(job: Job, num_elements: int) -> int:
+    """With the optimizer on the host a gradient's norm is taken in float64 before it leaves
+    (set_norm_for_param_grad_in_gpu)."""
+    if job.levers.offload_optimizer == "none":
+        return 0
+    return NORM_BYTES * min(num_elements, count_shard(job.weights.num_trained, job.world_size))
+
+
 def compute_moved(job: Job, num_sent: int) -> int:
     """Of the gradients that ZeRO-1 keeps whole, those that have gone since the first were sent."""
     if job.zero_stage > 1 or not adds_up(job):

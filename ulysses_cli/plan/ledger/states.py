@@ -95,6 +95,11 @@ class Flush:
     in_mlp: bool
     num_elements: int
     num_sent: int
+    largest: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.num_sent == self.num_elements
 
 
 @lru_cache(maxsize=64)
@@ -102,7 +107,7 @@ def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
     """Gradients fill the bucket in the order in which the backward makes them; one that does not fit any more sends
     what is there; one that is larger than the bucket is sent alone, when the next comes (stage3.py,
     reduce_independent_p_g_buckets_and_remove_grads). A tied embedding comes last."""
-    filled, sent, found, seen = 0, 0, [], {"embedding"}
+    filled, sent, largest, found, seen = 0, 0, 0, [], {"embedding"}
     for module in reversed(weights.modules):
         for name, size in reversed(module.weights):
             if not module.is_trained or name in seen:
@@ -111,9 +116,9 @@ def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
             if filled and filled + size > bucket:
                 sent += filled
                 if module.part == LAYERS:
-                    found.append(Flush(module.layer, name.partition(".")[2], module.in_mlp, filled, sent))
-                filled = 0
-            filled += size
+                    found.append(Flush(module.layer, name.partition(".")[2], module.in_mlp, filled, sent, largest))
+                filled = largest = 0
+            filled, largest = filled + size, max(largest, size)
     return tuple(found)
 
 
@@ -130,14 +135,14 @@ def count_last_filled(weights: Weights, bucket: int) -> tuple[int, int]:
     return 0, filled + embedding
 
 
-def compute_flush(job: Job, num_elements: int) -> int:
+def compute_flush(job: Job, num_elements: int, largest: int = 0) -> int:
     """Of a bucket that is sent with that much in it. A gradient that is larger is cast whole, and has its own memory
-    beside that; below stage 3 it too is laid flat with those of other ranks."""
-    if num_elements <= job.engine.reduce_bucket:
-        return num_elements * _count_sent_bytes(job)
+    beside that; below stage 3 it too is laid flat with those of other ranks. For an optimizer on the host its norm is
+    taken in between."""
+    own = job.dtype_bytes * num_elements if num_elements > job.engine.reduce_bucket else 0
     if job.zero_stage == 3:
-        return job.dtype_bytes * num_elements + compute_oversize_gradient(job, num_elements)
-    return (job.dtype_bytes + _count_sent_bytes(job)) * num_elements
+        return own + compute_oversize_gradient(job, num_elements) if own else num_elements * _count_sent_bytes(job)
+    return own + max(num_elements * _count_sent_bytes(job), lower_stages.compute_norm_cast(job, largest))
 
 
 def compute_oversize_gradient(job: Job, num_elements: int) -> int:
