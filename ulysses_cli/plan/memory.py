@@ -112,9 +112,11 @@ def _settle_gradients(job: Job, moment: Moment) -> Moment:
     phase = moment.phase if moment.name != BETWEEN else "forward"
     is_reducing = phase == "backward" and moment.name not in BEFORE_GRADIENTS
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
-    has_sent = sent.layer == lower_stages.ABOVE or moment.name.endswith((SENT, EMBEDDED, LAST_SENT))
-    has_sent &= lower_stages.is_compact(job) or not moment.name.startswith(FIRST)  # a share is laid by when it is sent
-    gradients = lower_stages.compute_gradients(job, phase, is_reducing=is_reducing, has_sent=has_sent)
+    is_sending = moment.name.endswith((SENT, EMBEDDED, LAST_SENT))
+    has_sent = sent.layer == lower_stages.ABOVE or (is_sending and not moment.name.startswith(FIRST))
+    gradients = lower_stages.compute_gradients(
+        job, phase, is_reducing=is_reducing, has_sent=has_sent, is_sending=is_sending
+    )
     lines = {
         "gradients": gradients - moment.lines.get(lower_stages.MOVED, 0),
         "reduce_bucket": lower_stages.compute_buckets(job, is_reducing=is_reducing) if phase in PASSES else 0,
@@ -204,6 +206,9 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[Moment]:
     if job.dtype_bytes < 4:  # a float32 sum is the gradient itself
         yield Moment("backward", "head's gradient", {**at_loss, **final, **tiles, **gradient, **logits})
     tiles["head_accumulator"], gradient["oversize_gradient"] = 0, oversize  # the sum has gone when its cast leaves
+    if lower_stages.sends_head(job):
+        num = head.count_head_elements(job)
+        gradient = {"reduce_flush": states.compute_flush(job, num, num, 0)}
     yield Moment("backward", "head's gradient leaves", {**at_loss, **final, **tiles, **gradient, **logits})
 
 
@@ -211,19 +216,18 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
     """After the layers: the embedding's gradient, the optimizer, evaluation and saving."""
     b, embedding = job.dtype_bytes, head.compute_head_gradient(job)
     end = {**held, "parameters_gathered": b * gathered.embedding}
-    came = {"residual_gradient": layer.compute_layer_input(job)}
-    came["embedding_gradient"] = embedding * (2 if job.shape.tie_word_embeddings else 1)
-    before, last = states.count_last_filled(job.weights, job.engine.reduce_bucket)
-    came[lower_stages.MOVED] = lower_stages.compute_moved(job, job.weights.num_trained - last)
-    is_first = before + last == job.weights.num_trained  # that gradients are reduced
-    flushed = {"reduce_flush": states.compute_flush(job, before)}
-    yield Moment("backward", FIRST + EMBEDDED if is_first else EMBEDDED, {**end, **came, **flushed})
-    yield Moment("backward", EMBEDDED, {**end, **came} if before else {**end, "reduce_flush": 0})
-    largest = head.count_head_elements(job) * head.trains_head(job)
-    left = {"reduce_flush": states.compute_flush(job, last, largest)}
-    left[lower_stages.MOVED] = lower_stages.compute_moved(job, job.weights.num_trained)
-    name = FIRST + LAST_SENT if last == job.weights.num_trained else LAST_SENT
-    yield Moment("backward", name, {**end, **left})
+    end["head_gradient"] = lower_stages.compute_kept_head_gradient(job)
+    came = {"residual_gradient": layer.compute_layer_input(job), "embedding_gradient": embedding}
+    # a tied weight's two gradients are added to a third
+    tied = {"embedding_gradient": embedding * (3 if job.shape.tie_word_embeddings else 1)}
+    before, last = states.list_last_filled(job.weights, job.engine.reduce_bucket)
+    came[lower_stages.MOVED] = lower_stages.compute_moved(job, last.num_before)
+    yield Moment("backward", EMBEDDED if last.num_before else FIRST + EMBEDDED, {**end, **came, **tied})
+    flush = {"reduce_flush": states.compute_flush(job, *before)}
+    yield Moment("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **came, **flush})
+    flush = {"reduce_flush": states.compute_flush(job, *last)}
+    flush[lower_stages.MOVED] = lower_stages.compute_moved(job, last.num_before + last.num_elements)
+    yield Moment("backward", LAST_SENT if last.num_before else FIRST + LAST_SENT, {**end, **flush})
     if job.zero_stage == 1 and lower_stages.adds_up(job):
         yield Moment("optimizer_step", BETWEEN, held)
     between = {**held, "inputs": INPUT_BYTES * job.local_tokens}

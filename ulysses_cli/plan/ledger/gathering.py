@@ -15,7 +15,7 @@ from itertools import groupby
 from ulysses_cli.plan.ledger.coordinator import Coordinator
 from ulysses_cli.plan.ledger.job import Engine, Job
 from ulysses_cli.plan.ledger.visits import Tree, Visit
-from ulysses_cli.plan.ledger.weights import HEAD, LAYERS, Adapters, Module, list_weights
+from ulysses_cli.plan.ledger.weights import EMBEDDING, HEAD, LAYERS, Adapters, Module, list_weights
 from ulysses_cli.plan.model_shape import ModelShape
 
 Highs = tuple[tuple[int, int], ...]
@@ -90,7 +90,7 @@ def _replay(
                 most[name] = max(most[name], coordinator.held)
             elif module.name == "norm":
                 most["final"] = coordinator.held
-        elif visit.is_backward:
+        elif visit.is_backward and (module.part == EMBEDDING or not visit.enters):  # all others enter at its beginning
             most["embedding"] = max(most["embedding"], peak)
     persistent = sum(n for n in weights.persistent_sizes if n <= engine.persistence_threshold)
     highs = {key: tuple(_list_highs(layers.items())) for key, layers in found.items()}

@@ -18,6 +18,7 @@ EXPERT_INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a wei
 PRECISE_EXPERTS = {"mixtral"}  # experts' results are weighed in float32 (modeling_mixtral.py: MixtralTopKRouter)
 SCALED_RESULTS = {"granite"}  # a block's result is scaled before it is added (modeling_granite.py: residual_multiplier)
 EXPERT_INNER_SAVED = {"gpt_oss": 7}  # tensors of the inner width that an expert saves; others save 4
+EXPERT_INNER_AT_ONCE = {"gpt_oss": 9}  # with both biases, clamped (modeling_gpt_oss.py: _apply_gate); others have 4
 
 
 def compute_layer_input(job: Job) -> int:
@@ -189,13 +190,15 @@ def count_mlp_elements(job: Job, layer: Layer) -> int:
 
 def compute_mlp_forward(job: Job, layer: Layer) -> int:
     """Three tensors of the inner width at once, the input and the residual beside them: b (3 i + 2 h) S. Experts: what
-    is wider of the inner tensors and four copies of the chosen tokens, two of which may be float32. In tiles, those of
+    is wider of the inner tensors and four copies of the chosen tokens (and their biases), two of which may be float32.
+    In tiles, those of
     a tile and the output, or the output scaled."""
     shape, b, tile = job.shape, job.dtype_bytes, count_mlp_tile_tokens(job)
     around = (3 if is_tiled(job) else 2) * b * shape.hidden_size * job.local_tokens
     if layer.num_experts:
-        copies = 2 * (b + _count_weighed_bytes(job)) * shape.hidden_size
-        widest = max(copies, b * (shape.hidden_size + 4 * shape.moe_intermediate_size))
+        copies = (b * (2 + job.family.experts_have_bias) + 2 * _count_weighed_bytes(job)) * shape.hidden_size
+        inner = EXPERT_INNER_AT_ONCE.get(shape.model_type, 4) * shape.moe_intermediate_size
+        widest = max(copies, b * (shape.hidden_size + inner))
         return around + shape.num_experts_per_token * (widest + EXPERT_INDEX_BYTES) * tile
     return around + max(3 * b * shape.intermediate_size * tile, _compute_scaled(job))
 
@@ -333,9 +336,8 @@ def compute_adapter_saved(job: Job) -> int:
 
 
 def compute_adapter_work(job: Job, layer: Layer) -> int:
-    """Beside a frozen layer's result, the adapter's own before they are one: b of the widest result; in the backward
-    the product has two gradients to add, as without."""
-    if job.adapters is None:
+    """Beside a frozen layer's result in the MLP, its adapter's own before they are one: b i; in the backward the
+    product has two gradients to add, as without. Experts have none."""
+    if job.adapters is None or layer.num_experts or not job.adapters.adapts("gate_proj", "up_proj", "gate_up_proj"):
         return 0
-    width = job.shape.intermediate_size if not layer.num_experts else job.query_width
-    return job.dtype_bytes * width * count_mlp_tile_tokens(job)
+    return job.dtype_bytes * job.shape.intermediate_size * count_mlp_tile_tokens(job)

@@ -76,11 +76,13 @@ def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iter
     for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, mlp, attention):
         left = _count_mlp_left(job, kind) - layer.compute_inside_gone(job, flush.weight) if flush.in_mlp else 0
         work = {
-            "reduce_flush": states.compute_flush(job, flush.num_elements, flush.largest),
+            "reduce_flush": states.compute_flush(job, flush.num_elements, flush.largest, flush.num_before),
             "parameters_gathered": job.dtype_bytes * num_gathered,
             lower_stages.MOVED: lower_stages.compute_moved(job, flush.num_sent),
+            # in tiles all weights' gradients leave the MLP at once (train/tiled_mlp.py)
+            "tiles_gradients": job.dtype_bytes * flush.num_waiting * layer.is_tiled(job),
         }
-        moment = _make_inside(job, kind, base, FIRST_SENT if flush.is_first else SENT, whole, left, work)
+        moment = _make_inside(job, kind, base, SENT if flush.num_before else FIRST_SENT, whole, left, work)
         yield Moment(moment.phase, moment.name, drop_layers(job, moment.lines, flush.layer + 1))
 
 

@@ -32,20 +32,21 @@ def compute_own_gradients(job: Job) -> int:
         return 4 * count_shard(job.weights.num_trained, job.world_size)
     if job.levers.offload_optimizer != "none":
         return 0
-    return job.dtype_bytes * _count_touched(job.weights, job.world_size)
+    touched = sum(_list_touched(job.weights, job.world_size))
+    return job.dtype_bytes * max(touched, count_shard(job.weights.num_trained, job.world_size))
 
 
 @lru_cache(maxsize=64)
-def _count_touched(weights: Weights, num_ranks: int) -> int:
-    """Elements of all weights of which the last rank, whose share comes first, has a part (params_in_partition)."""
+def _list_touched(weights: Weights, num_ranks: int) -> tuple[int, ...]:
+    """Sizes of all weights of which the last rank, whose share comes first, has a part (params_in_partition)."""
     shard = count_shard(weights.num_trained, num_ranks)
     sizes = {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
-    touched = 0
+    touched: list[int] = []
     for size in reversed(sizes.values()):
-        touched += size
-        if touched >= shard:
+        if sum(touched) >= shard:
             break
-    return max(touched, shard)
+        touched.append(size)
+    return tuple(touched)
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,11 @@ def find_first_sent(weights: Weights, bucket: int) -> Sent:
     return Sent(NEVER, filled)
 
 
-def compute_gradients(job: Job, phase: str, *, is_reducing: bool, has_sent: bool = True) -> int:
+def compute_gradients(
+    job: Job, phase: str, *, is_reducing: bool, has_sent: bool = True, is_sending: bool = False
+) -> int:
     """`is_reducing`: a gradient of this backward has come; `has_sent`: some have been sent, and this rank's share laid
-    by. ZeRO-2 adds a micro-step's share to that of those before it; ZeRO-1 keeps all gradients whole, b N, until the
+    by, which is there earlier, while they are sent (`is_sending`), where it has a flat buffer. ZeRO-2 adds a micro-step's share to that of those before it; ZeRO-1 keeps all gradients whole, b N, until the
     last micro-step moves them to the bucket one by one. For an optimizer on the host each passes through a buffer as
     large as the largest (temp_grad_buffer_for_gpu_offload)."""
     own, whole = compute_own_gradients(job), job.dtype_bytes * job.weights.num_trained
@@ -91,20 +94,14 @@ def compute_gradients(job: Job, phase: str, *, is_reducing: bool, has_sent: bool
     if adds_up(job):
         shard = job.dtype_bytes * count_shard(job.weights.num_trained, job.world_size)
         before = whole if job.zero_stage == 1 else own if is_compact(job) else min(own, shard)
-    if not is_reducing or not has_sent:
+    if not is_reducing or not (has_sent or is_sending):
         return before + passing
+    if not has_sent and not is_compact(job):
+        own = 0
     if adds_up(job) and job.zero_stage == 1:
         moved = find_first_sent(job.weights, job.engine.reduce_bucket).num_elements
         return before + own - job.dtype_bytes * moved + passing
     return own + (0 if is_compact(job) else before) + passing
-
-
-def compute_norm_cast(job: Job, num_elements: int) -> int:
-    """With the optimizer on the host a gradient's norm is taken in float64 before it leaves
-    (set_norm_for_param_grad_in_gpu)."""
-    if job.levers.offload_optimizer == "none":
-        return 0
-    return NORM_BYTES * min(num_elements, count_shard(job.weights.num_trained, job.world_size))
 
 
 def compute_moved(job: Job, num_sent: int) -> int:
@@ -120,6 +117,13 @@ def compute_buckets(job: Job, *, is_reducing: bool) -> int:
     (setup_buckets). ZeRO-1 ends no backward but the last of a step."""
     has_any = is_reducing or (adds_up(job) and job.zero_stage == 1)
     return 2 * job.engine.reduce_bucket * job.dtype_bytes if has_any else 0
+
+
+def sends_head(job: Job) -> bool:
+    """Whether a head that is not tied is sent by itself, before any gradient of a layer."""
+    if job.zero_stage == 3 or job.shape.tie_word_embeddings or job.adapters is not None:
+        return False
+    return find_first_sent(job.weights, job.engine.reduce_bucket).layer == ABOVE
 
 
 def compute_kept_head_gradient(job: Job) -> int:
@@ -149,7 +153,8 @@ def compute_step_transients(job: Job) -> int:
     shard = count_shard(job.weights.num_trained, job.world_size)
     cast = 4 if job.dtype_bytes < 4 else 0
     flat = 0 if is_compact(job) else (job.dtype_bytes + cast) * shard
-    return max(NORM_BYTES * min(_count_largest(job), shard), flat)
+    largest = max(_list_touched(job.weights, job.world_size))
+    return max(NORM_BYTES * min(largest, shard), flat)
 
 
 def compute_host_pinned(job: Job) -> int:

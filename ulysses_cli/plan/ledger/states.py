@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from ulysses_cli.plan.ledger import lower_stages
 from ulysses_cli.plan.ledger.job import Job
@@ -82,13 +83,14 @@ def _count_sent_bytes(job: Job) -> int:
     sent, b = job.engine.communication_bytes, job.dtype_bytes
     if job.zero_stage == 3:
         return sent
-    return b * (job.world_size > 1) + (sent if sent != b else 0)
+    is_cut = job.world_size > 1 or lower_stages.is_compact(job)  # else it is one piece
+    return b * is_cut + (sent if sent != b else 0)
 
 
 @dataclass(frozen=True)
 class Flush:
     """The bucket is sent: in the backward of which weight of which layer, how full it was, and how much has been sent
-    by then in all."""
+    by then in all. `num_waiting`: in an MLP, elements of that weight and of those whose gradients come after it."""
 
     layer: int
     weight: str
@@ -96,10 +98,11 @@ class Flush:
     num_elements: int
     num_sent: int
     largest: int
+    num_waiting: int
 
     @property
-    def is_first(self) -> bool:
-        return self.num_sent == self.num_elements
+    def num_before(self) -> int:
+        return self.num_sent - self.num_elements
 
 
 @lru_cache(maxsize=64)
@@ -108,6 +111,10 @@ def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
     what is there; one that is larger than the bucket is sent alone, when the next comes (stage3.py,
     reduce_independent_p_g_buckets_and_remove_grads). A tied embedding comes last."""
     filled, sent, largest, found, seen = 0, 0, 0, [], {"embedding"}
+    mlps: dict[int, dict[str, int]] = {}
+    for module in weights.modules:
+        if module.in_mlp and module.is_trained:
+            mlps.setdefault(module.layer, {}).update(module.weights)
     for module in reversed(weights.modules):
         for name, size in reversed(module.weights):
             if not module.is_trained or name in seen:
@@ -116,33 +123,55 @@ def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
             if filled and filled + size > bucket:
                 sent += filled
                 if module.part == LAYERS:
-                    found.append(Flush(module.layer, name.partition(".")[2], module.in_mlp, filled, sent, largest))
+                    rest = size + sum(n for key, n in mlps.get(module.layer, {}).items() if key not in seen)
+                    place = module.layer, name.partition(".")[2], module.in_mlp
+                    found.append(Flush(*place, filled, sent, largest, rest * module.in_mlp))
                 filled = largest = 0
             filled, largest = filled + size, max(largest, size)
     return tuple(found)
 
 
+class Filled(NamedTuple):
+    """What is in the bucket when it is sent, its largest weight, and how much was sent before."""
+
+    num_elements: int
+    largest: int
+    num_before: int
+
+
 @lru_cache(maxsize=64)
-def count_last_filled(weights: Weights, bucket: int) -> tuple[int, int]:
-    """-> elements that are sent when the embedding's gradient comes, 0 where it fits beside them; and at the end."""
+def list_last_filled(weights: Weights, bucket: int) -> tuple[Filled, Filled]:
+    """What is sent when the embedding's gradient comes, nothing where it fits beside what is there; and at the end."""
     sizes = {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
     embedding = sizes.pop("embedding", 0)
-    filled = 0
+    filled = largest = sent = 0
     for size in reversed(sizes.values()):
-        filled = size if filled and filled + size > bucket else filled + size
+        if filled and filled + size > bucket:
+            sent, filled, largest = sent + filled, 0, 0
+        filled, largest = filled + size, max(largest, size)
     if filled and embedding and filled + embedding > bucket:
-        return filled, embedding
-    return 0, filled + embedding
+        return Filled(filled, largest, sent), Filled(embedding, embedding, sent + filled)
+    return Filled(0, 0, sent), Filled(filled + embedding, max(largest, embedding), sent)
 
 
-def compute_flush(job: Job, num_elements: int, largest: int = 0) -> int:
+def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) -> int:
     """Of a bucket that is sent with that much in it. A gradient that is larger is cast whole, and has its own memory
-    beside that; below stage 3 it too is laid flat with those of other ranks. For an optimizer on the host its norm is
-    taken in between."""
-    own = job.dtype_bytes * num_elements if num_elements > job.engine.reduce_bucket else 0
+    beside that; below stage 3 it too is laid flat with those of other ranks. For an optimizer on the host the norm of
+    each is taken in float64 before it leaves: at stage 3 of this rank's share, cast to g, while all are still there
+    (stage3.py: _constant_buffered_norm2); below, of the whole (set_norm_for_param_grad_in_gpu). `largest`: of these
+    gradients; `num_before`: elements that were sent before them."""
+    b, is_large = job.dtype_bytes, num_elements > job.engine.reduce_bucket
+    own, shard = b * num_elements * is_large, count_shard(job.weights.num_trained, job.world_size)
+    takes_norm = job.levers.offload_optimizer != "none"
     if job.zero_stage == 3:
-        return own + compute_oversize_gradient(job, num_elements) if own else num_elements * _count_sent_bytes(job)
-    return own + max(num_elements * _count_sent_bytes(job), lower_stages.compute_norm_cast(job, largest))
+        is_alone = num_elements == largest and num_elements % job.world_size == 0  # and is not laid flat
+        sent = 0 if is_alone else num_elements * _count_sent_bytes(job)
+        sent = compute_oversize_gradient(job, num_elements) if is_large else sent
+        per_share = lower_stages.NORM_BYTES + job.engine.gradient_bytes
+        return own + sent + takes_norm * per_share * count_shard(largest, job.world_size)
+    is_ours = takes_norm and num_before < shard  # the last rank's share is what is sent first
+    norm = is_ours * lower_stages.NORM_BYTES * min(largest, shard)
+    return own + max(num_elements * _count_sent_bytes(job), norm)
 
 
 def compute_oversize_gradient(job: Job, num_elements: int) -> int:
