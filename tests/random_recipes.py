@@ -18,18 +18,17 @@ import yaml
 from ulysses_cli.plan.check import check_recipe
 from ulysses_cli.plan.families import FAMILIES
 from ulysses_cli.plan.layout import list_divisors
-from ulysses_cli.plan.ledger.device import DEVICE_LINES
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.lever_choice import read_levers
 from ulysses_cli.plan.load import parse_recipe
-from ulysses_cli.plan.memory import compute_ledger
+from ulysses_cli.plan.memory import walk_moments
 from ulysses_cli.plan.model_shape import read_model_shape
 from ulysses_cli.plan.recipe import Recipe
 from ulysses_cli.prove.rank_server import start_process
 
 PEAK_BAR, WORST_PEAK_BAR, PHASE_BAR = 0.03, 0.05, 0.10
 SHARE_WITHIN = 0.97  # of recipes whose peaks are within the first bar
-UNSEEN = {*DEVICE_LINES, "cublas_workspace"}  # by a trace
+UNSEEN = {"cublas_workspace"}  # by a trace, and what stands beside moments
 TRACE_SECONDS = 300
 EXPERTS_ADAPTED = ("mixtral", "qwen3_moe")  # peft adapts the experts too when told all-linear
 
@@ -225,11 +224,12 @@ def make_drawn_job(drawn: Drawn) -> Job:
 
 
 def predict_phases(job: Job) -> dict[str, int]:
-    """The formula's bytes of what a trace sees."""
-    phases = compute_ledger(job).phases
-    return {
-        name: sum(size for line, size in phases[name].lines.items() if line not in UNSEEN) for name in phases
-    }
+    """The formula's bytes of what a trace sees, in each phase at the fullest."""
+    phases: dict[str, int] = {}
+    for moment in walk_moments(job):
+        seen = sum(size for line, size in moment.lines.items() if line not in UNSEEN)
+        phases[moment.phase] = max(seen, phases.get(moment.phase, 0))
+    return phases
 
 
 def trace_phases(drawn: Drawn) -> dict[str, int]:

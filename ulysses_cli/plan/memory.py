@@ -254,7 +254,7 @@ def _walk_load(job: Job, gathered: Gathered) -> Iterator[Moment]:
     loaded = _list_loaded(job, gathered)
     if job.zero_stage == 3:
         parameters = {"parameters": loaded["parameters"], "weight_made": states.compute_weight_made(job)}
-        yield Moment("load", "the head is made, the last of the weights", parameters)
+        yield Moment("load", "weights are made and drawn", parameters)
     made = {name: size for name, size in loaded.items() if name not in ("gradients", "reduce_bucket")}
     yield Moment("load", MAKING, {**made, "load_transients": states.compute_load_transients(job)})
     if job.levers.offload_param != "none":

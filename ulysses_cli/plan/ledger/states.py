@@ -206,11 +206,12 @@ def compute_step_transients(job: Job) -> int:
 
 
 def compute_weight_made(job: Job) -> int:
-    """b V h: each weight is made whole before it is split (partition_parameters.py: Init), the head last. A tied one is
-    made all the same, b V h / W, and let go."""
+    """b V h: each weight is made whole before it is split (partition_parameters.py: Init), the head last; or all of a
+    module's, which are gathered to be drawn (transformers/integrations/deepspeed.py: initialize_weights_zero3). A tied
+    head is made all the same, b V h / W, and let go later."""
     head = job.shape.vocab_size * job.shape.hidden_size
     tied = count_shard(head, job.world_size) if job.shape.tie_word_embeddings else 0
-    return job.dtype_bytes * (head + tied)
+    return job.dtype_bytes * (max(head, job.weights.largest_module) + tied)
 
 
 def compute_load_transients(job: Job) -> int:

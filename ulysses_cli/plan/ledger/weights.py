@@ -52,6 +52,7 @@ class Weights:
     num_frozen: int
     largest: int  # elements of the largest weight
     largest_trained: int
+    largest_module: int  # all weights that are a module's own
     persistent_sizes: tuple[int, ...]
 
     def __hash__(self) -> int:
@@ -76,7 +77,8 @@ def list_weights(shape: ModelShape, adapters: Adapters | None) -> Weights:
     counted, known = sum(trained) + sum(frozen), shape.num_parameters
     biases = 0 if known is None or adapters is not None else known - counted
     everything = tuple(size for size, _ in sizes.values())
-    largest = max(everything), max(trained, default=0)
+    of_modules = (sum(size for _, size in module.weights) for module in modules)
+    largest = max(everything), max(trained, default=0), max(of_modules)
     return Weights(modules, sum(trained) + biases, sum(frozen), *largest, everything)
 
 
