@@ -2,7 +2,9 @@
 constant is fitted to a row; a row that is off by more than its bar says why.
 
     python benchmarks/estimate.py [--counted] [--ranks [--remember FILE]] [--json FILE]
+    python benchmarks/estimate.py --random N --seed S [--first NUMBER] [--workers W] [--remember FILE] [--json FILE]
 
+`--random` draws recipes that nobody chose and holds the formula against a trace of each, and does nothing else.
 `--counted` adds every case of tests/single/test_ledger.py: real models stepped without data, each allocation counted.
 `--ranks` adds real steps on 1, 2 and 4 CPU ranks, against the formula and against a trace; `--remember` keeps what was
 measured, so that a run that was cut off goes on where it was.
@@ -10,12 +12,16 @@ measured, so that a run that was cut off goes on where it was.
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
 from published import (
@@ -129,6 +135,43 @@ def walk_stages(tiles: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, ob
     yield "two replicas, two micro-steps", 4, {}, (*replicas, twice)
 
 
+def compare_random(options: argparse.Namespace) -> int:
+    """Traces in processes of their own; those remembered are not made again, and formulas always are."""
+    sys.path[:0] = [str(ROOT / "tests")]
+    import random_recipes
+
+    memory: Path | None = options.remember
+    known = json.loads(memory.read_text()) if memory is not None and memory.is_file() else {}
+    drawn = list(random_recipes.draw_recipes(options.seed, options.random, options.first))
+
+    def compare(each: random_recipes.Drawn) -> random_recipes.Compared:
+        formula = random_recipes.predict_phases(random_recipes.make_drawn_job(each))
+        if each.digest not in known:
+            known[each.digest] = random_recipes.trace_phases(each)
+            print(f"  {each.number:>4} {each.family}", file=sys.stderr)
+            if memory is not None:
+                memory.write_text(json.dumps(known))
+        return random_recipes.Compared(each, formula, known[each.digest])
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        found = list(pool.map(compare, drawn))
+    summary = random_recipes.summarize(found)
+    for row in summary["worst"]:
+        phases = ", ".join(f"{name} {error:+.1%}" for name, error in row["phase_errors"].items())
+        print(f"  {row['number']:>4} {row['family']:<12} peak {row['peak_error']:+.1%}; {phases}")
+    print(
+        f"\n{len(found)} recipes of seed {options.seed}: {summary['within_3_percent']} peaks within 3 %, "
+        f"{summary['within_5_percent']} within 5 %; "
+        f"of {summary['phases_within_10_percent']} every other phase within 10 %"
+    )
+    if options.json is not None:
+        machine = {"cores": os.cpu_count(), "system": platform.platform()}
+        versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "peft")}
+        result = {"seed": options.seed, "first": options.first, "machine": machine, "versions": versions, **summary}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return int(not summary["is_good"])
+
+
 def time_commands() -> dict[str, float]:
     """Median seconds of a start, of three."""
     recipe = str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml")
@@ -170,7 +213,13 @@ def main() -> int:
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--remember", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--random", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="the first recipe of the seed")
+    parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
+    if options.random is not None:
+        return compare_random(options)
     seconds = time_commands()  # before ranks are started, which stay
     groups = {
         "memory: published, predicted": list(list_memory()),

@@ -4,10 +4,12 @@ settings, kept where every rule of the checks lets them pass; and the ledger's f
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -46,6 +48,19 @@ class Drawn:
     def config(self) -> dict[str, Any]:
         """As config.json holds it."""
         return dict(self.settings["model"]["config"])
+
+    @property
+    def family(self) -> str:
+        return str(self.settings["model"]["config"]["model_type"])
+
+    @property
+    def digest(self) -> str:
+        """Of what was drawn, whatever other settings there are."""
+        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def command(self) -> str:
+        return f"python benchmarks/estimate.py --random 1 --seed {self.seed} --first {self.number}"
 
     def describe(self) -> str:
         return yaml.safe_dump(self.settings, default_flow_style=None, sort_keys=False, width=10_000)
@@ -268,3 +283,37 @@ def _trace_wish(wish: dict[str, Any], pipe: Connection) -> None:
 
 def compare(drawn: Drawn) -> Compared:
     return Compared(drawn, predict_phases(make_drawn_job(drawn)), trace_phases(drawn))
+
+
+def summarize(found: Sequence[Compared]) -> dict[str, Any]:
+    """Counts against the bars, the rows that miss one or come closest, and all rows in short."""
+    peaks = [abs(each.peak_error) for each in found]
+    near = sum(error <= PEAK_BAR for error in peaks)
+    close = sum(error <= WORST_PEAK_BAR for error in peaks)
+    phases = sum(abs(each.worst_phase[1]) <= PHASE_BAR for each in found)
+    ranked = sorted(found, key=lambda each: -max(abs(each.peak_error) / PEAK_BAR, abs(each.worst_phase[1]) / PHASE_BAR))
+    return {
+        "bars": {
+            "peak": PEAK_BAR, "share_of_peaks": SHARE_WITHIN, "worst_peak": WORST_PEAK_BAR, "other_phases": PHASE_BAR
+        },
+        "num_recipes": len(found),
+        "within_3_percent": near,
+        "within_5_percent": close,
+        "phases_within_10_percent": phases,
+        "is_good": near >= SHARE_WITHIN * len(found) and close == phases == len(found),
+        "worst": [_list_row(each) for each in ranked[:20]],
+        "rows": [
+            {"number": each.drawn.number, "digest": each.drawn.digest, "traced": each.traced, "formula": each.formula}
+            for each in found
+        ],
+    }  # fmt: skip
+
+
+def _list_row(each: Compared) -> dict[str, Any]:
+    return {
+        "number": each.drawn.number,
+        "family": each.drawn.family,
+        "peak_error": round(each.peak_error, 4),
+        "phase_errors": {name: round(error, 4) for name, error in each.phase_errors.items()},
+        "recipe": each.drawn.settings,
+    }

@@ -19,7 +19,13 @@ class Coordinator:
     """Follows the visits of one step in order. A step number is that of an entering visit."""
 
     def __init__(
-        self, modules: tuple[Module, ...], visits: Sequence[Visit], engine: Engine, *, joins_mlps: bool, splits: bool = True
+        self,
+        modules: tuple[Module, ...],
+        visits: Sequence[Visit],
+        engine: Engine,
+        *,
+        joins_mlps: bool,
+        splits: bool = True,
     ) -> None:
         """`splits`: weights are shards on several ranks. One rank copies each from the host by itself, without a buffer
         (partition_parameters.py: _no_gather_coalesced)."""

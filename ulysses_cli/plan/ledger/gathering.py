@@ -63,7 +63,13 @@ def compute_gathered(job: Job) -> Gathered:
 
 @lru_cache(maxsize=64)
 def _replay(
-    shape: ModelShape, adapters: Adapters | None, engine: Engine, recomputes: bool, tiles_mlp: bool = False, *, splits: bool = True
+    shape: ModelShape,
+    adapters: Adapters | None,
+    engine: Engine,
+    recomputes: bool,
+    tiles_mlp: bool = False,
+    *,
+    splits: bool = True,
 ) -> Gathered:
     weights = list_weights(shape, adapters)
     is_whole = tiles_mlp or shape.model_type in WHOLE_MLPS

@@ -45,10 +45,10 @@ def compute_final_norm_backward(job: Job) -> int:
 
 
 def compute_loss_forward(job: Job, *, trains: bool = True) -> int:
-    """Logits in float32 and log-softmax: 8 V S (train/loss.py). What bends logits works beside them as they came, b V S:
-    a divisor makes another 4 V S of them; a softcap divides, bends and scales, and keeps what it bent, 4 V S. A z-loss
-    sums exponentials, of which torch makes 4 V S (ReduceOps.cpp: logsumexp_out_impl). In tiles (train/tiled_loss.py)
-    the same of a tile, without gradients: logits, two float32 copies, and what was bent."""
+    """Logits in float32 and log-softmax: 8 V S (train/loss.py). What bends logits works beside them as they came, b V
+    S: a divisor makes another 4 V S of them; a softcap divides, bends and scales, and keeps what it bent, 4 V S. A
+    z-loss sums exponentials, of which torch makes 4 V S (ReduceOps.cpp: logsumexp_out_impl). In tiles
+    (train/tiled_loss.py) the same of a tile, without gradients: logits, two float32 copies, and what was bent."""
     vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
     came, capped = b if b < 4 else 0, 4 * bool(job.shape.final_softcap)
     if job.levers.tiled_loss:

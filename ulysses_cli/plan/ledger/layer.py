@@ -166,7 +166,9 @@ def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
         experts = b * layer.num_experts * inner * hidden * trained
         down = k * b * inner * tokens + experts
         gate_up = 2 * experts - k * b * (hidden + 2 * inner) * tokens
-        return max(3 * k * _count_weighed_bytes(job) * hidden * tokens, down, k * b * (2 * inner - hidden) * tokens, gate_up)
+        return max(
+            3 * k * _count_weighed_bytes(job) * hidden * tokens, down, k * b * (2 * inner - hidden) * tokens, gate_up
+        )
     matrix = b * shape.hidden_size * shape.intermediate_size * trained
     return b * shape.intermediate_size * tokens + max(b * shape.intermediate_size * tokens, matrix)
 

@@ -81,9 +81,10 @@ def compute_gradients(
     job: Job, phase: str, *, is_reducing: bool, has_sent: bool = True, is_sending: bool = False
 ) -> int:
     """`is_reducing`: a gradient of this backward has come; `has_sent`: some have been sent, and this rank's share laid
-    by, which is there earlier, while they are sent (`is_sending`), where it has a flat buffer. ZeRO-2 adds a micro-step's share to that of those before it; ZeRO-1 keeps all gradients whole, b N, until the
-    last micro-step moves them to the bucket one by one. For an optimizer on the host each passes through a buffer as
-    large as the largest (temp_grad_buffer_for_gpu_offload)."""
+    by, which is there earlier, while they are sent (`is_sending`), where it has a flat buffer. ZeRO-2 adds a
+    micro-step's share to that of those before it; ZeRO-1 keeps all gradients whole, b N, until the last micro-step
+    moves them to the bucket one by one. For an optimizer on the host each passes through a buffer as large as the
+    largest (temp_grad_buffer_for_gpu_offload)."""
     own, whole = compute_own_gradients(job), job.dtype_bytes * job.weights.num_trained
     passing = job.dtype_bytes * _count_largest(job) if job.levers.offload_optimizer != "none" else 0
     if phase == "optimizer_step":

@@ -20,6 +20,7 @@ from ulysses_cli.plan.ledger.swapping import (
 )
 from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard, list_sub_groups
 
+NORM_ELEMENTS = 250_000_000  # stage3.py: _constant_buffered_norm2 takes the norm of so many at a time
 CODE_BLOCK = 256  # train/codes.py: weights that share a scale
 
 
@@ -167,8 +168,9 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
         is_alone = num_elements == largest and num_elements % job.world_size == 0  # and is not laid flat
         sent = 0 if is_alone else num_elements * _count_sent_bytes(job)
         sent = compute_oversize_gradient(job, num_elements) if is_large else sent
-        per_share = lower_stages.NORM_BYTES + job.engine.gradient_bytes
-        return own + sent + takes_norm * per_share * count_shard(largest, job.world_size)
+        share = count_shard(largest, job.world_size)
+        norm = lower_stages.NORM_BYTES * min(share, NORM_ELEMENTS) + job.engine.gradient_bytes * share
+        return own + sent + takes_norm * norm
     is_ours = takes_norm and num_before < shard  # the last rank's share is what is sent first
     norm = is_ours * lower_stages.NORM_BYTES * min(largest, shard)
     return own + max(num_elements * _count_sent_bytes(job), norm)
