@@ -98,10 +98,10 @@ def walk_moments(job: Job) -> Iterator[Moment]:
 
 def _settle_shards(job: Job, moment: Moment) -> Moment:
     """In replicas, weights that were let go have a second shard. The head's proof goes through the model twice, and so
-    do micro-steps that add up."""
+    do micro-steps that add up; an evaluation lets all go."""
     if job.layout.dp_replicate_size == 1 or moment.name == MAKING:
         return moment
-    goes_again = moment.phase == "load" or lower_stages.adds_up(job)
+    goes_again = moment.phase == "load" or lower_stages.adds_up(job) or job.evaluates
     at_hand = 0 if goes_again else moment.lines.get("parameters_gathered", 0)
     second = states.compute_second_shard(job, at_hand)
     return Moment(moment.phase, moment.name, {**moment.lines, "parameters_second_shard": second})
@@ -228,9 +228,9 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
     flush = {"reduce_flush": states.compute_flush(job, *last)}
     flush[lower_stages.MOVED] = lower_stages.compute_moved(job, last.num_before + last.num_elements)
     yield Moment("backward", LAST_SENT if last.num_before else FIRST + LAST_SENT, {**end, **flush})
-    if job.zero_stage == 1 and lower_stages.adds_up(job):
-        yield Moment("optimizer_step", BETWEEN, held)
     between = {**held, "inputs": INPUT_BYTES * job.local_tokens}
+    if job.zero_stage == 1 and lower_stages.adds_up(job):
+        yield Moment("optimizer_step", BETWEEN, between)
     yield Moment("optimizer_step", "the step", {**between, "optimizer_transients": states.compute_step_transients(job)})
     if job.evaluates:
         yield from _walk_evaluation(job, held, gathered)

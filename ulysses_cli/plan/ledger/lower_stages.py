@@ -32,20 +32,22 @@ def compute_own_gradients(job: Job) -> int:
         return 4 * count_shard(job.weights.num_trained, job.world_size)
     if job.levers.offload_optimizer != "none":
         return 0
-    touched = sum(_list_touched(job.weights, job.world_size))
+    touched = sum(size for size, _ in _list_touched(job.weights, job.world_size))
     return job.dtype_bytes * max(touched, count_shard(job.weights.num_trained, job.world_size))
 
 
 @lru_cache(maxsize=64)
-def _list_touched(weights: Weights, num_ranks: int) -> tuple[int, ...]:
-    """Sizes of all weights of which the last rank, whose share comes first, has a part (params_in_partition)."""
-    shard = count_shard(weights.num_trained, num_ranks)
+def _list_touched(weights: Weights, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """All weights of which the last rank, whose share comes first, has a part (params_in_partition): elements of the
+    whole and of that part."""
+    left = count_shard(weights.num_trained, num_ranks)
     sizes = {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
-    touched: list[int] = []
+    touched: list[tuple[int, int]] = []
     for size in reversed(sizes.values()):
-        if sum(touched) >= shard:
+        if left <= 0:
             break
-        touched.append(size)
+        touched.append((size, min(size, left)))
+        left -= size
     return tuple(touched)
 
 
@@ -154,8 +156,8 @@ def compute_step_transients(job: Job) -> int:
     shard = count_shard(job.weights.num_trained, job.world_size)
     cast = 4 if job.dtype_bytes < 4 else 0
     flat = 0 if is_compact(job) else (job.dtype_bytes + cast) * shard
-    largest = max(_list_touched(job.weights, job.world_size))
-    return max(NORM_BYTES * min(largest, shard), flat)
+    largest = max(part for _, part in _list_touched(job.weights, job.world_size))
+    return max(NORM_BYTES * largest, flat)
 
 
 def compute_host_pinned(job: Job) -> int:
