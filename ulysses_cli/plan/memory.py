@@ -101,7 +101,7 @@ def _settle_shards(job: Job, moment: Moment) -> Moment:
     do micro-steps that add up; an evaluation lets all go."""
     if job.layout.dp_replicate_size == 1 or moment.name == MAKING:
         return moment
-    goes_again = moment.phase == "load" or lower_stages.adds_up(job) or job.evaluates
+    goes_again = moment.phase == "load" or lower_stages.adds_up(job) or (job.evaluates and moment.phase in PASSES)
     at_hand = 0 if goes_again else moment.lines.get("parameters_gathered", 0)
     second = states.compute_second_shard(job, at_hand)
     return Moment(moment.phase, moment.name, {**moment.lines, "parameters_second_shard": second})

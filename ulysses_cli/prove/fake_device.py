@@ -247,6 +247,15 @@ def copy_on_streams() -> None:
     torch.cuda.stream, torch.cuda.Event = enter_stream, Event
 
 
+def drop_as_a_gpu_does() -> None:
+    """With a mask of a byte; torch keeps factors of the input's own type elsewhere."""
+
+    def drop(given: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return torch.native_dropout(given, p, training)[0] if p and training else given
+
+    torch.nn.functional.dropout = drop
+
+
 def replace_parts(max_tiles: int) -> None:
     """Parts of the project that need values or a real device: weights are made and not read, the kernel is the one that
     every GPU has, and of many equal tiles a few are enough."""
@@ -290,11 +299,6 @@ def replace_parts(max_tiles: int) -> None:
         found = [tiled_loss.compute_losses(loss.compute_logits(hidden[part]), labels[part], rule)[0] for part in parts]
         return found[0].new_empty(labels.numel())
 
-    def drop(given: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """As on a GPU, which keeps a mask of a byte; torch's other way keeps factors of the input's own type."""
-        return torch.native_dropout(given, p, training)[0] if p and training else given
-
-    torch.nn.functional.dropout = drop
     offload.count_free_bytes = lambda: 1 << 60  # type: ignore[attr-defined]
     add = build._add_adapters
     build._add_adapters = add_adapters

@@ -47,7 +47,7 @@ class Storages(TorchDispatchMode):
     """Counts while it is entered. Entered inside a FakeTensorMode, so that it sees an operator first."""
 
     def __init__(self, get_stream: Callable[[], int] = lambda: 0, *, sees_kernels: bool = True) -> None:
-        """`sees_kernels`: what attention kernels of a GPU take inside is added."""
+        """`sees_kernels`: what attention kernels of a GPU, and others, take inside is added."""
         super().__init__()
         self.sees_kernels = sees_kernels
         self.get_stream, self.phase = get_stream, "load"
@@ -112,7 +112,7 @@ class Storages(TorchDispatchMode):
                 self.track(leaf)
             self.allocate_for_a_moment(count_kernel_bytes(*args[1:3], kernel=args[8]))
             return found
-        if op is aten.logsumexp.default:  # exponentials of all, inside (ReduceOps.cpp: logsumexp_out_impl)
+        if self.sees_kernels and op is aten.logsumexp.default:  # all exponentials (ReduceOps.cpp: logsumexp_out_impl)
             self.allocate_for_a_moment(args[0].nbytes)
         found = op(*args, **(kwargs or {}))
         if isinstance(found, Tensor):

@@ -235,6 +235,7 @@ def prepare_process(wish: Mapping[str, Any]) -> None:
     fake_device.replace_parts(MAX_TILES)
     if recipe["run"]["device"] != "cpu":  # as a GPU does
         fake_device.copy_on_streams()
+        fake_device.drop_as_a_gpu_does()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 

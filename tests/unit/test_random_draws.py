@@ -1,0 +1,89 @@
+"""Recipes that nobody chose: what is drawn, and the formula against the traces that benchmarks/results keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from random_recipes import (
+    PEAK_BAR,
+    PHASE_BAR,
+    WORST_PEAK_BAR,
+    Compared,
+    draw_recipe,
+    draw_recipes,
+    make_drawn_job,
+    predict_phases,
+    summarize,
+)
+
+from ulysses_cli.plan.families import FAMILIES
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "estimate-random.json"
+NUM_COVERED = 60
+
+
+def test_a_seed_and_a_number_give_the_same_recipe_again() -> None:
+    assert [each.settings for each in draw_recipes(3, 4)] == [draw_recipe(3, number).settings for number in range(4)]
+    assert draw_recipe(3, 0).digest != draw_recipe(4, 0).digest
+
+
+def test_as_many_recipes_as_families_cover_all_and_a_few_more_every_lever() -> None:
+    drawn = list(draw_recipes(1, NUM_COVERED))
+    for start in (0, len(FAMILIES)):
+        assert {each.family for each in drawn[start : start + len(FAMILIES)]} == set(FAMILIES)
+    memories = [each.recipe.memory for each in drawn]
+    for name in type(memories[0]).model_fields:
+        if name != "nvme_path":
+            assert len({getattr(memory, name) for memory in memories}) > 1, name
+    for values in (
+        [each.recipe.parallel.zero_stage for each in drawn],
+        [each.recipe.parallel.dp_replicate_size for each in drawn],
+        [each.recipe.model.dtype for each in drawn],
+        [each.recipe.train.optim for each in drawn],
+        [each.recipe.train.z_loss_weight > 0 for each in drawn],
+        [each.recipe.train.gradient_accumulation_steps > 1 for each in drawn],
+        [each.recipe.lora is None for each in drawn],
+        [bool(each.recipe.data.eval_split) for each in drawn],
+    ):
+        assert len(set(values)) > 1
+
+
+def test_the_formula_gives_what_traces_gave() -> None:
+    """Traces are those of the versions that the file names; after a change of the draws, make the file anew."""
+    told = json.loads(RESULTS.read_text())
+    found = []
+    for row in told["rows"]:
+        drawn = draw_recipe(told["seed"], row["number"])
+        assert drawn.digest == row["digest"], f"run {drawn.command} --json {RESULTS.name} for all of them"
+        found.append(Compared(drawn, predict_phases(make_drawn_job(drawn)), row["traced"]))
+    summary = summarize(found)
+    worst = [(each["number"], each["peak_error"], each["phase_errors"]) for each in summary["worst"][:5]]
+    assert summary["within_3_percent"] >= told["within_3_percent"], worst
+    assert summary["within_5_percent"] >= told["within_5_percent"], worst
+    assert summary["phases_within_10_percent"] >= told["phases_within_10_percent"], worst
+
+
+def test_bars_are_held_against_the_trace() -> None:
+    drawn = draw_recipe(1, 0)
+    traced = {"load": 100, "forward": 500, "backward": 1000}
+    exact = Compared(drawn, traced, traced)
+    assert (exact.peak_error, exact.phase_errors) == (0, {"load": 0, "forward": 0})
+    assert summarize([exact])["is_good"]
+    for phase, factor in (("backward", 1 + 1.01 * WORST_PEAK_BAR), ("load", 1 - 1.01 * PHASE_BAR)):
+        off = Compared(drawn, {**traced, phase: round(traced[phase] * factor)}, traced)
+        assert not summarize([*[exact] * 99, off])["is_good"]
+    near = Compared(drawn, {**traced, "backward": round(1000 * (1 + 1.1 * PEAK_BAR))}, traced)
+    assert summarize([*[exact] * 99, near])["is_good"]
+    assert not summarize([*[exact] * 9, near])["is_good"]
+
+
+def test_a_miss_says_how_to_see_it_again() -> None:
+    assert draw_recipe(202648, 7).command == "python benchmarks/estimate.py --random 1 --seed 202648 --first 7"
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_what_is_drawn_needs_no_choice_of_levers(number: int) -> None:
+    job = make_drawn_job(draw_recipe(2, number))
+    assert min(predict_phases(job).values()) > 0
