@@ -96,8 +96,8 @@ def _replay(
                 most[name] = max(most[name], coordinator.held)
             elif module.name == "norm":
                 most["final"] = coordinator.held
-        elif visit.is_backward and (module.part == EMBEDDING or not visit.enters):  # all others enter at its beginning
-            most["embedding"] = max(most["embedding"], peak)
+        elif visit.is_backward and (module.part == EMBEDDING or not (visit.enters or module.part == HEAD)):
+            most["embedding"] = max(most["embedding"], coordinator.held)
     persistent = sum(n for n in weights.persistent_sizes if n <= engine.persistence_threshold)
     highs = {key: tuple(_list_highs(layers.items())) for key, layers in found.items()}
     return Gathered(

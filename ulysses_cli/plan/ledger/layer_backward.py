@@ -75,6 +75,8 @@ def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iter
     mlp, attention = (gathered.get_highs("backward", place) for place in ("mlp", "attention"))
     for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, mlp, attention):
         left = _count_mlp_left(job, kind) - layer.compute_inside_gone(job, flush.weight) if flush.in_mlp else 0
+        if flush.weight.startswith("norm") and not has_norm_behind(job.shape):  # sent in its backward
+            left = layer.compute_norm_saved(job, job.shape.hidden_size)
         work = {
             "reduce_flush": states.compute_flush(job, flush.num_elements, flush.largest, flush.num_before),
             "parameters_gathered": job.dtype_bytes * num_gathered,
