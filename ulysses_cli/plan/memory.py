@@ -251,7 +251,7 @@ def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[Mome
 
 
 def _walk_load(job: Job, gathered: Gathered) -> Iterator[Moment]:
-    loaded = _list_loaded(job, gathered)
+    loaded = {**_list_loaded(job, gathered), "parameters_persistent": 0}  # the first step gathers them
     if job.zero_stage == 3:
         parameters = {"parameters": loaded["parameters"], "weight_made": states.compute_weight_made(job)}
         yield Moment("load", "weights are made and drawn", parameters)

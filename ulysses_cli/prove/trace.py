@@ -148,7 +148,7 @@ def run_steps(wish: Mapping[str, Any], layers: Layers, storages: Any) -> None:
     groups = make_groups(layout, timedelta(minutes=1))
     shape = read_model_shape(config, "the traced model")
     if recipe.parallel.zero_stage < 3:  # the model is made in host memory, and moved (train/loading.py)
-        builder._load_weights = _in_phases(storages, (BETWEEN,), builder._load_weights)  # type: ignore[attr-defined]
+        builder._load_weights = _in_phases(storages, (BETWEEN,), builder._load_weights)
     built = builder.build(recipe, shape, groups, DEVICE, 2, levers)
     engine, wrapped = built.engine, built.engine.wrapped
     numbers = np.zeros((batch, local), np.int64)

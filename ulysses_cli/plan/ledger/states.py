@@ -198,13 +198,16 @@ def compute_adam(job: Job) -> int:
 
 
 def compute_step_transients(job: Job) -> int:
-    """Per sub-group of n_s elements: gradients laid flat, g n_s, then cast, 4 n_s; fused Adam takes nothing (stage3.py:
+    """The norm casts one gradient's share at a time to float64 (stage3.py: get_grad_norm_direct). Then, per sub-group
+    of n_s elements: gradients laid flat, g n_s, then cast, 4 n_s; fused Adam takes nothing (stage3.py:
     _prepare_fp32_grad_for_sub_group). With the optimizer on the host nothing happens here."""
     if job.zero_stage < 3:
         return lower_stages.compute_step_transients(job)
     if job.levers.offload_optimizer != "none":
         return 0
-    return (4 if job.engine.gradient_bytes == 4 else 4 + job.engine.gradient_bytes) * count_largest_group(job)
+    norm = lower_stages.NORM_BYTES * count_shard(job.weights.largest_trained, job.world_size)
+    per_weight = 4 if job.engine.gradient_bytes == 4 else 4 + job.engine.gradient_bytes
+    return max(norm, per_weight * count_largest_group(job))
 
 
 def compute_weight_made(job: Job) -> int:
