@@ -31,7 +31,7 @@ from ulysses_cli.prove.rank_server import start_process
 PEAK_BAR, WORST_PEAK_BAR, PHASE_BAR = 0.03, 0.05, 0.10
 SHARE_WITHIN = 0.97  # of recipes whose peaks are within the first bar
 UNSEEN = {"cublas_workspace"}  # by a trace, and what stands beside moments
-TRACE_SECONDS = 300
+TRACE_SECONDS = 900
 EXPERTS_ADAPTED = ("mixtral", "qwen3_moe")  # peft adapts the experts too when told all-linear
 
 
@@ -140,6 +140,7 @@ def _draw_settings(dice: random.Random, family: str) -> dict[str, Any]:
             "z_loss_weight": dice.choice((0.0, 0.0, 0.0, 1e-4)),
         },
         "memory": _draw_levers(dice, heads // sp_size, config["num_hidden_layers"], stage),
+        "run": {"output_dir": "nowhere"},
         "deepspeed": {"zero_optimization": _draw_engine(dice, config, stage)},
     }
     if dice.random() < 0.25:

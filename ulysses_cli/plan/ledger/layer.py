@@ -191,10 +191,9 @@ def count_mlp_elements(job: Job, layer: Layer) -> int:
 
 
 def compute_mlp_forward(job: Job, layer: Layer) -> int:
-    """Three tensors of the inner width at once, the input and the residual beside them: b (3 i + 2 h) S. Experts: what
-    is wider of the inner tensors and four copies of the chosen tokens (and their biases), two of which may be float32.
-    In tiles, those of
-    a tile and the output, or the output scaled."""
+    """Three tensors of the inner width at once (fused four), the input and the residual beside them: b (3 i + 2 h) S.
+    Experts: what is wider of the inner tensors and four copies of the chosen tokens (and their biases), two of which
+    may be float32. In tiles, those of a tile and the output, or the output scaled."""
     shape, b, tile = job.shape, job.dtype_bytes, count_mlp_tile_tokens(job)
     around = (3 if is_tiled(job) else 2) * b * shape.hidden_size * job.local_tokens
     if layer.num_experts:
@@ -202,7 +201,13 @@ def compute_mlp_forward(job: Job, layer: Layer) -> int:
         inner = EXPERT_INNER_AT_ONCE.get(shape.model_type, 4) * shape.moe_intermediate_size
         widest = max(copies, b * (shape.hidden_size + inner))
         return around + shape.num_experts_per_token * (widest + EXPERT_INDEX_BYTES) * tile
-    return around + max(3 * b * shape.intermediate_size * tile, _compute_scaled(job))
+    num_inner = 3 + _is_fused_mlp(job)
+    return around + max(num_inner * b * shape.intermediate_size * tile, _compute_scaled(job))
+
+
+def _is_fused_mlp(job: Job) -> bool:
+    """Gate and up are one tensor, which stays until the MLP ends (modeling_phi3.py: Phi3MLP)."""
+    return "gate_up_proj" in job.family.mlp_modules
 
 
 def _count_weighed_bytes(job: Job) -> int:
@@ -223,8 +228,9 @@ def compute_gate_forward(job: Job) -> int:
 def compute_down_forward(job: Job) -> int:
     """At the MLP's last matrix: the product, the input, the residual and the output, b (i + 3 h) S. With adapters the
     adapter's result and the sum of both too. Experts and tiles do not gather it apart."""
-    num_hidden = 3 if job.adapters is None else 5
-    return job.dtype_bytes * (job.shape.intermediate_size + num_hidden * job.shape.hidden_size) * job.local_tokens
+    num_hidden, num_inner = 3 if job.adapters is None else 5, 1 + 2 * _is_fused_mlp(job)
+    width = num_inner * job.shape.intermediate_size + num_hidden * job.shape.hidden_size
+    return job.dtype_bytes * width * job.local_tokens
 
 
 def compute_mlp_backward(job: Job, layer: Layer) -> int:
