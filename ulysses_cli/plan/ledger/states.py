@@ -173,7 +173,19 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
         return own + sent + takes_norm * norm
     is_ours = takes_norm and num_before < shard  # the last rank's share is what is sent first
     norm = is_ours * lower_stages.NORM_BYTES * min(largest, shard)
-    return own + max(num_elements * _count_sent_bytes(job), norm)
+    return own + max(_compute_lower_sent(job, num_elements), norm)
+
+
+def _compute_lower_sent(job: Job, num_elements: int) -> int:
+    """Below stage 3. One that is larger than the bucket goes in pieces, each of them ranks' shares until the bucket is
+    passed (stage_1_and_2.py: allreduce_and_scatter); a share alone is not laid flat."""
+    bucket, shard = job.engine.reduce_bucket, count_shard(job.weights.num_trained, job.world_size)
+    if num_elements <= bucket:
+        return num_elements * _count_sent_bytes(job)
+    if shard > bucket:
+        cast = job.engine.communication_bytes if job.engine.communication_bytes != job.dtype_bytes else 0
+        return cast * min(num_elements, shard)
+    return min(num_elements, (bucket // shard + 1) * shard) * _count_sent_bytes(job)
 
 
 def compute_oversize_gradient(job: Job, num_elements: int) -> int:
