@@ -67,14 +67,14 @@ def test_the_formula_gives_what_traces_gave() -> None:
 
 def test_bars_are_held_against_the_trace() -> None:
     drawn = draw_recipe(1, 0)
-    traced = {"load": 100, "forward": 500, "backward": 1000}
+    traced = {"load": 100_000, "forward": 500_000, "backward": 1_000_000}
     exact = Compared(drawn, traced, traced)
     assert (exact.peak_error, exact.phase_errors) == (0, {"load": 0, "forward": 0})
     assert summarize([exact])["is_good"]
     for phase, factor in (("backward", 1 + 1.01 * WORST_PEAK_BAR), ("load", 1 - 1.01 * PHASE_BAR)):
         off = Compared(drawn, {**traced, phase: round(traced[phase] * factor)}, traced)
         assert not summarize([*[exact] * 99, off])["is_good"]
-    near = Compared(drawn, {**traced, "backward": round(1000 * (1 + 1.1 * PEAK_BAR))}, traced)
+    near = Compared(drawn, {**traced, "backward": round(1_000_000 * (1 + 1.1 * PEAK_BAR))}, traced)
     assert summarize([*[exact] * 99, near])["is_good"]
     assert not summarize([*[exact] * 9, near])["is_good"]
 

@@ -171,8 +171,8 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
         share = count_shard(largest, job.world_size)
         norm = lower_stages.NORM_BYTES * min(share, NORM_ELEMENTS) + job.engine.gradient_bytes * share
         return own + sent + takes_norm * norm
-    is_ours = takes_norm and num_before < shard  # the last rank's share is what is sent first
-    norm = is_ours * lower_stages.NORM_BYTES * min(largest, shard)
+    ours = min(largest, max(0, shard - num_before))  # the last rank's share is what is sent first
+    norm = takes_norm * lower_stages.NORM_BYTES * ours
     return own + max(_compute_lower_sent(job, num_elements), norm)
 
 
