@@ -66,7 +66,12 @@ class Trip:
             wait=lambda: dist.barrier(group=groups.host_group),
             tell_all=lambda value: gather_values(value, groups.host_group),
         )
-        facts = {"world_size": layout.world_size}
+        facts = {
+            "world_size": layout.world_size,
+            "rows_per_step": batching.rows_per_step,
+            "recipe": recipe.model_dump(mode="json"),
+            "data": "made up",
+        }
         self.saves = Saves(self.owner, Record(Path(run_dir), None, (), 1), habits or Habits(), facts, self.bad_steps)
 
     @property

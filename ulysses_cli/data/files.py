@@ -292,7 +292,13 @@ def _walk_arrow(file: Path) -> Iterator[Block]:
         if content is None:
             source.seek(0)
         batches = iter(pyarrow.ipc.open_stream(source))
-    yield from _walk_batches(str(file), batches)
+    yield from _walk_batches(str(file), map(_check_batch, batches))
+
+
+def _check_batch(batch: Any) -> Any:
+    """Places of texts stand in the file as they are: one that lies would have memory read that is not the batch's."""
+    batch.validate(full=True)
+    return batch
 
 
 def _walk_batches(file: str, batches: Iterator[Any]) -> Iterator[Block]:
