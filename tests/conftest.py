@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 from forked import PRELOADED
 from hypothesis import HealthCheck, settings
+from tiers import CHECK, FULL, QUICK, TIER, count_examples
 
 from ulysses_cli.prove import rank_server
 
 settings.register_profile(
-    "ulysses", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "ulysses",
+    max_examples=count_examples(100),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("ulysses")
 ROOT = Path(__file__).parents[1]
@@ -20,15 +25,17 @@ os.environ["PYTHONPATH"] = str(ROOT)  # for commands, which run elsewhere
 rank_server.PRELOADED.extend(PRELOADED)  # one server for ranks and for commands
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    tier = 2 if os.environ.get("ULYSSES_FULL") else int(bool(os.environ.get("ULYSSES_CHECK")))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept, left_out = [], []
     for item in items:
-        if "full" in item.keywords and tier < 2:
-            item.add_marker(pytest.mark.skip(reason="whole grid: make test-full"))
-        if "check" in item.keywords and tier < 1:
-            item.add_marker(pytest.mark.skip(reason="wider sample: make check"))
+        tier = FULL if "full" in item.keywords else CHECK if "check" in item.keywords else QUICK
+        (kept if tier <= TIER else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+    for item in items:
         for marker in item.iter_markers("operator"):
-            if (name := marker.args[0]) and tier < 2 and not _is_built(name):
+            if (name := marker.args[0]) and TIER < FULL and not _is_built(name):
                 item.add_marker(pytest.mark.skip(reason=f"{name} is not built, which takes minutes: make test-full"))
         if "gpu" in item.keywords and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -74,7 +74,7 @@ def train_on_ranks(recipe: Recipe, shape: ModelShape, run_dir: str) -> tuple[dic
 
 @pytest.mark.parametrize(
     ("stage", "is_tied", "lora"),
-    [(3, False, True), pytest.param(3, False, False, marks=pytest.mark.check),
+    [pytest.param(3, False, True, marks=pytest.mark.check), pytest.param(3, False, False, marks=pytest.mark.check),
      pytest.param(3, True, False, marks=pytest.mark.check), pytest.param(1, True, False, marks=pytest.mark.check),
      pytest.param(2, False, False, marks=pytest.mark.full), pytest.param(1, True, True, marks=pytest.mark.full)],
 )  # fmt: skip

@@ -109,6 +109,7 @@ def resume(recipe: Recipe, folder: str, is_coded: bool = True) -> tuple[list[flo
     return trip.losses, states
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("stage", "is_async", "lora"),
     [
@@ -132,6 +133,7 @@ def test_a_resumed_run_has_the_same_codes_and_losses(
         assert all(torch.equal(ours, right) for ours, right in zip(states, wanted, strict=True))
 
 
+@pytest.mark.check
 def test_a_checkpoint_goes_on_at_another_layout_and_with_float32_moments(tmp_path: Path) -> None:
     recipe = make_recipe(*CODED, "train.gradient_accumulation_steps=2")
     expected = run_on_ranks(2, save_and_go_on, recipe, str(tmp_path), Habits())[0][0]
@@ -161,6 +163,7 @@ def rehearse_and_train(recipe: Recipe, folder: str, rehearses: bool) -> tuple[li
     return trip.losses, is_clean
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rehearsal_leaves_no_trace(tmp_path: Path, stage: int) -> None:
     recipe = make_recipe(*CODED, f"parallel.zero_stage={stage}", "lora.r=4", "lora.dropout=0.1")

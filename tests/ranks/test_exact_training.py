@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import run_on_ranks
 from small_run import CONFIG
+from tiers import mark_by
 from torch import Tensor
 from training import Course, MemoryRows, make_recipe, measure_difference, train_plainly
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -103,6 +104,9 @@ def make_reference(recipe: Recipe) -> Course:
     return train_plainly(model, rows, steps, recipe, rates)
 
 
+QUICK = [("2x1", 3, 3, False), ("1x2", 1, 3, True), ("2x2", 1, 1, False)]
+
+
 def list_cases() -> list[Any]:
     cases = []
     for name in LAYOUTS:
@@ -110,8 +114,8 @@ def list_cases() -> list[Any]:
             for stage in (1, 2, 3):
                 for lora in (False, True):
                     telling = (stage == 3 and (accumulation == 3) != lora) or (name == "2x2" and not lora and stage < 3)
-                    marks = () if telling else pytest.mark.full
-                    cases.append(pytest.param(name, accumulation, stage, lora, marks=marks))
+                    is_quick = (name, accumulation, stage, lora) in QUICK
+                    cases.append(pytest.param(name, accumulation, stage, lora, marks=mark_by(is_quick, telling)))
     return cases
 
 
@@ -128,7 +132,7 @@ LEVERS = {
 @pytest.mark.parametrize(
     ("levers", "name", "lora"),
     [
-        pytest.param(levers, name, lora, marks=() if telling else pytest.mark.full)
+        pytest.param(levers, name, lora, marks=mark_by((levers, name, lora) == ("all", "2x1", False), telling))
         for levers in LEVERS
         for name in ("2x1", "2x2")
         for lora in (False, True)

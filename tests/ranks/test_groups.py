@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 from ranks import run_on_ranks
 
@@ -36,6 +37,7 @@ def wait_for_a_late_rank(is_watched: bool) -> str:
     return ""
 
 
+@pytest.mark.check
 def test_a_watched_run_waits_for_a_late_rank() -> None:
     assert run_on_ranks(2, wait_for_a_late_rank, True) == ["", ""]
     assert run_on_ranks(2, wait_for_a_late_rank, False)[0], "without, the time-out holds"

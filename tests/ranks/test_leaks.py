@@ -53,6 +53,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return made
 
 
+@pytest.mark.check
 def test_a_run_and_its_export_hold_no_secret(shop: Workshop) -> None:
     (shop.folder / "run").mkdir(mode=0o750)
     process = shop.start("run")
@@ -67,6 +68,7 @@ def test_a_run_and_its_export_hold_no_secret(shop: Workshop) -> None:
     assert open_to_others == []  # as the folder
 
 
+@pytest.mark.check
 def test_a_failure_tells_no_secret(shop: Workshop) -> None:
     secret = SECRETS[-1]
     folder = shop.folder / f"model-{secret}"  # a place that every message about it names

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
+from tiers import NUM_RANKS, sample
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -123,7 +124,7 @@ def compare_models(
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_is_exact(model_type: str, num_ranks: int) -> None:
     assert max(run_on_ranks(num_ranks, compare_models, model_type, 1)) < TOLERANCE
@@ -134,7 +135,7 @@ def test_a_family_is_exact_on_one_rank(model_type: str) -> None:
     assert compare_models(model_type, 2) < TOLERANCE
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", sample(["llama", "gemma2", "gpt_oss"], quick=["gemma2"]))
 def test_with_chunks_and_checkpointing(model_type: str) -> None:
     """Documents must reach the recomputation too."""
     assert max(run_on_ranks(2, compare_models, model_type, 2, True)) < TOLERANCE

@@ -30,6 +30,7 @@ def overfit(recipe: Recipe) -> list[float]:
     return trip.losses
 
 
+@pytest.mark.check
 def test_adapters_learn_one_row_by_heart() -> None:
     recipe = make_recipe(
         *("parallel.sp_size=2", "lora.r=16", "train.learning_rate=0.03", "train.adam_epsilon=1e-8"),
@@ -64,6 +65,7 @@ def count_gathers(recipe: Recipe) -> tuple[list[float], dict[str, Tensor], list[
     return trip.losses, trip.read_weights(), gathers
 
 
+@pytest.mark.check
 def test_copies_of_parameters_keep_gathers_inside_and_values_as_they_are() -> None:
     zero = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
     common = ["parallel.sp_size=2", *(f"deepspeed.zero_optimization.{name}=0" for name in zero)]
@@ -133,6 +135,7 @@ def resume_from(recipe: Recipe, folder: str) -> tuple[int, list[float]]:
     return trip.course.step, trip.losses
 
 
+@pytest.mark.check
 def test_a_checkpoint_goes_on_at_any_layout_and_stage(tmp_path: Path) -> None:
     """With the same rows per step: bitwise where nothing has changed, to rounding elsewhere."""
     made = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=2", "lora.r=4")

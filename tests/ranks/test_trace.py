@@ -54,16 +54,19 @@ def list_cases(quick: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name == quick else pytest.mark.full) for name in CASES]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", list_cases("two ranks"))
 def test_a_trace_is_what_a_real_step_takes(case: str) -> None:
     assert trace_step(make_case({}, *CASES[case][1])) == pytest.approx(measure_case(case), rel=0.01)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", list_cases("ZeRO-2, sums in float32"))
 def test_the_formula_is_what_a_real_step_takes(case: str) -> None:
     assert predict_step(make_case({}, *CASES[case][1])) == pytest.approx(measure_case(case), rel=0.03)
 
 
+@pytest.mark.check
 def test_an_evaluation_leaves_nothing_gathered() -> None:
     """DeepSpeed keeps weights after a forward without a backward, and counts them no more."""
     small = ("parallel.sp_size=2", "data.max_length=256", *TILES, f"{ZERO}.max_reuse_distance=1000000")

@@ -127,6 +127,7 @@ def test_plain_transformers_loads_the_model_and_finds_the_same_loss(shop: Shop) 
     assert told["by_position"] == {"0-2K": {"loss": pytest.approx(total / count, rel=1e-5), "tokens": count}}
 
 
+@pytest.mark.check
 def test_a_run_on_one_rank_has_the_same_rows_and_losses(shop: Shop) -> None:
     code, _, err = shop.train("parallel.sp_size=1", "run.output_dir=alone")
     assert code == 0, err
@@ -136,6 +137,7 @@ def test_a_run_on_one_rank_has_the_same_rows_and_losses(shop: Shop) -> None:
         assert ours["tokens"] == theirs["tokens"]
 
 
+@pytest.mark.check
 def test_a_rehearsal_changes_no_bit(shop: Shop) -> None:
     code, _, err = shop.train("run.rehearsal=false", "run.output_dir=unrehearsed")
     assert code == 0, err
@@ -145,6 +147,7 @@ def test_a_rehearsal_changes_no_bit(shop: Shop) -> None:
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.check
 def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_happened(shop: Shop) -> None:
     process = shop.start("run.output_dir=stopped", "run.save_steps=null")
     metrics = shop.folder / "stopped" / "metrics.jsonl"
@@ -168,6 +171,7 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.check
 def test_a_killed_rank_is_named_once_and_the_others_end(shop: Shop) -> None:
     process = shop.start("run.output_dir=killed", "train.max_steps=100000")
     metrics = shop.folder / "killed" / "metrics.jsonl"
@@ -194,6 +198,7 @@ def test_what_is_missing_is_told_before_ranks_meet(shop: Shop) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.check
 def test_a_dry_run_may_be_larger_than_the_machine(shop: Shop) -> None:
     code, out, err = shop.train("--dry-run", "parallel.dp_shard_size=32", "run.output_dir=dry")
     assert (code, out) == (0, ""), err

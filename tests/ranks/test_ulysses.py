@@ -11,6 +11,7 @@ from attention import Problem, compute_reference, make_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_on_ranks
+from tiers import NUM_RANKS, count_examples
 from torch import Tensor
 
 from ulysses_cli.train.documents import make_documents
@@ -85,7 +86,7 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}-over-{heads[1]}")
 def test_heads(num_ranks: int, heads: tuple[int, int]) -> None:
     check(num_ranks, Problem(heads=heads[0], kv_heads=heads[1], lengths=DOCUMENTS["off-edges"]))
@@ -98,13 +99,13 @@ def test_three_ranks(heads: int, kv_heads: int, chunks: int) -> None:
     check(3, Problem(heads, kv_heads, lengths=(5, 30, 1, 1, 26), chunks=chunks))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_documents(num_ranks: int, documents: str) -> None:
     check(num_ranks, Problem(lengths=DOCUMENTS[documents]))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("window", [1, 3, 15, 16, 17, 40, 64, 1000])
 def test_windows(num_ranks: int, window: int) -> None:
     """Shorter and longer than a rank's slice, which is 32 or 16 tokens."""
@@ -112,7 +113,7 @@ def test_windows(num_ranks: int, window: int) -> None:
     check(num_ranks, Problem(window=window, lengths=DOCUMENTS["off-edges"]))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize(
     "problem",
     [
@@ -131,7 +132,7 @@ def test_rules_and_batches(num_ranks: int, problem: Problem) -> None:
     check(num_ranks, problem)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1), (24, 3), (24, 6)])
 def test_chunks_of_heads(num_ranks: int, heads: tuple[int, int]) -> None:
     for chunks in (1, 2, heads[0] // num_ranks):
@@ -139,7 +140,7 @@ def test_chunks_of_heads(num_ranks: int, heads: tuple[int, int]) -> None:
             check(num_ranks, Problem(*heads, lengths=DOCUMENTS["off-edges"], chunks=chunks))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_precision(num_ranks: int, dtype: torch.dtype, chunks: int) -> None:
@@ -166,7 +167,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=count_examples(120))
 @given(problems())
 def test_any_problem(problem: Problem) -> None:
     check(4, problem)
@@ -200,7 +201,7 @@ def disturb(problem: Problem, document: int) -> dict[str, Any]:
     return kept
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", [{}, {"window": 7}, {"softcap": 2.0}, {"has_sinks": True}, {"chunks": 2}], ids=str)
 def test_documents_never_mix(num_ranks: int, dtype: torch.dtype, rule: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from ranks import run_on_ranks
+from tiers import sample
 from training import make_recipe
 
 from ulysses_cli.plan.model_shape import read_model_shape
@@ -185,7 +186,7 @@ FOUND_BY = {
 }
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", sample([False, True], quick=[False]))
 def test_without_a_fault_everything_passes(lora: bool, tmp_path: Path) -> None:
     rows = prove_with("none", tmp_path, *(["lora.r=4"] if lora else []))
     assert {row.verdict for row in rows} == {"PASS"}, rows
@@ -194,7 +195,7 @@ def test_without_a_fault_everything_passes(lora: bool, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("fault", sorted(FOUND_BY))
+@pytest.mark.parametrize("fault", sample(sorted(FOUND_BY), quick=["kv gradient"]))
 def test_a_planted_fault_fails(fault: str, tmp_path: Path) -> None:
     failed = {row.name for row in prove_with(fault, tmp_path) if row.verdict == "FAIL"}
     assert FOUND_BY[fault] in failed, failed

@@ -24,6 +24,7 @@ def run(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], list[torc
     return trip.losses, trip.read_weights(), [bucket.buffer.dtype for bucket in buckets.values()]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("num_ranks", "more"), [(2, ()), (1, ("train.gradient_accumulation_steps=2",))])
 def test_nothing_is_lost_in_bfloat16(num_ranks: int, more: tuple[str, ...]) -> None:
     words = (f"parallel.sp_size={num_ranks}", "model.dtype=bfloat16", *more)

@@ -11,6 +11,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 RANK = """
     import signal, sys, time
@@ -26,6 +28,7 @@ RANK = """
 """
 
 
+@pytest.mark.check
 def test_a_save_may_take_longer_than_the_launcher_would_wait(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
     command = [sys.executable, "-m", "ulysses_cli.train.agent", "--nnodes=1", "--nproc-per-node=1", "--max-restarts=0"]

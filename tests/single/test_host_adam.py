@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from ulysses_cli.train.states import forget_powers
@@ -45,6 +46,7 @@ def resume(forgets: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return right.data, parameter.data
 
 
+@pytest.mark.check
 def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped() -> None:
     right, ours = resume(forgets=True)
     assert torch.equal(ours, right)
@@ -53,6 +55,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped() -> None:
     assert torch.allclose(theirs, right)
 
 
+@pytest.mark.check
 def test_the_bits_are_those_of_adamw_to_rounding() -> None:
     torch.manual_seed(99)
     start = torch.randn(4096)

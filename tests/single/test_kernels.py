@@ -9,6 +9,7 @@ import torch
 from attention import Problem, compute_reference, make_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import count_examples
 from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -256,7 +257,7 @@ def plans(draw: st.DrawFn) -> tuple[int, int, int, int]:
     return heads, draw(st.sampled_from(list_divisors(heads))), sp_size, num_chunks
 
 
-@settings(max_examples=300)
+@settings(max_examples=count_examples(300))
 @given(plans())
 def test_every_rank_gets_its_heads_and_gives_them_back(plan: tuple[int, int, int, int]) -> None:
     """Packing and unpacking for any number of ranks, against loops over single heads."""

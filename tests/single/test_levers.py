@@ -21,6 +21,7 @@ from levers import (
     measure_difference,
     run_alone,
 )
+from tiers import count_examples
 from torch import Tensor, nn
 
 from ulysses_cli.plan.families import FAMILIES
@@ -75,7 +76,7 @@ def test_a_row_shorter_than_a_tile(lengths: tuple[int, ...]) -> None:
     assert compare(Case("qwen3_moe", ALL, lengths)) < TOLERANCE
 
 
-@settings(max_examples=8)
+@settings(max_examples=count_examples(16))
 @given(
     st.sampled_from(["llama", "gemma3_text", "qwen3_moe"]),
     st.lists(st.integers(1, 20), min_size=1, max_size=4),

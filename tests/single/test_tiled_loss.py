@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import count_examples
 from torch import Tensor, nn
 
 from ulysses_cli.train.loss import IGNORED, HeadRule
@@ -48,7 +49,7 @@ RULES = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=count_examples(80))
 @given(st.integers(1, 23), st.integers(1, 30), RULES, st.integers(0, 99), st.sampled_from([0.0, 0.7, 1.0]))
 def test_loss_and_gradients(tokens: int, tile: int, rule: HeadRule, seed: int, share: float) -> None:
     case = make_case(tokens, seed, share)

@@ -104,6 +104,7 @@ def test_only_the_rank_that_writes_the_model_is_watched_meanwhile() -> None:
     assert find_patience("update", 0) == 1
 
 
+@pytest.mark.check
 def test_a_process_that_stands_still_ends_itself(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     code = f"""

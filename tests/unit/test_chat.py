@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from templates import TEMPLATES
+from tiers import count_examples
 from tokenizers_trained import train, wrap
 
 from ulysses_cli.data import chat
@@ -65,7 +66,7 @@ def test_targets_are_what_a_reader_would_mark(name: str) -> None:
     tokenizer, template = make_tokenizer(name), TEMPLATES[name]
     encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
 
-    @settings(max_examples=60)
+    @settings(max_examples=count_examples(120))
     @given(draw_chats(name))
     def check(row: dict[str, Any]) -> None:
         sample = read_sample("chat", row)
@@ -99,7 +100,7 @@ def test_turns_taken_together_are_those_taken_one_by_one(name: str, monkeypatch:
         except BadRow as error:
             return str(error)
 
-    @settings(max_examples=40)
+    @settings(max_examples=count_examples(80))
     @given(
         draw_chats(name), st.lists(st.sampled_from(["", " a", "a ", "<", "<think>\n", "a\n\n", "User: "]), max_size=9)
     )

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import count_examples
 
 from recipes import LLAMA, load, make_shape
 from ulysses_cli.hub import SHIPPED_TABLE
@@ -104,7 +105,7 @@ SPOILED = [*LLAMA, "layer_types", "rope_scaling", "sliding_window", "text_config
 SPOILED += ["head_dim", "query_pre_attn_scalar", "quantization_config", "attn_logit_softcapping"]
 
 
-@settings(max_examples=400)
+@settings(max_examples=count_examples(400))
 @given(st.sampled_from(SPOILED), JSON, st.sampled_from(["llama", "qwen3_moe", "gemma2", "gemma3_text", "novel"]))
 def test_no_value_of_a_config_raises_anything_but_recipe_error(key: str, value: object, model_type: str) -> None:
     try:

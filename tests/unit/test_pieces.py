@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import count_examples
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers_trained import CORPUS, KINDS, train, wrap
 
@@ -49,7 +50,7 @@ def test_pieces_are_token_for_token_the_whole(kind: str) -> None:
     assert encoder.rule.before, encoder.rule.reason
     num_cut = 0
 
-    @settings(max_examples=250)
+    @settings(max_examples=count_examples(250))
     @given(TEXT)
     def check(text: str) -> None:
         nonlocal num_cut

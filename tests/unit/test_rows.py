@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prepared import make_prepared
+from tiers import count_examples
 
 from ulysses_cli.data.problems import DataError
 from ulysses_cli.data.rows import PackedRows, open_rows
@@ -43,7 +44,7 @@ def read_plainly(rows: PackedRows, row: int, documents: list[list[int]], flags: 
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=count_examples(80))
 @given(st.data(), PACKINGS, st.booleans(), st.integers(4, 50), st.integers(0, 5))
 def test_rows_hold_what_the_documents_say(
     data: st.DataObject, packing: str, is_joined: bool, max_length: int, seed: int
@@ -87,7 +88,7 @@ def test_rows_hold_what_the_documents_say(
                 assert shown.tolist() == padded[first:last]
 
 
-@settings(max_examples=25)
+@settings(max_examples=count_examples(50))
 @given(
     st.lists(SOURCE, min_size=1, max_size=2),
     PACKINGS,
@@ -139,7 +140,7 @@ def test_a_weight_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=60), st.floats(0.01, 0.5), st.integers(0, 3))
-@settings(max_examples=30)
+@settings(max_examples=count_examples(60))
 def test_no_document_and_no_copy_of_one_stands_in_both_splits(contents: list[int], share: float, seed: int) -> None:
     documents = [[content, content + 1] for content in contents]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,34 @@
+"""What of the tests runs where: `make test` a case of each class, `make check` a wider sample, `make test-full` all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+QUICK, CHECK, FULL = 0, 1, 2
+TIER = FULL if os.environ.get("ULYSSES_FULL") else CHECK if os.environ.get("ULYSSES_CHECK") else QUICK
+
+
+def sample(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Parameters of a test: those in `quick` for every run, the others from `make check` on."""
+    return [value if value in quick else _mark(value, pytest.mark.check) for value in values]
+
+
+def mark_by(is_quick: bool, is_checked: bool) -> Any:
+    """For a parameter's `marks`."""
+    return () if is_quick else pytest.mark.check if is_checked else pytest.mark.full
+
+
+def _mark(value: Any, mark: Any) -> Any:
+    return pytest.param(*value, marks=mark) if isinstance(value, tuple) else pytest.param(value, marks=mark)
+
+
+def count_examples(number: int) -> int:
+    """Hypothesis draws fewer in the quicker runs."""
+    return max(5, number // (1, 2, 6)[FULL - TIER])
+
+
+NUM_RANKS = sample([2, 4], quick=[2])
