@@ -47,6 +47,7 @@ def test_a_save_may_take_longer_than_the_launcher_would_wait(tmp_path: Path) -> 
     assert not (tmp_path / "failure").exists()
 
 
+@pytest.mark.check
 def test_what_the_launcher_says_of_itself_is_masked(tmp_path: Path) -> None:
     secret, failure = "hf_QwErTyUiOpAsDfGhJkLzXcVb", tmp_path / "failure.json"
     command = [sys.executable, "-m", "ulysses_cli.train.agent", f"--no-such-option={secret}", "-m", "nothing"]

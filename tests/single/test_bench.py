@@ -136,6 +136,7 @@ def test_pairs_are_of_the_same_step() -> None:
     assert compare_pairs({1: 1.0}, {2: 1.0}) is None
 
 
+@pytest.mark.check
 def test_two_worlds_take_steps_in_turns_and_one_goes_on_alone(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     found = run_in_turns(

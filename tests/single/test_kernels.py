@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from attention import Problem, compute_reference, make_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import count_examples
+from tiers import count_examples, sample
 from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -96,7 +97,7 @@ def test_a_kernel_that_is_wrong_is_not_taken(fault: str, dtype: Any, monkeypatch
         choose_kernel("auto", need, CPU)
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 104, 128, 200, 256, 512])
+@pytest.mark.parametrize("head_dim", sample([8, 64, 104, 128, 200, 256, 512], quick=[8, 128]))
 def test_an_honest_bfloat16_kernel_passes(head_dim: int) -> None:
     assert choose_kernel("auto", Need(head_dim, True, True, True), CPU).name == "sdpa"
     assert choose_kernel("auto", Need(head_dim), CPU).name == "sdpa"
@@ -109,8 +110,14 @@ def test_every_back_end_has_a_kernel_and_sdpa_serves_all() -> None:
         assert "sdpa" in list_able(need, "cuda")
 
 
-@pytest.mark.parametrize("rule", [Rule(0.3), Rule(0.3, 100), Rule(0.3, None, 2.0), Rule(0.3, 700, 2.0)], ids=str)
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
+LONG_RULES = [Rule(0.3), Rule(0.3, 100), Rule(0.3, None, 2.0), Rule(0.3, 700, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "heads"),
+    sample(product(LONG_RULES, [(4, 4), (4, 2), (6, 1)]), quick=[(LONG_RULES[1], (4, 2)), (LONG_RULES[3], (6, 1))]),
+    ids=str,
+)
 def test_long_documents_cross_blocks(rule: Rule, heads: tuple[int, int]) -> None:
     """Documents longer than a block of the blockwise kernel, in float64."""
     problem = Problem(
@@ -125,6 +132,7 @@ def test_long_documents_cross_blocks(rule: Rule, heads: tuple[int, int]) -> None
         torch.testing.assert_close(found, expected[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.check
 def test_memory_grows_with_tokens_not_with_their_square() -> None:
     """The largest tensor of a windowed, capped forward and backward over 4 times the tokens is 4 times as large."""
     from torch.utils._python_dispatch import TorchDispatchMode

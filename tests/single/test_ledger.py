@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from live_bytes import LiveBytes
+from tiers import mark_by
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -148,9 +149,12 @@ def predict(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: in
     )
 
 
+LONG = [case for case in SAMPLE if case[0] == "all keys" or "tiles, full" in case[1]]  # seconds each
+
+
 def list_cases() -> list[Any]:
     cases = [(model, levers, size) for model in MODELS for levers in LEVERS for size in (1, 2, 4)]
-    return [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.full) for case in cases]
+    return [pytest.param(*case, marks=mark_by(case in SAMPLE and case not in LONG, case in SAMPLE)) for case in cases]
 
 
 @pytest.mark.parametrize(("model", "levers", "sp_size"), list_cases(), indirect=["sp_size"])

@@ -47,7 +47,11 @@ def compare(case: Case, **changes: Any) -> float:
     return max(measure_difference(run_alone(case), expected).values())
 
 
-@pytest.mark.parametrize("levers", [ALL, Levers(recompute="full", offloaded=9, mlp_tiles=500)], ids=["all", "full"])
+@pytest.mark.parametrize(
+    "levers",
+    [ALL, pytest.param(Levers(recompute="full", offloaded=9, mlp_tiles=500), marks=pytest.mark.check)],
+    ids=["all", "full"],
+)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_family(kind: str, levers: Levers) -> None:
     assert compare(Case(kind, levers)) < TOLERANCE
@@ -307,6 +311,7 @@ def test_host_memory_is_what_layers_keep() -> None:
     assert [run_with_offload(n)[1] for n in (0, 1, 3, 9)] == [0, per_layer, 3 * per_layer, 4 * per_layer]
 
 
+@pytest.mark.check
 def test_a_forward_without_backward_gives_its_buffers_back() -> None:
     offloader, held = run_with_offload(4)
     model = make_loss_model(Case("llama", changes={"num_hidden_layers": 4}), make_axis(None))

@@ -80,6 +80,7 @@ def find_marked(mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [

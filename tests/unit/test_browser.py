@@ -179,6 +179,7 @@ def test_a_run_fits_every_width(run_html: str, tmp_path: Path) -> None:
     assert read_colour(frames[0]["series"]) == drawing.LIGHT_SERIES[0]
 
 
+@pytest.mark.check
 def test_a_gallery_fits_every_width_and_dark_is_dark(tmp_path: Path) -> None:
     frames = measure(tmp_path, make_gallery(), is_dark=True)
     check(frames, 10)
@@ -186,6 +187,7 @@ def test_a_gallery_fits_every_width_and_dark_is_dark(tmp_path: Path) -> None:
     assert read_colour(frames[0]["series"]) == drawing.DARK_SERIES[0]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("is_dark", [False, True])
 def test_the_page_itself_is_shown_without_a_complaint(run_html: str, tmp_path: Path, is_dark: bool) -> None:
     page, picture = tmp_path / "report.html", tmp_path / "report.png"

@@ -1,13 +1,13 @@
 """The commands as a user meets them: exit codes, stdout for data, stderr for talk, no traces, a quick start."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run, run_process
 from typer.testing import CliRunner
 
 from recipes import VALID
@@ -17,18 +17,6 @@ from ulysses_cli.commands.options import DONE, EXIT_CODES, FAILED, USAGE
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny-cpu.yaml")
-
-
-def run(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ulysses_cli", *words],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "NO_COLOR": "1", **environment},
-        timeout=60,
-        check=False,
-    )
 
 
 def test_a_valid_recipe() -> None:
@@ -108,7 +96,7 @@ def test_several_recipes_say_whose_problem_it_is() -> None:
 
 def test_letters_that_a_terminal_cannot_show(tmp_path: Path) -> None:
     (tmp_path / "r\u00e9.yaml").write_text("a: 1\n")
-    done = run("validate-config", str(tmp_path / "r\u00e9.yaml"), PYTHONIOENCODING="ascii")
+    done = run_process("validate-config", str(tmp_path / "r\u00e9.yaml"), PYTHONIOENCODING="ascii")
     assert done.returncode == 2
     assert "r\\xe9.yaml:1:1: a: unknown key" in done.stderr
 
@@ -116,7 +104,7 @@ def test_letters_that_a_terminal_cannot_show(tmp_path: Path) -> None:
 def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     assert "tiny-cpu" in run("recipes", "list").stdout
     assert run("recipes", "show", "tiny-cpu").stdout == Path(TINY).read_text()
-    assert run("recipes", "copy", "tiny-cpu" / "recipes").returncode == 2  # it is there already
+    assert run("recipes", "copy", "tiny-cpu", cwd=ROOT / "recipes").returncode == 2  # it is there already
     target = tmp_path / "new" / "my.yaml"
     assert run("recipes", "copy", "tiny-cpu", str(target)).returncode == 0
     assert target.read_text() == Path(TINY).read_text()

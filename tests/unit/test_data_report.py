@@ -116,6 +116,7 @@ def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
 
 
+@pytest.mark.check
 def test_the_command(tmp_path: Path) -> None:
     recipe = str(ROOT / "recipes" / "tiny-cpu.yaml")
     page = tmp_path / "deep" / "page.html"

@@ -6,7 +6,8 @@ import resource
 from pathlib import Path
 
 import pytest
-from test_cli import ROOT, run
+from commands import run
+from test_cli import ROOT
 
 from ulysses_cli.plan.load import load_recipe
 from ulysses_cli.plan.step_parts import PARTS
@@ -165,6 +166,7 @@ def test_a_written_plan_is_a_recipe_that_validates_and_fits(tmp_path: Path, meth
     assert "add --force" in again.stderr
 
 
+@pytest.mark.check
 def test_a_search_over_8_kinds_and_64_machines_takes_3_seconds() -> None:
     kinds = ",".join(
         f"{name}:512" for name in ["h100-80gb", "h200", "b200", "b300", "a100-80gb", "mi300x", "l40s", "rtx-pro-6000"]
@@ -181,6 +183,7 @@ def test_the_longest_row() -> None:
     assert found[0]["max_length"] > 1_000_000
 
 
+@pytest.mark.check
 def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
     page = tmp_path / "sweep.html"
     done = run("estimate-memory", RECIPE, "--gpu", "a100-40gb", "--sweep", "--html", str(page))

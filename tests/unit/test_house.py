@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,14 @@ MAY_IMPORT = {
 MAX_LINES = 400
 
 
+@cache
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def walk_imports(file: Path) -> Iterator[tuple[str, bool]]:
     """(module, at module level) of every import in a file."""
-    tree = ast.parse(file.read_text())
+    tree = parse(file)
     top = set(tree.body)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -88,7 +94,7 @@ def test_imports(file: Path) -> None:
 def test_a_file_is_a_noun_with_a_purpose_and_a_size(file: Path) -> None:
     assert file.stem not in FORBIDDEN_NAMES
     text = file.read_text()
-    doc = ast.get_docstring(ast.parse(text))
+    doc = ast.get_docstring(parse(file))
     assert doc, file
     assert len(doc.splitlines()) <= 6, file
     assert len(text.splitlines()) <= MAX_LINES, file
@@ -100,7 +106,7 @@ def test_only_report_prints_and_only_the_edge_reads_the_environment(file: Path) 
         f"{node.value.id}.{node.attr}"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         else node.id
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(parse(file))
         if isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
     }
     if get_room(file) != "report":

@@ -242,6 +242,7 @@ def test_so_many_samples_of_each_source(tmp_path: Path) -> None:
         assert len({sample["where"] for sample in samples}) == len(samples) == found
 
 
+@pytest.mark.check
 def test_chats_without_a_template_are_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever workers find in however many rows, and when bad rows are skipped too."""
     from ulysses_cli.data import files
@@ -370,6 +371,7 @@ def start(tmp_path: Path, *overrides: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.check
 def test_two_at_once_and_one_that_is_killed(tmp_path: Path) -> None:
     write_texts(tmp_path, 700)
     killed = start(tmp_path)
@@ -417,6 +419,7 @@ def test_a_store_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
         prepare(tmp_path)
 
 
+@pytest.mark.check
 def test_the_process_speaks_plainly(tmp_path: Path) -> None:
     write_rows(tmp_path, {"text": "a"}, {"text": None})
     process = start(tmp_path)

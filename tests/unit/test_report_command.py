@@ -1,21 +1,18 @@
 """`ulysses report` as a user meets it."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import pytest
 from run_directory import SECRET, write_run
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ulysses_cli", "report", *words]
-    environment = {**os.environ, "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=60, check=False)
+def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return commands.run("report", *words, cwd=cwd)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,41 @@
+"""The command in this process: its words, its streams, its exit code. What a start costs is tested in `run_process`."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+from ulysses_cli import cli
+
+COLOURLESS = {"NO_COLOR": "1"}
+
+
+def run(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    encoding = environment.get("PYTHONIOENCODING", "utf-8")
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding, "backslashreplace", write_through=True) for _ in range(2))
+    code: object = 0
+    with (
+        chdir(cwd or Path.cwd()),
+        mock.patch.dict(os.environ, {**COLOURLESS, **environment}),
+        mock.patch.object(sys, "argv", ["ulysses", *words]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            cli.run()
+        except SystemExit as end:
+            code = end.code
+    number = code if isinstance(code, int) else int(code is not None)
+    texts = [stream.buffer.getvalue().decode(encoding) for stream in (out, err)]  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(["ulysses", *words], number, *texts)
+
+
+def run_process(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ulysses_cli", *words]
+    environ = {**os.environ, **COLOURLESS, **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, timeout=60, check=False)
