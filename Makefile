@@ -4,7 +4,7 @@ RECIPE ?= recipes/tiny-cpu.yaml
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint types bench check clean
+.PHONY: help install demo test test-check test-full lint types bench check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +20,11 @@ install: $(VENV)/installed  ## set up .venv with the tested versions
 demo: install  ## the main job on the embedded recipe (RECIPE=...)
 	ulysses train $(RECIPE) --overwrite
 
-test: install  ## unit tests and a fixed sample of the rank tests
+test: install  ## what to run before each commit: every module, real ranks, resume, a fault of each kind
 	python -m pytest tests
+
+test-check: install  ## the wider sample of tests that CI runs
+	ULYSSES_CHECK=1 python -m pytest tests
 
 test-full: install  ## the whole grids
 	ULYSSES_FULL=1 python -m pytest tests
@@ -37,7 +40,7 @@ bench: install  ## ratios against named peers
 	python benchmarks/train_cpu.py && python benchmarks/levers.py && python benchmarks/buckets.py && python benchmarks/estimate.py
 	python benchmarks/checkpoint.py && python benchmarks/faults.py && python benchmarks/attacks.py
 
-check: lint types test  ## what CI runs
+check: lint types demo test-check  ## what CI runs
 
 clean:  ## remove what was built and run
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -101,7 +101,8 @@ def explain_value(setting: Setting, accepts: Accepts, value: Any, typed: str) ->
     if str(value) in setting.refused:
         return f"{value} is refused", setting.refused[str(value)]
     if value in ("", (), {}):
-        hint, kind = _suggest_default(setting), {str: "text", tuple: "list"}.get(type(value), "mapping")
+        hint = _suggest_default(setting)
+        kind = "text" if isinstance(value, str) else "list" if isinstance(value, tuple) else "mapping"
         return f"is an empty {kind}", f"write something{', or ' if hint else ''}{hint}"
     is_list = accepts.item is not None and isinstance(value, tuple)
     if (is_list or (str in accepts.scalars and isinstance(value, str))) and "max_length" in accepts.bounds:
