@@ -109,8 +109,11 @@ def preload() -> None:
     for name in PRELOADED:
         __import__(name)
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     subprocess_handler.Popen = ForkedPopen
+    # torch notes who called it, for which it looks through every module that is loaded: seconds of each run
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
 
 
 class Command:

@@ -66,6 +66,7 @@ def train_as_it_is(recipe: Recipe) -> list[float]:
     return trip.losses
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("lora", [(), pytest.param(("lora.r=4",), marks=pytest.mark.full)])
 def test_steps_are_bitsandbytes_own_and_lead_where_adamw_leads(stage: int, lora: tuple[str, ...]) -> None:

@@ -147,6 +147,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return made
 
 
+@pytest.mark.check
 def test_a_run_that_is_struck_twice_is_the_run_that_was_not(shop: Workshop) -> None:
     """Killed in the middle of a save; resumed with another rank's death ahead, which is mended without a person."""
     words = ["train.max_steps=12", "run.async_save=true", "run.max_restarts=1"]

@@ -34,6 +34,7 @@ def load_and_read(recipe: Recipe) -> dict[str, torch.Tensor]:
     return read_frequencies(Trip(recipe, MemoryRows(ROWS), 1).built.module.model)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("kind", "stage"), sample(product(KINDS, (3, 2)), quick=[("yarn", 3)]))
 def test_rotary_frequencies_stay_in_float32(kind: str, stage: int, tmp_path: Path) -> None:
     """Also where the model's weights, and under zero.Init everything that it makes, are bfloat16."""

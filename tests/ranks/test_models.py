@@ -130,6 +130,7 @@ def test_a_family_is_exact(model_type: str, num_ranks: int) -> None:
     assert max(run_on_ranks(num_ranks, compare_models, model_type, 1)) < TOLERANCE
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_is_exact_on_one_rank(model_type: str) -> None:
     assert compare_models(model_type, 2) < TOLERANCE

@@ -157,6 +157,22 @@ def test_nothing_outlives_a_killed_launcher(shop: Workshop, who: str, event: str
     go_on_to_the_end(shop, run)
 
 
+def test_a_run_that_is_struck_twice_is_the_run_that_was_not(shop: Workshop) -> None:
+    """A rank is killed in the middle of a save; resumed, another one is lost, which is mended without a person."""
+    command, _, _ = strike(shop, "struck", "save", "one", signal.SIGKILL)
+    _, said = command.communicate(timeout=STOP_SECONDS)
+    assert command.returncode == 1, said
+    assert "rank 1 was killed by SIGKILL" in said
+    plan = {"phase": "micro-step 2", "step": 3, "who": "all", "signal": signal.SIGKILL}
+    command = shop.start("struck", "--resume", "auto", "run.max_restarts=1", plan=plan)
+    _, said = command.communicate(timeout=240)
+    assert command.returncode == 0, said
+    assert command.has_struck
+    assert "restart 1 of 1 (run.max_restarts): a rank was lost" in said
+    assert shop.read_losses("struck") == shop.read_losses("whole")
+    assert shop.read_model("struck") == shop.read_model("whole")
+
+
 @pytest.mark.check
 def test_a_second_signal_ends_at_once(shop: Workshop) -> None:
     command = shop.start("twice", "run.step_timeout=600")

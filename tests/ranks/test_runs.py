@@ -113,6 +113,7 @@ def test_a_step_without_a_finite_loss_is_not_applied_and_its_row_is_named(stage:
         assert re.fullmatch(rf"step {at} was not applied: loss nan, gradient norm (inf|nan|-1), rows 2", warnings[0])
 
 
+@pytest.mark.check
 def test_too_many_bad_steps_end_the_run() -> None:
     with pytest.raises(RankError, match=r"1 step without a finite loss and gradient, 0 allowed"):
         run_on_ranks(2, meet_poison, make_recipe("parallel.sp_size=2", "run.max_bad_steps=0"))

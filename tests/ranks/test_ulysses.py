@@ -167,7 +167,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(max_examples=count_examples(120))
+@settings(max_examples=count_examples(60))
 @given(problems())
 def test_any_problem(problem: Problem) -> None:
     check(4, problem)

@@ -186,6 +186,7 @@ FOUND_BY = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("lora", sample([False, True], quick=[False]))
 def test_without_a_fault_everything_passes(lora: bool, tmp_path: Path) -> None:
     rows = prove_with("none", tmp_path, *(["lora.r=4"] if lora else []))

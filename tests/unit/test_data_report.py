@@ -129,6 +129,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "tokenizing" not in again.stderr
 
 
+@pytest.mark.check
 def test_mistakes_end_with_their_codes(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(VALID.replace("sp_size: 4", "sp_size: 5"))
     done = run(str(tmp_path / "r.yaml"))

@@ -331,6 +331,7 @@ YAML_TRAPS = ["!!python/object:x ", "!x ", "\x00", "\t", "\u2028", "\\0", "--- "
 YAML_BITS = st.sampled_from([*YAML_WORDS, *YAML_MARKS, *YAML_TRAPS])
 
 
+@pytest.mark.check
 @given(
     st.one_of(st.text(max_size=200), st.lists(YAML_BITS, max_size=40).map("".join)),
     st.lists(st.text(max_size=20), max_size=2),

@@ -43,7 +43,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "llama2", "gemma"]))
+@pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "gemma"]))
 def test_pieces_are_token_for_token_the_whole(kind: str) -> None:
     backend = train(kind)
     encoder = Encoder(wrap(backend))
@@ -65,7 +65,7 @@ def test_pieces_are_token_for_token_the_whole(kind: str) -> None:
     assert num_cut > 5
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "llama2", "gemma"]))
+@pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "gemma"]))
 def test_documents_are_what_transformers_makes_of_them(kind: str) -> None:
     tokenizer = wrap(train(kind))
     encoder = Encoder(tokenizer)
@@ -74,7 +74,7 @@ def test_documents_are_what_transformers_makes_of_them(kind: str) -> None:
         assert ids.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "llama2", "gemma"]))
+@pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "gemma"]))
 def test_a_long_document_is_cut_and_stays_the_same(kind: str) -> None:
     draw = random.Random(0)
     text = " ".join(draw.choice(CORPUS)[draw.randrange(20) :] for _ in range(20_000))

@@ -108,6 +108,7 @@ def test_what_a_setting_makes_anew(tmp_path: Path, override: str, has_new_tokens
     assert (set((tmp_path / "store" / "tokens").glob("[!.]*")) != stores) == bool(has_new_tokens)
 
 
+@pytest.mark.check
 def test_workers_make_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ulysses_cli.data import files
 

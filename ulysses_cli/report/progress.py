@@ -71,10 +71,10 @@ class Display:
                 for line in _list_lines(rest):
                     self._screen.say(line)
             case "warning":
-                first, *more = str(rest.pop("message", "")).splitlines() or [""]
-                self._screen.say(f"warning: {first}{_tail(rest)}", "yellow")
-                for line in more:  # indented, so that no value can look like an event of its own
-                    self._screen.say(f"  {line.strip()}", "yellow")
+                details = rest.pop("details", ())
+                self._screen.say(f"warning: {rest.pop('message', '')}{_tail(rest)}", "yellow")
+                for line in details:  # indented, so that no value can look like an event of its own
+                    self._screen.say(f"  {line}", "yellow")
             case "saved":
                 took = f" in {format_seconds(rest['seconds'])}" if is_number(rest.get("seconds")) else ""
                 self._screen.say(f"saved {rest.get('path', '')}{took}", "green")

@@ -55,7 +55,9 @@ class Record:
         self.tell(event="plan", text=text)
 
     def warn(self, text: str) -> None:
-        self.tell(event="warning", message=text)
+        """Lines after the first are details."""
+        message, *details = text.splitlines() or [""]
+        self.tell(event="warning", message=message, details=[line.strip() for line in details])
 
     def enter(self, phase: str) -> None:
         self.phase = phase
