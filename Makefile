@@ -1,6 +1,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 RECIPE ?= recipes/tiny-cpu.yaml
+SPREAD ?= --numprocesses 2 --dist loadfile
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
@@ -21,10 +22,10 @@ demo: install  ## the main job on the embedded recipe (RECIPE=...)
 	ulysses train $(RECIPE) --overwrite
 
 test: install  ## what to run before each commit: every module, real ranks, resume, a fault of each kind
-	python -m pytest tests
+	python -m pytest tests $(SPREAD)
 
 test-check: install  ## the wider sample of tests that CI runs
-	ULYSSES_CHECK=1 python -m pytest tests
+	ULYSSES_CHECK=1 python -m pytest tests $(SPREAD)
 
 test-full: install  ## the whole grids
 	ULYSSES_FULL=1 python -m pytest tests

@@ -246,6 +246,7 @@ def test_frozen_inputs_and_second_derivatives() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.check
 def test_the_operators_keep_torchs_rules() -> None:
     """Fakes agree with the real thing in shape, dtype and strides; nothing is aliased or changed in place."""
     q, k = torch.randn(16, 4, 8), torch.randn(16, 2, 8)

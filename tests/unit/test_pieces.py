@@ -119,6 +119,7 @@ def test_letters_that_a_token_joins_to_a_space_are_barred() -> None:
     assert all(("a b " * 100)[at - 1] == "b" for at in rule.find_cuts("a b " * 100, 20))
 
 
+@pytest.mark.check
 def test_a_cut_that_fails_in_its_neighbourhood_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder(wrap(train("gpt2")))
     monkeypatch.setattr(Encoder, "_holds", lambda *_: False)

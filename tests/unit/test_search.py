@@ -82,6 +82,7 @@ def test_a_plan_is_what_its_recipe_is(length: int, is_lora: bool, kinds: tuple[s
     assert found.by_cost or found.walls
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("openai/gpt-oss-120b", "b300:8"), ("microsoft/phi-4", "b300:1"), ("Qwen/Qwen3-4B", "h100-80gb:1")],
@@ -159,6 +160,7 @@ def test_nothing_fits_a_gpu_that_is_too_small() -> None:
     assert search_longest(Wish(LLAMA, 0, 10**9), [Offer(tiny, 1)]) == []
 
 
+@pytest.mark.check
 def test_a_plan_for_experts_and_for_adapters() -> None:
     moe = Wish(SHAPES["Qwen/Qwen3-30B-A3B"], 2**17, 10**8)
     assert search(moe, offer("h200:8")).by_cost
