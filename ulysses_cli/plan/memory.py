@@ -152,8 +152,11 @@ def _walk_all(job: Job) -> Iterator[Moment]:
     norm = {"norm_backward": head.compute_final_norm_backward(job)}
     at_norm = {**at_loss, "parameters_gathered": job.dtype_bytes * gathered.norm}
     yield Moment("backward", "final norm", {**at_norm, **saved, **tied, **norm})
+    if leaves := states.compute_head_flush(job):  # when the final norm's gradient comes
+        residual = {"residual_gradient": layer.compute_layer_input(job)}
+        yield Moment("backward", "head's gradient leaves", {**at_norm, **residual, "reduce_flush": leaves})
     base = {**held, **kept, **tied, "residual_gradient": layer.compute_layer_input(job)}
-    base["head_gradient"] = lower_stages.compute_kept_head_gradient(job)
+    base["kept_gradients"] = lower_stages.compute_kept_gradients(job, 1)
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
     for kind in job.shape.layer_kinds:
         for place, moment in walk_layer_backward(job, kind, base):
@@ -161,6 +164,10 @@ def _walk_all(job: Job) -> Iterator[Moment]:
             if job.zero_stage < 3 and 0 <= sent.layer < job.shape.num_layers:
                 name, lines = f"{moment.name}, {SENT}", drop_layers(job, moment.lines, sent.layer + 1)
                 yield Moment(moment.phase, name, lines)
+            for below, num_sent in lower_stages.list_layers_below(job).items():
+                lines = drop_layers(job, moment.lines, below + 1)
+                large = {"kept_gradients": lower_stages.compute_kept_gradients(job, num_sent)}
+                yield Moment(moment.phase, f"{moment.name}, {SENT}", {**lines, **large})
         yield from walk_flushes(job, kind, base, gathered)
     yield from _walk_ends(job, held, gathered)
 
@@ -201,11 +208,10 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[Moment]:
         added = {line: head.compute_added_gradient(job)}
         yield Moment(phase, "head's gradient is added", {**at_loss, **final, **tiles, **added})
         final = {"final_norm": layer.compute_norm_saved(job, job.shape.hidden_size)}
-    oversize = states.compute_oversize_gradient(job, head.count_head_elements(job)) * head.trains_head(job)
     gradient, logits = {"head_gradient": head.compute_head_gradient(job)}, {line: head.compute_logits_gradient(job)}
     if job.dtype_bytes < 4:  # a float32 sum is the gradient itself
         yield Moment("backward", "head's gradient", {**at_loss, **final, **tiles, **gradient, **logits})
-    tiles["head_accumulator"], gradient["oversize_gradient"] = 0, oversize  # the sum has gone when its cast leaves
+    tiles["head_accumulator"] = 0  # the sum has gone when its cast leaves
     if lower_stages.sends_head(job):
         num = head.count_head_elements(job)
         gradient = {"reduce_flush": states.compute_flush(job, num, num, 0)}
@@ -216,7 +222,7 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
     """After the layers: the embedding's gradient, the optimizer, evaluation and saving."""
     b, embedding = job.dtype_bytes, head.compute_head_gradient(job)
     end = {**held, "parameters_gathered": b * gathered.embedding}
-    end["head_gradient"] = lower_stages.compute_kept_head_gradient(job)
+    end["kept_gradients"] = lower_stages.compute_kept_gradients(job, job.weights.num_trained)
     came = {"residual_gradient": layer.compute_layer_input(job), "embedding_gradient": embedding}
     # a tied weight's two gradients are added to a third
     tied = {"embedding_gradient": embedding * (3 if job.shape.tie_word_embeddings else 1)}
@@ -248,6 +254,8 @@ def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[Mome
     loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job, trains=False)}
     at_loss = {"parameters_gathered": job.dtype_bytes * gathered.loss, "residual": layer.compute_layer_input(job)}
     yield Moment("evaluation", "loss", {**held, **at_loss, **loss})
+    all_came = {"parameters_gathered": job.dtype_bytes * gathered.end}
+    yield Moment("evaluation", "gathered weights are let go", {**held, **all_came})
 
 
 def _walk_load(job: Job, gathered: Gathered) -> Iterator[Moment]:

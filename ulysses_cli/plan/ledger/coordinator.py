@@ -132,6 +132,17 @@ class Coordinator:
             self.held -= self.flat[number]
         return peak
 
+    def count_when_all_came(self) -> int:
+        """The most elements in memory if all that is on its way were waited for, gather by gather
+        (_clean_inflight_param_registry)."""
+        held = peak = self.held
+        for number in dict.fromkeys(self.in_flight.values()):
+            if number in self.copied:
+                held -= self.flat[number]
+            else:
+                peak = max(peak, held + self.flat[number])
+        return peak
+
     def _release(self, visit: Visit) -> None:
         module = self.modules[visit.module]
         if not module.weights and not visit.is_backward:

@@ -30,7 +30,7 @@ class Gathered:
     training, when DeepSpeed does not know the order of modules: in the forward that proves the head, or of one trained
     weight for its gradient's hook (stage3.py: create_reduce_and_remove_grad_hooks). `final` is at hand in the final
     norm's forward, `head` while the head is fetched, `loss` until its backward, `norm` in the final norm's, `embedding`
-    at the end of the step."""
+    at the end of the step, `end` at that of an evaluation, which waits for all that is on its way."""
 
     forward: dict[str, Highs]
     backward: dict[str, Highs]
@@ -40,6 +40,7 @@ class Gathered:
     loss: int = 0
     norm: int = 0
     embedding: int = 0
+    end: int = 0
     persistent: int = 0
 
     def get_highs(self, phase: str, place: str) -> Highs:
@@ -77,7 +78,7 @@ def _replay(
     visits = list(Tree(modules).walk_step(recomputes=recomputes, trains_embedding=adapters is None))
     coordinator = Coordinator(modules, visits, engine, joins_mlps=is_whole, splits=splits)
     found: dict[tuple[str, str], dict[int, int]] = {}
-    most = {"final": 0, "head": 0, "loss": 0, "norm": 0, "embedding": 0}
+    most = {"final": 0, "head": 0, "loss": 0, "norm": 0, "embedding": 0, "end": 0}
     for visit in visits:
         module, before = modules[visit.module], coordinator.held
         peak = coordinator.follow(visit)
@@ -91,6 +92,7 @@ def _replay(
                 layers[module.layer] = max(layers.get(module.layer, 0), num_elements)
         elif module.part == HEAD and visit.enters:
             most["head"] = max(most["head"], peak)
+            most["end"] = coordinator.count_when_all_came() if not visit.is_backward else most["end"]
             if visit.is_backward:
                 name = "norm" if module.name == "norm" else "loss"
                 most[name] = max(most[name], coordinator.held)
@@ -124,7 +126,7 @@ def name_place(module: Module, visit: Visit) -> str:
     if module.in_mlp and not visit.is_backward:
         return _name_mlp_place(module, visit)
     if module.in_mlp:
-        return "mlp" if visit.enters else ""
+        return _name_mlp_backward(module, visit)
     if module.name == "o_proj":
         return "attention" if visit.enters != visit.is_backward else ""
     return module.name.rstrip("1234") if visit.enters and module.name.endswith(("norm", "1", "2", "3", "4")) else ""
@@ -141,6 +143,15 @@ def _name_mlp_place(module: Module, visit: Visit) -> str:
     if module.name in ("router", "experts") or (module.name == "mlp" and module.weights):
         return "mlp"
     return "down" if module.name.startswith("down_proj") else "gate"
+
+
+def _name_mlp_backward(module: Module, visit: Visit) -> str:
+    """Frozen matrices that were recomputed with leave behind the last one, before the widest of the inside."""
+    if not visit.enters:
+        return "mlp" if module.name == "down_proj" else ""
+    if module.weights and module.name in ("mlp", "router", "experts"):
+        return "mlp"
+    return "down" if module.name.startswith("down_proj") else "gate" if module.name != "mlp" else ""
 
 
 def _list_highs(layers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -157,8 +157,8 @@ def compute_inside_gone(job: Job, weight: str) -> int:
 
 
 def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
-    """Beside what is saved: 2 i b at the product's backward (three gradients come, one saved tensor has gone), or the
-    gradient of one matrix at a time. Experts, for each of k choices: three gradients of its copies, 3 h b, or float32
+    """Beside what is saved: 2 i b at the product's backward (three gradients come, one saved tensor has gone); in a tile
+    or the gradient of one matrix at a time. Experts, for each of k choices: three gradients of its copies, 3 h b, or float32
     where they are weighed so; or one of the inner width and the gradients of all experts' matrices."""
     shape, b, trained = job.shape, job.dtype_bytes, job.adapters is None
     if layer.num_experts:
@@ -171,6 +171,20 @@ def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
         )
     matrix = b * shape.hidden_size * shape.intermediate_size * trained
     return b * shape.intermediate_size * tokens + max(b * shape.intermediate_size * tokens, matrix)
+
+
+def compute_down_backward(job: Job) -> int:
+    """At the last matrix, beside what is saved: the product's gradient, b i S, twice where an adapter has one to add;
+    and the matrix's own."""
+    matrix = job.shape.hidden_size * job.shape.intermediate_size * (job.adapters is None)
+    return job.dtype_bytes * ((1 + _adapts_last(job)) * job.shape.intermediate_size * job.local_tokens + matrix)
+
+
+def compute_gate_backward(job: Job) -> int:
+    """At the first matrices, beside what is saved: b h S, their input's gradient, and that of a matrix. Of the inside
+    the gate is left, with as many gradients as else has gone."""
+    matrix = job.shape.hidden_size * job.shape.intermediate_size * (1 + _is_fused_mlp(job)) * (job.adapters is None)
+    return compute_layer_input(job) + job.dtype_bytes * matrix
 
 
 def count_mlp_tile_tokens(job: Job) -> int:

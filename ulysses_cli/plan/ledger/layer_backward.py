@@ -34,7 +34,11 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         yield "norm", at("norm behind the MLP", whole, mlp, norm_backward=norm_work)
         if kept := layer.compute_kept_output(job):
             base = {**base, "kept_mlp_outputs": base["kept_mlp_outputs"] - kept}
-    yield "mlp", at("mlp", whole, _count_mlp_left(job, kind), mlp=layer.compute_mlp_backward(job, kind))
+    left = _count_mlp_left(job, kind)
+    if not kind.num_experts and not layer.is_tiled(job):
+        yield "down", at("the MLP's last matrix", whole, left, mlp=layer.compute_down_backward(job))
+        yield "gate", at("gate and up", whole, left, mlp=layer.compute_gate_backward(job))
+    yield "mlp", at("mlp", whole, left, mlp=layer.compute_mlp_backward(job, kind))
     yield "norm", at("norm", whole, norm_saved, norm_backward=norm_work + own_input)
     rest = attention - layer.compute_output_input(job) + result
     yield "attention", at("exchange", rest, 0, attention_exchange=layer.compute_attention_exchange(job))
@@ -81,8 +85,9 @@ def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iter
             "reduce_flush": states.compute_flush(job, flush.num_elements, flush.largest, flush.num_before),
             "parameters_gathered": job.dtype_bytes * num_gathered,
             lower_stages.MOVED: lower_stages.compute_moved(job, flush.num_sent),
+            "kept_gradients": lower_stages.compute_kept_gradients(job, flush.num_before),
             # in tiles all weights' gradients leave the MLP at once (train/tiled_mlp.py)
-            "tiles_gradients": job.dtype_bytes * flush.num_waiting * layer.is_tiled(job),
+            "coming_gradients": job.dtype_bytes * (flush.num_waiting if layer.is_tiled(job) else flush.num_coming),
         }
         moment = _make_inside(job, kind, base, SENT if flush.num_before else FIRST_SENT, whole, left, work)
         yield Moment(moment.phase, moment.name, drop_layers(job, moment.lines, flush.layer + 1))
@@ -92,8 +97,8 @@ def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iter
 def _list_fullest_flushes(
     weights: Weights, bucket: int, mlp: Highs, attention: Highs
 ) -> tuple[tuple[states.Flush, int], ...]:
-    """The first in an MLP and in an attention, and later ones with more in the bucket or gathered -> each with what is
-    gathered."""
+    """The first of all, the next in an MLP and in an attention, and later ones with more in the bucket or gathered ->
+    each with what is gathered."""
     most, found = {True: (-1, -1), False: (-1, -1)}, []
     last = max(module.layer for module in weights.modules)
     for flush in states.list_flushes(weights, bucket):
@@ -101,6 +106,7 @@ def _list_fullest_flushes(
         num_gathered = max(elements for above, elements in highs if above <= last - flush.layer)
         fullest, gathered = most[flush.in_mlp]
         if num_gathered > gathered or flush.num_elements > fullest:
-            most[flush.in_mlp] = max(flush.num_elements, fullest), max(num_gathered, gathered)
+            if flush.num_before:  # only then is this rank's share laid by
+                most[flush.in_mlp] = max(flush.num_elements, fullest), max(num_gathered, gathered)
             found.append((flush, num_gathered))
     return tuple(found)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import HEAD, LAYERS, Weights, count_shard
+from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard
 
 MOVED = "moved"  # a line that is taken from the gradients
 NORM_BYTES = 8  # runtime/utils.py: get_norm_dtype
@@ -129,13 +129,48 @@ def sends_head(job: Job) -> bool:
     return find_first_sent(job.weights, job.engine.reduce_bucket).layer == ABOVE
 
 
-def compute_kept_head_gradient(job: Job) -> int:
-    """b V h: with the flat buffer a gradient is cleared at the end of the backward, and only then; one that is larger
-    than the bucket has memory of its own. A tied head's comes last."""
+def compute_kept_gradients(job: Job, num_sent: int) -> int:
+    """With the flat buffer this rank's gradients are cleared at the end of the backward, and only then
+    (copy_grads_in_partition); of those that have come when `num_sent` elements were sent, one that is larger than the
+    bucket has memory of its own. A tied head's comes last."""
     if job.zero_stage == 3 or not is_compact(job):
         return 0
-    large = (size for name, size in _list_head(job) if name != "embedding" and size > job.engine.reduce_bucket)
-    return job.dtype_bytes * sum(large)
+    large = list_large(job.weights, job.engine.reduce_bucket, job.world_size)
+    return job.dtype_bytes * sum(each.num_elements for each in large if each.num_before < num_sent)
+
+
+@dataclass(frozen=True)
+class Large:
+    """A weight larger than the bucket, a part of which is the last rank's: what is sent before it, and in which layer
+    it is, -1 outside all."""
+
+    num_before: int
+    num_elements: int
+    layer: int
+
+
+@lru_cache(maxsize=64)
+def list_large(weights: Weights, bucket: int, num_ranks: int) -> tuple[Large, ...]:
+    """In the order in which a backward makes gradients. The last rank's share is what comes first."""
+    share = count_shard(weights.num_trained, num_ranks)
+    found, sent, seen = [], 0, {"embedding"}
+    for module in reversed(weights.modules):
+        for name, size in reversed(module.weights):
+            if not module.is_trained or name in seen:
+                continue
+            seen.add(name)
+            if size > bucket and sent < share:
+                found.append(Large(sent, size, module.layer))
+            sent += size
+    return tuple(found)
+
+
+def list_layers_below(job: Job) -> dict[int, int]:
+    """Layers with more kept in layers above them than there is before any, and how many elements are sent by then."""
+    if job.zero_stage == 3 or not is_compact(job):
+        return {}
+    large = list_large(job.weights, job.engine.reduce_bucket, job.world_size)
+    return {each.layer - 1: each.num_before + each.num_elements for each in large if each.layer > 0}
 
 
 def compute_load_transients(job: Job) -> int:
@@ -170,8 +205,3 @@ def compute_host_pinned(job: Job) -> int:
 
 def _count_largest(job: Job) -> int:
     return max(size for module in job.weights.modules if module.is_trained for _, size in module.weights)
-
-
-def _list_head(job: Job) -> tuple[tuple[str, int], ...]:
-    trained = (module for module in job.weights.modules if module.part == HEAD and module.is_trained)
-    return tuple(each for module in trained for each in module.weights)

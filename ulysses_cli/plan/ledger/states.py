@@ -91,7 +91,8 @@ def _count_sent_bytes(job: Job) -> int:
 @dataclass(frozen=True)
 class Flush:
     """The bucket is sent: in the backward of which weight of which layer, how full it was, and how much has been sent
-    by then in all. `num_waiting`: in an MLP, elements of that weight and of those whose gradients come after it."""
+    by then in all. `num_coming`: elements of that weight; `num_waiting`: in an MLP, and of those whose gradients come
+    after it."""
 
     layer: int
     weight: str
@@ -99,6 +100,7 @@ class Flush:
     num_elements: int
     num_sent: int
     largest: int
+    num_coming: int
     num_waiting: int
 
     @property
@@ -126,7 +128,7 @@ def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
                 if module.part == LAYERS:
                     rest = size + sum(n for key, n in mlps.get(module.layer, {}).items() if key not in seen)
                     place = module.layer, name.partition(".")[2], module.in_mlp
-                    found.append(Flush(*place, filled, sent, largest, rest * module.in_mlp))
+                    found.append(Flush(*place, filled, sent, largest, size, rest * module.in_mlp))
                 filled = largest = 0
             filled, largest = filled + size, max(largest, size)
     return tuple(found)
@@ -167,13 +169,22 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
     if job.zero_stage == 3:
         is_alone = num_elements == largest and num_elements % job.world_size == 0  # and is not laid flat
         sent = 0 if is_alone else num_elements * _count_sent_bytes(job)
-        sent = compute_oversize_gradient(job, num_elements) if is_large else sent
+        sent += compute_oversize_gradient(job, num_elements)
+        if job.engine.communication_bytes != job.engine.gradient_bytes:  # this rank's shares are cast back
+            sent += job.engine.gradient_bytes * count_shard(num_elements, job.world_size)
         share = count_shard(largest, job.world_size)
         norm = lower_stages.NORM_BYTES * min(share, NORM_ELEMENTS) + job.engine.gradient_bytes * share
         return own + sent + takes_norm * norm
     ours = min(largest, max(0, shard - num_before))  # the last rank's share is what is sent first
     norm = takes_norm * lower_stages.NORM_BYTES * ours
     return own + max(_compute_lower_sent(job, num_elements), norm)
+
+
+def compute_head_flush(job: Job) -> int:
+    """At stage 3, of a head that is larger than the bucket. A tied one's gradient leaves with the embedding's."""
+    num = job.shape.vocab_size * job.shape.hidden_size
+    is_sent = job.zero_stage == 3 and job.adapters is None and not job.shape.tie_word_embeddings
+    return compute_flush(job, num, num, 0) if is_sent and num > job.engine.reduce_bucket else 0
 
 
 def _compute_lower_sent(job: Job, num_elements: int) -> int:
