@@ -350,10 +350,11 @@ def test_the_largest_is_found(limit: int) -> None:
 
 
 def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
+    """With levers that leave no other wall than memory."""
     from ulysses_cli.hardware_table import load_hardware
 
     gpu = load_hardware().get_gpu("h200")
-    job = Job(LLAMA, Layout(1, 1, 8), 4096, Levers(tiled_loss=True))
+    job = Job(LLAMA, Layout(1, 1, 8), 4096, Levers(tiled_loss=True, tiled_mlp=True))
     longest = find_max_length(job, gpu)
     at = replace(job, row_tokens=longest)
     assert judge(at, compute_ledger(at), gpu).verdict == "fits"
