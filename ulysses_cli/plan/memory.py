@@ -175,6 +175,7 @@ def _walk_all(job: Job) -> Iterator[Moment]:
 def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
     """What each place of a layer's forward works with."""
     yield "attention", {"attention": layer.compute_attention_forward(job)}
+    yield "fetch", {"mlp": 2 * layer.compute_layer_input(job)}  # before any of the MLP is computed
     adapters = {"lora": layer.compute_adapter_work(job, kind)}
     yield "mlp", {"mlp": layer.compute_mlp_forward(job, kind), **adapters}
     if not kind.num_experts and not job.levers.tiled_mlp:
@@ -212,9 +213,6 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[Moment]:
     if job.dtype_bytes < 4:  # a float32 sum is the gradient itself
         yield Moment("backward", "head's gradient", {**at_loss, **final, **tiles, **gradient, **logits})
     tiles["head_accumulator"] = 0  # the sum has gone when its cast leaves
-    if lower_stages.sends_head(job):
-        num = head.count_head_elements(job)
-        gradient = {"reduce_flush": states.compute_flush(job, num, num, 0)}
     yield Moment("backward", "head's gradient leaves", {**at_loss, **final, **tiles, **gradient, **logits})
 
 

@@ -90,6 +90,9 @@ def _replay(
                 key = "backward" if visit.is_backward else "forward", place
                 layers = found.setdefault(key, {})
                 layers[module.layer] = max(layers.get(module.layer, 0), num_elements)
+            if visit.enters and module.in_mlp and not (visit.is_backward or visit.is_recomputing):
+                layers = found.setdefault(("forward", "fetch"), {})
+                layers[module.layer] = max(layers.get(module.layer, 0), peak)
         elif module.part == HEAD and visit.enters:
             most["head"] = max(most["head"], peak)
             most["end"] = coordinator.count_when_all_came() if not visit.is_backward else most["end"]

@@ -157,8 +157,8 @@ def compute_inside_gone(job: Job, weight: str) -> int:
 
 
 def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
-    """Beside what is saved: 2 i b at the product's backward (three gradients come, one saved tensor has gone); in a tile
-    or the gradient of one matrix at a time. Experts, for each of k choices: three gradients of its copies, 3 h b, or float32
+    """Beside what is saved: 2 i b at the product's backward (three gradients come, one saved tensor has gone), or the
+    gradient of one matrix at a time. Experts, for each of k choices: three gradients of its copies, 3 h b, or float32
     where they are weighed so; or one of the inner width and the gradients of all experts' matrices."""
     shape, b, trained = job.shape, job.dtype_bytes, job.adapters is None
     if layer.num_experts:

@@ -181,9 +181,11 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
 
 
 def compute_head_flush(job: Job) -> int:
-    """At stage 3, of a head that is larger than the bucket. A tied one's gradient leaves with the embedding's."""
+    """Of a head that is sent by itself. A tied one's gradient leaves with the embedding's."""
     num = job.shape.vocab_size * job.shape.hidden_size
-    is_sent = job.zero_stage == 3 and job.adapters is None and not job.shape.tie_word_embeddings
+    if job.zero_stage < 3:
+        return compute_flush(job, num, num, 0) if lower_stages.sends_head(job) else 0
+    is_sent = job.adapters is None and not job.shape.tie_word_embeddings
     return compute_flush(job, num, num, 0) if is_sent and num > job.engine.reduce_bucket else 0
 
 
@@ -235,11 +237,13 @@ def compute_step_transients(job: Job) -> int:
 
 def compute_weight_made(job: Job) -> int:
     """b V h: each weight is made whole before it is split (partition_parameters.py: Init), the head last; or all of a
-    module's, which are gathered to be drawn (transformers/integrations/deepspeed.py: initialize_weights_zero3). A tied
-    head is made all the same, b V h / W, and let go later."""
+    module's, which are gathered to be drawn (transformers/integrations/deepspeed.py: initialize_weights_zero3), from
+    the host with their shards beside them. A tied head is made all the same, b V h / W, and let go later."""
     head = job.shape.vocab_size * job.shape.hidden_size
     tied = count_shard(head, job.world_size) if job.shape.tie_word_embeddings else 0
-    return job.dtype_bytes * (max(head, job.weights.largest_module) + tied)
+    drawn = job.weights.largest_module
+    arriving = compute_arriving(job, drawn) if job.world_size > 1 else 0
+    return max(job.dtype_bytes * head, job.dtype_bytes * drawn + arriving) + job.dtype_bytes * tied
 
 
 def compute_load_transients(job: Job) -> int:
