@@ -23,6 +23,7 @@ PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
 EMBEDDED, LAST_SENT, FIRST = "embedding", "last gradients are reduced", "the first "
 MAKING, BETWEEN = "master weights are made", "between micro-steps"
 PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
+BEFORE_ATTENTION = ("the MLP's last matrix", "gate and up", "mlp", "norm")
 INPUT_BYTES = 24  # of a token: its number, label and position
 
 
@@ -110,7 +111,7 @@ def _settle_shards(job: Job, moment: Moment) -> Moment:
 def _settle_gradients(job: Job, moment: Moment) -> Moment:
     """Below ZeRO-3 gradients and buckets come and go."""
     phase = moment.phase if moment.name != BETWEEN else "forward"
-    is_reducing = phase == "backward" and moment.name not in BEFORE_GRADIENTS
+    is_reducing = phase == "backward" and moment.name not in _list_before_gradients(job)
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
     is_sending = moment.name.endswith((SENT, EMBEDDED, LAST_SENT))
     has_sent = sent.layer == lower_stages.ABOVE or (is_sending and not moment.name.startswith(FIRST))
@@ -122,6 +123,14 @@ def _settle_gradients(job: Job, moment: Moment) -> Moment:
         "reduce_bucket": lower_stages.compute_buckets(job, is_reducing=is_reducing) if phase in PASSES else 0,
     }
     return Moment(moment.phase, moment.name, {**moment.lines, **lines, lower_stages.MOVED: 0})
+
+
+def _list_before_gradients(job: Job) -> tuple[str, ...]:
+    """Moments of a backward before its first gradient: of adapters, those that come before the last layer's."""
+    if job.adapters is None:
+        return BEFORE_GRADIENTS
+    in_mlp = () if job.adapters.adapts(*job.family.mlp_modules) else BEFORE_ATTENTION
+    return (*BEFORE_GRADIENTS, "final norm", "recomputation", "norm behind the MLP", *in_mlp)
 
 
 def _walk_all(job: Job) -> Iterator[Moment]:
@@ -164,6 +173,9 @@ def _walk_all(job: Job) -> Iterator[Moment]:
             if job.zero_stage < 3 and 0 <= sent.layer < job.shape.num_layers:
                 name, lines = f"{moment.name}, {SENT}", drop_layers(job, moment.lines, sent.layer + 1)
                 yield Moment(moment.phase, name, lines)
+            if job.zero_stage < 3 and job.adapters is not None and job.shape.num_layers > 1:  # gradients have come
+                lines = drop_layers(job, moment.lines, job.shape.num_layers - 1)
+                yield Moment(moment.phase, f"{moment.name}, one layer down", lines)
             for below, num_sent in lower_stages.list_layers_below(job).items():
                 lines = drop_layers(job, moment.lines, below + 1)
                 large = {"kept_gradients": lower_stages.compute_kept_gradients(job, num_sent)}

@@ -141,12 +141,14 @@ def compute_norm_behind_saved(job: Job) -> int:
 
 def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
     """4 i b: gate, activated gate, up and, for the last matrix, their product. Experts: for each choice of a token also
-    its copy and the expert's output, 2 h b."""
+    its copy and the expert's output, 2 h b; what a matrix is given is saved for its gradient alone."""
     shape, b = job.shape, job.dtype_bytes
     if not layer.num_experts:
         return (3 + saves_input(job, "down_proj")) * b * shape.intermediate_size * tokens
-    inner = EXPERT_INNER_SAVED.get(shape.model_type, 4) * shape.moe_intermediate_size
-    return shape.num_experts_per_token * (b * (inner + 2 * shape.hidden_size) + EXPERT_INDEX_BYTES) * tokens
+    trained = job.adapters is None
+    inner = (EXPERT_INNER_SAVED.get(shape.model_type, 4) - 1 + trained) * shape.moe_intermediate_size
+    width = inner + (1 + trained) * shape.hidden_size
+    return shape.num_experts_per_token * (b * width + EXPERT_INDEX_BYTES) * tokens
 
 
 def compute_inside_gone(job: Job, weight: str) -> int:
