@@ -15,8 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,23 +110,30 @@ def _first_host(nodes: str) -> str:
     return (found[1] + (found[2] or "")) if found else ""
 
 
-def make_launcher_args(nodes: Nodes, max_restarts: int, extra: Sequence[str] = ()) -> list[str]:
-    """For torch's elastic launcher. Any node may start first: they meet at the master's address."""
+@contextmanager
+def open_meeting(nodes: Nodes) -> Iterator[Path | None]:
+    """One machine's ranks meet in a new folder that is the user's alone. None for several: they need an address."""
+    if nodes.count > 1:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="ulysses-meeting-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def make_launcher_args(
+    nodes: Nodes, max_restarts: int, extra: Sequence[str] = (), meeting: Path | None = None
+) -> list[str]:
+    """For torch's elastic launcher. On one machine nothing listens: it unpickles what its store holds, and a port would
+    let in whoever reaches the machine. Of several machines any may start first: they meet at the master's address."""
     args = [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.processes_here}", f"--max-restarts={max_restarts}"]
-    if nodes.count == 1:
-        args += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_find_free_port()}", "--rdzv-id=ulysses"]
-        args += ["--local-addr=localhost"]
+    if meeting is not None:
+        args += ["--rdzv-backend=c10d", f"--rdzv-endpoint={meeting / 'launcher'}", "--rdzv-conf=store_type=file"]
+        args += ["--rdzv-id=ulysses", "--local-addr=localhost"]
     else:
         is_host = "true" if nodes.rank == 0 else "false"
         args += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.master_addr}:{nodes.master_port}"]
         args += ["--rdzv-id=ulysses", f"--rdzv-conf=is_host={is_host}"]
     return [*args, *extra]
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def count_places(device: str) -> int:
@@ -134,7 +143,9 @@ def count_places(device: str) -> int:
     return sum(file.name.removeprefix("nvidia").isdecimal() for file in Path("/dev").glob("nvidia*"))
 
 
-def make_environment(environ: Mapping[str, str], device: str, processes_here: int) -> dict[str, str]:
+def make_environment(
+    environ: Mapping[str, str], device: str, processes_here: int, meeting: Path | None = None
+) -> dict[str, str]:
     """What ranks must find before torch is imported. What the user has set stays."""
     ours = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": PEER_SHUTDOWN_SECONDS,
@@ -144,6 +155,8 @@ def make_environment(environ: Mapping[str, str], device: str, processes_here: in
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
+    if meeting is not None:  # ranks of one machine talk over its loopback alone
+        ours |= {"ULYSSES_MEETING": str(meeting), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if device == "cpu":
         ours["DS_ACCELERATOR"] = "cpu"
     else:

@@ -58,9 +58,16 @@ def test_machines_that_do_not_fit_are_refused(world_size: int, environ: dict[str
 
 
 def test_the_launchers_command_line() -> None:
-    alone = make_launcher_args(Nodes(processes_here=2), 0, ["--log-dir=x"])
+    with launch.open_meeting(Nodes(processes_here=2)) as meeting:
+        assert meeting is not None
+        assert meeting.stat().st_mode & 0o777 == 0o700
+        alone = make_launcher_args(Nodes(processes_here=2), 0, ["--log-dir=x"], meeting)
+    assert not meeting.exists()
     assert alone[:3] == ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=0"]
+    assert {f"--rdzv-endpoint={meeting}/launcher", "--rdzv-conf=store_type=file"} < set(alone)
     assert alone[-1] == "--log-dir=x"
+    with launch.open_meeting(Nodes(2, 1, "head", 1234, 8)) as meeting:
+        assert meeting is None
     several = make_launcher_args(Nodes(2, 1, "head", 1234, 8), 3)
     assert "--rdzv-endpoint=head:1234" in several
     assert "--rdzv-conf=is_host=false" in several

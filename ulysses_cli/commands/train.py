@@ -116,15 +116,16 @@ def train(
     rank_args = ["--recipe", files[0], "--data", str(data.report["path"]), *(f"--set={text}" for text in overrides)]
     rank_args += [f"--resume={wanted}"] if wanted else []
     rank_args += ["--resume-anyway"] if resume_anyway else []
-    environ = launch.make_environment(os.environ, recipe.run.device, nodes.processes_here)
+    device = recipe.run.device
     if dry_run:
         rank_args.append("--dry-run")
-        if world_size > launch.count_places(recipe.run.device):
+        if world_size > launch.count_places(device):
             rank_args.append("--pretend")
-            nodes = launch.Nodes()
-            environ["DS_ACCELERATOR"] = "cpu"
-    launcher_args = launch.make_launcher_args(nodes, recipe.run.max_restarts, extra)
-    outcome = launch.launch(launcher_args, rank_args, environ, run_dir / "logs", lock)
+            nodes, device = launch.Nodes(), "cpu"
+    with launch.open_meeting(nodes) as meeting:
+        launcher_args = launch.make_launcher_args(nodes, recipe.run.max_restarts, extra, meeting)
+        environ = launch.make_environment(os.environ, device, nodes.processes_here, meeting)
+        outcome = launch.launch(launcher_args, rank_args, environ, run_dir / "logs", lock)
     model = run_dir / "model"
     is_whole = outcome.exit_code == DONE and not dry_run and launch.is_model_of_newest(run_dir)
     if is_whole:

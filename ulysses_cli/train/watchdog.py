@@ -25,8 +25,10 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ulysses_cli.train.last_words import write_last_words
+from ulysses_cli.train.meeting import connect
 
 ANSWER_SECONDS = 5.0  # watchdogs wake within a second of each other
+ANSWER_TIMEOUT = timedelta(seconds=ANSWER_SECONDS)
 SAVING_PATIENCE = 10  # disks are slower than steps, and vary
 WRITING = "writing the model"  # on rank 0; the others have nothing to do meanwhile
 STEP_PHASES = ("comparing", "micro-step", "update")  # one clock for all of them
@@ -62,7 +64,7 @@ class Watchdog:
         self.logs = run_dir / "logs"
         self.main_thread = threading.get_ident()
         self.stopped = threading.Event()
-        self.store = _connect()
+        self.store = connect(ANSWER_TIMEOUT)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         threading.Thread(target=self._answer, name="watchdog's answer", daemon=True).start()
 
@@ -80,7 +82,7 @@ class Watchdog:
 
     def _answer(self) -> None:
         """To a rank whose clock runs out earlier than this one's. On a connection of its own: asking may hang."""
-        store = _connect()
+        store = connect(ANSWER_TIMEOUT)
         while store is not None and not self.stopped.wait(1.0):
             try:
                 if store.check([f"{_name_place_of_hangs()}asked"]):
@@ -111,15 +113,6 @@ class Watchdog:
         others = [frame for ident, frame in frames.items() if ident not in ours]
         place, is_waiting = find_place(frames.get(self.main_thread), others)
         return Sighting(self.rank, self.course.step + 1, self.course.phase or "between steps", place, is_waiting)
-
-
-def _connect() -> dist.Store | None:
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        timeout = timedelta(seconds=ANSWER_SECONDS)
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except (KeyError, ValueError, RuntimeError):
-        return None  # no launcher: this rank speaks for itself
 
 
 def _name_place_of_hangs() -> str:
