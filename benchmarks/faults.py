@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import forked  # noqa: E402
 import strikes  # noqa: E402
 from faults import Workshop, damage_newest, wait_until  # noqa: E402
-from forked import Command  # noqa: E402
+from forked import Command, is_alive  # noqa: E402
 
 from ulysses_cli.prove import rank_server  # noqa: E402
 
@@ -133,7 +133,7 @@ def agree(process: Command) -> bool:
 def wait_for_processes(process: Command) -> list[int]:
     """Ranks that live on 15 seconds after their command."""
     limit = time.monotonic() + 15
-    while alive := [rank for rank in process.list_ranks() if Path(f"/proc/{rank}/exe").exists()]:
+    while alive := [rank for rank in process.list_ranks() if is_alive(rank)]:
         if time.monotonic() > limit:
             return alive
         time.sleep(0.1)

@@ -38,7 +38,7 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
     ) -> None:
         *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[:9]
-        start_new_session = rest[14]
+        umask, start_new_session = rest[13:15]
         words = [os.fspath(word) for word in args] if not isinstance(args, str) else []
         words = [word for word in words if word != "-u"]
         if words[:2] != [sys.executable, "-m"]:
@@ -53,6 +53,8 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
             try:
                 if start_new_session:
                     os.setsid()
+                if umask >= 0:
+                    os.umask(umask)
                 _take_files((p2cread, c2pwrite, errwrite), set(pass_fds))
                 _be_new(cwd, env)
                 _run(words[2], words[3:])
@@ -114,6 +116,17 @@ def preload() -> None:
     subprocess_handler.Popen = ForkedPopen
     # torch notes who called it, for which it looks through every module that is loaded: seconds of each run
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
+
+
+def is_alive(process: int) -> bool:
+    """Any thread of it: the first one may be gone while others still hold its files."""
+    try:
+        states = [
+            file.read_text().rpartition(")")[2].split()[0] for file in Path(f"/proc/{process}/task").glob("*/stat")
+        ]
+    except OSError:
+        return False
+    return any(state not in "ZX" for state in states)
 
 
 class Command:

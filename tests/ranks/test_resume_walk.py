@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from faults import Workshop
-from forked import Command
+from forked import Command, is_alive
 from small_run import make_settings
 from strikes import list_phases, read_collectives
 
@@ -51,13 +51,6 @@ def read_parent(process: int) -> int:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_for_end(processes: set[int], seconds: float) -> float:
