@@ -12,7 +12,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+CORE_FILES = "ULYSSES_CORE_FILES"  # 1: a crash may write one, as the user's limit says
 OPEN_FILES, OPEN_FILES_PER_RANK = 128, 8  # pipes, sockets to the others in several groups, weight files, libraries
 
 
@@ -55,6 +56,16 @@ def find_file_shortage(num_ranks: int) -> Problem | None:
 
 def _get_limits() -> tuple[int, int]:
     return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def refuse_core_files(environ: Mapping[str, str]) -> None:
+    """For this process and all that it starts: a crash must not write memory (weights, documents, tokens of services)
+    to a file, nor hand it to the system's collector. A limit of 1 byte does both; 0 would stop files alone."""
+    if environ.get(CORE_FILES) not in (None, "", "0"):
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    if soft and hard:
+        resource.setrlimit(resource.RLIMIT_CORE, (1, hard))
 
 
 def narrow_umask(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -83,8 +84,10 @@ recipes_app.command("copy")(recipes.copy_recipe)
 
 def run() -> None:
     """Entry point of the `ulysses` command."""
+    from ulysses_cli import children
     from ulysses_cli.plan.problem import RecipeError
 
+    children.refuse_core_files(os.environ)
     try:
         app()
     except RecipeError as error:  # of the machine: a command tells those of its recipe itself

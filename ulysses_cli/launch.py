@@ -27,11 +27,12 @@ from ulysses_cli.children import narrow_umask
 from ulysses_cli.plan.changes import list_differences
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
+from ulysses_cli.train.last_words import choose_first
 from ulysses_cli.train.manifest import read_model_step
+from ulysses_cli.train.operator_builds import list_dead_locks
 
 DEFAULT_PORT = 29400
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
-BUILD_LOCK_SECONDS = 600  # no operator of DeepSpeed's takes this long to build
 SAME_SIGNAL_SECONDS = 0.5  # some senders signal a process and then its group
 AGENT_SECONDS = 5  # the launcher has this long to end its ranks at once
 MAX_DIFFERENCES = 12
@@ -265,10 +266,8 @@ def drop_replaced_results(run_dir: Path) -> None:
 
 def clear_build_locks(environ: Mapping[str, str]) -> None:
     """A process that was killed while it built one of DeepSpeed's operators leaves a lock that all others wait for."""
-    folder = environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
-    for lock in Path(folder).rglob("lock"):
-        if time.time() - lock.stat().st_mtime > BUILD_LOCK_SECONDS:
-            lock.unlink(missing_ok=True)
+    for lock in list_dead_locks(environ):
+        lock.unlink(missing_ok=True)
 
 
 def find_newest_checkpoint(run_dir: Path) -> Path | None:
@@ -308,7 +307,6 @@ def launch(
     command = [sys.executable, "-m", "ulysses_cli.train.agent", *launcher_args, "-m", "ulysses_cli.train", *rank_args]
     ours = {"ULYSSES_FAILURE_FILE": str(failure_file), "ULYSSES_LAUNCH": str(time.time_ns())}
     ours |= {"ULYSSES_LOCK": str(lock.file), "ULYSSES_STARTED_BY": str(os.getpid())}
-    started = time.time()
     with open(logs / "launcher.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o666 & ~mask)) as log:
         agent = subprocess.Popen(
             command,
@@ -330,7 +328,7 @@ def launch(
                 signal.signal(number, handler)
     if code == 0:
         return Outcome(0, {})
-    failure = find_first_failure(logs, started)
+    failure = find_first_failure(logs)
     if signals.first is not None and not failure.get("is_cause"):
         return Outcome(INTERRUPTED[signals.first], failure)
     return Outcome(int(failure.get("exit_code_wanted", 1)), failure)
@@ -355,11 +353,10 @@ class StopSignals:
             signal.alarm(AGENT_SECONDS)
 
 
-def find_first_failure(logs: Path, started: float) -> dict[str, Any]:
+def find_first_failure(logs: Path) -> dict[str, Any]:
     """What the first failing rank wrote; or, when it was killed and wrote nothing, what the launcher saw of it. A rank
     that lost its peer writes before the launcher sees the peer's death, which is the cause."""
     told = [found for file in logs.glob("rank-*.error.json") if (found := _read_json(file))]
-    told = [found for found in told if found["time"] >= started]
     interrupted = [
         found for found in told if found.get("is_interruption")
     ]  # most often by the launcher, after a failure
@@ -370,7 +367,7 @@ def find_first_failure(logs: Path, started: float) -> dict[str, Any]:
     if killed and not causes:
         return dict(killed[0])
     if told or interrupted:
-        return dict(min(causes or told or interrupted, key=lambda found: found["time"]))
+        return choose_first(causes or told or interrupted)
     return dict(min(seen, key=lambda found: found.get("time", 0)))
 
 

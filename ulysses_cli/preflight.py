@@ -20,6 +20,7 @@ from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.train.archive import NAME, find_damage, find_run_dir, get_folder, list_checkpoints
 from ulysses_cli.train.manifest import MANIFEST, load_state
+from ulysses_cli.train.operator_builds import HINT, find_write_problem
 from ulysses_cli.train.resume import ResumeError, check_changes
 
 OTHER_GPUS = ("/dev/kfd", "/dev/dxg")  # AMD's, and those of Windows' Linux: counted by torch alone
@@ -34,6 +35,7 @@ def find_obstacles(
     found = [*check_trackers(recipe), *check_weight_files(recipe)]
     if not is_rehearsal:
         found += check_gpus(recipe, processes_here)
+    found += check_builds(recipe)
     if (shortage := find_file_shortage(make_layout(recipe).world_size)) is not None:
         found.append(shortage)
     found += check_newest_checkpoint(recipe, anyway=resumes_anyway)
@@ -64,6 +66,14 @@ def check_gpus(recipe: Recipe, processes_here: int) -> Found:
             "use fewer processes (parallel section) or more machines (--nnodes); run.device: cpu trains small models "
             "on the CPU; --dry-run tries the layout without GPUs",
         )
+
+
+def check_builds(recipe: Recipe) -> Found:
+    """A folder to build operators in, where some are needed: for exchanges between CPU ranks, or for offload."""
+    offload = {recipe.memory.offload_optimizer, recipe.memory.offload_param}
+    is_needed = recipe.run.device == "cpu" or bool(offload & {"cpu", "nvme"})
+    if is_needed and (problem := find_write_problem(os.environ)):
+        yield Problem("", problem, HINT)
 
 
 def check_weight_files(recipe: Recipe) -> Found:

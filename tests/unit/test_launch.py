@@ -86,11 +86,12 @@ def test_what_the_user_has_set_stays() -> None:
 
 
 def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path) -> None:
-    for rank, when in ((0, 105.0), (1, 104.0), (2, 3.0)):
+    for rank, when, uptime in ((0, 3.0, 9.5), (1, 104.0, 9.4), (2, 105.0, 9.6)):  # the clock was set back
         told = {"rank": rank, "time": when, "message": f"ValueError: of {rank}", "phase": "training, step 3"}
+        told |= {"boot": "b", "uptime": uptime}
         (tmp_path / f"rank-{rank}.error.json").write_text(json.dumps(told))
-    failure = find_first_failure(tmp_path, started=100.0)
-    assert failure["rank"] == 1  # rank 2's is of an earlier run
+    failure = find_first_failure(tmp_path)
+    assert failure["rank"] == 1
     assert format_failure(failure, tmp_path) == (
         f"rank 1 failed (training, step 3): ValueError: of 1\n\nthe whole trace: {tmp_path}/rank-1.log"
     )
@@ -98,12 +99,12 @@ def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path) -> None:
 
 def test_a_rank_that_was_killed_has_said_nothing(tmp_path: Path) -> None:
     (tmp_path / "failure.json").write_text(json.dumps([{"rank": 3, "exit_code": -9, "time": 5}]))
-    assert format_failure(find_first_failure(tmp_path, 0.0), tmp_path) == (
+    assert format_failure(find_first_failure(tmp_path), tmp_path) == (
         "rank 3 was killed by SIGKILL: most often the system ran out of host memory"
         f"\n\nthe whole trace: {tmp_path}/launcher.log"
     )
     (tmp_path / "failure.json").write_text("{")
-    assert "the run ended with exit code unknown" in format_failure(find_first_failure(tmp_path, 0.0), tmp_path)
+    assert "the run ended with exit code unknown" in format_failure(find_first_failure(tmp_path), tmp_path)
 
 
 def hold(file: Path) -> int:
@@ -176,10 +177,10 @@ def test_a_signal_to_a_rank_is_no_cause(tmp_path: Path) -> None:
     """The launcher ends the others with a signal when one has failed."""
     told = {"rank": 0, "time": 1.0, "is_interruption": True, "phase": "loading the model", "exit_code_wanted": 143}
     (tmp_path / "rank-0.error.json").write_text(json.dumps(told))
-    assert find_first_failure(tmp_path, 0.0)["is_interruption"]
+    assert find_first_failure(tmp_path)["is_interruption"]
     told = {"rank": 1, "time": 2.0, "message": "RuntimeError: x", "exit_code_wanted": 1}
     (tmp_path / "rank-1.error.json").write_text(json.dumps(told))
-    assert find_first_failure(tmp_path, 0.0)["rank"] == 1
+    assert find_first_failure(tmp_path)["rank"] == 1
 
 
 def test_an_earlier_run_is_deleted_only_when_told_so(tmp_path: Path) -> None:
@@ -243,21 +244,22 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 
 def test_a_lock_of_a_build_that_died_is_cleared(tmp_path: Path) -> None:
-    old, new = tmp_path / "a" / "lock", tmp_path / "b" / "lock"
-    for lock in (old, new):
+    old, new, held, early = locks = [tmp_path / name / "lock" for name in ("old", "new", "held", "early")]
+    for lock in locks:
         lock.parent.mkdir()
         lock.touch()
-    os.utime(old, (0, 0))
-    launch.clear_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
-    assert not old.exists()
-    assert new.exists()
+    for lock, when in ((old, 0), (held, 0), (early, 1 << 40)):  # the clock jumped forwards, or back
+        os.utime(lock, (when, when))
+    with open(held, "rb"):  # by whoever builds
+        launch.clear_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert [lock for lock in locks if lock.exists()] == [new, held]
 
 
 def test_a_killed_rank_is_the_cause_unless_a_rank_knows_better(tmp_path: Path) -> None:
     """A rank that lost its peer speaks before the launcher has seen the peer's death."""
     (tmp_path / "failure.json").write_text(json.dumps([{"rank": 1, "exit_code": -9, "time": 12}]))
     (tmp_path / "rank-0.error.json").write_text(json.dumps({"rank": 0, "message": "connection reset", "time": 11}))
-    assert find_first_failure(tmp_path, 10)["rank"] == 1
+    assert find_first_failure(tmp_path)["rank"] == 1
     known = {"rank": 2, "message": "bad data", "time": 13, "is_cause": True}
     (tmp_path / "rank-2.error.json").write_text(json.dumps(known))
-    assert find_first_failure(tmp_path, 10) == known
+    assert find_first_failure(tmp_path) == known

@@ -60,13 +60,15 @@ def prove(
     keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Ends the command with the proof's exit code."""
-    from ulysses_cli import launch
+    from ulysses_cli import launch, preflight
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, proofs
 
     or_exit(lambda: check_page(html), output)
     wants_cpu = subject is not None and subject.recipe.run.device == "cpu"
     device = "cuda" if launch.count_places("cuda") and not wants_cpu else "cpu"
+    if command != "doctor" and device == "cpu" and (unwritable := preflight.find_write_problem(os.environ)):
+        end_with([Problem("", unwritable, preflight.HINT)], output)
     task = {
         "command": command,
         "device": device,

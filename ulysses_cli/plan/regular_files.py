@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+CHUNK_BYTES = 1 << 20
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a device",
@@ -44,11 +45,14 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 def read_regular(path: str | Path, max_bytes: int) -> bytes:
     """The whole content."""
+    parts, num_bytes = list[bytes](), 0
     with open_regular(path) as stream:
-        content = stream.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes", str(path))
-    return content
+        while part := stream.read(CHUNK_BYTES):  # read(n) takes n bytes of memory, however small the file is
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes", str(path))
+    return b"".join(parts)
 
 
 def find_special(folder: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.model_shape import TEXT_PARTS
+from ulysses_cli.plan.regular_files import read_regular
 
 MAX_FILE_BYTES = 256 << 20
 BYTE_SPECIALS = ("<|begin|>", "<|end|>", "<|padding|>")  # of the embedded tokenizer, behind its 256 bytes
@@ -106,8 +107,7 @@ def _read_vocabulary(backend: Mapping[str, Any], settings: Mapping[str, Any]) ->
 def _read_json(file: Path) -> dict[str, Any] | None:
     """None where there is none, or none that can be read: whoever loads the tokenizer says why."""
     try:
-        with open(file, "rb") as stream:
-            found = json.loads(stream.read(MAX_FILE_BYTES))
+        found = json.loads(read_regular(file, MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

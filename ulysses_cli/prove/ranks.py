@@ -157,11 +157,11 @@ def _describe_end(process: Any, rank: int, folder: Path) -> RankFailureError:
 
 def _find_first(folder: Path) -> RankFailureError | None:
     """The failure that came first; those of ranks that waited for it come later."""
-    found = sorted(folder.glob("error-*"), key=lambda file: file.stat().st_mtime_ns)
-    if not found:
+    told = [pickle.loads(file.read_bytes()) for file in folder.glob("error-*")]  # noqa: S301 - likewise
+    if not told:
         return None
-    kind, message, trace = pickle.loads(found[0].read_bytes())  # noqa: S301 - likewise
-    return RankFailureError(int(found[0].name.rpartition("-")[2]), kind, message, trace)
+    _, rank, *said = min(told)
+    return RankFailureError(rank, *said)
 
 
 def _read_log(folder: Path, rank: int) -> str:
@@ -202,7 +202,7 @@ def _serve(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) ->
         dist.barrier()
     except BaseException as error:  # noqa: BLE001 - whoever started this is told
         lines = str(error).strip().splitlines() or [""]
-        said = (type(error).__name__, lines[0][:400], traceback.format_exc())
+        said = (time.monotonic(), rank, type(error).__name__, lines[0][:400], traceback.format_exc())
         part = Path(folder) / f"part-{rank}"
         part.write_bytes(pickle.dumps(said))
         part.rename(Path(folder) / f"error-{rank}")

@@ -38,7 +38,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     fixes: list[tuple[str, str]] = field(default_factory=list)
     calibration: dict[str, Any] = field(default_factory=dict)
-    started: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def passed(self) -> bool:
@@ -49,7 +49,7 @@ class Findings:
             "command": self.command,
             "subject": self.subject,
             "passed": self.passed,
-            "seconds": round(time.time() - self.started, 2),
+            "seconds": round(time.monotonic() - self.started, 2),
             "machine": describe_machine(),
             "rows": [asdict(row) for row in self.rows],
             "notes": self.notes,

@@ -20,10 +20,10 @@ from ulysses_cli.plan.weight_files import find_weight_problem
 from ulysses_cli.prove.checkup import Finding, Patient
 from ulysses_cli.prove.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.prove.results import PACKAGES, find_version
+from ulysses_cli.train.operator_builds import HINT, find_write_problem, get_builds_folder, list_dead_locks
 from ulysses_cli.train.requirements import find_missing_package
 
 BAD_VERSIONS = Path(__file__).parent / "bad_versions.yaml"
-STALE_SECONDS = 600
 BUILD_LIMIT_SECONDS = 420.0
 ADAM_TOLERANCE = 1e-5
 OPERATORS = {"CPUAdamBuilder": "memory.offload_optimizer: cpu", "AsyncIOBuilder": "offload to nvme"}
@@ -97,23 +97,16 @@ def check_compilers(patient: Patient) -> Iterator[Finding]:
         yield Finding(what, "PASS" if found else "WARN", text, fix)
 
 
-def get_extensions_folder() -> Path:
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions"))
-
-
-def find_stale_locks() -> list[Path]:
-    now, folder = time.time(), get_extensions_folder()
-    locks = sorted(folder.rglob("lock")) if folder.is_dir() else []
-    return [lock for lock in locks if now - lock.stat().st_mtime > STALE_SECONDS]
-
-
 def check_locks(patient: Patient) -> Iterator[Finding]:
     """A process that was killed while it built an operator leaves a lock that every later one waits for."""
-    stale = find_stale_locks()
+    stale = list_dead_locks(os.environ)
+    if problem := find_write_problem(os.environ):
+        is_needed = patient.device == "cpu" or _is_needed(patient, "async_io") or _is_needed(patient, "cpu_adam")
+        yield Finding("folder of builds", "FAIL" if is_needed else "WARN", problem, HINT)
     for lock in stale:
         yield Finding("stale lock", "WARN", f"{lock}: whoever builds this operator waits for ever", f"rm {lock}")
     if not stale:
-        yield Finding("build locks", "PASS", f"none stale below {get_extensions_folder()}")
+        yield Finding("build locks", "PASS", f"none stale below {get_builds_folder(os.environ)}")
 
 
 def check_operators(patient: Patient) -> Iterator[Finding]:
@@ -121,7 +114,7 @@ def check_operators(patient: Patient) -> Iterator[Finding]:
     for builder_name, use in OPERATORS.items():
         builder: Any = getattr(importlib.import_module("deepspeed.ops.op_builder"), builder_name)()
         name, is_needed = builder.name, _is_needed(patient, builder.name)
-        built = [str(file) for file in get_extensions_folder().rglob(f"{name}*.so")] or _find_installed(builder)
+        built = [str(file) for file in get_builds_folder(os.environ).rglob(f"{name}*.so")] or _find_installed(builder)
         if built:
             yield Finding(name, "PASS", f"built: {built[0]}")
         elif builder.is_compatible(verbose=False):
@@ -154,18 +147,18 @@ def _is_needed(patient: Patient, name: str) -> bool:
 def check_cpu_adam(patient: Patient) -> Iterator[Finding]:
     """A step against torch's AdamW, in a process of its own: a wrong build dies of an illegal instruction."""
     is_needed = _is_needed(patient, "cpu_adam")
-    is_built = bool(list(get_extensions_folder().rglob("cpu_adam*.so")))
+    is_built = bool(list(get_builds_folder(os.environ).rglob("cpu_adam*.so")))
     if not is_needed and not is_built:
         yield Finding("CPU Adam", "SKIP", "not built, and this recipe does not need it")
         return
-    if locks := [lock for lock in find_stale_locks() if "cpu_adam" in lock.parts]:
+    if locks := [lock for lock in list_dead_locks(os.environ) if "cpu_adam" in lock.parts]:
         text = f"{locks[0]} was left by a build that was killed, and would be waited for"
         yield Finding("CPU Adam", "FAIL" if is_needed else "WARN", text, f"rm {locks[0]}")
         return
     try:
         difference, rate = run_on_ranks(1, step_cpu_adam, time_limit=BUILD_LIMIT_SECONDS)
     except RankFailureError as failure:
-        fix = f"rm -r {get_extensions_folder()} so that it is built anew, or memory.offload_optimizer=none"
+        fix = f"rm -r {get_builds_folder(os.environ)} so that it is built anew, or memory.offload_optimizer=none"
         yield Finding("CPU Adam", "FAIL" if is_needed else "WARN", str(failure), fix)
         return
     is_fine = difference <= ADAM_TOLERANCE

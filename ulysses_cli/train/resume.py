@@ -21,6 +21,7 @@ from ulysses_cli.train.archive import (
     list_checkpoints,
     tidy_folder,
 )
+from ulysses_cli.train.last_words import choose_first
 from ulysses_cli.train.manifest import load_state, read_model_step
 from ulysses_cli.train.record import find_last_step
 
@@ -80,7 +81,7 @@ def describe_restart(logs: Path, num_restarts: int, max_restarts: int) -> str:
         except (OSError, ValueError):
             continue  # its rank has just put it away under the other name
     causes = [one for one in told if one.get("is_cause")]
-    first = min(causes, key=lambda one: float(one.get("time", 0)), default=None)
+    first = choose_first(causes)
     why = f"rank {first['rank']} failed: {first['message']}" if first else "a rank was lost"
     return f"restart {num_restarts} of {max_restarts} (run.max_restarts): {why}"
 
