@@ -12,13 +12,15 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.problem import Problem, RecipeError
 
+INTERRUPT_SECONDS = 20
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CORE_FILES = "ULYSSES_CORE_FILES"  # 1: a crash may write one, as the user's limit says
 OPEN_FILES, OPEN_FILES_PER_RANK = 128, 8  # pipes, sockets to the others in several groups, weight files, libraries
@@ -39,6 +41,29 @@ def _end_with_parent(parent: int, libc: ctypes.CDLL) -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # which has died since
         os._exit(128 + signal.SIGTERM)
+
+
+@contextmanager
+def ending(child: subprocess.Popen[str]) -> Iterator[None]:
+    """Whatever ends this process ends the child too, which removes what it has half made."""
+
+    def stop(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:  # a terminal sends it to the child as well
+        try:
+            child.wait(INTERRUPT_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.terminate()
+        raise
+    except BaseException:
+        child.terminate()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def find_file_shortage(num_ranks: int) -> Problem | None:

@@ -59,13 +59,16 @@ def test_rotary_frequencies_stay_in_float32(kind: str, stage: int, tmp_path: Pat
     [
         ("more", "holds weights that the model of its config.json has no place for: model.vision.weight"),
         ("fewer", "lacks weights of the model that its config.json describes: model.norm.weight"),
+        ("spoilt", "model.safetensors holds NaN or infinity in model.layers.1.mlp.up_proj.weight: no model"),
     ],
 )
-def test_weights_left_over_and_left_out_are_refused(change: str, words: str, tmp_path: Path) -> None:
+def test_weights_left_over_left_out_and_spoilt_are_refused(change: str, words: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     if change == "more":
         weights["model.vision.weight"] = torch.zeros(2, 2)
+    elif change == "spoilt":
+        weights["model.layers.1.mlp.up_proj.weight"][-1, -1] = float("inf")  # of rank 1's share
     else:
         del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})

@@ -19,7 +19,9 @@ from small_run import CONFIG
 from training import make_recipe
 from transformers import get_scheduler
 
+from ulysses_cli.launch import lock_run
 from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe import Train
 from ulysses_cli.plan.weight_files import find_weight_problem, read_metadata
 from ulysses_cli.report.run_files import load_run
@@ -33,6 +35,7 @@ from ulysses_cli.train.kernel_choice import Choice
 from ulysses_cli.train.last_words import keep_room, write_last_words
 from ulysses_cli.train.record import LineFile, MissingTrackerError, Record, cut_lines, make_trackers
 from ulysses_cli.train.run_file import make_card
+from ulysses_cli.train.run_lock import RunLock
 from ulysses_cli.train.stop import StopWishes
 from ulysses_cli.train.tensor_file import write_tensors
 
@@ -303,7 +306,9 @@ def test_a_folder_that_is_removed_during_the_run_is_said(tmp_path: Path) -> None
         def close(self) -> None: ...
 
     run_dir = tmp_path / "run"
-    record = Record(run_dir, Voice(), (), 1)
+    run_dir.mkdir()
+    (run_dir / "lock-0").touch()
+    record = Record(run_dir, Voice(), (), 1, RunLock(run_dir / "lock-0"))
     record.start_files(0)
     record.write_step({"step": 1})
     shutil.rmtree(run_dir)
@@ -312,6 +317,8 @@ def test_a_folder_that_is_removed_during_the_run_is_said(tmp_path: Path) -> None
     (warning,) = [event["message"] for event in said if event["event"] == "warning"]
     assert warning.startswith(f"{run_dir / 'metrics.jsonl'} was removed while the run goes on: what it held is lost")
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
+    with pytest.raises(RecipeError, match="belongs to a run that goes on right now"):
+        lock_run(run_dir, 0)
     record.close()
     shutil.rmtree(run_dir)
     write_last_words(run_dir / "logs", 0, {"message": "the end"})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from ulysses_cli import launch
 from ulysses_cli.launch import Nodes, find_first_failure, find_nodes, make_environment, make_launcher_args
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.report.run_end import format_failure, format_interruption
+from ulysses_cli.train.run_lock import LostFolderError, RunLock
 
 
 def test_one_machine_has_all_processes() -> None:
@@ -107,21 +108,32 @@ def test_a_rank_that_was_killed_has_said_nothing(tmp_path: Path) -> None:
     assert "the run ended with exit code unknown" in format_failure(find_first_failure(tmp_path), tmp_path)
 
 
-def hold(file: Path) -> int:
-    """As a rank does."""
-    handle = os.open(file, os.O_RDWR)
-    fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return handle
-
-
 def test_a_folder_belongs_to_one_run_as_long_as_a_process_of_it_lives(tmp_path: Path) -> None:
     lock = launch.lock_run(tmp_path / "run", 0)
-    rank = hold(lock.file)
-    for end in (lambda: os.close(lock.handle), lambda: os.close(rank)):
+    rank = RunLock(lock.file)
+    for end in (lambda: os.close(lock.handle), lambda: os.close(rank.handle)):
         with pytest.raises(RecipeError, match="belongs to a run that goes on right now"):
             launch.lock_run(tmp_path / "run", 0)
         end()
     os.close(launch.lock_run(tmp_path / "run", 0).handle)
+
+
+def test_a_lock_that_was_removed_with_its_folder_is_put_back(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    rank = RunLock(launch.lock_run(run_dir, 0, {"run": {"seed": 3}}).file)
+    rank.put_back()
+    shutil.rmtree(run_dir)
+    rank.put_back()
+    with pytest.raises(RecipeError, match=r"goes on right now \(process .*its recipe is the same"):
+        launch.lock_run(run_dir, 0, {"run": {"seed": 3}})
+    shutil.rmtree(run_dir)
+    second = launch.lock_run(run_dir, 0)
+    with pytest.raises(LostFolderError, match="run was removed, and a second run has begun in it"):
+        rank.put_back()
+    os.close(second.handle)
+    rank.put_back()
+    with pytest.raises(RecipeError):
+        launch.lock_run(run_dir, 0)
 
 
 def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:

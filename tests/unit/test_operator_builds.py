@@ -11,8 +11,8 @@ from ulysses_cli.train.operator_builds import find_write_problem, get_builds_fol
 
 
 def test_the_folder_is_the_one_that_torch_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert str(get_builds_folder({})) == "/home/me/.cache/torch_extensions"
+    monkeypatch.setenv("HOME", "/me")
+    assert str(get_builds_folder({})) == "/me/.cache/torch_extensions"
     assert str(get_builds_folder({"XDG_CACHE_HOME": "/c"})) == "/c/torch_extensions"
     assert str(get_builds_folder({"XDG_CACHE_HOME": "/c", "TORCH_EXTENSIONS_DIR": "/t"})) == "/t"
 

@@ -66,6 +66,7 @@ def export(
             "ulysses_cli.train.export", words, pass_fds=(theirs,), env=environ, stdout=log, stderr=log,
             stdin=subprocess.DEVNULL, umask=children.narrow_umask(to.absolute().parent),
         ) as child,
+        children.ending(child),
     ):  # fmt: skip
         os.close(theirs)
         with os.fdopen(ours, encoding="utf-8") as events:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +14,6 @@ import typer
 
 from ulysses_cli.commands.options import DONE, USAGE, Format, FormatOption, write_page
 
-INTERRUPT_SECONDS = 20
 ENDED_BY_HAND = (130, 143, -signal.SIGINT, -signal.SIGTERM)
 
 
@@ -87,7 +84,7 @@ def prepare_recipe(file: str, overrides: Sequence[str] = (), num_samples: int = 
     with tempfile.TemporaryFile() as place:
         words.append(f"--place={place.fileno()}")
         pipes = {"stdout": subprocess.PIPE, "pass_fds": (place.fileno(),)}
-        with children.start_module("ulysses_cli.data", words, **pipes) as child, _ending(child):
+        with children.start_module("ulysses_cli.data", words, **pipes) as child, children.ending(child):
             said, _ = child.communicate()
         key = place.read().decode().strip()
     try:
@@ -100,26 +97,3 @@ def prepare_recipe(file: str, overrides: Sequence[str] = (), num_samples: int = 
             printing.print_problems(problems)
         report = {"problems": [problem.as_json() for problem in problems]}
     return PreparedData(child.returncode if child.returncode >= 0 else 128 - child.returncode, report)
-
-
-@contextmanager
-def _ending(child: subprocess.Popen[str]) -> Iterator[None]:
-    """Whatever ends this process ends the child too, which removes what it has half made."""
-
-    def stop(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except KeyboardInterrupt:  # a terminal sends it to the child as well
-        try:
-            child.wait(INTERRUPT_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.terminate()
-        raise
-    except BaseException:
-        child.terminate()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
 from ulysses_cli.train.interruption import Interruption, Listener, end_process
 from ulysses_cli.train.last_words import give_room, keep_room, write_last_words
 from ulysses_cli.train.masked_log import MaskedStream, open_masked
+from ulysses_cli.train.run_lock import hold_lock
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -63,12 +63,6 @@ def read_former_end(logs: Path, rank: int) -> int | None:
     return None
 
 
-def hold_lock() -> None:
-    """As long as any process of a run lives, so does its lock: the command holds it shared, and so does each rank."""
-    if file := os.environ.get("ULYSSES_LOCK"):
-        fcntl.flock(os.open(file, os.O_RDWR), fcntl.LOCK_SH | fcntl.LOCK_NB)  # open until the end
-
-
 def leave_words(logs: Path, rank: int, number: int, lives: Sequence[Any]) -> None:
     """Of a rank that ends before its work: where it was, for the command to say. The display is put in order."""
     phase = lives[0].describe_phase() if lives else "starting"
@@ -91,7 +85,7 @@ def main(words: Sequence[str]) -> int:
     known = collect_secrets(loaded.recipe.model_dump(mode="json"), os.environ)
     screen = take_screen(logs, rank, known)
     keep_room(logs, rank)
-    hold_lock()
+    lock = hold_lock()
     # what is imported later has its words for the place where a signal finds it
     lives: list[Any] = []
 
@@ -114,7 +108,7 @@ def main(words: Sequence[str]) -> int:
         stream.known = known
         return make_display(stream, num_steps, run.price_per_gpu_hour, world_size, logging_steps=run.logging_steps)
 
-    life = Life(loaded, options, show, load_hardware, interruption)
+    life = Life(loaded, options, show, load_hardware, interruption, lock)
     lives.append(life)
     try:
         life.run()

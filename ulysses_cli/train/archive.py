@@ -65,7 +65,7 @@ def put_in_place(beside: Path, final: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(final, replaced)
     os.replace(beside, final)
-    sync_folder(final.parent)
+    sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -166,9 +166,9 @@ def choose_checkpoint(path: Path, tell: Callable[[str], None]) -> Path:
     return newest
 
 
-def sync_folder(folder: Path) -> None:
-    """A rename is durable once its folder is."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """A file's content is durable then; a rename is once its folder is."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

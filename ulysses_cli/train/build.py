@@ -38,6 +38,7 @@ from ulysses_cli.train.clock import count_as, watch_module
 from ulysses_cli.train.documents import make_documents
 from ulysses_cli.train.eight_bits import AdamW8bit
 from ulysses_cli.train.engine import Engine
+from ulysses_cli.train.finiteness import WORDS, find_file, find_spoilt
 from ulysses_cli.train.groups import Groups
 from ulysses_cli.train.interface import register_attention
 from ulysses_cli.train.kernel_choice import Choice, Work, choose_kernel
@@ -153,6 +154,7 @@ def build(
         config.vocab_size = shape.vocab_size  # drawn as large as it is to be
     with sharded_loading(sharding):
         model = _load_weights(recipe, config, attention, device)
+        _check_numbers(model, recipe, groups)
         if shape.vocab_size > config.vocab_size:
             grow_embeddings(model, shape.vocab_size, sharding)
             config.vocab_size = shape.vocab_size
@@ -277,6 +279,19 @@ def _load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, devi
     if model.config is not None:
         return start_from_random(making, recipe.run.seed, device)
     return load_pretrained(making, os.path.expanduser(str(model.name_or_path)), model.revision)
+
+
+def _check_numbers(model: Any, recipe: Recipe, groups: Groups) -> None:
+    """Collective over all ranks: each looks at what it holds of the model's own weights."""
+    if dist.get_backend() == "fake":  # nothing was read
+        return
+    name = next(filter(None, gather_values(find_spoilt(model), groups.host_group)), "")
+    if name:
+        source = recipe.model.name_or_path
+        file = find_file(source, name, recipe.model.revision) if source else None
+        raise BuildError(
+            f"{file or source or 'the random model'} holds {WORDS} in {name}: no model can be trained from it"
+        )
 
 
 def make_adapter_config(recipe: Recipe) -> Any:

@@ -29,8 +29,9 @@ from ulysses_cli.train.archive import (
     get_folder,
     list_shares,
     put_in_place,
-    sync_folder,
+    sync,
 )
+from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.manifest import MANIFEST, STATE, load_state, name_share
 from ulysses_cli.train.run_file import mask_facts
 from ulysses_cli.train.shards import Shard, list_shards
@@ -95,7 +96,7 @@ def finish_folder(beside: Path, state: Mapping[str, Any], entries: Entries) -> P
     _write_text(beside / STATE, text)
     files = entries | {STATE: {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
     _write_text(beside / MANIFEST, json.dumps({"format": 1, "files": files}, indent=1))
-    sync_folder(beside)
+    sync(beside)
     final = beside.with_name(beside.name.removesuffix(WRITING))
     put_in_place(beside, final)
     return final
@@ -184,6 +185,8 @@ def read_range(sources: list[Source], key: str, start: int, numel: int) -> Tenso
         if low < high:
             with safe_open(source.file, "pt") as opened:
                 part = opened.get_slice(key)[low - source.start : high - source.start]
+            if not is_finite(part):
+                raise CheckpointError(f"{source.file} holds {WORDS} in {key}: use an older checkpoint")
             out[low - start : high - start] = part
             filled += high - low
     if filled != numel:

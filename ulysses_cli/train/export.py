@@ -12,8 +12,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses_cli.data.transaction import lock
 from ulysses_cli.plan.chat_template import find_end_marker
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
-from ulysses_cli.train.archive import CheckpointError, choose_checkpoint, sync_folder
+from ulysses_cli.train.archive import REPLACED, WRITING, CheckpointError, choose_checkpoint, sync
 from ulysses_cli.train.checkpoint import Source, index_sources, read_range
+from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.manifest import MODEL_FACTS, load_state
 from ulysses_cli.train.run_file import TOOL
 from ulysses_cli.train.tensor_file import write_tensors
@@ -49,7 +53,7 @@ class ShardWriter:
         num_bytes = tensor.numel() * self.dtype.itemsize
         if self.batch and self.batch_bytes + num_bytes > MAX_SHARD_BYTES:
             self._flush()
-        self.batch.append((name, tensor.to(self.dtype)))
+        self.batch.append((name, convert(name, tensor, self.dtype)))
         self.batch_bytes += num_bytes
         self.total_bytes += num_bytes
 
@@ -72,6 +76,15 @@ class ShardWriter:
         self.files.append((part, [name for name, _ in self.batch]))
         self.batch.clear()
         self.batch_bytes = 0
+
+
+def convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers stay numbers: float16 ends at 65504."""
+    written = tensor.to(dtype)
+    if not is_finite(written):
+        reason = f" as {dtype}: its largest value is {tensor.abs().max():g}" if is_finite(tensor) else ""
+        raise CheckpointError(f"{name} holds {WORDS}{reason}")
+    return written
 
 
 def export_weights(
@@ -107,7 +120,7 @@ def _read(
     is_adapter: bool,
     skeleton: Any,
 ) -> Iterator[tuple[str, Tensor]]:
-    held = {rename(name, is_adapter): read_parameter(name, sources, shapes).to(dtype) for name in names}
+    held = {rename(name, is_adapter): convert(name, read_parameter(name, sources, shapes), dtype) for name in names}
     if skeleton is not None:
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -144,35 +157,45 @@ def export_model(
     writes the weights instead, into a folder, for the model without weights that it is given."""
     from transformers import AutoModelForCausalLM
 
-    beside = to.with_name(f"{to.name}.writing")
+    with _folder_beside(to) as beside:
+        is_adapter = adapter_config is not None
+        tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset()
+        with torch.device("meta"):
+            skeleton = None if is_adapter else AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        if merge is not None:
+            merge(beside, skeleton)
+        else:
+            export_weights(checkpoint, beside, dtype, tied, is_adapter, skeleton)
+        if is_adapter:
+            adapter_config.inference_mode = True
+            adapter_config.save_pretrained(beside)
+        else:
+            config.architectures = [type(skeleton).__name__]
+            _write_generation_config(config, tokenizer, beside)
+        config.dtype = dtype
+        # Adapters name their base, whose own config would win over one beside them; the card says how to load both.
+        written = (beside / BASE_CONFIG if is_adapter else beside) / "config.json"
+        config.save_pretrained(written.parent)
+        written.write_text(mask_text(written.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
+        tokenizer.save_pretrained(beside)
+        (beside / "README.md").write_text(card, encoding="utf-8")
+        facts = {"step": step, "made_by": f"{TOOL} {metadata.version(TOOL)}"}
+        (beside / MODEL_FACTS).write_text(json.dumps(facts), encoding="utf-8")
+        check(beside)
+    return to
+
+
+@contextmanager
+def _folder_beside(to: Path) -> Iterator[Path]:
+    """An empty folder that gets its name when all is done. What is half made goes, whatever ends this."""
+    beside = to.with_name(f"{to.name}{WRITING}")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    is_adapter = adapter_config is not None
-    tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset()
-    with torch.device("meta"):
-        skeleton = None if is_adapter else AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    if merge is not None:
-        merge(beside, skeleton)
-    else:
-        export_weights(checkpoint, beside, dtype, tied, is_adapter, skeleton)
-    if is_adapter:
-        adapter_config.inference_mode = True
-        adapter_config.save_pretrained(beside)
-    else:
-        config.architectures = [type(skeleton).__name__]
-        _write_generation_config(config, tokenizer, beside)
-    config.dtype = dtype
-    # Adapters name their base, whose own config would win over one beside them; the card says how to load both.
-    written = (beside / BASE_CONFIG if is_adapter else beside) / "config.json"
-    config.save_pretrained(written.parent)
-    written.write_text(mask_text(written.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
-    tokenizer.save_pretrained(beside)
-    (beside / "README.md").write_text(card, encoding="utf-8")
-    facts = {"step": step, "made_by": f"{TOOL} {metadata.version(TOOL)}"}
-    (beside / MODEL_FACTS).write_text(json.dumps(facts), encoding="utf-8")
-    check(beside)
-    put_folder(beside, to)
-    return to
+    try:
+        yield beside
+        put_folder(beside, to)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _write_generation_config(config: Any, tokenizer: Any, to: Path) -> None:
@@ -196,11 +219,21 @@ def _write_generation_config(config: Any, tokenizer: Any, to: Path) -> None:
 
 
 def put_folder(beside: Path, to: Path) -> None:
-    sync_folder(beside)
+    """A folder of that name is whole at any moment: an older one leaves under another name before it is removed."""
+    for file in beside.rglob("*"):
+        sync(file)
+    sync(beside)
+    replaced = to.with_name(f"{to.name}{REPLACED}")
+    shutil.rmtree(replaced, ignore_errors=True)
     if to.exists():
-        shutil.rmtree(to)
+        to.rename(replaced)
     beside.rename(to)
-    sync_folder(to.parent)
+    sync(to.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _give_way(to: Path) -> None:
+    raise CheckpointError(f"another process writes {to} right now: wait for it, or name another folder")
 
 
 def main(words: Sequence[str]) -> int:
@@ -214,6 +247,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--events", required=True, type=int, help="a pipe for JSON lines")
     options = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is half made goes on the way out
     with os.fdopen(options.events, "w", encoding="utf-8") as events:
 
         def tell(**event: Any) -> None:
@@ -227,7 +261,9 @@ def main(words: Sequence[str]) -> int:
                 checkpoint, load_state(checkpoint), options.dtype, options.merge_lora,
                 trusts_code=options.trust_remote_code,
             )  # fmt: skip
-            tell(result=job.run(options.to, lambda phase: tell(phase=phase)))
+            options.to.parent.mkdir(parents=True, exist_ok=True)
+            with lock(options.to.with_name(f".{options.to.name}.lock"), lambda: _give_way(options.to)):
+                tell(result=job.run(options.to, lambda phase: tell(phase=phase)))
         except (CheckpointError, ExportError, OSError) as error:
             said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else error
             tell(problem=mask_text(str(said), collect_secrets({}, os.environ)))

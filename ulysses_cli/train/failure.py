@@ -15,9 +15,10 @@ from ulysses_cli.train.life import Life
 from ulysses_cli.train.loading import BuildError
 from ulysses_cli.train.record import MissingTrackerError
 from ulysses_cli.train.resume import ResumeError
+from ulysses_cli.train.run_lock import LostFolderError
 
 FAILED, USAGE = 1, 2
-ANTICIPATED = (BadStepsError, CheckpointError, DisagreementError)
+ANTICIPATED = (BadStepsError, CheckpointError, DisagreementError, LostFolderError)
 
 
 def describe_failure(error: BaseException, life: Life) -> dict[str, Any]:

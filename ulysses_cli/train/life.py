@@ -47,6 +47,7 @@ from ulysses_cli.train.rehearsal import rehearse
 from ulysses_cli.train.requirements import find_missing_operator, find_missing_package
 from ulysses_cli.train.resume import FRESH, adapt, count_restarts, describe_longer_run, describe_restart, find_beginning
 from ulysses_cli.train.run_file import describe_machine, list_base_warnings, list_versions, make_card, write_run_file
+from ulysses_cli.train.run_lock import RunLock
 from ulysses_cli.train.saves import SAVING, Habits, Saves, find_shortage
 from ulysses_cli.train.shards import count_held
 from ulysses_cli.train.stop import StopWishes
@@ -67,9 +68,10 @@ class Life:
         show: Callable[[int], Display],
         load_hardware: Callable[[], Hardware],
         interruption: Interruption,
+        lock: RunLock | None = None,
     ) -> None:
         self.loaded, self.options, self.show, self.load_hardware = loaded, options, show, load_hardware
-        self.interruption = interruption
+        self.interruption, self.lock = interruption, lock
         self.recipe = loaded.recipe
         self.layout = make_layout(self.recipe)
         self.run_dir = Path(os.path.expanduser(self.recipe.run.output_dir))
@@ -81,9 +83,8 @@ class Life:
         self.read_inputs()
         self.meet_others()
         if self.is_finished:
-            self.record.tell(
-                event="done", note=f"already finished: all {self.num_steps} steps are done, the model stands"
-            )
+            note = f"already finished: all {self.num_steps} steps are done, the model stands"
+            self.record.tell(event="done", note=note)
             self.record.close()
             dist.destroy_process_group()
             return
@@ -143,9 +144,9 @@ class Life:
             self.beginning = find_beginning(self.run_dir, self.options.resume, restarts, said.append)
         self.plan_steps(said.append)
         if is_first:
-            run_name = recipe.run.run_name or self.run_dir.name
-            trackers = make_trackers(recipe.run.report_to, self.run_dir, run_name)
-            self.record = Record(self.run_dir, self.show(self.num_steps), trackers, recipe.run.logging_steps)
+            run = recipe.run
+            trackers = make_trackers(run.report_to, self.run_dir, run.run_name or self.run_dir.name)
+            self.record = Record(self.run_dir, self.show(self.num_steps), trackers, run.logging_steps, self.lock)
             for text in said:
                 self.record.warn(text)
 
@@ -297,9 +298,8 @@ class Life:
         )
         memory = ""
         if self.device.type == "cuda":
-            memory = (
-                f", peak {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB{self.forecast.format_peak()}"
-            )
+            peak = torch.cuda.max_memory_allocated(self.device) / 2**30
+            memory = f", peak {peak:.2f} GiB{self.forecast.format_peak()}"
             torch.cuda.reset_peak_memory_stats(self.device)
         seconds = time.perf_counter() - started
         self.record.say(f"rehearsed step, evaluation and save at {longest:,} tokens per row in {seconds:.1f} s{memory}")

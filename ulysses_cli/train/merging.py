@@ -21,6 +21,7 @@ from ulysses_cli.train.archive import CheckpointError
 from ulysses_cli.train.checkpoint import index_sources
 from ulysses_cli.train.export import PREFIX, ShardWriter, read_parameter
 from ulysses_cli.train.export_check import MEMORY_SHARE, PROBE_TOKENS
+from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.host_memory import count_free_bytes
 from ulysses_cli.train.loading import grow_embeddings, grow_rows
 
@@ -91,6 +92,8 @@ class Merging:
                 at, deltas = -1, {}
                 for ours, name in found:
                     tensor = opened.get_tensor(name)
+                    if not is_finite(tensor):
+                        raise CheckpointError(f"{file} holds {WORDS} in {name}")
                     if ours in tables and len(tensor) == self.num_own_tokens:
                         tensor = grow_rows(tensor.to(self.trained_dtype), len(wanted[ours]))
                     if tensor.shape != wanted[ours].shape:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ulysses_cli.plan.secrets import mask_text
+from ulysses_cli.train.run_lock import RunLock
 
 
 class Display(Protocol):
@@ -33,7 +34,15 @@ class Tracker(Protocol):
 class Record:
     """The voice of the run."""
 
-    def __init__(self, run_dir: Path, display: Display | None, trackers: Sequence[Tracker], logging_steps: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        display: Display | None,
+        trackers: Sequence[Tracker],
+        logging_steps: int,
+        lock: RunLock | None = None,
+    ) -> None:
+        self.lock = lock
         self.run_dir, self.display, self.trackers = run_dir, display, trackers
         self.logging_steps = logging_steps
         self.files: dict[str, LineFile] = {}
@@ -73,11 +82,15 @@ class Record:
     def _write(self, file: str, event: str, split: str, line: dict[str, Any]) -> None:
         if self.display is None:
             return
-        if self.files[file].write(line):
+        if self.files[file].is_gone:
+            if self.lock is not None:
+                self.lock.put_back()
+            self.files[file].begin_anew()
             self.warn(
                 f"{self.files[file].path} was removed while the run goes on: what it held is lost, a new one is begun; "
-                "checkpoints and logs in its folder may be gone too, and no lock keeps a second run out"
+                "checkpoints and logs in its folder may be gone too; no second run can begin there"
             )
+        self.files[file].write(line)
         self.tell(event=event, **line)
         for tracker in self.trackers:
             tracker.write(split, line)
@@ -100,15 +113,18 @@ class LineFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
-    def write(self, line: dict[str, Any]) -> bool:
-        """-> whether the file had been removed, and is begun anew."""
-        is_gone = not os.fstat(self.handle).st_nlink
-        if is_gone:
-            os.close(self.handle)
-            self._open()
+    @property
+    def is_gone(self) -> bool:
+        """Somebody has removed it."""
+        return not os.fstat(self.handle).st_nlink
+
+    def begin_anew(self) -> None:
+        os.close(self.handle)
+        self._open()
+
+    def write(self, line: dict[str, Any]) -> None:
         self.waiting += json.dumps(_clean(line)).encode() + b"\n"
         self._flush()
-        return is_gone
 
     def _flush(self) -> None:
         try:

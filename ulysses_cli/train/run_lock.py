@@ -1,0 +1,58 @@
+"""The lock of a run's folder, which every process of the run holds: as long as one of them lives, no second run begins
+there. Where somebody removes the folder, the lock is put back. No torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+VARIABLE = "ULYSSES_LOCK"  # the lock's file
+MAX_FACTS_BYTES = 1 << 20
+
+
+class LostFolderError(RuntimeError):
+    """Another run has taken the folder."""
+
+
+class RunLock:
+    """Held shared from the beginning to the end of this process."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.handle = os.open(file, os.O_RDWR)
+        fcntl.flock(self.handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def put_back(self) -> None:
+        """On one rank of a machine: where the file is gone, a new one with what the old one said. Raises
+        LostFolderError where a second run holds its place."""
+        if _is_at(self.file, self.handle):
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # alone: a run that began there holds it shared
+        except BlockingIOError:
+            os.close(handle)
+            raise LostFolderError(
+                f"{self.file.parent} was removed, and a second run has begun in it: this one leaves it to that one"
+            ) from None
+        facts = os.pread(self.handle, MAX_FACTS_BYTES, 0)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, facts, 0)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self.handle = handle
+
+
+def _is_at(file: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(handle))
+    except OSError:
+        return False
+
+
+def hold_lock() -> RunLock | None:
+    """None for a rank that was not started by the command."""
+    file = os.environ.get(VARIABLE)
+    return RunLock(Path(file)) if file else None
