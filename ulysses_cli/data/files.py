@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.blocks import BLOCK_BYTES, Block, Found
-from ulysses_cli.data.packed_files import open_file
+from ulysses_cli.data.packed_files import PACKED, open_file
 from ulysses_cli.data.problems import BadRow, DataError
+from ulysses_cli.data.tables import ROWS_PER_BLOCK, walk_arrow, walk_parquet
 from ulysses_cli.plan.patterns import expand_pattern
 from ulysses_cli.plan.problem import Problem, Where
 from ulysses_cli.plan.regular_files import describe_special
@@ -25,9 +26,7 @@ from ulysses_cli.plan.regular_files import describe_special
 LINES, TABLES = (".jsonl", ".ndjson"), (".parquet", ".arrow")
 ROWS = (*LINES, *TABLES, ".json", ".csv", ".tsv")
 TEXTS = (".txt", ".md")
-PACKED = (".gz", ".zst")
 BOM = b"\xef\xbb\xbf"
-ROWS_PER_BLOCK = 1000
 
 
 def get_format(path: Path) -> str:
@@ -113,7 +112,7 @@ def _choose_reader(file: Path) -> Callable[[Path], Iterator[Block]]:
     kind = get_format(file)
     if kind in LINES:
         return _walk_lines
-    readers = {".parquet": _walk_parquet, ".arrow": _walk_arrow, ".json": _walk_json, ".csv": _walk_csv}
+    readers = {".parquet": walk_parquet, ".arrow": walk_arrow, ".json": _walk_json, ".csv": _walk_csv}
     return readers.get(kind) or (_walk_csv if kind == ".tsv" else _walk_text)
 
 
@@ -267,47 +266,3 @@ def _group(
             yield Block(file, "rows", part, size if num_bytes is None else 0, num_blank=num_blank)
             part, size, num_blank = [], 0, 0
     yield Block(file, "rows", part, size if num_bytes is None else num_bytes, num_blank=num_blank)
-
-
-def _walk_parquet(file: Path) -> Iterator[Block]:
-    from pyarrow import parquet
-
-    with open_file(file) as raw:
-        source: Any = file if not file.name.lower().endswith(PACKED) else io.BytesIO(raw.read())
-    with parquet.ParquetFile(source) as opened:
-        yield from _walk_batches(str(file), opened.iter_batches(batch_size=ROWS_PER_BLOCK))
-
-
-def _walk_arrow(file: Path) -> Iterator[Block]:
-    import pyarrow
-
-    with open_file(file) as raw:
-        content = pyarrow.py_buffer(raw.read()) if file.name.lower().endswith(PACKED) else None
-    # not mapped: a file that is cut while it is read is then an error, and not the end of this process
-    source = content if content is not None else pyarrow.OSFile(str(file))
-    try:
-        opened = pyarrow.ipc.open_file(source)
-        batches: Iterator[Any] = (opened.get_batch(index) for index in range(opened.num_record_batches))
-    except pyarrow.ArrowInvalid:
-        if content is None:
-            source.seek(0)
-        batches = iter(pyarrow.ipc.open_stream(source))
-    yield from _walk_batches(str(file), map(_check_batch, batches))
-
-
-def _check_batch(batch: Any) -> Any:
-    """Places of texts stand in the file as they are: one that lies would have memory read that is not the batch's."""
-    batch.validate(full=True)
-    return batch
-
-
-def _walk_batches(file: str, batches: Iterator[Any]) -> Iterator[Block]:
-    import pyarrow
-
-    number = 1
-    for batch in batches:
-        rows = max(1, min(ROWS_PER_BLOCK, BLOCK_BYTES * batch.num_rows // max(1, batch.nbytes)))
-        for first in range(0, batch.num_rows, rows):
-            part = batch.slice(first, rows)
-            yield Block(file, "table", pyarrow.Table.from_batches([part]), part.nbytes, number + first)
-        number += batch.num_rows

@@ -1,4 +1,4 @@
-"""Compressed files, opened for reading. How far one expands is bounded: two megabytes can hold gigabytes of nothing."""
+"""Compressed files, opened for reading. How far one expands is bounded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from ulysses_cli.data.problems import DataError
-from ulysses_cli.plan.problem import Problem, Where
+from ulysses_cli.data.expansion import Expansion
 from ulysses_cli.plan.regular_files import open_regular
 
-MAX_EXPANSION = 200  # texts that repeat themselves much come to 50
-FREE_BYTES = 256 << 20  # a file that holds no more may expand as it likes
+PACKED = (".gz", ".zst")
 
 
 def open_file(file: Path) -> BinaryIO:
@@ -37,19 +35,14 @@ class _Bounded(io.RawIOBase):
     """Counts what comes out."""
 
     def __init__(self, file: Path, inside: BinaryIO) -> None:
-        self.file, self.inside, self.num_bytes = file, inside, 0
-        self.limit = max(FREE_BYTES, MAX_EXPANSION * file.stat().st_size)
+        self.inside, self.expansion = inside, Expansion(file)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         found = self.inside.read(len(buffer))
-        self.num_bytes += len(found)
-        if self.num_bytes > self.limit:
-            message = f"expands to more than {self.limit / 2**20:,.0f} MiB, {MAX_EXPANSION} times what it takes on disk"
-            hint = "leave it out, or unpack it yourself where it is meant"
-            raise DataError([Problem("", message, hint, Where(str(self.file)))])
+        self.expansion.add(len(found))
         buffer[: len(found)] = found
         return len(found)
 

@@ -1,0 +1,119 @@
+"""Parquet and Arrow files that hold little and say much: bounded memory, one problem with the file's name."""
+
+from __future__ import annotations
+
+import resource
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from ulysses_cli.data import expansion
+from ulysses_cli.data.blocks import walk_rows
+from ulysses_cli.data.files import walk_blocks
+from ulysses_cli.data.problems import DataError
+from ulysses_cli.data.tables import measure
+
+SMALL = 1 << 20
+
+
+def write_arrow(file: Path, table: Any, compression: str | None = None) -> None:
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_file(file, table.schema, options=options) as writer:
+        writer.write_table(table)
+
+
+def name_often(num_rows: int, num_letters: int) -> Any:
+    """One text that many rows name."""
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(num_rows, np.int32)), pa.array(["x" * num_letters]))
+
+
+def write_dictionary(file: Path) -> None:
+    table = pa.table({"text": name_often(5000, 5000)})
+    if file.suffix == ".parquet":
+        parquet.write_table(table, file)
+    else:
+        write_arrow(file, table)
+
+
+def write_list(file: Path) -> None:
+    values = pa.ListArray.from_arrays(pa.array([0, 10 * SMALL], pa.int32()), pa.array(np.zeros(10 * SMALL, np.int8)))
+    parquet.write_table(pa.table({"input_ids": values}), file)
+
+
+def write_nulls(file: Path) -> None:
+    parquet.write_table(pa.table({"text": pa.nulls(SMALL, pa.string())}), file)
+
+
+def write_page(file: Path) -> None:
+    parquet.write_table(pa.table({"text": ["x" * 10 * SMALL]}), file, compression="zstd", write_statistics=False)
+
+
+def write_lie(file: Path) -> None:
+    """A buffer's header announces a tebibyte."""
+    write_arrow(file, pa.table({"text": ["a b c d" * 1000]}), "zstd")
+    content, header = file.read_bytes(), struct.pack("<q", 7000)
+    assert header + b"\x28\xb5" in content
+    file.write_bytes(content.replace(header + b"\x28\xb5", struct.pack("<q", 1 << 40) + b"\x28\xb5"))
+
+
+def write_views(file: Path) -> None:
+    """Views of one text, each of it all."""
+    views = np.tile(np.array([5000, int.from_bytes(b"xxxx", "little"), 0, 0], np.int32), 5000)
+    buffers = [None, pa.py_buffer(views.tobytes()), pa.py_buffer(b"x" * 5000)]
+    write_arrow(file, pa.table({"text": pa.Array.from_buffers(pa.string_view(), 5000, buffers)}))
+
+
+BOMBS = {
+    "dictionary.parquet": write_dictionary,
+    "dictionary.arrow": write_dictionary,
+    "list.parquet": write_list,
+    "nulls.parquet": write_nulls,
+    "page.parquet": write_page,
+    "lie.arrow": write_lie,
+    "views.arrow": write_views,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_table_that_expands_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    file = tmp_path / name
+    BOMBS[name](file)
+    monkeypatch.setattr(expansion, "FREE_BYTES", SMALL)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError) as caught:
+        list(walk_blocks([file]))
+    (problem,) = caught.value.problems
+    assert str(problem).startswith(f"{file}: expands to more than ")
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    if name != "lie.arrow":
+        monkeypatch.setattr(expansion, "FREE_BYTES", 1 << 30)
+        num_rows = sum(block.content.num_rows for block in walk_blocks([file]))
+        assert num_rows == {"list.parquet": 1, "page.parquet": 1, "nulls.parquet": SMALL}.get(name, 5000)
+
+
+def test_rows_of_a_table_arrive_as_they_are(tmp_path: Path) -> None:
+    texts = [f"text {at} " * (at % 50) or None for at in range(3000)]
+    table = pa.table({"text": texts, "turns": [[{"role": "user", "content": str(at)}] for at in range(3000)]})
+    parquet.write_table(table, tmp_path / "d.parquet")
+    write_arrow(tmp_path / "d.arrow", table, "lz4")
+    for name in ("d.parquet", "d.arrow"):
+        found = [row for block in walk_blocks([tmp_path / name]) for row in walk_rows(block)]
+        assert found == list(enumerate(table.to_pylist(), 1))
+
+
+def test_values_are_measured_as_python_holds_them() -> None:
+    words = ["ab", None, "abcd"]
+    for kind in (pa.string(), pa.large_string(), pa.string_view()):
+        assert measure(pa.array(words, kind)) == 3 * 8 + 6
+        assert measure(pa.array(words, kind).slice(1)) == 2 * 8 + 4
+    assert measure(pa.array(words).dictionary_encode()) == 3 * 8 + 6
+    assert measure(pa.array([[1, 2], None, [3]])) == 3 * 8 + 3 * 8
+    assert measure(pa.array([{"a": "xy", "b": 1}, None])) == 2 * 8 + (2 * 8 + 2) + 2 * 8
+    assert measure(pa.nulls(7)) == 56
+    with pytest.raises(pa.ArrowNotImplementedError, match="run_end_encoded"):
+        measure(pa.RunEndEncodedArray.from_arrays(pa.array([3], pa.int32()), pa.array(["x"])))
