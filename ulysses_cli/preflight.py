@@ -71,8 +71,13 @@ def check_gpus(recipe: Recipe, processes_here: int) -> Found:
 def check_builds(recipe: Recipe) -> Found:
     """A folder to build operators in, where some are needed: for exchanges between CPU ranks, or for offload."""
     offload = {recipe.memory.offload_optimizer, recipe.memory.offload_param}
-    is_needed = recipe.run.device == "cpu" or bool(offload & {"cpu", "nvme"})
-    if is_needed and (problem := find_write_problem(os.environ)):
+    if recipe.run.device == "cpu" or offload & {"cpu", "nvme"}:
+        yield from check_builds_folder()
+
+
+def check_builds_folder() -> Found:
+    """This user may build operators."""
+    if problem := find_write_problem(os.environ):
         yield Problem("", problem, HINT)
 
 

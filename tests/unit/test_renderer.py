@@ -9,18 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import count_examples, sample
 
 from ulysses_cli.data import renderer
 from ulysses_cli.data.blocks import Block
 from ulysses_cli.data.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.problems import DataError
-from ulysses_cli.data.renderer import Renderer, TemplateRefusal
+from ulysses_cli.data.renderer import Question, Renderer, TemplateRefusal
 from ulysses_cli.data.tokenizer import make_bytes_tokenizer
 from ulysses_cli.data.workers import encode_block
 
 CHAT = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
 MANY = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+TEMPLATE = "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}{{ messages[0].content }}"
 ENDLESS = {
     "a loop": (MANY.replace("BODY", ""), "does not come to an end in 1 s"),
     "a long text": (MANY.replace("BODY", "{{ 'x' * 1000000 }}"), "takes more than .* of memory"),
@@ -59,27 +62,48 @@ def test_one_that_ends_for_the_first_rendering_only(monkeypatch: pytest.MonkeyPa
 def test_refusals_and_texts_come_through() -> None:
     tokenizer = make_bytes_tokenizer()
     messages = [{"role": "user", "content": "é\ud800" * 3}, {"role": "assistant", "content": "a"}]
-    render = Renderer(tokenizer).make_render(None)
-    assert render(messages) == tokenizer.apply_chat_template(messages, tokenize=False)
-    assert render(messages, prompt=True).endswith("<|begin|>assistant\n")
-    text, spans = Renderer(tokenizer).read_marked_spans(messages, None)
+    shown = Renderer(tokenizer, ["<|end|>"]).show(Question(messages, is_marked=True))
+    assert shown.text == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert [shown.text[start:stop] for start, stop in shown.said] == ["a<|end|>"]
+    text, spans = shown.marked
     assert [text[start:stop] for start, stop in spans] == ["a<|end|>"]
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(TemplateRefusal, match="roles must alternate"):
-        Renderer(tokenizer).make_render(None)(messages)
+        Renderer(tokenizer).show(Question(messages))
+
+
+@settings(max_examples=count_examples(30), deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 4))
+def test_chats_that_are_announced_are_shown_as_if_alone(kinds: list[tuple[int, bool]], num_sent: int) -> None:
+    """Whatever is left out, comes unannounced or is refused in between."""
+    tokenizer = make_bytes_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    one = Renderer(tokenizer)
+    questions = [
+        Question([{"role": "user", "content": f"{at} {'no' * (kind == 1)}"}]) for at, (kind, _) in enumerate(kinds)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(renderer, "MAX_SENT", num_sent)
+        one.announce([question for question, (kind, _) in zip(questions, kinds, strict=True) if kind != 2])
+        for at, (kind, is_asked) in enumerate(kinds):
+            if kind == 1 and is_asked:
+                with pytest.raises(TemplateRefusal, match="not this"):
+                    one.show(questions[at])
+            elif is_asked:
+                assert one.show(questions[at]).text == f"{at} "
+    one.end()
 
 
 LIVING = """
 import sys
-from ulysses_cli.data.renderer import Renderer
+from ulysses_cli.data.renderer import Question, Renderer
 from ulysses_cli.data.tokenizer import make_bytes_tokenizer
 tokenizer = make_bytes_tokenizer()
-tokenizer.chat_template = "{% if messages[0].content == 'a' %}a{% else %}" + sys.argv[1] + "{% endif %}"
+tokenizer.chat_template = "{% if messages[0].content == 'b' %}" + sys.argv[1] + "{% endif %}a"
 one = Renderer(tokenizer)
-render = one.make_render(None)
-render([{"role": "user", "content": "a"}])
+one.show(Question([{"role": "user", "content": "a"}]))
 print(open("/proc/self/task/" + str(__import__("os").getpid()) + "/children").read().split()[0], flush=True)
-render([{"role": "user", "content": "b"}])
+one.show(Question([{"role": "user", "content": "b"}]))
 """
 
 
@@ -97,7 +121,7 @@ def test_the_child_holds_no_file_of_the_parent(tmp_path: Path) -> None:
     """A lock would else be held as long as it lives."""
     with open(tmp_path / "lock", "w") as lock:
         one = Renderer(make_bytes_tokenizer())
-        one.make_render(None)([{"role": "user", "content": "a"}])
+        one.show(Question([{"role": "user", "content": "a"}]))
         before = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         held = {os.path.realpath(file) for pid in before for file in Path(f"/proc/{pid}/fd").iterdir()}
         assert os.path.realpath(tmp_path / "lock") not in held

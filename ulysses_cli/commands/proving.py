@@ -67,8 +67,8 @@ def prove(
     or_exit(lambda: check_page(html), output)
     wants_cpu = subject is not None and subject.recipe.run.device == "cpu"
     device = "cuda" if launch.count_places("cuda") and not wants_cpu else "cpu"
-    if command != "doctor" and device == "cpu" and (unwritable := preflight.find_write_problem(os.environ)):
-        end_with([Problem("", unwritable, preflight.HINT)], output)
+    if command != "doctor" and device == "cpu" and (problems := list(preflight.check_builds_folder())):
+        end_with(problems, output)
     task = {
         "command": command,
         "device": device,

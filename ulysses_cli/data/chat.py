@@ -237,3 +237,31 @@ def read_marked_spans(tokenizer: Any, messages: Messages, tools: Any) -> tuple[s
         **tokenizer.special_tokens_map,
     )
     return texts[0], [(int(start), int(stop)) for start, stop in spans[0]]
+
+
+@dataclass(frozen=True)
+class ShownChat:
+    """What a template makes of a chat. `odd`: why it does not tell what the assistant says; then there are no spans.
+    `marked`: text and spans of a template that marks them itself."""
+
+    text: str
+    said: list[tuple[int, int]]
+    ends: list[int]
+    odd: str = ""
+    marked: tuple[str, list[tuple[int, int]]] = ("", [])
+
+
+def show_chat(
+    tokenizer: Any, render: Render, messages: Messages, tools: Any, specials: Sequence[str], *, is_marked: bool
+) -> ShownChat:
+    """`is_marked`: the template's own marks are wanted, too. Raises whatever the template raises."""
+    text = render(messages)
+    if not text:
+        return ShownChat("", [], [])
+    spans, odd = Spans([], []), ""
+    try:
+        spans = find_spans(render, messages, text, specials)
+    except InexactTemplate as error:
+        odd = str(error)
+    marked = read_marked_spans(tokenizer, messages, tools) if is_marked else ("", [])
+    return ShownChat(text, spans.said, spans.ends, odd, marked)

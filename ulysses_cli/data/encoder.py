@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.chat import InexactTemplate, find_spans
+from ulysses_cli.data.chat import InexactTemplate
 from ulysses_cli.data.columns import Chat, Completion, Sample, Text, Tokens
 from ulysses_cli.data.pieces import NEIGHBOURHOOD, PIECE_CHARS, CutRule, find_cut_rule
 from ulysses_cli.data.problems import BadRow, NoTemplate
-from ulysses_cli.data.renderer import EndlessTemplate, Renderer
+from ulysses_cli.data.renderer import EndlessTemplate, Question, Renderer, TemplateRefusal
 from ulysses_cli.data.store import TARGET, TURN, Flags, Ids, choose_dtype
 
 Bounds = NDArray[np.int64]  # [tokens, 2]: first character and one past the last
@@ -41,8 +41,8 @@ class Encoder:
 
     def __post_init__(self) -> None:
         self.dtype = choose_dtype(len(self.tokenizer))
-        self.renderer = Renderer(self.tokenizer)
         self.eos: int | None = self.tokenizer.eos_token_id
+        self._announced: dict[int, tuple[Chat, Question]] = {}
         self.backend: Any = None
         self.rule = CutRule(reason="it has no fast backend")
         self.prefix: list[int] = []
@@ -51,6 +51,7 @@ class Encoder:
             self._read_backend()
         self.specials = sorted(str(token) for token in self.tokenizer.all_special_tokens)
         self.specials += sorted(str(token) for token in getattr(self.tokenizer, "added_tokens_encoder", {}))
+        self.renderer = Renderer(self.tokenizer, self.specials)
         template = self.tokenizer.chat_template
         self.has_template = bool(template)
         self.marks_itself = "generation %}" in str(template) or "generation -%}" in str(template)
@@ -151,30 +152,38 @@ class Encoder:
         ends = np.full(len(ids) - len(self.prefix) - len(flags), TARGET, np.uint8)
         return ids, np.concatenate([np.zeros(len(self.prefix), np.uint8), flags, ends])
 
+    def announce(self, samples: Sequence[Sample]) -> None:
+        """What `encode` will be asked next, in this order: chats among it are shown ahead."""
+        chats = [sample for sample in samples if isinstance(sample, Chat) and self.has_template]
+        self._announced = {id(chat): (chat, self._make_question(chat)) for chat in chats}  # chats live: ids are theirs
+        self.renderer.announce([question for _, question in self._announced.values()])
+
+    def _make_question(self, chat: Chat) -> Question:
+        return Question(list(chat.messages), chat.tools, self.marks_itself and self._wants_said_only(chat))
+
+    def _wants_said_only(self, chat: Chat) -> bool:
+        return self.settings.completion_only_loss if chat.is_completion else self.settings.assistant_only_loss
+
     def _encode_chat(self, sample: Chat) -> tuple[Ids, Flags | None]:
         if not self.has_template:
             raise NoTemplate
-        render = self.renderer.make_render(sample.tools)
-        only_said = self.settings.completion_only_loss if sample.is_completion else self.settings.assistant_only_loss
+        only_said = self._wants_said_only(sample)
         try:
-            text = render(sample.messages)
+            _, question = self._announced.get(id(sample)) or (sample, self._make_question(sample))
+            shown = self.renderer.show(question)
         except EndlessTemplate:
             raise
-        except Exception as error:  # noqa: BLE001 - a template may raise what it likes
+        except TemplateRefusal as error:
             raise BadRow(f"the chat template refuses this chat: {error}") from None
+        text, said, ends = shown.text, shown.said, shown.ends
         if not text:
             raise BadRow("the chat template shows nothing of this chat")
-        try:
-            spans = find_spans(render, sample.messages, text, self.specials)
-            said, ends = spans.said, spans.ends
-        except InexactTemplate:
-            if only_said and not self.marks_itself:
-                raise
-            said, ends = [], []
+        if shown.odd and only_said and not self.marks_itself:
+            raise InexactTemplate(shown.odd)
         if not only_said and self.backend is None:
             return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.dtype), None
         if only_said and self.marks_itself:
-            text, said = self.renderer.read_marked_spans(sample.messages, sample.tools)
+            text, said = shown.marked
         if only_said and sample.first_target:
             answers = [at for at, message in enumerate(sample.messages) if message["role"] == "assistant"]
             if len(answers) != len(said):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.data import files, folder, hub_sets, synthetic
+from ulysses_cli.data import files, folder, hub_sets, packed_files, synthetic
 from ulysses_cli.data.blocks import Block, walk_rows
 from ulysses_cli.data.columns import Kind, detect_kind
 from ulysses_cli.data.fingerprint import FileHashes, hash_parts
@@ -109,7 +109,7 @@ def _open_files(
     marks = [mark for file, mark in zip(found, marks, strict=True) if file not in gone]
     found = [file for file in found if file not in gone]
     size = sum(file.stat().st_size for file in found)
-    is_packed = any(file.name.lower().endswith(files.PACKED) for file in found)
+    is_packed = any(file.name.lower().endswith(packed_files.PACKED) for file in found)
     is_text = all(files.get_format(file) not in files.ROWS for file in found)
     return Source(
         str(path) if len(found) > 1 else str(found[0]),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ulysses_cli.data.blocks import Block, count_blank, walk_rows
-from ulysses_cli.data.columns import Kind, Text, read_sample
+from ulysses_cli.data.columns import Kind, Sample, Text, read_sample
 from ulysses_cli.data.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.problems import BadRow, DataError, make_where
 from ulysses_cli.data.renderer import EndlessTemplate
@@ -58,11 +58,12 @@ def encode_block(encoder: Encoder, kind: Kind, block: Block) -> Done:
     encoded: list[tuple[Ids, Flags | None]] = []
     bad: list[tuple[str, int, str]] = []
     encoder.num_in_pieces = encoder.num_whole = 0
-    for line, row in walk_rows(block):
+    samples = [(line, _read(kind, row, encoder)) for line, row in walk_rows(block)]
+    encoder.announce([sample for _, sample in samples if not isinstance(sample, BadRow)])
+    for line, sample in samples:
         try:
-            if isinstance(row, BadRow):
-                raise row
-            sample = read_sample(kind, row, has_template=encoder.has_template)
+            if isinstance(sample, BadRow):
+                raise sample
             if isinstance(sample, Text):
                 texts.append(sample.text)
             else:
@@ -88,6 +89,13 @@ def encode_block(encoder: Encoder, kind: Kind, block: Block) -> Done:
         flags,
     )
     return Done(batch, block.num_bytes, bad, count_blank(block), encoder.num_in_pieces, encoder.num_whole)
+
+
+def _read(kind: Kind, row: dict[str, Any] | BadRow, encoder: Encoder) -> Sample | BadRow:
+    try:
+        return row if isinstance(row, BadRow) else read_sample(kind, row, has_template=encoder.has_template)
+    except BadRow as error:
+        return error
 
 
 def encode_blocks(blocks: Iterator[Block], task: Task, tokenizer: Any, num_workers: int) -> Iterator[Done]:

@@ -39,7 +39,9 @@ def choose_first(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What was written first: by a clock that nobody sets where one machine wrote all, else by the time of day. {} for
     none."""
     is_one = len({one.get("boot") for one in told if one.get("boot")}) == 1 and all("uptime" in one for one in told)
-    return dict(min(told, key=lambda one: float(one.get("uptime" if is_one else "time", 0)), default={}))
+    key = "uptime" if is_one else "time"
+    first = min(told, key=lambda one: float(one.get(key, 0)), default=None)
+    return dict(first) if first else {}
 
 
 def _read_boot() -> str:
