@@ -20,6 +20,7 @@ from ulysses_cli.plan.ledger.moment import Lines, Moment
 from ulysses_cli.plan.model_shape import Layer
 
 PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
+LEAVES, HEAD_SENT = "head's gradient leaves", "head's gradient is reduced"
 EMBEDDED, LAST_SENT, FIRST = "embedding", "last gradients are reduced", "the first "
 MAKING, BETWEEN = "master weights are made", "between micro-steps"
 PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
@@ -98,11 +99,11 @@ def walk_moments(job: Job) -> Iterator[Moment]:
 
 
 def _settle_shards(job: Job, moment: Moment) -> Moment:
-    """In replicas, weights that were let go have a second shard. The head's proof goes through the model twice, and so
-    do micro-steps that add up; an evaluation lets all go."""
+    """In replicas, weights that were let go since the last step have a second shard. The head's proof goes through the
+    model twice, and so do micro-steps that add up, and an evaluation and the step behind it."""
     if job.layout.dp_replicate_size == 1 or moment.name == MAKING:
         return moment
-    goes_again = moment.phase == "load" or lower_stages.adds_up(job) or (job.evaluates and moment.phase in PASSES)
+    goes_again = moment.phase == "load" or (moment.phase in PASSES and (lower_stages.adds_up(job) or job.evaluates))
     at_hand = 0 if goes_again else moment.lines.get("parameters_gathered", 0)
     second = states.compute_second_shard(job, at_hand)
     return Moment(moment.phase, moment.name, {**moment.lines, "parameters_second_shard": second})
@@ -113,8 +114,10 @@ def _settle_gradients(job: Job, moment: Moment) -> Moment:
     phase = moment.phase if moment.name != BETWEEN else "forward"
     is_reducing = phase == "backward" and moment.name not in _list_before_gradients(job)
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
-    is_sending = moment.name.endswith((SENT, EMBEDDED, LAST_SENT))
-    has_sent = sent.layer == lower_stages.ABOVE or (is_sending and not moment.name.startswith(FIRST))
+    is_sending = moment.name.endswith((SENT, EMBEDDED, LAST_SENT, HEAD_SENT))
+    has_sent = (sent.layer == lower_stages.ABOVE and moment.name not in (LEAVES, HEAD_SENT)) or (
+        is_sending and not moment.name.startswith((FIRST, HEAD_SENT))
+    )
     gradients = lower_stages.compute_gradients(
         job, phase, is_reducing=is_reducing, has_sent=has_sent, is_sending=is_sending
     )
@@ -130,7 +133,7 @@ def _list_before_gradients(job: Job) -> tuple[str, ...]:
     if job.adapters is None:
         return BEFORE_GRADIENTS
     in_mlp = () if job.adapters.adapts(*job.family.mlp_modules) else BEFORE_ATTENTION
-    return (*BEFORE_GRADIENTS, "final norm", "recomputation", "norm behind the MLP", *in_mlp)
+    return (*BEFORE_GRADIENTS, LEAVES, "final norm", "recomputation", "norm behind the MLP", *in_mlp)
 
 
 def _walk_all(job: Job) -> Iterator[Moment]:
@@ -163,7 +166,7 @@ def _walk_all(job: Job) -> Iterator[Moment]:
     yield Moment("backward", "final norm", {**at_norm, **saved, **tied, **norm})
     if leaves := states.compute_head_flush(job):  # when the final norm's gradient comes
         residual = {"residual_gradient": layer.compute_layer_input(job)}
-        yield Moment("backward", "head's gradient leaves", {**at_norm, **residual, "reduce_flush": leaves})
+        yield Moment("backward", HEAD_SENT, {**at_norm, **residual, "reduce_flush": leaves})
     base = {**held, **kept, **tied, "residual_gradient": layer.compute_layer_input(job)}
     base["kept_gradients"] = lower_stages.compute_kept_gradients(job, 1)
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
@@ -191,6 +194,7 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
     adapters = {"lora": layer.compute_adapter_work(job, kind)}
     yield "mlp", {"mlp": layer.compute_mlp_forward(job, kind), **adapters}
     if not kind.num_experts and not job.levers.tiled_mlp:
+        yield "first", {"mlp": layer.compute_first_forward(job), **adapters}
         yield "gate", {"mlp": layer.compute_gate_forward(job), **adapters}
         yield "down", {"mlp": layer.compute_down_forward(job)}
 
@@ -225,7 +229,7 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[Moment]:
     if job.dtype_bytes < 4:  # a float32 sum is the gradient itself
         yield Moment("backward", "head's gradient", {**at_loss, **final, **tiles, **gradient, **logits})
     tiles["head_accumulator"] = 0  # the sum has gone when its cast leaves
-    yield Moment("backward", "head's gradient leaves", {**at_loss, **final, **tiles, **gradient, **logits})
+    yield Moment("backward", LEAVES, {**at_loss, **final, **tiles, **gradient, **logits})
 
 
 def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
@@ -237,8 +241,8 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
     # a tied weight's two gradients are added to a third
     tied = {"embedding_gradient": embedding * (3 if job.shape.tie_word_embeddings else 1)}
     before, last = states.list_last_filled(job.weights, job.engine.reduce_bucket)
-    came[lower_stages.MOVED] = lower_stages.compute_moved(job, last.num_before)
-    yield Moment("backward", EMBEDDED if last.num_before else FIRST + EMBEDDED, {**end, **came, **tied})
+    came[lower_stages.MOVED] = lower_stages.compute_moved(job, before.num_before)
+    yield Moment("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **came, **tied})
     flush = {"reduce_flush": states.compute_flush(job, *before)}
     yield Moment("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **came, **flush})
     flush = {"reduce_flush": states.compute_flush(job, *last)}

@@ -155,7 +155,7 @@ def run_steps(wish: Mapping[str, Any], layers: Layers, storages: Any) -> None:
     positions = np.broadcast_to(np.arange(local), (batch, local)).copy()
     rows = MicroBatch(numbers, numbers, positions, (tokens,) * batch, tuple(range(batch)))
     for name, phases in (("backward", ("backward",)), ("step", (HELD, "optimizer_step"))):
-        setattr(wrapped, name, _in_phases(storages, phases, getattr(wrapped, name)))
+        setattr(wrapped, name, _in_phases(storages, phases, getattr(wrapped, name), BETWEEN))
     storages.phase = BETWEEN
     micro_steps = [rows] * num_steps
     run_step(engine, micro_steps, tokens, storages)
@@ -197,14 +197,17 @@ def cut_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     return {**cut, "num_hidden_layers": num_layers}
 
 
-def _in_phases(storages: Any, phases: tuple[str, ...], function: Any) -> Any:
-    """Runs in the last one; of the others, what is alive as they begin is noted."""
+def _in_phases(storages: Any, phases: tuple[str, ...], function: Any, after: str = "") -> Any:
+    """Runs in the last one; of the others, what is alive as they begin is noted. What follows is `after`: a forward
+    ends where the backward begins."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for phase in phases:
                 stack.enter_context(storages.during(phase))
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        storages.phase = after or storages.phase
+        return result
 
     return call
 

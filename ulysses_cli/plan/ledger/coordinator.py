@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ulysses_cli.plan.ledger.job import Engine
 from ulysses_cli.plan.ledger.visits import Visit
-from ulysses_cli.plan.ledger.weights import Module
+from ulysses_cli.plan.ledger.weights import Module, is_adapter
 
 NEVER = 1 << 62
 
@@ -32,7 +32,8 @@ class Coordinator:
         self.modules, self.engine, self.joins_mlps, self.splits = modules, engine, joins_mlps, splits
         self.names = [[name for name, _ in module.weights] for module in modules]
         self.sizes = {name: size for module in modules for name, size in module.weights}
-        self.frozen = {name for module in modules if not module.is_trained for name, _ in module.weights}
+        frozen = {name for module in modules if not module.is_trained for name, _ in module.weights}
+        self.frozen = {name for name in frozen if not is_adapter(name)}
         self.at_hand = {name for name, size in self.sizes.items() if size <= engine.persistence_threshold}
         self.persistent = frozenset(self.at_hand)
         self.order = [visit.module for visit in visits if visit.enters]

@@ -7,15 +7,15 @@ gather of several weights holds its flat buffer until the last of them was asked
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 
 from ulysses_cli.plan.ledger.coordinator import Coordinator
 from ulysses_cli.plan.ledger.job import Engine, Job
 from ulysses_cli.plan.ledger.visits import Tree, Visit
-from ulysses_cli.plan.ledger.weights import EMBEDDING, HEAD, LAYERS, Adapters, Module, list_weights
+from ulysses_cli.plan.ledger.weights import EMBEDDING, HEAD, LAYERS, Adapters, Module, is_adapter, list_weights
 from ulysses_cli.plan.model_shape import ModelShape
 
 Highs = tuple[tuple[int, int], ...]
@@ -23,14 +23,15 @@ NOTHING: Highs = ((0, 0),)
 WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed gathers them at once by itself (utils/z3_leaf_module.py)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Gathered:
     """Elements at hand, without the persistent ones, which always are. In layers, by place: (number of layers above,
     elements), from the last layer down, wherever more is at hand than in any layer above. `proof` is the most before
     training, when DeepSpeed does not know the order of modules: in the forward that proves the head, or of one trained
     weight for its gradient's hook (stage3.py: create_reduce_and_remove_grad_hooks). `final` is at hand in the final
     norm's forward, `head` while the head is fetched, `loss` until its backward, `norm` in the final norm's, `embedding`
-    at the end of the step, `end` at that of an evaluation, which waits for all that is on its way."""
+    at the end of the step, `end` at that of an evaluation, which waits for all that is on its way. `at_gradients`: when
+    the gradient of a layer's weight comes, just before its module is left."""
 
     forward: dict[str, Highs]
     backward: dict[str, Highs]
@@ -42,6 +43,7 @@ class Gathered:
     embedding: int = 0
     end: int = 0
     persistent: int = 0
+    at_gradients: Mapping[str, int] = field(default_factory=dict)
 
     def get_highs(self, phase: str, place: str) -> Highs:
         return (self.forward if phase == "forward" else self.backward).get(place, NOTHING)
@@ -51,10 +53,13 @@ class Gathered:
         return max((highs[-1][1] for highs in places.values()), default=0)
 
 
+NONE = Gathered({}, {})
+
+
 def compute_gathered(job: Job) -> Gathered:
     """Steps on one rank gather nothing, unless the weights live on the host. Below stage 3 nothing ever is."""
     if job.zero_stage < 3:
-        return Gathered({}, {})
+        return NONE
     if job.world_size == 1 and job.levers.offload_param == "none":
         return Gathered({}, {}, proof=job.weights.largest_trained)
     recomputes = job.levers.gradient_checkpointing is not False
@@ -78,11 +83,14 @@ def _replay(
     visits = list(Tree(modules).walk_step(recomputes=recomputes, trains_embedding=adapters is None))
     coordinator = Coordinator(modules, visits, engine, joins_mlps=is_whole, splits=splits)
     found: dict[tuple[str, str], dict[int, int]] = {}
+    at_gradients: dict[str, int] = {}
     most = {"final": 0, "head": 0, "loss": 0, "norm": 0, "embedding": 0, "end": 0}
     for visit in visits:
         module, before = modules[visit.module], coordinator.held
         peak = coordinator.follow(visit)
         if module.part == LAYERS:
+            if visit.is_backward and not visit.enters:
+                at_gradients |= {name: at_gradients.get(name, before) for name, _ in module.weights}
             place, num_elements = name_place(module, visit), coordinator.held
             if place == "attention" and not visit.is_backward:
                 num_elements = before
@@ -113,6 +121,7 @@ def _replay(
             *(count_proof(module, engine.persistence_threshold, splits=splits) for module in modules),
         ),
         persistent=persistent,
+        at_gradients=at_gradients,
         **most,
     )
 
@@ -132,20 +141,24 @@ def name_place(module: Module, visit: Visit) -> str:
         return _name_mlp_backward(module, visit)
     if module.name == "o_proj":
         return "attention" if visit.enters != visit.is_backward else ""
-    return module.name.rstrip("1234") if visit.enters and module.name.endswith(("norm", "1", "2", "3", "4")) else ""
+    if not visit.enters or "norm" not in module.name:
+        return ""
+    return "norm" if module.name.startswith("norm") else module.name
 
 
 def _name_mlp_place(module: Module, visit: Visit) -> str:
-    """Its first matrices are at hand when two tensors of the inner width are; at the widest, when gate and up are
-    multiplied, they have gone; at the last matrix more weights are on their way, the output head among them. Experts
-    and tiles are gathered at once."""
+    """The first matrix makes one tensor of the inner width, or two at once; a second one is there from the activation
+    on; at the widest, when gate and up are multiplied, the first matrices have gone; at the last one more weights are
+    on their way, the output head among them. Experts and tiles are gathered at once."""
     if module.name in ("up_proj", "gate_up_proj") and not visit.enters:
         return "mlp"
     if not visit.enters:
         return ""
     if module.name in ("router", "experts") or (module.name == "mlp" and module.weights):
         return "mlp"
-    return "down" if module.name.startswith("down_proj") else "gate"
+    if module.name.startswith("down_proj"):
+        return "down"
+    return "gate" if module.name.startswith(("act_fn", "up_proj", "gate_up_proj")) else "first"
 
 
 def _name_mlp_backward(module: Module, visit: Visit) -> str:
@@ -166,10 +179,12 @@ def _list_highs(layers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def join_mlps(modules: tuple[Module, ...]) -> Iterator[Module]:
-    """An MLP that is a ZeRO-3 leaf module, as tiled ones are, is gathered at once."""
+    """An MLP that is a ZeRO-3 leaf module, as tiled ones are, is gathered at once: weights in the order in which they
+    were made (record_parameters), adapters last."""
     for (in_mlp, _), group in groupby(modules, key=lambda module: (module.in_mlp, module.layer)):
         found = list(group)
         if in_mlp:
-            yield replace(found[0], weights=tuple(dict.fromkeys(each for module in found for each in module.weights)))
+            weights = dict.fromkeys(each for module in found for each in module.weights)
+            yield replace(found[0], weights=tuple(sorted(weights, key=lambda weight: is_adapter(weight[0]))))
         else:
             yield from found

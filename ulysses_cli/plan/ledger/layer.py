@@ -112,10 +112,13 @@ def compute_attention_saved(job: Job) -> int:
     saved = compute_query_norms_saved(job) + compute_attention_rows(job) + compute_output_input(job)
     if not has_norm_before(job.shape):
         return saved
-    # Recomputed, the input that such a norm saves is the layer's, which is kept as such.
-    is_kept = saves_norm_input(job) and job.levers.gradient_checkpointing is not False
-    norm = 0 if is_kept else compute_norm_saved(job, job.shape.hidden_size)
+    norm = 0 if is_input_kept(job) else compute_norm_saved(job, job.shape.hidden_size)
     return saved + norm + compute_layer_input(job) * saves_input(job, "q_proj", "k_proj", "v_proj", "qkv_proj")
+
+
+def is_input_kept(job: Job) -> bool:
+    """Recomputed, the input that the first norm saves as it came is the layer's, which is kept as such."""
+    return saves_norm_input(job) and job.levers.gradient_checkpointing is not False
 
 
 def compute_output_input(job: Job) -> int:
@@ -151,11 +154,17 @@ def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
     return shape.num_experts_per_token * (b * width + EXPERT_INDEX_BYTES) * tokens
 
 
-def compute_inside_gone(job: Job, weight: str) -> int:
+def compute_inside_gone(job: Job, kind: Layer, weight: str) -> int:
     """Of what the inside saved, when the gradient of one of its weights is there: the product behind the last matrix;
-    then the activated gate and its partner too, of which one gradient is left."""
+    then the activated gate and its partner too, of which one gradient is left. Of experts, at their first matrices all
+    but the tokens' copies, of which gradients are there; at a router that was made before them, those too."""
+    if is_tiled(job):
+        return 0
+    if kind.num_experts:
+        left = {"experts.gate_up": job.dtype_bytes * job.shape.hidden_size * job.shape.num_experts_per_token * job.local_tokens, "router": 0}
+        return max(0, compute_inside_saved(job, kind, job.local_tokens) - left[weight]) if weight in left else 0
     num = {"up_proj": 1, "gate_up_proj": 1, "gate_proj": 2}.get(weight, 0)
-    return 0 if is_tiled(job) else num * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
+    return num * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
 
 
 def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
@@ -236,8 +245,13 @@ def _compute_scaled(job: Job) -> int:
     return compute_layer_input(job) if job.shape.model_type in SCALED_RESULTS else 0
 
 
+def compute_first_forward(job: Job) -> int:
+    """At the MLP's first matrix: the gate, the input and the residual, b (i + 2 h) S."""
+    return job.dtype_bytes * (job.shape.intermediate_size + 2 * job.shape.hidden_size) * job.local_tokens
+
+
 def compute_gate_forward(job: Job) -> int:
-    """At the MLP's first matrices: the activated gate and up, the input and the residual, b (2 i + 2 h) S."""
+    """At the MLP's second matrix: the activated gate and up, the input and the residual, b (2 i + 2 h) S."""
     return job.dtype_bytes * 2 * (job.shape.intermediate_size + job.shape.hidden_size) * job.local_tokens
 
 

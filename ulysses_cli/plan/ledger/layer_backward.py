@@ -6,11 +6,18 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger import layer, lower_stages, states
-from ulysses_cli.plan.ledger.gathering import Gathered, Highs
+from ulysses_cli.plan.ledger.gathering import Gathered
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.kept import drop_layers
 from ulysses_cli.plan.ledger.moment import Lines, Moment
-from ulysses_cli.plan.ledger.weights import Weights, has_norm_behind
+from ulysses_cli.plan.ledger.weights import (
+    FIRST_PROJECTIONS,
+    INPUT_NORM,
+    NORM_BEHIND,
+    Weights,
+    has_norm_before,
+    has_norm_behind,
+)
 from ulysses_cli.plan.model_shape import Layer
 
 SENT, FIRST_SENT = "gradients are reduced", "the first gradients are reduced"
@@ -31,7 +38,7 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         again = {"recomputed_attention": layer.compute_attention_again(job), "recomputed_mlp": 0}
         yield "attention", Moment("backward", "recomputation", {**base, **again})
     if has_norm_behind(job.shape):
-        yield "norm", at("norm behind the MLP", whole, mlp, norm_backward=norm_work)
+        yield NORM_BEHIND, at("norm behind the MLP", whole, mlp, norm_backward=norm_work)
         if kept := layer.compute_kept_output(job):
             base = {**base, "kept_mlp_outputs": base["kept_mlp_outputs"] - kept}
     left = _count_mlp_left(job, kind)
@@ -48,6 +55,9 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         rows = layer.compute_attention_rows(job)
         norm = layer.compute_norm_backward(job, job.query_width) + rows
         yield "q_norm", at("query norm", rest - rows - result, 0, norm_backward=norm)
+    if has_norm_before(job.shape):
+        saved = norm_saved * (not layer.is_input_kept(job))
+        yield INPUT_NORM, at("input norm", saved, 0, norm_backward=norm_work + own_input)
 
 
 def _count_mlp_left(job: Job, kind: Layer) -> int:
@@ -74,13 +84,8 @@ def _make_inside(
 
 def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iterator[Moment]:
     """The bucket is sent in the midst of a layer's backward; layers above have gone by then."""
-    result = 0 if layer.keeps_result(job) else layer.compute_attention_result(job)
-    whole = layer.compute_attention_saved(job) + result
-    mlp, attention = (gathered.get_highs("backward", place) for place in ("mlp", "attention"))
-    for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, mlp, attention):
-        left = _count_mlp_left(job, kind) - layer.compute_inside_gone(job, flush.weight) if flush.in_mlp else 0
-        if flush.weight.startswith("norm") and not has_norm_behind(job.shape):  # sent in its backward
-            left = layer.compute_norm_saved(job, job.shape.hidden_size)
+    for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, gathered):
+        attention_left, mlp_left = _count_left(job, kind, flush)
         work = {
             "reduce_flush": states.compute_flush(job, flush.num_elements, flush.largest, flush.num_before),
             "parameters_gathered": job.dtype_bytes * num_gathered,
@@ -89,24 +94,39 @@ def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iter
             # in tiles all weights' gradients leave the MLP at once (train/tiled_mlp.py)
             "coming_gradients": job.dtype_bytes * (flush.num_waiting if layer.is_tiled(job) else flush.num_coming),
         }
-        moment = _make_inside(job, kind, base, SENT if flush.num_before else FIRST_SENT, whole, left, work)
+        moment = _make_inside(job, kind, base, SENT if flush.num_before else FIRST_SENT, attention_left, mlp_left, work)
         yield Moment(moment.phase, moment.name, drop_layers(job, moment.lines, flush.layer + 1))
 
 
+def _count_left(job: Job, kind: Layer, flush: states.Flush) -> tuple[int, int]:
+    """What is left of attention and of the MLP when the bucket is sent: a weight's gradient comes behind its module's
+    backward. Attention's projections make theirs from the gradients of queries, keys and values."""
+    attention, norm_saved = layer.compute_attention_saved(job), layer.compute_norm_saved(job, job.shape.hidden_size)
+    whole = attention + (0 if layer.keeps_result(job) else layer.compute_attention_result(job))
+    if flush.in_mlp:
+        return whole, _count_mlp_left(job, kind) - layer.compute_inside_gone(job, kind, flush.weight)
+    if flush.weight == NORM_BEHIND:
+        return whole, layer.compute_mlp_saved(job, kind)
+    if flush.weight.startswith("norm"):
+        return whole, norm_saved
+    if flush.weight == INPUT_NORM:
+        return norm_saved, 0
+    if flush.weight.partition(".")[0] in FIRST_PROJECTIONS:
+        gone = layer.compute_attention_rows(job) + layer.compute_output_input(job)
+        return attention - gone + job.dtype_bytes * (job.query_width + 2 * job.kv_width) * job.local_tokens, 0
+    return whole, 0
+
+
 @lru_cache(maxsize=64)
-def _list_fullest_flushes(
-    weights: Weights, bucket: int, mlp: Highs, attention: Highs
-) -> tuple[tuple[states.Flush, int], ...]:
+def _list_fullest_flushes(weights: Weights, bucket: int, gathered: Gathered) -> tuple[tuple[states.Flush, int], ...]:
     """The first of all, the next in an MLP and in an attention, and later ones with more in the bucket or gathered ->
     each with what is gathered."""
     most, found = {True: (-1, -1), False: (-1, -1)}, []
-    last = max(module.layer for module in weights.modules)
     for flush in states.list_flushes(weights, bucket):
-        highs = mlp if flush.in_mlp else attention
-        num_gathered = max(elements for above, elements in highs if above <= last - flush.layer)
-        fullest, gathered = most[flush.in_mlp]
-        if num_gathered > gathered or flush.num_elements > fullest:
+        num_gathered = gathered.at_gradients.get(f"{flush.layer}.{flush.weight}", 0)
+        fullest, most_gathered = most[flush.in_mlp]
+        if num_gathered > most_gathered or flush.num_elements > fullest:
             if flush.num_before:  # only then is this rank's share laid by
-                most[flush.in_mlp] = max(flush.num_elements, fullest), max(num_gathered, gathered)
+                most[flush.in_mlp] = max(flush.num_elements, fullest), max(num_gathered, most_gathered)
             found.append((flush, num_gathered))
     return tuple(found)

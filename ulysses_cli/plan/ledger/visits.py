@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ulysses_cli.plan.ledger.weights import Module
+from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, Module
 
 LAYER_DEPTH = 2
 
@@ -50,10 +50,10 @@ class Tree:
 
     def _walk_backward(self, number: int, *, recomputes: bool, trains_embedding: bool) -> Iterator[Visit]:
         module = self.modules[number]
-        if module.name == "rotary_emb" or (module.name == "embed_tokens" and not trains_embedding):
+        if module.name == "rotary_emb" or (not trains_embedding and _has_no_gradient(module)):
             return
         if recomputes and module.layer >= 0 and module.depth == LAYER_DEPTH:
-            yield from self._walk_recomputed(number)
+            yield from self._walk_recomputed(number, trains_embedding=trains_embedding)
             return
         yield Visit(number, enters=True, is_backward=True)
         for child in reversed(self.inside[number]):
@@ -61,7 +61,7 @@ class Tree:
         if module.name != "attention":  # its input comes by name, which DeepSpeed's hook does not see
             yield Visit(number, enters=False, is_backward=True)
 
-    def _walk_recomputed(self, layer: int) -> Iterator[Visit]:
+    def _walk_recomputed(self, layer: int, *, trains_embedding: bool) -> Iterator[Visit]:
         """Modules whose result is the layer's are entered before the first tensor that is not there any more."""
         chain = [layer]
         while self.inside[chain[-1]]:
@@ -70,13 +70,19 @@ class Tree:
             yield Visit(number, enters=True, is_backward=True)
         for child in self.inside[layer]:
             yield from self.walk_forward(child, stays_in=frozenset(chain), again=True)
-        yield from self._leave(chain)
+        yield from self._leave(chain, trains_embedding=trains_embedding)
 
-    def _leave(self, chain: list[int]) -> Iterator[Visit]:
+    def _leave(self, chain: list[int], *, trains_embedding: bool) -> Iterator[Visit]:
         """The backward of what is entered already, from the inside."""
         for depth, number in reversed(list(enumerate(chain))):
             entered = chain[depth + 1] if depth + 1 < len(chain) else None
             for child in reversed(self.inside[number]):
                 if child != entered:
-                    yield from self._walk_backward(child, recomputes=False, trains_embedding=False)
+                    yield from self._walk_backward(child, recomputes=False, trains_embedding=trains_embedding)
             yield Visit(number, enters=False, is_backward=True)
+
+
+def _has_no_gradient(module: Module) -> bool:
+    """Of a frozen embedding and of frozen matrices that are given its output, no result needs a gradient."""
+    projects = module.layer == 0 and module.name.partition(".")[0] in FIRST_PROJECTIONS
+    return not module.is_trained and (module.name == "embed_tokens" or projects)

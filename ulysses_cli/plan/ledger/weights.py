@@ -13,6 +13,9 @@ POST_NORMS = {"gemma2", "gemma3_text", "olmo2"}
 NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three are projected
 EXPERTS_FIRST = {"qwen3_moe"}  # as their block is made; it is gathered in that order
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
+ADAPTER_NAMES = (".a", ".b")
+INPUT_NORM, NORM_BEHIND = "input_norm", "behind_norm"
+FIRST_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,10 @@ def _find_largest_drawn(shape: ModelShape) -> int:
     return max(most, *together)
 
 
+def is_adapter(weight: str) -> bool:
+    return weight.endswith(ADAPTER_NAMES)
+
+
 def count_adapter_elements(shape: ModelShape, adapters: Adapters | None) -> int:
     return 0 if adapters is None else list_weights(shape, adapters).num_trained
 
@@ -135,13 +142,13 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         yield one(5, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, trains=True)
 
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    norms = [one(3, f"norm{number}", (f"norm{number}", hidden)) for number in range(1, family.norms_per_layer + 1)]
-    behind = has_norm_behind(shape)
+    before, behind = has_norm_before(shape), has_norm_behind(shape)
+    between = [f"norm{number}" for number in range(family.norms_per_layer - before - behind)]
     yield one(2, "layer")
-    if len(norms) == 4 or not behind:
-        yield norms.pop(0)
+    if before:
+        yield one(3, INPUT_NORM, (INPUT_NORM, hidden))
     yield from _walk_attention(shape, one, linear)
-    yield from norms[:-1] if behind else norms
+    yield from (one(3, name, (name, hidden)) for name in between)
     yield one(3, "mlp", in_mlp=True)
     if layer.num_experts:
         experts, inner = layer.num_experts, shape.moe_intermediate_size
@@ -158,7 +165,7 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
             yield from linear("up_proj", hidden, inner, in_mlp=True)
         yield from linear("down_proj", inner, hidden, in_mlp=True)
     if behind:
-        yield norms[-1]
+        yield one(3, NORM_BEHIND, (NORM_BEHIND, hidden))
 
 
 def _walk_attention(
