@@ -12,7 +12,7 @@ import pytest
 from real_steps import ZERO, make_case, make_wish
 
 from ulysses_cli.plan.ledger.coordinator import Coordinator
-from ulysses_cli.plan.ledger.gathering import WHOLE_MLPS, join_mlps
+from ulysses_cli.plan.ledger.gathering import find_leaves, join_mlps
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.visits import Tree
 from ulysses_cli.plan.levers import Levers
@@ -45,11 +45,11 @@ def test_the_replay_holds_what_deepspeed_holds(case: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     real = [(enters, is_forward, num_bytes // 4) for enters, is_forward, num_bytes in json.loads(done.stdout)]
     job = make_job(recipe, read_model_shape(recipe.model.config, "test"), Levers(**wish["levers"]))
-    is_whole = job.levers.tiled_mlp or job.shape.model_type in WHOLE_MLPS
-    modules = tuple(join_mlps(job.weights.modules)) if is_whole else job.weights.modules
+    leaves = find_leaves(job.shape, tiles_mlp=job.levers.tiled_mlp)
+    modules = tuple(join_mlps(job.weights.modules, leaves))
     recomputes = job.levers.gradient_checkpointing is not False
     visits = list(Tree(modules).walk_step(recomputes=recomputes, trains_embedding=job.adapters is None))
-    coordinator = Coordinator(modules, visits, job.engine, joins_mlps=is_whole)
+    coordinator = Coordinator(modules, visits, job.engine, joins_mlps=bool(leaves))
     found = []
     for visit in visits:
         coordinator.follow(visit)

@@ -15,12 +15,13 @@ from ulysses_cli.plan.ledger.gathering import Gathered, Highs, compute_gathered
 from ulysses_cli.plan.ledger.host import compute_host_uncertainty, list_host_phases
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.kept import count_embedded, drop_layers, list_kept
-from ulysses_cli.plan.ledger.layer_backward import SENT, walk_flushes, walk_layer_backward
+from ulysses_cli.plan.ledger.layer_backward import SENT, walk_flushes, walk_layer_backward, walk_sent
 from ulysses_cli.plan.ledger.moment import Lines, Moment
 from ulysses_cli.plan.model_shape import Layer
 
 PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
 LEAVES, HEAD_SENT = "head's gradient leaves", "head's gradient is reduced"
+HEAD_MOMENTS = ("final norm", LEAVES, HEAD_SENT)
 EMBEDDED, LAST_SENT, FIRST = "embedding", "last gradients are reduced", "the first "
 MAKING, BETWEEN = "master weights are made", "between micro-steps"
 PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
@@ -115,9 +116,8 @@ def _settle_gradients(job: Job, moment: Moment) -> Moment:
     is_reducing = phase == "backward" and moment.name not in _list_before_gradients(job)
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
     is_sending = moment.name.endswith((SENT, EMBEDDED, LAST_SENT, HEAD_SENT))
-    has_sent = (sent.layer == lower_stages.ABOVE and moment.name not in (LEAVES, HEAD_SENT)) or (
-        is_sending and not moment.name.startswith((FIRST, HEAD_SENT))
-    )
+    is_first = moment.name.startswith((FIRST, HEAD_SENT))
+    has_sent = (is_sending and not is_first) or (sent.layer == lower_stages.ABOVE and moment.name not in HEAD_MOMENTS)
     gradients = lower_stages.compute_gradients(
         job, phase, is_reducing=is_reducing, has_sent=has_sent, is_sending=is_sending
     )
@@ -169,13 +169,11 @@ def _walk_all(job: Job) -> Iterator[Moment]:
         yield Moment("backward", HEAD_SENT, {**at_norm, **residual, "reduce_flush": leaves})
     base = {**held, **kept, **tied, "residual_gradient": layer.compute_layer_input(job)}
     base["kept_gradients"] = lower_stages.compute_kept_gradients(job, 1)
-    sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
     for kind in job.shape.layer_kinds:
         for place, moment in walk_layer_backward(job, kind, base):
             yield from _gather(job, moment, gathered.get_highs("backward", place))
-            if job.zero_stage < 3 and 0 <= sent.layer < job.shape.num_layers:
-                name, lines = f"{moment.name}, {SENT}", drop_layers(job, moment.lines, sent.layer + 1)
-                yield Moment(moment.phase, name, lines)
+            if job.zero_stage < 3:
+                yield from walk_sent(job, kind, moment)
             if job.zero_stage < 3 and job.adapters is not None and job.shape.num_layers > 1:  # gradients have come
                 lines = drop_layers(job, moment.lines, job.shape.num_layers - 1)
                 yield Moment(moment.phase, f"{moment.name}, one layer down", lines)

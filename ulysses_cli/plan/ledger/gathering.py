@@ -78,10 +78,10 @@ def _replay(
     splits: bool = True,
 ) -> Gathered:
     weights = list_weights(shape, adapters)
-    is_whole = tiles_mlp or shape.model_type in WHOLE_MLPS
-    modules = tuple(join_mlps(weights.modules)) if is_whole else weights.modules
+    leaves = find_leaves(shape, tiles_mlp=tiles_mlp)
+    modules = tuple(join_mlps(weights.modules, leaves))
     visits = list(Tree(modules).walk_step(recomputes=recomputes, trains_embedding=adapters is None))
-    coordinator = Coordinator(modules, visits, engine, joins_mlps=is_whole, splits=splits)
+    coordinator = Coordinator(modules, visits, engine, joins_mlps=bool(leaves), splits=splits)
     found: dict[tuple[str, str], dict[int, int]] = {}
     at_gradients: dict[str, int] = {}
     most = {"final": 0, "head": 0, "loss": 0, "norm": 0, "embedding": 0, "end": 0}
@@ -178,12 +178,18 @@ def _list_highs(layers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             yield ordered[0][0] - layer, num_elements
 
 
-def join_mlps(modules: tuple[Module, ...]) -> Iterator[Module]:
+def find_leaves(shape: ModelShape, *, tiles_mlp: bool) -> frozenset[int]:
+    """Layers whose MLP is a leaf module: all of its weights are gathered at once, and their gradients leave at once."""
+    is_leaf = [tiles_mlp or (kind.num_experts > 0 and shape.model_type in WHOLE_MLPS) for kind in shape.layers]
+    return frozenset(index for index, found in enumerate(is_leaf) if found)
+
+
+def join_mlps(modules: tuple[Module, ...], leaves: frozenset[int]) -> Iterator[Module]:
     """An MLP that is a ZeRO-3 leaf module, as tiled ones are, is gathered at once: weights in the order in which they
     were made (record_parameters), adapters last."""
-    for (in_mlp, _), group in groupby(modules, key=lambda module: (module.in_mlp, module.layer)):
+    for (in_mlp, number), group in groupby(modules, key=lambda module: (module.in_mlp, module.layer)):
         found = list(group)
-        if in_mlp:
+        if in_mlp and number in leaves:
             weights = dict.fromkeys(each for module in found for each in module.weights)
             yield replace(found[0], weights=tuple(sorted(weights, key=lambda weight: is_adapter(weight[0]))))
         else:

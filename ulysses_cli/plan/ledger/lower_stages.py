@@ -53,11 +53,12 @@ def _list_touched(weights: Weights, num_ranks: int) -> tuple[tuple[int, int], ..
 
 @dataclass(frozen=True)
 class Sent:
-    """When a backward first sends gradients: how many elements, and in which layer; `ABOVE` all layers, or `NEVER`
-    before the embedding's."""
+    """When a backward first sends gradients: how many elements, and in which layer, when the gradient of which weight
+    comes; `ABOVE` all layers, or `NEVER` before the embedding's."""
 
     layer: int
     num_elements: int
+    weight: str = ""
 
 
 ABOVE, NEVER = 1 << 30, -1
@@ -73,7 +74,7 @@ def find_first_sent(weights: Weights, bucket: int) -> Sent:
             if not module.is_trained or name in seen:
                 continue
             if filled and filled + size > bucket:
-                return Sent(module.layer if module.part == LAYERS else ABOVE, filled)
+                return Sent(module.layer if module.part == LAYERS else ABOVE, filled, name.partition(".")[2])
             seen.add(name)
             filled += size
     return Sent(NEVER, filled)

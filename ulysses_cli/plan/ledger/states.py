@@ -6,9 +6,10 @@ frozen, W ranks that shard.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from ulysses_cli.plan.ledger import lower_stages
@@ -18,9 +19,10 @@ from ulysses_cli.plan.ledger.swapping import (
     compute_locked_weight_bytes,
     count_largest_group,
 )
-from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard, list_sub_groups
+from ulysses_cli.plan.ledger.weights import LAYERS, Module, Weights, count_shard, list_sub_groups
 
 NORM_ELEMENTS = 250_000_000  # stage3.py: _constant_buffered_norm2 takes the norm of so many at a time
+NO_LEAVES: frozenset[int] = frozenset()
 CODE_BLOCK = 256  # train/codes.py: weights that share a scale
 
 
@@ -109,29 +111,35 @@ class Flush:
 
 
 @lru_cache(maxsize=64)
-def list_flushes(weights: Weights, bucket: int) -> tuple[Flush, ...]:
+def list_flushes(weights: Weights, bucket: int, leaves: frozenset[int] = NO_LEAVES) -> tuple[Flush, ...]:
     """Gradients fill the bucket in the order in which the backward makes them; one that does not fit any more sends
     what is there; one that is larger than the bucket is sent alone, when the next comes (stage3.py,
-    reduce_independent_p_g_buckets_and_remove_grads). A tied embedding comes last."""
+    reduce_independent_p_g_buckets_and_remove_grads). A tied embedding comes last. In layers whose MLP is a leaf module
+    its gradients wait for the last of them, and go in the order of weights (reduce_leaf_module_grads)."""
     filled, sent, largest, found, seen = 0, 0, 0, [], {"embedding"}
     mlps: dict[int, dict[str, int]] = {}
     for module in weights.modules:
         if module.in_mlp and module.is_trained:
             mlps.setdefault(module.layer, {}).update(module.weights)
-    for module in reversed(weights.modules):
-        for name, size in reversed(module.weights):
-            if not module.is_trained or name in seen:
-                continue
-            seen.add(name)
-            if filled and filled + size > bucket:
-                sent += filled
-                if module.part == LAYERS:
-                    rest = size + sum(n for key, n in mlps.get(module.layer, {}).items() if key not in seen)
-                    place = module.layer, name.partition(".")[2], module.in_mlp
-                    found.append(Flush(*place, filled, sent, largest, size, rest * module.in_mlp))
-                filled = largest = 0
-            filled, largest = filled + size, max(largest, size)
+    for module, name, size in _walk_gradients(weights, leaves):
+        if name in seen:
+            continue
+        seen.add(name)
+        if filled and filled + size > bucket:
+            sent += filled
+            if module.part == LAYERS:
+                rest = size + sum(n for key, n in mlps.get(module.layer, {}).items() if key not in seen)
+                place = module.layer, name.partition(".")[2], module.in_mlp
+                found.append(Flush(*place, filled, sent, largest, size, rest * module.in_mlp))
+            filled = largest = 0
+        filled, largest = filled + size, max(largest, size)
     return tuple(found)
+
+
+def _walk_gradients(weights: Weights, leaves: frozenset[int]) -> Iterator[tuple[Module, str, int]]:
+    for is_leaf, group in groupby(reversed(weights.modules), lambda module: module.in_mlp and module.layer in leaves):
+        made = [(module, *each) for module in group if module.is_trained for each in reversed(module.weights)]
+        yield from reversed(made) if is_leaf else made
 
 
 class Filled(NamedTuple):
