@@ -185,7 +185,7 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
         return own + sent + takes_norm * norm
     ours = min(largest, max(0, shard - num_before))  # the last rank's share is what is sent first
     norm = takes_norm * lower_stages.NORM_BYTES * ours
-    return own + max(_compute_lower_sent(job, num_elements), norm)
+    return own + max(_compute_lower_sent(job, num_elements, largest, num_before), norm)
 
 
 def compute_head_flush(job: Job) -> int:
@@ -197,16 +197,23 @@ def compute_head_flush(job: Job) -> int:
     return compute_flush(job, num, num, 0) if is_sent and num > job.engine.reduce_bucket else 0
 
 
-def _compute_lower_sent(job: Job, num_elements: int) -> int:
-    """Below stage 3. One that is larger than the bucket goes in pieces, each of them ranks' shares until the bucket is
-    passed (stage_1_and_2.py: allreduce_and_scatter); a share alone is not laid flat."""
-    bucket, shard = job.engine.reduce_bucket, count_shard(job.weights.num_trained, job.world_size)
-    if num_elements <= bucket:
-        return num_elements * _count_sent_bytes(job)
-    if shard > bucket:
-        cast = job.engine.communication_bytes if job.engine.communication_bytes != job.dtype_bytes else 0
-        return cast * min(num_elements, shard)
-    return min(num_elements, (bucket // shard + 1) * shard) * _count_sent_bytes(job)
+def _compute_lower_sent(job: Job, num_elements: int, largest: int, num_before: int) -> int:
+    """Below stage 3. Each rank's shares are a piece; pieces are laid flat together, and cast where they travel in
+    another dtype, until the bucket is passed (stage_1_and_2.py: allreduce_and_scatter). One alone is not laid flat;
+    with a flat buffer each weight is a piece of its own."""
+    weights, b, sent = job.weights, job.dtype_bytes, job.engine.communication_bytes
+    are_many, cast = lower_stages.is_compact(job) and num_elements > largest, sent if sent != b else 0
+    shard = count_shard(weights.num_trained, job.world_size)
+    start = max(0, weights.num_trained - num_before - num_elements)
+    most = together = num_pieces = 0
+    while num_elements > 0:
+        piece = min(num_elements, shard - start % shard)
+        start, num_elements = start + piece, num_elements - piece
+        together, num_pieces = together + piece, num_pieces + 1
+        most = max(most, together * (b * (num_pieces > 1 or are_many) + cast))
+        if together > job.engine.reduce_bucket:
+            together = num_pieces = 0
+    return most
 
 
 def compute_oversize_gradient(job: Job, num_elements: int) -> int:
