@@ -100,11 +100,12 @@ def walk_moments(job: Job) -> Iterator[Moment]:
 
 
 def _settle_shards(job: Job, moment: Moment) -> Moment:
-    """In replicas, weights that were let go since the last step have a second shard. The head's proof goes through the
-    model twice, and so do micro-steps that add up, and an evaluation and the step behind it."""
+    """In replicas, weights that were let go since the last step have a second shard; frozen ones keep it. The head's
+    proof goes through the model twice, and so do micro-steps that add up, and an evaluation and the step behind it."""
     if job.layout.dp_replicate_size == 1 or moment.name == MAKING:
         return moment
     goes_again = moment.phase == "load" or (moment.phase in PASSES and (lower_stages.adds_up(job) or job.evaluates))
+    goes_again |= job.adapters is not None
     at_hand = 0 if goes_again else moment.lines.get("parameters_gathered", 0)
     second = states.compute_second_shard(job, at_hand)
     return Moment(moment.phase, moment.name, {**moment.lines, "parameters_second_shard": second})
@@ -282,7 +283,8 @@ def _walk_load(job: Job, gathered: Gathered) -> Iterator[Moment]:
         one = by_hook if job.world_size == 1 else largest
         hook = {"parameters_arriving": states.compute_arriving(job, one), "parameters_gathered": job.dtype_bytes * one}
         yield Moment("load", "a weight is gathered alone", {**loaded, **hook})
-    yield Moment("load", "the head is proven", {**loaded, "parameters_gathered": job.dtype_bytes * gathered.proof})
+    proof = {"parameters_gathered": job.dtype_bytes * gathered.proof, "logits": head.compute_proof_logits(job)}
+    yield Moment("load", "the head is proven", {**loaded, **proof})
 
 
 def _list_fetched(job: Job, num_elements: int, num_arriving: int) -> Lines:

@@ -9,8 +9,11 @@ from ulysses_cli.plan.ledger.layer import (
     compute_norm_saved,
     count_mlp_tile_tokens,
     is_tiled,
+    saves_norm_input,
 )
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens
+
+PROOF_TOKENS = 8  # train/build.py: PROBE_TOKENS
 
 
 def count_head_elements(job: Job) -> int:
@@ -39,9 +42,17 @@ def compute_final_norm_forward(job: Job) -> int:
 
 
 def compute_final_norm_backward(job: Job) -> int:
-    """Four float32 tensors and the gradients on either side, beside what was saved."""
-    hidden, tokens = job.shape.hidden_size, job.local_tokens
-    return compute_norm_backward(job, hidden) + 2 * job.dtype_bytes * hidden * tokens
+    """As in a layer, and the gradient of what was scaled, b h S, until it is cast to float32; in tiles or fused, the
+    gradients on either side."""
+    hidden, tokens, b = job.shape.hidden_size, job.local_tokens, job.dtype_bytes
+    is_cast = b < 4 and job.shape.model_type not in PRECISE_NORMS
+    return compute_norm_backward(job, hidden) + (2 if saves_norm_input(job) else is_cast) * b * hidden * tokens
+
+
+def compute_proof_logits(job: Job) -> int:
+    """Before training the head is proven on a few tokens: the model's logits and those of the loss, in float32, and
+    those as they came or bent (train/build.py: _prove_head)."""
+    return PROOF_TOKENS * job.shape.vocab_size * (8 + (4 if _bends_logits(job) else job.dtype_bytes % 4))
 
 
 def compute_loss_forward(job: Job, *, trains: bool = True) -> int:
