@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from ulysses_cli.plan.check import check_recipe
-from ulysses_cli.plan.families import FAMILIES
+from ulysses_cli.plan.families import EXPERTS_ADAPTED, FAMILIES
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.lever_choice import read_levers
@@ -32,7 +32,6 @@ PEAK_BAR, WORST_PEAK_BAR, PHASE_BAR = 0.03, 0.05, 0.10
 SHARE_WITHIN = 0.97  # of recipes whose peaks are within the first bar
 UNSEEN = {"cublas_workspace"}  # by a trace, and what stands beside moments
 TRACE_SECONDS = 900
-EXPERTS_ADAPTED = ("mixtral", "qwen3_moe")  # peft adapts the experts too when told all-linear
 
 
 @dataclass(frozen=True)

@@ -434,6 +434,11 @@ def test_check_lora_targets() -> None:
     )
     assert check("lora.target_modules=[q_proj, down_proj]") == []
     assert "no linear layer" in only("lora.target_modules=[gate_proj]", model_type="mixtral", num_local_experts=8)
+    assert only("lora.r=8", model_type="mixtral", num_local_experts=8) == (
+        "command line: lora.target_modules: all-linear takes in the experts of mixtral models, whose adapters are "
+        "added to all of their weights in every forward: nothing is saved\n\n"
+        "hint: use [q_proj, k_proj, v_proj, o_proj]"
+    )
 
 
 def test_check_dropout() -> None:

@@ -164,6 +164,10 @@ def test_nothing_fits_a_gpu_that_is_too_small() -> None:
 def test_a_plan_for_experts_and_for_adapters() -> None:
     moe = Wish(SHAPES["Qwen/Qwen3-30B-A3B"], 2**17, 10**8)
     assert search(moe, offer("h200:8")).by_cost
+    adapted = replace(moe, is_lora=True)
+    best = search(adapted, offer("h200:8")).by_cost[0]
+    text = write_draft(draft_candidate(best, adapted, "Qwen/Qwen3-30B-A3B", "x.yaml")[0])
+    assert check_recipe(parse_recipe(text), adapted.shape) == []  # adapters leave experts alone
     full = search(replace(WISH, max_length=2**15), offer("l40s:2"))
     lora = search(replace(WISH, max_length=2**15, is_lora=True), offer("l40s:2"))
     assert lora.by_cost[0].job.levers.offload_optimizer == "none"

@@ -159,8 +159,17 @@ def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Found:
 
 
 def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Found:
-    """Adapters go on linear layers that the model has."""
-    if recipe.lora is None or recipe.lora.target_modules == "all-linear" or not shape.linear_modules:
+    """Adapters go on linear layers that the model has; those of experts are no layers but parts of one tensor."""
+    if recipe.lora is None or not shape.linear_modules:
+        return
+    if recipe.lora.target_modules == "all-linear":
+        if shape.adapts_experts:
+            yield Problem(
+                "lora.target_modules",
+                f"all-linear takes in the experts of {shape.model_type} models, whose adapters are added to all of "
+                "their weights in every forward: nothing is saved",
+                f"use [{', '.join(shape.linear_modules)}]",
+            )
         return
     unknown = [name for name in recipe.lora.target_modules if name not in shape.linear_modules]
     if unknown:
@@ -169,7 +178,7 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Found:
             f"{', '.join(unknown)}: no linear layer of {shape.name} that takes an adapter",
             "write a list: [a, b]"
             if "," in unknown[0]
-            else f"use all-linear, or some of {', '.join(shape.linear_modules)}",
+            else f"use {'' if shape.adapts_experts else 'all-linear, or '}some of {', '.join(shape.linear_modules)}",
         )
 
 

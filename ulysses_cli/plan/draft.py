@@ -23,6 +23,7 @@ class Draft:
     max_length: int
     layout: Layout
     is_lora: bool = False
+    lora_targets: tuple[str, ...] = ()  # none: all linear layers
     levers: Levers | None = None
     accumulation: int = 1
     needs_stretch: bool = False
@@ -80,6 +81,7 @@ def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:
         lines += ["", *write_levers(draft.levers)]
     if draft.is_lora:
         lines += ["", "lora:", "  r: 16", "  alpha: 32"]
+        lines += [f"  target_modules: [{', '.join(draft.lora_targets)}]"] if draft.lora_targets else []
     return "\n".join(lines) + "\n"
 
 

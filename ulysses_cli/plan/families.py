@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 SPLIT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 SPLIT_MLP = ("gate_proj", "up_proj", "down_proj")
+# peft adapts experts and routers too, told all-linear or the MLP's names (utils/transformers_weight_conversion.py)
+EXPERTS_ADAPTED = frozenset({"mixtral", "qwen3_moe"})
 
 
 @dataclass(frozen=True)

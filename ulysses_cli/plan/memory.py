@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ulysses_cli.plan.ledger import device, head, layer, lower_stages, states
+from ulysses_cli.plan.ledger.flushes import list_last_filled
 from ulysses_cli.plan.ledger.gathering import Gathered, Highs, compute_gathered
 from ulysses_cli.plan.ledger.host import compute_host_uncertainty, list_host_phases
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.kept import count_embedded, drop_layers, list_kept
-from ulysses_cli.plan.ledger.layer_backward import SENT, walk_flushes, walk_layer_backward, walk_sent
+from ulysses_cli.plan.ledger.layer_backward import walk_layer_backward
 from ulysses_cli.plan.ledger.moment import Lines, Moment
+from ulysses_cli.plan.ledger.reductions import SENT, walk_flushes, walk_sent
 from ulysses_cli.plan.model_shape import Layer
 
 PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
@@ -239,7 +241,7 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
     came = {"residual_gradient": layer.compute_layer_input(job), "embedding_gradient": embedding}
     # a tied weight's two gradients are added to a third
     tied = {"embedding_gradient": embedding * (3 if job.shape.tie_word_embeddings else 1)}
-    before, last = states.list_last_filled(job.weights, job.engine.reduce_bucket)
+    before, last = list_last_filled(job.weights, job.engine.reduce_bucket)
     came[lower_stages.MOVED] = lower_stages.compute_moved(job, before.num_before)
     yield Moment("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **came, **tied})
     flush = {"reduce_flush": states.compute_flush(job, *before)}

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ulysses_cli.plan.families import CROSSING, FAMILIES, INEXACT_KEYS, INEXACT_LAYER_TYPES, Family
+from ulysses_cli.plan.families import (
+    CROSSING,
+    EXPERTS_ADAPTED,
+    FAMILIES,
+    INEXACT_KEYS,
+    INEXACT_LAYER_TYPES,
+    Family,
+)
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 MAX_LAYERS = 10_000
@@ -66,6 +73,11 @@ class ModelShape:
         """Whether layers carry something from one document of a row into the next."""
         return self.inexact in CROSSING
 
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether adapters of all linear layers would be those of experts too."""
+        return self.model_type in EXPERTS_ADAPTED and any(layer.num_experts for layer in self.layers)
+
     def __hash__(self) -> int:
         """Cheap: what is cached by shape is asked for in every ledger."""
         return hash((self.name, self.num_layers, self.num_parameters))
@@ -100,7 +112,8 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         raise facts.complain(f"hidden_size {hidden_size} is not a multiple of {num_heads} attention heads")
     num_experts = facts.find_count("num_local_experts") or facts.find_count("num_experts") or 0
     layers = _list_layers(facts, family, num_layers, num_experts)
-    moe_modules = () if family is None or all(layer.num_experts for layer in layers) else family.mlp_modules
+    takes_experts = num_experts > 0 and (model_type in EXPERTS_ADAPTED or all(layer.num_experts for layer in layers))
+    mlp_modules = () if family is None or takes_experts else family.mlp_modules
     intermediate_size = facts.get_count("intermediate_size")
     shape = ModelShape(
         name=name,
@@ -126,7 +139,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         rope_type=str(_read_rope(facts).get("rope_type") or _read_rope(facts).get("type") or "default"),
         rope_original_positions=_read_original_positions(facts),
         quantization=_read_quantization(config),
-        linear_modules=() if family is None else family.attention_modules + moe_modules,
+        linear_modules=() if family is None else family.attention_modules + mlp_modules,
         num_parameters=None,
         inexact=_find_inexact(facts, family),
         has_router_loss=bool(facts.find("output_router_logits")),

@@ -114,7 +114,11 @@ def list_limits(wish: Wish, offers: Sequence[Offer]) -> list[str]:
 def make_plan_recipe(wish: Wish) -> Recipe:
     """What would be written, but for its layout and levers: so that plan and recipe have one engine and one row."""
     draft = Draft("owner/model", max(2, wish.max_length), Layout(), is_lora=wish.is_lora)
-    return parse_recipe(write_draft(draft)).recipe
+    return parse_recipe(write_draft(replace(draft, lora_targets=_list_lora_targets(wish.shape)))).recipe
+
+
+def _list_lora_targets(shape: ModelShape) -> tuple[str, ...]:
+    return shape.linear_modules if shape.adapts_experts else ()
 
 
 def make_plan_job(recipe: Recipe, shape: ModelShape, layout: Layout, gpus_per_node: int) -> Job:
@@ -190,6 +194,7 @@ def draft_candidate(best: Candidate, wish: Wish, model: str, file: str) -> tuple
         max_length=wish.max_length,
         layout=job.layout,
         is_lora=wish.is_lora,
+        lora_targets=_list_lora_targets(wish.shape),
         levers=job.levers,
         needs_stretch=needs_stretch(wish.shape, wish.max_length),
         dataset="emozilla/pg19",

@@ -161,7 +161,8 @@ def compute_inside_gone(job: Job, kind: Layer, weight: str) -> int:
     if is_tiled(job):
         return 0
     if kind.num_experts:
-        left = {"experts.gate_up": job.dtype_bytes * job.shape.hidden_size * job.shape.num_experts_per_token * job.local_tokens, "router": 0}
+        copies = job.shape.num_experts_per_token * compute_layer_input(job)
+        left = {"experts.gate_up": copies, "router": 0}
         return max(0, compute_inside_saved(job, kind, job.local_tokens) - left[weight]) if weight in left else 0
     num = {"up_proj": 1, "gate_up_proj": 1, "gate_proj": 2}.get(weight, 0)
     return num * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens

@@ -6,11 +6,7 @@ frozen, W ranks that shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, groupby
-from typing import NamedTuple
+from itertools import accumulate
 
 from ulysses_cli.plan.ledger import lower_stages
 from ulysses_cli.plan.ledger.job import Job
@@ -19,10 +15,9 @@ from ulysses_cli.plan.ledger.swapping import (
     compute_locked_weight_bytes,
     count_largest_group,
 )
-from ulysses_cli.plan.ledger.weights import LAYERS, Module, Weights, count_shard, list_sub_groups
+from ulysses_cli.plan.ledger.weights import count_shard, list_sub_groups
 
 NORM_ELEMENTS = 250_000_000  # stage3.py: _constant_buffered_norm2 takes the norm of so many at a time
-NO_LEAVES: frozenset[int] = frozenset()
 CODE_BLOCK = 256  # train/codes.py: weights that share a scale
 
 
@@ -88,81 +83,6 @@ def _count_sent_bytes(job: Job) -> int:
         return sent
     is_cut = job.world_size > 1 or lower_stages.is_compact(job)  # else it is one piece
     return b * is_cut + (sent if sent != b else 0)
-
-
-@dataclass(frozen=True)
-class Flush:
-    """The bucket is sent: in the backward of which weight of which layer, how full it was, and how much has been sent
-    by then in all. `num_coming`: elements of that weight; `num_waiting`: in an MLP, and of those whose gradients come
-    after it."""
-
-    layer: int
-    weight: str
-    in_mlp: bool
-    num_elements: int
-    num_sent: int
-    largest: int
-    num_coming: int
-    num_waiting: int
-
-    @property
-    def num_before(self) -> int:
-        return self.num_sent - self.num_elements
-
-
-@lru_cache(maxsize=64)
-def list_flushes(weights: Weights, bucket: int, leaves: frozenset[int] = NO_LEAVES) -> tuple[Flush, ...]:
-    """Gradients fill the bucket in the order in which the backward makes them; one that does not fit any more sends
-    what is there; one that is larger than the bucket is sent alone, when the next comes (stage3.py,
-    reduce_independent_p_g_buckets_and_remove_grads). A tied embedding comes last. In layers whose MLP is a leaf module
-    its gradients wait for the last of them, and go in the order of weights (reduce_leaf_module_grads)."""
-    filled, sent, largest, found, seen = 0, 0, 0, [], {"embedding"}
-    mlps: dict[int, dict[str, int]] = {}
-    for module in weights.modules:
-        if module.in_mlp and module.is_trained:
-            mlps.setdefault(module.layer, {}).update(module.weights)
-    for module, name, size in _walk_gradients(weights, leaves):
-        if name in seen:
-            continue
-        seen.add(name)
-        if filled and filled + size > bucket:
-            sent += filled
-            if module.part == LAYERS:
-                rest = size + sum(n for key, n in mlps.get(module.layer, {}).items() if key not in seen)
-                place = module.layer, name.partition(".")[2], module.in_mlp
-                found.append(Flush(*place, filled, sent, largest, size, rest * module.in_mlp))
-            filled = largest = 0
-        filled, largest = filled + size, max(largest, size)
-    return tuple(found)
-
-
-def _walk_gradients(weights: Weights, leaves: frozenset[int]) -> Iterator[tuple[Module, str, int]]:
-    for is_leaf, group in groupby(reversed(weights.modules), lambda module: module.in_mlp and module.layer in leaves):
-        made = [(module, *each) for module in group if module.is_trained for each in reversed(module.weights)]
-        yield from reversed(made) if is_leaf else made
-
-
-class Filled(NamedTuple):
-    """What is in the bucket when it is sent, its largest weight, and how much was sent before."""
-
-    num_elements: int
-    largest: int
-    num_before: int
-
-
-@lru_cache(maxsize=64)
-def list_last_filled(weights: Weights, bucket: int) -> tuple[Filled, Filled]:
-    """What is sent when the embedding's gradient comes, nothing where it fits beside what is there; and at the end."""
-    sizes = {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
-    embedding = sizes.pop("embedding", 0)
-    filled = largest = sent = 0
-    for size in reversed(sizes.values()):
-        if filled and filled + size > bucket:
-            sent, filled, largest = sent + filled, 0, 0
-        filled, largest = filled + size, max(largest, size)
-    if filled and embedding and filled + embedding > bucket:
-        return Filled(filled, largest, sent), Filled(embedding, embedding, sent + filled)
-    return Filled(0, 0, sent), Filled(filled + embedding, max(largest, embedding), sent)
 
 
 def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) -> int:
