@@ -9,6 +9,7 @@ from test_memory import LLAMA, SHAPES, get_shape
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.candidates import Offer, Wish
+from ulysses_cli.plan.check_model import check_lora_targets
 from ulysses_cli.plan.draft import write_draft
 from ulysses_cli.plan.fit import fits, judge
 from ulysses_cli.plan.ledger.job import make_job
@@ -166,8 +167,8 @@ def test_a_plan_for_experts_and_for_adapters() -> None:
     assert search(moe, offer("h200:8")).by_cost
     adapted = replace(moe, is_lora=True)
     best = search(adapted, offer("h200:8")).by_cost[0]
-    text = write_draft(draft_candidate(best, adapted, "Qwen/Qwen3-30B-A3B", "x.yaml")[0])
-    assert check_recipe(parse_recipe(text), adapted.shape) == []  # adapters leave experts alone
+    text = write_draft(*draft_candidate(best, adapted, "Qwen/Qwen3-30B-A3B", "x.yaml"))
+    assert list(check_lora_targets(parse_recipe(text).recipe, adapted.shape)) == []
     full = search(replace(WISH, max_length=2**15), offer("l40s:2"))
     lora = search(replace(WISH, max_length=2**15, is_lora=True), offer("l40s:2"))
     assert lora.by_cost[0].job.levers.offload_optimizer == "none"
