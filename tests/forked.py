@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import networks
 import strikes
 
 from ulysses_cli.prove.rank_server import start_process
@@ -192,6 +193,8 @@ def _be_command(words: Sequence[str], cwd: str, env: Mapping[str, str], files: S
         os.close(handle)
     sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
     _be_new(cwd, env)
+    if network := env.get(networks.NETWORK):
+        networks.enter(network)
     preload()
     on_start.append(strikes.arm)
     _run("ulysses_cli", words)

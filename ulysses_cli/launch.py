@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -19,10 +20,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli import network, run_key
 from ulysses_cli.children import narrow_umask
 from ulysses_cli.plan.changes import list_differences
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -30,6 +32,7 @@ from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
 from ulysses_cli.train.last_words import choose_first
 from ulysses_cli.train.manifest import read_model_step
 from ulysses_cli.train.operator_builds import list_dead_locks
+from ulysses_cli.train.seal import KEY, Seal
 
 DEFAULT_PORT = 29400
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -111,29 +114,41 @@ def _first_host(nodes: str) -> str:
     return (found[1] + (found[2] or "")) if found else ""
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where the processes of a run find each other, and the key by which they know each other."""
+
+    key: str = field(repr=False)
+    address: str  # of this machine, at which its processes listen
+    interface: str
+    endpoint: str  # of the launchers: a file, or host:port
+    folder: Path | None = None  # of one machine's ranks
+
+
 @contextmanager
-def open_meeting(nodes: Nodes) -> Iterator[Path | None]:
-    """One machine's ranks meet in a new folder that is the user's alone. None for several: they need an address."""
-    if nodes.count > 1:
-        yield None
+def open_meeting(nodes: Nodes, run_dir: Path, environ: Mapping[str, str]) -> Iterator[Meeting]:
+    """One machine's processes meet in a new folder that is the user's alone; those of several at the master's port."""
+    given = run_key.read_given_key(environ)
+    if nodes.master_addr is None or nodes.count == 1:
+        with tempfile.TemporaryDirectory(prefix="ulysses-meeting-", ignore_cleanup_errors=True) as folder:
+            key = given or secrets.token_hex(run_key.NUM_BYTES)
+            yield Meeting(key, "localhost", "lo", str(Path(folder) / "launcher"), Path(folder))
         return
-    with tempfile.TemporaryDirectory(prefix="ulysses-meeting-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    way = network.find_way(nodes.master_addr)
+    key = given or run_key.share_key(run_dir)
+    try:
+        yield Meeting(key, way.address, way.interface, f"{nodes.master_addr}:{nodes.master_port}")
+    finally:
+        if given is None and nodes.rank == 0:
+            run_key.drop_key(run_dir, key)
 
 
-def make_launcher_args(
-    nodes: Nodes, max_restarts: int, extra: Sequence[str] = (), meeting: Path | None = None
-) -> list[str]:
-    """For torch's elastic launcher. On one machine nothing listens: it unpickles what its store holds, and a port would
-    let in whoever reaches the machine. Of several machines any may start first: they meet at the master's address."""
+def make_launcher_args(nodes: Nodes, max_restarts: int, meeting: Meeting, extra: Sequence[str] = ()) -> list[str]:
+    """For torch's elastic launcher. Of several machines any may start first: they meet at the master's address."""
     args = [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.processes_here}", f"--max-restarts={max_restarts}"]
-    if meeting is not None:
-        args += ["--rdzv-backend=c10d", f"--rdzv-endpoint={meeting / 'launcher'}", "--rdzv-conf=store_type=file"]
-        args += ["--rdzv-id=ulysses", "--local-addr=localhost"]
-    else:
-        is_host = "true" if nodes.rank == 0 else "false"
-        args += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.master_addr}:{nodes.master_port}"]
-        args += ["--rdzv-id=ulysses", f"--rdzv-conf=is_host={is_host}"]
+    store = "store_type=file" if meeting.folder else f"is_host={'true' if nodes.rank == 0 else 'false'}"
+    args += ["--rdzv-backend=ulysses", f"--rdzv-endpoint={meeting.endpoint}", f"--rdzv-conf={store}"]
+    args += [f"--rdzv-id={Seal(meeting.key).name_run()}", f"--local-addr={meeting.address}"]
     return [*args, *extra]
 
 
@@ -145,7 +160,7 @@ def count_places(device: str) -> int:
 
 
 def make_environment(
-    environ: Mapping[str, str], device: str, processes_here: int, meeting: Path | None = None
+    environ: Mapping[str, str], device: str, processes_here: int, meeting: Meeting | None = None
 ) -> dict[str, str]:
     """What ranks must find before torch is imported. What the user has set stays."""
     ours = {
@@ -156,14 +171,16 @@ def make_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
-    if meeting is not None:  # ranks of one machine talk over its loopback alone
-        ours |= {"ULYSSES_MEETING": str(meeting), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    if meeting is not None and meeting.folder is not None:
+        ours["ULYSSES_MEETING"] = str(meeting.folder)
+    if meeting is not None and meeting.interface:  # ranks of one machine talk over its loopback alone
+        ours |= {"GLOO_SOCKET_IFNAME": meeting.interface, "NCCL_SOCKET_IFNAME": f"={meeting.interface}"}
     if device == "cpu":
         ours["DS_ACCELERATOR"] = "cpu"
     else:
         if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the same setting
             ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    return {**ours, **environ}
+    return {**ours, **environ} | ({KEY: meeting.key} if meeting is not None else {})
 
 
 @dataclass(frozen=True)
@@ -363,7 +380,7 @@ def find_first_failure(logs: Path) -> dict[str, Any]:
     told = [found for found in told if not found.get("is_interruption")]
     seen = _read_json(logs / "failure.json") or [{}]
     killed = [found for found in seen if found.get("exit_code") == -signal.SIGKILL]
-    causes = [found for found in told if found.get("is_cause")]
+    causes = [found for found in (*told, *seen) if found.get("is_cause")]
     if killed and not causes:
         return dict(killed[0])
     if told or interrupted:

@@ -1,4 +1,6 @@
-"""Who can reach a run on one machine: nobody. Its sockets that listen are gloo's, on the loopback."""
+"""Who can reach a run. On one machine nobody: its sockets that listen are gloo's, on the loopback. On several, whoever
+is on the network that leads to the master can connect, and nothing that he sends is believed.
+"""
 
 from __future__ import annotations
 
@@ -6,66 +8,184 @@ import ipaddress
 import os
 import signal
 import socket
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import networks
 import pytest
-from faults import Workshop
+from faults import ROOT, Workshop, wait_until
 from forked import Command
+from networks import list_listening
 
-LISTENS = "0A"
-
-
-def list_listening(process: int) -> list[str]:
-    """Addresses at which a process listens, as the kernel says."""
-    inodes = set()
-    for link in Path(f"/proc/{process}/fd").iterdir():
-        try:
-            target = os.readlink(link)
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    found = []
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == LISTENS and words[9] in inodes:
-                found.append(read_address(words[1].partition(":")[0]))
-    return found
-
-
-def read_address(text: str) -> str:
-    """The kernel writes words of four bytes in the machine's order."""
-    words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
-    return str(ipaddress.ip_address(b"".join(words)))
+KEY, PORT = "k" * 40, 29411
+MACHINES = ["--nnodes=2", "--master-addr=10.231.7.1", f"--master-port={PORT}"]
+# Whoever reaches a store writes to all that stands there, in every form in which torch would unpickle it.
+ATTACK = """
+import base64, pickle, sys, torch.distributed as dist
+from datetime import timedelta
+class Payload:
+    def __reduce__(self):
+        return open, (sys.argv[3], "w")
+evil = pickle.dumps(Payload())
+store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, wait_for_workers=False)
+keys = store.list_keys()
+for key in keys:
+    for value in (evil, base64.b64encode(evil).decode()):
+        store.set(key, value)
+print(len(keys))
+"""
+# Takes the place of rank 1, and sends as torch's all_gather_object does.
+POSE = """
+import os, sys, torch.distributed as dist
+from datetime import timedelta
+class Payload:
+    def __reduce__(self):
+        return open, (sys.argv[2], "w")
+address, port = sys.argv[1].split(":")
+os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=timedelta(seconds=60))
+found = [None, None]
+try:
+    dist.all_gather_object(found, Payload())
+except Exception:
+    pass  # what the victim sends is no plain pickle
+"""
+VICTIM = """
+import os, sys, torch.distributed as dist
+from datetime import timedelta
+from ulysses_cli.train.agreement import gather_values
+from ulysses_cli.train.meeting import list_store_options
+def gather_plainly(value, group):
+    found = [None, None]
+    dist.all_gather_object(found, value)
+options = list_store_options(timedelta(seconds=60))
+dist.init_process_group("gloo", timeout=timedelta(seconds=60), **options)
+(gather_values if sys.argv[1] == "sealed" else gather_plainly)("mine", dist.group.WORLD)
+"""
 
 
 def list_processes(command: Command) -> list[int]:
     """The command, its launcher, its ranks."""
-    ranks = command.list_ranks()
-    launcher = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
-    return [command.pid, launcher, *ranks]
+    ranks = [rank for rank in command.list_ranks() if command.pid in walk_parents(rank)]
+    return [command.pid, *{find_parent(rank) for rank in ranks}, *ranks]
+
+
+def find_parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def walk_parents(process: int) -> Iterator[int]:
+    while process > 1:
+        yield process
+        process = find_parent(process)
 
 
 def test_an_open_port_would_be_seen() -> None:
     with socket.create_server(("127.0.0.1", 0)), socket.create_server(("::", 0), family=socket.AF_INET6):
-        assert sorted(list_listening(os.getpid())) == ["127.0.0.1", "::"]
+        assert sorted(address for address, _ in list_listening(os.getpid())) == ["127.0.0.1", "::"]
 
 
 @pytest.mark.check
 def test_a_run_on_one_machine_listens_on_the_loopback_alone(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
     command = shop.start("run")
-    end = time.monotonic() + 240
-    while shop.count_steps("run") < 2:
-        assert command.poll() is None, command.read_said()
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    assert wait_until(command, lambda: shop.count_steps("run") >= 2), command.read_said()
     listening = {process: list_listening(process) for process in list_processes(command)}
     command.send_signal(signal.SIGTERM)
     command.communicate(timeout=240)
     *others, _, _ = listening
     assert [listening[process] for process in others] == [[], []], "neither the command nor its launcher listens"
-    addresses = {address for found in listening.values() for address in found}
+    addresses = {address for found in listening.values() for address, _ in found}
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
+
+
+@pytest.fixture(scope="module")
+def lan() -> Iterator[list[str]]:
+    """Two machines and a third on their networks."""
+    if why := networks.find_obstacle():
+        pytest.skip(f"network namespaces are not permitted here: {why}")
+    with networks.open_networks(3) as names:
+        yield names
+
+
+def start(shop: Workshop, network: str, *words: str, key: str = "", beside: Command | None = None) -> Command:
+    shop.environ |= {networks.NETWORK: network, "ULYSSES_RUN_KEY": key}
+    return shop.start("run", *MACHINES, *words, beside=beside)
+
+
+def attack(network: str, *words: str) -> str:
+    done = networks.run_in(network, [sys.executable, "-c", *words], timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.full
+def test_two_machines_train_and_believe_no_third(tmp_path: Path, lan: list[str]) -> None:
+    """They listen at the address that leads to the master alone. A machine with another key is refused, and the run
+    goes on; payloads in the launchers' and the ranks' stores are not run, and the run says why it ends."""
+    shop, alien, loot = Workshop(tmp_path), tmp_path / "alien", tmp_path / "loot"
+    first = start(shop, lan[0], "--node-rank=0", "train.max_steps=100000", "run.save_steps=null")
+    second = start(shop, lan[1], "--node-rank=1", "train.max_steps=100000", "run.save_steps=null", beside=first)
+    assert wait_until(first, lambda: shop.count_steps("run") >= 2), first.read_said()
+    assert (tmp_path / "run" / "key").stat().st_mode & 0o777 == 0o600
+    key = (tmp_path / "run" / "key").read_text()
+
+    for number, command in enumerate((first, second)):
+        listening = {process: list_listening(process) for process in list_processes(command)}
+        assert len(listening) == 3, "the command, its launcher, its rank"
+        found = {address for each in listening.values() for address, _ in each}
+        assert found == {f"10.231.7.{number + 1}"}, listening
+        assert listening[command.pid] == []
+        for process in listening:
+            assert key not in Path(f"/proc/{process}/cmdline").read_text()
+    launcher, rank = list_processes(first)[1:]
+    assert [port for _, port in list_listening(launcher)] == [PORT]
+
+    alien.mkdir()
+    stranger = Workshop(alien)
+    started = time.monotonic()
+    refused = start(stranger, lan[2], "--node-rank=1", key="another key of forty letters, or nearly")
+    _, said = refused.communicate(timeout=240)
+    assert refused.returncode == 1
+    assert "this machine has another key than the run at 10.231.7.1:29411" in said
+    assert "hint: the key is ULYSSES_RUN_KEY, or run.output_dir/key where that is not set" in said
+    assert time.monotonic() - started < 120, "no time-out of minutes"
+    before = shop.count_steps("run")
+    assert wait_until(first, lambda: shop.count_steps("run") > before), first.read_said()
+
+    ports = [port for _, port in list_listening(rank)]
+    stores = [port for port in ports if port == int(read_environ(rank, "MASTER_PORT"))]
+    assert len(stores) == 1, ports
+    assert int(attack(lan[2], ATTACK, "10.231.7.1", str(stores[0]), str(loot))) > 0
+    assert int(attack(lan[2], ATTACK, "10.231.7.1", str(PORT), str(loot))) > 0
+    said = first.communicate(timeout=240)[1]
+    second.communicate(timeout=240)
+    assert first.returncode == 1, said
+    assert "what stands where machines meet was not written by this run" in said
+    assert not loot.exists(), "a payload was run"
+    assert not (tmp_path / "run" / "key").exists()
+
+
+def read_environ(process: int, name: str) -> str:
+    words = Path(f"/proc/{process}/environ").read_text().split("\0")
+    return dict(word.partition("=")[::2] for word in words)[name]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("how", ["plain", "sealed"])
+def test_who_takes_a_ranks_place_runs_no_code(tmp_path: Path, lan: list[str], how: str) -> None:
+    """torch's own gather of objects runs what it is sent, so that the attack is one."""
+    loot, port = tmp_path / "loot", PORT + 1 + (how == "plain")
+    environ = [f"PYTHONPATH={ROOT}", "RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=10.231.7.1", f"MASTER_PORT={port}"]
+    environ += ["GLOO_SOCKET_IFNAME=eth0", f"ULYSSES_RUN_KEY={KEY}"]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        victim = pool.submit(networks.run_in, lan[0], ["env", *environ, sys.executable, "-c", VICTIM, how], 120)
+        attack(lan[2], POSE, f"10.231.7.1:{port}", str(loot))
+        ended = victim.result()
+    assert loot.exists() == (how == "plain")
+    assert ("ForgedError: a value gathered from all ranks" in ended.stderr) == (how == "sealed"), ended.stderr

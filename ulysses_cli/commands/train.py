@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -112,7 +113,6 @@ def train(
     if outside:
         printing.print_problems([run_end.explain_tokens(loaded, outside[0], vocabulary)])
         raise typer.Exit(USAGE)
-    aside = launch.set_results_aside(run_dir) if starts_anew else None
     rank_args = ["--recipe", files[0], "--data", str(data.report["path"]), *(f"--set={text}" for text in overrides)]
     rank_args += [f"--resume={wanted}"] if wanted else []
     rank_args += ["--resume-anyway"] if resume_anyway else []
@@ -122,8 +122,10 @@ def train(
         if world_size > launch.count_places(device):
             rank_args.append("--pretend")
             nodes, device = launch.Nodes(), "cpu"
-    with launch.open_meeting(nodes) as meeting:
-        launcher_args = launch.make_launcher_args(nodes, recipe.run.max_restarts, extra, meeting)
+    with ExitStack() as stack:
+        meeting = or_exit(lambda: stack.enter_context(launch.open_meeting(nodes, run_dir, os.environ)))
+        aside = launch.set_results_aside(run_dir) if starts_anew else None
+        launcher_args = launch.make_launcher_args(nodes, recipe.run.max_restarts, meeting, extra)
         environ = launch.make_environment(os.environ, device, nodes.processes_here, meeting)
         outcome = launch.launch(launcher_args, rank_args, environ, run_dir / "logs", lock)
     model = run_dir / "model"

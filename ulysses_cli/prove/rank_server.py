@@ -15,6 +15,8 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from ulysses_cli.train.seal import KEY, find_seal
+
 PRELOADED = ["ulysses_cli.prove.observed", "deepspeed", "peft"]
 ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # DeepSpeed decides when it is imported
 ABANDONED = 143
@@ -32,12 +34,14 @@ def start_process(target: Callable[..., None], args: tuple[Any, ...], device: st
     if device == "cpu":
         warm_up()
     context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-    process = context.Process(target=_live, args=(target, args), daemon=True)
+    process = context.Process(target=_live, args=(target, args, find_seal().key), daemon=True)
     process.start()
     return process
 
 
-def _live(target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _live(target: Callable[..., None], args: tuple[Any, ...], key: str) -> None:
+    """Ranks of one parent have one key."""
+    os.environ[KEY] = key
     threading.Thread(target=_end_with_parent, daemon=True).start()
     target(*args)
 

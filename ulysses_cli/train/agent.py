@@ -1,4 +1,4 @@
-"""torch's elastic launcher with failures as data: `python -m ulysses_cli.train.agent LAUNCHER_ARGS -m ...`
+"""torch's elastic launcher with a sealed rendezvous and failures as data: `python -m ulysses_cli.train.agent LAUNCHER_ARGS -m ...`
 
 Starts and watches this machine's ranks. A signal is handed on to them: they save and end by themselves, however long
 that takes; the launcher's own way would kill them after half a minute. torch is imported once signals are heard.
@@ -87,6 +87,9 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
+    from ulysses_cli.train import rendezvous
+
+    rendezvous.register()
     try:
         config, command, command_args = config_from_args(parse_args(list(arguments)))
     except SystemExit:
@@ -101,6 +104,10 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
             for rank, failure in error.failures.items()
         ]
         failure_file.write_text(json.dumps(failures))
+        return FAILED
+    except rendezvous.MeetingError as error:
+        told = {"message": mask_text(str(error), known), "hint": error.hint, "is_cause": True, "time": time.time()}
+        failure_file.write_text(json.dumps([told]))
         return FAILED
     except Exception as error:  # noqa: BLE001 - a rendezvous that fails has many names; the command shows one line
         failure_file.write_text(json.dumps([{"message": mask_text(f"{type(error).__name__}: {error}", known)}]))

@@ -1,10 +1,11 @@
 """Where ranks meet. On one machine: a file in a folder that is the user's alone, so that nothing listens and nobody
-else can write what ranks read. On several: the store of rank 0 at the master's address, in a network that is trusted.
+else can write what ranks read. On several: the store of rank 0, which listens at its machine's address alone.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,24 @@ from typing import Any
 import torch.distributed as dist
 
 FOLDER = "ULYSSES_MEETING"
+BACKLOG = 2048  # ranks that connect at once
 
 
-def list_store_options() -> dict[str, Any]:
-    """For torch's init_process_group: the ranks' own store, or nothing where the environment names an address."""
-    file = _name_file("ranks")
-    if file is None:
+def list_store_options(timeout: timedelta) -> dict[str, Any]:
+    """For torch's init_process_group: the ranks' own store. Nothing where no launcher says who this is."""
+    if "MASTER_ADDR" not in os.environ:
         return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return {"store": dist.FileStore(file, world_size), "rank": rank, "world_size": world_size}
+    return {"store": _open_store(rank, world_size, timeout), "rank": rank, "world_size": world_size}
+
+
+def _open_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    if (file := _name_file("ranks")) is not None:
+        return dist.FileStore(file, world_size)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        return listen(host, port, timeout)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def connect(timeout: timedelta) -> dist.Store | None:
@@ -35,6 +45,15 @@ def connect(timeout: timedelta) -> dist.Store | None:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except (KeyError, ValueError, RuntimeError):
         return None
+
+
+def listen(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store at one address; a socket of torch's own would listen on every interface. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family, backlog=BACKLOG) as server:
+        port, handle = server.getsockname()[1], os.dup(server.fileno())  # which the store closes
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
+    return dist.TCPStore(address, port, master_listen_fd=handle, **options)
 
 
 def _name_file(name: str) -> str | None:

@@ -1,0 +1,88 @@
+"""Machines as network namespaces of this one, joined by a switch; traffic never leaves them."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+NETWORK = "TEST_NETWORK"  # in a command's environment: where it runs
+CLONE_NEWNET = 0x40000000  # linux/sched.h
+LISTENS = "0A"  # net/tcp_states.h
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def find_obstacle() -> str:
+    """Why there can be no namespaces here; '' when there can."""
+    try:
+        done = subprocess.run(["unshare", "--net", "ip", "link"], check=False, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        return f"{error.filename} is not installed"
+    return done.stderr.strip()
+
+
+@contextmanager
+def open_networks(count: int) -> Iterator[list[str]]:
+    """Namespaces whose machine number N has 10.231.7.N+1 on eth0, which they share, and 10.231.8.N+1 on eth1, as well."""
+    switch, *names = [f"ulysses-{os.getpid()}-{name}" for name in ("switch", *range(count))]
+    with ExitStack() as stack:
+        for name in (switch, *names):
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        for at in range(2):
+            ip("-n", switch, "link", "add", f"lan{at}", "type", "bridge")
+            ip("-n", switch, "link", "set", f"lan{at}", "up")
+            for number, name in enumerate(names):
+                port = f"port{at}{number}"
+                ip("link", "add", port, "netns", switch, "type", "veth", "peer", "name", f"eth{at}", "netns", name)
+                ip("-n", switch, "link", "set", port, "master", f"lan{at}", "up")
+                ip("-n", name, "addr", "add", f"10.231.{7 + at}.{number + 1}/24", "dev", f"eth{at}")
+                ip("-n", name, "link", "set", f"eth{at}", "up")
+        yield names
+
+
+def enter(name: str) -> None:
+    """This thread, and all that it starts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as handle:
+        if libc.setns(handle.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def run_in(name: str, command: Sequence[str], timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    words = ["ip", "netns", "exec", name, *command]
+    return subprocess.run(words, check=False, capture_output=True, text=True, timeout=timeout)
+
+
+def list_listening(process: int) -> list[tuple[str, int]]:
+    """(address, port) at which a process listens, as the kernel says."""
+    inodes = set()
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == LISTENS and words[9] in inodes:
+                address, _, port = words[1].partition(":")
+                found.append((read_address(address), int(port, 16)))
+    return found
+
+
+def read_address(text: str) -> str:
+    """The kernel writes words of four bytes in the machine's order."""
+    words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
+    return str(ipaddress.ip_address(b"".join(words)))
