@@ -7,6 +7,7 @@ Exits 1 when one is open. A word selects attacks by name; --results names the fi
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gzip
 import json
 import os
@@ -392,6 +393,75 @@ def kill_masking(folder: Path) -> str:
 @attack("processes", "kill -9 of ranks and of the launcher, then resume")
 def kill_ranks(folder: Path) -> str:
     return run_test("tests/ranks/test_faults.py::test_a_run_that_is_struck_twice_is_the_run_that_was_not")
+
+
+@attack("processes", "kill -9 of the launcher: ranks end, and hold the run's folder as long as they live")
+def kill_launcher(folder: Path) -> str:
+    recipe = write_recipe(folder, train={"max_steps": 100_000})
+    command = [sys.executable, "-m", "ulysses_cli", "train", recipe]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open(folder / "err", "wb") as err:
+        process = subprocess.Popen(command, cwd=folder, stdout=err, stderr=err, env=environ)
+    end, metrics = time.monotonic() + SECONDS, folder / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text()) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    launchers = list_children(process.pid)
+    ranks = [rank for launcher in launchers for rank in list_children(launcher) if is_rank(rank)]
+    handles = [os.pidfd_open(rank) for rank in ranks]
+    for launcher in launchers:
+        os.kill(launcher, signal.SIGKILL)
+    free = [rank for rank in ranks if is_alive(rank) and is_free(folder / "run" / "lock-0") and is_alive(rank)]
+    process.wait(SECONDS)
+    alive = [handle for handle in handles if not select.select([handle], [], [], 60)[0]]
+    if not ranks or alive or free:
+        return f"{len(alive)} of {len(ranks)} ranks live on, {len(free)} without the lock"
+    return "" if is_free(folder / "run" / "lock-0") else "the lock outlives them"
+
+
+def list_children(process: int) -> list[int]:
+    return [
+        int(child)
+        for task in Path(f"/proc/{process}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+
+
+def is_rank(process: int) -> bool:
+    return b"ulysses_cli.train\0" in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def is_alive(process: int) -> bool:
+    return Path(f"/proc/{process}").exists()
+
+
+def is_free(lock: Path) -> bool:
+    with open(lock, "rb") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+# The network
+
+
+for name, test in {
+    "who reaches a port of one machine": "test_a_run_on_one_machine_listens_on_the_loopback_alone",
+    "payloads in both stores of two machines, and a machine with another key": (
+        "test_two_machines_train_and_believe_no_third"
+    ),
+    "a stranger in a rank's place sends a payload": "test_who_takes_a_ranks_place_runs_no_code",
+}.items():
+
+    @attack("network", name)
+    def reach(folder: Path, test: str = test) -> str:
+        return run_test(f"tests/ranks/test_listening.py::{test}")
+
+
+@attack("network", "a payload in the launchers' state")
+def write_state(folder: Path) -> str:
+    return run_test("tests/single/test_rendezvous.py::test_a_state_that_somebody_else_has_written_is_not_unpickled")
 
 
 @attack("limits", "a full disk on one rank")

@@ -30,7 +30,7 @@ def find_obstacle() -> str:
 
 @contextmanager
 def open_networks(count: int) -> Iterator[list[str]]:
-    """Namespaces whose machine number N has 10.231.7.N+1 on eth0, which they share, and 10.231.8.N+1 on eth1, as well."""
+    """Machine number N has 10.231.7.N+1 on eth0 and 10.231.8.N+1 on eth1, on two networks that all share."""
     switch, *names = [f"ulysses-{os.getpid()}-{name}" for name in ("switch", *range(count))]
     with ExitStack() as stack:
         for name in (switch, *names):

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import networks
@@ -21,20 +22,24 @@ from networks import list_listening
 
 KEY, PORT = "k" * 40, 29411
 MACHINES = ["--nnodes=2", "--master-addr=10.231.7.1", f"--master-port={PORT}"]
-# Whoever reaches a store writes to all that stands there, in every form in which torch would unpickle it.
+# Whoever reaches the launchers' store finds the ranks' there, and writes to all that stands in both, in every form in
+# which torch would unpickle it.
 ATTACK = """
 import base64, pickle, sys, torch.distributed as dist
-from datetime import timedelta
 class Payload:
     def __reduce__(self):
         return open, (sys.argv[3], "w")
+def connect(port):
+    return dist.TCPStore(sys.argv[1], int(port), is_master=False, wait_for_workers=False)
+launchers = connect(sys.argv[2])
+port = next(key for key in launchers.list_keys() if key.endswith("/MASTER_PORT"))
 evil = pickle.dumps(Payload())
-store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, wait_for_workers=False)
-keys = store.list_keys()
-for key in keys:
-    for value in (evil, base64.b64encode(evil).decode()):
-        store.set(key, value)
-print(len(keys))
+for store in (connect(base64.b64decode(launchers.get(port))[32:]), launchers):
+    keys = store.list_keys()
+    for key in keys:
+        for value in (evil, base64.b64encode(evil).decode()):
+            store.set(key, value)
+    print(len(keys))
 """
 # Takes the place of rank 1, and sends as torch's all_gather_object does.
 POSE = """
@@ -141,8 +146,7 @@ def test_two_machines_train_and_believe_no_third(tmp_path: Path, lan: list[str])
         assert listening[command.pid] == []
         for process in listening:
             assert key not in Path(f"/proc/{process}/cmdline").read_text()
-    launcher, rank = list_processes(first)[1:]
-    assert [port for _, port in list_listening(launcher)] == [PORT]
+    assert [port for _, port in list_listening(list_processes(first)[1])] == [PORT]
 
     alien.mkdir()
     stranger = Workshop(alien)
@@ -156,22 +160,15 @@ def test_two_machines_train_and_believe_no_third(tmp_path: Path, lan: list[str])
     before = shop.count_steps("run")
     assert wait_until(first, lambda: shop.count_steps("run") > before), first.read_said()
 
-    ports = [port for _, port in list_listening(rank)]
-    stores = [port for port in ports if port == int(read_environ(rank, "MASTER_PORT"))]
-    assert len(stores) == 1, ports
-    assert int(attack(lan[2], ATTACK, "10.231.7.1", str(stores[0]), str(loot))) > 0
-    assert int(attack(lan[2], ATTACK, "10.231.7.1", str(PORT), str(loot))) > 0
+    overwritten = [int(count) for count in attack(lan[2], ATTACK, "10.231.7.1", str(PORT), str(loot)).split()]
+    assert len(overwritten) == 2
+    assert min(overwritten) > 0
     said = first.communicate(timeout=240)[1]
     second.communicate(timeout=240)
     assert first.returncode == 1, said
     assert "what stands where machines meet was not written by this run" in said
     assert not loot.exists(), "a payload was run"
     assert not (tmp_path / "run" / "key").exists()
-
-
-def read_environ(process: int, name: str) -> str:
-    words = Path(f"/proc/{process}/environ").read_text().split("\0")
-    return dict(word.partition("=")[::2] for word in words)[name]
 
 
 @pytest.mark.check
@@ -181,8 +178,6 @@ def test_who_takes_a_ranks_place_runs_no_code(tmp_path: Path, lan: list[str], ho
     loot, port = tmp_path / "loot", PORT + 1 + (how == "plain")
     environ = [f"PYTHONPATH={ROOT}", "RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=10.231.7.1", f"MASTER_PORT={port}"]
     environ += ["GLOO_SOCKET_IFNAME=eth0", f"ULYSSES_RUN_KEY={KEY}"]
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(1) as pool:
         victim = pool.submit(networks.run_in, lan[0], ["env", *environ, sys.executable, "-c", VICTIM, how], 120)
         attack(lan[2], POSE, f"10.231.7.1:{port}", str(loot))

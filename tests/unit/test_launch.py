@@ -6,15 +6,17 @@ import json
 import os
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
-from ulysses_cli import launch
+from ulysses_cli import launch, network, run_key
 from ulysses_cli.launch import Nodes, find_first_failure, find_nodes, make_environment, make_launcher_args
-from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.report.run_end import format_failure, format_interruption
 from ulysses_cli.train.run_lock import LostFolderError, RunLock
+from ulysses_cli.train.seal import KEY, Seal
 
 
 def test_one_machine_has_all_processes() -> None:
@@ -58,21 +60,103 @@ def test_machines_that_do_not_fit_are_refused(world_size: int, environ: dict[str
     assert caught.value.problems[0].hint
 
 
-def test_the_launchers_command_line() -> None:
-    with launch.open_meeting(Nodes(processes_here=2)) as meeting:
-        assert meeting is not None
-        assert meeting.stat().st_mode & 0o777 == 0o700
-        alone = make_launcher_args(Nodes(processes_here=2), 0, ["--log-dir=x"], meeting)
-    assert not meeting.exists()
+def test_the_launchers_command_line(tmp_path: Path) -> None:
+    nodes = Nodes(processes_here=2)
+    with launch.open_meeting(nodes, tmp_path, {}) as meeting:
+        folder = meeting.folder
+        assert folder is not None
+        assert folder.stat().st_mode & 0o777 == 0o700
+        alone = make_launcher_args(nodes, 0, meeting, ["--log-dir=x"])
+        environ = make_environment({}, "cpu", 2, meeting)
+    assert not folder.exists()
+    assert list(tmp_path.iterdir()) == []
     assert alone[:3] == ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=0"]
-    assert {f"--rdzv-endpoint={meeting}/launcher", "--rdzv-conf=store_type=file"} < set(alone)
+    assert {f"--rdzv-endpoint={folder}/launcher", "--rdzv-conf=store_type=file"} < set(alone)
     assert alone[-1] == "--log-dir=x"
-    with launch.open_meeting(Nodes(2, 1, "head", 1234, 8)) as meeting:
-        assert meeting is None
-    several = make_launcher_args(Nodes(2, 1, "head", 1234, 8), 3)
-    assert "--rdzv-endpoint=head:1234" in several
-    assert "--rdzv-conf=is_host=false" in several
-    assert "--max-restarts=3" in several
+    assert environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert len(environ[KEY]) == 64
+
+
+def test_several_machines_share_a_key_that_no_command_line_shows(tmp_path: Path) -> None:
+    both = [Nodes(2, rank, "127.0.0.1", 1234, 8) for rank in range(2)]
+    with launch.open_meeting(both[1], tmp_path, {}) as second, launch.open_meeting(both[0], tmp_path, {}) as first:
+        args = [make_launcher_args(node, 3, each) for node, each in zip(both, (first, second), strict=True)]
+        environ = make_environment({"NCCL_SOCKET_IFNAME": "ib0"}, "cuda", 8, first)
+        assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    assert first.key == second.key
+    assert not (tmp_path / "key").exists(), "it ends with the run"
+    assert "--rdzv-endpoint=127.0.0.1:1234" in args[0]
+    assert [f"--rdzv-conf=is_host={word}" in each for word, each in zip(("true", "false"), args, strict=True)] == [1, 1]
+    assert "--max-restarts=3" in args[0]
+    ids = {word for each in args for word in each if word.startswith("--rdzv-id=")}
+    assert len(ids) == 1
+    assert not any(first.key[at : at + 8] in word for word in args[0] for at in range(56))
+    assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
+    given = {KEY: "g" * 40}
+    with launch.open_meeting(both[0], tmp_path, given) as meeting:
+        assert make_environment(given, "cpu", 8, meeting)[KEY] == "g" * 40
+        assert not (tmp_path / "key").exists()
+    assert f"--rdzv-id={Seal('g' * 40).name_run()}" not in args[0]
+
+
+def test_a_key_that_is_none_is_refused(tmp_path: Path) -> None:
+    nodes, file = Nodes(2, 0, "localhost"), tmp_path / "key"
+
+    def refuse(environ: dict[str, str]) -> Problem:
+        with pytest.raises(RecipeError) as found, launch.open_meeting(nodes, tmp_path, environ):
+            pass
+        return found.value.problems[0]
+
+    short = refuse({KEY: "hush"})
+    assert (short.message, short.hint) == (
+        "ULYSSES_RUN_KEY has 4 letters; 32 are needed",
+        "make one with: openssl rand -hex 32",
+    )
+    file.write_text("a" * 64)
+    file.chmod(0o644)
+    assert refuse({}).message.endswith("belongs to another user, or others may read it")
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert refuse({}).message.endswith("cannot be read: Too many levels of symbolic links")
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    assert refuse({}).message.endswith("is not a file")
+
+
+def test_a_key_is_waited_for_until_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.touch(0o600)
+    monkeypatch.setattr(run_key.time, "sleep", lambda _: file.write_text("b" * 64))
+    assert run_key.share_key(tmp_path) == "b" * 64
+    run_key.drop_key(tmp_path, "another run's")
+    assert file.exists()
+    file.write_text("")
+    monkeypatch.setattr(run_key, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(run_key.time, "sleep", lambda _: None)
+    with pytest.raises(RecipeError, match="is not whole"):
+        run_key.share_key(tmp_path)
+
+
+def test_a_master_that_only_this_machine_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where /etc/hosts says 127.0.1.1 of the machine's own name."""
+    assert network.find_way("127.0.0.1") == network.Way("127.0.0.1", "lo")
+    assert network.find_way("localhost").interface == "lo"
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(RecipeError) as refused:
+        network.find_way("gpu01")
+    assert refused.value.problems[0].message == (
+        "gpu01 is 127.0.1.1 on this machine, where no other machine can reach it"
+    )
+    assert "--master-addr" in (refused.value.problems[0].hint or "")
+    monkeypatch.setattr(network, "NAME_SECONDS", 0.0)
+
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(RecipeError, match="gpu01 is the name of no machine"):
+        network.find_way("gpu01")
 
 
 def test_what_the_user_has_set_stays() -> None:

@@ -1,4 +1,4 @@
-"""torch's elastic launcher with a sealed rendezvous and failures as data: `python -m ulysses_cli.train.agent LAUNCHER_ARGS -m ...`
+"""torch's elastic launcher with failures as data and a sealed rendezvous: `python -m ulysses_cli.train.agent ...`
 
 Starts and watches this machine's ranks. A signal is handed on to them: they save and end by themselves, however long
 that takes; the launcher's own way would kill them after half a minute. torch is imported once signals are heard.
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
 
     from ulysses_cli.train import rendezvous
 
-    rendezvous.register()
+    wrong, failures = rendezvous.register(), []
     try:
         config, command, command_args = config_from_args(parse_args(list(arguments)))
     except SystemExit:
@@ -103,16 +103,17 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
             {"rank": rank, "exit_code": failure.exitcode, "time": failure.timestamp}
             for rank, failure in error.failures.items()
         ]
-        failure_file.write_text(json.dumps(failures))
-        return FAILED
     except rendezvous.MeetingError as error:
-        told = {"message": mask_text(str(error), known), "hint": error.hint, "is_cause": True, "time": time.time()}
-        failure_file.write_text(json.dumps([told]))
-        return FAILED
+        wrong.append(error)
     except Exception as error:  # noqa: BLE001 - a rendezvous that fails has many names; the command shows one line
-        failure_file.write_text(json.dumps([{"message": mask_text(f"{type(error).__name__}: {error}", known)}]))
-        return FAILED
-    return 0
+        failures = [{"message": mask_text(f"{type(error).__name__}: {error}", known)}]
+    if wrong:  # why ranks were ended, or have stopped by themselves
+        told = {"message": mask_text(str(wrong[0]), known), "hint": wrong[0].hint, "is_cause": True}
+        failures = [{**told, "time": time.time()}]
+    if not failures:
+        return 0
+    failure_file.write_text(json.dumps(failures))
+    return FAILED
 
 
 if __name__ == "__main__":

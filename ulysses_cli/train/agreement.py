@@ -58,7 +58,9 @@ def gather_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 def _find_device(group: dist.ProcessGroup) -> torch.device:
     """Where the group's tensors are."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )
 
 
 def compare_machines(told: list[tuple[str, Mapping[str, Any]]]) -> None:

@@ -180,7 +180,9 @@ class Life:
             on_gpu = self.device.type == "cuda"
             device = self.device if on_gpu else None  # NCCL then need not guess it at its first collective
             backend = "nccl" if on_gpu else "gloo"
-            dist.init_process_group(backend, timeout=START_TIMEOUT, device_id=device, **list_store_options(START_TIMEOUT))
+            dist.init_process_group(
+                backend, timeout=START_TIMEOUT, device_id=device, **list_store_options(START_TIMEOUT)
+            )
         facts = {
             "processes per machine": os.environ.get("LOCAL_WORLD_SIZE"),
             "layout": str(self.layout),

@@ -10,8 +10,9 @@ import binascii
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -37,6 +38,7 @@ STATE, EMPTY = "rendezvous", "empty"
 GREETING = "ulysses/greeting"
 JOIN_SECONDS = 600  # for all machines to come
 ANSWER_SECONDS = 30.0  # for one that is there to answer
+LOOK_SECONDS = 0.2
 ANSWER_TIMEOUT = timedelta(seconds=ANSWER_SECONDS)
 KEY_HINT = (
     f"the key is {KEY}, or run.output_dir/key where that is not set: give every machine the same, or one shared disk"
@@ -54,8 +56,10 @@ class MeetingError(RendezvousStateError):
 class SealedBackend(RendezvousBackend):
     """The rendezvous's state, in one key of a store."""
 
-    def __init__(self, store: dist.Store, seal: Seal, run_id: str) -> None:
-        self.store, self.seal, self.key = store, seal, f"ulysses/rendezvous/{run_id}"
+    def __init__(
+        self, store: dist.Store, seal: Seal, run_id: str, tell: Callable[[MeetingError], None] = lambda _: None
+    ) -> None:
+        self.store, self.seal, self.key, self.tell = store, seal, f"ulysses/rendezvous/{run_id}", tell
         self._call("compare_set", self.key, "", EMPTY)  # a read of a key that is not there would wait for it
 
     @property
@@ -79,8 +83,10 @@ class SealedBackend(RendezvousBackend):
         try:
             return self.seal.open(STATE, base64.b64decode(text, validate=True)), text
         except (ForgedError, binascii.Error):
-            message = "what stands where machines meet was not written by this run: the run ends, and nothing of it is read"
-            raise MeetingError(message, f"let nobody else reach the master's port; {KEY_HINT}") from None
+            message = "what stands where machines meet was not written by this run; none of it was read"
+            error = MeetingError(message, f"let nobody else reach the master's port; {KEY_HINT}")
+            self.tell(error)  # torch passes over some of its own errors
+            raise error from None
 
     def _call(self, name: str, *args: str) -> bytes:
         try:
@@ -93,8 +99,8 @@ class SealedStore:
     """What launchers tell each other beside that: ranks, the address of the ranks' own store. Counters are numbers as
     they are; a forged one can only end a wait early."""
 
-    def __init__(self, store: dist.Store, seal: Seal, place: str) -> None:
-        self.store, self.seal, self.place = store, seal, place
+    def __init__(self, store: dist.Store, seal: Seal, place: str, look: Callable[[], object] = lambda: None) -> None:
+        self.store, self.seal, self.place, self.look = store, seal, place, look
 
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else value
@@ -113,9 +119,18 @@ class SealedStore:
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Ends early when `look` raises: launchers that have ended will not come."""
+        end = time.monotonic() + (timeout or self.store.timeout).total_seconds()
+        while not self.store.check(keys):
+            self.look()
+            if time.monotonic() > end:
+                raise dist.DistStoreError(f"waited in vain for {', '.join(keys)}")
+            time.sleep(LOOK_SECONDS)
+
     def __getattr__(self, name: str) -> Any:
-        """add, wait, check, timeout, set_timeout: they carry no content."""
-        if name not in ("add", "wait", "check", "timeout", "set_timeout"):
+        """add, check, timeout, set_timeout: they carry no content."""
+        if name not in ("add", "check", "timeout", "set_timeout"):
             raise AttributeError(f"launchers share nothing by {name}")
         return getattr(self.store, name)
 
@@ -126,11 +141,12 @@ class SealedStore:
 class SealedHandler(DynamicRendezvousHandler):
     """torch's rendezvous, which hands out a sealed store."""
 
-    seal: Seal
+    backend: SealedBackend
     endpoint: str
 
     def _get_store(self) -> Any:
-        return SealedStore(super()._get_store(), self.seal, f"round {self._state_holder.state.round}")
+        place = f"round {self._state_holder.state.round}"
+        return SealedStore(super()._get_store(), self.backend.seal, place, self.backend.get_state)
 
     def next_rendezvous(self) -> RendezvousInfo:
         try:
@@ -142,28 +158,32 @@ class SealedHandler(DynamicRendezvousHandler):
             raise MeetingError(message, hint) from None
 
 
-def make_handler(params: RendezvousParameters) -> SealedHandler:
+def make_handler(params: RendezvousParameters, tell: Callable[[MeetingError], None]) -> SealedHandler:
     seal = find_seal()
     if params.get("store_type") == "file":
         store: dist.Store = dist.FileStore(params.endpoint)
     else:
         store = open_store(params.endpoint, seal, params.local_addr if params.get_as_bool("is_host") else None)
+    backend = SealedBackend(store, seal, params.run_id, tell)
     handler = SealedHandler.from_backend(
         params.run_id,
         store,
-        SealedBackend(store, seal, params.run_id),
+        backend,
         params.min_nodes,
         params.max_nodes,
         params.local_addr,
         RendezvousTimeout(join=timedelta(seconds=JOIN_SECONDS)),
     )
     assert isinstance(handler, SealedHandler)
-    handler.seal, handler.endpoint = seal, params.endpoint
+    handler.backend, handler.endpoint = backend, params.endpoint
     return handler
 
 
-def register() -> None:
-    rendezvous_handler_registry.register(NAME, make_handler)
+def register() -> list[MeetingError]:
+    """For --rdzv-backend=ulysses. -> what was wrong, as it is found."""
+    found: list[MeetingError] = []
+    rendezvous_handler_registry.register(NAME, partial(make_handler, tell=found.append))
+    return found
 
 
 def open_store(endpoint: str, seal: Seal, own_address: str | None) -> dist.TCPStore:
