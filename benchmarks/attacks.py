@@ -472,8 +472,8 @@ def fill_disk(folder: Path) -> str:
 def run_test(name: str) -> str:
     """An attack that a test makes already."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-rs", name], cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "ULYSSES_FULL": "1"},
+        [sys.executable, "-m", "pytest", "-q", "-x", "-rs", name], cwd=ROOT, capture_output=True, text=True,
+        check=False, env={**os.environ, "ULYSSES_FULL": "1"},
     )  # fmt: skip
     return "" if done.returncode == 0 and "SKIPPED" not in done.stdout else done.stdout[-300:]
 

@@ -38,7 +38,7 @@ def find_way(host: str) -> Way:
 
 def find_interface(address: str) -> str:
     """The one that has the address; '' when none says so."""
-    import psutil  # of DeepSpeed's; slow to import, and only several machines need it
+    import psutil  # slow to import, and only several machines need it
 
     for name, known in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address.partition("%")[0] for each in known):

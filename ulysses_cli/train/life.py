@@ -39,7 +39,7 @@ from ulysses_cli.train.forecast import Forecast
 from ulysses_cli.train.groups import make_groups
 from ulysses_cli.train.interruption import Interruption
 from ulysses_cli.train.loop import Course, StepResult, every, train
-from ulysses_cli.train.meeting import list_store_options
+from ulysses_cli.train.meeting import join_ranks
 from ulysses_cli.train.metrics import Meter
 from ulysses_cli.train.randomness import seed_all
 from ulysses_cli.train.record import Display, Record, make_trackers
@@ -177,12 +177,7 @@ class Life:
 
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.layout.world_size)
         else:
-            on_gpu = self.device.type == "cuda"
-            device = self.device if on_gpu else None  # NCCL then need not guess it at its first collective
-            backend = "nccl" if on_gpu else "gloo"
-            dist.init_process_group(
-                backend, timeout=START_TIMEOUT, device_id=device, **list_store_options(START_TIMEOUT)
-            )
+            join_ranks(self.device, START_TIMEOUT)
         facts = {
             "processes per machine": os.environ.get("LOCAL_WORLD_SIZE"),
             "layout": str(self.layout),

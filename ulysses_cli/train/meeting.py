@@ -10,10 +10,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 FOLDER = "ULYSSES_MEETING"
 BACKLOG = 2048  # ranks that connect at once
+
+
+def join_ranks(device: torch.device, timeout: timedelta) -> None:
+    """Collective over all ranks: torch's process group of the world."""
+    on_gpu = device.type == "cuda"
+    bound = device if on_gpu else None  # NCCL then need not guess it at its first collective
+    store = list_store_options(timeout)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, device_id=bound, **store)
 
 
 def list_store_options(timeout: timedelta) -> dict[str, Any]:
