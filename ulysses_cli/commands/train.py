@@ -49,7 +49,7 @@ def train(
     loading there is nothing to save, and the first one stops at once. The hub is asked for a model whose shape is not
     known here.
 
-    Machines of one run share a key: ULYSSES_RUN_KEY, or a file in run.output_dir on a disk that all of them see. A machine
+    Machines of one run share a key: ULYSSES_RUN_KEY, or a file in run.output_dir on a disk that all of them see. One
     with another key is refused.
 
     --resume goes on from a checkpoint with the rows and losses of a run that was never stopped. What may change then:
