@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from run_directory import write_run  # noqa: E402
 from small_run import make_settings  # noqa: E402
 
 from ulysses_cli.train.archive import find_newest_valid  # noqa: E402
+from ulysses_cli.train.operator_builds import get_builds_folder  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "attacks-cpu.json"
 SECONDS, MAX_RSS_BYTES = 120, 2 << 30
@@ -68,12 +69,21 @@ class Ended:
         return f"nothing of `{lost[0]}` in: {said[-300:]}" if lost else ""
 
 
-def ulysses(folder: Path, *words: str, limit: Callable[[], None] | None = None, **environ: str) -> Ended:
-    """The command as a person starts it, with an end after SECONDS."""
+def ulysses(
+    folder: Path,
+    *words: str,
+    limit: Callable[[], None] | None = None,
+    start: Sequence[str] = (),
+    here: Path | None = None,
+    **environ: str,
+) -> Ended:
+    """The command as a person starts it, with an end after SECONDS. `start`: what stands before it; all, where there
+    are no words."""
     out, err = folder / "out", folder / "err"
     with open(out, "wb") as stdout, open(err, "wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ulysses_cli", *words], cwd=folder, stdout=stdout, stderr=stderr, preexec_fn=limit,
+            [*start, *([sys.executable, "-m", "ulysses_cli", *words] if words else [])],
+            cwd=here or folder, stdout=stdout, stderr=stderr, preexec_fn=limit,
             stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
         )  # fmt: skip
         signal.signal(signal.SIGALRM, lambda *_: process.kill())
@@ -469,10 +479,308 @@ def fill_disk(folder: Path) -> str:
     return run_test("tests/ranks/test_faults.py::test_a_disk_that_is_full_on_one_rank_is_told_to_all")
 
 
-def run_test(name: str) -> str:
+# Clocks, memory of others, users, signals, two at once, what a crash leaves
+
+
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+
+static int read_real(clockid_t clock, struct timespec *found) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    return real(clock, found);
+}
+
+int clock_gettime(clockid_t clock, struct timespec *found) {
+    static const long hours[] = {0, 26, -30, 1, 87600, -5};
+    struct timespec now;
+    int code = read_real(clock, found);
+    read_real(CLOCK_MONOTONIC, &now);
+    if (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) found->tv_sec += 3600 * hours[now.tv_sec % 6];
+    return code;
+}
+
+int gettimeofday(struct timeval *found, void *zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    found->tv_sec = now.tv_sec;
+    found->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+
+time_t time(time_t *found) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (found) *found = now.tv_sec;
+    return now.tv_sec;
+}
+"""  # the time of day jumps each second by hours to ten years, forwards and back; files keep the true one
+SHORT = {"train": {"max_steps": 4}, "run": {"device": "cpu", "save_steps": 2}}
+
+
+@attack("clocks", "a time of day that jumps: prepare, train, saves, max_hours, --resume auto, export")
+def jump(folder: Path) -> str:
+    (folder / "clock.c").write_text(CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"], cwd=folder, check=True)
+    run = {**SHORT["run"], "max_hours": 1.0, "step_timeout": 60}
+    recipe = write_recipe(folder, train=SHORT["train"], run=run, parallel={"sp_size": 2})
+    clock = {"LD_PRELOAD": str(folder / "clock.so")}
+    found = ulysses(folder, "train", recipe, **clock).judge("done model_dir", codes=(0,))
+    more = ("train", recipe, "--resume", "auto", "train.max_steps=6")
+    found = found or ulysses(folder, *more, **clock).judge("resumed from .*step-4", "step=6/6", codes=(0,))
+    return found or ulysses(folder, "export", "run", "--to", "model", **clock).judge("step-6", codes=(0,))
+
+
+for name, test in (
+    ("ranks' failures in the order of a clock that was set back", "the_first_failure_is_the_one_that_is_shown"),
+    ("locks of builds that look old and are held", "a_lock_of_a_build_that_died_is_cleared"),
+):
+
+    @attack("clocks", name)
+    def run_clock_test(folder: Path, test: str = test) -> str:
+        return run_test(f"tests/unit/test_launch.py::test_{test}")
+
+
+@attack("limits", "1 MiB of /dev/shm")
+def shrink_shm(folder: Path) -> str:
+    (folder / "d.jsonl").write_text('{"text": "some words of a document"}\n' * 200_000)
+    data = {"datasets": [{"path": str(folder / "d.jsonl")}], "num_workers": 2}
+    recipe = write_recipe(folder, **SHORT, data=data, parallel={"sp_size": 2})
+    mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm && [ $(df -k --output=size /dev/shm | tail -1) = 1024 ]"
+    tool = f"{sys.executable} -m ulysses_cli"
+    for words, wanted in ((f"train {recipe}", "done model_dir"), (f"verify {recipe}", "PASS")):
+        command = f"{mount} && exec {tool} {words}"
+        space = ["unshare", "-m" if os.getuid() == 0 else "-rm", "bash", "-c", command]
+        if found := ulysses(folder, start=space).judge(wanted, codes=(0,)):
+            return f"{words}: {found}"
+    return ""
+
+
+def drop_rights() -> list[str]:
+    """A command line's beginning: root may then write no more than the modes of folders say."""
+    return ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.getuid() == 0 else []
+
+
+@attack("users", "a home, a current folder, data and a model that cannot be written")
+def write_nothing(folder: Path) -> str:
+    """Each command works, or says in words what it cannot write and how to go on."""
+    here, out, home = folder / "here", folder / "out", folder / "home"
+    for made in (here, out, home):
+        made.mkdir()
+    (here / "d.jsonl").write_text('{"text": "some words of a document"}\n' * 400)
+    data = {"datasets": [{"path": str(here / "d.jsonl")}], "store_dir": str(out / "store")}
+    recipe = here / write_recipe(folder, **SHORT, data=data, parallel={"sp_size": 2})
+    (folder / "r.yaml").rename(recipe)
+    run, built = f"run.output_dir={out / 'run'}", get_builds_folder(os.environ).rglob("deepspeed_shm_comm*")
+    kept = {"TORCH_EXTENSIONS_DIR": str(next((found.parent for found in built if found.is_dir()), out / "builds"))}
+    nobodys = {"HOME": str(home), "HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": "", "TORCH_EXTENSIONS_DIR": ""}
+    where = r"home/\.cache/torch_extensions, where .* cannot be made in .*home\b[^$]*TORCH_EXTENSIONS_DIR="
+    denied = r"cannot be written: Permission denied"
+    for made in (here, home):
+        made.chmod(0o555)
+    tries: tuple[tuple[dict[str, str], tuple[int, ...], tuple[str, ...], list[str]], ...] = (
+        ({}, (0,), (), ["validate-config", "r.yaml"]),
+        ({}, (0,), (), ["prepare", "r.yaml"]),
+        ({}, (0,), (), ["estimate-memory", "r.yaml"]),
+        ({}, (0,), (), ["plan", "--model", "Qwen/Qwen3-8B", "--max-length", "32Ki", "--gpus", "h100:8"]),
+        ({}, (2,), (where,), ["train", "r.yaml", run]),
+        ({}, (2,), (where,), ["verify", "r.yaml"]),
+        (kept, (0,), (), ["train", "r.yaml", run]),
+        (kept, (0,), (), ["report", str(out / "run"), "--output", str(out / "page.html")]),
+        (kept, (0,), (), ["export", str(out / "run"), "--to", str(out / "model")]),
+        (kept, (1, 2), (denied,), ["report", str(out / "run"), "--output", "page.html"]),
+        (kept, (1, 2), ("[Pp]ermission denied",), ["export", str(out / "run"), "--to", "model"]),
+        (kept, (2,), ("run.output_dir.*" + denied,), ["train", "r.yaml", "run.output_dir=run"]),
+        (kept, (1,), ("data.store_dir.*" + denied,), ["prepare", "r.yaml", "data.store_dir=store"]),
+        (kept, (1, 2), (denied,), ["recipes", "copy", "tiny-cpu"]),
+    )
+    try:
+        for environ, codes, wanted, words in tries:
+            ended = ulysses(out, *words, start=drop_rights(), here=here, **{**nobodys, **environ})
+            if found := ended.judge(*wanted, codes=codes):
+                return f"{' '.join(words)}: {found}"
+    finally:
+        for made in (here, home):
+            made.chmod(0o755)
+    return ""
+
+
+def wait_for(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not is_there() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def start(folder: Path, name: str, *words: str, **environ: str) -> subprocess.Popen[bytes]:
+    """What it says goes to the file `name`."""
+    with open(folder / name, "wb") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ulysses_cli", *words], cwd=folder, stdout=said, stderr=said,
+            stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        )  # fmt: skip
+
+
+def judge(process: subprocess.Popen[bytes], said: Path, *wanted: str, codes: tuple[int, ...] = (0,)) -> str:
+    code = process.wait(SECONDS)
+    return Ended(code, said.read_text(errors="replace"), "", 0).judge(*wanted, codes=codes)
+
+
+@attack("signals", "SIGTERM in an evaluation, then --resume auto")
+def end_evaluation(folder: Path) -> str:
+    data = {"eval_split": 0.5, "store_dir": str(folder / "store")}
+    recipe = write_recipe(folder, train=SHORT["train"], data=data, run={"device": "cpu", "eval_steps": 2})
+    process = start(folder, "said", "train", recipe)
+    wait_for(process, lambda: b"step=2/4" in (folder / "said").read_bytes())
+    process.terminate()
+    found = judge(process, folder / "said", "saved run/checkpoints/step-2|saved .*step-2", "stopped")
+    if found or (folder / "run" / "model").exists():
+        return found or "a model stands"
+    more = ("train", recipe, "--resume", "auto", "data.eval_split=0.5")
+    return ulysses(folder, *more, "--resume-anyway").judge("resumed from .*step-2", "done", codes=(0,))
+
+
+@attack("signals", "SIGTERM and kill -9 in an export, then the same export")
+def end_export(folder: Path) -> str:
+    found = ulysses(folder, "train", write_recipe(folder, **SHORT)).judge(codes=(0,))
+    for number in () if found else (signal.SIGTERM, signal.SIGKILL):
+        process = start(folder, "said", "export", "run", "--to", "model")
+        wait_for(process, (folder / "model.writing").exists)
+        is_made = (folder / "model.writing").exists()
+        process.send_signal(number)
+        process.wait(SECONDS)
+        left: list[str] = []
+        for _ in range(1000):  # kill -9 leaves its child a moment
+            left = [path.name for path in folder.glob("model*")]
+            if not left:
+                break
+            time.sleep(0.01)
+        if not is_made or left or (folder / "model").exists():
+            return f"{number.name}: {'' if is_made else 'it came too late; '}{left} left"
+    return found or ulysses(folder, "export", "run", "--to", "model").judge("equal the trained model's", codes=(0,))
+
+
+@attack("two at once", "two runs and one store; a third in the folder of the first")
+def share_store(folder: Path) -> str:
+    (folder / "d.jsonl").write_text('{"text": "some words of a document"}\n' * 4000)
+    data = {"datasets": [{"path": str(folder / "d.jsonl")}]}
+    recipe = write_recipe(folder, data=data, train={"max_steps": 12}, run={"device": "cpu"}, parallel={"sp_size": 2})
+    ports = {"MASTER_PORT": "29777"}
+    runs = [start(folder, name, "train", recipe, f"run.output_dir={name}-run", **ports) for name in ("a", "b")]
+    wait_for(runs[0], (folder / "a-run" / "lock-0").exists)
+    third = ulysses(folder, "train", recipe, "run.output_dir=a-run").judge("belongs to a run that goes on", codes=(2,))
+    found = third or judge(runs[0], folder / "a", "done") or judge(runs[1], folder / "b", "done")
+    for each in runs:
+        each.kill()
+        each.wait()
+    lines = {(folder / f"{name}-run" / "metrics.jsonl").read_text().count("\n") for name in ("a", "b")}
+    return found or ("" if lines == {12} else f"{lines} steps")
+
+
+@attack("two at once", "two exports into one folder")
+def share_export(folder: Path) -> str:
+    found = ulysses(folder, "train", write_recipe(folder, **SHORT)).judge(codes=(0,))
+    if found:
+        return found
+    both = [start(folder, name, "export", "run", "--to", "model") for name in ("a", "b")]
+    codes = sorted(process.wait(SECONDS) for process in both)
+    said = (folder / "a").read_text() + (folder / "b").read_text()
+    is_told = "another process writes model right now" in said or "model is there already" in said
+    return "" if codes[0] == 0 and codes[1] in (1, 2) and is_told else f"{codes}: {said[-300:]}"
+
+
+@attack("two at once", "a run whose folder is removed, and a second one there")
+def remove_folder(folder: Path) -> str:
+    return run_test("tests/unit/test_launch.py::test_a_lock_that_was_removed_with_its_folder_is_put_back")
+
+
+@attack("data", "Parquet and Arrow that say much and hold little")
+def bomb_tables(folder: Path) -> str:
+    import numpy
+    import pyarrow
+    from pyarrow import parquet
+
+    index, length = numpy.zeros(100_000, numpy.int32), 300_000_000
+    often = pyarrow.DictionaryArray.from_arrays(index, pyarrow.array(["x y " * (1 << 18)]))
+    one = pyarrow.ListArray.from_arrays(pyarrow.array([0, length], pyarrow.int32()), numpy.zeros(length, numpy.int8))
+    tables = {"dictionary": {"text": often}, "list": {"input_ids": one}, "nulls": {"text": pyarrow.nulls(1 << 28)}}
+    for name, columns in tables.items():
+        parquet.write_table(pyarrow.table(columns), folder / f"{name}.parquet", compression="zstd")
+    page = pyarrow.table({"text": ["x" * (1 << 30)]})
+    parquet.write_table(page, folder / "page.parquet", compression="zstd", use_dictionary=False)
+    options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    for name, table in {"page": page, "dictionary": pyarrow.table(tables["dictionary"])}.items():
+        with pyarrow.ipc.new_file(folder / f"{name}.arrow", table.schema, options=options) as writer:
+            writer.write_table(table)
+    del one, page, table
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".parquet", ".arrow"))
+    for file in files:
+        if found := prepare(folder, datasets=[{"path": str(file)}]).judge(rf"{file.name}: expands to more than"):
+            return f"{file.name}, {file.stat().st_size} bytes: {found}"
+    return "" if len(files) == 6 else f"{files}"
+
+
+for name, test in (
+    ("in a model that is tuned", "tests/ranks/test_loading.py -k spoilt"),
+    ("in a checkpoint that is resumed or exported", "tests/single/test_finiteness.py"),
+):
+
+    @attack("weights", f"NaN and infinity {name}")
+    def run_weights_test(folder: Path, test: str = test) -> str:
+        return run_test(*test.split())
+
+
+@attack("secrets", "in all that a run leaves: model, card, checkpoints, logs, metrics, page")
+def leave_secret(folder: Path) -> str:
+    key, signed = "hf_QwErTyUiOpAsDfGhJkLzXcVb", f"https://user:{SECRET}-2@host/d?X-Amz-Signature={SECRET}-3"
+    (folder / "d.jsonl").write_text('{"text": "some words of a document"}\n' * 400)
+    data = {"datasets": [{"path": str(folder / "d.jsonl")}]}
+    run = {**SHORT["run"], "run_name": f"mine {key} {SECRET} {signed}"}
+    recipe = write_recipe(folder, data=data, train=SHORT["train"], run=run)
+    (folder / recipe).rename(folder / f"{SECRET}.yaml")
+    ended = ulysses(folder, "train", f"{SECRET}.yaml", MY_PASSPHRASE=SECRET)
+    page = ulysses(folder, "report", "run", "--output", "page.html", MY_PASSPHRASE=SECRET)
+    out = ulysses(folder, "export", "run", "--to", "model", MY_PASSPHRASE=SECRET)
+    for each in (ended, page, out):
+        if found := each.judge(codes=(0,)):
+            return found
+    said = [each.out + each.err for each in (ended, page, out)]
+    files = [file for name in ("run", "model") for file in (folder / name).rglob("*") if file.is_file()]
+    contents = {str(file): file.read_bytes() for file in (*files, folder / "page.html")} | {
+        f"output {at}": text.encode() for at, text in enumerate(said)
+    }
+    leaks = [name for name, content in contents.items() if key.encode() in content or SECRET.encode() in content]
+    return f"in {leaks}" if leaks else "" if len(files) > 12 else f"{files}"
+
+
+@attack("secrets", "a core file of a rank that crashes")
+def dump_core(folder: Path) -> str:
+    """The user's limit lets cores be written; where the system collects them elsewhere, nothing is proven here."""
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
+    process = start(folder, "said", "train", write_recipe(folder, train={"max_steps": 4000}), MY_PASSPHRASE=SECRET)
+    wait_for(process, lambda: b"step=2/" in (folder / "said").read_bytes())
+    for pid in find_descendants(process.pid):
+        os.kill(pid, signal.SIGSEGV)
+    process.wait(SECONDS)
+    cores = [file.name for file in folder.rglob("core*") if file.is_file()]
+    return f"{cores} written" if cores else ""
+
+
+def find_descendants(pid: int) -> list[int]:
+    children = [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in _read_children(task)]
+    return [found for child in children for found in (*find_descendants(child), child)]
+
+
+def _read_children(task: Path) -> list[str]:
+    return (task / "children").read_text().split()
+
+
+def run_test(*words: str) -> str:
     """An attack that a test makes already."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-rs", name], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-m", "pytest", "-q", "-x", "-rs", *words], cwd=ROOT, capture_output=True, text=True,
         check=False, env={**os.environ, "ULYSSES_FULL": "1"},
     )  # fmt: skip
     return "" if done.returncode == 0 and "SKIPPED" not in done.stdout else done.stdout[-300:]

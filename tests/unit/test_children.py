@@ -155,3 +155,25 @@ def test_the_end_of_a_process_that_prepares_data_names_what_it_read(
     )
     assert done.exit_code == 128 + signal.SIGBUS
     assert capsys.readouterr().err.startswith(said)
+
+
+CRASHING = """
+import os, resource, sys
+from ulysses_cli import children
+resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
+children.refuse_core_files(os.environ)
+print(resource.getrlimit(resource.RLIMIT_CORE)[0], flush=True)
+os.abort()
+"""
+
+
+@pytest.mark.parametrize(("wanted", "is_refused"), [(None, True), ("0", True), ("1", False)])
+def test_a_crash_writes_no_core_file_unless_told_to(tmp_path: Path, wanted: str | None, is_refused: bool) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environ |= {children.CORE_FILES: wanted} if wanted else {}
+    command = [sys.executable, "-c", CRASHING]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    assert done.returncode == -signal.SIGABRT
+    assert int(done.stdout) == (hard if not is_refused or not hard else 1)
+    assert not is_refused or not list(tmp_path.iterdir())
