@@ -35,7 +35,7 @@ from ulysses_cli.train.archive import find_newest_valid  # noqa: E402
 from ulysses_cli.train.operator_builds import get_builds_folder  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "attacks-cpu.json"
-SECONDS, MAX_RSS_BYTES = 120, 2 << 30
+SECONDS, MAX_RSS_BYTES = 300, 2 << 30
 SECRET = "correct-horse-battery-staple"
 Attack = Callable[[Path], str]  # a folder of its own -> what got through, or ''
 ATTACKS: dict[str, dict[str, Attack]] = {}
@@ -630,7 +630,7 @@ def judge(process: subprocess.Popen[bytes], said: Path, *wanted: str, codes: tup
 
 @attack("signals", "SIGTERM in an evaluation, then --resume auto")
 def end_evaluation(folder: Path) -> str:
-    data = {"eval_split": 0.5, "store_dir": str(folder / "store")}
+    data = {"eval_split": 0.08, "store_dir": str(folder / "store")}
     recipe = write_recipe(folder, train=SHORT["train"], data=data, run={"device": "cpu", "eval_steps": 2})
     process = start(folder, "said", "train", recipe)
     wait_for(process, lambda: b"step=2/4" in (folder / "said").read_bytes())
@@ -638,8 +638,7 @@ def end_evaluation(folder: Path) -> str:
     found = judge(process, folder / "said", "saved run/checkpoints/step-2|saved .*step-2", "stopped")
     if found or (folder / "run" / "model").exists():
         return found or "a model stands"
-    more = ("train", recipe, "--resume", "auto", "data.eval_split=0.5")
-    return ulysses(folder, *more, "--resume-anyway").judge("resumed from .*step-2", "done", codes=(0,))
+    return ulysses(folder, "train", recipe, "--resume", "auto").judge("resumed from .*step-2", "done", codes=(0,))
 
 
 @attack("signals", "SIGTERM and kill -9 in an export, then the same export")
