@@ -252,9 +252,12 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[Moment]:
     between = {**held, "inputs": INPUT_BYTES * job.local_tokens}
     if job.zero_stage == 1 and lower_stages.adds_up(job):
         yield Moment("optimizer_step", BETWEEN, between)
-    yield Moment("optimizer_step", "the step", {**between, "optimizer_transients": states.compute_step_transients(job)})
+    yield Moment("optimizer_step", "before the step", between)
+    # persistent weights are let go before it, too, and gathered behind it (stage3.py: step)
+    work = {"optimizer_transients": states.compute_step_transients(job), "parameters_persistent": 0}
+    yield Moment("optimizer_step", "the step", {**between, **work})
     if job.evaluates:
-        yield from _walk_evaluation(job, held, gathered)
+        yield from _walk_evaluation(job, held, compute_gathered(job, trains=False))
     largest = 0 if job.zero_stage < 3 or job.world_size == 1 else 2 * b * job.weights.largest
     between["inputs"] = 0
     yield Moment("save", "weights are gathered one by one", {**between, "parameters_gathered": largest})

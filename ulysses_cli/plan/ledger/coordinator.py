@@ -26,9 +26,11 @@ class Coordinator:
         *,
         joins_mlps: bool,
         splits: bool = True,
+        saved: frozenset[str] = frozenset(),
     ) -> None:
         """`splits`: weights are shards on several ranks. One rank copies each from the host by itself, without a buffer
-        (partition_parameters.py: _no_gather_coalesced)."""
+        (partition_parameters.py: _no_gather_coalesced). `saved`: weights whose memory autograd keeps from the forward
+        to the backward, whatever DeepSpeed lets go."""
         self.modules, self.engine, self.joins_mlps, self.splits = modules, engine, joins_mlps, splits
         self.names = [[name for name, _ in module.weights] for module in modules]
         self.sizes = {name: size for module in modules for name, size in module.weights}
@@ -52,6 +54,7 @@ class Coordinator:
         self.users: dict[str, set[int]] = {}  # weight -> modules that have entered and not left
         self.in_backward: dict[int, None] = {}  # modules that have, in order
         self.recomputed: dict[int, set[str]] = {}  # frozen weights that a module in its backward lets go
+        self.saved, self.left = saved, set[str]()  # those that were let go and are still there
         self.num_live = self.held = 0  # DeepSpeed's own count; elements in memory
 
     def _list_own(self, number: int) -> list[tuple[str, int]]:
@@ -156,13 +159,19 @@ class Coordinator:
             if not is_near and self.fetched_for.get(name, -1) <= self.step:
                 gone.add(name)
         if visit.is_backward:
+            through = self.left.intersection(name for name, _ in module.weights)
+            self.held -= sum(self.sizes[name] for name in through)
+            self.left -= through
             gone |= self.recomputed.pop(visit.module, set())
             self.in_backward.pop(visit.module, None)
         for name in gone - self.persistent:
             if name in self.at_hand and name not in self.in_flight and not self.users.get(name):
                 self.at_hand.discard(name)
-                self.held -= self.sizes[name]
                 self.num_live -= self.sizes[name]
+                if name in self.saved and not visit.is_backward:
+                    self.left.add(name)
+                else:
+                    self.held -= self.sizes[name]
 
 
 class Distances:

@@ -14,12 +14,14 @@ from itertools import groupby
 
 from ulysses_cli.plan.ledger.coordinator import Coordinator
 from ulysses_cli.plan.ledger.job import Engine, Job
+from ulysses_cli.plan.ledger.layer import is_tiled
 from ulysses_cli.plan.ledger.visits import Tree, Visit
 from ulysses_cli.plan.ledger.weights import EMBEDDING, HEAD, LAYERS, Adapters, Module, is_adapter, list_weights
 from ulysses_cli.plan.model_shape import ModelShape
 
 Highs = tuple[tuple[int, int], ...]
 NOTHING: Highs = ((0, 0),)
+VIEWED_EXPERTS = {"mixtral", "qwen3_moe"}  # their weights are turned before they are multiplied
 WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed gathers them at once by itself (utils/z3_leaf_module.py)
 
 
@@ -56,15 +58,18 @@ class Gathered:
 NONE = Gathered({}, {})
 
 
-def compute_gathered(job: Job) -> Gathered:
-    """Steps on one rank gather nothing, unless the weights live on the host. Below stage 3 nothing ever is."""
+def compute_gathered(job: Job, *, trains: bool = True) -> Gathered:
+    """Steps on one rank gather nothing, unless the weights live on the host. Below stage 3 nothing ever is. A product
+    of a turned weight saves a view of it for the backward, which keeps it in memory whatever DeepSpeed lets go
+    (transformers: integrations/moe.py, _grouped_linear)."""
     if job.zero_stage < 3:
         return NONE
     if job.world_size == 1 and job.levers.offload_param == "none":
         return Gathered({}, {}, proof=job.weights.largest_trained)
     recomputes = job.levers.gradient_checkpointing is not False
-    is_split = job.world_size > 1
-    return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp, splits=is_split)
+    saves_experts = trains and not (recomputes or is_tiled(job)) and job.shape.model_type in VIEWED_EXPERTS
+    kinds = {"splits": job.world_size > 1, "saves_experts": saves_experts}
+    return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp, **kinds)
 
 
 @lru_cache(maxsize=64)
@@ -76,12 +81,14 @@ def _replay(
     tiles_mlp: bool = False,
     *,
     splits: bool = True,
+    saves_experts: bool = False,
 ) -> Gathered:
     weights = list_weights(shape, adapters)
     leaves = find_leaves(shape, tiles_mlp=tiles_mlp)
     modules = tuple(join_mlps(weights.modules, leaves))
     visits = list(Tree(modules).walk_step(recomputes=recomputes, trains_embedding=adapters is None))
-    coordinator = Coordinator(modules, visits, engine, joins_mlps=bool(leaves), splits=splits)
+    saved = find_experts(modules) if saves_experts else frozenset()
+    coordinator = Coordinator(modules, visits, engine, joins_mlps=bool(leaves), splits=splits, saved=saved)
     found: dict[tuple[str, str], dict[int, int]] = {}
     at_gradients: dict[str, int] = {}
     most = {"final": 0, "head": 0, "loss": 0, "norm": 0, "embedding": 0, "end": 0}
@@ -182,6 +189,11 @@ def find_leaves(shape: ModelShape, *, tiles_mlp: bool) -> frozenset[int]:
     """Layers whose MLP is a leaf module: all of its weights are gathered at once, and their gradients leave at once."""
     is_leaf = [tiles_mlp or (kind.num_experts > 0 and shape.model_type in WHOLE_MLPS) for kind in shape.layers]
     return frozenset(index for index, found in enumerate(is_leaf) if found)
+
+
+def find_experts(modules: tuple[Module, ...]) -> frozenset[str]:
+    names = (name for module in modules for name, _ in module.weights)
+    return frozenset(name for name in names if name.endswith((".experts.gate_up", ".experts.down")))
 
 
 def join_mlps(modules: tuple[Module, ...], leaves: frozenset[int]) -> Iterator[Module]:
