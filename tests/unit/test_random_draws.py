@@ -80,7 +80,32 @@ def test_the_formula_gives_what_traces_gave(name: str) -> None:
     ],
 )
 def test_what_was_missed_once_is_counted(number: int, phase: str) -> None:
-    told = json.loads((RESULTS / "estimate-random.json").read_text())
+    check_phase("estimate-random.json", number, phase)
+
+
+@pytest.mark.parametrize(
+    ("number", "phase"),
+    [
+        (70, "backward"),  # what is gathered when a weight's gradient comes
+        (64, "evaluation"),  # second shards are of what was let go since the last step
+        (39, "forward"),  # adapters in a leaf module come behind its frozen weights
+        (27, "backward"),  # experts' inside has gone when the first matrix's gradient is there
+        (2, "backward"),  # a leaf module's gradients leave together
+        (10, "forward"),  # projections of a frozen embedding have no backward
+        (24, "backward"),  # a head's gradient leaves before any share is laid by
+        (18, "backward"),  # adapters' buckets are there from their first gradient
+        (48, "backward"),  # in tiles an MLP's gradients are sent behind it
+        (47, "backward"),  # a tied weight's gradients are added before any is sent
+        (82, "backward"),  # a norm behind the MLP comes before the next layer is fetched
+        (60, "forward"),  # a forward ends where the backward begins
+    ],
+)
+def test_what_another_seed_found_is_counted(number: int, phase: str) -> None:
+    check_phase("estimate-random-7001.json", number, phase)
+
+
+def check_phase(name: str, number: int, phase: str) -> None:
+    told = json.loads((RESULTS / name).read_text())
     row = next(row for row in told["rows"] if row["number"] == number)
     found = predict_phases(make_drawn_job(draw_recipe(told["seed"], number)))
     assert found[phase] == pytest.approx(row["traced"][phase], rel=0.03)
