@@ -733,9 +733,10 @@ for name, test in (
 
 @attack("secrets", "in all that a run leaves: model, card, checkpoints, logs, metrics, page")
 def leave_secret(folder: Path) -> str:
-    key, signed = "hf_QwErTyUiOpAsDfGhJkLzXcVb", f"https://user:{SECRET}-2@host/d?X-Amz-Signature={SECRET}-3"
-    (folder / "d.jsonl").write_text('{"text": "some words of a document"}\n' * 400)
-    data = {"datasets": [{"path": str(folder / "d.jsonl")}]}
+    key, looks = "hf_QwErTyUiOpAsDfGhJkLzXcVb", "tr0ub4dor-and-3"  # known by how it stands in an address alone
+    signed, file = f"https://user:{looks}@host/d?X-Amz-Signature={looks}&x=1", folder / f"d?sig={looks}&as=d.jsonl"
+    file.write_text('{"text": "some words of a document"}\n' * 400)
+    data = {"datasets": [{"path": str(file)}]}
     run = {**SHORT["run"], "run_name": f"mine {key} {SECRET} {signed}"}
     recipe = write_recipe(folder, data=data, train=SHORT["train"], run=run)
     (folder / recipe).rename(folder / f"{SECRET}.yaml")
@@ -750,7 +751,8 @@ def leave_secret(folder: Path) -> str:
     contents = {str(file): file.read_bytes() for file in (*files, folder / "page.html")} | {
         f"output {at}": text.encode() for at, text in enumerate(said)
     }
-    leaks = [name for name, content in contents.items() if key.encode() in content or SECRET.encode() in content]
+    secrets = [word.encode() for word in (key, looks, SECRET)]
+    leaks = [name for name, content in contents.items() if any(word in content for word in secrets)]
     return f"in {leaks}" if leaks else "" if len(files) > 12 else f"{files}"
 
 
