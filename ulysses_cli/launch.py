@@ -146,8 +146,9 @@ def open_meeting(nodes: Nodes, run_dir: Path, environ: Mapping[str, str]) -> Ite
 def make_launcher_args(nodes: Nodes, max_restarts: int, meeting: Meeting, extra: Sequence[str] = ()) -> list[str]:
     """For torch's elastic launcher. Of several machines any may start first: they meet at the master's address."""
     args = [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.processes_here}", f"--max-restarts={max_restarts}"]
-    store = "store_type=file" if meeting.folder else f"is_host={'true' if nodes.rank == 0 else 'false'}"
-    args += ["--rdzv-backend=ulysses", f"--rdzv-endpoint={meeting.endpoint}", f"--rdzv-conf={store}"]
+    store = "file" if meeting.folder else "tcp"
+    args += ["--rdzv-backend=ulysses", f"--rdzv-endpoint={meeting.endpoint}"]
+    args += [f"--rdzv-conf=store_type={store},node_rank={nodes.rank}"]
     args += [f"--rdzv-id={Seal(meeting.key).name_run()}", f"--local-addr={meeting.address}"]
     return [*args, *extra]
 

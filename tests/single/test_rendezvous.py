@@ -9,6 +9,7 @@ import pickle
 import queue
 import socket
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -119,33 +120,53 @@ def find_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_machines_with_one_key_meet_and_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    port, ranks = find_port(), queue.Queue[tuple[int, int, bytes]]()
+class Machines:
+    """Launchers of one run in threads, each with its rank, and what they find."""
+
+    def __init__(self) -> None:
+        self.port, self.found, self.done = find_port(), queue.Queue[Any](), threading.Event()
+
+    def start(self, *node_ranks: int) -> None:
+        for node_rank in node_ranks:
+            threading.Thread(target=self._join, args=(node_rank,), daemon=True).start()
+
+    def _join(self, node_rank: int) -> None:
+        """By their addresses, the master would be the last."""
+        address = f"10.0.0.{node_rank}" if node_rank else "127.0.0.1"
+        endpoint = f"127.0.0.1:{self.port}"
+        params = RendezvousParameters("ulysses", endpoint, "x", 2, 2, local_addr=address, node_rank=node_rank)
+        try:
+            made = make_handler(params, lambda _: None).next_rendezvous()
+        except Exception as error:  # noqa: BLE001 - for the test to judge
+            self.found.put(error)
+            return
+        made.store.set(f"of {made.rank}", str(made.rank))
+        self.found.put((node_rank, made.rank, made.world_size, made.store.get(f"of {1 - made.rank}")))
+        self.done.wait(60)
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
     monkeypatch.setenv(KEY, OURS.key)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    made = Machines()
+    yield made
+    made.done.set()
 
-    def refuse(error: MeetingError) -> None:
-        raise error
 
-    def join(is_host: bool) -> None:
-        params = RendezvousParameters(
-            "ulysses", f"127.0.0.1:{port}", "x", 2, 2, local_addr="127.0.0.1", is_host=str(is_host)
-        )
-        found = make_handler(params, refuse).next_rendezvous()
-        found.store.set(f"of {found.rank}", str(found.rank))
-        ranks.put((found.rank, found.world_size, found.store.get(f"of {1 - found.rank}")))
-        done.wait(20)
+def test_machines_with_one_key_meet_in_their_order_and_another_is_refused(machines: Machines) -> None:
+    machines.start(1, 0)
+    assert sorted(machines.found.get(timeout=60) for _ in range(2)) == [(0, 0, 2, b"1"), (1, 1, 2, b"0")]
+    with pytest.raises(MeetingError, match=f"another key than the run at 127.0.0.1:{machines.port}") as refused:
+        open_store(f"127.0.0.1:{machines.port}", THEIRS, None)
+    assert "ULYSSES_RUN_KEY" in refused.value.hint
 
-    done = threading.Event()
-    for is_host in (False, True):
-        threading.Thread(target=join, args=(is_host,), daemon=True).start()
-    try:
-        assert sorted(ranks.get(timeout=60) for _ in range(2)) == [(0, 2, b"1"), (1, 2, b"0")]
-        with pytest.raises(MeetingError, match=f"another key than the run at 127.0.0.1:{port}") as refused:
-            open_store(f"127.0.0.1:{port}", THEIRS, None)
-        assert "ULYSSES_RUN_KEY" in refused.value.hint
-    finally:
-        done.set()
+
+def test_two_machines_with_one_rank_are_told(machines: Machines) -> None:
+    master = open_store(f"127.0.0.1:{machines.port}", OURS, "127.0.0.1")
+    machines.start(1, 1)
+    assert str(machines.found.get(timeout=60)) == "two machines say --node-rank 1"
+    assert master.port == machines.port
 
 
 def test_what_is_no_master_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ NAME = "ulysses"
 STATE, EMPTY = "rendezvous", "empty"
 GREETING = "ulysses/greeting"
 JOIN_SECONDS = 600  # for all machines to come
-ANSWER_SECONDS = 30.0  # for one that is there to answer
+ANSWER_SECONDS = 60.0  # for one that is there to answer
 LOOK_SECONDS = 0.2
 ANSWER_TIMEOUT = timedelta(seconds=ANSWER_SECONDS)
 KEY_HINT = (
@@ -143,6 +143,15 @@ class SealedHandler(DynamicRendezvousHandler):
 
     backend: SealedBackend
     endpoint: str
+    node_rank: int
+
+    def _get_world(self) -> tuple[int, int]:
+        """torch orders machines by their names. The display and the model are where --node-rank is 0."""
+        _, num_machines = super()._get_world()
+        if self._get_store().add(f"machine {self.node_rank}", 1) > 1:
+            message = f"two machines say --node-rank {self.node_rank}"
+            raise MeetingError(message, f"give each of {num_machines} its own, from 0 to {num_machines - 1}")
+        return self.node_rank, num_machines
 
     def _get_store(self) -> Any:
         place = f"round {self._state_holder.state.round}"
@@ -159,11 +168,11 @@ class SealedHandler(DynamicRendezvousHandler):
 
 
 def make_handler(params: RendezvousParameters, tell: Callable[[MeetingError], None]) -> SealedHandler:
-    seal = find_seal()
+    seal, node_rank = find_seal(), int(params.get("node_rank", 0))
     if params.get("store_type") == "file":
         store: dist.Store = dist.FileStore(params.endpoint)
     else:
-        store = open_store(params.endpoint, seal, params.local_addr if params.get_as_bool("is_host") else None)
+        store = open_store(params.endpoint, seal, None if node_rank else params.local_addr)
     backend = SealedBackend(store, seal, params.run_id, tell)
     handler = SealedHandler.from_backend(
         params.run_id,
@@ -175,7 +184,7 @@ def make_handler(params: RendezvousParameters, tell: Callable[[MeetingError], No
         RendezvousTimeout(join=timedelta(seconds=JOIN_SECONDS)),
     )
     assert isinstance(handler, SealedHandler)
-    handler.backend, handler.endpoint = backend, params.endpoint
+    handler.backend, handler.endpoint, handler.node_rank = backend, params.endpoint, node_rank
     return handler
 
 
