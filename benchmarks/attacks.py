@@ -1,7 +1,7 @@
 """Attacks on the product, each by name: tried, held, open. What is not trusted (data, models, checkpoints, run folders)
 does its worst; an attack is held when it is refused in words, or has no effect, within bounds of time and memory.
 
-Exits 1 when one is open. A word selects attacks by name; --results names the file.
+Exits 1 when one is open. A word selects attacks by name, and renews their lines alone; --results names the file.
 """
 
 from __future__ import annotations
@@ -807,12 +807,18 @@ def main() -> int:
                 why = try_attack(function)
                 found.setdefault(group, {})[name] = why or "held"
                 print(f"{group}: {name}: {'OPEN: ' + why if why else 'held'}", flush=True)
-    ends = [end for group in found.values() for end in group.values()]
-    counts = {"tried": len(ends), "held": ends.count("held"), "open": len(ends) - ends.count("held")}
+    counts = count_ends(found)
     print(", ".join(f"{name} {count}" for name, count in counts.items()))
-    if not options.word:
-        options.results.write_text(json.dumps({**counts, "attacks": found}, indent=1, ensure_ascii=False) + "\n")
+    known = json.loads(options.results.read_text())["attacks"] if options.word and options.results.exists() else {}
+    found = {group: {**known.get(group, {}), **found.get(group, {})} for group in {**known, **found}}
+    results = {**count_ends(found), "attacks": found}
+    options.results.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     return 1 if counts["open"] else 0
+
+
+def count_ends(found: dict[str, dict[str, str]]) -> dict[str, int]:
+    ends = [end for group in found.values() for end in group.values()]
+    return {"tried": len(ends), "held": ends.count("held"), "open": len(ends) - ends.count("held")}
 
 
 if __name__ == "__main__":
