@@ -142,3 +142,34 @@ def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path, monkeypatch: p
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(found["model"].eval()(ids).logits, adapted.eval()(ids).logits)
+
+
+def test_a_model_that_is_replaced_is_whole_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of an older one go after it has lost the name."""
+    model, beside = tmp_path / "model", tmp_path / "model.writing"
+    for folder in (model, beside):
+        (folder / "part").mkdir(parents=True)
+        (folder / "part" / "file").write_text(folder.name)
+    removed: list[str] = []
+    remove = export.shutil.rmtree
+
+    def rmtree(path: Path, **options: Any) -> None:
+        removed.append(path.name)
+        assert not model.exists() or len(list(model.rglob("*"))) == 2
+        remove(path, **options)
+
+    monkeypatch.setattr(export.shutil, "rmtree", rmtree)
+    export.put_folder(beside, model)
+    assert "model" not in removed
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (model / "part" / "file").read_text() == "model.writing"
+
+
+def test_an_export_that_fails_leaves_nothing_and_takes_nothing_away(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        export.export_model(
+            save_as_ranks({}, tmp_path / "step-1"), tmp_path / "model", config=make_config("qwen3"),
+            tokenizer=make_bytes_tokenizer(), adapter_config=None, dtype=torch.float32, card="", step=1,
+        )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step-1"]

@@ -175,3 +175,14 @@ def test_a_run_is_exported_from_its_newest_valid_checkpoint(tmp_path: Path) -> N
     assert archive.choose_checkpoint(steps[0], told.append) == steps[0]
     with pytest.raises(archive.CheckpointError, match="cannot be exported"):
         archive.choose_checkpoint(steps[2], told.append)
+
+
+def test_a_folder_of_builds_that_cannot_be_written_is_an_obstacle_where_operators_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "find_write_problem", lambda _: "FOLDER cannot be written")
+    monkeypatch.setattr(preflight, "count_places", lambda _: 8)
+    for overrides in (("run.device=cpu",), ("memory.offload_optimizer=cpu",)):
+        (found,) = look(tmp_path, *overrides)
+        assert found == f"FOLDER cannot be written\n\nhint: {preflight.HINT}"
+    assert look(tmp_path) == []
