@@ -50,7 +50,7 @@ def test_as_many_recipes_as_families_cover_all_and_a_few_more_every_lever() -> N
         assert len(set(values)) > 1
 
 
-@pytest.mark.parametrize("name", ["estimate-random.json", "estimate-random-7001.json"])
+@pytest.mark.parametrize("name", ["estimate-random.json", "estimate-random-7001.json", "estimate-random-424242.json"])
 def test_the_formula_gives_what_traces_gave(name: str) -> None:
     """Traces are those of the versions that the file names; after a change of the draws, make the file anew."""
     told = json.loads((RESULTS / name).read_text())
@@ -102,6 +102,17 @@ def test_what_was_missed_once_is_counted(number: int, phase: str) -> None:
 )
 def test_what_another_seed_found_is_counted(number: int, phase: str) -> None:
     check_phase("estimate-random-7001.json", number, phase)
+
+
+@pytest.mark.parametrize(
+    ("number", "phase"),
+    [
+        (15, "backward"),  # autograd keeps what a view of experts' weights holds
+        (24, "optimizer_step"),  # persistent weights leave before the step
+    ],
+)
+def test_what_a_third_seed_found_is_counted(number: int, phase: str) -> None:
+    check_phase("estimate-random-424242.json", number, phase)
 
 
 def check_phase(name: str, number: int, phase: str) -> None:
