@@ -27,12 +27,12 @@ from typing import Any
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit"), str(ROOT / "tests")]
-from checkpoints import make_checkpoint, make_state, write_contents  # noqa: E402
-from run_directory import write_run  # noqa: E402
-from small_run import make_settings  # noqa: E402
+from support.checkpoints import make_checkpoint, make_state, write_contents  # noqa: E402
+from support.run_directory import write_run  # noqa: E402
+from support.small_run import make_settings  # noqa: E402
 
-from ulysses_cli.train.archive import find_newest_valid  # noqa: E402
-from ulysses_cli.train.operator_builds import get_builds_folder  # noqa: E402
+from ulysses_cli.host.operator_builds import get_builds_folder  # noqa: E402
+from ulysses_cli.run_folder.archive import find_newest_valid  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "attacks-cpu.json"
 SECONDS, MAX_RSS_BYTES = 300, 2 << 30
@@ -196,7 +196,7 @@ def run_code(folder: Path) -> str:
 
 @attack("models", "weights that are a pickle")
 def load_pickle(folder: Path) -> str:
-    return run_test("tests/single/test_pickles.py::test_a_pickle_that_would_run_code_is_refused")
+    return run_test("tests/one_process/test_pickles.py::test_a_pickle_that_would_run_code_is_refused")
 
 
 @attack("models", "a FIFO and a device as config.json")
@@ -212,7 +212,7 @@ def block_config(folder: Path) -> str:
 
 @attack("models", "a safetensors header without sense, and an index that leads outside")
 def forge_header(folder: Path) -> str:
-    from ulysses_cli.plan.weight_files import find_weight_problem
+    from ulysses_cli.plan.files.weight_files import find_weight_problem
 
     for header in (b"[" * 500_000, b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}', b"\xff" * 99):
         (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
@@ -383,7 +383,7 @@ def kill_prepare(folder: Path) -> str:
 
 MASKED = """
 import os, signal, sys
-from ulysses_cli.train.masked_log import open_masked
+from ulysses_cli.train.guard.masked_log import open_masked
 log = open_masked(os.open("log", os.O_WRONLY | os.O_CREAT, 0o600), {sys.argv[1]})
 masking = int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0])
 os.kill(masking, signal.SIGKILL)

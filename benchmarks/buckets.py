@@ -39,23 +39,23 @@ GIB = 1 << 30
 def measure(offload: str, num_pairs: int) -> dict[str, list[float]]:
     """On each rank -> seconds of each side's steps, in turns."""
     import torch.distributed as dist
-    from courses import Trip
-    from training import MemoryRows, make_recipe
+    from support.run_harness import RunHarness
+    from support.training import MemoryRows, make_recipe
 
     from ulysses_cli.train.loop import train
 
-    trips = {}
+    harnesses = {}
     for name, (bucket, group) in SIZES.items():
         words = ("parallel.sp_size=2", f"memory.offload_optimizer={offload}", f"{ZERO}.sub_group_size={group}")
         recipe = make_recipe(*words, f"{ZERO}.reduce_bucket_size={bucket}", config=CONFIG)
-        trips[name] = Trip(recipe, MemoryRows([[(64, 0)]] * 4, 512), 10**6)
-    seconds: dict[str, list[float]] = {name: [] for name in trips}
+        harnesses[name] = RunHarness(recipe, MemoryRows([[(64, 0)]] * 4, 512), 10**6)
+    seconds: dict[str, list[float]] = {name: [] for name in harnesses}
     for turn in range(num_pairs + 1):
-        for name in list(trips)[:: 1 if turn % 2 else -1]:
+        for name in list(harnesses)[:: 1 if turn % 2 else -1]:
             dist.barrier()
             start = time.perf_counter()
-            trips[name].course.num_steps = trips[name].course.step + 1
-            train(trips[name].course)
+            harnesses[name].train_state.num_steps = harnesses[name].train_state.step + 1
+            train(harnesses[name].train_state)
             seconds[name].append(time.perf_counter() - start)
     return {name: found[1:] for name, found in seconds.items()}
 
@@ -65,15 +65,15 @@ def compute_bytes(offload: str) -> dict[str, dict[str, float]]:
     from ulysses_cli.hub import load_table
     from ulysses_cli.plan.ds_config import REDUCE_BUCKET, SUB_GROUP
     from ulysses_cli.plan.layout import Layout
-    from ulysses_cli.plan.ledger.job import Engine, Job
+    from ulysses_cli.plan.ledger.job import EngineSettings, Job
+    from ulysses_cli.plan.ledger.ledger import compute_ledger
     from ulysses_cli.plan.levers import Levers
-    from ulysses_cli.plan.memory import compute_ledger
-    from ulysses_cli.plan.model_shape import read_model_shape
+    from ulysses_cli.plan.models.shape import read_model_shape
 
     name = "meta-llama/llama-3.1-8b"
     shape = read_model_shape(load_table()[name]["config"], name)
     levers = Levers(tiled_loss=True, tiled_mlp=True, offload_optimizer=offload)  # type: ignore[arg-type]
-    job = Job(shape, Layout(1, 1, 8), 1 << 17, levers, engine=Engine(communication_bytes=4))
+    job = Job(shape, Layout(1, 1, 8), 1 << 17, levers, engine=EngineSettings(communication_bytes=4))
     ours = replace(job, engine=replace(job.engine, reduce_bucket=REDUCE_BUCKET, sub_group=SUB_GROUP))
     found = {}
     for size, each in (("DeepSpeed's", job), ("ours", ours)):
@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
-    from ranks import run_on_ranks
+    from support.rank_pool import run_on_ranks
 
     result: dict[str, Any] = {"ranks": 2, "pairs": options.pairs, "sizes": SIZES, "offload": {}}
     for offload in OFFLOADS:

@@ -63,12 +63,12 @@ def measure(call: Callable[[], object]) -> float:
 def main() -> None:
     import torch
     import torch.distributed as dist
-    from courses import Trip
-    from training import MemoryRows, make_recipe
+    from support.run_harness import RunHarness
+    from support.training import MemoryRows, make_recipe
 
-    from ulysses_cli.train.checkpoint import save_checkpoint, take_share
+    from ulysses_cli.train.checkpoint.format import save_checkpoint, take_share
+    from ulysses_cli.train.checkpoint.saves import SavePolicy
     from ulysses_cli.train.loop import train
-    from ulysses_cli.train.saves import Habits
 
     folder = Path(tempfile.mkdtemp())
     dist.init_process_group(
@@ -77,16 +77,16 @@ def main() -> None:
     recipe = make_recipe("data.max_length=128", config=CONFIG)
     rows = MemoryRows([[(128, 0)]] * 4, 8192)
 
-    def start() -> Trip:
-        return Trip(recipe, rows, 10**6, str(folder), habits=Habits(keep=1, is_async=True))
+    def start() -> RunHarness:
+        return RunHarness(recipe, rows, 10**6, str(folder), policy=SavePolicy(keep=1, is_async=True))
 
-    def step(trip: Trip) -> None:
-        trip.course.num_steps = trip.course.step + 1
-        train(trip.course)
+    def step(harness: RunHarness) -> None:
+        harness.train_state.num_steps = harness.train_state.step + 1
+        train(harness.train_state)
 
-    trip = start()
-    step(trip)
-    states = dict(take_share(trip.owner).tensors)
+    harness = start()
+    step(harness)
+    states = dict(take_share(harness.context).tensors)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in states.values())
 
     def save_plainly() -> None:
@@ -96,7 +96,7 @@ def main() -> None:
             os.fsync(stream.fileno())
 
     def save_ours() -> None:
-        save_checkpoint(trip.owner, folder / "ours", 1, {"world_size": 1})
+        save_checkpoint(harness.context, folder / "ours", 1, {"world_size": 1})
 
     def save_unhashed() -> None:
         with without_hashes():
@@ -106,9 +106,9 @@ def main() -> None:
 
     def save_beside() -> None:
         began = time.perf_counter()
-        trip.saves.save(trip.course)
+        harness.saves.save(harness.train_state)
         stalls.append(time.perf_counter() - began)
-        trip.saves.settle()
+        harness.saves.settle()
 
     sides = {
         "torch.save + fsync": save_plainly,
@@ -119,7 +119,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for at in range(NUM_ROUNDS + 1):
         for name, call in sides.items():
-            trip.course.step += 1
+            harness.train_state.step += 1
             found = measure(call)
             if at:  # the first round fills caches and makes buffers
                 seconds[name].append(found)
@@ -129,18 +129,18 @@ def main() -> None:
     def pair(name: str) -> float:
         return statistics.median(a / b for a, b in zip(seconds[name], seconds["torch.save + fsync"], strict=True))
 
-    newest = trip.saves.get_last_path()
+    newest = harness.saves.get_last_path()
 
     def begin() -> None:
         step(start())
 
     def resume() -> None:
-        from ulysses_cli.train.resume import find_beginning
+        from ulysses_cli.run_folder.resume import find_resume_point
 
-        beginning = find_beginning(folder, "auto", 0, print)
+        beginning = find_resume_point(folder, "auto", 0, print)
         assert beginning.path == newest
         made = start()
-        made.saves.resume(made.course, beginning)
+        made.saves.resume(made.train_state, beginning)
         step(made)
 
     starts = [(measure(begin), measure(resume)) for _ in range(NUM_STARTS)]

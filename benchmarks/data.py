@@ -117,7 +117,7 @@ def measure_bare(made: Any, texts: list[str]) -> Clock:
 def prepare(folder: Path, file: Path, workers: int, store: str) -> tuple[Clock, Any]:
     """Preparing a file anew, from reading it to rows on disk."""
     from ulysses_cli.data.prepare import prepare_data
-    from ulysses_cli.plan.load import parse_recipe
+    from ulysses_cli.plan.recipe.loader import parse_recipe
 
     text = RECIPE.format(folder=folder, file=file, workers=workers, store=store)
     with Clock() as clock:
@@ -193,7 +193,7 @@ def measure_against_training(folder: Path) -> dict[str, float]:
 
     from ulysses_cli.data.prepare import prepare_data
     from ulysses_cli.data.rows import open_rows
-    from ulysses_cli.plan.load import load_recipe
+    from ulysses_cli.plan.recipe.loader import load_recipe
 
     torch.set_num_threads(1)
     recipe = load_recipe(ROOT / "recipes" / "tiny-cpu.yaml", [f"data.store_dir={folder}/tiny"]).recipe

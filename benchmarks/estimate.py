@@ -5,7 +5,8 @@ constant is fitted to a row; a row that is off by more than its bar says why.
     python benchmarks/estimate.py --random N --seed S [--first NUMBER] [--workers W] [--remember FILE] [--json FILE]
 
 `--random` draws recipes that nobody chose and holds the formula against a trace of each, and does nothing else.
-`--counted` adds every case of tests/single/test_ledger.py: real models stepped without data, each allocation counted.
+`--counted` adds every case of tests/one_process/test_ledger.py: real models stepped without data, each allocation
+counted.
 `--ranks` adds real steps on 1, 2 and 4 CPU ranks, against the formula and against a trace; `--remember` keeps what was
 measured, so that a run that was cut off goes on where it was.
 """
@@ -66,8 +67,8 @@ def list_real(memory: Path | None) -> Iterator[Row]:
     """Real steps of DeepSpeed's engine on CPU ranks, every byte counted, against the formula and a trace. Counts are
     exact, so that remembered ones are those of this run as long as nothing but the formula changes."""
     sys.path[:0] = [str(ROOT / "tests")]
-    from ranks import run_on_ranks
-    from real_steps import make_case, measure_step, predict_step, trace_step
+    from support.rank_pool import run_on_ranks
+    from support.real_steps import make_case, measure_step, predict_step, trace_step
 
     known = json.loads(memory.read_text()) if memory is not None and memory.is_file() else {}
     for what, num_ranks, config, overrides in walk_real_cases():
@@ -138,7 +139,7 @@ def walk_stages(tiles: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, ob
 def compare_random(options: argparse.Namespace) -> int:
     """Traces in processes of their own; those remembered are not made again, and formulas always are."""
     sys.path[:0] = [str(ROOT / "tests")]
-    import random_recipes
+    from support import random_recipes
 
     memory: Path | None = options.remember
     known = json.loads(memory.read_text()) if memory is not None and memory.is_file() else {}

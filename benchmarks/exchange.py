@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from ranks import run_on_ranks
+from support.rank_pool import run_on_ranks
 
 HEAD_DIM, NUM_HEADS = 64, 16
 NUM_METERED = 5
@@ -101,12 +101,12 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def make_ours(num_chunks: int) -> Callable[[int, int], Layer]:
     def make(tokens: int, num_kv_heads: int) -> Layer:
-        from ulysses_cli.train.documents import make_documents
-        from ulysses_cli.train.exchange import make_axis
-        from ulysses_cli.train.torch_kernels import Rule
-        from ulysses_cli.train.ulysses import ulysses_attention
+        from ulysses_cli.train.attention.documents import make_documents
+        from ulysses_cli.train.attention.kernels.rule import Rule
+        from ulysses_cli.train.attention.ulysses import ulysses_attention
+        from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
-        axis, documents, rule = make_axis(dist.group.WORLD), make_documents((tokens,)), Rule(HEAD_DIM**-0.5)
+        axis, documents, rule = make_sequence_axis(dist.group.WORLD), make_documents((tokens,)), Rule(HEAD_DIM**-0.5)
 
         def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -157,9 +157,9 @@ def make_inputs(tokens: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor,
 def list_open_ops() -> dict[str, Callable[..., Any]]:
     from deepspeed.sequence import layer as theirs
 
-    from ulysses_cli.train import kernels
+    from ulysses_cli.train.attention.kernels import operators
 
-    ops = (kernels.attend, kernels.attend_backward, theirs._dim_zero_all_to_all_op)
+    ops = (operators.attend, operators.attend_backward, theirs._dim_zero_all_to_all_op)
     return {op._qualname: op._init_fn for op in ops}
 
 

@@ -28,10 +28,9 @@ from typing import Any
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-import forked  # noqa: E402
-import strikes  # noqa: E402
-from faults import Workshop, damage_newest, wait_until  # noqa: E402
-from forked import Command, is_alive  # noqa: E402
+from support import forked, kill_points  # noqa: E402
+from support.faults import Workshop, damage_newest, wait_until  # noqa: E402
+from support.forked import Command, is_alive  # noqa: E402
 
 from ulysses_cli.prove import rank_server  # noqa: E402
 
@@ -95,7 +94,7 @@ def kill(shop: Range, seeds: list[int]) -> Ends:
     run, words = f"chain-{seeds[0]}", ["run.async_save=true"] if seeds[0] // CHAIN % 2 else []
     struck = []
     for seed in seeds:
-        plan = strikes.draw(seed)
+        plan = kill_points.draw(seed)
         process = shop.start(run, *words, "--resume", "auto", plan=plan)
         end(process)
         if process.has_struck:
@@ -108,7 +107,7 @@ def walk(shop: Range, who: str, number: signal.Signals) -> Ends:
     """One run, struck at every event of its life in turn and resumed each time. Whatever a rank is about to do, the
     other one is, too; nothing outlives the launcher; resumed at its end, it has nothing left to do."""
     run, ends = f"walk-{who}-{number.name}", []
-    for event, plan in strikes.list_phases(NUM_STEPS, WALKED_STEP, WALKED_STEP + 2).items():
+    for event, plan in kill_points.list_phases(NUM_STEPS, WALKED_STEP, WALKED_STEP + 2).items():
         process = shop.start(run, *WALKED, "--resume", "auto", plan={**plan, "who": who, "signal": int(number)})
         code, said = end(process)
         alive = wait_for_processes(process)
@@ -126,7 +125,7 @@ def walk(shop: Range, who: str, number: signal.Signals) -> Ends:
 
 def agree(process: Command) -> bool:
     """As far as both ranks came, they came to the same collectives."""
-    logs = strikes.read_collectives(process.pids)
+    logs = kill_points.read_collectives(process.pids)
     return all(one == other for one, other in zip(*logs, strict=False))
 
 

@@ -31,16 +31,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from ulysses_cli.plan.attention import Need
-from ulysses_cli.train.documents import make_documents
-from ulysses_cli.train.exchange import make_axis
-from ulysses_cli.train.interface import register_attention
-from ulysses_cli.train.kernel_choice import Work, choose_kernel
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.interface import register_attention
+from ulysses_cli.train.attention.kernels.choice import KernelWorkload, choose_kernel
 from ulysses_cli.train.loss import HeadRule
-from ulysses_cli.train.offload import MAX_LEAVING, Offloader
-from ulysses_cli.train.recompute import recompute_layers
-from ulysses_cli.train.tiled_loss import make_tiled_loss
-from ulysses_cli.train.tiled_mlp import tile_mlps
-from ulysses_cli.train.tiled_norm import tile_norms
+from ulysses_cli.train.memory.checkpointing import checkpoint_layers
+from ulysses_cli.train.memory.offload import MAX_LEAVING, Offloader
+from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
+from ulysses_cli.train.memory.tiled_mlp import tile_mlps
+from ulysses_cli.train.memory.tiled_norm import tile_norms
+from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 SHAPE = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -59,7 +59,7 @@ class Run:
     def __init__(
         self, kernel: str, *, is_ours: bool, offloads: bool, num_layers: int, chunks: int = 1, window: bool = False
     ) -> None:
-        name = register_attention(make_axis(None), kernel, chunks if is_ours else 1)
+        name = register_attention(make_sequence_axis(None), kernel, chunks if is_ours else 1)
         kinds: Any = (MistralConfig, MistralForCausalLM) if window else (LlamaConfig, LlamaForCausalLM)
         extra = {"sliding_window": WINDOW} if window else {}
         config = kinds[0](num_hidden_layers=num_layers, attn_implementation=name, **SHAPE, **extra)
@@ -77,7 +77,7 @@ class Run:
     def use_ours(self) -> Any:
         for tile in (tile_mlps, tile_norms):
             tile(self.model, lambda tokens: -(-tokens // SHAPE["hidden_size"]))  # type: ignore[operator]
-        recompute_layers(self.model, "keep_attention", self.offloader and self.offloader.make_shelf)
+        checkpoint_layers(self.model, "keep_attention", self.offloader and self.offloader.make_storage)
         return make_tiled_loss(self.model.lm_head, HeadRule(), LOSS_TILE)
 
     def use_deepspeed(self, offloads: bool) -> Any:
@@ -357,7 +357,7 @@ def main() -> int:
     device, facts = torch.device("cuda", 0), torch.cuda.get_device_properties(0)
     peak = next((value for key, value in PEAK_TFLOPS.items() if key in facts.name), None)
     link, cap = measure_link(), options.cap_gb * 1e9
-    choice = choose_kernel("auto", Need(HEAD_DIM, False, False, False), device, None, Work((2**15,), 32, 8))
+    choice = choose_kernel("auto", Need(HEAD_DIM, False, False, False), device, None, KernelWorkload((2**15,), 32, 8))
     machine = {
         "gpu": facts.name, "memory_gb": facts.total_memory / 1e9, "torch": torch.__version__,
         "cuda": torch.version.cuda, "host_link_gb_per_second": link / 1e9, "cap_gb": options.cap_gb,

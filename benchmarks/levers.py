@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from ranks import run_on_ranks
+from support.rank_pool import run_on_ranks
 
 NUM_RANKS, HEADS, HEAD_DIM, KV_HEADS, HIDDEN, INTERMEDIATE, VOCABULARY = 2, 8, 64, 4, 512, 1408, 32768
 LOSS_TILE = 512
@@ -62,8 +62,8 @@ THEIRS, OURS = "(b) DeepSpeed, all of its", "all, 4 head chunks"
 
 def build(variant: Variant, num_layers: int, local: int, meter: Meter) -> tuple[Any, Any]:
     """The same random model -> (decoder, loss of hidden states and labels)."""
-    from ulysses_cli.train.exchange import make_axis
-    from ulysses_cli.train.interface import register_attention
+    from ulysses_cli.train.attention.interface import register_attention
+    from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -73,7 +73,7 @@ def build(variant: Variant, num_layers: int, local: int, meter: Meter) -> tuple[
     if variant.is_deepspeed:
         name = register_deepspeed_attention(num_layers)
     else:
-        name = register_attention(make_axis(dist.group.WORLD), "sdpa", variant.chunks)
+        name = register_attention(make_sequence_axis(dist.group.WORLD), "sdpa", variant.chunks)
     config._attn_implementation = add_gates(name, meter)
     model = LlamaForCausalLM(config).train()
     loss = use_deepspeed(model, local, meter) if variant.is_deepspeed else use_ours(model, variant, meter)
@@ -82,21 +82,21 @@ def build(variant: Variant, num_layers: int, local: int, meter: Meter) -> tuple[
 
 def use_ours(model: Any, variant: Variant, meter: Meter) -> Any:
     from ulysses_cli.train.loss import HeadRule
-    from ulysses_cli.train.offload import Offloader
-    from ulysses_cli.train.recompute import recompute_layers
-    from ulysses_cli.train.tiled_loss import make_tiled_loss
-    from ulysses_cli.train.tiled_mlp import tile_mlps
-    from ulysses_cli.train.tiled_norm import tile_norms
+    from ulysses_cli.train.memory.checkpointing import checkpoint_layers
+    from ulysses_cli.train.memory.offload import Offloader
+    from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
+    from ulysses_cli.train.memory.tiled_mlp import tile_mlps
+    from ulysses_cli.train.memory.tiled_norm import tile_norms
 
     if variant.tiles_mlp:
         for tile in (tile_mlps, tile_norms):
             tile(model, lambda tokens: -(-tokens // HIDDEN))
-    make_shelf = None
+    make_storage = None
     if variant.offloads:
         offloader = Offloader(torch.device("cpu"), len(model.model.layers))
         offloader.pool.take = meter.mark_host(offloader.pool.take)  # type: ignore[method-assign]
-        make_shelf = offloader.make_shelf
-    recompute_layers(model, variant.recompute, make_shelf)  # type: ignore[arg-type]
+        make_storage = offloader.make_storage
+    checkpoint_layers(model, variant.recompute, make_storage)  # type: ignore[arg-type]
     if variant.tiles_loss:
         return make_tiled_loss(model.lm_head, HeadRule(), LOSS_TILE)
     return lambda hidden, labels: nn.functional.cross_entropy(
@@ -171,7 +171,7 @@ class _HostCheckpoint(torch.autograd.Function):
 
 def measure(variant: Variant, tokens: int, num_layers: int, is_computing: bool) -> dict[str, float]:
     """One forward and backward on one rank."""
-    from ulysses_cli.train.documents import make_documents
+    from ulysses_cli.train.attention.documents import make_documents
 
     register_cpu_flops()
     local, rank = tokens // NUM_RANKS, dist.get_rank()

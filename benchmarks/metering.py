@@ -206,9 +206,9 @@ def add_gates(name: str, meter: Meter) -> str:
 def _list_open_ops() -> dict[str, Callable[..., Any]]:
     from deepspeed.sequence import layer as theirs
 
-    from ulysses_cli.train import kernels
+    from ulysses_cli.train.attention.kernels import operators
 
-    ops = (kernels.attend, kernels.attend_backward, theirs._dim_zero_all_to_all_op)
+    ops = (operators.attend, operators.attend_backward, theirs._dim_zero_all_to_all_op)
     return {op._qualname: op._init_fn for op in ops}
 
 

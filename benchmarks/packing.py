@@ -14,11 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from ulysses_cli.plan.packing import Work, cut_documents, locate_row, pack_documents, share_rows
+from ulysses_cli.plan.packing import RowCost, cut_documents, locate_row, pack_documents, share_rows
 
 ROW_TOKENS = 131072
 # Llama-3.1-8B: about 2 x 8e9 x 3 FLOPs per token, and 32 layers x 4096 x 2 x 2 x 3 FLOPs per pair of tokens.
-WORK = Work(per_token=4.8e10, per_pair=1.6e6)
+WORK = RowCost(per_token=4.8e10, per_pair=1.6e6)
 NUM_MICRO_STEPS = 8
 
 

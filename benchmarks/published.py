@@ -12,11 +12,11 @@ from ulysses_cli.hub import load_table
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import device
-from ulysses_cli.plan.ledger.job import Engine, Job
+from ulysses_cli.plan.ledger.job import EngineSettings, Job
 from ulysses_cli.plan.ledger.layer import compute_layer_input, is_tiled
+from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.memory import compute_ledger
-from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
+from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.speed import compute_speed
 
 GIB, KI = 1 << 30, 1024
@@ -108,7 +108,7 @@ def list_memory() -> Iterator[Row]:
     yield Row("Qwen3-4B, 1 GPU, 8Ki", 76.4, allocate(alone), "GiB", BLOG, MEMORY_BAR)
     for tokens, published, traced in ((32, 35.0, 33.29), (64, 50.5, 48.77), (96, 66.0, 64.25)):
         job = Job(QWEN, Layout(1, 1, 4), tokens * KI, FULL, accumulation=8)
-        float32 = replace(job, engine=Engine(communication_bytes=4))
+        float32 = replace(job, engine=EngineSettings(communication_bytes=4))
         yield Row(f"Qwen3-4B, sp 4, {tokens}Ki", published, allocate(float32), "GiB", BLOG, MEMORY_BAR)
         yield Row(f"the same, bfloat16 sums, {tokens}Ki", traced, allocate(job), "GiB", TRACE, MEMORY_BAR)
     whole = Job(QWEN, Layout(1, 1, 4), 96 * KI, Levers(gradient_checkpointing=False))
@@ -132,7 +132,7 @@ def list_fpdt_lines() -> dict[str, int]:
 
 def make_fpdt_job() -> Job:
     shape = get_shape("meta-llama/Meta-Llama-3-8B", vocab_size=50_304, tie_word_embeddings=True)
-    levers, float32 = replace(FULL, offloaded_layers=32), Engine(communication_bytes=4)
+    levers, float32 = replace(FULL, offloaded_layers=32), EngineSettings(communication_bytes=4)
     return Job(shape, Layout(1, 1, 8), 512 * KI, levers, engine=float32, fused_norms=True)
 
 
@@ -142,7 +142,7 @@ def list_claims() -> Iterator[Claim]:
     def claim(what: str, job: Job, fits: bool, source: str, note: str = "") -> Claim:
         return Claim(what, fits, compute_ledger(job).gpu_peak_bytes / GIB, h100, source, note)
 
-    blog = Job(QWEN, Layout(1, 1, 4), 128 * KI, FULL, engine=Engine(communication_bytes=4))
+    blog = Job(QWEN, Layout(1, 1, 4), 128 * KI, FULL, engine=EngineSettings(communication_bytes=4))
     yield claim("Qwen3-4B, sp 4, 128Ki, plain loss", blog, False, BLOG)
     fused = {"fused_norms": True, "kernel": FA3}
     for tokens, fits in ((2048, True), (3072, True), (4096, False)):
@@ -221,7 +221,7 @@ def compute_upipe_seconds(job: Job, gpu: Gpu) -> float:
 def list_later_memory() -> Iterator[Row]:
     """The first row's model is of its own making, with as many weights as this; its peak is the optimizer's step."""
     like = get_shape("meta-llama/Meta-Llama-3-8B", num_key_value_heads=32, intermediate_size=10_923, vocab_size=50_257)
-    engine = Engine(reduce_bucket=50_000_000, persistence_threshold=0)
+    engine = EngineSettings(reduce_bucket=50_000_000, persistence_threshold=0)
     peak = compute_ledger(Job(like, Layout(1, 4, 1), 512, FULL, engine=engine, evaluates=False)).gpu_allocated_bytes
     yield Row("6.86 B weights, 4 H100, 512 tokens", 31.38, peak / GIB, "GiB", EXAMPLES, MEMORY_BAR)
     note = "its program counted; what nvidia-smi shows, torch's cache and NCCL's buffers too"

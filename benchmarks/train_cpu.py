@@ -49,20 +49,20 @@ def meet() -> None:
 
 def make_ours() -> Callable[[], None]:
     """The real loop, with its comparison of plans, its meter and its clock."""
-    from courses import Trip
-    from training import MemoryRows, make_recipe
+    from support.run_harness import RunHarness
+    from support.training import MemoryRows, make_recipe
 
+    from ulysses_cli.train.hooks.metrics import Meter
     from ulysses_cli.train.loop import train
-    from ulysses_cli.train.metrics import Meter
 
     recipe = make_recipe(f"data.max_length={ROW_TOKENS}", "train.lr_scheduler_type=constant", config=CONFIG)
-    trip = Trip(recipe, MemoryRows([[(ROW_TOKENS, 0)]] * 4, 4096), 10**6)
+    harness = RunHarness(recipe, MemoryRows([[(ROW_TOKENS, 0)]] * 4, 4096), 10**6)
     meter = Meter(lambda lengths: 1.0, None, lambda line: None)
-    trip.course.before, trip.course.after = (meter.start,), (meter.record, *trip.course.after)
+    harness.train_state.before, harness.train_state.after = (meter.start,), (meter.record, *harness.train_state.after)
 
     def step() -> None:
-        trip.course.num_steps = trip.course.step + 1
-        train(trip.course)
+        harness.train_state.num_steps = harness.train_state.step + 1
+        train(harness.train_state)
 
     return step
 
@@ -71,7 +71,7 @@ def make_bare() -> Callable[[], None]:
     """What one writes first: the plain model with its own loss, DeepSpeed around it."""
     import deepspeed
     import torch
-    from training import MemoryRows, make_recipe
+    from support.training import MemoryRows, make_recipe
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ulysses_cli.plan.ds_config import make_ds_config

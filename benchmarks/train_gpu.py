@@ -40,16 +40,16 @@ CONFIG: dict[str, Any] = {  # Qwen2.5-0.5B's shape
 
 def measure(length: int, num_steps: int, device_name: str) -> dict[str, Any]:
     import torch
-    from courses import Trip
-    from training import MemoryRows, make_recipe
+    from support.run_harness import RunHarness
+    from support.training import MemoryRows, make_recipe
 
     from ulysses_cli.hardware_table import load_hardware
-    from ulysses_cli.plan.estimate import compute_estimate
     from ulysses_cli.plan.flops import compute_model_flops
-    from ulysses_cli.plan.model_shape import read_model_shape
-    from ulysses_cli.train.host_memory import count_host_bytes
+    from ulysses_cli.plan.models.shape import read_model_shape
+    from ulysses_cli.plan.planner.estimate import compute_estimate
+    from ulysses_cli.train.hooks.metrics import Meter
     from ulysses_cli.train.loop import train
-    from ulysses_cli.train.metrics import Meter
+    from ulysses_cli.train.processes.host_memory import count_host_bytes
 
     device = torch.device("cuda", 0)
     recipe = make_recipe(
@@ -62,17 +62,17 @@ def measure(length: int, num_steps: int, device_name: str) -> dict[str, Any]:
     gpu, is_known = load_hardware().recognise(device_name, memory, host_bytes)
     estimate = compute_estimate(recipe, shape, gpu)
     torch.cuda.reset_peak_memory_stats()
-    trip = Trip(recipe, MemoryRows([[(length, 0)]] * 2, CONFIG["vocab_size"]), 10**6, device=device, gpu=gpu)
+    harness = RunHarness(recipe, MemoryRows([[(length, 0)]] * 2, CONFIG["vocab_size"]), 10**6, device=device, gpu=gpu)
     lines: list[dict[str, Any]] = []
     meter = Meter(partial(compute_model_flops, shape), gpu.tflops if is_known else None, lines.append)
-    trip.course.before, trip.course.after = (meter.start,), (meter.record, *trip.course.after)
-    trip.course.num_steps = NUM_WARMUP + num_steps
-    train(trip.course)
+    harness.train_state.before, harness.train_state.after = (meter.start,), (meter.record, *harness.train_state.after)
+    harness.train_state.num_steps = NUM_WARMUP + num_steps
+    train(harness.train_state)
     kept = [line for line in lines[NUM_WARMUP:] if "step_parts" not in line]
     found = {
         "row_tokens": length,
-        "kernel": trip.built.kernel.name,
-        "kernel_reason": trip.built.kernel.reason,
+        "kernel": harness.built.kernel.name,
+        "kernel_reason": harness.built.kernel.reason,
         "levers": vars(estimate.choice.levers),
         "losses": [line["loss"] for line in lines],
         **{name: statistics.median(line[name] for line in kept) for name in ("tokens_per_second", "tflops")},
@@ -84,8 +84,8 @@ def measure(length: int, num_steps: int, device_name: str) -> dict[str, Any]:
         "predicted_tokens_per_second": estimate.speed.tokens_per_second,
         "step_parts": next((line["step_parts"] for line in lines if "step_parts" in line), None),
     }
-    trip.built.engine.wrapped.destroy()
-    del trip
+    harness.built.engine.wrapped.destroy()
+    del harness
     gc.collect()
     torch.cuda.empty_cache()
     return found

@@ -6,11 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from forked import PRELOADED
 from hypothesis import HealthCheck, settings
-from tiers import CHECK, FULL, QUICK, TIER, count_examples
+from support.forked import PRELOADED
+from support.tiers import CHECK, FULL, QUICK, TIER, count_examples
 
-from ulysses_cli.prove import rank_server
+from ulysses_cli.prove.ranks import rank_server
 
 settings.register_profile(
     "ulysses",

@@ -24,7 +24,8 @@ from ulysses_cli.commands import (
     validate_config,
     verify,
 )
-from ulysses_cli.commands.options import DONE, EXIT_CODES, FAILED, INTERRUPTED, USAGE
+from ulysses_cli.commands.options import EXIT_CODES
+from ulysses_cli.plan.exit_codes import DONE, FAILED, INTERRUPTED, USAGE
 
 app = typer.Typer(
     name="ulysses",
@@ -84,7 +85,7 @@ recipes_app.command("copy")(recipes.copy_recipe)
 
 def run() -> None:
     """Entry point of the `ulysses` command."""
-    from ulysses_cli import children
+    from ulysses_cli.host import children
     from ulysses_cli.plan.problem import RecipeError
 
     children.refuse_core_files(os.environ)

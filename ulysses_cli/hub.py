@@ -13,11 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
+from ulysses_cli.plan.files.regular_files import find_special, read_regular
+from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.models.vocabulary import (
+    TokenizerFacts,
+    describe_bytes,
+    grow_config,
+    predict_vocab_size,
+    read_tokenizer,
+)
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.plan.regular_files import find_special, read_regular
-from ulysses_cli.plan.vocabulary import TokenizerFacts, describe_bytes, grow_config, predict_vocab_size, read_tokenizer
+from ulysses_cli.plan.recipe.recipe import Recipe
 
 KEY = "model.name_or_path"
 SHIPPED_TABLE = Path(__file__).parent / "plan" / "models"
@@ -26,20 +32,20 @@ REACH_SECONDS = 10
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelSource:
     """A model's shape and where its facts come from, in words."""
 
     shape: ModelShape
     source: str
 
 
-def find_model_shape(recipe: Recipe, *, online: bool = False) -> Found:
+def find_model_shape(recipe: Recipe, *, online: bool = False) -> ModelSource:
     """The shape of a recipe's model. Raises RecipeError with one problem that says what to do."""
     _refuse_special_files(recipe)
     config, source = find_model_config(recipe, online=online)
     if recipe.model.config is not None:
-        return Found(read_model_shape(config, "the model of model.config", "model.config"), source)
-    return Found(read_model_shape(config, str(recipe.model.name_or_path)), source)
+        return ModelSource(read_model_shape(config, "the model of model.config", "model.config"), source)
+    return ModelSource(read_model_shape(config, str(recipe.model.name_or_path)), source)
 
 
 def _refuse_special_files(recipe: Recipe) -> None:

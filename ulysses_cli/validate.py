@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ulysses_cli import hub
-from ulysses_cli.plan.check import check_recipe
-from ulysses_cli.plan.complaints import is_key
-from ulysses_cli.plan.load import Loaded, load_recipe, parse_recipe
-from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
+from ulysses_cli.plan.recipe.complaints import is_key
+from ulysses_cli.plan.recipe.loader import Loaded, load_recipe, parse_recipe
 from ulysses_cli.plan.resolved import Resolved, resolve
+from ulysses_cli.plan.rules.check import check_recipe
 
 RECIPE_SUFFIXES = (".yaml", ".yml")
 
@@ -64,7 +64,7 @@ def validate_recipe(
             return Validated(file, error.problems)
         loaded, problems = error.readable, list(error.problems)
     known = {problem.key for problem in problems}
-    found: hub.Found | None = None
+    found: hub.ModelSource | None = None
     try:
         found = hub.find_model_shape(loaded.recipe, online=online)
     except RecipeError as error:

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attention import Problem, compute_reference, make_tensors
+from support.attention import Problem, compute_reference, make_tensors
 
 from ulysses_cli.plan.attention import BACK_ENDS, Need
-from ulysses_cli.train.documents import make_documents
-from ulysses_cli.train.exchange import make_axis
-from ulysses_cli.train.kernels import KERNELS
-from ulysses_cli.train.torch_kernels import Rule
-from ulysses_cli.train.ulysses import ulysses_attention
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.kernels.operators import KERNELS
+from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.ulysses import ulysses_attention
+from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 PROBLEM = Problem(8, 2, 64, (300, 1, 130, 81), dtype=torch.bfloat16, scale=0.125)
 TOLERANCE = 0.03
@@ -24,7 +24,7 @@ TOLERANCE = 0.03
 def main() -> int:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    axis, tensors = make_axis(dist.group.WORLD), make_tensors(PROBLEM)
+    axis, tensors = make_sequence_axis(dist.group.WORLD), make_tensors(PROBLEM)
     expected = compute_reference(PROBLEM, tensors)
     local = PROBLEM.tokens // axis.size
     part = slice(axis.rank * local, (axis.rank + 1) * local)

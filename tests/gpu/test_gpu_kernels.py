@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention import Problem, compute_reference, make_tensors
+from support.attention import Problem, compute_reference, make_tensors
 
 from ulysses_cli.plan.attention import BACK_ENDS, Need
-from ulysses_cli.train.documents import make_documents
-from ulysses_cli.train.exchange import make_axis
-from ulysses_cli.train.kernel_choice import choose_kernel
-from ulysses_cli.train.kernels import KERNELS
-from ulysses_cli.train.torch_kernels import Rule
-from ulysses_cli.train.ulysses import ulysses_attention
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.kernels.choice import choose_kernel
+from ulysses_cli.train.attention.kernels.operators import KERNELS
+from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.ulysses import ulysses_attention
+from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 pytestmark = pytest.mark.gpu
 KINDS = {
@@ -39,7 +39,7 @@ def run(kernel: str, problem: Problem, tensors: dict[str, torch.Tensor]) -> dict
         *leaves.values(),
         make_documents(problem.lengths, "cuda"),
         Rule(problem.scale, problem.window, problem.softcap),
-        axis=make_axis(None),
+        axis=make_sequence_axis(None),
         kernel=kernel,
         sinks=sinks,
     )
@@ -103,7 +103,7 @@ def test_nothing_waits_for_the_device(kernel: str) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         documents, rule = make_documents(problem.lengths, "cuda"), Rule(problem.scale)
-        ulysses_attention(q, k, v, documents, rule, axis=make_axis(None), kernel=kernel).backward(dout)
+        ulysses_attention(q, k, v, documents, rule, axis=make_sequence_axis(None), kernel=kernel).backward(dout)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from levers import LENGTHS, Case, Levers, make_loss_model, make_row
+from support.levers import LENGTHS, Case, Levers, make_loss_model, make_row
 from torch import Tensor
 
-from ulysses_cli.train.documents import make_documents
-from ulysses_cli.train.exchange import make_axis
-from ulysses_cli.train.offload import Offloader
-from ulysses_cli.train.recompute import recompute_layers
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.memory.checkpointing import checkpoint_layers
+from ulysses_cli.train.memory.offload import Offloader
+from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}
@@ -18,11 +18,11 @@ SHAPE = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}
 
 def run(levers: Levers, offloaded: int | None, steps: int) -> list[list[Tensor]]:
     """Gradients of each step."""
-    model = make_loss_model(Case("llama", levers, dtype=torch.bfloat16, changes=SHAPE), make_axis(None)).cuda()
+    model = make_loss_model(Case("llama", levers, dtype=torch.bfloat16, changes=SHAPE), make_sequence_axis(None)).cuda()
     offloader = None
     if offloaded is not None:
         offloader = Offloader(torch.device("cuda"), offloaded)
-        recompute_layers(model.model, "keep_attention", offloader.make_shelf)
+        checkpoint_layers(model.model, "keep_attention", offloader.make_storage)
     found = []
     for _ in range(steps):
         batch = {name: tensor.cuda().repeat(1, 16) for name, tensor in make_row(LENGTHS).items()}
@@ -50,9 +50,9 @@ def test_what_is_kept_does_not_grow_with_layers() -> None:
     held = []
     for num_layers in (3, 9):
         case = Case("llama", dtype=torch.bfloat16, changes={**SHAPE, "num_hidden_layers": num_layers})
-        model = make_loss_model(case, make_axis(None)).cuda()
+        model = make_loss_model(case, make_sequence_axis(None)).cuda()
         offloader = Offloader(torch.device("cuda"), num_layers)
-        recompute_layers(model.model, "keep_attention", offloader.make_shelf)
+        checkpoint_layers(model.model, "keep_attention", offloader.make_storage)
         batch = {name: tensor.cuda().repeat(1, 64) for name, tensor in make_row(LENGTHS).items()}
         before = torch.cuda.memory_allocated()
         loss = model(**batch, documents=make_documents(LENGTHS * 64, "cuda"))

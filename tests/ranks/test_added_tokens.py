@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from courses import Trip
-from ranks import run_on_ranks
-from tokenizers_trained import train, wrap
-from training import CONFIG, MemoryRows, make_recipe, measure_difference, train_plainly
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.tokenizers_trained import train, wrap
+from support.training import CONFIG, MemoryRows, make_recipe, measure_difference, train_plainly
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ulysses_cli.data.tokenizer import load_tokenizer
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.hub import find_model_shape
 from ulysses_cli.plan.ledger.weights import list_weights
-from ulysses_cli.plan.model_shape import ModelShape
-from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.secrets import mask_secrets
-from ulysses_cli.train.build import load_model_config, read_shape
-from ulysses_cli.train.export_job import ExportJob
+from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
+from ulysses_cli.train.export.job import ExportJob
 
 ADDED = ("<|im_start|>", "<|turn|>", "<|stop|>")  # the first is in the vocabulary
 NUM_STEPS = 3
@@ -66,10 +66,10 @@ def grow_plainly(folder: Path, num_own: int, vocabulary: int) -> Any:
 def train_on_ranks(recipe: Recipe, shape: ModelShape, run_dir: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     from ulysses_cli.train.loop import train as train_course
 
-    trip = Trip(recipe, make_rows(shape.vocab_size), NUM_STEPS, run_dir, shape=shape)
-    train_course(trip.course)
-    trip.saves.save_last(trip.course)
-    return trip.read_weights(), trip.losses
+    harness = RunHarness(recipe, make_rows(shape.vocab_size), NUM_STEPS, run_dir, shape=shape)
+    train_course(harness.train_state)
+    harness.saves.save_last(harness.train_state)
+    return harness.read_weights(), harness.losses
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,10 @@ def test_a_grown_model(stage: int, is_tied: bool, lora: bool, tmp_path: Path) ->
 def list_steps(recipe: Recipe) -> list[list[int]]:
     from ulysses_cli.data.batching import make_batching
     from ulysses_cli.data.steps import plan_step
+    from ulysses_cli.plan.resolved import resolve
 
     shape = find_model_shape(recipe).shape
-    rows, batching = make_rows(shape.vocab_size), make_batching(recipe, shape)
+    rows, batching = make_rows(shape.vocab_size), make_batching(recipe, shape, resolve(recipe, shape))
     per_step = batching.rows_per_step
     return [list(plan_step(rows, batching, at * per_step, NUM_STEPS * per_step).rows) for at in range(NUM_STEPS)]
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attention import Problem, make_tensors
-from ranks import run_on_ranks
+from support.attention import Problem, make_tensors
+from support.rank_pool import run_on_ranks
 
-from ulysses_cli.train.documents import make_documents
-from ulysses_cli.train.exchange import make_axis
-from ulysses_cli.train.torch_kernels import Rule
-from ulysses_cli.train.ulysses import ulysses_attention
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.ulysses import ulysses_attention
+from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 
 def compare_layers(problem: Problem) -> dict[str, bool]:
@@ -23,7 +23,7 @@ def compare_layers(problem: Problem) -> dict[str, bool]:
 
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend="gloo")
-    axis, tensors = make_axis(dist.group.WORLD), make_tensors(problem)
+    axis, tensors = make_sequence_axis(dist.group.WORLD), make_tensors(problem)
     local = problem.tokens // axis.size
     part = slice(axis.rank * local, (axis.rank + 1) * local)
     positions = torch.arange(problem.tokens)[None, part]

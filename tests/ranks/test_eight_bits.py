@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from courses import Trip
-from ranks import run_on_ranks
-from training import MemoryRows, make_recipe
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.training import MemoryRows, make_recipe
 
-from ulysses_cli.data.batching import make_eval_batching
-from ulysses_cli.plan.model_shape import read_model_shape
-from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.train.archive import find_damage
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.run_folder.archive import find_damage
+from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.train.checkpoint.saves import SavePolicy
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.rehearsal import rehearse
-from ulysses_cli.train.resume import Beginning
-from ulysses_cli.train.saves import Habits
-from ulysses_cli.train.states import MOMENTS, list_flats
+from ulysses_cli.train.optimizer.states import MOMENTS, list_flats
 from ulysses_cli.train.tensor_file import get_tensor
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
@@ -32,8 +29,8 @@ def step_beside_theirs(recipe: Recipe) -> tuple[list[float], int]:
     """Each step's gradients also go to bitsandbytes' optimizer, on copies of the flat weights as they were at first."""
     from bitsandbytes.optim import AdamW8bit
 
-    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS)
-    ours = trip.built.engine.wrapped.optimizer.optimizer
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS)
+    ours = harness.built.engine.wrapped.optimizer.optimizer
     theirs: dict[int, tuple[Any, torch.nn.Parameter]] = {}
     real, compared = type(ours)._step, 0
 
@@ -56,14 +53,14 @@ def step_beside_theirs(recipe: Recipe) -> tuple[list[float], int]:
         compared += 1
 
     ours._step = step.__get__(ours)
-    train(trip.course)
-    return trip.losses, compared
+    train(harness.train_state)
+    return harness.losses, compared
 
 
 def train_as_it_is(recipe: Recipe) -> list[float]:
-    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS)
-    train(trip.course)
-    return trip.losses
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS)
+    train(harness.train_state)
+    return harness.losses
 
 
 @pytest.mark.check
@@ -79,9 +76,9 @@ def test_steps_are_bitsandbytes_own_and_lead_where_adamw_leads(stage: int, lora:
     assert losses != right
 
 
-def read_states(trip: Trip) -> list[torch.Tensor]:
+def read_states(harness: RunHarness) -> list[torch.Tensor]:
     """All that the optimizer has: weights, codes, scales and step counts."""
-    optimizer = trip.built.engine.wrapped.optimizer
+    optimizer = harness.built.engine.wrapped.optimizer
     found = []
     for flat in list_flats(optimizer):
         state = optimizer.optimizer.state[flat.master]  # type: ignore[attr-defined]
@@ -90,24 +87,24 @@ def read_states(trip: Trip) -> list[torch.Tensor]:
     return found
 
 
-def save_and_go_on(recipe: Recipe, folder: str, habits: Habits) -> tuple[list[float], list[torch.Tensor]]:
-    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder, habits=habits)
-    trip.course.num_steps = 3
-    train(trip.course)
-    states = read_states(trip)
-    trip.saves.save(trip.course)
-    trip.course.num_steps = NUM_STEPS
-    train(trip.course)
-    trip.saves.settle()
-    return trip.losses[3:], states
+def save_and_go_on(recipe: Recipe, folder: str, policy: SavePolicy) -> tuple[list[float], list[torch.Tensor]]:
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder, policy=policy)
+    harness.train_state.num_steps = 3
+    train(harness.train_state)
+    states = read_states(harness)
+    harness.saves.save(harness.train_state)
+    harness.train_state.num_steps = NUM_STEPS
+    train(harness.train_state)
+    harness.saves.settle()
+    return harness.losses[3:], states
 
 
 def resume(recipe: Recipe, folder: str, is_coded: bool = True) -> tuple[list[float], list[torch.Tensor]]:
-    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
-    trip.saves.resume(trip.course, Beginning(Path(folder) / "checkpoints" / "step-3", {}, is_own=True))
-    states = read_states(trip) if is_coded else []
-    train(trip.course)
-    return trip.losses, states
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    harness.saves.resume(harness.train_state, ResumePoint(Path(folder) / "checkpoints" / "step-3", {}, is_own=True))
+    states = read_states(harness) if is_coded else []
+    train(harness.train_state)
+    return harness.losses, states
 
 
 @pytest.mark.check
@@ -125,7 +122,7 @@ def test_a_resumed_run_has_the_same_codes_and_losses(
     tmp_path: Path, stage: int, is_async: bool, lora: tuple[str, ...]
 ) -> None:
     recipe = make_recipe(*CODED, f"parallel.zero_stage={stage}", *lora)
-    before = run_on_ranks(2, save_and_go_on, recipe, str(tmp_path), Habits(is_async=is_async))
+    before = run_on_ranks(2, save_and_go_on, recipe, str(tmp_path), SavePolicy(is_async=is_async))
     assert find_damage(tmp_path / "checkpoints" / "step-3") == ""
     after = run_on_ranks(2, resume, recipe, str(tmp_path))
     for (losses, states), (expected, wanted) in zip(after, before, strict=True):
@@ -137,7 +134,7 @@ def test_a_resumed_run_has_the_same_codes_and_losses(
 @pytest.mark.check
 def test_a_checkpoint_goes_on_at_another_layout_and_with_float32_moments(tmp_path: Path) -> None:
     recipe = make_recipe(*CODED, "train.gradient_accumulation_steps=2")
-    expected = run_on_ranks(2, save_and_go_on, recipe, str(tmp_path), Habits())[0][0]
+    expected = run_on_ranks(2, save_and_go_on, recipe, str(tmp_path), SavePolicy())[0][0]
     others = {
         1: ("parallel.sp_size=1", "train.gradient_accumulation_steps=2", "parallel.zero_stage=1"),
         4: ("parallel.dp_shard_size=2",),
@@ -152,16 +149,15 @@ def test_a_checkpoint_goes_on_at_another_layout_and_with_float32_moments(tmp_pat
 
 def rehearse_and_train(recipe: Recipe, folder: str, rehearses: bool) -> tuple[list[float], bool]:
     """-> losses, and whether before the first step all moments were zero."""
-    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
     is_clean = True
     if rehearses:
-        batching = make_eval_batching(recipe, read_model_shape(recipe.model.config or {}, "test"))
-        rehearse(trip.course, None, batching, trip.owner, Path(folder) / "rehearsal", lambda _: None)
-        flats = list_flats(trip.built.engine.wrapped.optimizer)
+        harness.rehearse(Path(folder) / "rehearsal")
+        flats = list_flats(harness.built.engine.wrapped.optimizer)
         moments = [get_tensor(flat.read(moment, 0, flat.numel)) for flat in flats for moment in MOMENTS]
         is_clean = not any(bool(moment.any()) for moment in moments)
-    train(trip.course)
-    return trip.losses, is_clean
+    train(harness.train_state)
+    return harness.losses, is_clean
 
 
 @pytest.mark.check

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
-from small_run import CONFIG
-from tiers import mark_by
+from support.rank_pool import run_on_ranks
+from support.small_run import CONFIG
+from support.tiers import mark_by
+from support.training import MemoryRows, Trajectory, make_recipe, measure_difference, train_plainly
 from torch import Tensor
-from training import Course, MemoryRows, make_recipe, measure_difference, train_plainly
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.data.steps import Batching, plan_step, read_micro_batch
-from ulysses_cli.plan.lever_choice import choose_levers
-from ulysses_cli.plan.model_shape import read_model_shape
-from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import make_layout, settle
 
 NUM_STEPS = 5
 # (length, first target): uneven documents, a row whose second half has no target, rows with few, one-token documents.
@@ -45,18 +45,18 @@ def make_batching(recipe: Recipe) -> Batching:
     )
 
 
-def train_on_ranks(recipe: Recipe) -> Course:
+def train_on_ranks(recipe: Recipe) -> Trajectory:
     """One rank's part; results are gathered whole."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
-    from ulysses_cli.train.build import build
-    from ulysses_cli.train.groups import make_groups
+    from ulysses_cli.train.assembly.build import build
+    from ulysses_cli.train.processes.groups import make_groups
 
     layout = make_layout(recipe)
     groups = make_groups(layout, timedelta(seconds=60))
     shape = read_model_shape(recipe.model.config or {}, "test")
     levers = choose_levers(recipe, shape, None).levers
-    built = build(recipe, shape, groups, torch.device("cpu"), NUM_STEPS, levers)
+    built = build(settle(recipe, shape, levers), groups, torch.device("cpu"), NUM_STEPS)
     engine, rows = built.engine, MemoryRows(ROWS)
     trained = {name.removeprefix("model."): p for name, p in built.module.named_parameters() if p.requires_grad}
     losses: list[float] = []
@@ -85,10 +85,10 @@ def train_on_ranks(recipe: Recipe) -> Course:
         norms.append(update.grad_norm)
         position = plan.next_position
     weights = {name: safe_get_full_fp32_param(p).clone() for name, p in trained.items()}
-    return Course(losses, grads, norms, weights)
+    return Trajectory(losses, grads, norms, weights)
 
 
-def make_reference(recipe: Recipe) -> Course:
+def make_reference(recipe: Recipe) -> Trajectory:
     torch.manual_seed(recipe.run.seed)
     config = AutoConfig.for_model(**(recipe.model.config or {}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

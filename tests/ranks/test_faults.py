@@ -12,39 +12,42 @@ from typing import Any
 
 import pytest
 import torch
-from courses import Trip
-from faults import Workshop, damage_newest, wait_until
-from ranks import RankError, run_on_ranks
 from safetensors.torch import load_file
-from tiers import sample
-from training import MemoryRows, make_recipe
+from support.faults import Workshop, damage_newest, wait_until
+from support.rank_pool import RankError, run_on_ranks
+from support.run_harness import RunHarness
+from support.tiers import sample
+from support.training import MemoryRows, make_recipe
 
-from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.train import background, checkpoint
-from ulysses_cli.train.archive import find_damage
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.run_folder.archive import find_damage
+from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.train.checkpoint import background
+from ulysses_cli.train.checkpoint import format as checkpoint
+from ulysses_cli.train.checkpoint.saves import SavePolicy
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.resume import Beginning
-from ulysses_cli.train.saves import Habits
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
 DAMAGES = ("truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics")
-ASYNC = Habits(is_async=True)
+ASYNC = SavePolicy(is_async=True)
 
 
 def save_beside_steps(recipe: Recipe, folder: str) -> tuple[list[float], list[float]]:
     """Saved after step 2 while steps go on; once more without a thread, for comparison."""
-    trip = Trip(recipe, MemoryRows(ROWS), 6, folder, habits=ASYNC)
-    trip.course.num_steps = 2
-    train(trip.course)
-    trip.saves.save(trip.course)
-    checkpoint.save_checkpoint(trip.owner, Path(folder) / "plain", 2, trip.saves.read_state(trip.course))
-    trip.course.num_steps = 6
-    train(trip.course)
-    trip.saves.settle()
-    ahead = trip.losses[2:]
-    again = Trip(recipe, MemoryRows(ROWS), 6, folder)
-    again.saves.resume(again.course, Beginning(Path(folder) / "checkpoints" / "step-2", {}, is_own=True))
-    train(again.course)
+    harness = RunHarness(recipe, MemoryRows(ROWS), 6, folder, policy=ASYNC)
+    harness.train_state.num_steps = 2
+    train(harness.train_state)
+    harness.saves.save(harness.train_state)
+    checkpoint.save_checkpoint(
+        harness.context, Path(folder) / "plain", 2, harness.saves.read_state(harness.train_state)
+    )
+    harness.train_state.num_steps = 6
+    train(harness.train_state)
+    harness.saves.settle()
+    ahead = harness.losses[2:]
+    again = RunHarness(recipe, MemoryRows(ROWS), 6, folder)
+    again.saves.resume(again.train_state, ResumePoint(Path(folder) / "checkpoints" / "step-2", {}, is_own=True))
+    train(again.train_state)
     return ahead, again.losses
 
 
@@ -65,21 +68,21 @@ def test_a_save_beside_steps_holds_the_step_at_which_it_began(tmp_path: Path) ->
 
 def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
     """A save of step 2 on a slow disk, one more step, the end -> was it still on its way then, and what is whole."""
-    trip, real = Trip(recipe, MemoryRows(ROWS), 3, folder, habits=ASYNC), background.write_share
+    harness, real = RunHarness(recipe, MemoryRows(ROWS), 3, folder, policy=ASYNC), background.write_share
 
     def write(*args: Any) -> Any:
         time.sleep(2)
         return real(*args)
 
-    trip.course.num_steps = 2
-    train(trip.course)
+    harness.train_state.num_steps = 2
+    train(harness.train_state)
     background.write_share = write
     try:
-        trip.saves.save(trip.course)
-        trip.course.num_steps = 3
-        train(trip.course)
-        is_on_its_way = trip.saves.pending is not None and not trip.saves.pending.is_done
-        trip.saves.save_last(trip.course)
+        harness.saves.save(harness.train_state)
+        harness.train_state.num_steps = 3
+        train(harness.train_state)
+        is_on_its_way = harness.saves.pending is not None and not harness.saves.pending.is_done
+        harness.saves.save_last(harness.train_state)
     finally:
         background.write_share = real
     found = Path(folder, "checkpoints").iterdir()
@@ -93,10 +96,10 @@ def test_a_run_ends_when_its_last_save_is_durable(tmp_path: Path) -> None:
         assert whole == ["step-2", "step-3"]
 
 
-def fail_to_save(recipe: Recipe, folder: str, habits: Habits, bad_rank: int) -> tuple[list[str], list[float]]:
+def fail_to_save(recipe: Recipe, folder: str, policy: SavePolicy, bad_rank: int) -> tuple[list[str], list[float]]:
     """Saves after steps 1 and 2; the first one meets a full disk on one rank."""
-    trip = Trip(recipe, MemoryRows(ROWS), 4, folder, habits=habits)
-    trip.saves.record.warn = trip.warnings.append  # type: ignore[method-assign]
+    harness = RunHarness(recipe, MemoryRows(ROWS), 4, folder, policy=policy)
+    harness.saves.record.warn = harness.warnings.append  # type: ignore[method-assign]
     real, left = checkpoint.write_share, [1]
 
     def write(beside: Path, rank: int, share: Any) -> Any:
@@ -109,13 +112,13 @@ def fail_to_save(recipe: Recipe, folder: str, habits: Habits, bad_rank: int) -> 
     checkpoint.write_share = background.write_share = write
     try:
         for step in (1, 2):
-            trip.course.num_steps = step
-            train(trip.course)
-            trip.saves.save(trip.course)
-        trip.saves.settle()
+            harness.train_state.num_steps = step
+            train(harness.train_state)
+            harness.saves.save(harness.train_state)
+        harness.saves.settle()
     finally:
         checkpoint.write_share = background.write_share = real
-    return trip.warnings, trip.losses
+    return harness.warnings, harness.losses
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_a_disk_that_is_full_on_one_rank_is_told_to_all(tmp_path: Path, is_async
     recipe = make_recipe("parallel.sp_size=2")
     words = rf"checkpoint step-1 was not written: rank {bad_rank}: No space left on device"
     for warnings, losses in run_on_ranks(
-        2, fail_to_save, recipe, str(tmp_path), Habits(is_async=is_async, goes_on=True), bad_rank
+        2, fail_to_save, recipe, str(tmp_path), SavePolicy(is_async=is_async, goes_on=True), bad_rank
     ):
         assert len(losses) == 2
         assert len(warnings) == 1
@@ -135,7 +138,7 @@ def test_a_disk_that_is_full_on_one_rank_is_told_to_all(tmp_path: Path, is_async
     assert find_damage(tmp_path / "checkpoints" / "step-2") == ""
     if not is_async and bad_rank:
         with pytest.raises(RankError, match=words):
-            run_on_ranks(2, fail_to_save, recipe, str(tmp_path / "x"), Habits(), bad_rank)
+            run_on_ranks(2, fail_to_save, recipe, str(tmp_path / "x"), SavePolicy(), bad_rank)
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_steps import ZERO, make_case, make_wish
+from support.real_steps import ZERO, make_case, make_wish
 
-from ulysses_cli.plan.ledger.coordinator import Coordinator
-from ulysses_cli.plan.ledger.gathering import find_leaves, join_mlps
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.visits import Tree
+from ulysses_cli.plan.ledger.zero.coordinator import Coordinator
+from ulysses_cli.plan.ledger.zero.gathering import find_leaves, join_mlps
+from ulysses_cli.plan.ledger.zero.module_hooks import ModuleOrder
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.models.shape import read_model_shape
 
 LOG = Path(__file__).parents[1] / "hook_log.py"
 NARROW = (f"{ZERO}.max_reuse_distance=700000", f"{ZERO}.max_live_parameters=1500000", "data.max_length=256")
@@ -48,7 +48,7 @@ def test_the_replay_holds_what_deepspeed_holds(case: str) -> None:
     leaves = find_leaves(job.shape, tiles_mlp=job.levers.tiled_mlp)
     modules = tuple(join_mlps(job.weights.modules, leaves))
     recomputes = job.levers.gradient_checkpointing is not False
-    visits = list(Tree(modules).walk_step(recomputes=recomputes, trains_embedding=job.adapters is None))
+    visits = list(ModuleOrder(modules).walk_step(recomputes=recomputes, trains_embedding=job.adapters is None))
     coordinator = Coordinator(modules, visits, job.engine, joins_mlps=bool(leaves))
     found = []
     for visit in visits:

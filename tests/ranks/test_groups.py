@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from ranks import run_on_ranks
+from support.rank_pool import run_on_ranks
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.train.groups import make_groups
+from ulysses_cli.train.processes.groups import make_groups
 
 
 def describe_groups(layout: Layout) -> tuple[int, int, list[int] | None]:

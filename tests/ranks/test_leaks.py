@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from faults import RECIPE, Workshop
 from safetensors.numpy import save_file
+from support.faults import RECIPE, Workshop
 
 VARIABLES = {"HF_TOKEN": "correct-horse-battery", "WANDB_API_KEY": "0123456789abcdef01234567"}
 PLANTED: dict[str, Any] = {

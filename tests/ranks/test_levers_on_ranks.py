@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from levers import Case, Levers, measure_difference, run_split, run_zero3
-from ranks import RankError, run_on_ranks
-from tiers import sample
+from support.levers import Case, Levers, measure_difference, run_split, run_zero3
+from support.rank_pool import RankError, run_on_ranks
+from support.tiers import sample
 
 ALL = Levers(loss_tile=7, mlp_tiles=5, recompute="keep_attention", offloaded=1, chunks=2)
 ADAPTED = ("q_proj", "down_proj", "gate_proj", "lm_head")
@@ -35,7 +35,7 @@ def test_split_rows_in_float64(kind: str, levers: Levers) -> None:
 
 def count_exchanges(levers: Levers) -> float:
     """All-to-alls of a layer in one forward and backward."""
-    from ulysses_cli.train import exchange
+    from ulysses_cli.train.attention import exchange
 
     calls, original = [0], exchange._all_to_all
 
@@ -130,7 +130,7 @@ def test_gathers_do_not_grow_with_tiles() -> None:
 
 
 def run_unmarked() -> Any:
-    import levers
+    from support import levers
 
     original = levers.tile_mlps
     levers.tile_mlps = lambda model, count_tiles, _: original(model, count_tiles)  # type: ignore[assignment]

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import networks
 import pytest
-from faults import ROOT, Workshop, wait_until
-from forked import Command
-from networks import list_listening
+from support import networks
+from support.faults import ROOT, Workshop, wait_until
+from support.forked import Command
+from support.networks import list_listening
 
 KEY, PORT = "k" * 40, 29411
 MACHINES = ["--nnodes=2", "--master-addr=10.231.7.1", f"--master-port={PORT}"]
@@ -61,8 +61,8 @@ except Exception:
 VICTIM = """
 import os, sys, torch.distributed as dist
 from datetime import timedelta
-from ulysses_cli.train.agreement import gather_values
-from ulysses_cli.train.meeting import list_store_options
+from ulysses_cli.train.processes.consistency import gather_values
+from ulysses_cli.train.processes.rank_store import list_store_options
 def gather_plainly(value, group):
     found = [None, None]
     dist.all_gather_object(found, value)

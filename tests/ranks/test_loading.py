@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from courses import Trip
-from ranks import RankError, run_on_ranks
 from safetensors.torch import load_file, save_file
-from tiers import sample
-from training import CONFIG, MemoryRows, make_recipe
+from support.rank_pool import RankError, run_on_ranks
+from support.run_harness import RunHarness
+from support.tiers import sample
+from support.training import CONFIG, MemoryRows, make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.recipe.recipe import Recipe
 
 ROWS = [[(30, 0), (20, 0)]]
 STRETCH = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -31,7 +31,7 @@ def read_frequencies(model: Any) -> dict[str, torch.Tensor]:
 
 
 def load_and_read(recipe: Recipe) -> dict[str, torch.Tensor]:
-    return read_frequencies(Trip(recipe, MemoryRows(ROWS), 1).built.module.model)
+    return read_frequencies(RunHarness(recipe, MemoryRows(ROWS), 1).built.module.model)
 
 
 @pytest.mark.check

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
-from tiers import NUM_RANKS, sample
+from support.rank_pool import run_on_ranks
+from support.tiers import NUM_RANKS, sample
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.plan.families import FAMILIES
-from ulysses_cli.train.documents import make_documents
-from ulysses_cli.train.exchange import make_axis
-from ulysses_cli.train.interface import register_attention
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.interface import register_attention
+from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 LENGTHS = (21, 1, 30, 12)
 TINY: dict[str, Any] = {
@@ -91,7 +91,7 @@ def run_plain(model_type: str, **changes: Any) -> tuple[Tensor, dict[str, Tensor
 
 def run_split(model_type: str, chunks: int, checkpointing: bool, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The packed row, split over all ranks."""
-    axis = make_axis(dist.group.WORLD if dist.is_initialized() else None)
+    axis = make_sequence_axis(dist.group.WORLD if dist.is_initialized() else None)
     model = make_model(model_type, register_attention(axis, "sdpa", chunks), **changes)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import pytest
-from random_recipes import PEAK_BAR, PHASE_BAR, WORST_PEAK_BAR, Compared, compare, draw_recipe, draw_recipes
+from support.random_recipes import PEAK_BAR, PHASE_BAR, WORST_PEAK_BAR, Compared, compare, draw_recipe, draw_recipes
 
 NUM_RECIPES, FIXED_SEED = 10, 20261122
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from courses import Trip
-from ranks import run_on_ranks
-from training import MemoryRows, make_recipe
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.training import MemoryRows, make_recipe
 
-from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.run_folder.resume import ResumePoint, fit_accumulation
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.resume import Beginning, fit_accumulation
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
 ROWS_PER_STEP, SAVED, NUM_STEPS = 4, 3, 23
@@ -40,41 +40,43 @@ def fit(*overrides: str) -> Recipe:
     return make_recipe(*overrides, f"train.gradient_accumulation_steps={fitted}")
 
 
-def tell(trip: Trip) -> Told:
-    return [tuple(result.plan.rows) for result in trip.results], trip.losses
+def tell(harness: RunHarness) -> Told:
+    return [tuple(result.plan.rows) for result in harness.results], harness.losses
 
 
 def write(recipe: Recipe, folder: str) -> Told:
     """Never stopped, with a checkpoint after step 3 -> what followed it."""
-    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
-    trip.course.num_steps = SAVED
-    train(trip.course)
-    trip.saves.save(trip.course)
-    trip.course.num_steps = NUM_STEPS
-    train(trip.course)
-    rows, losses = tell(trip)
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    harness.train_state.num_steps = SAVED
+    train(harness.train_state)
+    harness.saves.save(harness.train_state)
+    harness.train_state.num_steps = NUM_STEPS
+    train(harness.train_state)
+    rows, losses = tell(harness)
     return rows[SAVED:], losses[SAVED:]
 
 
 def go_on(recipe: Recipe, folder: str) -> Told:
-    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
-    trip.saves.resume(trip.course, Beginning(Path(folder) / "checkpoints" / f"step-{SAVED}", {}, is_own=True))
-    train(trip.course)
-    return tell(trip)
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    harness.saves.resume(
+        harness.train_state, ResumePoint(Path(folder) / "checkpoints" / f"step-{SAVED}", {}, is_own=True)
+    )
+    train(harness.train_state)
+    return tell(harness)
 
 
 written: dict[str, tuple[str, Told]] = {}
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written.clear()
-    return tmp_path_factory.mktemp("shelf")
+    return tmp_path_factory.mktemp("storage")
 
 
-def check(shelf: Path, writer: str, num_ranks: int, *overrides: str) -> None:
+def check(storage: Path, writer: str, num_ranks: int, *overrides: str) -> None:
     if writer not in written:
-        folder = str(shelf / writer)
+        folder = str(storage / writer)
         written[writer] = folder, run_on_ranks(2, write, fit(*WRITERS[writer]), folder)[0]
     folder, (rows, losses) = written[writer]
     assert len(losses) == 20
@@ -98,15 +100,15 @@ def list_cases() -> list[object]:
 
 @pytest.mark.check
 @pytest.mark.parametrize(("writer", "num_ranks", "sp_size", "stage"), list_cases())
-def test_any_layout_goes_on(shelf: Path, writer: str, num_ranks: int, sp_size: int, stage: int) -> None:
+def test_any_layout_goes_on(storage: Path, writer: str, num_ranks: int, sp_size: int, stage: int) -> None:
     sizes = {"parallel.sp_size": sp_size, "parallel.dp_shard_size": num_ranks // sp_size}
     words = [f"{key}={size}" for key, size in sizes.items() if size > 1]
-    check(shelf, writer, num_ranks, *words, f"parallel.zero_stage={stage}")
+    check(storage, writer, num_ranks, *words, f"parallel.zero_stage={stage}")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_any_offload_goes_on(shelf: Path, num_ranks: int, offload: str) -> None:
+def test_any_offload_goes_on(storage: Path, num_ranks: int, offload: str) -> None:
     words = ["parallel.sp_size=2"] if num_ranks == 2 else []
-    check(shelf, "sp 2, stage 3", num_ranks, *words, *offload.split())
+    check(storage, "sp 2, stage 3", num_ranks, *words, *offload.split())

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from faults import Workshop
-from forked import Command, is_alive
-from small_run import make_settings
-from strikes import list_phases, read_collectives
+from support.faults import Workshop
+from support.forked import Command, is_alive
+from support.kill_points import list_phases, read_collectives
+from support.small_run import make_settings
 
 RECIPE = make_settings(
     parallel={"sp_size": 2},

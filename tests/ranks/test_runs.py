@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from courses import Trip
-from ranks import RankError, run_on_ranks
-from small_run import CONFIG
+from support.rank_pool import RankError, run_on_ranks
+from support.run_harness import RunHarness
+from support.small_run import CONFIG
+from support.training import MemoryRows, make_recipe, measure_difference
 from torch import Tensor
-from training import MemoryRows, make_recipe, measure_difference
 
-from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.train.agreement import compare_facts
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.run_folder.resume import ResumePoint
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.resume import Beginning
+from ulysses_cli.train.processes.consistency import compare_facts
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
 
 
 def overfit(recipe: Recipe) -> list[float]:
-    trip = Trip(recipe, MemoryRows([[(30, 0), (20, 0)]]), 60)
-    train(trip.course)
-    return trip.losses
+    harness = RunHarness(recipe, MemoryRows([[(30, 0), (20, 0)]]), 60)
+    train(harness.train_state)
+    return harness.losses
 
 
 @pytest.mark.check
@@ -48,21 +48,21 @@ def count_gathers(recipe: Recipe) -> tuple[list[float], dict[str, Tensor], list[
     from deepspeed.utils import groups
 
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # an earlier engine's in this process
-    trip = Trip(recipe, MemoryRows(ROWS), 2)
+    harness = RunHarness(recipe, MemoryRows(ROWS), 2)
     real, gathers = partition_parameters._dist_allgather_fn, []
 
     def count(source: Tensor, target: Tensor, group: Any = None) -> Any:
         gathers.append(tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)))
         return real(source, target, group)
 
-    trip.course.before = (lambda _: gathers.clear(),)
+    harness.train_state.before = (lambda _: gathers.clear(),)
     partition_parameters._dist_allgather_fn = count
     try:
-        train(trip.course)
+        train(harness.train_state)
     finally:
         partition_parameters._dist_allgather_fn = real
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    return trip.losses, trip.read_weights(), gathers
+    return harness.losses, harness.read_weights(), gathers
 
 
 @pytest.mark.check
@@ -91,14 +91,14 @@ class PoisonedRows(MemoryRows):
 
 
 def meet_poison(recipe: Recipe) -> tuple[list[str], list[float], list[bool], bool]:
-    trip = Trip(recipe, PoisonedRows(), 5)
-    embedding = trip.built.module.model.get_input_embeddings()
+    harness = RunHarness(recipe, PoisonedRows(), 5)
+    embedding = harness.built.module.model.get_input_embeddings()
     embedding.register_forward_hook(
         lambda _, given, out: torch.where((given[0] == 63)[..., None], torch.full_like(out, math.nan), out)
     )
-    train(trip.course)
-    is_sane = all(bool(torch.isfinite(weight).all()) for weight in trip.read_weights().values())
-    return trip.warnings, trip.losses, [result.update.was_applied for result in trip.results], is_sane
+    train(harness.train_state)
+    is_sane = all(bool(torch.isfinite(weight).all()) for weight in harness.read_weights().values())
+    return harness.warnings, harness.losses, [result.update.was_applied for result in harness.results], is_sane
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full)])
@@ -120,20 +120,20 @@ def test_too_many_bad_steps_end_the_run() -> None:
 
 
 def save_after(recipe: Recipe, folder: str, steps: int) -> list[float]:
-    trip = Trip(recipe, MemoryRows(ROWS), 6, folder)
-    trip.course.num_steps = steps
-    train(trip.course)
-    trip.saves.save(trip.course)
-    trip.course.num_steps = 6
-    train(trip.course)
-    return trip.losses[steps:]
+    harness = RunHarness(recipe, MemoryRows(ROWS), 6, folder)
+    harness.train_state.num_steps = steps
+    train(harness.train_state)
+    harness.saves.save(harness.train_state)
+    harness.train_state.num_steps = 6
+    train(harness.train_state)
+    return harness.losses[steps:]
 
 
 def resume_from(recipe: Recipe, folder: str) -> tuple[int, list[float]]:
-    trip = Trip(recipe, MemoryRows(ROWS), 6, folder)
-    trip.saves.resume(trip.course, Beginning(Path(folder) / "checkpoints" / "step-3", {}, is_own=True))
-    train(trip.course)
-    return trip.course.step, trip.losses
+    harness = RunHarness(recipe, MemoryRows(ROWS), 6, folder)
+    harness.saves.resume(harness.train_state, ResumePoint(Path(folder) / "checkpoints" / "step-3", {}, is_own=True))
+    train(harness.train_state)
+    return harness.train_state.step, harness.losses
 
 
 @pytest.mark.check

@@ -8,20 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from courses import Trip
-from faults import Workshop
-from ranks import run_on_ranks
-from training import CONFIG, MemoryRows, make_recipe
+from support.faults import Workshop
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.training import CONFIG, MemoryRows, make_recipe
 
-from ulysses_cli.data.batching import make_eval_batching
-from ulysses_cli.plan.model_shape import read_model_shape
-from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.train.archive import find_damage
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.run_folder.archive import find_damage
+from ulysses_cli.run_folder.resume import ResumePoint
 from ulysses_cli.train.loop import train
-from ulysses_cli.train.rehearsal import rehearse
-from ulysses_cli.train.resume import Beginning
-from ulysses_cli.train.states import KINDS, list_flats
-from ulysses_cli.train.swap_files import SwappedFlat
+from ulysses_cli.train.optimizer.states import KINDS, list_flats
+from ulysses_cli.train.optimizer.swap_files import SwappedFlat
 from ulysses_cli.train.tensor_file import get_tensor
 
 pytestmark = [pytest.mark.operator("async_io"), pytest.mark.operator("cpu_adam")]
@@ -58,37 +55,35 @@ def make_large(*overrides: str) -> Recipe:
     return make_recipe(*COMMON, *overrides, config={**CONFIG, **sizes})
 
 
-def read_states(trip: Trip) -> list[torch.Tensor]:
+def read_states(harness: RunHarness) -> list[torch.Tensor]:
     """Every flat tensor's weights and moments, and whether it is on the disk."""
-    flats = list_flats(trip.built.engine.wrapped.optimizer)
+    flats = list_flats(harness.built.engine.wrapped.optimizer)
     return [get_tensor(flat.read(kind, 0, flat.numel)).clone() for flat in flats for kind in KINDS]
 
 
 def train_and_save(recipe: Recipe, folder: str, rehearses: bool = False) -> tuple[list[float], Any, int]:
     """-> losses, states after half the steps, and how many flat tensors were on the disk."""
-    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
     if rehearses:
-        batching = make_eval_batching(recipe, read_model_shape(recipe.model.config or {}, "test"))
-        rehearse(trip.course, None, batching, trip.owner, Path(folder) / "rehearsal", lambda _: None)
-    trip.course.num_steps = 3
-    train(trip.course)
-    trip.saves.save(trip.course)
-    states = read_states(trip)
-    trip.course.num_steps = NUM_STEPS
-    train(trip.course)
-    flats = list_flats(trip.built.engine.wrapped.optimizer)
-    return trip.losses, states, sum(isinstance(flat, SwappedFlat) for flat in flats)
+        harness.rehearse(Path(folder) / "rehearsal")
+    harness.train_state.num_steps = 3
+    train(harness.train_state)
+    harness.saves.save(harness.train_state)
+    states = read_states(harness)
+    harness.train_state.num_steps = NUM_STEPS
+    train(harness.train_state)
+    flats = list_flats(harness.built.engine.wrapped.optimizer)
+    return harness.losses, states, sum(isinstance(flat, SwappedFlat) for flat in flats)
 
 
 def resume(recipe: Recipe, folder: str, rehearses: bool = False) -> tuple[list[float], list[torch.Tensor]]:
-    trip = Trip(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
     if rehearses:
-        batching = make_eval_batching(recipe, read_model_shape(recipe.model.config or {}, "test"))
-        rehearse(trip.course, None, batching, trip.owner, Path(folder) / "rehearsal", lambda _: None)
-    trip.saves.resume(trip.course, Beginning(Path(folder) / "checkpoints" / "step-3", {}, is_own=True))
-    states = read_states(trip)
-    train(trip.course)
-    return trip.losses, states
+        harness.rehearse(Path(folder) / "rehearsal")
+    harness.saves.resume(harness.train_state, ResumePoint(Path(folder) / "checkpoints" / "step-3", {}, is_own=True))
+    states = read_states(harness)
+    train(harness.train_state)
+    return harness.losses, states
 
 
 def check_same(ours: list[torch.Tensor], right: list[torch.Tensor]) -> None:

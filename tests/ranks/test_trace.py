@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_on_ranks
-from real_steps import ZERO, make_case, measure_step, measure_steps, predict_step, trace_step
+from support.rank_pool import run_on_ranks
+from support.real_steps import ZERO, make_case, measure_step, measure_steps, predict_step, trace_step
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_config
-from ulysses_cli.plan.estimate import compute_estimate
-from ulysses_cli.plan.load import load_recipe
-from ulysses_cli.plan.model_shape import read_model_shape
-from ulysses_cli.prove.trace import HELD, Layers, Traced, cut_layers, extrapolate, list_cuts
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.estimate import compute_estimate
+from ulysses_cli.plan.recipe.loader import load_recipe
+from ulysses_cli.prove.trace.trace import HELD, Layers, TracedPeaks, cut_layers, extrapolate, list_cuts
 from ulysses_cli.report.traced import list_formula
 
 ROOT = Path(__file__).parents[2]
@@ -114,10 +114,10 @@ def test_layers_are_cut_with_their_lists() -> None:
 @pytest.mark.parametrize("few", [8, 11])
 @pytest.mark.parametrize("num_offloaded", [0, 1, 2, 7, 20, 34, 35, 36])
 def test_straight_lines_reach_any_number_of_layers(num_offloaded: int, few: int) -> None:
-    def make(layers: Layers) -> Traced:
+    def make(layers: Layers) -> TracedPeaks:
         offloaded, above = layers
         device = 100 + 7 * (offloaded + above) + 30 * (max(2, above) if offloaded else above)
-        return Traced({"forward": device}, {"forward": 5 + 30 * offloaded}, {"fixed_segments": 3 * device})
+        return TracedPeaks({"forward": device}, {"forward": 5 + 30 * offloaded}, {"fixed_segments": 3 * device})
 
     whole = num_offloaded, 36 - num_offloaded
     cuts = list_cuts(whole, few)
@@ -128,9 +128,9 @@ def test_straight_lines_reach_any_number_of_layers(num_offloaded: int, few: int)
 
 
 def test_a_step_in_groups_takes_what_its_largest_group_takes() -> None:
-    def make(num_layers: int, work: int) -> Traced:
+    def make(num_layers: int, work: int) -> TracedPeaks:
         held = 50 + 10 * num_layers
-        return Traced({HELD: held, "optimizer_step": held + work}, {}, {})
+        return TracedPeaks({HELD: held, "optimizer_step": held + work}, {}, {})
 
     found = extrapolate({(0, 8): make(8, 31), (0, 12): make(12, 30)}, (0, 36), steps_in_groups=True)
     assert found.device["optimizer_step"] == 50 + 10 * 36 + 31

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from forked import Command
-from small_run import make_settings
+from support.forked import Command
+from support.small_run import make_settings
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

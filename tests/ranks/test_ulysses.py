@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attention import Problem, compute_reference, make_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_on_ranks
-from tiers import NUM_RANKS, count_examples
+from support.attention import Problem, compute_reference, make_tensors
+from support.rank_pool import run_on_ranks
+from support.tiers import NUM_RANKS, count_examples
 from torch import Tensor
 
-from ulysses_cli.train.documents import make_documents
-from ulysses_cli.train.exchange import make_axis
-from ulysses_cli.train.torch_kernels import Rule
-from ulysses_cli.train.ulysses import ulysses_attention
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.ulysses import ulysses_attention
+from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 
 def run_ulysses(problem: Problem, tensors: dict[str, Tensor], kernel: str = "sdpa") -> dict[str, Tensor]:
     """This rank's slice of the rows through Ulysses; whole output and gradients put together on every rank."""
-    axis = make_axis(dist.group.WORLD)
+    axis = make_sequence_axis(dist.group.WORLD)
     local = problem.tokens // axis.size
     part = slice(axis.rank * local, (axis.rank + 1) * local)
     # As transformers hands them over: [B, heads, S, D], seen as [B, S, heads, D] through a transpose.
@@ -244,7 +244,7 @@ def count_collectives(problem: Problem) -> tuple[dict[str, int], dict[str, int]]
                 self.seen[name] = self.seen.get(name, 0) + 1
             return op(*args, **(kwargs or {}))
 
-    axis = make_axis(dist.group.WORLD)
+    axis = make_sequence_axis(dist.group.WORLD)
     tensors = make_tensors(problem)
     local = problem.tokens // axis.size
     q, k, v = (tensors[name][:, :local].clone().requires_grad_() for name in "qkv")
@@ -268,7 +268,9 @@ def test_two_collectives_each_way(chunks: int, heads: tuple[int, int]) -> None:
 def call_wrongly() -> str:
     q = torch.zeros(1, 4, 4, 8)
     try:
-        ulysses_attention(q, q, q, make_documents((4,)), Rule(1.0), axis=make_axis(dist.group.WORLD), kernel="sdpa")
+        ulysses_attention(
+            q, q, q, make_documents((4,)), Rule(1.0), axis=make_sequence_axis(dist.group.WORLD), kernel="sdpa"
+        )
     except ValueError as error:
         return str(error)
     return "no error"
@@ -281,7 +283,7 @@ def test_documents_must_fill_the_rows() -> None:
 
 def run_twice(problem: Problem) -> bool:
     """Backward twice through a graph that is kept: the first must not take what the second needs."""
-    axis, tensors = make_axis(dist.group.WORLD), make_tensors(problem)
+    axis, tensors = make_sequence_axis(dist.group.WORLD), make_tensors(problem)
     local = problem.tokens // axis.size
     q, k, v = (tensors[name][:, :local].clone().requires_grad_() for name in "qkv")
     out = ulysses_attention(q, k, v, make_documents(problem.lengths), Rule(0.3), axis=axis, kernel="sdpa")
@@ -296,7 +298,7 @@ def test_a_graph_that_is_kept() -> None:
 
 def run_compiled(problem: Problem) -> float:
     """Inside torch.compile the call is a break in the graph; values stay."""
-    axis, tensors = make_axis(dist.group.WORLD), make_tensors(problem)
+    axis, tensors = make_sequence_axis(dist.group.WORLD), make_tensors(problem)
     local = problem.tokens // axis.size
     q, k, v = (tensors[name][:, :local].clone() for name in "qkv")
     documents = make_documents(problem.lengths)

@@ -13,12 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_on_ranks
-from tiers import sample
-from training import make_recipe
+from support.rank_pool import run_on_ranks
+from support.tiers import sample
+from support.training import make_recipe
 
-from ulysses_cli.plan.model_shape import read_model_shape
-from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.prove.results import Row
 
 ROOT = Path(__file__).parents[2]
@@ -38,14 +38,14 @@ CONFIG: dict[str, Any] = {
 
 
 def make_proof(*overrides: str) -> Recipe:
-    from ulysses_cli.prove.shrink import make_proof_recipe
+    from ulysses_cli.prove.verify.shrink import make_proof_recipe
 
     recipe = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=2", *overrides, config=CONFIG)
     return make_proof_recipe(recipe, CONFIG, read_model_shape(CONFIG, "test"), 2, 1, "cpu")[0]
 
 
 def prove_with(fault: str, folder: Path, *overrides: str) -> list[Row]:
-    from ulysses_cli.prove.verify import judge, make_reference, set_task
+    from ulysses_cli.prove.verify.verify import judge, make_reference, set_task
 
     proof = make_proof(*overrides)
     shape = read_model_shape(proof.model.config or {}, "test")
@@ -55,7 +55,7 @@ def prove_with(fault: str, folder: Path, *overrides: str) -> list[Row]:
 
 
 def trace_with(fault: str, task: Any) -> Any:
-    from ulysses_cli.prove.verify import trace_on_rank
+    from ulysses_cli.prove.verify.verify import trace_on_rank
 
     patches = FAULTS[fault]()
     for patch in patches:
@@ -100,7 +100,7 @@ def plant_lost_kv_gradient() -> list[Any]:
 
         return backward
 
-    return [patch("ulysses_cli.train.ulysses._attend_backward", make)]
+    return [patch("ulysses_cli.train.attention.ulysses._attend_backward", make)]
 
 
 def plant_boundary() -> list[Any]:
@@ -142,26 +142,26 @@ def plant_local_window() -> list[Any]:
 
         return attention
 
-    return [patch("ulysses_cli.train.interface.ulysses_attention", make)]
+    return [patch("ulysses_cli.train.attention.interface.ulysses_attention", make)]
 
 
 def plant_unsharded_evaluation() -> list[Any]:
     """Every rank evaluates the whole row by itself."""
-    from ulysses_cli.train.exchange import Axis
+    from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 
     def read(real: Any) -> Any:
         return lambda rows, plan, group, micro_step, rank, size: real(rows, plan, group, micro_step, 0, 1)
 
     def attend(real: Any) -> Any:
-        def attention(q: Any, k: Any, v: Any, documents: Any, rule: Any, *, axis: Axis, **more: Any) -> Any:
+        def attention(q: Any, k: Any, v: Any, documents: Any, rule: Any, *, axis: SequenceAxis, **more: Any) -> Any:
             is_whole = q.shape[0] * q.shape[1] == documents.num_tokens
-            return real(q, k, v, documents, rule, axis=Axis(None, 1, 0) if is_whole else axis, **more)
+            return real(q, k, v, documents, rule, axis=SequenceAxis(None, 1, 0) if is_whole else axis, **more)
 
         return attention
 
     return [
         patch("ulysses_cli.train.evaluation.read_micro_batch", read),
-        patch("ulysses_cli.train.interface.ulysses_attention", attend),
+        patch("ulysses_cli.train.attention.interface.ulysses_attention", attend),
     ]
 
 
@@ -216,8 +216,8 @@ def test_the_command_proves(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_raises_or_dies_is_told() -> None:
-    from ulysses_cli.prove.ranks import RankFailureError
-    from ulysses_cli.prove.ranks import run_on_ranks as run
+    from ulysses_cli.prove.ranks.ranks import RankFailureError
+    from ulysses_cli.prove.ranks.ranks import run_on_ranks as run
 
     with pytest.raises(RankFailureError) as raised:
         run(2, raise_on_one)

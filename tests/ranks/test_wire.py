@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from courses import Trip
-from ranks import run_on_ranks
-from training import MemoryRows, make_recipe
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.training import MemoryRows, make_recipe
 
-from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.train.loop import train
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
@@ -18,10 +18,10 @@ ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50,
 
 def run(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], list[torch.dtype]]:
     """-> losses, weights, and the dtypes of the buckets in which gradients travelled."""
-    trip = Trip(recipe, MemoryRows(ROWS), 6)
-    train(trip.course)
-    buckets: Any = trip.built.engine.wrapped.optimizer.ipg_buckets
-    return trip.losses, trip.read_weights(), [bucket.buffer.dtype for bucket in buckets.values()]
+    harness = RunHarness(recipe, MemoryRows(ROWS), 6)
+    train(harness.train_state)
+    buckets: Any = harness.built.engine.wrapped.optimizer.ipg_buckets
+    return harness.losses, harness.read_weights(), [bucket.buffer.dtype for bucket in buckets.values()]
 
 
 @pytest.mark.check

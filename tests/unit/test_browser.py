@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_directory import write_run
+from support.run_directory import write_run
 
-from ulysses_cli.report import drawing, run_files, run_page, run_summary
-from ulysses_cli.report.charts import Mark, Series, draw_bars, draw_lines, draw_stack
-from ulysses_cli.report.page import Chart, Section, make_page
+from ulysses_cli.report import run_files, run_summary
+from ulysses_cli.report.page import drawing, run_page
+from ulysses_cli.report.page.charts import Mark, Series, draw_bars, draw_lines, draw_stack
+from ulysses_cli.report.page.page import Chart, PageSection, make_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -139,7 +140,7 @@ def make_gallery() -> str:
         draw_lines("One", [Series("a", [3], [2.0])], "step", "loss"),
         draw_lines("Tiny differences", [tiny], "step", "loss"),
     ]
-    return make_page("Gallery", [Section("Charts", [Chart(svg) for svg in charts])])
+    return make_page("Gallery", [PageSection("Charts", [Chart(svg) for svg in charts])])
 
 
 @pytest.fixture(scope="module", autouse=True)

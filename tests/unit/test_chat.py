@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from templates import TEMPLATES
-from tiers import count_examples
-from tokenizers_trained import train, wrap
+from support.templates import TEMPLATES
+from support.tiers import count_examples
+from support.tokenizers_trained import train, wrap
 
-from ulysses_cli.data import chat
-from ulysses_cli.data.chat import InexactTemplate, find_spans, make_render
-from ulysses_cli.data.columns import Chat, read_sample
-from ulysses_cli.data.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.problems import BadRow
+from ulysses_cli.data.sources.columns import Chat, read_sample
 from ulysses_cli.data.store import TARGET, TURN
+from ulysses_cli.data.tokenizing import chat
+from ulysses_cli.data.tokenizing.chat import InexactTemplate, find_spans, make_render
+from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 WORDS = st.text("abc XY.,\n'é你 ", min_size=1, max_size=12).filter(str.strip)

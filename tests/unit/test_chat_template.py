@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers_trained import train, wrap
+from support.recipes import check, load
+from support.tokenizers_trained import train, wrap
 
-from recipes import check, load
-from ulysses_cli.data.columns import read_sample
-from ulysses_cli.data.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.problems import BadRow
+from ulysses_cli.data.sources.columns import read_sample
 from ulysses_cli.data.store import TARGET
-from ulysses_cli.plan.chat_template import FOLDER, SHIPPED, find_end_marker, read_template
+from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.plan.models.chat_template import FOLDER, SHIPPED, find_end_marker, read_template
 from ulysses_cli.plan.problem import RecipeError
 
 SYSTEM = {"role": "system", "content": "Be brief."}

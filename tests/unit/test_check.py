@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+from support.recipes import VALID, check, load, make_shape
 
-from recipes import VALID, check, load, make_shape
-from ulysses_cli.plan import check as check_module
-from ulysses_cli.plan import check_files, check_model, check_positions, check_training
-from ulysses_cli.plan.families import UNSERVED
-from ulysses_cli.plan.recipe import compute_recipe_hash
+from ulysses_cli.plan.models.families import UNSERVED
+from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
 from ulysses_cli.plan.resolved import compute_kv_heads, resolve
+from ulysses_cli.plan.rules import check as check_module
+from ulysses_cli.plan.rules import files as check_files
+from ulysses_cli.plan.rules import model as check_model
+from ulysses_cli.plan.rules import positions as check_positions
+from ulysses_cli.plan.rules import training as check_training
 
 RANDOM = {"model_type": "llama", "hidden_size": 8}
 

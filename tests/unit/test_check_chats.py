@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers_trained import KINDS, train, wrap
+from support.recipes import LLAMA, VALID
+from support.tokenizers_trained import KINDS, train, wrap
 
-from recipes import LLAMA, VALID
-from ulysses_cli.data.tokenizer import load_tokenizer, make_bytes_tokenizer
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
 from ulysses_cli.hub import find_model_config, find_model_shape, find_tokenizer
-from ulysses_cli.plan.load import parse_recipe
-from ulysses_cli.plan.recipe import Model
-from ulysses_cli.plan.vocabulary import compute_vocab_size, describe_bytes, predict_vocab_size, read_tokenizer
+from ulysses_cli.plan.models.vocabulary import compute_vocab_size, describe_bytes, predict_vocab_size, read_tokenizer
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.recipe.recipe import Model
 from ulysses_cli.report.resolved_plan import describe_plan, format_plan
 from ulysses_cli.validate import validate_recipe
 

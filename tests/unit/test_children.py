@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
+from support.checkpoints import make_checkpoint
 from typer.testing import CliRunner
 
-from ulysses_cli import children
 from ulysses_cli.cli import app
 from ulysses_cli.commands.prepare import prepare_recipe
+from ulysses_cli.host import children
 from ulysses_cli.report.run_end import describe_end
 
 SECONDS = 20
 PARENT = """
 import subprocess, sys
-from ulysses_cli import children
+from ulysses_cli.host import children
 child = children.start_module("timeit", ["-n", "1", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
 child.wait()
@@ -43,7 +43,7 @@ with os.fdopen(events, "w") as stream:
 DYING_READER = """
 import os, signal, sys
 from ulysses_cli.data.__main__ import _show
-from ulysses_cli.report.preparing import ProgressLine
+from ulysses_cli.report.live.preparing import ProgressLine
 (place,) = (int(word.partition("=")[2]) for word in sys.argv if word.startswith("--place="))
 for key in ("data.datasets.0", "data.datasets.1"):
     _show(ProgressLine(), place, {"event": "stage", "stage": "source", "source": key})
@@ -97,7 +97,7 @@ def test_an_export_that_is_killed_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 
 def run_limited(soft: int, hard: int, num_ranks: int) -> str:
     """In a process of its own, since a hard limit never rises again."""
-    code = "import resource; from ulysses_cli.children import find_file_shortage as find; "
+    code = "import resource; from ulysses_cli.host.children import find_file_shortage as find; "
     code += f"print(find({num_ranks})); print(resource.getrlimit(resource.RLIMIT_NOFILE))"
 
     def limit() -> None:
@@ -159,7 +159,7 @@ def test_the_end_of_a_process_that_prepares_data_names_what_it_read(
 
 CRASHING = """
 import os, resource, sys
-from ulysses_cli import children
+from ulysses_cli.host import children
 resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
 children.refuse_core_files(os.environ)
 print(resource.getrlimit(resource.RLIMIT_CORE)[0], flush=True)

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import run, run_process
+from support.commands import run, run_process
+from support.recipes import VALID
 from typer.testing import CliRunner
 
-from recipes import VALID
-from ulysses_cli import launch
 from ulysses_cli.cli import COMMANDS, app
-from ulysses_cli.commands.options import DONE, EXIT_CODES, FAILED, USAGE
+from ulysses_cli.commands.options import EXIT_CODES
+from ulysses_cli.launch import launcher as launch
+from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny-cpu.yaml")

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.recipes import VALID
 
-from recipes import VALID
 from ulysses_cli.data.facts import compare_length, count_lengths
 from ulysses_cli.data.prepare import prepare_data
-from ulysses_cli.plan.load import parse_recipe
-from ulysses_cli.report.data_page import format_size, make_data_page
+from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.report.data_report import format_report, format_share, wrap_line
-from ulysses_cli.report.preparing import format_progress, format_seconds
+from ulysses_cli.report.live.preparing import format_clock, format_progress
+from ulysses_cli.report.page.data_page import format_size, make_data_page
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """\
@@ -106,7 +106,7 @@ def test_sizes_lines_and_progress() -> None:
     line = "many words " * 30
     assert "".join(wrap_line(line)) == line
     assert max(map(len, wrap_line(line))) <= 100
-    assert [format_seconds(seconds) for seconds in (5, 65, 3700)] == ["0:05", "1:05", "1:01:40"]
+    assert [format_clock(seconds) for seconds in (5, 65, 3700)] == ["0:05", "1:05", "1:01:40"]
     event = {"name": "a", "bytes": 25_000_000, "total_bytes": 100_000_000, "tokens": 7}
     assert format_progress(event, 5.0) == "tokenizing a  [######..................]  25%  7 tokens  5.0 MB/s  0:15 left"
 

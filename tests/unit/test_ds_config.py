@@ -1,6 +1,7 @@
 """The DeepSpeed config that a recipe makes, and what a user may lay over it."""
 
-from recipes import load
+from support.recipes import load
+
 from ulysses_cli.plan.ds_config import find_contradictions, make_ds_config, merge_user_config
 from ulysses_cli.plan.resolved import make_layout
 

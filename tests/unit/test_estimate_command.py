@@ -6,10 +6,10 @@ import resource
 from pathlib import Path
 
 import pytest
-from commands import run
+from support.commands import run
 from test_cli import ROOT
 
-from ulysses_cli.plan.load import load_recipe
+from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.step_parts import PARTS
 
 RECIPE = str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml")

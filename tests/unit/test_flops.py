@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ulysses_cli.plan.flops import compute_model_flops, compute_pair_flops, count_pairs
-from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.models.shape import read_model_shape
 
 CONFIG = {
     "model_type": "llama",

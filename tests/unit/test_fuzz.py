@@ -15,27 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, make_state, write_contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from support.checkpoints import make_checkpoint, make_state, write_contents
+from support.recipes import LLAMA, VALID
 
-from recipes import LLAMA, VALID
-from ulysses_cli.data.chat import find_spans
-from ulysses_cli.data.encoder import Encoder
-from ulysses_cli.data.files import walk_blocks
 from ulysses_cli.data.problems import BadRow, DataError
-from ulysses_cli.data.tokenizer import load_tokenizer, make_bytes_tokenizer
-from ulysses_cli.data.workers import encode_block
+from ulysses_cli.data.sources.files import walk_blocks
+from ulysses_cli.data.tokenizing.chat import find_spans
+from ulysses_cli.data.tokenizing.encoder import Encoder
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
+from ulysses_cli.data.tokenizing.workers import encode_block
 from ulysses_cli.hub import find_model_shape, find_tokenizer
-from ulysses_cli.plan.changes import list_changes
-from ulysses_cli.plan.load import parse_recipe
+from ulysses_cli.plan.files.weight_files import find_weight_problem, read_metadata
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.plan.weight_files import find_weight_problem, read_metadata
+from ulysses_cli.plan.recipe.changes import list_changes
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.report.page.run_page import make_run_page
 from ulysses_cli.report.run_files import load_run
-from ulysses_cli.report.run_page import make_run_page
 from ulysses_cli.report.run_summary import format_summary, summarize_run
-from ulysses_cli.train.archive import find_damage, find_newest_valid
+from ulysses_cli.run_folder.archive import find_damage, find_newest_valid
 from ulysses_cli.validate import validate_recipe
 
 SECONDS, MAX_BYTES = 10, 200 << 20
@@ -51,21 +51,25 @@ VALUES = st.recursive(
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """An error where the code within takes too long or too much memory."""
+    """An error where the code within takes too long or too much memory. Its own CPU time counts, since a machine may be
+    busy; a wait that takes no CPU time is given six times as long."""
 
     def stop(number: int, frame: Any) -> None:
         raise AssertionError(f"not done in {SECONDS} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, 6 * SECONDS)
     tracemalloc.start()
     try:
         yield
         assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
     finally:
         tracemalloc.stop()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @st.composite

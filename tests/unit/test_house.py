@@ -1,93 +1,99 @@
-"""The house rules: who imports whom, where printing is allowed, names, and a README tree that tells the truth."""
+"""The house rules: who imports whom, how large a room may be, where printing is allowed, names that are unique."""
 
 import ast
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from support.house import (
+    ENTRY_MAY_IMPORT,
+    FILES,
+    HEAVY,
+    LIGHT,
+    MAX_MODULES,
+    MAY_IMPORT,
+    MODULES,
+    ORDER,
+    PACKAGE,
+    ROOT,
+    count_modules,
+    get_place,
+    get_top,
+    list_circles,
+    list_own_imports,
+    list_upward_arrows,
+    parse,
+    walk_imports,
+)
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "ulysses_cli"
-FILES = sorted(PACKAGE.rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc", "manager", "base", "core"}
-STDLIB_ONLY = {"packing.py", "bins.py", "layout.py", "problem.py"}
-HEAVY = {"torch", "transformers", "deepspeed", "datasets", "peft", "numpy", "safetensors", "accelerate"}
-MAY_IMPORT = {
-    "commands": {
-        "commands",
-        "report",
-        "plan",
-        "validate",
-        "hub",
-        "shipped",
-        "launch",
-        "children",
-        "preflight",
-        "hardware_table",
-        "__version__",
-    },
-    "report": {"report", "plan", "validate"},
-    "plan": {"plan"},
-    "data": {"plan", "data"},
-    "train": {"plan", "data", "train"},
-    "prove": {"plan", "data", "train", "prove"},
+STDLIB_ONLY = {"plan/packing", "plan/bins", "plan/layout", "plan/problem"}
+SPEAKS_TO_THE_WORLD = {"typer", "rich", "huggingface_hub", "requests", "urllib", "socket"}
+# Inside train/ the stages of a rank and the assembler see a Recipe; the rest takes plain arguments.
+SEE_A_RECIPE = ("train/assembly", "train/inputs", "train/worker", "train/__main__", "train/export/job")
+IMPORT_DEEPSPEED = {
+    "train/assembly/build",
+    "train/assembly/levers",
+    "train/assembly/loading",
+    "train/assembly/optimizer",
+    "prove/trace/fake_device",
+    "prove/verify/recorded_run",
 }
 MAX_LINES = 400
 
 
-@cache
-def parse(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
-
-
-def walk_imports(file: Path) -> Iterator[tuple[str, bool]]:
-    """(module, at module level) of every import in a file."""
-    tree = parse(file)
-    top = set(tree.body)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node in top) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: imports name their package"
-            yield node.module or "", node in top
-            if node.module in ("ulysses_cli", "ulysses_cli.plan"):
-                yield from ((f"{node.module}.{alias.name}", node in top) for alias in node.names)
-
-
-def get_room(file: Path) -> str:
-    parts = file.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else ""
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_imports(file: Path) -> None:
-    room = get_room(file)
-    for module, _ in walk_imports(file):
-        first, _, rest = module.partition(".")
-        if first == "ulysses_cli":
-            target = rest.split(".")[0]
-            assert target != "cli" or (file.name == "__main__.py" and not room), f"nothing imports cli: {file}"
-            if room and target:
-                # a child process speaks for itself, and hands on what lies outside its room
-                is_entry = file.name == "__main__.py" and target in ("report", "hardware_table")
-                assert target in MAY_IMPORT[room] or is_entry, f"{file} imports {module}"
-            if file.name in STDLIB_ONLY:
-                assert target == "plan", file
-                assert module.split(".")[-1] in {"problem", "layout", "bins", "plan"}, file
-        elif room in ("commands", "report"):
-            assert first not in HEAVY, f"{file} imports {module}: heavy commands start child processes"
-        elif room == "plan":
-            assert first not in HEAVY | {"typer", "rich", "huggingface_hub", "requests", "urllib", "socket"}, file
-        if file.name in STDLIB_ONLY:
-            assert first in {*sys.stdlib_module_names, "ulysses_cli"}, f"{file} imports {module}"
-        if module.startswith("ulysses_cli.plan.recipe") and room == "train":
-            assert file.name in ("__main__.py", "build.py"), f"only build.py and __main__.py see a Recipe: {file}"
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_what_its_room_may(module: str) -> None:
+    file, top = MODULES[module], get_top(module)
+    is_entry = module.endswith("/__main__")
+    for target in list_own_imports(file):
+        other = get_top(target)
+        allowed = MAY_IMPORT[top] | ({top} if get_place(module) or top in ORDER else set())
+        assert other in allowed or other == top or (is_entry and other in ENTRY_MAY_IMPORT), f"{module} -> {target}"
+        if module in STDLIB_ONLY:
+            assert target in STDLIB_ONLY, f"{module} -> {target}"
+        if target.startswith("plan/recipe/") and top == "train":
+            assert module.startswith(SEE_A_RECIPE), f"{module} sees a Recipe"
+    for name in walk_imports(file):
+        first = name.split(".")[0]
+        if top in LIGHT:
+            assert first not in HEAVY, f"{module} imports {name}: heavy work is a child process"
+        if top in ("plan", "run_folder"):
+            assert first not in SPEAKS_TO_THE_WORLD, f"{module} imports {name}"
+        if module in STDLIB_ONLY:
+            assert first in {*sys.stdlib_module_names, "ulysses_cli"}, f"{module} imports {name}"
         if first == "deepspeed":
-            assert file.name in ("build.py", "loading.py", "checkpoint.py", "fake_device.py", "observed.py"), file
+            assert module in IMPORT_DEEPSPEED, f"{module} imports {name}"
+
+
+def test_every_room_has_its_place_in_the_order() -> None:
+    for top, order in ORDER.items():
+        places = {get_place(module) for module in MODULES if get_top(module) == top} - {""}
+        assert places == set(order), top
+        assert len(order) == len(set(order)), top
+
+
+def test_no_arrow_leads_from_a_lower_room_to_a_higher_one() -> None:
+    assert list_upward_arrows() == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert list_circles() == []
+
+
+def test_no_folder_holds_too_many_modules() -> None:
+    assert {folder: count for folder, count in count_modules().items() if count > MAX_MODULES} == {}
+
+
+def test_public_class_names_are_unique() -> None:
+    owners: dict[str, list[str]] = defaultdict(list)
+    for module, file in MODULES.items():
+        for node in parse(file).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                owners[node.name].append(module)
+    assert {name: places for name, places in owners.items() if len(places) > 1} == {}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
@@ -109,9 +115,10 @@ def test_only_report_prints_and_only_the_edge_reads_the_environment(file: Path) 
         for node in ast.walk(parse(file))
         if isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
     }
-    if get_room(file) != "report":
+    room = get_top(file.relative_to(PACKAGE).as_posix())
+    if room != "report":
         assert not names & {"print", "sys.stdout"}, file
-    if get_room(file) == "plan":
+    if room == "plan":
         assert not names & {"os.environ", "os.getenv"}, file
 
 
@@ -120,40 +127,8 @@ def test_new_group_has_one_caller() -> None:
     assert set(callers) <= {"groups.py"}
 
 
-def read_tree(text: str) -> set[str]:
-    """Files and folders that a README's tree names, as paths."""
-    found, stack = set(), []
-    for line in re.search(r"```tree\n(.*?)```", text, re.S).group(1).splitlines():  # type: ignore[union-attr]
-        indent = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0] if line.strip() else ""
-        if not name:
-            continue
-        del stack[indent:]
-        found.add("".join(stack) + name.rstrip("/"))
-        if name.endswith("/"):
-            stack.append(name)
-    return found
-
-
-def test_the_readme_tree_is_the_real_tree() -> None:
-    named = read_tree((ROOT / "README.md").read_text())
-    real = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split("\n")
-    real = [path for path in real if path and (ROOT / path).exists()]
-    for path in named:
-        assert (ROOT / path).exists(), f"README names {path}, which is not there"
-    for path in real:
-        parents = [str(parent) for parent in Path(path).parents if str(parent) != "."]
-        is_module = path.startswith("ulysses_cli/") and path.endswith(".py") and not path.endswith("__init__.py")
-        if is_module:
-            assert path in named, f"README's tree leaves out {path}"
-        elif not path.startswith("."):
-            assert path in named or any(parent in named for parent in parents), f"README's tree leaves out {path}"
-
-
 def test_every_recipe_field_has_a_doc_a_unit_and_a_bound() -> None:
-    from ulysses_cli.plan.schema import walk_settings
+    from ulysses_cli.plan.recipe.schema import walk_settings
 
     for setting in walk_settings():
         accepts = setting.accepts

@@ -10,9 +10,9 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from support.recipes import LLAMA, load
 from typer.testing import CliRunner
 
-from recipes import LLAMA, load
 from ulysses_cli import hub
 from ulysses_cli.cli import app
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -25,7 +25,7 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
-def find(name: str, *overrides: str) -> hub.Found:
+def find(name: str, *overrides: str) -> hub.ModelSource:
     return hub.find_model_shape(load(f"model.name_or_path={name}", *overrides).recipe)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ulysses_cli.train.interruption import ORPHAN_SECONDS, ORPHANED, STOP_SECONDS, Interruption
+from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, STOP_SECONDS, Interruption
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +82,7 @@ def test_one_that_was_told_before_ends_when_nothing_is_left_to_save() -> None:
 
 CHILD = """
     import os, sys, time
-    from ulysses_cli.train.interruption import Listener
+    from ulysses_cli.train.guard.interruption import Listener
     Listener(lambda number: os.write(1, f"{number}\\n".encode())).start()
     os.write(1, f"{os.getpid()}\\n".encode())
     (r, w) = os.pipe()

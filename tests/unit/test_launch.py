@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from ulysses_cli import launch, network, run_key
-from ulysses_cli.launch import Nodes, find_first_failure, find_nodes, make_environment, make_launcher_args
+from ulysses_cli.host import network
+from ulysses_cli.launch import launcher as launch
+from ulysses_cli.launch.launcher import Nodes, find_first_failure, find_nodes, make_environment, make_launcher_args
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.report.run_end import format_failure, format_interruption
-from ulysses_cli.train.run_lock import LostFolderError, RunLock
-from ulysses_cli.train.seal import KEY, Seal
+from ulysses_cli.run_folder import run_key
+from ulysses_cli.run_folder.run_lock import LostFolderError, RunLock
+from ulysses_cli.run_folder.seal import KEY, Seal
 
 
 def test_one_machine_has_all_processes() -> None:

@@ -3,18 +3,20 @@
 from dataclasses import replace
 
 import pytest
+from support.recipes import load, make_shape
+from support.tiers import sample
 from test_memory import get_shape
-from tiers import sample
 
-from recipes import load, make_shape
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.plan.draft import write_levers
-from ulysses_cli.plan.estimate import compute_estimate
-from ulysses_cli.plan.fit import find_max_length, fits, is_indexable, judge
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, make_job
+from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.ledger.weights import Adapters
-from ulysses_cli.plan.lever_choice import (
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.planner.draft import write_levers
+from ulysses_cli.plan.planner.estimate import compute_estimate
+from ulysses_cli.plan.planner.fit import find_max_length, fits, is_indexable, judge
+from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     choose_for_job,
     choose_levers,
@@ -23,9 +25,7 @@ from ulysses_cli.plan.lever_choice import (
     list_strongest,
     read_levers,
 )
-from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.load import parse_recipe
-from ulysses_cli.plan.memory import compute_ledger
+from ulysses_cli.plan.recipe.loader import parse_recipe
 
 H100 = load_hardware().get_gpu("h100-80gb")
 LLAMA_8B = make_shape(num_hidden_layers=32, max_position_embeddings=2**24)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.recipes import VALID, load
 
-from recipes import VALID, load
-from ulysses_cli.plan.load import load_recipe, parse_recipe
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.plan.recipe import compute_recipe_hash
-from ulysses_cli.plan.schema import walk_settings
-from ulysses_cli.plan.yaml_tree import parse_number
+from ulysses_cli.plan.recipe.loader import load_recipe, parse_recipe
+from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
+from ulysses_cli.plan.recipe.schema import walk_settings
+from ulysses_cli.plan.recipe.yaml_tree import parse_number
 
 
 def complain(text: str, *overrides: str) -> list[str]:

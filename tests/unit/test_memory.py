@@ -6,19 +6,20 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.recipes import load, make_shape
 
-from recipes import load, make_shape
 from ulysses_cli.hub import load_table
-from ulysses_cli.plan.fit import find_largest, find_max_length, judge
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger import layer, states
-from ulysses_cli.plan.ledger.gathering import compute_gathered
+from ulysses_cli.plan.ledger import layer
 from ulysses_cli.plan.ledger.host import list_host_phases
-from ulysses_cli.plan.ledger.job import Engine, Job, make_job, read_engine
+from ulysses_cli.plan.ledger.job import EngineSettings, Job, make_job, read_engine
+from ulysses_cli.plan.ledger.ledger import PHASES, compute_ledger
 from ulysses_cli.plan.ledger.weights import Adapters, list_sub_groups, list_weights
+from ulysses_cli.plan.ledger.zero import states
+from ulysses_cli.plan.ledger.zero.gathering import compute_gathered
 from ulysses_cli.plan.levers import Levers, count_most_offloaded
-from ulysses_cli.plan.memory import PHASES, compute_ledger
-from ulysses_cli.plan.model_shape import ModelShape, read_model_shape
+from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.planner.fit import find_largest, find_max_length, judge
 from ulysses_cli.plan.problem import RecipeError
 
 GIB = 1 << 30
@@ -285,7 +286,7 @@ def test_sub_groups_end_with_the_weight_that_fills_them() -> None:
 def test_gathering_is_bounded_by_the_settings() -> None:
     job = Job(LLAMA, Layout(1, 1, 8), 4096, Levers())
     usual = compute_gathered(job)
-    tight = compute_gathered(replace(job, engine=Engine(prefetch_bucket=0, max_live=0, max_reuse_distance=0)))
+    tight = compute_gathered(replace(job, engine=EngineSettings(prefetch_bucket=0, max_live=0, max_reuse_distance=0)))
     largest_layer_weight = 4096 * 14336
     assert tight.get_most("backward") <= 2 * largest_layer_weight
     assert usual.get_most("backward") > 0.9e9

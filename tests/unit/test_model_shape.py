@@ -5,12 +5,12 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import count_examples
+from support.recipes import LLAMA, load, make_shape
+from support.tiers import count_examples
 
-from recipes import LLAMA, load, make_shape
 from ulysses_cli.hub import SHIPPED_TABLE
-from ulysses_cli.plan.families import FAMILIES
-from ulysses_cli.plan.model_shape import read_model_shape
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.resolved import resolve
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ulysses_cli.train.operator_builds import find_write_problem, get_builds_folder
+from ulysses_cli.host.operator_builds import find_write_problem, get_builds_folder
 
 
 def test_the_folder_is_the_one_that_torch_finds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ulysses_cli.plan.bins import NumberSet
 from ulysses_cli.plan.packing import (
     Piece,
-    Rows,
-    Work,
+    RowCost,
+    RowPieces,
     cut_documents,
     locate_row,
     pack_alone,
@@ -23,10 +23,10 @@ from ulysses_cli.plan.packing import (
 
 LENGTHS = st.lists(st.integers(0, 300), max_size=60)
 CAPACITY = st.integers(1, 200)
-WORK = Work(per_token=1.0, per_pair=0.01)
+WORK = RowCost(per_token=1.0, per_pair=0.01)
 
 
-def count_tokens(rows: Rows) -> Counter[tuple[int, int]]:
+def count_tokens(rows: RowPieces) -> Counter[tuple[int, int]]:
     """How often each token of each document stands in a row; rows are checked on the way."""
     seen: Counter[tuple[int, int]] = Counter()
     for index in range(len(rows)):
@@ -127,7 +127,7 @@ def draw_lengths(count: int, seed: int = 0) -> list[int]:
 
 
 def test_a_log_normal_mix_is_packed_well() -> None:
-    capacity, work = 131072, Work(1.0, 2e-5)
+    capacity, work = 131072, RowCost(1.0, 2e-5)
     rows = pack_documents(cut_documents(draw_lengths(40_000), capacity, "split").pieces, capacity, work)
     assert rows.compute_efficiency() > 0.99
     works = [rows.compute_work(index, work) for index in range(len(rows))]

@@ -7,16 +7,16 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ulysses_cli.report.charts import Series, draw_lines
-from ulysses_cli.report.page import (
+from ulysses_cli.report.page.charts import Series, draw_lines
+from ulysses_cli.report.page.page import (
     MAX_TABLE_ROWS,
     Chart,
     Facts,
     Figures,
     Note,
-    Section,
+    PageSection,
+    Preformatted,
     Table,
-    Text,
     make_page,
     tabulate_bars,
     tabulate_lines,
@@ -65,13 +65,13 @@ def make_evil_page() -> str:
         chart,
         chart,
         Table([EVIL, "n"], [[EVIL, "1"]], EVIL),
-        Text(EVIL),
-        Text(EVIL, EVIL),
+        Preformatted(EVIL),
+        Preformatted(EVIL, EVIL),
         Note(EVIL, is_warning=True),
         Facts([(EVIL, EVIL)]),
         Figures([(EVIL, EVIL, EVIL)]),
     ]
-    return make_page(EVIL, [Section(EVIL, blocks), Section("empty", [])], EVIL)
+    return make_page(EVIL, [PageSection(EVIL, blocks), PageSection("empty", [])], EVIL)
 
 
 def test_nothing_planted_comes_alive() -> None:
@@ -109,7 +109,7 @@ def test_charts_stand_side_by_side_and_tables_have_scopes() -> None:
 
 def test_a_chart_is_no_way_in_for_markup() -> None:
     with pytest.raises(ValueError, match=r"charts\.py"):
-        make_page("t", [Section("s", [Chart("<p>hello</p>")])])
+        make_page("t", [PageSection("s", [Chart("<p>hello</p>")])])
 
 
 def test_the_numbers_of_lines_are_merged_by_place_and_sampled_honestly() -> None:

@@ -5,13 +5,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import count_examples, sample
+from support.tiers import count_examples, sample
+from support.tokenizers_trained import CORPUS, KINDS, train, wrap
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
-from tokenizers_trained import CORPUS, KINDS, train, wrap
 
-from ulysses_cli.data import encoder as encoder_module
-from ulysses_cli.data.encoder import Encoder
-from ulysses_cli.data.pieces import find_cut_rule
+from ulysses_cli.data.tokenizing import encoder as encoder_module
+from ulysses_cli.data.tokenizing.encoder import Encoder
+from ulysses_cli.data.tokenizing.pieces import find_cut_rule
 
 ALPHABET = "abzZéÄßñ '.,:!?\n\t\r  12(){}_-/你好せ한сПΣ\u0301\u00a0\u3000😀<|>"
 PIECES = [
@@ -33,7 +33,7 @@ TEXT = st.lists(st.text(ALPHABET, max_size=6) | st.sampled_from(PIECES), max_siz
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So short that small texts are cut many times."""
-    from ulysses_cli.data.pieces import CutRule
+    from ulysses_cli.data.tokenizing.pieces import CutRule
 
     monkeypatch.setattr(encoder_module, "PIECE_CHARS", 12)
     monkeypatch.setattr(encoder_module, "NEIGHBOURHOOD", 1)

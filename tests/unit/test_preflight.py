@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
+from support.checkpoints import make_checkpoint
 from typer.testing import CliRunner
 
-from ulysses_cli import launch, preflight
 from ulysses_cli.cli import app
-from ulysses_cli.plan.load import Loaded, parse_recipe
-from ulysses_cli.plan.weight_files import LENGTH_BYTES, find_weight_problem, list_weight_names, read_header
-from ulysses_cli.train import archive
+from ulysses_cli.launch import launcher as launch
+from ulysses_cli.launch import preflight
+from ulysses_cli.plan.files.weight_files import LENGTH_BYTES, find_weight_problem, list_weight_names, read_header
+from ulysses_cli.plan.recipe.loader import Loaded, parse_recipe
+from ulysses_cli.run_folder import archive
 
 TEXT = """\
 model:

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers_trained import train, wrap
+from support.tokenizers_trained import train, wrap
 
 from ulysses_cli.data.prepare import Prepared, prepare_data
 from ulysses_cli.data.problems import DataError
 from ulysses_cli.data.rows import open_rows
-from ulysses_cli.data.tokenizer import load_tokenizer, make_bytes_tokenizer
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, make_bytes_tokenizer
 from ulysses_cli.data.transaction import lock
-from ulysses_cli.plan.load import parse_recipe
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.plan.recipe import Model
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.recipe.recipe import Model
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """\
@@ -110,7 +110,7 @@ def test_what_a_setting_makes_anew(tmp_path: Path, override: str, has_new_tokens
 
 @pytest.mark.check
 def test_workers_make_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ulysses_cli.data import files
+    from ulysses_cli.data.sources import files
 
     monkeypatch.setattr(files, "BLOCK_BYTES", 300)
     write_texts(tmp_path, 40)
@@ -246,7 +246,7 @@ def test_so_many_samples_of_each_source(tmp_path: Path) -> None:
 @pytest.mark.check
 def test_chats_without_a_template_are_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever workers find in however many rows, and when bad rows are skipped too."""
-    from ulysses_cli.data import files
+    from ulysses_cli.data.sources import files
 
     monkeypatch.setattr(files, "BLOCK_BYTES", 300)
     wrap(train("gpt2")).save_pretrained(tmp_path / "t")

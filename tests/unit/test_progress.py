@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.report import screen
-from ulysses_cli.report.progress import make_display, show_steps
+from ulysses_cli.report.live import screen
+from ulysses_cli.report.live.progress import make_display, show_steps
 
 ROOT = Path(__file__).parents[2]
 STEP: dict[str, Any] = {
@@ -174,7 +174,7 @@ def test_counted_work_says_how_far_and_how_fast() -> None:
 
 SCRIPT = """
 import sys, time
-from ulysses_cli.report.progress import make_display
+from ulysses_cli.report.live.progress import make_display
 display = make_display(sys.stderr, 100, 2.5, 8)
 display.emit({"event": "phase", "name": "loading model"})
 time.sleep(0.3)

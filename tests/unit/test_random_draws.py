@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from random_recipes import (
+from support.random_recipes import (
     PEAK_BAR,
     PHASE_BAR,
     WORST_PEAK_BAR,
@@ -18,7 +18,7 @@ from random_recipes import (
     summarize,
 )
 
-from ulysses_cli.plan.families import FAMILIES
+from ulysses_cli.plan.models.families import FAMILIES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 NUM_COVERED = 60

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from support.recipes import load
 
-from recipes import load
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
-from ulysses_cli.plan.estimate import explain_memory
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.lever_choice import choose_levers
+from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.memory import compute_ledger
+from ulysses_cli.plan.planner.estimate import explain_memory
+from ulysses_cli.plan.planner.lever_choice import choose_levers
 
 HOST = 200 << 30
 

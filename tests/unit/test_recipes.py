@@ -8,8 +8,8 @@ import pytest
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
-from ulysses_cli.plan.estimate import compute_estimate
-from ulysses_cli.plan.load import load_recipe
+from ulysses_cli.plan.planner.estimate import compute_estimate
+from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.shipped import list_recipes
 from ulysses_cli.validate import validate_recipe
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import count_examples, sample
+from support.tiers import count_examples, sample
 
-from ulysses_cli.data import renderer
-from ulysses_cli.data.blocks import Block
-from ulysses_cli.data.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.problems import DataError
-from ulysses_cli.data.renderer import Question, Renderer, TemplateRefusal
-from ulysses_cli.data.tokenizer import make_bytes_tokenizer
-from ulysses_cli.data.workers import encode_block
+from ulysses_cli.data.sources.blocks import Block
+from ulysses_cli.data.tokenizing import renderer
+from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.data.tokenizing.renderer import Question, Renderer, TemplateRefusal
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.data.tokenizing.workers import encode_block
 
 CHAT = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
 MANY = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
@@ -96,8 +96,8 @@ def test_chats_that_are_announced_are_shown_as_if_alone(kinds: list[tuple[int, b
 
 LIVING = """
 import sys
-from ulysses_cli.data.renderer import Question, Renderer
-from ulysses_cli.data.tokenizer import make_bytes_tokenizer
+from ulysses_cli.data.tokenizing.renderer import Question, Renderer
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 tokenizer = make_bytes_tokenizer()
 tokenizer.chat_template = "{% if messages[0].content == 'b' %}" + sys.argv[1] + "{% endif %}a"
 one = Renderer(tokenizer)

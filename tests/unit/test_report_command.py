@@ -4,9 +4,9 @@ import json
 import subprocess
 from pathlib import Path
 
-import commands
 import pytest
-from run_directory import SECRET, write_run
+from support import commands
+from support.run_directory import SECRET, write_run
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, make_state, write_contents
+from support.checkpoints import make_checkpoint, make_state, write_contents
+from support.recipes import load
 from typer.testing import CliRunner
 
-from recipes import load
 from ulysses_cli.cli import app
-from ulysses_cli.plan import changes
-from ulysses_cli.plan.changes import list_changes
-from ulysses_cli.train import archive, resume
-from ulysses_cli.train.archive import CheckpointError, find_damage, list_checkpoints
-from ulysses_cli.train.resume import (
-    Beginning,
+from ulysses_cli.plan.recipe import changes
+from ulysses_cli.plan.recipe.changes import list_changes
+from ulysses_cli.run_folder import archive, resume
+from ulysses_cli.run_folder.archive import CheckpointError, find_damage, list_checkpoints
+from ulysses_cli.run_folder.resume import (
     ResumeError,
+    ResumePoint,
     check_changes,
     describe_longer_run,
-    find_beginning,
+    find_resume_point,
     fit_accumulation,
 )
 
@@ -137,15 +137,15 @@ def test_damage_is_named_and_passed_over(tmp_path: Path, name: str) -> None:
     damage(bad)
     assert words in find_damage(bad)
     said: list[str] = []
-    beginning = find_beginning(tmp_path, "auto", 0, said.append)
-    assert (beginning.path, beginning.step, beginning.position) == (good, 3, 12)
+    resume_point = find_resume_point(tmp_path, "auto", 0, said.append)
+    assert (resume_point.path, resume_point.step, resume_point.position) == (good, 3, 12)
     assert len(said) == 1
     assert said[0].startswith(f"{bad} is passed over: ")
     with pytest.raises(CheckpointError, match=r"step-6 cannot be resumed from: .*--resume auto takes the newest valid"):
-        find_beginning(tmp_path, str(bad), 0, said.append)
+        find_resume_point(tmp_path, str(bad), 0, said.append)
     truncate(good)
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* is valid, the newest: "):
-        find_beginning(tmp_path, "auto", 0, said.append)
+        find_resume_point(tmp_path, "auto", 0, said.append)
 
 
 def test_readme_and_help_list_what_may_change() -> None:
@@ -164,7 +164,7 @@ def test_a_run_may_become_longer_and_says_what_that_does(tmp_path: Path) -> None
     new = load("train.max_steps=20").recipe.model_dump(mode="json")
     state = {"recipe": old, "data": "d", "step": 6, "num_steps": 6}
     check_changes(state, new, "d", anyway=False, tell=pytest.fail)
-    begin = Beginning(tmp_path, state)
+    begin = ResumePoint(tmp_path, state)
     said = describe_longer_run(begin, new, 20, lambda num_steps: lambda step: step / num_steps)
     assert said == (
         "train.max_steps: was 6, is 20: from step 7 on the learning rate follows the schedule of 20 steps, "
@@ -181,29 +181,29 @@ def test_a_checkpoint_of_this_run_knows_its_last_evaluation_and_model(tmp_path: 
     (tmp_path / "eval.jsonl").write_text('{"step": 3}\n{"step": 6}\n{"step": 9}\n{"step":')
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "ulysses.json").write_text('{"step": 6}')
-    begin = find_beginning(tmp_path, "auto", 0, print)
+    begin = find_resume_point(tmp_path, "auto", 0, print)
     assert (begin.is_own, begin.last_eval_step, begin.model_step) == (True, 6, 6)
-    elsewhere = find_beginning(tmp_path / "other", str(begin.path), 0, print)
+    elsewhere = find_resume_point(tmp_path / "other", str(begin.path), 0, print)
     assert (elsewhere.is_own, elsewhere.last_eval_step, elsewhere.model_step) == (False, -1, None)
     (tmp_path / "model" / "ulysses.json").write_text("[[")
-    assert find_beginning(tmp_path, "auto", 0, print).model_step is None
+    assert find_resume_point(tmp_path, "auto", 0, print).model_step is None
 
 
 def test_without_a_checkpoint_auto_starts_anew(tmp_path: Path) -> None:
     said: list[str] = []
-    assert find_beginning(tmp_path, "auto", 0, said.append) == resume.FRESH
+    assert find_resume_point(tmp_path, "auto", 0, said.append) == resume.FRESH
     assert said == ["no checkpoint to resume from: starting at step 1"]
 
 
 def test_a_restart_in_place_looks_for_its_own_newest(tmp_path: Path) -> None:
     elsewhere = make_checkpoint(tmp_path / "old", 9)
     new = tmp_path / "new"
-    assert find_beginning(new, None, 1, print) == resume.FRESH
-    assert find_beginning(new, str(elsewhere), 1, print).step == 9
+    assert find_resume_point(new, None, 1, print) == resume.FRESH
+    assert find_resume_point(new, str(elsewhere), 1, print).step == 9
     made = make_checkpoint(new, 12)
-    assert find_beginning(new, str(elsewhere), 1, print).path == made
-    assert find_beginning(new, None, 1, print).path == made
-    assert find_beginning(new, None, 0, print) == resume.FRESH
+    assert find_resume_point(new, str(elsewhere), 1, print).path == made
+    assert find_resume_point(new, None, 1, print).path == made
+    assert find_resume_point(new, None, 0, print) == resume.FRESH
 
 
 def test_a_replacement_can_die_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_a_replacement_can_die_at_any_moment(tmp_path: Path, monkeypatch: pytest
                 archive.put_in_place(beside, final)
             except KeyboardInterrupt:
                 pass
-        assert find_beginning(run_dir, "auto", 0, print).path == final
+        assert find_resume_point(run_dir, "auto", 0, print).path == final
         assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-3"]
 
 
@@ -327,7 +327,7 @@ def test_rows_per_step_are_kept() -> None:
 def test_steps_ahead_of_a_beginning() -> None:
     assert resume.FRESH.count_ahead(10, 40, 4) == (40, 10)
     assert resume.FRESH.count_ahead(None, 41, 4) == (41, 11)
-    begun = resume.Beginning(Path("x"), {"step": 6, "position": 24})
+    begun = resume.ResumePoint(Path("x"), {"step": 6, "position": 24})
     assert begun.count_ahead(10, 40, 4) == (40, 10)
     assert begun.count_ahead(None, 41, 4) == (41, 11)
     assert begun.count_ahead(10, 20, 2) == (32, 10)  # rows per step changed, anyway

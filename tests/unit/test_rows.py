@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prepared import make_prepared
-from tiers import count_examples
+from support.prepared import make_prepared
+from support.tiers import count_examples
 
 from ulysses_cli.data.problems import DataError
 from ulysses_cli.data.rows import PackedRows, open_rows

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from run_directory import BUCKETS, FACTS, SECRET, write_run
+from support.run_directory import BUCKETS, FACTS, SECRET, write_run
 
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.secrets import MASK, mask_secrets, mask_text
-from ulysses_cli.report import run_files, run_page, run_summary
+from ulysses_cli.report import run_files, run_summary
+from ulysses_cli.report.page import run_page
 
 EVIL = "<script>alert('x')</script>"
 

@@ -8,16 +8,16 @@ import pytest
 from test_memory import LLAMA, SHAPES, get_shape
 
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.plan.candidates import Offer, Wish
-from ulysses_cli.plan.check_model import check_lora_targets
-from ulysses_cli.plan.draft import write_draft
-from ulysses_cli.plan.fit import fits, judge
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.lever_choice import read_levers
+from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.load import parse_recipe
-from ulysses_cli.plan.memory import compute_ledger
-from ulysses_cli.plan.search import MIN_STEPS, draft_candidate, search, search_longest
+from ulysses_cli.plan.planner.candidates import Offer, Wish
+from ulysses_cli.plan.planner.draft import write_draft
+from ulysses_cli.plan.planner.fit import fits, judge
+from ulysses_cli.plan.planner.lever_choice import read_levers
+from ulysses_cli.plan.planner.search import MIN_STEPS, draft_candidate, search, search_longest
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.rules.model import check_lora_targets
 from ulysses_cli.report.planner import format_prices
 
 TABLE = load_hardware()

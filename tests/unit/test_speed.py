@@ -20,7 +20,7 @@ from ulysses_cli.plan.speed import (
     compute_mlp_flops,
     compute_projection_flops,
     compute_speed,
-    count_pairs,
+    count_row_pairs,
 )
 from ulysses_cli.plan.step_parts import PARTS
 
@@ -45,7 +45,7 @@ def test_pairs_against_brute_force(document: int, copies: int, window: int | Non
     pairs = sum(
         sum(1 for key in range(query + 1) if window is None or query - key < window) for query in range(document)
     )
-    assert count_pairs(length, document, window) == pytest.approx(copies * pairs)
+    assert count_row_pairs(length, document, window) == pytest.approx(copies * pairs)
 
 
 def test_documents_make_rows_cheaper_and_windows_too() -> None:

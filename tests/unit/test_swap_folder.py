@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ulysses_cli.train import swap_folder
-from ulysses_cli.train.swap_folder import leave_folder, name_folder, open_folder
+from ulysses_cli.train.optimizer import swap_folder
+from ulysses_cli.train.optimizer.swap_folder import leave_folder, name_folder, open_folder
 
 
 @pytest.fixture

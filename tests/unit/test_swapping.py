@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.recipes import load
 
-from recipes import load
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.plan.estimate import compute_estimate
 from ulysses_cli.plan.ledger.host import compute_pinned_rounding, compute_save_copy, round_up
 from ulysses_cli.plan.ledger.job import make_job
-from ulysses_cli.plan.ledger.swapping import (
+from ulysses_cli.plan.ledger.weights import count_shard
+from ulysses_cli.plan.ledger.zero.swapping import (
     compute_disk_bytes,
     compute_locked_state_bytes,
     compute_locked_weight_bytes,
@@ -22,10 +22,10 @@ from ulysses_cli.plan.ledger.swapping import (
     count_largest_group,
     size_weight_buffers,
 )
-from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.model_shape import read_model_shape
-from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.estimate import compute_estimate
+from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.report.ledger import describe_estimate, format_estimate
 
 LLAMA = {

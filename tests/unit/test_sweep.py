@@ -7,15 +7,15 @@ import pytest
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
-from ulysses_cli.plan.estimate import Estimate, compute_estimate
-from ulysses_cli.plan.load import load_recipe
-from ulysses_cli.plan.sweep import Sweep
+from ulysses_cli.plan.planner.estimate import Estimate, compute_estimate
+from ulysses_cli.plan.planner.sweep import LengthSweep
+from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.report.sweep import compute_sweeps, format_sweep, make_sweep_page
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def sweep(name: str, *overrides: str, gpu: str = "h100-80gb") -> list[tuple[Estimate, Sweep]]:
+def sweep(name: str, *overrides: str, gpu: str = "h100-80gb") -> list[tuple[Estimate, LengthSweep]]:
     recipe = load_recipe(RECIPES / f"{name}.yaml", overrides).recipe
     return compute_sweeps([compute_estimate(recipe, find_model_shape(recipe).shape, load_hardware().get_gpu(gpu))])
 

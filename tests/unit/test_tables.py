@@ -12,11 +12,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from ulysses_cli.data import expansion
-from ulysses_cli.data.blocks import walk_rows
-from ulysses_cli.data.files import walk_blocks
 from ulysses_cli.data.problems import DataError
-from ulysses_cli.data.tables import measure
+from ulysses_cli.data.sources import expansion
+from ulysses_cli.data.sources.blocks import walk_rows
+from ulysses_cli.data.sources.files import walk_blocks
+from ulysses_cli.data.sources.tables import measure
 
 SMALL = 1 << 20
 

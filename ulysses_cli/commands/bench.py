@@ -118,8 +118,8 @@ def _check_comparison(own_size: int, sizes: str | None, against: Peer | None, *,
 
 def _check_weights(name: str | None) -> None:
     """A local model is loaded as it is; one of the hub is drawn at random, whose speed is the same."""
+    from ulysses_cli.plan.files.weight_files import find_weight_problem
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.weight_files import find_weight_problem
 
     folder = Path(os.path.expanduser(name or ""))
     if name and folder.is_dir() and (problem := find_weight_problem(folder)):
@@ -128,7 +128,7 @@ def _check_weights(name: str | None) -> None:
 
 def _read_number(key: str, text: str) -> int:
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.yaml_tree import parse_number
+    from ulysses_cli.plan.recipe.yaml_tree import parse_number
 
     found = parse_number(text.strip())
     if not isinstance(found, int) or not 1 <= found <= 1 << 40:

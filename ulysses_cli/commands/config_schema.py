@@ -26,8 +26,8 @@ def config_schema(
       ulysses config-schema data.datasets
       ulysses config-schema --format json > recipe.schema.json
     """
-    from ulysses_cli.plan.complaints import find_settings
-    from ulysses_cli.plan.schema import make_json_schema
+    from ulysses_cli.plan.recipe.complaints import find_settings
+    from ulysses_cli.plan.recipe.schema import make_json_schema
     from ulysses_cli.report import printing, settings
 
     found = or_exit(lambda: find_settings(key), output)

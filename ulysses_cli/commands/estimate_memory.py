@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import DONE, FAILED, USAGE, Format, FormatOption, check_page, or_exit, write_page
+from ulysses_cli.commands.options import Format, FormatOption, check_page, or_exit, write_page
+from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
 
 if TYPE_CHECKING:
-    from ulysses_cli.plan.estimate import Estimate
     from ulysses_cli.plan.hardware import Gpu
     from ulysses_cli.plan.levers import Levers
-    from ulysses_cli.plan.model_shape import ModelShape
+    from ulysses_cli.plan.models.shape import ModelShape
+    from ulysses_cli.plan.planner.estimate import Estimate
     from ulysses_cli.validate import Validated
 
 DEFAULT_GPU = "h100-80gb"
@@ -54,8 +55,8 @@ def estimate_memory(
       ulysses estimate-memory my.yaml --trace
     """
     from ulysses_cli.hardware_table import describe_calibration, load_hardware
-    from ulysses_cli.plan.estimate import compute_estimate
     from ulysses_cli.plan.ledger.job import is_known
+    from ulysses_cli.plan.planner.estimate import compute_estimate
     from ulysses_cli.report import ledger, printing, traced
 
     or_exit(lambda: check_page(html))
@@ -104,7 +105,7 @@ def _trace(valid: Validated, levers: Levers, *, online: bool) -> dict[str, Any]:
 
 def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, strict: bool, online: bool) -> int:
     """A model that no formula describes: what a trace says, with levers that are left open off."""
-    from ulysses_cli.plan.lever_choice import read_levers
+    from ulysses_cli.plan.planner.lever_choice import read_levers
     from ulysses_cli.report import printing, traced
 
     if valid.loaded is None or valid.shape is None:
@@ -160,9 +161,16 @@ def draft_and_validate(
     """A recipe from a model's name and a length, checked like any other. Sizes that overrides give are kept, and the
     others made to fit."""
     from ulysses_cli import validate
-    from ulysses_cli.plan.draft import GPUS_PER_NODE, Draft, find_obstacle, find_sp_size, needs_stretch, write_draft
     from ulysses_cli.plan.layout import Layout
-    from ulysses_cli.plan.load import parse_recipe
+    from ulysses_cli.plan.planner.draft import (
+        GPUS_PER_NODE,
+        Draft,
+        find_obstacle,
+        find_sp_size,
+        needs_stretch,
+        write_draft,
+    )
+    from ulysses_cli.plan.recipe.loader import parse_recipe
 
     shape = find_shape(model, online=online)
     tokens = read_length("--max-length", max_length)
@@ -192,9 +200,9 @@ def find_shape(model: str, *, online: bool) -> ModelShape:
     from dataclasses import replace
 
     from ulysses_cli import hub
-    from ulysses_cli.plan.draft import quote
-    from ulysses_cli.plan.load import parse_recipe
+    from ulysses_cli.plan.planner.draft import quote
     from ulysses_cli.plan.problem import Problem, RecipeError, Where
+    from ulysses_cli.plan.recipe.loader import parse_recipe
 
     if model.endswith((".yaml", ".yml")):
         raise RecipeError([Problem("--model", f"{model} is a recipe", "name its model: owner/name or a local folder")])
@@ -208,8 +216,8 @@ def find_shape(model: str, *, online: bool) -> ModelShape:
 def read_length(key: str, text: str | None) -> int:
     """A number of tokens, as in a recipe."""
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.recipe import MAX_TOKENS
-    from ulysses_cli.plan.yaml_tree import parse_number
+    from ulysses_cli.plan.recipe.recipe import MAX_TOKENS
+    from ulysses_cli.plan.recipe.yaml_tree import parse_number
 
     hint = "write a number of tokens, such as 131072, 128Ki or 1M"
     if text is None:

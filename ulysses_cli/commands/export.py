@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import DONE, FAILED, Format, FormatOption, end_with
+from ulysses_cli.commands.options import Format, FormatOption, end_with
+from ulysses_cli.plan.exit_codes import DONE, FAILED
 
 LAST_BYTES = 1 << 16
 
@@ -47,7 +48,8 @@ def export(
       ulysses export runs/mine/checkpoints/step-400 --to model-400
       ulysses export runs/mine/checkpoints/step-400 --to merged --merge-lora --dtype bfloat16
     """
-    from ulysses_cli import children, preflight
+    from ulysses_cli.host import children
+    from ulysses_cli.launch import preflight
     from ulysses_cli.report import printing, run_end
 
     if problems := list(preflight.check_export(checkpoint, to)):

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
+from ulysses_cli.plan.exit_codes import USAGE
+
 if TYPE_CHECKING:
     from ulysses_cli.plan.problem import Problem
 
-DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = """\
 Exit codes:
   0         done; also a run that was stopped early and left a checkpoint

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ulysses_cli.commands.estimate_memory import find_shape, read_length
-from ulysses_cli.commands.options import DONE, USAGE, Format, FormatOption, or_exit
+from ulysses_cli.commands.options import Format, FormatOption, or_exit
+from ulysses_cli.plan.exit_codes import DONE, USAGE
 
 if TYPE_CHECKING:
-    from ulysses_cli.plan.candidates import Candidate, Found, Offer, Wish
     from ulysses_cli.plan.hardware import Hardware
-    from ulysses_cli.plan.model_shape import ModelShape
+    from ulysses_cli.plan.models.shape import ModelShape
+    from ulysses_cli.plan.planner.candidates import Candidate, Offer, SearchResult, Wish
 
 DEFAULT_TOKENS = 10**9
 MAX_MACHINES = 64
@@ -63,7 +64,7 @@ def plan(
       ulysses plan --model Qwen/Qwen3-8B --longest --gpus h100-80gb:8,a100-80gb:8
     """
     from ulysses_cli.hardware_table import describe_calibration, load_hardware
-    from ulysses_cli.plan import search
+    from ulysses_cli.plan.planner import search
     from ulysses_cli.report import planner, printing
 
     table = or_exit(load_hardware)
@@ -113,8 +114,8 @@ def _read_wish(
     longest: bool,
     online: bool,
 ) -> tuple[Wish, list[str]]:
-    from ulysses_cli.plan.candidates import Wish
-    from ulysses_cli.plan.draft import find_obstacle, needs_stretch
+    from ulysses_cli.plan.planner.candidates import Wish
+    from ulysses_cli.plan.planner.draft import find_obstacle, needs_stretch
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     if longest and max_length is not None:
@@ -144,11 +145,12 @@ def _read_wish(
 
 def _check_model(model: str, shape: ModelShape, length: int) -> None:
     """What no layout could mend: weights, dropout, positions."""
-    from ulysses_cli.plan import check_model, check_positions
-    from ulysses_cli.plan.draft import Draft, needs_stretch, write_draft
     from ulysses_cli.plan.layout import Layout
-    from ulysses_cli.plan.load import parse_recipe
+    from ulysses_cli.plan.planner.draft import Draft, needs_stretch, write_draft
     from ulysses_cli.plan.problem import RecipeError
+    from ulysses_cli.plan.recipe.loader import parse_recipe
+    from ulysses_cli.plan.rules import model as check_model
+    from ulysses_cli.plan.rules import positions as check_positions
 
     draft = Draft(model, length, Layout(), needs_stretch=needs_stretch(shape, length))
     recipe = parse_recipe(write_draft(draft)).recipe
@@ -175,7 +177,7 @@ def _read_time(text: str) -> float:
 
 def _read_offers(text: str | None, table: Hardware) -> list[Offer]:
     """`h100-80gb:8,h200` -> offers; without a number, up to 64 machines."""
-    from ulysses_cli.plan.candidates import Offer
+    from ulysses_cli.plan.planner.candidates import Offer
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     if text is None:
@@ -207,9 +209,9 @@ def _check_writable(file: Path, force: bool, longest: bool) -> None:
 def _write_recipe(best: Candidate, wish: Wish, model: str, file: Path, *, online: bool) -> None:
     """The recipe passes its checks before it is written."""
     from ulysses_cli import validate
-    from ulysses_cli.plan.draft import write_draft
+    from ulysses_cli.plan.planner.draft import write_draft
+    from ulysses_cli.plan.planner.search import draft_candidate
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.search import draft_candidate
 
     draft, header = draft_candidate(best, wish, model, str(file))
     text = write_draft(draft, header)
@@ -222,7 +224,7 @@ def _write_recipe(best: Candidate, wish: Wish, model: str, file: Path, *, online
         raise RecipeError([Problem("--write", f"{file} cannot be written: {error.strerror}")]) from None
 
 
-def _explain_walls(found: Found) -> None:
+def _explain_walls(found: SearchResult) -> None:
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import DONE, USAGE, Format, FormatOption, write_page
+from ulysses_cli.commands.options import Format, FormatOption, write_page
+from ulysses_cli.plan.exit_codes import DONE, USAGE
 
 ENDED_BY_HAND = (130, 143, -signal.SIGINT, -signal.SIGTERM)
 
@@ -47,7 +48,8 @@ def prepare(
     """
     from ulysses_cli import validate
     from ulysses_cli.plan.problem import Problem
-    from ulysses_cli.report import data_page, data_report, printing
+    from ulysses_cli.report import data_report, printing
+    from ulysses_cli.report.page import data_page
 
     files, overrides = validate.split_words(words)
     if len(files) != 1:
@@ -76,7 +78,7 @@ def prepare_recipe(file: str, overrides: Sequence[str] = (), num_samples: int = 
     nothing is written to stdout."""
     import json
 
-    from ulysses_cli import children
+    from ulysses_cli.host import children
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, run_end
 

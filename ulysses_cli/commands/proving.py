@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ulysses_cli.commands.options import FAILED, Format, check_page, end_with, or_exit, write_page
+from ulysses_cli.commands.options import Format, check_page, end_with, or_exit, write_page
+from ulysses_cli.plan.exit_codes import FAILED
 
 if TYPE_CHECKING:
-    from ulysses_cli.plan.model_shape import ModelShape
-    from ulysses_cli.plan.recipe import Recipe
+    from ulysses_cli.plan.models.shape import ModelShape
+    from ulysses_cli.plan.recipe.recipe import Recipe
 
 
 TIDY_SECONDS = 3.0
@@ -60,7 +61,8 @@ def prove(
     keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Ends the command with the proof's exit code."""
-    from ulysses_cli import launch, preflight
+    from ulysses_cli.launch import launcher as launch
+    from ulysses_cli.launch import preflight
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, proofs
 
@@ -114,7 +116,7 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 def _ask(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any], int]:
     """The child in a session of its own: whatever ends this process ends it and its ranks."""
-    from ulysses_cli import children
+    from ulysses_cli.host import children
 
     child = children.start_module(
         "ulysses_cli.prove", [], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, start_new_session=True

@@ -30,7 +30,8 @@ def report(
       ulysses report runs/tiny-cpu --output report.html
       ulysses report runs/tiny-cpu --format json
     """
-    from ulysses_cli.report import printing, run_files, run_page, run_summary
+    from ulysses_cli.report import printing, run_files, run_summary
+    from ulysses_cli.report.page import run_page
 
     run = or_exit(lambda: run_files.load_run(run_dir))
     summary = run_summary.summarize_run(run)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.levers import Levers
-    from ulysses_cli.plan.recipe import Recipe
+    from ulysses_cli.plan.recipe.recipe import Recipe
 
 DEPENDS_ON = ("torch", "transformers", "deepspeed", "peft")
 ROOMS = ("train", "prove", "plan")
@@ -23,7 +23,7 @@ SHOWN_CHARS = 2000
 def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> dict[str, Any]:
     """For a recipe that passed its checks. Found again at once when nothing has changed that it depends on; otherwise
     minutes. Raises RecipeError where the trace itself fails."""
-    from ulysses_cli import children
+    from ulysses_cli.host import children
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.resolved import make_layout
 

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from ulysses_cli.commands.options import DONE, FAILED, USAGE, or_exit
+from ulysses_cli.commands.options import or_exit
+from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
 
 
 def train(
@@ -67,8 +68,10 @@ def train(
       ulysses train my.yaml --nnodes 2 --node-rank 0 --master-addr gpu01
       ulysses train my.yaml --dry-run parallel.dp_shard_size=8
     """
-    from ulysses_cli import launch, preflight, validate
+    from ulysses_cli import validate
     from ulysses_cli.commands.prepare import prepare_recipe
+    from ulysses_cli.launch import launcher as launch
+    from ulysses_cli.launch import preflight
     from ulysses_cli.report import printing, run_end
 
     extra = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import DONE, USAGE, Format, FormatOption, or_exit
+from ulysses_cli.commands.options import Format, FormatOption, or_exit
+from ulysses_cli.plan.exit_codes import DONE, USAGE
 
 if TYPE_CHECKING:
     from ulysses_cli.validate import Validated
@@ -75,7 +76,7 @@ def validate_config(
 def _judge_all(gpu: str, valid: list[Validated]) -> list[dict[str, Any]]:
     """The ledger's verdict and the levers that it chooses, for recipes that are valid."""
     from ulysses_cli.hardware_table import load_hardware
-    from ulysses_cli.plan.estimate import compute_estimate
+    from ulysses_cli.plan.planner.estimate import compute_estimate
     from ulysses_cli.report.ledger import describe_verdict
 
     kind = load_hardware().get_gpu(gpu)

@@ -4,40 +4,40 @@ from __future__ import annotations
 
 from ulysses_cli.data.steps import Batching
 from ulysses_cli.plan.flops import compute_model_flops, compute_pair_flops
-from ulysses_cli.plan.model_shape import ModelShape
-from ulysses_cli.plan.packing import Work
-from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.plan.resolved import compute_pad_multiple, compute_row_tokens, make_layout
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.packing import RowCost
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import Resolved
 
 
-def make_batching(recipe: Recipe, shape: ModelShape) -> Batching:
+def make_batching(recipe: Recipe, shape: ModelShape, resolved: Resolved) -> Batching:
     train = recipe.train
     return Batching(
-        dp_size=make_layout(recipe).dp_size,
+        dp_size=resolved.layout.dp_size,
         rows_per_micro_step=train.per_device_train_batch_size,
         micro_steps=train.gradient_accumulation_steps,
-        pad_multiple=compute_pad_multiple(recipe),
+        pad_multiple=resolved.pad_to_multiple_of,
         seed=recipe.run.seed,
         work=make_work(shape),
-        fixed_row_tokens=None if recipe.parallel.sp_seq_length_is_variable else compute_row_tokens(recipe),
+        fixed_row_tokens=None if recipe.parallel.sp_seq_length_is_variable else resolved.row_tokens,
     )
 
 
-def make_eval_batching(recipe: Recipe, shape: ModelShape) -> Batching:
+def make_eval_batching(shape: ModelShape, resolved: Resolved) -> Batching:
     """One row at a time and sp group, in order: the same rows whatever the layout."""
     return Batching(
-        dp_size=make_layout(recipe).dp_size,
+        dp_size=resolved.layout.dp_size,
         rows_per_micro_step=1,
         micro_steps=1,
-        pad_multiple=compute_pad_multiple(recipe),
+        pad_multiple=resolved.pad_to_multiple_of,
         work=make_work(shape),
         is_shuffled=False,
     )
 
 
-def make_work(shape: ModelShape) -> Work:
+def make_work(shape: ModelShape) -> RowCost:
     """Operations of a token, and of a pair of tokens that looks back without a window."""
-    return Work(compute_model_flops(shape, [1]), compute_pair_flops(shape))
+    return RowCost(compute_model_flops(shape, [1]), compute_pair_flops(shape))
 
 
 def count_rows(recipe: Recipe, num_rows: int, rows_per_step: int) -> int:

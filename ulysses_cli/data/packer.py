@@ -19,12 +19,12 @@ from ulysses_cli.data.rows import Split, save_rows
 from ulysses_cli.data.selection import select_documents
 from ulysses_cli.data.store import TARGET, TokenStore
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.packing import Piece, Rows, Work, cut_documents, pack_alone, pack_documents, pack_stream
+from ulysses_cli.plan.packing import Piece, RowCost, RowPieces, cut_documents, pack_alone, pack_documents, pack_stream
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 # Attention's share of the work at the hidden size of a mid-size model (per pair 12 x layers x hidden FLOPs, per token
 # 72 x layers x hidden^2). Fixed, so that rows depend on seed and data alone.
-WORK = Work(per_token=1.0, per_pair=1 / (6 * 4096))
+WORK = RowCost(per_token=1.0, per_pair=1 / (6 * 4096))
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _count_targets(store: TokenStore, document: int, piece: Piece, settings: Row
     return store.count_targets(document, piece.start, piece.stop)
 
 
-def _pack(pieces: list[Piece], settings: RowSettings) -> Rows:
+def _pack(pieces: list[Piece], settings: RowSettings) -> RowPieces:
     if settings.packing == "documents":
         return pack_documents(pieces, settings.max_length, WORK)
     if settings.packing == "stream":
@@ -209,7 +209,7 @@ def _pack(pieces: list[Piece], settings: RowSettings) -> Rows:
 
 
 def _count_row_targets(
-    rows: Rows, stores: Sequence[TokenStore], bases: NDArray[Any], settings: RowSettings
+    rows: RowPieces, stores: Sequence[TokenStore], bases: NDArray[Any], settings: RowSettings
 ) -> NDArray[np.int64]:
     """Positions with a label, row by row."""
     documents = np.asarray(rows.documents, np.int64)
@@ -231,8 +231,8 @@ def _count_row_targets(
 
 
 def _leave_out(
-    rows: Rows, targets: NDArray[np.int64], settings: RowSettings, split: Split
-) -> tuple[Rows, NDArray[np.int64], tuple[int, int]]:
+    rows: RowPieces, targets: NDArray[np.int64], settings: RowSettings, split: Split
+) -> tuple[RowPieces, NDArray[np.int64], tuple[int, int]]:
     """Rows of a stream that hold no target: an error, or left out and counted."""
     empty = np.flatnonzero(targets == 0).tolist()
     if not empty:
@@ -244,7 +244,7 @@ def _leave_out(
     gone = set(empty)
     kept = [index for index in range(len(rows)) if index not in gone]
     tokens = sum(piece.stop - piece.start for index in empty for piece in rows.get_row(index))
-    left = Rows(rows.capacity, array("q"), array("q"), array("q"), array("q", [0]))
+    left = RowPieces(rows.capacity, array("q"), array("q"), array("q"), array("q", [0]))
     for index in kept:
         for piece in rows.get_row(index):
             left.documents.append(piece.document)

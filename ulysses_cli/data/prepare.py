@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data import facts
-from ulysses_cli.data.encoder import Encoder, EncoderSettings
-from ulysses_cli.data.fingerprint import FileHashes, hash_parts
 from ulysses_cli.data.packer import RowSettings, make_rows
 from ulysses_cli.data.problems import DataError, NoTemplate, make_where, shorten
 from ulysses_cli.data.rows import open_rows
-from ulysses_cli.data.sources import Source, open_source
+from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
+from ulysses_cli.data.sources.sources import Source, open_source
 from ulysses_cli.data.store import FORMAT, StoreWriter, TokenStore
-from ulysses_cli.data.tokenizer import load_tokenizer, name_tokenizer
+from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer, name_tokenizer
+from ulysses_cli.data.tokenizing.workers import TokenizingTask, encode_blocks
 from ulysses_cli.data.transaction import find_damage, make_folder, read_manifest
-from ulysses_cli.data.workers import Task, encode_blocks
-from ulysses_cli.plan.chat_template import explain_no_template
-from ulysses_cli.plan.check_files import CHAT_TYPES
+from ulysses_cli.plan.models.chat_template import explain_no_template
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
-from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.rules.files import CHAT_TYPES
 
 MAX_KEPT_BAD = 100
 SMALL_BYTES = 8 << 20
@@ -132,7 +132,7 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
     writer = StoreWriter(partial, len(encoder.tokenizer))
     totals = dict.fromkeys(("num_bytes", "num_bad", "num_blank", "num_in_pieces", "num_whole"), 0)
     bad: list[tuple[str, int, str]] = []
-    task = Task(recipe.model, recipe.data, kind, encoder.settings)
+    task = TokenizingTask(recipe.model, recipe.data, kind, encoder.settings)
     progress = {"event": "progress", "source": source.key, "name": source.name, "total_bytes": source.num_bytes}
     for done in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, workers):
         writer.append(done.batch)
@@ -186,7 +186,7 @@ def _check_bad_rows(store: TokenStore, on_bad_row: str) -> None:
 
 
 def _check_loss_mask(stores: list[TokenStore], recipe: Recipe) -> None:
-    """plan/check_files.py knows no more than what the recipe says of types; here the rows have been seen."""
+    """plan/rules/files.py knows no more than what the recipe says of types; here the rows have been seen."""
     kinds = sorted({store.manifest["kind"] for store in stores})
     if recipe.data.assistant_only_loss and not set(kinds) & set(CHAT_TYPES):
         message = f"needs chat data, but the rows hold {', '.join(kinds)}"

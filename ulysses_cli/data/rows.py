@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ulysses_cli.data.store import TARGET, TokenStore
 from ulysses_cli.data.transaction import find_damage, read_manifest
-from ulysses_cli.plan.packing import Piece, Rows
+from ulysses_cli.plan.packing import Piece, RowPieces
 
 Split = Literal["train", "eval"]
 IGNORED = -100
@@ -142,7 +142,7 @@ def open_rows(prepared: Path, split: Split) -> PackedRows:
     return PackedRows(Path(prepared), split)
 
 
-def save_rows(folder: Path, split: Split, rows: Rows, targets: Any) -> None:
+def save_rows(folder: Path, split: Split, rows: RowPieces, targets: Any) -> None:
     """The files that PackedRows maps. `targets`: positions with a label, row by row."""
     arrays = (rows.documents, rows.starts, rows.stops, rows.offsets, targets)
     for part, values in zip(PARTS, arrays, strict=True):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.plan.packing import Work, locate_row, share_rows
+from ulysses_cli.plan.packing import RowCost, locate_row, share_rows
 
 NO_TARGET = -100
 NO_ROW = -1
@@ -88,7 +88,7 @@ class Batching:
     micro_steps: int
     pad_multiple: int
     seed: int = 0
-    work: Work = field(default_factory=Work)
+    work: RowCost = field(default_factory=RowCost)
     fixed_row_tokens: int | None = None
     is_shuffled: bool = True
 
@@ -141,7 +141,7 @@ def _deal(rows: Rows, batching: Batching, position: int, ids: tuple[int, ...]) -
     )
 
 
-def _weigh(lengths: Sequence[int], work: Work) -> float:
+def _weigh(lengths: Sequence[int], work: RowCost) -> float:
     return sum(work.of(length) for length in lengths)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ulysses_cli.plan.recipe import AttentionName
+from ulysses_cli.plan.recipe.recipe import AttentionName
 
 Device = Literal["cuda", "cpu"]
 
@@ -57,7 +57,7 @@ class BackEnd:
 
 
 # Sinks need no kernel of their own: they only change the log-sum-exp, and every back end that hands that out serves
-# them exactly, forward and backward (train/kernels.py).
+# them exactly, forward and backward (train/attention/kernels/operators.py).
 BACK_ENDS: dict[str, BackEnd] = {
     "flash_attention_4": BackEnd("FlashAttention-4, Hopper and Blackwell", has_softcap=False),
     "flash_attention_3": BackEnd("FlashAttention-3, Hopper"),

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.plan.schema import format_value
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.schema import format_value
 
 # DeepSpeed's key -> the recipe's key that decides it.
 OWNERS = {

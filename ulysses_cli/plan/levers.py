@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.models.shape import ModelShape
 
 Offload = Literal["none", "cpu", "nvme"]
 SPELLED = {"head_chunks": "attention_head_chunks", "offloaded_layers": "activation_offloading"}

@@ -19,7 +19,7 @@ HEAVY_SHARE = 0.95  # documents that make up this share of the squares are sprea
 SPARE_SHARE = 0.002  # room above the tokens' own sum, so that the last documents still find a gap
 
 
-class Work(NamedTuple):
+class RowCost(NamedTuple):
     """Cost of a row: `per_token` x tokens + `per_pair` x pairs of tokens that attention looks at."""
 
     per_token: float = 1.0
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowPieces:
     """Pieces in the order of their rows; row i holds pieces [offsets[i], offsets[i + 1])."""
 
     capacity: int
@@ -61,7 +61,7 @@ class Rows:
         """Share of the rows' room that holds tokens."""
         return self.count_tokens() / (self.capacity * max(1, len(self)))
 
-    def compute_work(self, index: int, work: Work) -> float:
+    def compute_work(self, index: int, work: RowCost) -> float:
         return sum(work.of(piece.stop - piece.start) for piece in self.get_row(index))
 
 
@@ -126,7 +126,7 @@ def _split(document: int, length: int, capacity: int, places: Sequence[int]) -> 
     return [*pieces, Piece(document, start, length)], num_torn
 
 
-def pack_documents(pieces: Sequence[Piece], capacity: int, work: Work) -> Rows:
+def pack_documents(pieces: Sequence[Piece], capacity: int, work: RowCost) -> RowPieces:
     """Whole pieces per row. Large ones go to the rows with the least work, small ones fill the smallest gap that takes
     them; both in falling order, so that the result depends on the lengths alone."""
     lengths = [piece.stop - piece.start for piece in pieces]
@@ -145,7 +145,7 @@ def pack_documents(pieces: Sequence[Piece], capacity: int, work: Work) -> Rows:
     return _collect(pieces, [sorted(members) for members in bins.members if members], capacity)
 
 
-def pack_stream(pieces: Sequence[Piece], capacity: int, seed: int) -> Rows:
+def pack_stream(pieces: Sequence[Piece], capacity: int, seed: int) -> RowPieces:
     """One endless stream of all pieces in an order from the seed, cut at every `capacity` tokens; where one token
     would be left over, the row before it gives it company."""
     rows: list[list[Piece]] = [[]]
@@ -172,7 +172,7 @@ def pack_stream(pieces: Sequence[Piece], capacity: int, seed: int) -> Rows:
     return _collect(flat, [[next(ends) for _ in row] for row in rows if row], capacity)
 
 
-def pack_alone(pieces: Sequence[Piece], capacity: int) -> Rows:
+def pack_alone(pieces: Sequence[Piece], capacity: int) -> RowPieces:
     """One piece per row."""
     return _collect(pieces, [[at] for at in range(len(pieces))], capacity)
 
@@ -198,17 +198,17 @@ def shuffle_index(index: int, size: int, seed: int, epoch: int = 0) -> int:
             return index
 
 
-class Place(NamedTuple):
+class StreamPlace(NamedTuple):
     """One row of the endless stream of epochs."""
 
     epoch: int
     row: int
 
 
-def locate_row(position: int, num_rows: int, seed: int) -> Place:
+def locate_row(position: int, num_rows: int, seed: int) -> StreamPlace:
     """The row at a position of the stream. The position is all the state there is: any row, of any epoch, at once."""
     epoch, index = divmod(position, num_rows)
-    return Place(epoch, shuffle_index(index, num_rows, seed, epoch))
+    return StreamPlace(epoch, shuffle_index(index, num_rows, seed, epoch))
 
 
 def share_rows(works: Sequence[float], num_groups: int, step: int = 0) -> list[list[int]]:
@@ -236,7 +236,7 @@ def _make_keys(seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(int.from_bytes(digest[at : at + 8], "big") for at in range(0, 48, 8))
 
 
-def _collect(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], capacity: int) -> Rows:
+def _collect(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], capacity: int) -> RowPieces:
     documents, starts, stops, offsets = array("q"), array("q"), array("q"), array("q", [0])
     for row in rows:
         for at in row:
@@ -245,4 +245,4 @@ def _collect(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], capacity: i
             starts.append(piece.start)
             stops.append(piece.stop)
         offsets.append(len(documents))
-    return Rows(capacity, documents, starts, stops, offsets)
+    return RowPieces(capacity, documents, starts, stops, offsets)

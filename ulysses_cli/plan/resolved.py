@@ -7,9 +7,10 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.model_shape import ModelShape
-from ulysses_cli.plan.recipe import Recipe, compute_recipe_hash
-from ulysses_cli.plan.schema import format_value, walk_settings
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
+from ulysses_cli.plan.recipe.schema import format_value, walk_settings
 
 PAD_TOKENS = 128  # kernels work on tiles of this many tokens; a row that is a multiple wastes none
 
@@ -36,8 +37,23 @@ class Resolved:
     tokens_per_step: int
     num_local_heads: int
     kv_heads: KvHeads
+    original_positions: int  # what a stretch of positions starts from
     rope_factor: float | None
     defaults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run with everything settled: what ranks are assembled from. Nothing in it is derived a second time."""
+
+    recipe: Recipe
+    shape: ModelShape
+    resolved: Resolved
+    levers: Levers
+
+    @property
+    def layout(self) -> Layout:
+        return self.resolved.layout
 
 
 def make_layout(recipe: Recipe) -> Layout:
@@ -104,9 +120,14 @@ def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> 
         tokens_per_step=rows * row_tokens,
         num_local_heads=shape.num_heads // layout.sp_size,
         kv_heads=compute_kv_heads(shape.num_heads, shape.num_kv_heads, layout.sp_size),
+        original_positions=get_original_positions(recipe, shape),
         rope_factor=compute_rope_factor(recipe, shape),
         defaults=tuple(_list_defaults(recipe, written)),
     )
+
+
+def settle(recipe: Recipe, shape: ModelShape, levers: Levers) -> RunPlan:
+    return RunPlan(recipe, shape, resolve(recipe, shape), levers)
 
 
 def _list_defaults(recipe: Recipe, written: Container[str]) -> list[str]:

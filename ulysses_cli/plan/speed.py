@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ulysses_cli.plan.flops import count_pairs
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger import host
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import keeps_slices
-from ulysses_cli.plan.ledger.swapping import compute_state_file_bytes
 from ulysses_cli.plan.ledger.weights import count_shard
-from ulysses_cli.plan.model_shape import Layer
+from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes
+from ulysses_cli.plan.models.shape import Layer
 from ulysses_cli.plan.step_parts import PARTS
 
 GIGA, TERA = 1e9, 1e12
@@ -49,16 +50,15 @@ class Speed:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def count_pairs(row_tokens: int, document_tokens: int | None, window_tokens: int | None) -> float:
+def count_row_pairs(row_tokens: int, document_tokens: int | None, window_tokens: int | None) -> float:
     """(query, key) pairs of a row: n squared over two for each document, not for the row; windows cut them short."""
     length = min(document_tokens or row_tokens, row_tokens)
-    window = min(window_tokens or length, length)
-    return (row_tokens / length) * (window * (window + 1) / 2 + (length - window) * window)
+    return (row_tokens / length) * count_pairs(length, window_tokens)
 
 
 def compute_attention_flops(job: Job) -> float:
     """Forward, of one rank in a micro-step: 4 q for each pair and layer, shared by the ranks of the row."""
-    pairs = sum(count_pairs(job.row_tokens, job.document_tokens, each.window_tokens) for each in job.shape.layers)
+    pairs = sum(count_row_pairs(job.row_tokens, job.document_tokens, each.window_tokens) for each in job.shape.layers)
     return 4 * job.query_width * pairs * job.batch / job.layout.sp_size
 
 

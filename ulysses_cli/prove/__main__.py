@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.plan.load import load_recipe
+from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.recipe import Recipe
-from ulysses_cli.prove.rank_server import warm_up
+from ulysses_cli.plan.recipe.loader import load_recipe
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.prove.ranks.rank_server import warm_up
 from ulysses_cli.report import printing
-
-DONE, FAILED, USAGE = 0, 1, 2
 
 Findings = dict[str, Any]
 
@@ -84,19 +83,19 @@ def run(task: dict[str, Any], recipe: Recipe | None, tell: Callable[[str], None]
         tell("loading torch and DeepSpeed")
         warm_up()
     if task["command"] == "verify" and recipe is not None:
-        from ulysses_cli.prove.verify import verify
+        from ulysses_cli.prove.verify.verify import verify
 
         return verify(recipe, task["config"], subject, tell, is_all=options["all"]).describe()
     if task["command"] == "bench" and recipe is not None:
         from ulysses_cli.hardware_table import load_hardware
-        from ulysses_cli.prove.bench import Sweep, bench
+        from ulysses_cli.prove.bench.bench import BenchSweep, bench
 
-        sweep = Sweep(tuple(options.pop("lengths")), tuple(options.pop("sp_sizes")), **options)
+        sweep = BenchSweep(tuple(options.pop("lengths")), tuple(options.pop("sp_sizes")), **options)
         return bench(recipe, task["config"], subject, load_hardware(), sweep, tell).describe()
     if task["command"] == "doctor":
         from ulysses_cli.hardware_table import load_hardware
-        from ulysses_cli.plan.model_shape import read_model_shape
-        from ulysses_cli.prove.doctor import examine
+        from ulysses_cli.plan.models.shape import read_model_shape
+        from ulysses_cli.prove.doctor.doctor import examine
 
         shape = read_model_shape(task["config"], subject) if recipe is not None else None
         return examine(recipe, shape, load_hardware(), subject, tell).describe()

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any, Literal
 
-from ulysses_cli.train.host_memory import count_host_bytes
+from ulysses_cli.train.processes.host_memory import count_host_bytes
 
 Verdict = Literal["PASS", "FAIL", "WARN", "SKIP", "OOM", ""]
 Tell = Callable[[str], None]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ulysses_cli.plan.estimate import Estimate
-from ulysses_cli.plan.ledger.swapping import compute_node_disk_bytes
+from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.planner.estimate import Estimate
 from ulysses_cli.report.printing import format_table
+from ulysses_cli.report.quantities import format_seconds
 
-GIB = 1 << 30
 WORDS = {"fits": "fits", "too_close": "too close to tell", "does_not_fit": "does not fit"}
 NUM_LARGEST = 4
 
@@ -145,12 +146,6 @@ def _format_speed(found: Estimate) -> list[tuple[str, str]]:
         source = ", ".join(filter(None, (found.gpu.price_source, found.gpu.price_date)))
         rows.append(("price", f"{format_money(cost)} per million tokens ({source})"))
     return rows
-
-
-def format_seconds(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
 
 
 def format_money(span: tuple[float, float]) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ulysses_cli.plan.candidates import Candidate, Found, Wall
-from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.search import Longest
-from ulysses_cli.report.ledger import GIB, format_money, format_seconds
+from ulysses_cli.plan.planner.candidates import Candidate, SearchResult, Wall
+from ulysses_cli.plan.planner.search import Longest
+from ulysses_cli.report.ledger import format_money
 from ulysses_cli.report.printing import format_table
+from ulysses_cli.report.quantities import format_seconds
 
 HEADER = ("GPUs", "sp x dp", "levers", "hours", "money", "tokens/s", "margin GiB", "limited by")
 
@@ -44,7 +45,7 @@ def describe_candidate(each: Candidate) -> dict[str, Any]:
     }
 
 
-def describe_found(found: Found, said: Sequence[str]) -> dict[str, Any]:
+def describe_found(found: SearchResult, said: Sequence[str]) -> dict[str, Any]:
     return {
         "feasible": bool(found.by_cost),
         "assumptions": list(said),
@@ -67,7 +68,7 @@ def describe_longest(found: Sequence[Longest], said: Sequence[str]) -> dict[str,
     }
 
 
-def format_found(found: Found, title: str, said: Sequence[str]) -> str:
+def format_found(found: SearchResult, title: str, said: Sequence[str]) -> str:
     text = title + "".join(f"\nassumed: {each}" for each in said)
     text += "\n\nby cost\n" + format_table(HEADER, [_format_row(each) for each in found.by_cost])
     text += "\n\nby time\n" + format_table(HEADER, [_format_row(each) for each in found.by_time])

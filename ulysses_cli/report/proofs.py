@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.report import charts, page
-from ulysses_cli.report.page import Block, Chart, Facts, Figures, Note, Section, Table
+from ulysses_cli.report.page import charts, page
+from ulysses_cli.report.page.page import Block, Chart, Facts, Figures, Note, PageSection, Table
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_number, format_quantity, format_seconds
 
@@ -99,17 +99,17 @@ def format_value(name: str, value: Any) -> str:
 def make_findings_page(findings: Findings) -> str:
     """The same as one HTML page, with a curve for each quantity that was measured at several lengths."""
     verdict = "PASS" if findings["passed"] else "FAIL"
-    sections = [Section("Result", [Figures([(findings["command"], verdict, format_verdict(findings))])])]
+    sections = [PageSection("Result", [Figures([(findings["command"], verdict, format_verdict(findings))])])]
     curves = _draw_curves(findings["rows"])
     if curves:
-        sections.append(Section("Against length", curves))
-    sections += [Section(group, [Table(*make_cells(rows))]) for group, rows in collect_groups(findings["rows"])]
+        sections.append(PageSection("Against length", curves))
+    sections += [PageSection(group, [Table(*make_cells(rows))]) for group, rows in collect_groups(findings["rows"])]
     if findings["fixes"]:
         pairs = [(fix["what"], fix["how"]) for fix in findings["fixes"]]
-        sections.append(Section("To fix, in this order", [Facts(pairs)]))
+        sections.append(PageSection("To fix, in this order", [Facts(pairs)]))
     notes: list[Block] = [Note(note) for note in findings["notes"]]
     facts = [(name_column(name), _format_fact(name, value)) for name, value in findings["machine"].items()]
-    sections.append(Section("How it was found", [*notes, Facts(facts)]))
+    sections.append(PageSection("How it was found", [*notes, Facts(facts)]))
     return page.make_page(f"{findings['command']}: {findings['subject']}", sections)
 
 

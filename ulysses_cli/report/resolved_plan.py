@@ -8,7 +8,7 @@ from typing import Any
 
 from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.schema import format_value
+from ulysses_cli.plan.recipe.schema import format_value
 from ulysses_cli.validate import Validated
 
 SHOWN_GROUPS = 4

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.plan.load import Loaded
 from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.report import resolved_plan
 from ulysses_cli.validate import Validated
 

@@ -20,7 +20,7 @@ Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """`metrics` and `evals` rise by step; `spent_seconds` counts steps that were done again after a resume twice."""
 
     folder: Path
@@ -36,7 +36,7 @@ class Run:
         return part if isinstance(part, dict) else {}
 
 
-def load_run(folder: Path) -> Run:
+def load_run(folder: Path) -> RecordedRun:
     """Raises RecipeError when the folder is no run directory."""
     files = [folder / name for name in ("run.json", "metrics.jsonl", "eval.jsonl")]
     hint = "name the directory that run.output_dir of the recipe names; it holds run.json and metrics.jsonl"
@@ -58,7 +58,7 @@ def load_run(folder: Path) -> Run:
         notes.append(f"The run resumed from an older checkpoint: {redone} done again. The last attempt is shown.")
     if not metrics:
         notes.append("No optimizer step is recorded: metrics.jsonl is missing or empty. There is nothing to plot yet.")
-    return Run(folder, facts, metrics, _drop_redone(evals), float(sum(spent)), tuple(notes))
+    return RecordedRun(folder, facts, metrics, _drop_redone(evals), float(sum(spent)), tuple(notes))
 
 
 def _load_facts(file: Path, notes: list[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.step_parts import PARTS
 from ulysses_cli.report.printing import clean_text
 from ulysses_cli.report.quantities import format_quantity, is_number
-from ulysses_cli.report.run_files import Line, Run
+from ulysses_cli.report.run_files import Line, RecordedRun
 
 
 def list_values(lines: Sequence[Line], name: str) -> list[float]:
@@ -19,7 +19,7 @@ def list_values(lines: Sequence[Line], name: str) -> list[float]:
     return [line[name] for line in lines if is_number(line.get(name))]
 
 
-def list_step_parts(run: Run) -> list[tuple[int, dict[str, float]]]:
+def list_step_parts(run: RecordedRun) -> list[tuple[int, dict[str, float]]]:
     """(step, seconds by part) of the sampled steps; what is no amount of time is left out."""
     found = []
     for line in run.metrics:
@@ -37,7 +37,7 @@ def sum_parts(samples: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: total for name, total in totals.items() if total > 0}
 
 
-def summarize_run(run: Run) -> dict[str, Any]:
+def summarize_run(run: RecordedRun) -> dict[str, Any]:
     """Plain data; null where the run does not tell."""
     metrics, layout, prediction = run.metrics, run.get_part("layout"), run.get_part("prediction")
     spent = sum_parts([parts for _, parts in list_step_parts(run)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from ulysses_cli.plan.schema import Setting, format_value
+from ulysses_cli.plan.recipe.schema import Setting, format_value
 from ulysses_cli.report.printing import format_table
 
 WIDTH = 96

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ulysses_cli.plan.estimate import Estimate
-from ulysses_cli.plan.sweep import Sweep, compute_sweep
-from ulysses_cli.report.charts import Mark, Series, draw_lines
-from ulysses_cli.report.page import Chart, Note, Section, Table, make_page
+from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.planner.estimate import Estimate
+from ulysses_cli.plan.planner.sweep import LengthSweep, compute_sweep
+from ulysses_cli.report.page.charts import Mark, Series, draw_lines
+from ulysses_cli.report.page.page import Chart, Note, PageSection, Table, make_page
 from ulysses_cli.report.printing import format_table
 
-GIB = 1 << 30
 LEVERS = "with the levers of the estimate; tiles that are left open come on where a row cannot be indexed without"
 
 
-def describe_sweep(found: Estimate, sweep: Sweep) -> dict[str, Any]:
+def describe_sweep(found: Estimate, sweep: LengthSweep) -> dict[str, Any]:
     return {
         "gpu": found.gpu.key,
         "gpu_capacity_bytes": found.fit.gpu_capacity_bytes,
@@ -24,7 +24,7 @@ def describe_sweep(found: Estimate, sweep: Sweep) -> dict[str, Any]:
     }
 
 
-def format_sweep(found: Estimate, sweep: Sweep) -> str:
+def format_sweep(found: Estimate, sweep: LengthSweep) -> str:
     """GiB of a rank; what does not fit is marked."""
     room = found.fit.gpu_capacity_bytes
 
@@ -40,7 +40,7 @@ def format_sweep(found: Estimate, sweep: Sweep) -> str:
     return f"{head}\n\n{table}\n{_explain_marks(found, sweep)}"
 
 
-def _explain_marks(found: Estimate, sweep: Sweep) -> str:
+def _explain_marks(found: Estimate, sweep: LengthSweep) -> str:
     peaks = [peak for curve in sweep.curves for peak in curve.peaks]
     lines = (
         ["x: does not fit"] if any(peak is not None and peak > found.fit.gpu_capacity_bytes for peak in peaks) else []
@@ -51,7 +51,7 @@ def _explain_marks(found: Estimate, sweep: Sweep) -> str:
     return "\n" + "\n".join(lines)
 
 
-def make_sweep_page(found: Sequence[tuple[Estimate, Sweep]]) -> str:
+def make_sweep_page(found: Sequence[tuple[Estimate, LengthSweep]]) -> str:
     sections = []
     for each, sweep in found:
         room = each.fit.gpu_capacity_bytes
@@ -70,10 +70,12 @@ def make_sweep_page(found: Sequence[tuple[Estimate, Sweep]]) -> str:
         ]
         table = Table(("tokens per row", *(curve.name for curve in sweep.curves)), rows, "GiB per GPU")
         note = f"Predicted by formula, {LEVERS}; the last curve has every lever."
-        sections.append(Section(title, [Chart(svg, note, table)]))
-    sections.append(Section("What this is", [Note("Predictions before a run; a rehearsal on the machine measures.")]))
+        sections.append(PageSection(title, [Chart(svg, note, table)]))
+    sections.append(
+        PageSection("What this is", [Note("Predictions before a run; a rehearsal on the machine measures.")])
+    )
     return make_page("Memory against length", sections)
 
 
-def compute_sweeps(results: Sequence[Estimate]) -> list[tuple[Estimate, Sweep]]:
+def compute_sweeps(results: Sequence[Estimate]) -> list[tuple[Estimate, LengthSweep]]:
     return [(each, compute_sweep(each.job, each.choice.reasons)) for each in results]

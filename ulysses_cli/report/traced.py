@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.ledger.device import CONTEXT_BYTES, DEVICE_LINES, DEVICE_SHARE_UNSURE, SHARE_UNSURE
-from ulysses_cli.plan.memory import Ledger
+from ulysses_cli.plan.ledger.ledger import Ledger
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.report.ledger import WORDS
 from ulysses_cli.report.printing import format_table
-
-GIB = 1 << 30
 
 
 def describe_trace(found: Mapping[str, Any], ledger: Ledger | None) -> dict[str, Any]:

@@ -10,14 +10,15 @@ import sys
 import traceback
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
-from ulysses_cli.train.interruption import Interruption, Listener, end_process
-from ulysses_cli.train.last_words import give_room, keep_room, write_last_words
-from ulysses_cli.train.masked_log import MaskedStream, open_masked
-from ulysses_cli.train.run_lock import hold_lock
+from ulysses_cli.run_folder.failure_record import give_room, keep_room, write_failure_record
+from ulysses_cli.run_folder.run_lock import hold_lock
+from ulysses_cli.train.guard.interruption import Interruption, Listener, end_process
+from ulysses_cli.train.guard.masked_log import MaskedStream, open_masked
+from ulysses_cli.train.telemetry.record import Record
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -63,20 +64,17 @@ def read_former_end(logs: Path, rank: int) -> int | None:
     return None
 
 
-def leave_words(logs: Path, rank: int, number: int, lives: Sequence[Any]) -> None:
+def leave_failure_record(logs: Path, rank: int, number: int, record: Record, leftovers: ExitStack) -> None:
     """Of a rank that ends before its work: where it was, for the command to say. The display is put in order."""
-    phase = lives[0].describe_phase() if lives else "starting"
-    told = {"rank": rank, "phase": phase, "is_interruption": True, "exit_code_wanted": 128 + (number or signal.SIGTERM)}
-    write_last_words(logs, rank, told)
-    if lives:
-        from ulysses_cli.train.swap_folder import leave_folder
-
-        leave_folder(lives[0].swap_folder)
-        lives[0].record.close()
+    code = 128 + (number or signal.SIGTERM)
+    told = {"rank": rank, "phase": record.describe_phase(), "is_interruption": True, "exit_code_wanted": code}
+    write_failure_record(logs, rank, told)
+    leftovers.close()
+    record.close()
 
 
 def main(words: Sequence[str]) -> int:
-    from ulysses_cli.plan.load import load_recipe
+    from ulysses_cli.plan.recipe.loader import load_recipe
 
     options = read_arguments(words)
     loaded = load_recipe(options.recipe, options.set)
@@ -85,44 +83,41 @@ def main(words: Sequence[str]) -> int:
     known = collect_secrets(loaded.recipe.model_dump(mode="json"), os.environ)
     screen = take_screen(logs, rank, known)
     keep_room(logs, rank)
-    lock = hold_lock()
-    # what is imported later has its words for the place where a signal finds it
-    lives: list[Any] = []
+    record, leftovers = Record(logs.parent, loaded.recipe.run.logging_steps, hold_lock()), ExitStack()
 
     def end(number: int) -> None:
-        end_process(number, lambda: leave_words(logs, rank, number, lives))
+        end_process(number, lambda: leave_failure_record(logs, rank, number, record, leftovers))
 
-    interruption = Interruption(end, lambda text: lives[0].record.warn(text))
+    interruption = Interruption(end, record.warn)
     Listener(interruption.hear, interruption.look).start()
     warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's use of torch: several a step, in a log for people
     if (code := read_former_end(logs, rank)) is not None:
         return code
+    # heavy imports come after signals are heard
     from ulysses_cli.hardware_table import load_hardware
-    from ulysses_cli.report.progress import Display, make_display
-    from ulysses_cli.train.life import Life
+    from ulysses_cli.report.live.progress import RunDisplay, make_display
+    from ulysses_cli.train.inputs import Launch
+    from ulysses_cli.train.worker import run_worker
 
-    def show(num_steps: int) -> Display:
+    def open_display(num_steps: int) -> RunDisplay:
         run, world_size = loaded.recipe.run, int(os.environ.get("WORLD_SIZE", "1"))
         binary = os.fdopen(screen if screen is not None else 2, "wb")
         stream = MaskedStream(binary, encoding="utf-8", errors="backslashreplace")
         stream.known = known
         return make_display(stream, num_steps, run.price_per_gpu_hour, world_size, logging_steps=run.logging_steps)
 
-    life = Life(loaded, options, show, load_hardware, interruption, lock)
-    lives.append(life)
     try:
-        life.run()
+        run_worker(Launch(loaded, options, open_display, load_hardware, interruption, leftovers), record)
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
         from ulysses_cli.train.failure import describe_failure
-        from ulysses_cli.train.swap_folder import leave_folder
 
         traceback.print_exc()
-        told = mask_secrets(describe_failure(error, life), known=known)
+        told = mask_secrets(describe_failure(error), known=known)
         if not told["is_cause"]:
             interruption.end_if_told()  # the others have ended, as this rank was about to
-        told |= {"rank": rank, "phase": life.describe_phase()}
-        write_last_words(logs, rank, told)
-        leave_folder(life.swap_folder)
+        told |= {"rank": rank, "phase": record.describe_phase()}
+        write_failure_record(logs, rank, told)
+        leftovers.close()
         sys.stderr.flush()
         os._exit(told["exit_code_wanted"])  # others may wait in a collective; nothing here may wait for them
     give_room(logs, rank)

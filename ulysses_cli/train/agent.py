@@ -15,11 +15,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ulysses_cli.plan.exit_codes import FAILED, USAGE
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
-from ulysses_cli.train.interruption import ORPHAN_SECONDS, ORPHANED, Listener
-from ulysses_cli.train.masked_log import open_masked
+from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, Listener
+from ulysses_cli.train.guard.masked_log import open_masked
 
-FAILED, USAGE = 1, 2
 NOW = signal.SIGINT  # the command's word for: do not wait for a checkpoint
 
 
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    from ulysses_cli.train import rendezvous
+    from ulysses_cli.train.processes import rendezvous
 
     wrong, failures = rendezvous.register(), []
     try:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ulysses_cli.data.steps import MicroBatch
-from ulysses_cli.train.clock import part_of_step
-from ulysses_cli.train.documents import make_documents
-from ulysses_cli.train.groups import Groups
-from ulysses_cli.train.states import reset_moments
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.optimizer.states import reset_moments
+from ulysses_cli.train.processes.groups import Groups
+from ulysses_cli.train.telemetry.clock import part_of_step
 
 
 @dataclass(frozen=True)

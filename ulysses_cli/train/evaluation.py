@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ulysses_cli.data.steps import Batching, Rows, plan_step, read_micro_batch
-from ulysses_cli.train.agreement import compare_facts
 from ulysses_cli.train.engine import Engine
-from ulysses_cli.train.groups import Groups
-from ulysses_cli.train.stop import StopWishes
+from ulysses_cli.train.guard.stop_conditions import StopConditions
+from ulysses_cli.train.processes.consistency import compare_facts
+from ulysses_cli.train.processes.groups import Groups
+from ulysses_cli.train.train_state import TrainState
 
 FIRST_BOUND = 2048
 MAX_PERPLEXITY_LOSS = 700.0  # beyond, exp overflows
@@ -39,10 +41,10 @@ def evaluate(
     rows: Rows,
     batching: Batching,
     tell: Callable[[str], None] = lambda _: None,
-    wishes: StopWishes | None = None,
+    stop: StopConditions | None = None,
 ) -> dict[str, Any]:
-    """Collective over all ranks. Every row once, in order. Empty when a rank wishes to stop before the end."""
-    wishes = wishes or StopWishes()
+    """Collective over all ranks. Every row once, in order. Empty when a rank is to stop before the end."""
+    stop = stop or StopConditions()
     longest = max(max(rows.get_lengths(row)) for row in range(len(rows)))
     bounds = torch.tensor(list_bounds(longest))
     sums = torch.zeros(len(bounds), 2, dtype=torch.float64, device=engine.device)
@@ -50,7 +52,7 @@ def evaluate(
     while position < len(rows):
         tell(f"evaluation, row {position + 1} of {len(rows)}")
         plan = plan_step(rows, batching, position, len(rows))
-        if wishes.name(compare_facts(plan.list_facts(), groups.host_group, *wishes.read_flags())):
+        if stop.name(compare_facts(plan.list_facts(), groups.host_group, *stop.read_flags())):
             return {}
         for micro_step in range(plan.num_micro_steps):
             batch = read_micro_batch(rows, plan, groups.dp_index, micro_step, groups.sp_axis.rank, groups.sp_axis.size)
@@ -77,3 +79,21 @@ def summarize(sums: torch.Tensor, bounds: list[int]) -> dict[str, Any]:
             if number
         },
     }
+
+
+class Evaluation:
+    """A hook: the held-out rows, and where their losses are written. Without such rows it does nothing."""
+
+    def __init__(self, rows: Rows | None, batching: Batching, write: Callable[[dict[str, Any]], None]) -> None:
+        self.rows, self.batching, self.write = rows, batching, write
+
+    def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
+        """Collective over all ranks. `stop`: what it may be left for; by default the run's own."""
+        if self.rows is None:
+            return
+        state.phase = "evaluation"
+        tell = partial(setattr, state, "phase")
+        losses = evaluate(state.engine, state.groups, self.rows, self.batching, tell, stop or state.stop)
+        if losses:
+            self.write({"step": state.step, **losses})
+            state.last_eval_step = state.step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
-from ulysses_cli.plan.weight_files import list_weight_files, read_header
+from ulysses_cli.plan.files.weight_files import list_weight_files, read_header
 
 WORDS = "NaN or infinity"
 

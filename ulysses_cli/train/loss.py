@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-
-from ulysses_cli.train.clock import part_of_step, watch_backward
-from ulysses_cli.train.documents import Documents
 
 IGNORED = -100
 
@@ -70,26 +67,3 @@ class PlainLoss:
     def per_token(self, hidden: Tensor, labels: Tensor) -> Tensor:
         rule = replace(self.rule, z_loss_weight=0.0)
         return compute_token_losses(self.head(hidden).flatten(0, 1), labels.flatten(), rule).view(labels.shape)
-
-
-class LossModel(nn.Module):
-    """What the engine wraps: tokens of a slice -> its loss. The decoder is the model's own; the head is the loss's."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss  # holds the head, which stays registered under the model alone
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, per_token: bool = False
-    ) -> Tensor:
-        output: Any = self.model.get_decoder()(
-            input_ids=input_ids, position_ids=positions, documents=documents, use_cache=False
-        )
-        hidden = output.last_hidden_state
-        with part_of_step("head_loss"):
-            if per_token:
-                return self.loss.per_token(hidden, labels)
-            total = self.loss(hidden, labels)
-        watch_backward("head_loss", total, hidden)
-        return total

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.steps import Batching, Rows, plan_longest
-from ulysses_cli.train.checkpoint import Owner, save_checkpoint
+from ulysses_cli.train.checkpoint.format import CheckpointContext, save_checkpoint
 from ulysses_cli.train.evaluation import evaluate
-from ulysses_cli.train.loop import Course, agree, run_step
-from ulysses_cli.train.randomness import keep_all, restore_all
+from ulysses_cli.train.loop import agree, run_step
+from ulysses_cli.train.processes.randomness import keep_all, restore_all
+from ulysses_cli.train.train_state import TrainState
 
 
-class FirstRows:
+class HeaviestRow:
     """The heaviest row of a split, alone: what evaluation needs most memory for."""
 
     def __init__(self, rows: Rows) -> None:
@@ -40,35 +41,35 @@ class FirstRows:
 
 
 def rehearse(
-    course: Course, eval_rows: Rows | None, eval_batching: Batching, owner: Owner, scratch: Path,
+    state: TrainState, eval_rows: Rows | None, eval_batching: Batching, context: CheckpointContext, scratch: Path,
     tell: Callable[[str], None],
 ) -> int:  # fmt: skip
     """Collective over all ranks -> tokens of the longest row that was tried."""
-    device = course.engine.device
+    device = state.engine.device
     kept = keep_all(device)
-    wishes, course.wishes = course.wishes, replace_wishes(course)
-    plan = plan_longest(course.rows, course.batching)
+    stop, state.stop = state.stop, replace_wishes(state)
+    plan = plan_longest(state.rows, state.batching)
     longest = max(max(part) for part in plan.row_tokens)
     try:
         tell(f"a step at {longest:,} tokens per row")
-        course.phase = "rehearsal: step"
-        agree(course, plan)
-        run_step(course, plan, learning_rate=0.0)
+        state.phase = "rehearsal: step"
+        agree(state, plan)
+        run_step(state, plan, learning_rate=0.0)
         if eval_rows is not None and len(eval_rows):
-            course.phase = "rehearsal: evaluation"
-            evaluate(course.engine, course.groups, FirstRows(eval_rows), replace(eval_batching, seed=0))
-        course.phase = "rehearsal: save"
-        path = save_checkpoint(owner, scratch, 0, {"rehearsal": True})
-        if owner.rank == 0:
+            state.phase = "rehearsal: evaluation"
+            evaluate(state.engine, state.groups, HeaviestRow(eval_rows), replace(eval_batching, seed=0))
+        state.phase = "rehearsal: save"
+        path = save_checkpoint(context, scratch, 0, {"rehearsal": True})
+        if context.rank == 0:
             shutil.rmtree(path.parent.parent, ignore_errors=True)
     finally:
-        course.wishes = wishes
-    course.engine.forget()
+        state.stop = stop
+    state.engine.forget()
     restore_all(kept, device)
-    course.phase = ""
+    state.phase = ""
     return longest
 
 
-def replace_wishes(course: Course) -> Any:
+def replace_wishes(state: TrainState) -> Any:
     """Nobody stops in a rehearsal: what was wished for counts from the first step."""
-    return type(course.wishes)()
+    return type(state.stop)()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import compute_mlp_forward
-from ulysses_cli.plan.ledger.states import compute_reduce_flush
+from ulysses_cli.plan.ledger.zero.states import compute_reduce_flush
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 CONTEXT_BYTES = GIB  # ALST, arXiv 2506.13996: "CUDA context about 1 GiB"; kernels are loaded as they are first used
 CUBLAS_BYTES = 32 * MIB  # torch: CUBLAS_WORKSPACE_CONFIG default on Hopper and newer, 8 MiB before
 NCCL_CHANNEL_BYTES = 10 * MIB  # a connection's buffers: NCCL_BUFFSIZE 4 MiB, LL128 about 5 MiB, LL 1 MiB

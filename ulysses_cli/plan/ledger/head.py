@@ -13,7 +13,7 @@ from ulysses_cli.plan.ledger.layer import (
 )
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens
 
-PROOF_TOKENS = 8  # train/build.py: PROBE_TOKENS
+PROOF_TOKENS = 8  # train/assembly/build.py: PROBE_TOKENS
 
 
 def count_head_elements(job: Job) -> int:
@@ -51,7 +51,7 @@ def compute_final_norm_backward(job: Job) -> int:
 
 def compute_proof_logits(job: Job) -> int:
     """Before training the head is proven on a few tokens: the model's logits and those of the loss, in float32, and
-    those as they came or bent (train/build.py: _prove_head)."""
+    those as they came or bent (train/assembly/build.py: _prove_head)."""
     return PROOF_TOKENS * job.shape.vocab_size * (8 + (4 if _bends_logits(job) else job.dtype_bytes % 4))
 
 
@@ -59,7 +59,7 @@ def compute_loss_forward(job: Job, *, trains: bool = True) -> int:
     """Logits in float32 and log-softmax: 8 V S (train/loss.py). What bends logits works beside them as they came, b V
     S: a divisor makes another 4 V S of them; a softcap divides, bends and scales, and keeps what it bent, 4 V S. A
     z-loss sums exponentials, of which torch makes 4 V S (ReduceOps.cpp: logsumexp_out_impl). In tiles
-    (train/tiled_loss.py) the same of a tile, without gradients: logits, two float32 copies, and what was bent."""
+    (train/memory/tiled_loss.py) the same of a tile, without gradients: logits, two float32 copies, what was bent."""
     vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
     came, capped = b if b < 4 else 0, 4 * bool(job.shape.final_softcap)
     if job.levers.tiled_loss:
@@ -72,7 +72,7 @@ def compute_loss_backward(job: Job) -> int:
     """Log-softmax, the gradient that reaches it and the one that leaves it, all float32: 12 V S. What a softcap bent is
     kept too, 4 V S; and for a z-loss the logits, of which its backward makes three copies in one expression, 8 V S more
     (torch: FunctionsManual.cpp, logsumexp_backward). In tiles: logits and two float32 copies (capped: three), or their
-    gradient and the one of the head's weight that the tile makes (train/tiled_loss.py)."""
+    gradient and the one of the head's weight that the tile makes (train/memory/tiled_loss.py)."""
     vocab, capped = job.shape.vocab_size, 4 * bool(job.shape.final_softcap)
     if job.levers.tiled_loss:
         return compute_loss_tile(job, count_loss_tokens(job))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from ulysses_cli.plan.ledger import states
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
     compute_attention_result,
@@ -14,6 +13,7 @@ from ulysses_cli.plan.ledger.layer import (
     keeps_result,
 )
 from ulysses_cli.plan.ledger.weights import Weights, count_shard, list_sub_groups
+from ulysses_cli.plan.ledger.zero import states
 
 PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; resident set as ranks report it
 LARGEST_FILE_BYTES = 5 << 30  # transformers writes weights in files of this size
@@ -23,7 +23,8 @@ SHARE_UNSURE, PROCESS_SHARE_UNSURE = 0.03, 0.5  # of what is allocated by size; 
 
 def compute_kept_pinned(job: Job) -> int:
     """Per rank: what recomputation starts from, of every offloaded layer: ALST's tokens / world x hidden x layers x 2 x
-    ranks of the node, and results that are kept. Buffers are page-locked as large as they are (train/offload.py)."""
+    ranks of the node, and results that are kept. Buffers are page-locked as large as they are
+    (train/memory/offload.py)."""
     kept = compute_layer_input(job) + compute_kept_output(job)
     return job.levers.offloaded_layers * (kept + (compute_attention_result(job) if keeps_result(job) else 0))
 
@@ -81,7 +82,7 @@ def list_host_phases(job: Job, phases: Iterable[str]) -> dict[str, dict[str, int
     }
     kept = {"activations_pinned": compute_kept_pinned(job)}
     copied = {"save_copy": compute_save_copy(job)}
-    # below ZeRO-3 each rank reads the whole model before it moves (train/loading.py)
+    # below ZeRO-3 each rank reads the whole model before it moves (train/assembly/loading.py)
     read = {"parameters_read": job.dtype_bytes * job.weights.num_elements if job.zero_stage < 3 else 0}
     found = {}
     for phase in phases:

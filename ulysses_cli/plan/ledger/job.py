@@ -9,20 +9,20 @@ from functools import cached_property
 from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
-from ulysses_cli.plan.families import FAMILIES, Family
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.weights import Adapters, Weights, list_weights
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.model_shape import ModelShape
+from ulysses_cli.plan.models.families import FAMILIES, Family
+from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.recipe import Recipe
+from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import compute_kv_heads, compute_row_tokens, make_layout
 
 BYTES = {"bfloat16": 2, "bf16": 2, "fp16": 2, "float32": 4, "fp32": 4}
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSettings:
     """DeepSpeed's settings that cost memory, in elements; its defaults where the config is silent (runtime/zero/
     config.py; runtime/engine.py: gradients travel as they are unless something else is said)."""
 
@@ -36,7 +36,7 @@ class Engine:
     gradient_bytes: int = 2
 
 
-def read_engine(config: Mapping[str, Any], dtype_bytes: int) -> Engine:
+def read_engine(config: Mapping[str, Any], dtype_bytes: int) -> EngineSettings:
     zero, said = config.get("zero_optimization") or {}, config.get("communication_data_type")
     accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
 
@@ -44,7 +44,7 @@ def read_engine(config: Mapping[str, Any], dtype_bytes: int) -> Engine:
         found = zero.get(name, zero.get(f"stage3_{name}", default))
         return int(found) if isinstance(found, int | float) and not isinstance(found, bool) else default
 
-    return Engine(
+    return EngineSettings(
         get("reduce_bucket_size", 500_000_000),
         get("prefetch_bucket_size", 50_000_000),
         get("max_live_parameters", 1_000_000_000),
@@ -70,7 +70,7 @@ class Job:
     zero_stage: int = 3
     optim: str = "adamw"
     adapters: Adapters | None = None
-    engine: Engine = Engine()
+    engine: EngineSettings = EngineSettings()
     gpus_per_node: int = 8
     evaluates: bool = True
     async_save: bool = False
@@ -119,7 +119,7 @@ class Job:
 
     @property
     def kv_gradients_add_up(self) -> bool:
-        """Key/value gradients arrive piecemeal and are summed in float32 (train/heads.py: HeadPlan.adds_up)."""
+        """Key/value gradients arrive piecemeal and are summed in float32 (attention/heads.py: HeadPlan.adds_up)."""
         chunks, sp_size = self.levers.head_chunks, self.layout.sp_size
         return chunks > 1 and (self.shape.num_kv_heads % (sp_size * chunks) != 0)
 
@@ -148,7 +148,7 @@ def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
     )
 
 
-def make_engine(recipe: Recipe, levers: Levers) -> Engine:
+def make_engine(recipe: Recipe, levers: Levers) -> EngineSettings:
     made = make_ds_config(recipe, make_layout(recipe), levers.offload_optimizer, levers.offload_param)
     return read_engine(merge_user_config(made, recipe.deepspeed), BYTES[recipe.model.dtype])
 

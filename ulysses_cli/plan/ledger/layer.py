@@ -1,14 +1,14 @@
 """Bytes that a decoder layer keeps and works with, per rank and micro-step: transformers' layers, our attention.
 
 Widths count elements per token: h hidden, q queries, k keys (or values), r the same after the exchange, i inner, b
-bytes of the dtype, S local tokens. Held against real models by tests/single/test_ledger.py.
+bytes of the dtype, S local tokens. Held against real models by tests/one_process/test_ledger.py.
 """
 
 from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.weights import has_norm_before, has_norm_behind
-from ulysses_cli.plan.model_shape import Layer
+from ulysses_cli.plan.models.shape import Layer
 from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 
 PRECISE_NORMS = {"gemma2", "gemma3_text", "gpt_oss", "olmo2"}  # the scaled result too is float32
@@ -36,7 +36,7 @@ def keeps_result(job: Job) -> bool:
 
 
 def compute_kept_output(job: Job) -> int:
-    """b h S: a norm behind a tiled MLP needs its output again, which is then kept (train/tiled_mlp.py)."""
+    """b h S: a norm behind a tiled MLP needs its output again, which is then kept (train/memory/tiled_mlp.py)."""
     keeps = is_tiled(job) and keeps_result(job) and has_norm_behind(job.shape)
     return compute_layer_input(job) if keeps else 0
 
@@ -88,7 +88,7 @@ def compute_query_norms_saved(job: Job) -> int:
 
 def keeps_slices(job: Job) -> bool:
     """In chunks of heads, and where recomputation is spared attention, a rank keeps its own slices and the backward
-    exchanges them again; otherwise it keeps the whole rows that the kernel saw (train/ulysses.py)."""
+    exchanges them again; otherwise it keeps the whole rows that the kernel saw (train/attention/ulysses.py)."""
     return job.levers.head_chunks > 1 or job.levers.gradient_checkpointing is True
 
 
@@ -206,7 +206,7 @@ def count_mlp_tile_tokens(job: Job) -> int:
 
 
 def is_tiled(job: Job) -> bool:
-    """One tile is the MLP as it is (train/tiled_mlp.py)."""
+    """One tile is the MLP as it is (train/memory/tiled_mlp.py)."""
     return count_mlp_tile_tokens(job) < job.local_tokens
 
 
@@ -266,7 +266,7 @@ def compute_down_forward(job: Job) -> int:
 
 def compute_mlp_backward(job: Job, layer: Layer) -> int:
     """Beside what is saved: the inside's backward. In tiles, all of one tile's inside, the gradient of the input, and
-    the weights' gradients, which add up over tiles in float32 (train/tiling.py: WeightSums)."""
+    the weights' gradients, which add up over tiles in float32 (train/memory/tiling.py: WeightSums)."""
     if not is_tiled(job):
         return compute_inside_backward(job, layer, job.local_tokens)
     tile = count_mlp_tile_tokens(job)
@@ -278,8 +278,9 @@ def compute_mlp_backward(job: Job, layer: Layer) -> int:
 
 
 def _adapts_last(job: Job) -> bool:
-    """Whether the MLP's last matrix has an adapter. Without one a tile's backward stops before it (train/tiled_mlp.py),
-    and holds what it is given and the gradient of that, which autograd copies once more, to the end: 8 i b."""
+    """Whether the MLP's last matrix has an adapter. Without one a tile's backward stops before it
+    (train/memory/tiled_mlp.py), and holds what it is given and the gradient of that, which autograd copies once more,
+    to the end: 8 i b."""
     return job.adapters is not None and job.adapters.adapts("down_proj")
 
 
@@ -354,7 +355,7 @@ def compute_kernel_workspace(job: Job) -> int:
     """Inside flash attention's backward: a float32 accumulator of dq and a number per token and head; where the heads
     of this rank and chunk share keys also dk and dv, of every query head in b bytes (FlashAttention 2, flash_api.cpp:
     dk_expanded), or of every key head in float32 (3 and newer: dk_accum). No trace sees it. Behind it, for sinks,
-    three float32 tensors of one head and whole rows (train/kernels.py: compute_sink_gradient)."""
+    three float32 tensors of one head and whole rows (train/attention/kernels/operators.py: compute_sink_gradient)."""
     n, expanded = job.levers.head_chunks, 0
     if job.chunk_kv_width < job.query_width // n:
         is_old = job.kernel not in ("flash_attention_3", "flash_attention_4")

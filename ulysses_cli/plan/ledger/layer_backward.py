@@ -6,25 +6,25 @@ from collections.abc import Iterator
 
 from ulysses_cli.plan.ledger import layer
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.moment import Lines, Moment
+from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.weights import INPUT_NORM, NORM_BEHIND, has_norm_before, has_norm_behind
-from ulysses_cli.plan.model_shape import Layer
+from ulysses_cli.plan.models.shape import Layer
 
 
-def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, Moment]]:
+def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, MemorySnapshot]]:
     """The last layer's backward, when everything below is still kept, and the place of each moment in the layer."""
     mlp, norm_saved = layer.compute_mlp_saved(job, kind), layer.compute_norm_saved(job, job.shape.hidden_size)
     attention, own_input = layer.compute_attention_saved(job), layer.compute_layer_input(job)
     result = 0 if layer.keeps_result(job) else layer.compute_attention_result(job)
     norm_work = layer.compute_norm_backward(job, job.shape.hidden_size)
 
-    def at(name: str, attention_left: int, mlp_left: int, **work: int) -> Moment:
+    def at(name: str, attention_left: int, mlp_left: int, **work: int) -> MemorySnapshot:
         return make_inside(job, kind, base, name, attention_left, mlp_left, work)
 
     whole = attention + result
     if job.levers.gradient_checkpointing is not False:
         again = {"recomputed_attention": layer.compute_attention_again(job), "recomputed_mlp": 0}
-        yield "attention", Moment("backward", "recomputation", {**base, **again})
+        yield "attention", MemorySnapshot("backward", "recomputation", {**base, **again})
     if has_norm_behind(job.shape):
         yield NORM_BEHIND, at("norm behind the MLP", whole, mlp, norm_backward=norm_work)
         if kept := layer.compute_kept_output(job):
@@ -58,13 +58,13 @@ def count_mlp_left(job: Job, kind: Layer) -> int:
 
 def make_inside(
     job: Job, kind: Layer, base: Lines, name: str, attention_left: int, mlp_left: int, work: Lines
-) -> Moment:
+) -> MemorySnapshot:
     """What is left of a layer at some time of its backward, and what is worked with. With recomputation its inside is
     made anew; without, it is part of what is kept, and goes piece by piece."""
     if job.levers.gradient_checkpointing is not False:
         adapters = layer.compute_adapter_saved(job)
         left = {"recomputed_attention": attention_left, "recomputed_mlp": mlp_left, "lora": adapters}
-        return Moment("backward", name, {**base, **left, **work})
+        return MemorySnapshot("backward", name, {**base, **left, **work})
     whole = layer.compute_attention_saved(job) + layer.compute_attention_result(job)
     gone = whole - attention_left + layer.compute_mlp_saved(job, kind) - mlp_left
-    return Moment("backward", name, {**base, "kept_layers": base["kept_layers"] - gone, **work})
+    return MemorySnapshot("backward", name, {**base, "kept_layers": base["kept_layers"] - gone, **work})

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ulysses_cli.plan.families import FAMILIES
-from ulysses_cli.plan.model_shape import Layer, ModelShape
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.shape import Layer, ModelShape
 
 POST_NORMS = {"gemma2", "gemma3_text", "olmo2"}
 NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three are projected

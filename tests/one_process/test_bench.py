@@ -1,0 +1,282 @@
+"""Bench's judgement: a row that runs out of memory is told and the sweep goes on; calibration moves the estimate to
+what was measured. And, on request, the whole command beside the Trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.small_run import CONFIG
+from support.training import make_recipe
+from typer.testing import CliRunner
+
+from ulysses_cli import hardware_table
+from ulysses_cli.cli import app
+from ulysses_cli.commands.bench import save_calibration
+from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.plan.hardware import read_hardware
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.speed import compute_speed
+from ulysses_cli.prove.bench.bench import bench as subject
+from ulysses_cli.prove.bench.calibration import calibrate
+from ulysses_cli.prove.bench.speed import Timed
+from ulysses_cli.prove.ranks.interleaving import Turn, compare_pairs
+from ulysses_cli.prove.ranks.ranks import RankFailureError, run_in_turns
+from ulysses_cli.report.proofs import make_findings_page
+
+ROOT = Path(__file__).parents[2]
+BIG = {**CONFIG, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 128, "num_hidden_layers": 16}
+
+
+def make_timed(parts: dict[str, float], seconds: float = 1.0, loss: float = 2.0) -> Timed:
+    steps = {step: seconds * (1 + step / 100) for step in range(4, 8)}
+    return Timed(steps, 100, 1e12, 989.0, 1 << 30, 1 << 30, loss, parts, 0.1)
+
+
+def run_sweep(monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.Place | None = None, **more: Any) -> Any:
+    """A sweep whose ranks are not started: `outcomes(recipe, is_ours, num_sides)` says how a side fares."""
+
+    def run(world: int, calls: Any, **_: Any) -> list[Any]:
+        return [outcomes(args[0], function is subject.time_steps, len(calls)) for function, args in calls]
+
+    monkeypatch.setattr(subject, "run_in_turns", run)
+    if place is not None:
+        monkeypatch.setattr(subject, "find_place", lambda *_: place)
+    options = {"lengths": (32, 64), "sp_sizes": (1, 2), "levers": "auto", "num_steps": 4, "against_trainer": False}
+    sweep = subject.Sweep(**{**options, "time_limit_seconds": 60.0, **more})
+    recipe = make_recipe("parallel.sp_size=2")
+    return subject.bench(recipe, CONFIG, "test", load_hardware(), sweep, lambda _: None)
+
+
+def test_an_oom_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fare(recipe: Any, is_ours: bool, num_sides: int) -> Any:
+        if recipe.data.max_length == 64:
+            return RankFailureError(1, "OutOfMemoryError", "tried to allocate 2 GiB", "")
+        if recipe.data.max_length == 96:
+            return RankFailureError(0, "ValueError", "something else", "")
+        return make_timed({"mlp": 0.5})
+
+    findings = run_sweep(monkeypatch, fare, lengths=(32, 64, 96, 128))
+    assert [row.verdict for row in findings.rows] == ["", "OOM", "FAIL", ""] * 2
+    assert "tried to allocate" in findings.rows[1].text
+    assert {row.group for row in findings.rows} == {"sp 1 x dp 2", "sp 2 x dp 1"}
+
+
+def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = subject.Place("cuda", 2, load_hardware().get_gpu("h100-80gb"))
+
+    def fare(recipe: Any, is_ours: bool, num_sides: int) -> Any:
+        is_long = recipe.data.max_length == 64
+        return RankFailureError(0, "OutOfMemoryError", "no", "") if is_long else make_timed({"mlp": 0.5})
+
+    findings = run_sweep(monkeypatch, fare, place, sp_sizes=(2,))
+    values = findings.rows[0].values
+    assert values["step_error"] == pytest.approx(values["predicted_step_seconds"] / values["step_seconds"] - 1)
+    assert values["memory_error"] == pytest.approx(values["predicted_memory_bytes"] / (1 << 30) - 1)
+    assert values["host_memory_error"] == pytest.approx(values["predicted_host_memory_bytes"] / (1 << 30) - 1)
+    assert findings.rows[1].verdict == "OOM"
+    assert "largest in " in findings.rows[1].text
+    page = make_findings_page(findings.describe())
+    assert page.count("<svg ") == 0  # one length that fits is no curve
+    longer = run_sweep(monkeypatch, lambda *_: make_timed({"mlp": 0.5}), place, sp_sizes=(2,))
+    page = make_findings_page(longer.describe())
+    assert "sp 2 x dp 1, predicted" in page
+    assert f"torch {torch.__version__}" in page
+    assert page.count("<svg ") >= 5
+
+
+def test_the_peer_is_compared_pair_by_pair_and_alone_where_both_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fare(recipe: Any, is_ours: bool, num_sides: int) -> Any:
+        if recipe.data.max_length == 64 and num_sides == 2:
+            return RankFailureError(0, "OutOfMemoryError", "two models at once", "")
+        loss = 2.0 if is_ours or recipe.data.max_length != 96 else 2.1
+        return make_timed({"exchange": 0.5, "mlp": 0.5}, 1.0 if is_ours else 1.5, loss)
+
+    findings = run_sweep(monkeypatch, fare, lengths=(32, 64, 96), sp_sizes=(2,), against_trainer=True)
+    ratios = {row.name: row for row in findings.rows if row.group == "the Trainer's time by ours"}
+    assert [row.verdict for row in findings.rows if row.group == "sp 2 x dp 1, the Trainer"] == ["", "", ""]
+    paired, alone, other = (ratios[f"sp 2 x dp 1, {length}"] for length in (32, 64, 96))
+    assert paired.values["speed_ratio"] == pytest.approx(1.5)
+    assert (paired.values["num_pairs"], paired.values["exchange_share"]) == (4, 0.5)
+    assert "num_pairs" not in alone.values
+    assert "both at once do not fit" in alone.text
+    assert (other.verdict, "do not compute the same loss" in other.text) == ("WARN", True)
+
+
+def test_sequence_parallelism_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fare(recipe: Any, is_ours: bool, num_sides: int) -> Any:
+        assert num_sides == 2
+        return make_timed({"exchange": 0.2, "mlp": 0.8}, 1.0 if recipe.parallel.sp_size == 2 else 0.8)
+
+    findings = run_sweep(monkeypatch, fare, lengths=(32,), is_paired=True)
+    row = findings.rows[-1]
+    assert row.group == "time with sp off by time with sp on"
+    assert row.values["speed_ratio"] == pytest.approx(0.8)
+    assert row.values["exchange_share"] == pytest.approx(0.2)
+
+
+def test_pairs_are_of_the_same_step() -> None:
+    found = compare_pairs({4: 1.0, 5: 10.0, 6: 1.0}, {4: 2.0, 5: 20.0, 7: 1.0})
+    assert found is not None
+    assert (found.num_pairs, found.middle, found.low, found.high) == (2, 2.0, 2.0, 2.0)
+    assert compare_pairs({1: 1.0}, {2: 1.0}) is None
+
+
+@pytest.mark.check
+def test_two_worlds_take_steps_in_turns_and_one_goes_on_alone(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    found = run_in_turns(
+        2, [(mark_steps, (marks, "a", 5, 99)), (mark_steps, (marks, "b", 5, 3))], device="cpu", time_limit=120
+    )
+    assert found[0] == "a"
+    assert isinstance(found[1], RankFailureError)
+    assert found[1].message == "b is tired"
+    said = marks.read_text()
+    assert said.startswith("a<a>b<b>a<a>b<b>a<a>b<b>a<a>")
+    assert said.count("a<a>") == 5
+
+
+def mark_steps(device: Any, turn: Turn, marks: Path, name: str, num_steps: int, fails_at: int) -> str:
+    """What happens inside a step and between two, written by rank 0 of each world into one file."""
+    is_first = torch.distributed.get_rank() == 0
+    for step in range(num_steps):
+        turn.take()
+        if step == fails_at:
+            raise ValueError(f"{name} is tired")
+        for text in (f"{name}<", f"{name}>"):
+            if is_first:
+                with open(marks, "a") as stream:
+                    stream.write(text)
+            time.sleep(0.01)
+            torch.distributed.barrier()
+        turn.hand_over()
+    return name
+
+
+def test_calibration_makes_the_prediction_what_was_measured() -> None:
+    gpu = load_hardware().get_gpu("h100-80gb")
+    recipe = make_recipe("data.max_length=32Ki", "parallel.sp_size=2", "model.dtype=bfloat16", config=BIG)
+    job = make_job(recipe, read_model_shape(BIG, "test"), Levers(), gpus_per_node=8)
+    predicted = compute_speed(job, gpu).parts
+    measured = {name: 1.6 * seconds for name, seconds in predicted.items()}
+    shipped = yaml.safe_load(hardware_table.SHIPPED.read_text())
+    found = calibrate([(job, make_timed(measured))], gpu)
+    table = read_hardware(("shipped", shipped), ("measured", found))
+    again = compute_speed(job, table.get_gpu("h100-80gb")).parts
+    for name in ("projections", "mlp", "head_loss", "attention", "other", "exchange"):
+        assert again[name] == pytest.approx(measured[name], rel=0.02), name
+    assert table.get_gpu("h200") == load_hardware().get_gpu("h200")  # another kind of GPU was not measured
+    assert calibrate([], gpu) == {}
+
+
+def test_a_calibration_is_read_where_its_gpus_are_and_the_users_own_file_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    driver = tmp_path / "driver"
+
+    def move_to(*uuids: str) -> None:
+        shutil.rmtree(driver, ignore_errors=True)
+        for number, uuid in enumerate(uuids):
+            (driver / f"0000:0{number}:00.0").mkdir(parents=True)
+            text = f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nVideo BIOS: \t 96\n"
+            (driver / f"0000:0{number}:00.0" / "information").write_text(text)
+
+    monkeypatch.setattr(hardware_table, "DRIVER", driver)
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    shipped = load_hardware().get_gpu("h100-80gb").efficiency
+
+    def read_shares() -> tuple[float, float]:
+        efficiency = load_hardware().get_gpu("h100-80gb").efficiency
+        return efficiency.matmul, efficiency.link
+
+    def save(matmul: float) -> None:
+        rates = {"gpus": {"h100-80gb": {"efficiency": {"matmul": matmul, "link": 0.3}}}}
+        save_calibration({"calibration": rates, "subject": "my.yaml"})
+
+    save(0.1)
+    assert "nothing saved: the driver does not name its GPUs" in capsys.readouterr().err
+    move_to("GPU-b", "GPU-a")
+    save(0.5)
+    move_to("GPU-c")
+    assert read_shares() == (shipped.matmul, shipped.link)
+    assert hardware_table.describe_calibration() == []
+    save(0.6)
+    assert read_shares() == (0.6, 0.3)
+    move_to("GPU-a", "GPU-b")
+    assert read_shares() == (0.5, 0.3)
+    assert "rates measured on this machine (20" in hardware_table.describe_calibration()[0]
+    (tmp_path / "config" / "ulysses" / "hardware.yaml").write_text("gpus: {h100-80gb: {efficiency: {link: 0.4}}}\n")
+    assert read_shares()[1] == 0.4
+    hardware_table.get_calibration_file().write_text("efficiency: {matmul: 0.5}\n")
+    with pytest.raises(RecipeError, match="is not a list of measured machines"):
+        load_hardware()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sp-size", "3"], "3 does not divide the 4 attention heads"),
+        (["--max-length", "8Kx"], "8Kx is not a whole number"),
+        (["--sp-size", "4", "--max-length", "2"], "shorter than sp_size"),
+        (["--sp-on-off", "--sp-size", "2"], "chooses the sizes itself"),
+        (["--sp-on-off", "--against", "trainer"], "is one comparison, --against another"),
+        (["--sp-on-off", "parallel.sp_size=1"], "the recipe has sp_size 1"),
+    ],
+)
+def test_mistakes_end_before_anything_starts(words: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["bench", str(ROOT / "recipes" / "tiny-cpu.yaml"), *words])
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_a_local_model_without_weights_is_told_before_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 260, "max_position_embeddings": 4096}))
+    words = ["bench", str(ROOT / "recipes" / "tiny-cpu.yaml"), "model.config=null", f"model.name_or_path={tmp_path}"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "model.name_or_path: " in done.stderr
+    assert str(tmp_path) in done.stderr
+
+
+@pytest.mark.full
+def test_the_command_measures_beside_the_trainer(tmp_path: Path) -> None:
+    words = [
+        "bench",
+        str(ROOT / "recipes" / "tiny-cpu.yaml"),
+        "--max-length",
+        "256,512",
+        "--against",
+        "trainer",
+        "--format",
+        "json",
+    ]
+    page = tmp_path / "bench.html"
+    done = subprocess.run(
+        [sys.executable, "-m", "ulysses_cli", *words, "--html", str(page)],
+        capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    rows = {(row["group"], row["name"]): row["values"] for row in found["rows"]}
+    own, theirs = (rows[group, "512"] for group in ("sp 2 x dp 1", "sp 2 x dp 1, the Trainer"))
+    assert own["exchange_share"] > 0
+    assert theirs["first_loss"] == pytest.approx(own["first_loss"], rel=1e-5)
+    ratio = rows["the Trainer's time by ours", "sp 2 x dp 1, 512"]
+    assert ratio["speed_ratio"] > 0
+    assert ratio["num_pairs"] == 5
+    assert "<svg " in page.read_text()

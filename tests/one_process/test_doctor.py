@@ -1,0 +1,271 @@
+"""Doctor's reading of a machine, on machines that are not here; a check that breaks is a finding and not an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from support.small_run import CONFIG
+from support.training import make_recipe
+
+from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.prove.doctor import device_checks as wires
+from ulysses_cli.prove.doctor import machine, software
+from ulysses_cli.prove.doctor.checkup import Finding, Patient, run_checks
+from ulysses_cli.prove.results import Findings
+from ulysses_cli.train.processes import host_memory
+
+ROOT = Path(__file__).parents[2]
+# Two NVLink islands of two GPUs, as nvidia-smi draws them: the header is underlined, the legend follows.
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV12\tSYS\tSYS\tPIX\t0-31\t0\t\tN/A
+GPU1\tNV12\t X \tSYS\tSYS\tSYS\t0-31\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tNV12\tSYS\t32-63\t1\t\tN/A
+GPU3\tSYS\tSYS\tNV12\t X \tSYS\t32-63\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+"""
+SMI = """| NVIDIA-SMI 535.183.01             Driver Version: 535.183.01   CUDA Version: 12.2     |
+|   0  NVIDIA A100-SXM4-80GB          On  | 00000000:07:00.0 Off |                    0 |
+"""
+
+
+def draw_topology(kinds: list[list[str]]) -> str:
+    names = [f"GPU{at}" for at in range(len(kinds))]
+    return "\n".join(["\t" + "\t".join(names), *("\t".join([n, *row]) for n, row in zip(names, kinds, strict=True))])
+
+
+def make_patient(*overrides: str) -> Patient:
+    return Patient(make_recipe(*overrides) if overrides else None, None, load_hardware(), 0)
+
+
+def test_sp_groups_that_leave_their_island_are_named() -> None:
+    links = machine.read_topology(TOPOLOGY)
+    assert [len(row) for row in links] == [4] * 4
+    assert machine.find_slow_pairs(links, 2) == []
+    assert [(a, b) for a, b, _ in machine.find_slow_pairs(links, 4)] == [(0, 2), (0, 3), (1, 2), (1, 3)]
+    assert machine.read_topology("nvidia-smi: command not found") == []
+
+
+@pytest.mark.parametrize(
+    ("link", "other", "sp_size", "num_slow"),
+    [("NV18", "NV18", 8, 0), ("PIX", "NODE", 2, 4), ("PHB", "SYS", 8, 28), ("NV4", "PXB", 2, 0), ("NV4", "PXB", 4, 8)],
+)
+def test_machines_of_eight(link: str, other: str, sp_size: int, num_slow: int) -> None:
+    """Pairs of neighbours by one kind of link, all else by another."""
+    kinds = [["X" if a == b else link if a // 2 == b // 2 else other for b in range(8)] for a in range(8)]
+    links = machine.read_topology(draw_topology(kinds))
+    assert links == kinds
+    assert len(machine.find_slow_pairs(links, sp_size)) == num_slow
+
+
+def test_why_torch_sees_no_gpu() -> None:
+    assert "nvidia-smi does not answer" in machine.explain_no_gpus("", "2.13.0+cu128")[0]
+    text, fix = machine.explain_no_gpus(SMI, "2.13.0+cpu")
+    assert text == "torch 2.13.0+cpu is built for CPUs alone, beside driver 535.183.01 (up to CUDA 12.2)"
+    assert "a torch for CUDA 12.2 or older" in fix
+    assert "newer driver" in machine.explain_no_gpus(SMI, "2.13.0+cu128")[1]
+
+
+def test_what_a_gpu_complains_of() -> None:
+    alarms = machine.read_alarms("0, Not Active, 0\n1, Active, [N/A]\n2, Not Active, 3\n")
+    assert alarms == {
+        "0": "",
+        "1": "slowed down by its own hardware (heat or power)",
+        "2": "uncorrected memory errors",
+    }
+    facts = dict.fromkeys(machine.QUERY, "0") | {"index": "1", "name": "H100", "driver_version": "570.1"}
+    assert machine._judge_gpu(facts, "").verdict == "PASS"
+    assert machine._judge_gpu(facts, alarms["1"]).verdict == "WARN"
+    hot = machine._judge_gpu(facts | {"temperature.gpu": "91"}, "")
+    assert (hot.verdict, "91 degrees" in hot.text) == ("WARN", True)
+
+
+def test_an_operator_that_cannot_be_built_fails_only_where_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    class Builder:
+        name = "async_io"
+        error_log = "libaio.h is not there"
+        is_able = False
+
+        def absolute_name(self) -> str:
+            return "nowhere"
+
+        def is_compatible(self, verbose: bool) -> bool:
+            return self.is_able
+
+    monkeypatch.setattr(software, "OPERATORS", {"AsyncIOBuilder": "offload to nvme"})
+    monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder", Builder)
+
+    def look(*overrides: str) -> Finding:
+        return next(iter(software.check_operators(make_patient(*overrides))))
+
+    assert look().verdict == "SKIP"
+    needed = look("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
+    assert (needed.verdict, needed.fix) == ("FAIL", software.INGREDIENTS["async_io"])
+    assert "libaio.h is not there" in needed.text
+    monkeypatch.setattr(Builder, "is_able", True)
+    assert "AsyncIOBuilder as it; it().load()" in look().text
+    (tmp_path / "async_io").mkdir()
+    (tmp_path / "async_io" / "async_io.so").touch()
+    assert (look().verdict, look().text[:5]) == ("PASS", "built")
+
+
+def test_what_the_recipe_alone_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "find_spec", lambda name: None)
+    patient = make_patient("run.report_to=[wandb]")
+    assert [(each.name, each.verdict) for each in software._check_wishes(patient)] == [("wandb", "FAIL")]
+    assert list(software._check_wishes(make_patient())) == []
+
+
+def test_disks_and_memory_against_the_need(tmp_path: Path) -> None:
+    recipe = make_recipe(f"run.output_dir={tmp_path}/run", f"data.store_dir={tmp_path}/store")
+    shape = read_model_shape(CONFIG, "test")
+    small, huge = (Patient(recipe, replace(shape, num_parameters=size), load_hardware(), 0) for size in (1_000, 10**15))
+    assert {each.verdict for each in machine.check_disks(small)} == {"PASS"}
+    found = {each.name: each for each in machine.check_disks(huge)}
+    assert found[f"{tmp_path}/run"].verdict == "FAIL"
+    assert "run.save_total_limit" in found[f"{tmp_path}/run"].fix
+    assert next(machine.check_memory(huge)).verdict == "FAIL"
+
+
+def test_a_container_has_what_is_left_of_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    outside = host_memory.count_free_bytes()
+    assert 0 < outside <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.read_memory_limit() == 1 << 60
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 600000\ninactive_file 250000\n")
+    assert host_memory.count_free_bytes() == 350_000
+
+
+@pytest.mark.parametrize(
+    ("world", "gpus", "verdict"), [(8, 8, "PASS"), (16, 8, "PASS"), (8, 4, "PASS"), (6, 4, "FAIL"), (2, 4, "WARN")]
+)
+def test_processes_against_gpus(world: int, gpus: int, verdict: str) -> None:
+    assert [found.verdict for found in machine._judge_count(world, gpus)] == [verdict]
+
+
+def test_all_ranks_of_a_recipe_are_counted() -> None:
+    ranks = {("parallel.sp_size=2", "parallel.dp_shard_size=4"): 8, ("parallel.sp_size=2",): 2}
+    for sizes, wanted in ranks.items():
+        assert machine.count_ranks_here(make_patient(*sizes)) == wanted
+    eight = ("parallel.sp_size=2", "parallel.dp_shard_size=4", "run.device=auto")
+    assert machine.count_ranks_here(replace(make_patient(*eight), num_gpus=4)) == 4
+    assert machine.count_ranks_here(replace(make_patient(), recipe=None, num_gpus=0)) == 1
+    (cores,) = [each for each in machine.check_limits(make_patient("parallel.sp_size=2")) if each.name == "cores"]
+    assert " for the 2 ranks of this machine" in cores.text
+
+
+def test_pairs_of_versions() -> None:
+    entries = yaml.safe_load(software.BAD_VERSIONS.read_text())
+    assert not [entry for entry in entries if software.clashes(entry, {"torch": "2.13.0+cpu", "numpy": "2.4"}.get)]
+    bad = [entry for entry in entries if software.clashes(entry, {"torch": "2.2.1+cu121", "numpy": "2.0.1"}.get)]
+    assert [entry["with"] for entry in bad] == ["numpy"]
+    peft = next(entry for entry in entries if entry["package"] == "peft")
+    assert software.clashes(peft, {"peft": "0.17.1", "transformers": "5.0.0"}.get)
+    assert not software.clashes(peft, {"peft": "0.17.1"}.get)
+    assert all(set(entry) >= {"package", "versions", "because", "fix"} for entry in entries)
+    assert all(entry["source"].startswith("https://github.com/") for entry in entries)
+
+
+def test_no_tested_version_is_a_bad_one() -> None:
+    tested = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line.count("==") == 1
+    )
+    entries = yaml.safe_load(software.BAD_VERSIONS.read_text())
+    assert {"torch", "deepspeed", "transformers"} <= tested.keys()
+    assert not [entry for entry in entries if software.clashes(entry, tested.get)]
+
+
+def test_a_stale_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for age, name in ((3600, "old"), (1, "new")):
+        (tmp_path / name).mkdir()
+        lock = tmp_path / name / "lock"
+        lock.touch()
+        os.utime(lock, (time.time() - age,) * 2)
+    found = list(software.check_locks(make_patient()))
+    adam = tmp_path / "old" / "cpu_adam"
+    adam.mkdir()
+    (tmp_path / "old" / "lock").rename(adam / "lock")
+    (waiting,) = software.check_cpu_adam(make_patient("memory.offload_optimizer=cpu"))
+    assert (waiting.verdict, waiting.fix) == ("FAIL", f"rm {adam / 'lock'}")
+    assert [(each.verdict, each.fix) for each in found] == [("WARN", f"rm {tmp_path / 'old' / 'lock'}")]
+
+
+def test_a_check_that_breaks_does_not_end_the_others_and_failures_come_first() -> None:
+    def breaks(_: Patient) -> Iterator[Finding]:
+        yield Finding("first", "WARN", "slow", "later")
+        raise OSError("no such device")
+
+    def fails(_: Patient) -> Iterator[Finding]:
+        yield Finding("second", "FAIL", "missing", "now")
+
+    findings = Findings("doctor", "test")
+    run_checks(make_patient(), [("a", breaks), ("b", fails)], findings, lambda _: None)
+    assert [row.verdict for row in findings.rows] == ["WARN", "WARN", "FAIL"]
+    assert "no such device" in findings.rows[1].text
+    assert [how for _, how in findings.fixes] == ["now", "later"]
+    assert not findings.passed
+
+
+def test_a_recipe_for_gpus_fails_without_them() -> None:
+    found = list(machine.check_gpus(make_patient("run.device=auto")))
+    assert [each.verdict for each in found] == ["FAIL"]
+    assert "run.device=cpu" in found[0].fix
+
+
+def test_a_kernel_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ulysses_cli.train.attention.kernels import operators
+
+    assert {each.name: each.verdict for each in wires.check_kernels(make_patient())}["sdpa"] == "PASS"
+    right = operators.KERNELS["sdpa"]
+
+    def wrong(*args: object, **more: object) -> object:
+        out, lse = right.forward(*args, **more)  # type: ignore[arg-type]
+        return out * 1.5, lse
+
+    monkeypatch.setitem(operators.KERNELS, "sdpa", right._replace(forward=wrong))
+    found = {each.name: each for each in wires.check_kernels(make_patient())}
+    assert found["sdpa"].verdict == "WARN"
+    assert "differs from the reference" in found["sdpa"].text
+    assert found["attention"].verdict == "FAIL"
+
+
+@pytest.mark.full
+def test_the_command_examines_and_says_what_to_fix() -> None:
+    words = ["doctor", str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml"), "--format", "json"]
+    done = subprocess.run([sys.executable, "-m", "ulysses_cli", *words], capture_output=True, text=True, timeout=500)
+    found = json.loads(done.stdout)
+    exchanged = [row for row in found["rows"] if row["name"] == "all-to-all"]
+    assert all(row["values"]["gb_per_second"] > 0 for row in exchanged)
+    assert exchanged
+    import torch
+
+    if not torch.cuda.is_available():
+        assert done.returncode == 1
+        assert "torch sees none" in found["fixes"][0]["what"]

@@ -1,0 +1,175 @@
+"""An exported folder is what transformers expects, for every family: names as it writes them itself, values, logits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.training import make_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.run_folder.archive import CheckpointError
+from ulysses_cli.run_folder.manifest import name_share
+from ulysses_cli.train.export import weights as export
+from ulysses_cli.train.export.check import check_adapter, check_model
+from ulysses_cli.train.telemetry.run_file import make_card
+from ulysses_cli.train.tensor_file import write_tensors
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def make_config(model_type: str) -> Any:
+    values: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 270,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
+    probe = AutoConfig.for_model(model_type)
+    moe = {name: value for name, value in EXPERTS.items() if hasattr(probe, name)}
+    return AutoConfig.for_model(model_type, **values, **moe)
+
+
+def save_as_ranks(tensors: dict[str, torch.Tensor], path: Path, num_ranks: int = 3) -> Path:
+    """A checkpoint as ranks would write it, each a run of every flattened parameter."""
+    path.mkdir(parents=True)
+    files = {}
+    for rank in range(num_ranks):
+        shards, written = [], []
+        for name, tensor in tensors.items():
+            flat = tensor.float().reshape(-1)
+            width = -(-len(flat) // num_ranks)
+            part = flat[rank * width : (rank + 1) * width]
+            if len(part):
+                shards.append([f"model.{name}", list(tensor.shape), rank * width, len(part)])
+                written.append((f"model.{name}|master", part))
+        write_tensors(path / name_share(rank), written, {"shards": json.dumps(shards)})
+        content = (path / name_share(rank)).read_bytes()
+        files[name_share(rank)] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    files["state.json"] = {"bytes": 0, "sha256": "0" * 64}
+    (path / "manifest.json").write_text(json.dumps({"files": files}))
+    return path
+
+
+def read_names(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    return names
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_a_family_is_exported_as_transformers_saves_it(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    config = make_config(model_type)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "theirs")
+    checkpoint = save_as_ranks(dict(model.named_parameters()), tmp_path / "step-1")
+    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 100_000)
+    said: list[str] = []
+    folder = export.export_model(
+        checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
+        dtype=torch.float32, card="a card", step=1,
+        check=lambda to: said.append(check_model(checkpoint, to, config, torch.float32, lambda _: None)),
+    )  # fmt: skip
+    assert re.fullmatch(r"\d+ tensors and the logits of a probe equal the trained model's", said[0])
+    assert read_names(folder) == read_names(tmp_path / "theirs")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_an_export_that_differs_is_refused(tmp_path: Path) -> None:
+    config = make_config("qwen3")
+    model = AutoModelForCausalLM.from_config(config)
+    checkpoint = save_as_ranks(dict(model.named_parameters()), tmp_path / "step-1")
+    with torch.no_grad():
+        model.model.norm.weight[3] += 1e-3
+    model.save_pretrained(tmp_path / "wrong")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight differs from the checkpoint"):
+        check_model(checkpoint, tmp_path / "wrong", config, torch.float32, lambda _: None)
+
+
+def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    config = make_config("llama")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}  # the run stretched positions
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", config=config)
+    settings = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(base, settings)
+    trained = {name: p for name, p in base.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.normal_()
+    checkpoint = save_as_ranks(trained, tmp_path / "step-1")
+    recipe = make_recipe("lora.r=4").model_dump(mode="json")
+    recipe["model"] |= {"name_or_path": str(tmp_path / "base"), "config": None}
+    shape = read_model_shape(config.to_dict(), "base")
+    said: list[str] = []
+    folder = export.export_model(
+        checkpoint, tmp_path / "ours", config=base.config, tokenizer=make_bytes_tokenizer(),
+        adapter_config=adapted.peft_config["default"], dtype=torch.float32,
+        card=make_card(recipe, "mine", shape, shape.vocab_size), step=1,
+        check=lambda to: said.append(check_adapter(checkpoint, to, torch.float32)),
+    )  # fmt: skip
+    assert said == [f"{len(trained)} tensors equal the checkpoint's"]
+    assert not (folder / "config.json").exists()
+    monkeypatch.chdir(folder)
+    found: dict[str, Any] = {}
+    card = (folder / "README.md").read_text()
+    assert str(tmp_path) not in card, "a folder of this machine is nobody else's to know"
+    code = card.split("```python\n")[1].split("```")[0]
+    exec(code.replace("the base model's folder", str(tmp_path / "base")), found)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(found["model"].eval()(ids).logits, adapted.eval()(ids).logits)
+
+
+def test_a_model_that_is_replaced_is_whole_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of an older one go after it has lost the name."""
+    model, beside = tmp_path / "model", tmp_path / "model.writing"
+    for folder in (model, beside):
+        (folder / "part").mkdir(parents=True)
+        (folder / "part" / "file").write_text(folder.name)
+    removed: list[str] = []
+    remove = export.shutil.rmtree
+
+    def rmtree(path: Path, **options: Any) -> None:
+        removed.append(path.name)
+        assert not model.exists() or len(list(model.rglob("*"))) == 2
+        remove(path, **options)
+
+    monkeypatch.setattr(export.shutil, "rmtree", rmtree)
+    export.put_folder(beside, model)
+    assert "model" not in removed
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (model / "part" / "file").read_text() == "model.writing"
+
+
+def test_an_export_that_fails_leaves_nothing_and_takes_nothing_away(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        export.export_model(
+            save_as_ranks({}, tmp_path / "step-1"), tmp_path / "model", config=make_config("qwen3"),
+            tokenizer=make_bytes_tokenizer(), adapter_config=None, dtype=torch.float32, card="", step=1,
+        )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step-1"]

@@ -1,0 +1,90 @@
+"""A checkpoint exported without its run: merged, as adapters, and without running anyone's code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from support.training import make_recipe
+from test_export import make_config, save_as_ranks
+from transformers import AutoModelForCausalLM
+
+from ulysses_cli.report.resolved_plan import describe_plan, format_plan
+from ulysses_cli.train.export.job import ExportError, ExportJob
+from ulysses_cli.validate import validate_recipe
+
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+Path({marker!r}).touch()
+from transformers import Qwen3Config
+class MineConfig(Qwen3Config):
+    model_type = "mine"
+"""
+
+
+def make_run(tmp_path: Path, model_type: str) -> tuple[Path, dict[str, Any], Any]:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(make_config(model_type))
+    model.save_pretrained(tmp_path / "base", max_shard_size="60KB")
+    recipe = make_recipe("model.config=null", f"model.name_or_path={tmp_path / 'base'}", "lora.r=4", "lora.alpha=8")
+    adapted = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"), autocast_adapter_dtype=False
+    )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.normal_(std=0.1)
+    checkpoint = save_as_ranks(trained, tmp_path / "run" / "checkpoints" / "step-1")
+    return checkpoint, {"step": 1, "recipe": recipe.model_dump(mode="json")}, adapted
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_adapters_are_exported_merged_or_alone(tmp_path: Path, model_type: str, is_merged: bool) -> None:
+    checkpoint, state, adapted = make_run(tmp_path, model_type)
+    said: list[str] = []
+    job = ExportJob(checkpoint, state, None, is_merged, trusts_code=False)
+    result = job.run(tmp_path / "to", said.append)
+    assert "logits" in result["checked"] if is_merged else "tensors equal" in result["checked"]
+    if is_merged:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "to")
+    else:
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        loaded = PeftModel.from_pretrained(base, tmp_path / "to")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        ours, right = (one.eval()(ids, use_cache=False).logits for one in (loaded, adapted))
+    torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
+    assert "lora" in (tmp_path / "to" / "README.md").read_text()
+    with pytest.raises(ExportError, match="is there already"):
+        job.run(tmp_path / "to", said.append)
+
+
+def test_code_of_a_model_runs_only_when_this_command_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    checkpoint, state, _ = make_run(tmp_path, "qwen3")
+    file = tmp_path / "base" / "config.json"
+    content = json.loads(file.read_text()) | {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}
+    file.write_text(json.dumps(content))
+    marker = tmp_path / "the code ran"
+    (tmp_path / "base" / "mine.py").write_text(CODE.format(marker=str(marker)))
+    state["recipe"]["model"]["trust_remote_code"] = True  # as the run was allowed
+    with pytest.raises(ExportError, match="its code may run here with --trust-remote-code"):
+        ExportJob(checkpoint, state, None, True, trusts_code=False)
+    assert not marker.exists()
+    ExportJob(checkpoint, state, None, False, trusts_code=True)
+    assert marker.exists()
+
+
+def test_trust_is_shown_when_it_is_on(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "tiny-cpu.yaml"
+    words = {on: format_plan(describe_plan(validate_recipe(str(recipe), [f"model.trust_remote_code={on}"])))
+             for on in ("true", "false")}  # fmt: skip
+    line = "trust       model.trust_remote_code is on: Python code that comes with the model runs here"
+    assert line in words["true"].splitlines()
+    assert "trust " not in words["false"].partition("defaults")[0]

@@ -1,0 +1,67 @@
+"""DeepSpeed's Adam for the host remembers powers of its betas; a run that goes on must not depend on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ulysses_cli.train.optimizer.states import forget_powers
+
+BETAS = (0.85, 0.97)
+NUM_STEPS = 12
+
+
+def make(weight: torch.Tensor, forgets: bool) -> tuple[Any, torch.nn.Parameter]:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = DeepSpeedCPUAdam([parameter], lr=0.01, betas=BETAS, eps=1e-8, weight_decay=0.1, adamw_mode=True)
+    if forgets:
+        optimizer.register_step_pre_hook(forget_powers)
+    return optimizer, parameter
+
+
+def go_on(optimizer: Any, parameter: torch.nn.Parameter, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+
+def resume(forgets: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> weights of a run without a stop, and of one that was stopped after each step and went on in a new process."""
+    torch.manual_seed(99)
+    start = torch.randn(4096)
+    whole, right = make(start, forgets)
+    go_on(whole, right, range(NUM_STEPS))
+    _, parameter = make(start, forgets)
+    state: dict[str, Any] = {}
+    for step in range(NUM_STEPS):
+        optimizer, parameter = make(parameter.data, forgets)
+        optimizer.state[parameter] = state
+        go_on(optimizer, parameter, range(step, step + 1))
+        state = optimizer.state[parameter]
+    return right.data, parameter.data
+
+
+@pytest.mark.check
+def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped() -> None:
+    right, ours = resume(forgets=True)
+    assert torch.equal(ours, right)
+    right, theirs = resume(forgets=False)
+    assert not torch.equal(theirs, right), "DeepSpeed keeps no powers any more: forget_powers has no purpose"
+    assert torch.allclose(theirs, right)
+
+
+@pytest.mark.check
+def test_the_bits_are_those_of_adamw_to_rounding() -> None:
+    torch.manual_seed(99)
+    start = torch.randn(4096)
+    optimizer, parameter = make(start, forgets=True)
+    right = torch.nn.Parameter(start.clone())
+    reference = torch.optim.AdamW([right], lr=0.01, betas=BETAS, eps=1e-8, weight_decay=0.1)
+    go_on(optimizer, parameter, range(NUM_STEPS))
+    go_on(reference, right, range(NUM_STEPS))
+    assert torch.allclose(parameter, right, rtol=1e-5, atol=1e-6)

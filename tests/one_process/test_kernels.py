@@ -1,0 +1,291 @@
+"""Kernels on one process: the chooser, refusals, shapes under fake tensors, and what the counters see."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.attention import Problem, compute_reference, make_tensors
+from support.tiers import count_examples, sample
+from torch import library
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ulysses_cli.plan.attention import BACK_ENDS, Need, list_able
+from ulysses_cli.plan.layout import list_divisors
+from ulysses_cli.train.attention import exchange
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.heads import plan_heads
+from ulysses_cli.train.attention.kernels import blockwise, flex, operators
+from ulysses_cli.train.attention.kernels.choice import KernelWorkload, choose_kernel
+from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.ulysses import ulysses_attention
+from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+
+CPU = torch.device("cpu")
+NEEDS = [
+    Need(64, dtype="float32"),
+    Need(128, has_window=True),
+    Need(256, has_window=True, has_softcap=True),
+    Need(64, has_window=True, has_sinks=True, dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("need", NEEDS, ids=str)
+def test_auto_proves_what_it_takes(need: Need) -> None:
+    choice = choose_kernel("auto", need, CPU)
+    assert (choice.name, choice.reason) == ("sdpa", "the only one that runs on a CPU")
+    assert choose_kernel("sdpa", need, CPU).reason == "as the recipe says"
+
+
+def test_kernels_are_timed_on_as_much_of_a_row_as_matters() -> None:
+    assert KernelWorkload((100, 0, 7)).cut() == (100, 7)
+    assert KernelWorkload((30_000, 5_000, 9)).cut() == (30_000, 2_768)
+    assert KernelWorkload((1 << 20,)).cut() == (32_768,)
+
+
+def test_what_a_kernel_cannot_do_names_those_that_can() -> None:
+    with pytest.raises(
+        ValueError, match="attention cudnn runs on cuda only; for this model and device there are: sdpa"
+    ):
+        choose_kernel("cudnn", Need(64), CPU)
+
+
+FAULTS: dict[str, Any] = {
+    "scale": lambda documents, rule: (documents, Rule(rule.scale / 0.7, rule.window_tokens, rule.softcap)),
+    "softcap": lambda documents, rule: (documents, Rule(rule.scale, rule.window_tokens, None)),
+    "window off by one": lambda documents, rule: (
+        documents,
+        Rule(rule.scale, rule.window_tokens and rule.window_tokens + 1, rule.softcap),
+    ),
+    "window in full layers": lambda documents, rule: (
+        documents,
+        Rule(rule.scale, rule.window_tokens or 600, rule.softcap),
+    ),
+    "bounds": lambda documents, rule: (make_documents((documents.num_tokens,)), rule),
+    "bound off by one": lambda documents, rule: (
+        make_documents((documents.lengths[0] + 1, *documents.lengths[2:])),
+        rule,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("fault", [*FAULTS, "nan", "crash", "half a gradient"])
+def test_a_kernel_that_is_wrong_is_not_taken(fault: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe must see a lost scale, softcap, window or bound, a wrong gradient, NaN and a crash."""
+    right = operators.KERNELS["sdpa"]
+    change = FAULTS.get(fault, lambda documents, rule: (documents, rule))
+
+    def forward(q: Any, k: Any, v: Any, documents: Any, rule: Rule) -> Any:
+        if fault == "crash":
+            raise AttributeError("no kernel image is available")
+        out, lse = right.forward(q, k, v, *change(documents, rule))
+        return (out * torch.nan if fault == "nan" else out), lse
+
+    def backward(*args: Any) -> Any:
+        *tensors, documents, rule = args
+        dq, dk, dv = right.backward(*tensors, *change(documents, rule))
+        return dq, (dk / 2 if fault == "half a gradient" else dk), dv
+
+    monkeypatch.setitem(operators.KERNELS, "sdpa", operators.Kernel(forward, backward))
+    need = Need(256, has_window=True, has_softcap=True, has_sinks=True, dtype=dtype)
+    with pytest.raises(ValueError, match=r"no attention kernel is exact here: sdpa (differs|failed)"):
+        choose_kernel("auto", need, CPU)
+
+
+@pytest.mark.parametrize("head_dim", sample([8, 64, 104, 128, 200, 256, 512], quick=[8, 128]))
+def test_an_honest_bfloat16_kernel_passes(head_dim: int) -> None:
+    assert choose_kernel("auto", Need(head_dim, True, True, True), CPU).name == "sdpa"
+    assert choose_kernel("auto", Need(head_dim), CPU).name == "sdpa"
+
+
+def test_every_back_end_has_a_kernel_and_sdpa_serves_all() -> None:
+    assert operators.KERNELS.keys() == BACK_ENDS.keys()
+    for need in NEEDS:
+        assert list_able(need, "cpu") == ["sdpa"]
+        assert "sdpa" in list_able(need, "cuda")
+
+
+LONG_RULES = [Rule(0.3), Rule(0.3, 100), Rule(0.3, None, 2.0), Rule(0.3, 700, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "heads"),
+    sample(product(LONG_RULES, [(4, 4), (4, 2), (6, 1)]), quick=[(LONG_RULES[1], (4, 2))]),
+    ids=str,
+)
+def test_long_documents_cross_blocks(rule: Rule, heads: tuple[int, int]) -> None:
+    """Documents longer than a block of the blockwise kernel, in float64."""
+    problem = Problem(
+        *heads, lengths=(700, 1, 130, 1100), window=rule.window_tokens, softcap=rule.softcap, scale=rule.scale
+    )
+    tensors = make_tensors(problem)
+    expected = compute_reference(problem, tensors)
+    leaves = [tensors[name].clone().requires_grad_() for name in "qkv"]
+    out = ulysses_attention(
+        *leaves, make_documents(problem.lengths), rule, axis=make_sequence_axis(None), kernel="sdpa"
+    )
+    grads = torch.autograd.grad(out, leaves, tensors["dout"])
+    for name, found in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
+        torch.testing.assert_close(found, expected[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.check
+def test_memory_grows_with_tokens_not_with_their_square() -> None:
+    """The largest tensor of a windowed, capped forward and backward over 4 times the tokens is 4 times as large."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = op(*args, **(kwargs or {}))
+            for leaf in torch.utils._pytree.tree_leaves(found):
+                if isinstance(leaf, torch.Tensor):
+                    self.numel = max(self.numel, leaf.numel())
+            return found
+
+    sizes = []
+    for tokens in (4096, 16384):
+        q = torch.randn(tokens, 1, 4)
+        with Largest() as seen:
+            out, lse = blockwise.forward_blocks(q, q, q, Rule(0.5, 64, 2.0))
+            blockwise.backward_blocks(out, q, q, q, out, lse, Rule(0.5, 64, 2.0))
+        sizes.append(seen.numel)
+    assert sizes[0] <= max(4096 * 4, blockwise.BLOCK_TOKENS**2)
+    assert sizes[1] <= max(16384 * 4, blockwise.BLOCK_TOKENS**2)
+
+
+def test_shapes_are_known_without_data() -> None:
+    with FakeTensorMode():
+        q, k = torch.empty(10, 4, 8, requires_grad=False), torch.empty(10, 2, 8)
+        bounds = torch.empty(2, dtype=torch.int32)
+        row = (bounds, (10,), "sdpa", 0.3, None, None)
+        out, lse = operators.attend(q, k, k, None, *row)
+        grads = operators.attend_backward(out, q, k, k, out, lse, *row)
+    assert (out.shape, lse.shape, lse.dtype) == ((10, 4, 8), (4, 10), torch.float32)
+    assert [grad.shape for grad in grads] == [(10, 4, 8), (10, 2, 8), (10, 2, 8)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_flops_count_what_is_looked_at(window: int | None) -> None:
+    """4 FLOPs for each head_dim element of each visible pair forward, 10 backward; masked pairs are not work."""
+    lengths = (5, 9, 1)
+    q = torch.randn(1, 15, 4, 8, requires_grad=True)
+    k = torch.randn(1, 15, 2, 8, requires_grad=True)
+    pairs = sum(min(at + 1, window or length) for length in lengths for at in range(length))
+    with FlopCounterMode(display=False) as counter:
+        out = ulysses_attention(
+            q, k, k, make_documents(lengths), Rule(0.3, window), axis=make_sequence_axis(None), kernel="sdpa"
+        )
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    assert forward == 4 * pairs * 4 * 8
+    assert counter.get_total_flops() - forward == 10 * pairs * 4 * 8
+
+
+def test_documents_are_checked() -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        make_documents((3, 0))
+    with pytest.raises(ValueError, match="must be positive"):
+        make_documents(())
+    with pytest.raises(ValueError, match="32-bit"):
+        make_documents((2**31,))
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+def test_flex_looks_where_it_may(window: int | None) -> None:
+    """Forward on a CPU, where flex has no backward: the blocks and the rule inside them, from bounds alone."""
+    problem = Problem(4, 2, 16, (300, 1, 128, 211), window=window, dtype=torch.float32, softcap=2.0)
+    tensors = make_tensors(problem)
+    documents, rule = make_documents(problem.lengths), Rule(problem.scale, window, 2.0)
+    out, _ = flex.forward_flex(*(tensors[name][0] for name in "qkv"), documents, rule)
+    expected = compute_reference(problem, tensors)["out"][0]
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def call(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    documents = make_documents((tensors[0].size(1),))
+    return ulysses_attention(*tensors, documents, Rule(0.3, **options), axis=make_sequence_axis(None), kernel="sdpa")
+
+
+def test_strides_change_nothing() -> None:
+    q, k, v = (torch.randn(1, 20, 4, 8) for _ in range(3))
+    expected = call(q, k, v)
+    for index in range(3):
+        parts = [q, k, v]
+        parts[index] = parts[index].transpose(2, 3).contiguous().transpose(2, 3)
+        assert torch.equal(call(*parts), expected)
+
+
+def test_inputs_that_do_not_belong_together_are_refused() -> None:
+    q = torch.randn(1, 20, 4, 8)
+    with pytest.raises(ValueError, match=r"k is torch.float64 .* it must be torch.float32"):
+        call(q, q.double(), q)
+    with pytest.raises(ValueError, match=r"v is torch.float32 \[1, 19, 4, 8\]"):
+        call(q, q, q[:, :19])
+
+
+@pytest.mark.parametrize("options", [{}, {"window_tokens": 5}, {"softcap": 2.0}], ids=str)
+def test_autocast_does_not_reach_inside(options: dict[str, Any]) -> None:
+    q = torch.randn(1, 40, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = call(q, q, q, **options)
+    assert torch.equal(inside, call(q, q, q, **options))
+
+
+def test_frozen_inputs_and_second_derivatives() -> None:
+    q, k, v = (torch.randn(1, 12, 4, 8, requires_grad=name == "v") for name in "qkv")
+    call(q, k, v).sum().backward()
+    assert q.grad is None
+    assert v.grad is not None
+    (grad,) = torch.autograd.grad(call(q, k, v).square().sum(), v, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.check
+def test_the_operators_keep_torchs_rules() -> None:
+    """Fakes agree with the real thing in shape, dtype and strides; nothing is aliased or changed in place."""
+    q, k = torch.randn(16, 4, 8), torch.randn(16, 2, 8)
+    joined = torch.randn(16, 8, 8)
+    row = (torch.tensor([0, 9, 16], dtype=torch.int32), [9, 7], "sdpa", 0.3, None, None)
+    for sinks in (None, torch.randn(4)):
+        library.opcheck(torch.ops.ulysses.attend, (q, k, k, sinks, *row))
+        library.opcheck(torch.ops.ulysses.attend, (joined[:, :4], joined[:, 4:6], joined[:, 6:], sinks, *row))
+    out, lse = operators.attend(q, k, k, None, *row)
+    library.opcheck(torch.ops.ulysses.attend_backward, (out, q, k, k, out, lse, *row))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    sp_size, num_chunks = draw(st.integers(2, 12)), draw(st.integers(1, 4))
+    heads = sp_size * num_chunks * draw(st.integers(1, 4))
+    return heads, draw(st.sampled_from(list_divisors(heads))), sp_size, num_chunks
+
+
+@settings(max_examples=count_examples(300))
+@given(plans())
+def test_every_rank_gets_its_heads_and_gives_them_back(plan: tuple[int, int, int, int]) -> None:
+    """Packing and unpacking for any number of ranks, against loops over single heads."""
+    heads, kv_heads, sp_size, num_chunks = plan
+    whole = torch.arange(2 * 3 * kv_heads * 5, dtype=torch.float64).view(2, 3, kv_heads, 5)
+    head_plan = plan_heads(heads, kv_heads, sp_size, num_chunks)
+    back = torch.zeros_like(whole)
+    times = torch.zeros(kv_heads)
+    for chunk in head_plan.chunks:
+        widths = [span.num_heads for span in chunk.keys]
+        segments = exchange._split(torch.zeros(sum(widths) * 30, dtype=torch.float64), widths, 2, 3, 5)
+        exchange._pack(whole, segments, chunk.keys, [0] * sp_size)
+        for rank, span in enumerate(chunk.keys):
+            assert torch.equal(segments[rank], whole[:, :, span.start : span.stop])
+            times[span.start : span.stop] += 1
+        exchange._unpack(back, segments, chunk.keys, [0] * sp_size, add=True)
+        needed = {head * kv_heads // heads for span in chunk.queries for head in range(*span)}
+        assert needed == {key for span in chunk.keys for key in range(*span)}
+    assert torch.equal(back, whole * times[None, None, :, None])

@@ -1,0 +1,364 @@
+"""Memory levers on one process: on is off, in float64; how often attention and MLP run; what waits in host memory."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.levers import (
+    LENGTHS,
+    SHAPES,
+    Case,
+    Levers,
+    count_attention,
+    make_loss_model,
+    make_row,
+    measure_difference,
+    run_alone,
+)
+from support.tiers import count_examples
+from torch import Tensor, nn
+
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.memory import offload
+from ulysses_cli.train.memory.checkpointing import checkpoint_layers, list_layers
+from ulysses_cli.train.memory.offload import LEFT_FREE_BYTES, HostPool, Offloader
+from ulysses_cli.train.memory.saved_results import SavedResults, keep
+from ulysses_cli.train.memory.tiled_mlp import TiledBlock, tile_mlps
+from ulysses_cli.train.memory.tiling import split_tokens
+from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+
+ALL = Levers(loss_tile=9, mlp_tiles=5, recompute="keep_attention", offloaded=1, chunks=2)
+# float32 stands in some models' float64 paths (norms, the router's softmax); rounding there depends on the shapes that
+# are computed together, which tiles change.
+TOLERANCE = 1e-6
+
+
+def compare(case: Case, **changes: Any) -> float:
+    import dataclasses
+
+    expected = run_alone(dataclasses.replace(case, levers=Levers()))
+    return max(measure_difference(run_alone(case), expected).values())
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [ALL, pytest.param(Levers(recompute="full", offloaded=9, mlp_tiles=500), marks=pytest.mark.check)],
+    ids=["all", "full"],
+)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_family(kind: str, levers: Levers) -> None:
+    assert compare(Case(kind, levers)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [
+        Levers(loss_tile=1),
+        Levers(loss_tile=1000),
+        Levers(mlp_tiles=64),
+        Levers(mlp_tiles=1000),
+        Levers(recompute="keep_attention"),
+        Levers(recompute="keep_attention", mlp_tiles=3),
+        Levers(recompute="full", mlp_tiles=3),
+        Levers(recompute="keep_attention", offloaded=2, chunks=4),
+    ],
+    ids=str,
+)
+def test_a_lever(levers: Levers) -> None:
+    assert compare(Case("llama", levers)) < 1e-12
+
+
+@pytest.mark.parametrize("lengths", [(1,), (2, 1), (5,)], ids=str)
+def test_a_row_shorter_than_a_tile(lengths: tuple[int, ...]) -> None:
+    assert compare(Case("qwen3_moe", ALL, lengths)) < TOLERANCE
+
+
+@settings(max_examples=count_examples(16))
+@given(
+    st.sampled_from(["llama", "gemma3_text", "qwen3_moe"]),
+    st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    st.builds(
+        Levers,
+        st.sampled_from([None, 1, 6]),
+        st.sampled_from([None, 2, 7]),
+        st.sampled_from(["keep_attention", "full"]),
+        st.sampled_from([None, 0, 1, 2]),
+        st.sampled_from([1, 2]),
+    ),
+)
+def test_any_combination(kind: str, lengths: list[int], levers: Levers) -> None:
+    assert compare(Case(kind, levers, tuple(lengths), z_loss_weight=0.01)) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_adapters(kind: str) -> None:
+    """Also on the head, and on an MLP whose own weights are frozen."""
+    case = Case(kind, ALL, lora=("q_proj", "gate_proj", "down_proj", *(["lm_head"] if kind == "llama" else [])))
+    assert compare(case) < TOLERANCE
+
+
+@pytest.mark.parametrize("levers", [ALL, Levers(mlp_tiles=50, loss_tile=1)], ids=["all", "many tiles"])
+def test_bfloat16_is_bounded(levers: Levers) -> None:
+    """Against float64, the levers may not cost more than half again what bfloat16 itself costs."""
+    import dataclasses
+
+    def measure(case: Case, exact: dict[str, Tensor]) -> float:
+        found = run_alone(case)
+        errors = [(found[name].double() - right).norm() / right.norm() for name, right in exact.items()]
+        return torch.stack(errors).mean().item()
+
+    case = Case("llama", levers, dtype=torch.bfloat16)
+    plain = dataclasses.replace(case, levers=Levers())
+    exact = make_loss_model(plain, make_sequence_axis(None)).double()  # the rounded weights, computed exactly
+    exact(**make_row(LENGTHS), documents=make_documents(LENGTHS)).backward()
+    right = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+    assert measure(case, right) < 1.5 * measure(plain, right) < 0.1
+
+
+class CountedMlps:
+    """How often each layer's MLP runs over all of its tokens, by the tokens that reach its down projection."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tokens = [0 for _ in list_layers(model)]
+        for index, layer in enumerate(list_layers(model)):
+            layer.mlp.down_proj.register_forward_pre_hook(self.make_hook(index))
+
+    def make_hook(self, index: int) -> Any:
+        def count(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self.tokens[index] += args[0].shape[:-1].numel()
+
+        return count
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "mode", "tiles", "attention", "mlps"),
+    [
+        ("llama", "keep_attention", 5, 1, 2),
+        ("llama", "full", 5, 2, 2),
+        ("llama", "keep_attention", None, 1, 2),
+        ("gemma2", "keep_attention", 5, 1, 2),
+        ("gemma3_text", "keep_attention", 5, 1, 2),
+        ("olmo2", "keep_attention", 5, 1, 2),
+        ("phi3", "keep_attention", 5, 1, 2),
+    ],
+)
+def test_work_is_done_once(kind: str, mode: str, tiles: int | None, attention: int, mlps: int, chunks: int) -> None:
+    levers = Levers(recompute=mode, mlp_tiles=tiles, chunks=chunks)
+    model = make_loss_model(Case(kind, levers), make_sequence_axis(None))
+    counted = CountedMlps(model)
+    with count_attention() as calls:
+        model(**make_row(LENGTHS), documents=make_documents(LENGTHS)).backward()
+    num_layers = len(counted.tokens)
+    assert calls[0] == attention * num_layers * chunks
+    assert counted.tokens == [mlps * sum(LENGTHS)] * num_layers
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_has_an_mlp_in_each_layer(kind: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.for_model(
+            kind, num_hidden_layers=3, hidden_size=32, vocab_size=8, pad_token_id=0, num_attention_heads=4
+        )
+        model = AutoModelForCausalLM.from_config(config)
+    whole: list[nn.Module] = []
+    assert tile_mlps(model, lambda _: 2, whole.append) == 3
+    assert len(set(whole)) == 3
+
+
+class Noisy(nn.Module):
+    """An MLP that drops in the middle, and at will after its last linear layer."""
+
+    def __init__(self, has_end: bool) -> None:
+        super().__init__()
+        self.first, self.down_proj, self.drop, self.has_end = nn.Linear(4, 16), nn.Linear(16, 4), nn.Dropout(), has_end
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = self.down_proj(nn.functional.silu(self.drop(self.first(tokens))))
+        return self.drop(out) if self.has_end else out
+
+
+@pytest.mark.parametrize("has_end", [False, True])
+def test_dropout_falls_in_the_backward_as_it_fell_in_the_forward(has_end: bool) -> None:
+    """The slope along a direction, by finite differences with the same seed."""
+    torch.manual_seed(0)
+    block = Noisy(has_end).double()
+    TiledBlock(block, lambda _: 3)
+    hidden, along = torch.randn(1, 10, 4, dtype=torch.float64), torch.randn(1, 10, 4, dtype=torch.float64)
+
+    def run(tokens: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return block(tokens).square().sum()
+
+    leaf = hidden.clone().requires_grad_()
+    total = run(leaf)
+    torch.manual_seed(99)
+    total.backward()
+    state = torch.get_rng_state()
+    slope = (run(hidden + 1e-6 * along) - run(hidden - 1e-6 * along)) / 2e-6
+    torch.testing.assert_close((leaf.grad * along).sum(), slope, rtol=1e-6, atol=1e-8)
+    torch.manual_seed(99)
+    assert torch.equal(torch.get_rng_state(), state), "the backward leaves the generator as it was"
+
+
+def test_several_rows_in_a_batch() -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 4)).double()
+    hidden = torch.randn(3, 7, 4, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(block(hidden).square().sum(), [hidden, *block.parameters()])
+    TiledBlock(block, lambda _: 4)
+    found = torch.autograd.grad(block(hidden).square().sum(), [hidden, *block.parameters()])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_tile_without_an_expert_leaves_its_gradient_zero() -> None:
+    """Every weight gets a gradient on every rank, also an adapter or expert that no token met."""
+
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 4), nn.Parameter(torch.ones(2, 3))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.used(tokens)
+
+    block = Idle()
+    TiledBlock(block, lambda _: 2)
+    block(torch.randn(1, 6, 4)).sum().backward()
+    assert torch.equal(block.idle.grad, torch.zeros(2, 3))  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 50), st.integers(1, 60))
+def test_tiles_cover_all_tokens(tokens: int, tiles: int) -> None:
+    parts = split_tokens(tokens, tiles)
+    assert [at for part in parts for at in range(tokens)[part]] == list(range(tokens))
+    assert len(parts) == min(tiles, tokens)
+    sizes = [part.stop - part.start for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_evaluation_keeps_nothing() -> None:
+    model = make_loss_model(Case("llama", ALL), make_sequence_axis(None))
+    expected = make_loss_model(Case("llama"), make_sequence_axis(None))
+    row, documents = make_row(LENGTHS), make_documents(LENGTHS)
+    with torch.no_grad():
+        for is_training in (True, False):
+            model.train(is_training)
+            torch.testing.assert_close(model(**row, documents=documents), expected(**row, documents=documents))
+        losses = model.loss.per_token(
+            model.model.get_decoder()(
+                input_ids=row["input_ids"], position_ids=row["positions"], documents=documents, use_cache=False
+            ).last_hidden_state,
+            row["labels"],
+        )
+    torch.testing.assert_close(losses.sum(), expected(**row, documents=documents))
+
+
+def test_noise_in_place_is_refused() -> None:
+    model = make_loss_model(Case("mixtral", changes={"router_jitter_noise": 0.1}), make_sequence_axis(None)).model
+    with pytest.raises(ValueError, match="adds noise to its input in place"):
+        tile_mlps(model, lambda _: 2)
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="no layers that can be checkpointed"):
+        checkpoint_layers(nn.Linear(2, 2), "full")
+
+
+def test_results_are_handed_back_once_and_in_order() -> None:
+    kept = SavedResults(Offloader(torch.device("cpu"), 1).make_storage(0))
+    made = []
+
+    def layer() -> list[Tensor]:
+        return [keep(lambda n=n: (made.append(n), (torch.full((2,), n),))[1])[0] for n in (1.0, 2.0)]
+
+    first = kept.call(layer)
+    again = kept.call(layer)
+    assert made == [1.0, 2.0]
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(RuntimeError, match="has had"):
+        kept.call(layer)
+    assert keep(lambda: (torch.ones(1),))[0] == 1
+
+
+def run_with_offload(offloaded: int, num_layers: int = 4) -> tuple[Offloader, int]:
+    """Two steps of a model -> the offloader, and the bytes that one step keeps in host memory."""
+    offloader = Offloader(torch.device("cpu"), offloaded)
+    model = make_loss_model(Case("llama", changes={"num_hidden_layers": num_layers}), make_sequence_axis(None))
+    checkpoint_layers(model.model, "keep_attention", offloader.make_storage)
+    held = []
+    for _ in range(2):
+        model(**make_row(LENGTHS), documents=make_documents(LENGTHS)).backward()
+        held.append(offloader.pool.num_bytes)
+    assert held[0] == held[1], "buffers are used again"
+    return offloader, held[0]
+
+
+def test_host_memory_is_what_layers_keep() -> None:
+    tokens, hidden, heads, dim = sum(LENGTHS), 32, 4, 16
+    kept = [8 * tokens * width for width in (hidden, heads * dim, heads)]  # input, attention's output, log-sum-exp
+    per_layer = sum(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE for num_bytes in kept)
+    assert [run_with_offload(n)[1] for n in (0, 1, 3, 9)] == [0, per_layer, 3 * per_layer, 4 * per_layer]
+
+
+@pytest.mark.check
+def test_a_forward_without_backward_gives_its_buffers_back() -> None:
+    offloader, held = run_with_offload(4)
+    model = make_loss_model(Case("llama", changes={"num_hidden_layers": 4}), make_sequence_axis(None))
+    checkpoint_layers(model.model, "keep_attention", offloader.make_storage)
+    for _ in range(3):
+        model(**make_row(LENGTHS), documents=make_documents(LENGTHS))
+        gc.collect()
+    assert offloader.pool.num_bytes == held
+    offloader.pool.close()
+    assert offloader.pool.num_bytes == 0
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    """Each backward finds the tensors of its own forward."""
+    changes = {"num_hidden_layers": 3}
+    rows = [make_row((9, 4)), make_row((5, 11, 2))]
+    documents = [make_documents((9, 4)), make_documents((5, 11, 2))]
+    grads = []
+    for levers in (Levers(), Levers(recompute="keep_attention", offloaded=2)):
+        model = make_loss_model(Case("llama", levers, changes=changes), make_sequence_axis(None))
+        losses = [model(**row, documents=documents[at]) for at, row in enumerate(rows)]
+        losses[0].backward()
+        (losses[1] * 2).backward()
+        grads.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-14)
+
+
+def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    page, pool = mmap.PAGESIZE, HostPool(is_pinned=False)
+    monkeypatch.setattr(offload, "count_free_bytes", lambda: LEFT_FREE_BYTES + 10 * page - pool.num_bytes)
+    small, large = pool.take(10), pool.take(4 * page - 9)
+    assert (small.numel(), large.numel()) == (page, 4 * page), "whole pages, which can be locked one by one"
+    assert small.data_ptr() % page == large.data_ptr() % page == 0
+    with pytest.raises(MemoryError, match="offload fewer layers"):
+        pool.take(6 * page)
+    pool.give_back(small)
+    pool.give_back(large)
+    assert pool.take(3 * page) is large
+    assert pool.take(5) is small
+    pool.give_back(small)
+    assert pool.take(5 * page).numel() == 5 * page
+    assert pool.num_bytes == 9 * page, "a buffer that is too small makes room"
+
+
+def test_a_second_backward_through_a_layer_is_refused() -> None:
+    model = make_loss_model(Case("llama", Levers(recompute="keep_attention")), make_sequence_axis(None))
+    loss = model(**make_row(LENGTHS), documents=make_documents(LENGTHS))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="has had"):
+        loss.backward()

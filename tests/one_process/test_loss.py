@@ -1,0 +1,84 @@
+"""The loss from hidden states against what the models themselves say, and against cross-entropy as it is defined."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.train.assembly.head import read_head_rule
+from ulysses_cli.train.loss import HeadRule, PlainLoss, apply_rule
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+from test_models import SPECIAL, make_model
+
+CHANGES = {"gemma2": {"final_logit_softcapping": 0.5}, "granite": {"logits_scaling": 3.0}}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_heads_rule_gives_every_familys_own_logits(model_type: str) -> None:
+    assert set(SPECIAL) <= set(FAMILIES)
+    model = make_model(model_type, "eager", **CHANGES.get(model_type, {})).eval()
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        right = model(ids, use_cache=False).logits
+        hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
+        ours = apply_rule(model.get_output_embeddings()(hidden), read_head_rule(model.config, 0.0))
+    assert torch.allclose(ours, right, rtol=1e-12, atol=1e-14)
+
+
+def make_inputs() -> tuple[torch.nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 50, bias=False).double()
+    hidden = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 50, (2, 9))
+    labels[0, 3:] = -100
+    return head, hidden, labels
+
+
+@pytest.mark.parametrize("rule", [HeadRule(), HeadRule(2.0, 3.0), HeadRule(None, 1.0, 0.01), HeadRule(1.0, 0.5, 0.1)])
+def test_a_sum_of_token_losses_and_its_gradients(rule: HeadRule) -> None:
+    head, hidden, labels = make_inputs()
+    total = PlainLoss(head, rule)(hidden, labels)
+    grads = torch.autograd.grad(total, [hidden, head.weight])
+    expected = torch.zeros((), dtype=torch.float64)
+    for row in range(2):
+        for at in range(9):
+            if labels[row, at] == -100:
+                continue
+            logits = head.weight @ hidden[row, at] / rule.divisor
+            if rule.softcap:
+                logits = rule.softcap * torch.tanh(logits / rule.softcap)
+            norm = torch.log(torch.exp(logits).sum())
+            expected = expected + norm - logits[labels[row, at]] + rule.z_loss_weight * norm**2
+    right = torch.autograd.grad(expected, [hidden, head.weight])
+    assert total.item() == pytest.approx(expected.item(), rel=1e-12)
+    for ours, theirs in zip(grads, right, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+    each = PlainLoss(head, rule).per_token(hidden, labels)
+    assert each.shape == labels.shape
+    assert not each.requires_grad
+    plain = PlainLoss(head, HeadRule(rule.softcap, rule.divisor))(hidden, labels)
+    assert each.sum().item() == pytest.approx(plain.item(), rel=1e-12)
+
+
+def test_without_a_target_the_sum_is_zero_and_still_part_of_the_graph() -> None:
+    head, hidden, labels = make_inputs()
+    for rule in (HeadRule(), HeadRule(30.0, 1.0, 0.1)):
+        total = PlainLoss(head, rule)(hidden, torch.full_like(labels, -100))
+        assert total.item() == 0.0
+        for grad in torch.autograd.grad(total, [hidden, head.weight]):
+            assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_half_precision_logits_are_summed_in_float32() -> None:
+    head, hidden, labels = make_inputs()
+    low = PlainLoss(head.bfloat16(), HeadRule())(hidden.detach().bfloat16(), labels)
+    assert low.dtype == torch.float32
+    logits = functional.linear(hidden.detach().bfloat16(), head.weight).flatten(0, 1).float()
+    assert low.item() == functional.cross_entropy(logits, labels.flatten(), reduction="sum").item()

@@ -1,0 +1,49 @@
+"""No pickle of a model folder runs code: one that tries is an error in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.training import CONFIG
+from transformers import AutoConfig
+
+from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained
+
+PACKAGE = Path(__file__).parents[2] / "ulysses_cli"
+
+
+class Payload:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    marker, folder = tmp_path / "the code ran", tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.save({"lm_head.weight": Payload(marker)}, folder / "pytorch_model.bin")
+    making = ModelOptions(AutoConfig.for_model(**CONFIG), torch.float32, "eager")
+    with pytest.raises(BuildError, match=r"model cannot be loaded: its pickle holds more than tensors"):
+        load_pretrained(making, str(folder))
+    assert not marker.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)  # it would have
+    assert marker.exists()
+
+
+def test_nothing_here_unpickles_what_others_wrote() -> None:
+    """prove/ranks/ranks.py reads what its own processes wrote a moment ago, in a folder of its own."""
+    found = {
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        if re.search(r"\bpickle\.loads?\b|torch\.load\(|joblib|allow_pickle=True", file.read_text())
+    }
+    assert found <= {"prove/ranks/ranks.py"}

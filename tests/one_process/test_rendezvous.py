@@ -1,0 +1,188 @@
+"""Launchers that meet: what another key, or none, has written is neither read nor run."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import pickle
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.networks import list_listening
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+)
+
+from ulysses_cli.run_folder.seal import KEY, Seal
+from ulysses_cli.train.processes import rendezvous
+from ulysses_cli.train.processes.rank_store import listen
+from ulysses_cli.train.processes.rendezvous import MeetingError, SealedBackend, SealedStore, make_handler, open_store
+
+OURS, THEIRS = Seal("o" * 40), Seal("t" * 40)
+TIMEOUT = timedelta(seconds=20)
+
+
+class Payload:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return io.open, (str(self.file), "w")
+
+
+def read_state(backend: RendezvousBackend) -> None:
+    settings = RendezvousSettings("x", 1, 1, RendezvousTimeout(), timedelta(seconds=5), 3)
+    _BackendRendezvousStateHolder(backend, settings).sync()
+
+
+def test_a_state_that_somebody_else_has_written_is_not_unpickled(tmp_path: Path) -> None:
+    """torch's own backend unpickles it, so that the attack is one."""
+    evil, store = pickle.dumps(Payload(tmp_path / "ran")), dist.HashStore()
+    plain, sealed = C10dRendezvousBackend(store, "x"), SealedBackend(store, OURS, "x")
+    store.set("torch.rendezvous.x", base64.b64encode(evil).decode())
+    with pytest.raises(AttributeError):  # what the payload leaves is no state
+        read_state(plain)
+    assert (tmp_path / "ran").exists()
+    (tmp_path / "ran").unlink()
+    for text in (evil, base64.b64encode(evil), base64.b64encode(THEIRS.close("rendezvous", evil)), b"\xff", b""):
+        store.set(sealed.key, text)
+        with pytest.raises(MeetingError, match="was not written by this run"):
+            read_state(sealed)
+    sealed_elsewhere = base64.b64encode(OURS.close("a value gathered from all ranks", evil))
+    store.set(sealed.key, sealed_elsewhere)
+    with pytest.raises(MeetingError):
+        read_state(sealed)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_state_is_set_when_its_reader_knows_what_stands_there() -> None:
+    store = dist.HashStore()
+    first, second = SealedBackend(store, OURS, "x"), SealedBackend(store, OURS, "x")
+    assert first.get_state() is None
+    one = first.set_state(b"one")
+    assert one is not None
+    assert (one[0], one[2]) == (b"one", True)
+    late = second.set_state(b"two")
+    assert late is not None
+    assert (late[0], late[2]) == (b"one", False), "there is a state already"
+    two = second.set_state(b"two", late[1])
+    assert two is not None
+    assert two[2]
+    stale = first.set_state(b"three", one[1])
+    assert stale is not None
+    assert (stale[0], stale[2]) == (b"two", False)
+    assert first.get_state() == two[:2]
+
+
+def test_what_launchers_tell_each_other_belongs_to_its_key_and_its_round() -> None:
+    store = dist.HashStore()
+    ours = SealedStore(store, OURS, "round 1")
+    ours.multi_set(["a", "b"], ["1", b"\xff"])
+    assert ours.multi_get(["a", "b"]) == [b"1", b"\xff"]
+    assert ours.add("count", 2) == 2
+    store.set("b", store.get("a"))
+    for other, key in ((ours, "b"), (SealedStore(store, THEIRS, "round 1"), "a"), (SealedStore(store, OURS, "2"), "a")):
+        with pytest.raises(MeetingError, match="was not written by a launcher of this run"):
+            other.get(key)
+    with pytest.raises(AttributeError):
+        ours.append("a", "x")
+
+
+def test_a_launcher_waits_no_longer_when_the_meeting_is_spoilt() -> None:
+    store, told = dist.HashStore(), list[MeetingError]()
+    backend = SealedBackend(store, OURS, "x", told.append)
+    launchers = SealedStore(store, OURS, "round 1", backend.get_state)
+    with pytest.raises(dist.DistStoreError, match="waited in vain for the others"):
+        launchers.wait(["the others"], timedelta(seconds=0.1))
+    store.set(backend.key, "spoilt")
+    with pytest.raises(MeetingError):
+        launchers.wait(["the others"], TIMEOUT)
+    assert len(told) == 1
+    store.set("the others", "here")
+    launchers.wait(["the others"], TIMEOUT)
+
+
+def find_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Machines:
+    """Launchers of one run in threads, each with its rank, and what they find."""
+
+    def __init__(self) -> None:
+        self.port, self.found, self.done = find_port(), queue.Queue[Any](), threading.Event()
+
+    def start(self, *node_ranks: int) -> None:
+        for node_rank in node_ranks:
+            threading.Thread(target=self._join, args=(node_rank,), daemon=True).start()
+
+    def _join(self, node_rank: int) -> None:
+        """By their addresses, the master would be the last."""
+        address = f"10.0.0.{node_rank}" if node_rank else "127.0.0.1"
+        endpoint = f"127.0.0.1:{self.port}"
+        params = RendezvousParameters("ulysses", endpoint, "x", 2, 2, local_addr=address, node_rank=node_rank)
+        try:
+            made = make_handler(params, lambda _: None).next_rendezvous()
+        except Exception as error:  # noqa: BLE001 - for the test to judge
+            self.found.put(error)
+            return
+        made.store.set(f"of {made.rank}", str(made.rank))
+        self.found.put((node_rank, made.rank, made.world_size, made.store.get(f"of {1 - made.rank}")))
+        self.done.wait(60)
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    monkeypatch.setenv(KEY, OURS.key)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    made = Machines()
+    yield made
+    made.done.set()
+
+
+def test_machines_with_one_key_meet_in_their_order_and_another_is_refused(machines: Machines) -> None:
+    machines.start(1, 0)
+    assert sorted(machines.found.get(timeout=60) for _ in range(2)) == [(0, 0, 2, b"1"), (1, 1, 2, b"0")]
+    with pytest.raises(MeetingError, match=f"another key than the run at 127.0.0.1:{machines.port}") as refused:
+        open_store(f"127.0.0.1:{machines.port}", THEIRS, None)
+    assert "ULYSSES_RUN_KEY" in refused.value.hint
+
+
+def test_two_machines_with_one_rank_are_told(machines: Machines) -> None:
+    master = open_store(f"127.0.0.1:{machines.port}", OURS, "127.0.0.1")
+    machines.start(1, 1)
+    assert str(machines.found.get(timeout=60)) == "two machines say --node-rank 1"
+    assert master.port == machines.port
+
+
+def test_what_is_no_master_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.5)
+    with pytest.raises(MeetingError, match=r"nothing answers at 127.0.0.1:[0-9]+ within"):
+        open_store(f"127.0.0.1:{find_port()}", OURS, None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(MeetingError, match="is no master of a run"):
+            open_store(f"127.0.0.1:{silent.getsockname()[1]}", OURS, None)
+        with pytest.raises(MeetingError, match=r"no store can listen at .*: Address already in use") as told:
+            open_store(f"x:{silent.getsockname()[1]}", OURS, "127.0.0.1")
+        assert "--master-port" in told.value.hint
+
+
+def test_a_store_listens_at_one_address() -> None:
+    before = set(list_listening(os.getpid()))
+    store = listen("127.0.0.1", 0, TIMEOUT)
+    assert set(list_listening(os.getpid())) - before == {("127.0.0.1", store.port)}

@@ -1,0 +1,38 @@
+"""Room on the disk, counted before a run: what it will still write at its fullest."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ulysses_cli.train.checkpoint.saves import compute_needed_bytes, find_shortage
+
+GIB = 2**30
+
+
+def count(keep: int | None, num_saves: int, num_there: int = 0) -> int:
+    return compute_needed_bytes(10**9, 2 * 10**9, keep, num_saves, num_there)
+
+
+def test_the_fullest_moment_is_counted() -> None:
+    one, model = int(12e9 * 1.01), 2 * 10**9
+    assert count(2, 10) == 3 * one  # a third is written before the oldest goes
+    assert count(2, 1) == one + model  # the model beside the last one
+    assert count(None, 5) == 5 * one + model
+    assert count(2, 10, num_there=2) == one  # a resumed run's are there already
+    assert count(1, 10) == 2 * one
+
+
+@pytest.mark.parametrize(("free", "is_short"), [(40 * GIB, False), (30 * GIB, True)])
+def test_a_disk_that_will_be_full_is_known_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, is_short: bool
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    said = find_shortage(tmp_path / "run", 10**9, 2 * 10**9, 2, 10)
+    assert bool(said) is is_short
+    if is_short:
+        assert "has 30.00 GiB free, checkpoints of 11.18 GiB each and the model will take 33.86 GiB" in said
+        assert "lower run.save_total_limit" in said

@@ -1,0 +1,334 @@
+"""Parts of a run that need no ranks: wishes to stop, buckets of an evaluation, lines, trackers, schedules, the card."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.small_run import CONFIG
+from support.training import make_recipe
+from transformers import get_scheduler
+
+from ulysses_cli.launch.launcher import lock_run
+from ulysses_cli.plan.files.weight_files import find_weight_problem, read_metadata
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe.recipe import Train
+from ulysses_cli.report.page.run_page import make_run_page
+from ulysses_cli.report.run_files import load_run
+from ulysses_cli.report.run_summary import summarize_run
+from ulysses_cli.run_folder.failure_record import keep_room, write_failure_record
+from ulysses_cli.run_folder.line_files import LineFile, cut_lines
+from ulysses_cli.run_folder.run_lock import RunLock
+from ulysses_cli.train.assembly.optimizer import make_schedule
+from ulysses_cli.train.attention.kernels.choice import KernelChoice
+from ulysses_cli.train.evaluation import list_bounds, summarize
+from ulysses_cli.train.guard.stop_conditions import StopConditions
+from ulysses_cli.train.processes.consistency import DisagreementError, compare_machines
+from ulysses_cli.train.processes.cpu_affinity import (
+    bind_to_device,
+    find_near_cores,
+    find_siblings,
+    read_list,
+    take_share,
+)
+from ulysses_cli.train.telemetry.record import MissingTrackerError, Record, make_trackers
+from ulysses_cli.train.telemetry.run_file import make_card
+from ulysses_cli.train.tensor_file import write_tensors
+
+
+def test_the_report_reads_what_a_run_writes_of_its_kernel(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"attention": vars(KernelChoice("sdpa", "the fastest"))}))
+    run = load_run(tmp_path)
+    assert "<td>attention kernel</td><td>sdpa</td><td>the fastest</td>" in make_run_page(run, summarize_run(run))
+
+
+def test_time_and_money_are_wishes_to_stop() -> None:
+    stop = StopConditions(max_hours=2.0, max_cost=30.0, usd_per_hour=16.0)
+    assert stop.name(stop.read_flags()) == ""
+    stop.hours_before = 1.9
+    assert stop.name(stop.read_flags()) == "run.max_cost"  # 1.9 x 16 = 30.4
+    stop.hours_before = 2.1
+    assert stop.name(stop.read_flags()) == "run.max_hours"
+    stop.is_asked = lambda: True
+    assert stop.name(stop.read_flags()) == "a signal"
+    assert StopConditions().read_flags() == (0, 0, 0)
+
+
+def test_buckets_cover_every_position_once() -> None:
+    assert list_bounds(100) == [2048]
+    assert list_bounds(2049) == [2048, 8192]
+    assert list_bounds(1 << 20)[-2:] == [524288, 2097152]
+    bounds = torch.tensor(list_bounds(40_000))
+    positions = torch.tensor([0, 2047, 2048, 8191, 8192, 39_999])
+    assert torch.bucketize(positions, bounds, right=True).tolist() == [0, 0, 1, 1, 2, 3]
+
+
+def test_an_evaluation_is_one_sum_over_one_count() -> None:
+    found = summarize(torch.tensor([[10.0, 4], [0, 0], [2, 2]], dtype=torch.float64), [2048, 8192, 32768])
+    assert found["loss"] == 2.0
+    assert found["perplexity"] == pytest.approx(math.exp(2))
+    assert found["tokens"] == 6
+    assert found["by_position"] == {"0-2K": {"loss": 2.5, "tokens": 4}, "8-32K": {"loss": 1.0, "tokens": 2}}
+    nothing = summarize(torch.zeros(1, 2, dtype=torch.float64), [2048])
+    assert math.isnan(nothing["loss"])
+    assert nothing["by_position"] == {}
+
+
+def test_lines_after_the_resumed_step_and_a_torn_one_are_cut(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    cut_lines(file, 3)
+    lines = LineFile(file)
+    for step in range(1, 6):
+        lines.write({"step": step, "loss": math.nan if step == 2 else 1.0})
+    lines.close()
+    with open(file, "a") as stream:
+        stream.write('{"step": 1, "lo')
+    cut_lines(file, 3)
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in kept] == [(1, 1.0), (2, None), (3, 1.0)]
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, write, room = LineFile(tmp_path / "metrics.jsonl"), os.write, [100]
+
+    def write_some(handle: int, text: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(len(text), room[0])
+        room[0] -= taken
+        return write(handle, text[:taken])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_some)
+        for step in range(1, 11):
+            lines.write({"step": step, "loss": 1.5})
+    assert len((tmp_path / "metrics.jsonl").read_bytes()) == 100
+    lines.write({"step": 11, "loss": 1.5})
+    lines.close()
+    written = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written == list(range(1, 12))
+
+
+def test_last_words_have_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_room(tmp_path, 3)
+    write = Path.write_text
+
+    def write_if_room(file: Path, text: str) -> int:
+        if (tmp_path / "rank-3.room").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, text)
+
+    monkeypatch.setattr(Path, "write_text", write_if_room)
+    write_failure_record(tmp_path, 3, {"message": "so it ended"})
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-3.error.json"]
+    assert json.loads((tmp_path / "rank-3.error.json").read_text())["message"] == "so it ended"
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def emit(self, event: Any) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.events.append("closed")
+
+
+def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    run = types.SimpleNamespace(log=lambda values, step: told.append((step, values)), finish=lambda: told.append("end"))
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **settings: told.append(settings) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    screen = Screen()
+    record = Record(tmp_path, logging_steps=2)
+    record.open(screen, make_trackers(["wandb"], tmp_path, "mine"))
+    record.start_files(0)
+    record.write_step({"step": 1, "loss": 3.0})  # not a logging step
+    record.write_step({"step": 2, "loss": 2.0, "mfu": None, "step_parts": {"mlp": 1.0}})
+    record.write_eval({"step": 2, "loss": 2.5, "by_position": {}})
+    record.close()
+    assert told == [
+        {"project": "ulysses", "name": "mine", "dir": str(tmp_path)},
+        (2, {"train/loss": 2.0}),
+        (2, {"eval/loss": 2.5}),
+        "end",
+    ]
+    assert [event["event"] for event in screen.events[:-1]] == ["step", "eval"]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 2
+
+
+def test_a_tracker_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingTrackerError, match=r"wandb is not installed .*pip install ulysses-cli\[wandb\]"):
+        make_trackers(["wandb"], tmp_path, "mine")
+
+
+def test_ranks_without_a_display_say_nothing(tmp_path: Path) -> None:
+    record = Record(tmp_path)
+    record.start_files(0)
+    record.write_step({"step": 1})
+    record.say("hello")
+    record.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("constant", {}),
+        ("constant_with_warmup", {}),
+        ("inverse_sqrt", {"timescale": 7.0}),
+        ("polynomial", {"lr_end": 1e-4, "power": 2.0}),
+        ("cosine_with_min_lr", {"min_lr": 1e-4}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 5.0}),
+    ],
+)
+def test_the_schedule_is_transformers_own(name: Any, special: dict[str, float]) -> None:
+    warmup = 0 if name == "constant" else 4
+    train = Train(learning_rate=0.01, lr_scheduler_type=name, lr_scheduler_kwargs=special, warmup_steps=warmup)
+    ours = make_schedule(train, 20)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    whole = {key: int(value) if key in ("num_decay_steps", "timescale") else value for key, value in special.items()}
+    scheduler = get_scheduler(name, optimizer, warmup, 20, whole)
+    for step in range(20):
+        assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-15), step
+        optimizer.step()
+        scheduler.step()
+
+
+def test_a_warm_up_as_a_share_of_all_steps() -> None:
+    ours = make_schedule(Train(learning_rate=1.0, warmup_ratio=0.25, lr_scheduler_type="constant_with_warmup"), 16)
+    assert [ours(step) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_the_card_holds_the_whole_recipe() -> None:
+    recipe = make_recipe("lora.r=4").model_dump(mode="json")
+    shape = read_model_shape(CONFIG, "test")
+    card = make_card(recipe, "mine", shape, shape.vocab_size)
+    _, front, text = card.split("---\n", 2)
+    assert yaml.safe_load(front) == {"library_name": "peft"}
+    assert yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]) == recipe
+
+
+def test_cores_near_a_device_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
+    assert read_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (tmp_path / "0000:1b:00.0" / "local_cpulist").write_text("2-3\n")
+    assert find_near_cores("0000:1b:00.0", tmp_path) == {2, 3}
+    assert find_near_cores("0000:1c:00.0", tmp_path) == set()
+    allowed = os.sched_getaffinity(0)
+    assert bind_to_device(torch.device("cpu")) == len(allowed)
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_ranks_of_one_socket_share_its_cores_and_no_core_has_two_of_them(tmp_path: Path) -> None:
+    """Two sockets of eight cores with two threads each, four GPUs at either."""
+    for core in range(32):
+        (tmp_path / f"cpu{core}" / "topology").mkdir(parents=True)
+        twins = f"{core % 16},{core % 16 + 16}\n"
+        (tmp_path / f"cpu{core}" / "topology" / "thread_siblings_list").write_text(twins)
+    sockets = [{*range(8), *range(16, 24)}, {*range(8, 16), *range(24, 32)}]
+    near = [sockets[gpu // 4] for gpu in range(8)]
+    shares = [take_share(near, gpu, lambda core: find_siblings(core, tmp_path)) for gpu in range(8)]
+    assert shares[0] == {0, 1, 16, 17}
+    assert shares[7] == {14, 15, 30, 31}
+    assert sum(map(len, shares)) == len(set().union(*shares)) == 32
+    assert take_share([{0, 1}] * 3, 2, lambda core: {core}) == {0, 1}
+    assert take_share([{0, 1, 2}] * 2, 1, lambda core: {core}) == {1}
+    assert take_share([set(), set()], 1) == set()
+    assert find_siblings(3, tmp_path / "nowhere") == {3}
+
+
+def test_weight_files_that_cannot_be_loaded_are_named_by_their_headers(tmp_path: Path) -> None:
+    assert find_weight_problem(tmp_path) == f"{tmp_path} holds no weights: no *.safetensors"
+    good = tmp_path / "model.safetensors"
+    write_tensors(good, [("a", torch.zeros(64, 64, dtype=torch.bfloat16))], {})
+    assert find_weight_problem(tmp_path) == ""
+    whole = good.read_bytes()
+    good.write_bytes(whole[:-100])
+    assert find_weight_problem(tmp_path).startswith(f"{good} is damaged: ")
+    good.write_bytes(b"\xff" * 100)
+    assert find_weight_problem(tmp_path).startswith(f"{good} is damaged: ")
+    write_tensors(good, [("a", torch.zeros(4)), ("b", torch.zeros(4, dtype=torch.int64))], {})
+    assert find_weight_problem(tmp_path) == f"{good} holds b as I64: quantized weights cannot be trained"
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    assert find_weight_problem(tmp_path) == f"{tmp_path}/x.safetensors is missing, {index.name} names it"
+    index.write_text("[]")
+    assert find_weight_problem(tmp_path).startswith(f"{index} cannot be read: ")
+
+
+def test_machines_that_differ_are_named_with_the_field() -> None:
+    same = {"layout": "a", "torch": "1"}
+    compare_machines([("gpu01", same), ("gpu02", dict(same))])
+    with pytest.raises(DisagreementError, match="gpu02 and gpu01 differ in torch: 2 and 1"):
+        compare_machines([("gpu01", same), ("gpu02", {**same, "torch": "2"})])
+
+
+def test_a_tensor_file_is_read_by_the_library(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    whole = torch.arange(24.0).view(4, 6)
+    given = {
+        "view": whole[1:3],
+        "column": whole[:, 2],
+        "half": torch.tensor([1.5], dtype=torch.bfloat16),
+        "empty": torch.empty(0),
+        "bytes": torch.tensor([1, 2, 255], dtype=torch.uint8),
+    }
+    digest = write_tensors(tmp_path / "x.safetensors", given.items(), {"note": "é"})
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == given.keys()
+    for name, tensor in given.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    assert read_metadata(tmp_path / "x.safetensors") == {"note": "é"}
+    assert len(digest) == 64
+
+
+def test_a_folder_that_is_removed_during_the_run_is_said(tmp_path: Path) -> None:
+    said: list[dict[str, Any]] = []
+
+    class Voice:
+        def emit(self, event: Any) -> None:
+            said.append(dict(event))
+
+        def close(self) -> None: ...
+
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "lock-0").touch()
+    record = Record(run_dir, lock=RunLock(run_dir / "lock-0"))
+    record.open(Voice())
+    record.start_files(0)
+    record.write_step({"step": 1})
+    shutil.rmtree(run_dir)
+    for step in (2, 3):
+        record.write_step({"step": step})
+    (warning,) = [event["message"] for event in said if event["event"] == "warning"]
+    assert warning.startswith(f"{run_dir / 'metrics.jsonl'} was removed while the run goes on: what it held is lost")
+    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
+    with pytest.raises(RecipeError, match="belongs to a run that goes on right now"):
+        lock_run(run_dir, 0)
+    record.close()
+    shutil.rmtree(run_dir)
+    write_failure_record(run_dir / "logs", 0, {"message": "the end"})
+    assert "the end" in (run_dir / "logs" / "rank-0.error.json").read_text()

@@ -1,0 +1,1 @@
+"""What tests share: small models and recipes, rank processes, commands, kill points. Holds no test."""

@@ -1,0 +1,97 @@
+"""Faults for real runs: signals to ranks at chosen moments, damage to what is on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from support import kill_points
+from support.forked import Command
+from support.small_run import make_settings
+
+ROOT = Path(__file__).parents[1]
+TIME_LIMIT = 240.0
+RECIPE = make_settings(
+    parallel={"sp_size": 2},
+    train={"max_steps": 60, "gradient_accumulation_steps": 2},
+    run={"save_steps": 1, "rehearsal": False},
+)
+
+
+class Workshop:
+    """A folder with a recipe, and runs in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+        self.environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+    def start(
+        self, run: str, *words: str, plan: Mapping[str, Any] | None = None, beside: Command | None = None
+    ) -> Command:
+        """`plan`: of a strike. `beside`: the same run's command on another machine."""
+        environ = {**self.environ, kill_points.PLAN: json.dumps(plan)} if plan else dict(self.environ)
+        if beside is not None:
+            environ[kill_points.PIDS] = str(beside.pids.parent)
+        return Command(["train", "r.yaml", f"run.output_dir={run}", *words], self.folder, environ)
+
+    def train(self, run: str, *words: str) -> tuple[int, str]:
+        process = self.start(run, *words)
+        _, err = process.communicate(timeout=TIME_LIMIT)
+        return process.returncode, err
+
+    def count_steps(self, run: str) -> int:
+        file = self.folder / run / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def read_losses(self, run: str) -> dict[int, float]:
+        lines = [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
+        assert len({line["step"] for line in lines}) == len(lines), "a step appears twice"
+        return {line["step"]: line["loss"] for line in lines}
+
+    def read_model(self, run: str) -> bytes:
+        return (self.folder / run / "model" / "model.safetensors").read_bytes()
+
+    def list_checkpoints(self, run: str) -> list[str]:
+        """All that stands in the folder, half done or not."""
+        try:
+            return sorted(os.listdir(self.folder / run / "checkpoints"))
+        except FileNotFoundError:
+            return []
+
+
+def wait_until(process: Command, is_there: Callable[[], bool], pause: float = 0.01) -> bool:
+    """False when the run ended before."""
+    end = time.monotonic() + TIME_LIMIT
+    while not is_there():
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < end
+        time.sleep(pause)
+    return True
+
+
+def damage_newest(run_dir: Path, kind: str, generator: random.Random) -> None:
+    """What a bad disk or a careless hand does to the newest checkpoint."""
+    newest = max((run_dir / "checkpoints").glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
+    shard = newest / f"rank-{generator.randrange(2):05d}.safetensors"
+    if kind == "truncated file":
+        os.truncate(shard, generator.randrange(shard.stat().st_size))
+    elif kind == "flipped byte":
+        content = bytearray(shard.read_bytes())
+        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        shard.write_bytes(content)
+    elif kind == "missing shard":
+        shard.unlink()
+    elif kind == "missing manifest":
+        (newest / "manifest.json").unlink()
+    elif kind == "torn metrics":
+        metrics = run_dir / "metrics.jsonl"
+        os.truncate(metrics, max(1, metrics.stat().st_size - generator.randrange(1, 200)))

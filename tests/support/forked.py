@@ -1,0 +1,203 @@
+"""`python -m MODULE` without the price of its imports: children are forked from a process that has them already.
+
+They are processes like any other: own pid, session, signals, environment, files; only the interpreter's start is left
+out. `ForkedPopen` takes the place of subprocess.Popen, also in the children, so that a command's launcher and the
+launcher's ranks are forked as well. Whoever uses it must not have threads; a test, which may, starts a `Command`.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from support import kill_points, networks
+from ulysses_cli.prove.ranks.rank_server import start_process
+
+PRELOADED = (
+    *("torch", "deepspeed", "peft", "transformers.models.qwen3.modeling_qwen3", "torch.distributed.run"),
+    *("ulysses_cli.train.agent", "ulysses_cli.train.worker", "ulysses_cli.train.failure", "ulysses_cli.commands.train"),
+    *(
+        "ulysses_cli.data.prepare",
+        "ulysses_cli.report.live.progress",
+        "ulysses_cli.plan.rules.check",
+        "ulysses_cli.validate",
+    ),
+)
+on_start: list[Callable[[str, Mapping[str, str]], None]] = []  # called in each child: (module, environment)
+
+
+class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """`[sys.executable, "-m", MODULE, ...]` is forked; any other command is run as always."""
+
+    def _execute_child(  # type: ignore[override]
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
+    ) -> None:
+        *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[:9]
+        umask, start_new_session = rest[13:15]
+        words = [os.fspath(word) for word in args] if not isinstance(args, str) else []
+        words = [word for word in words if word != "-u"]
+        if words[:2] != [sys.executable, "-m"]:
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+            )
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                if start_new_session:
+                    os.setsid()
+                if umask >= 0:
+                    os.umask(umask)
+                _take_files((p2cread, c2pwrite, errwrite), set(pass_fds))
+                _be_new(cwd, env)
+                _run(words[2], words[3:])
+            finally:
+                os._exit(1)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def _take_files(given: Sequence[int], kept: set[int]) -> None:
+    """What exec would close points nowhere: objects of the parent may still close their numbers, and harm nothing."""
+    taken = [os.dup(own if own != -1 else at) for at, own in enumerate(given)]
+    for at, own in enumerate(taken):
+        os.dup2(own, at)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in {*kept, nowhere} and os.path.exists(f"/proc/self/fd/{name}"):
+            os.dup2(nowhere, int(name), inheritable=False)
+
+
+def _be_new(cwd: Any, env: Mapping[str, str] | None) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if cwd is not None:
+        os.chdir(cwd)
+    if env is not None:
+        for name in os.environ.keys() - env.keys():
+            del os.environ[name]
+        os.environ.update(env)
+
+
+def _run(module: str, words: Sequence[str]) -> NoReturn:
+    code: Any = 0
+    sys.argv = [module, *words]
+    try:
+        for call in on_start:
+            call(module, dict(os.environ))
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as an interpreter would
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def preload() -> None:
+    """From here on this process forks. DS_ACCELERATOR and OMP_NUM_THREADS must be set before."""
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    for name in PRELOADED:
+        __import__(name)
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    subprocess_handler.Popen = ForkedPopen
+    # torch notes who called it, for which it looks through every module that is loaded: seconds of each run
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
+
+
+def is_alive(process: int) -> bool:
+    """Any thread of it: the first one may be gone while others still hold its files."""
+    try:
+        states = [
+            file.read_text().rpartition(")")[2].split()[0] for file in Path(f"/proc/{process}/task").glob("*/stat")
+        ]
+    except OSError:
+        return False
+    return any(state not in "ZX" for state in states)
+
+
+class Command:
+    """`python -m ulysses_cli WORDS`, forked from the server that the ranks of tests come from. To its user a Popen
+    whose output is kept in files, so that it may be as long as it likes."""
+
+    def __init__(self, words: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.pids = Path(env.get(kill_points.PIDS) or self.folder.name) / "pids"  # two machines of one run share them
+        env = {**env, kill_points.PIDS: str(self.pids)}
+        self.files = [Path(self.folder.name) / name for name in ("out", "err")]
+        self.process = start_process(_be_command, (list(words), str(cwd), dict(env), list(map(str, self.files))))
+        self.pid = self.process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.process.is_alive():
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def strike(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(kill_points.find_rank(self.pids, rank), number)
+
+    def list_ranks(self) -> list[int]:
+        return [int(file.read_text()) for file in self.pids.glob("[0-9]*")]
+
+    @property
+    def has_struck(self) -> bool:
+        """The plan that it was started with has come to its moment."""
+        return (self.pids / "struck").exists()
+
+    def read_said(self) -> str:
+        """What has come on stderr so far."""
+        return _read(self.files[1])
+
+    def wait(self, timeout: float) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("ulysses", timeout, *map(_read, self.files))
+        return self.process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self.wait(timeout)
+        return _read(self.files[0]), _read(self.files[1])
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
+def _be_command(words: Sequence[str], cwd: str, env: Mapping[str, str], files: Sequence[str]) -> None:
+    for number, file in enumerate(files, 1):
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(handle, number)
+        os.close(handle)
+    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
+    _be_new(cwd, env)
+    if network := env.get(networks.NETWORK):
+        networks.enter(network)
+    preload()
+    on_start.append(kill_points.arm)
+    _run("ulysses_cli", words)

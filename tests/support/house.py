@@ -1,0 +1,176 @@
+"""The law of the house: which room may import which, and the order of the rooms within a room, lowest first."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "ulysses_cli"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_MODULES = 16
+LIGHT = ("plan", "run_folder", "report", "commands")  # never torch, not even inside a function
+HEAVY = {"torch", "transformers", "deepspeed", "datasets", "peft", "numpy", "safetensors", "accelerate"}
+
+# Top-level rooms and files -> what else of the package they may import. `__main__.py` of a room is a child process of a
+# command: it also speaks to people (report) and asks for what a command would hand it (hardware_table).
+MAY_IMPORT: dict[str, set[str]] = {
+    "plan": set(),
+    "run_folder": {"plan"},
+    "data": {"plan"},
+    "train": {"plan", "run_folder", "data"},
+    "prove": {"plan", "data", "train"},
+    "report": {"plan", "validate"},
+    "hub": {"plan"},
+    "hardware_table": {"plan", "hub"},
+    "shipped": {"plan"},
+    "children": {"plan"},
+    "validate": {"plan", "hub"},
+    "launch": {"plan", "run_folder", "children"},
+    "preflight": {"plan", "run_folder", "children", "launch"},
+    "commands": {
+        *("plan", "run_folder", "report", "hub", "hardware_table", "shipped", "children", "validate", "launch"),
+        *("preflight", ""),
+    },
+    "cli": {"plan", "commands", "report", ""},
+    "__main__": {"cli"},
+    "": set(),
+}
+ENTRY_MAY_IMPORT = {"report", "hardware_table"}
+
+# A room's own rooms and files, lowest first: each imports only what stands before it.
+ORDER: dict[str, list[str]] = {
+    "plan": [
+        *(
+            "exit_codes",
+            "bins",
+            "packing",
+            "problem",
+            "layout",
+            "nouns",
+            "files",
+            "hardware",
+            "models",
+            "flops",
+            "levers",
+            "secrets",
+        ),
+        *("recipe", "attention", "ds_config", "resolved", "step_parts", "tiles", "ledger", "rules", "speed", "planner"),
+    ],
+    "run_folder": ["failure_record", "line_files", "manifest", "archive", "resume"],
+    "data": [
+        *("problems", "selection", "sources", "steps", "batching", "transaction", "store", "rows", "packer", "facts"),
+        *("tokenizing", "prepare", "__main__"),
+    ],
+    "train": [
+        *("loss", "processes", "guard", "agent", "telemetry", "tensor_file", "optimizer", "memory", "attention"),
+        *("engine", "train_state", "loop", "evaluation", "hooks", "checkpoint", "rehearsal", "assembly", "export"),
+        *("inputs", "connection", "completion", "worker", "failure", "__main__"),
+    ],
+    "prove": ["ranks", "results", "rows", "doctor", "bench", "trace", "verify", "__main__"],
+    "report": [
+        *("printing", "quantities", "settings", "live", "ledger", "planner", "traced", "resolved_plan", "run_end"),
+        *("data_report", "run_files", "run_summary", "page", "proofs", "sweep"),
+    ],
+}
+
+
+@cache
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def name_module(file: Path) -> str:
+    """`train/attention/heads`, below the package; a room's __init__ is the room."""
+    return file.relative_to(PACKAGE).with_suffix("").as_posix().removesuffix("__init__").rstrip("/")
+
+
+MODULES = {name_module(file): file for file in FILES}
+
+
+def walk_imports(file: Path) -> Iterator[str]:
+    """Every module that a file imports anywhere in it, by its dotted name; `from room import module` is that module."""
+    for node in ast.walk(parse(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports name their package"
+            module = node.module or ""
+            path = module.partition("ulysses_cli")[2].strip(".").replace(".", "/")
+            inner = [alias.name for alias in node.names if f"{path}/{alias.name}".lstrip("/") in MODULES]
+            if module.startswith("ulysses_cli") and inner:
+                yield from (f"{module}.{name}" for name in inner)
+            else:
+                yield module
+
+
+def list_own_imports(file: Path) -> list[str]:
+    """Modules of this package that a file imports."""
+    return [
+        name.partition("ulysses_cli")[2].strip(".").replace(".", "/")
+        for name in walk_imports(file)
+        if name.split(".")[0] == "ulysses_cli"
+    ]
+
+
+def get_top(module: str) -> str:
+    return module.split("/")[0]
+
+
+def get_place(module: str) -> str:
+    """The room or file below a top-level room that a module belongs to."""
+    parts = module.split("/")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def list_upward_arrows() -> list[str]:
+    arrows = []
+    for module, file in MODULES.items():
+        order = ORDER.get(get_top(module))
+        if order is None or not get_place(module):
+            continue
+        for target in list_own_imports(file):
+            if get_top(target) != get_top(module) or get_place(target) == get_place(module):
+                continue
+            if order.index(get_place(target)) > order.index(get_place(module)):
+                arrows.append(f"{module} -> {target}")
+    return arrows
+
+
+def list_circles() -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others, at any place of a file."""
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for module, file in MODULES.items():
+        arrows[module] = {target for target in list_own_imports(file) if target in MODULES and target != module}
+    circles, done = [], set()
+    for module in MODULES:
+        if module in done:
+            continue
+        back = {other for other in _reach(arrows, module) if module in _reach(arrows, other)}
+        if back:
+            circles.append(sorted({module, *back}))
+            done |= back
+    return circles
+
+
+def _reach(arrows: dict[str, set[str]], start: str) -> set[str]:
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for target in arrows[waiting.pop()]:
+            if target not in reached:
+                reached.add(target)
+                waiting.append(target)
+    return reached
+
+
+def count_modules() -> dict[str, int]:
+    """Modules of each folder, its own alone."""
+    counts: dict[str, int] = defaultdict(int)
+    for file in FILES:
+        if file.name != "__init__.py":
+            counts[file.parent.relative_to(ROOT).as_posix()] += 1
+    return dict(counts)

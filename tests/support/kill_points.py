@@ -1,0 +1,224 @@
+"""A strike at an exact moment, from inside: rank 0 sees every file that it opens, renames and removes, and every phase
+that it enters, and there kills the chosen processes or sends them a signal. The product knows nothing of it.
+
+`arm` is called in each forked rank; what it shall do stands in its environment. Each rank writes down its collectives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PLAN, PIDS = "FAULTS_PLAN", "FAULTS_PIDS"
+# when the n-th save is: at its beginning, in each of its stages, or in the step after it
+MOMENTS = ("step", "share", "state", "manifest", "rename", "renamed", "prune", "start")
+STEP_SECONDS, SHARE_SECONDS, MAX_OPENS = 0.4, 0.004, 250
+FINAL = re.compile(r"/step-\d+$")
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """What the fault of a seed is."""
+    generator = random.Random(seed)
+    moment = MOMENTS[seed % len(MOMENTS)]
+    return {
+        "moment": moment,
+        "ranks": generator.choice([[0], [1], [0, 1]]),
+        "ahead": generator.randint(2 if moment == "prune" else 0, 3),  # saves of this start before it
+        "wait": generator.random(),
+        "nth": generator.randint(1, 4 if moment == "prune" else MAX_OPENS),
+    }
+
+
+def arm(module: str, environ: Mapping[str, str]) -> None:
+    """In a rank, before anything else of it."""
+    if module != "ulysses_cli.train" or PIDS not in environ:
+        return
+    pids = Path(environ[PIDS])
+    (pids / "part").mkdir(parents=True, exist_ok=True)
+    part = pids / "part" / environ["RANK"]
+    part.write_text(str(os.getpid()))
+    part.rename(pids / environ["RANK"])
+    write_down_collectives(pids / f"collectives-{environ['RANK']}")
+    if environ["RANK"] == "1":
+        fall_asleep_when_told()
+    if environ["RANK"] == "0" and PLAN in environ and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        plan = json.loads(environ[PLAN])
+        if "phase" in plan:
+            watch_phases(PhaseStrike(plan, pids))
+        else:
+            sys.addaudithook(Strike(plan, pids))
+
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast", "broadcast_object_list"),
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_to_all"),
+)
+
+
+def write_down_collectives(file: Path) -> None:
+    """One line each, before it begins: what this rank is about to do."""
+    import torch
+    import torch.distributed as dist
+
+    log = open(file, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - as long as the rank
+
+    def wrap(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            log.write(f"{name} {[tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]}\n")
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, wrap(name, getattr(dist, name)))
+
+
+def read_collectives(pids: Path) -> list[list[str]]:
+    """Of each rank."""
+    return [file.read_text().splitlines() for file in sorted(pids.glob("collectives-*"))]
+
+
+def list_phases(num_steps: int, evaluated: int, saved: int) -> dict[str, dict[str, Any]]:
+    """The events of a run's life, as plans without who and what. `evaluated`, `saved`: steps with one."""
+    return {
+        "start": {"phase": "reading inputs"},
+        "loading": {"phase": "loading the model"},
+        "rehearsal": {"phase": "rehearsal: evaluation"},
+        "mid-step": {"phase": "micro-step 2", "step": evaluated - 1},
+        "evaluation": {"phase": "evaluation", "step": evaluated},
+        "save": {"phase": "saving", "step": saved},
+        "last save": {"phase": "saving", "step": num_steps},
+        "last evaluation": {"phase": "evaluation", "step": num_steps},
+        "export": {"phase": "writing the model"},
+        "check of the export": {"phase": "loading what was exported"},
+    }
+
+
+def watch_phases(note: Callable[[str, int | None], None]) -> None:
+    """Each phase of the run and of a step, when it is entered, and the steps done by then."""
+    from ulysses_cli.train.telemetry.record import Record
+    from ulysses_cli.train.train_state import TrainState
+
+    for kind in (TrainState, Record):
+        plain = kind.__setattr__
+
+        def set_attribute(self: Any, name: str, value: Any, plain: Any = plain) -> None:
+            plain(self, name, value)
+            if name == "phase":
+                note(value, getattr(self, "step", None))
+
+        kind.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+
+
+class PhaseStrike:
+    """Strikes once, when a phase whose name begins so is entered, after the plan's step if it names one. `who`: all,
+    one, agent or command."""
+
+    def __init__(self, plan: Mapping[str, Any], pids: Path) -> None:
+        self.plan, self.pids, self.is_done = plan, pids, False
+
+    def __call__(self, phase: str, step: int | None) -> None:
+        if self.is_done or not phase.startswith(self.plan["phase"]) or self.plan.get("step") not in (None, step):
+            return
+        self.is_done = True
+        (self.pids / "struck").touch()
+        for process in self.find():
+            os.kill(process, self.plan["signal"])
+
+    def find(self) -> list[int]:
+        agent = os.getppid()
+        match self.plan["who"]:
+            case "all":  # this one last
+                return [find_rank(self.pids, rank) for rank in reversed(range(int(os.environ["WORLD_SIZE"])))]
+            case "one":
+                return [find_rank(self.pids, 1)]
+            case "agent":
+                return [agent]
+        return [int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])]
+
+
+def fall_asleep_when_told() -> None:
+    """A rank that hangs where it reads its rows, once it has had SIGUSR2."""
+    from ulysses_cli.train import loop
+
+    told: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: told.append(number))
+    read = loop.read_micro_batch
+
+    def read_slowly(*args: Any) -> Any:
+        if told:
+            time.sleep(10**6)
+        return read(*args)
+
+    loop.read_micro_batch = read_slowly
+
+
+def find_rank(pids: Path, rank: int) -> int:
+    end = time.monotonic() + 60
+    while not (pids / str(rank)).exists():
+        assert time.monotonic() < end, f"rank {rank} never started"
+        time.sleep(0.005)
+    return int((pids / str(rank)).read_text())
+
+
+class Strike:
+    """An audit hook: (event, its arguments)."""
+
+    def __init__(self, plan: Mapping[str, Any], pids: Path) -> None:
+        self.plan, self.pids = plan, pids
+        self.num_saves, self.num_seen, self.is_pruning, self.is_done = 0, 0, False, False
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.is_done or event not in ("open", "os.rename", "os.remove", "shutil.rmtree"):
+            return
+        path = str(args[0])
+        target = str(args[1]) if event == "os.rename" else ""
+        is_named = bool(FINAL.search(target)) and ".writing" in path
+        if self.plan["moment"] == "start":
+            self.num_seen += event == "open"
+            if self.num_seen >= self.plan["nth"]:
+                self.kill()
+        elif self.num_saves >= self.plan["ahead"] and self.is_moment(event, path, target, is_named):
+            self.kill()
+        if is_named:
+            self.num_saves += 1
+            if self.plan["moment"] == "step" and self.num_saves > self.plan["ahead"]:
+                self.kill_after(STEP_SECONDS)
+
+    def is_moment(self, event: str, path: str, target: str, is_named: bool) -> bool:
+        is_written = event == "open" and ".writing/" in path
+        match self.plan["moment"]:
+            case "share":
+                if is_written and path.endswith(".safetensors"):
+                    self.kill_after(SHARE_SECONDS)
+            case "state" | "manifest" as name:
+                return is_written and path.endswith(f"{name}.json")
+            case "rename":
+                return is_named
+            case "renamed":  # the folder is synced after its checkpoint has its name
+                return event == "open" and path.endswith("/checkpoints") and self.num_saves > self.plan["ahead"]
+            case "prune":
+                self.is_pruning = self.is_pruning or target.endswith(".gone")
+                self.num_seen += self.is_pruning
+                return self.num_seen >= self.plan["nth"]
+        return False
+
+    def kill_after(self, most: float) -> None:
+        if not self.is_done:
+            self.is_done = True
+            threading.Timer(self.plan["wait"] * most, self.kill).start()
+
+    def kill(self) -> None:
+        self.is_done = True
+        (self.pids / "struck").touch()
+        for rank in sorted(self.plan["ranks"], reverse=True):  # this rank last
+            os.kill(find_rank(self.pids, rank), signal.SIGKILL)

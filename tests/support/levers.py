@@ -1,0 +1,245 @@
+"""A tiny model with memory levers on or off, as one process or under DeepSpeed ZeRO-3: losses, gradients, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ulysses_cli.train.assembly.loss_model import LossModel
+from ulysses_cli.train.attention import ulysses
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.interface import register_attention
+from ulysses_cli.train.loss import IGNORED, HeadRule
+from ulysses_cli.train.memory.checkpointing import checkpoint_layers
+from ulysses_cli.train.memory.offload import Offloader
+from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
+from ulysses_cli.train.memory.tiled_mlp import tile_mlps
+from ulysses_cli.train.memory.tiled_norm import tile_norms
+from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+
+LENGTHS = (21, 1, 30, 12)
+VOCABULARY = 64
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **EXPERTS},
+    "granite": {"residual_multiplier": 0.5, "logits_scaling": 4.0},
+    "phi3": {},
+    "olmo2": {},
+    "mixtral": EXPERTS,
+}
+
+
+@dataclass(frozen=True)
+class Levers:
+    """None is off. `offloaded` counts layers."""
+
+    loss_tile: int | None = None
+    mlp_tiles: int | None = None
+    recompute: str | None = None
+    offloaded: int | None = None
+    chunks: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str = "llama"
+    levers: Levers = Levers()
+    lengths: tuple[int, ...] = LENGTHS
+    dtype: torch.dtype = torch.float64
+    lora: tuple[str, ...] = ()
+    z_loss_weight: float = 0.0
+    changes: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+def make_model(case: Case, attention: str) -> Any:
+    values = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "max_position_embeddings": 128, "sliding_window": 9, "attention_dropout": 0.0,
+        "attn_implementation": attention, "experts_implementation": "eager",
+        **({} if case.kind in ("olmo2", "phi3") else {"head_dim": 16}), **SHAPES[case.kind], **case.changes,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.kind, **values)).to(case.dtype)
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        settings = LoraConfig(r=3, target_modules=list(case.lora), init_lora_weights=False, lora_dropout=0.0)
+        model.enable_input_require_grads()
+        get_peft_model(model, settings, autocast_adapter_dtype=False)
+    return model.train()
+
+
+def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossModel:
+    levers = case.levers
+    model = make_model(case, register_attention(axis, "sdpa", levers.chunks))
+    head, config = model.get_output_embeddings(), model.config
+    rule = HeadRule(
+        getattr(config, "final_logit_softcapping", None), getattr(config, "logits_scaling", 1.0), case.z_loss_weight
+    )
+
+    def compute_plain_loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = head(hidden).to(torch.promote_types(hidden.dtype, torch.float32)).flatten(0, 1) / rule.divisor
+        if rule.softcap is not None:
+            logits = rule.softcap * torch.tanh(logits / rule.softcap)
+        total = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        squares = torch.logsumexp(logits, -1).square()[labels.flatten() != IGNORED]
+        return total + rule.z_loss_weight * squares.sum()
+
+    loss: Any = compute_plain_loss
+    if levers.loss_tile is not None:
+        loss = make_tiled_loss(head, rule, levers.loss_tile, gather_whole)
+    if levers.mlp_tiles is not None:
+        num_tiles = levers.mlp_tiles
+        assert tile_mlps(model, lambda _: num_tiles, gather_whole) == config.num_hidden_layers
+        assert tile_norms(model, lambda _: num_tiles) >= 2 * config.num_hidden_layers + 1
+    if levers.recompute is not None:
+        offloader = None
+        if levers.offloaded is not None:
+            offloader = Offloader(torch.device("cpu"), levers.offloaded)
+        checkpoint_layers(model, levers.recompute, offloader and offloader.make_storage)  # type: ignore[arg-type]
+    return LossModel(model, loss)
+
+
+def make_row(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Token ids, positions and labels of a whole row; a stretch in its middle has no targets."""
+    tokens = sum(lengths)
+    ids = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
+    labels = ids * 7 % VOCABULARY
+    labels[:, tokens // 4 : tokens // 2 + 1] = IGNORED
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": ids, "positions": positions, "labels": labels}
+
+
+def run_alone(case: Case) -> dict[str, Tensor]:
+    """One process, no engine -> loss and gradients."""
+    model = make_loss_model(case, make_sequence_axis(None))
+    loss = model(**make_row(case.lengths), documents=make_documents(case.lengths))
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def run_split(case: Case) -> dict[str, Tensor]:
+    """All ranks share the row, no engine -> loss and gradients, summed over them."""
+    axis = make_sequence_axis(dist.group.WORLD)
+    model = make_loss_model(case, axis)
+    batch = {name: whole.chunk(axis.size, 1)[axis.rank] for name, whole in make_row(case.lengths).items()}
+    loss = model(**batch, documents=make_documents(case.lengths))
+    loss.backward()
+    found = {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for tensor in found.values():
+        dist.all_reduce(tensor)
+    return found
+
+
+def run_zero3(case: Case, sp_size: int, steps: int = 2, reuse: int = 10**9) -> dict[str, Any]:
+    """Under DeepSpeed ZeRO-3 on all ranks, every weight sharded: losses, gradients of the last step, weights
+    after it, and how often each weight was gathered in it."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, set_z3_leaf_module
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend="gloo")
+    world = dist.get_world_size()
+    axis = make_sequence_axis(dist.group.WORLD if sp_size > 1 else None)
+    module = make_loss_model(case, axis, lambda block: set_z3_leaf_module(block, True))
+    names = {id(p): name for name, p in module.named_parameters()}
+    weights = [p for p in module.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=torch.optim.SGD(weights, lr=0.1),
+        dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "train_batch_size": world,
+            "bf16": {"enabled": case.dtype == torch.bfloat16},
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_param_persistence_threshold": 0,
+                "stage3_max_reuse_distance": reuse,
+            },
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        },
+    )
+    row = make_row(case.lengths)
+    if sp_size > 1:
+        batch = {name: whole.chunk(sp_size, 1)[axis.rank] for name, whole in row.items()}
+        documents = make_documents(case.lengths)
+    else:  # each rank has a row of its own, the second a much shorter one
+        own = case.lengths if dist.get_rank() == 0 else (3, 2)
+        batch, documents = make_row(own), make_documents(own)
+    losses, grads = [], {}
+    for step in range(steps):
+        with count_gathers(engine, names) as gathers:
+            loss = engine(**batch, documents=documents)
+            engine.backward(loss * world / 50)
+        if step == steps - 1:
+            grads = {name: safe_get_full_grad(p) for name, p in module.named_parameters() if p.requires_grad}
+        engine.step()
+        losses.append(loss.detach())
+    after = {name: safe_get_full_fp32_param(p) for name, p in module.named_parameters() if p.requires_grad}
+    found = {"losses": torch.stack(losses), "gathers": gathers}
+    found |= {f"grad of {name}": grad for name, grad in grads.items()} | {f"new {n}": w for n, w in after.items()}
+    engine.destroy()
+    return found
+
+
+@contextmanager
+def count_gathers(engine: Any, names: dict[int, str]) -> Iterator[dict[str, int]]:
+    """How often each weight travels."""
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    method = "_PartitionedParameterCoordinator__all_gather_params_"
+    found: dict[str, int] = {}
+    original = getattr(coordinator, method)
+
+    def gather(params: Any, *args: Any, **kwargs: Any) -> None:
+        for p in params:
+            if p.ds_status.name == "NOT_AVAILABLE":
+                found[names[id(p)]] = found.get(names[id(p)], 0) + 1
+        original(params, *args, **kwargs)
+
+    setattr(coordinator, method, gather)
+    try:
+        yield found
+    finally:
+        delattr(coordinator, method)
+
+
+@contextmanager
+def count_attention() -> Iterator[list[int]]:
+    """How often the kernel's forward runs."""
+    calls, original = [0], ulysses.attend
+
+    def attend(*args: Any) -> Any:
+        calls[0] += 1
+        return original(*args)
+
+    ulysses.attend = attend  # type: ignore[assignment]
+    try:
+        yield calls
+    finally:
+        ulysses.attend = original
+
+
+def measure_difference(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Largest difference of each tensor, relative to its largest value."""
+    assert found.keys() == expected.keys()
+    return {
+        name: ((found[name] - right).abs().max() / right.abs().max().clamp(min=1e-30)).item()
+        for name, right in expected.items()
+        if isinstance(right, Tensor)
+    }

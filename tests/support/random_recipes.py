@@ -1,0 +1,319 @@
+"""Recipes that nobody chose: drawn from a seed over families, sizes, levers, layouts, stages, adapters and engine
+settings, kept where every rule of the checks lets them pass; and the ledger's formula held against a trace of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import yaml
+
+from ulysses_cli.plan.layout import list_divisors
+from ulysses_cli.plan.ledger.job import Job, make_job
+from ulysses_cli.plan.ledger.ledger import walk_moments
+from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.lever_choice import read_levers
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.rules.check import check_recipe
+from ulysses_cli.prove.ranks.rank_server import start_process
+
+PEAK_BAR, WORST_PEAK_BAR, PHASE_BAR = 0.03, 0.05, 0.10
+SHARE_WITHIN = 0.97  # of recipes whose peaks are within the first bar
+UNSEEN = {"cublas_workspace"}  # by a trace, and what stands beside moments
+TRACE_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A recipe and where it comes from: the same seed and number give it again."""
+
+    seed: int
+    number: int
+    settings: dict[str, Any]
+    recipe: Recipe
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """As config.json holds it."""
+        return dict(self.settings["model"]["config"])
+
+    @property
+    def family(self) -> str:
+        return str(self.settings["model"]["config"]["model_type"])
+
+    @property
+    def digest(self) -> str:
+        """Of what was drawn, whatever other settings there are."""
+        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def command(self) -> str:
+        return f"python benchmarks/estimate.py --random 1 --seed {self.seed} --first {self.number}"
+
+    def describe(self) -> str:
+        return yaml.safe_dump(self.settings, default_flow_style=None, sort_keys=False, width=10_000)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Bytes of a rank's GPU by phase, by the formula and by the trace."""
+
+    drawn: Drawn
+    formula: dict[str, int]
+    traced: dict[str, int]
+
+    @property
+    def peak_error(self) -> float:
+        return max(self.formula.values()) / max(self.traced.values()) - 1
+
+    @property
+    def phase_errors(self) -> dict[str, float]:
+        """Of every phase that is not the trace's fullest."""
+        fullest = max(self.traced, key=lambda phase: self.traced[phase])
+        return {name: self.formula[name] / size - 1 for name, size in self.traced.items() if name != fullest}
+
+    @property
+    def worst_phase(self) -> tuple[str, float]:
+        return max(self.phase_errors.items(), key=lambda each: abs(each[1]))
+
+
+def draw_recipes(seed: int, num: int, start: int = 0) -> Iterator[Drawn]:
+    for number in range(start, start + num):
+        yield draw_recipe(seed, number)
+
+
+def draw_recipe(seed: int, number: int) -> Drawn:
+    """As many as there are families in a row cover all of them."""
+    order = sorted(FAMILIES)
+    random.Random(f"families {seed} {number // len(order)}").shuffle(order)
+    dice = random.Random(f"recipe {seed} {number}")
+    while True:
+        settings = _draw_settings(dice, order[number % len(order)])
+        loaded = parse_recipe(yaml.safe_dump(settings), f"recipe {number} of seed {seed}", [])
+        shape = read_model_shape(settings["model"]["config"], "the drawn model")
+        if not check_recipe(loaded, shape):
+            return Drawn(seed, number, settings, loaded.recipe)
+
+
+def _draw_settings(dice: random.Random, family: str) -> dict[str, Any]:
+    sp_size, config = dice.choice((1, 1, 2, 2, 4, 8)), _draw_config(dice, family)
+    heads, stage = config["num_attention_heads"], dice.choice((1, 2, 3, 3, 3))
+    local_tokens = 2 * round(_draw_size(dice, 128, 16_384) / 2)
+    max_length = local_tokens * sp_size
+    config["max_position_embeddings"] = max_length
+    settings: dict[str, Any] = {
+        "model": {
+            "config": config,
+            "tokenizer": "bytes",
+            "dtype": dice.choice(("bfloat16", "bfloat16", "bfloat16", "float32")),
+            "attn_implementation": dice.choice(("auto", "auto", "sdpa", "flash_attention_2", "flash_attention_3")),
+        },
+        "parallel": {
+            "sp_size": sp_size,
+            "dp_shard_size": dice.choice((1, 1, 2, 3, 4)),
+            "dp_replicate_size": dice.choice((1, 1, 1, 2)) if stage == 3 else 1,
+            "zero_stage": stage,
+        },
+        "data": {
+            "datasets": [{"type": "synthetic"}],
+            "max_length": max_length,
+            "packing": dice.choice(("documents", "stream", "off")),
+            "eval_split": dice.choice((0.0, 0.1)),
+        },
+        "train": {
+            "max_steps": 10,
+            "per_device_train_batch_size": dice.choice((1, 1, 1, 2, 3)),
+            "gradient_accumulation_steps": dice.choice((1, 1, 2, 4)),
+            "optim": dice.choice(("adamw", "adamw", "adamw", "adamw_8bit")),
+            "z_loss_weight": dice.choice((0.0, 0.0, 0.0, 1e-4)),
+        },
+        "memory": _draw_levers(dice, heads // sp_size, config["num_hidden_layers"], stage),
+        "run": {"output_dir": "nowhere"},
+        "deepspeed": {"zero_optimization": _draw_engine(dice, config, stage)},
+    }
+    if dice.random() < 0.25:
+        settings["lora"] = _draw_adapters(dice, family)
+    return settings
+
+
+def _draw_size(dice: random.Random, low: float, high: float) -> float:
+    """Each doubling is as likely as the next."""
+    return math.exp(dice.uniform(math.log(low), math.log(high)))
+
+
+def _draw_config(dice: random.Random, family: str) -> dict[str, Any]:
+    """config.json's content: few layers, and widths in any ratio."""
+    num_layers, heads = dice.randint(2, 4), dice.choice((4, 6, 8, 12, 16))
+    head_dim = dice.choice((32, 64, 64, 128))
+    multiple = math.lcm(64, heads)
+    hidden = dice.choice((heads * head_dim, multiple * math.ceil(_draw_size(dice, 256, 2048) / multiple)))
+    config: dict[str, Any] = {
+        "model_type": family,
+        "hidden_size": hidden,
+        "intermediate_size": 32 * round(hidden * _draw_size(dice, 1, 5) / 32),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": dice.choice(list_divisors(heads)),
+        "head_dim": head_dim,
+        "vocab_size": round(_draw_size(dice, 1_000, 100_000)),
+        "tie_word_embeddings": dice.choice((False, True)),
+        "pad_token_id": 0,
+    }
+    if family in ("gemma2", "gemma3_text"):
+        config["query_pre_attn_scalar"] = head_dim
+    if family == "gemma2":
+        config["final_logit_softcapping"] = dice.choice((30.0, 30.0, None))
+        config["attn_logit_softcapping"] = dice.choice((50.0, None))
+    if family == "granite":
+        config["logits_scaling"] = dice.choice((1.0, 8.0))
+    if FAMILIES[family].windows != "none":
+        config["sliding_window"] = dice.choice((64, 512, 4096))
+    if family in ("llama", "granite", "qwen3", "olmo2", "smollm3"):
+        config["attention_bias"] = dice.choice((False, False, True))
+    if family in ("llama", "granite", "smollm3"):
+        config["mlp_bias"] = dice.choice((False, False, True))
+    if family in ("mixtral", "qwen3_moe", "gpt_oss"):
+        config |= _draw_experts(dice, family, hidden, num_layers)
+    return config
+
+
+def _draw_experts(dice: random.Random, family: str, hidden: int, num_layers: int) -> dict[str, Any]:
+    num, inner = dice.choice((4, 8, 16)), 32 * round(hidden * _draw_size(dice, 0.3, 2) / 32)
+    chosen = {"num_experts_per_tok": dice.choice((1, 2, 4))}
+    if family != "qwen3_moe":
+        return {**chosen, "num_local_experts": num, "intermediate_size": inner}
+    dense = dice.choice(([], [], [0], [num_layers - 1]))
+    return {**chosen, "num_experts": num, "moe_intermediate_size": inner, "mlp_only_layers": dense}
+
+
+def _draw_levers(dice: random.Random, local_heads: int, num_layers: int, stage: int) -> dict[str, Any]:
+    on = (False, True)
+    recomputes = dice.choice((True, True, "full", False))
+    return {
+        "gradient_checkpointing": recomputes,
+        "attention_head_chunks": dice.choice((1, 1, *(n for n in (2, 3, 4) if not local_heads % n), local_heads or 1)),
+        "activation_offloading": dice.choice((False, True, dice.randint(0, num_layers))) if recomputes else False,
+        "tiled_mlp": dice.choice(on),
+        "tiled_loss": dice.choice(on),
+        "offload_optimizer": dice.choice(("none", "none", "cpu")),
+        "offload_param": dice.choice(("none", "none", "cpu")) if stage == 3 else "none",
+    }
+
+
+def _draw_engine(dice: random.Random, config: dict[str, Any], stage: int) -> dict[str, int]:
+    """Buckets as much smaller than DeepSpeed's as the model is smaller than those they are made for, or the usual."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    about = hidden * (config["vocab_size"] + 7 * layers * max(hidden, config["intermediate_size"]))
+    sizes = {"reduce_bucket_size": (0.02, 1.5)}
+    if stage == 3:
+        sizes |= {"prefetch_bucket_size": (0.003, 0.5), "sub_group_size": (0.05, 2), "max_live_parameters": (0.1, 3)}
+        sizes |= {"max_reuse_distance": (0.1, 3), "param_persistence_threshold": (1e-5, 0.01)}
+    drawn = {name: int(about * _draw_size(dice, *bounds)) for name, bounds in sizes.items()}
+    return {name: size for name, size in drawn.items() if name == "reduce_bucket_size" or dice.random() < 0.8}
+
+
+def _draw_adapters(dice: random.Random, family: str) -> dict[str, Any]:
+    modules = FAMILIES[family].attention_modules
+    everything = list(modules) if family in EXPERTS_ADAPTED else "all-linear"
+    return {
+        "r": dice.choice((4, 8, 16, 64)),
+        "dropout": dice.choice((0.0, 0.0, 0.05)),
+        "target_modules": dice.choice((everything, everything, list(modules), [modules[0]])),
+    }
+
+
+def make_drawn_job(drawn: Drawn) -> Job:
+    shape = read_model_shape(drawn.config, "the drawn model")
+    return make_job(drawn.recipe, shape, read_levers(drawn.recipe, shape)[0])
+
+
+def predict_phases(job: Job) -> dict[str, int]:
+    """The formula's bytes of what a trace sees, in each phase at the fullest."""
+    phases: dict[str, int] = {}
+    for moment in walk_moments(job):
+        seen = sum(size for line, size in moment.lines.items() if line not in UNSEEN)
+        phases[moment.phase] = max(seen, phases.get(moment.phase, 0))
+    return phases
+
+
+def trace_phases(drawn: Drawn) -> dict[str, int]:
+    """In a process of its own, forked from one that has torch and DeepSpeed loaded."""
+    job = make_drawn_job(drawn)
+    wish = {
+        "recipe": drawn.recipe.model_dump(mode="json"),
+        "config": drawn.config,
+        "levers": vars(job.levers),
+        "world_size": job.world_size,
+    }
+    ours, theirs = Pipe()
+    process = start_process(_trace_wish, (wish, theirs))
+    theirs.close()
+    try:
+        if not ours.poll(TRACE_SECONDS):
+            raise AssertionError(f"no trace within {TRACE_SECONDS} s")
+        found = ours.recv()
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(found, str):
+        raise AssertionError(f"{drawn.describe()}\n{found}")
+    return {name: found[name] for name in found}
+
+
+def _trace_wish(wish: dict[str, Any], pipe: Connection) -> None:
+    from ulysses_cli.prove.trace.trace import prepare_process, trace
+
+    try:
+        prepare_process(wish)
+        pipe.send(trace(wish)["device"])
+    except BaseException:  # noqa: BLE001 - told to whoever asked
+        pipe.send(traceback.format_exc())
+
+
+def compare(drawn: Drawn) -> Compared:
+    return Compared(drawn, predict_phases(make_drawn_job(drawn)), trace_phases(drawn))
+
+
+def summarize(found: Sequence[Compared]) -> dict[str, Any]:
+    """Counts against the bars, the rows that miss one or come closest, and all rows in short."""
+    peaks = [abs(each.peak_error) for each in found]
+    near = sum(error <= PEAK_BAR for error in peaks)
+    close = sum(error <= WORST_PEAK_BAR for error in peaks)
+    phases = sum(abs(each.worst_phase[1]) <= PHASE_BAR for each in found)
+    ranked = sorted(found, key=lambda each: -max(abs(each.peak_error) / PEAK_BAR, abs(each.worst_phase[1]) / PHASE_BAR))
+    return {
+        "bars": {
+            "peak": PEAK_BAR, "share_of_peaks": SHARE_WITHIN, "worst_peak": WORST_PEAK_BAR, "other_phases": PHASE_BAR
+        },
+        "num_recipes": len(found),
+        "within_3_percent": near,
+        "within_5_percent": close,
+        "phases_within_10_percent": phases,
+        "is_good": near >= SHARE_WITHIN * len(found) and close == phases == len(found),
+        "worst": [_list_row(each) for each in ranked[:20]],
+        "rows": [
+            {"number": each.drawn.number, "digest": each.drawn.digest, "traced": each.traced, "formula": each.formula}
+            for each in found
+        ],
+    }  # fmt: skip
+
+
+def _list_row(each: Compared) -> dict[str, Any]:
+    return {
+        "number": each.drawn.number,
+        "family": each.drawn.family,
+        "peak_error": round(each.peak_error, 4),
+        "phase_errors": {name: round(error, 4) for name, error in each.phase_errors.items()},
+        "recipe": each.drawn.settings,
+    }

@@ -1,0 +1,161 @@
+"""Starts N gloo ranks once and runs functions on them: forked from one server, file rendezvous, a time
+limit, the first failing rank's trace.
+
+A test hands over a function of its own module; it runs as `function(*args)` on each rank and returns what can be
+pickled. Ranks are kept for the next test. A rank that fails or hangs takes its whole pool with it, so that no test
+inherits a broken group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.prove.ranks.rank_server import start_process
+
+TIME_LIMIT = 300.0
+START_LIMIT = 180.0
+STALE_SECONDS = 120.0
+_pools: dict[int, Pool] = {}
+
+
+class RankError(AssertionError):
+    """One rank's trace."""
+
+
+def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, time_limit: float = TIME_LIMIT) -> list[Any]:
+    """`function(*args)` on every rank of a gloo world -> its results in the order of the ranks."""
+    if num_ranks not in _pools:
+        _pools[num_ranks] = Pool(num_ranks)
+    try:
+        return _pools[num_ranks].run(function, args, time_limit)
+    except BaseException:
+        _pools.pop(num_ranks).kill()
+        raise
+
+
+def clear_stale_locks() -> None:
+    """A process killed while it built one of DeepSpeed's operators leaves a lock that all others wait for."""
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
+    for lock in Path(folder).rglob("lock"):
+        if time.time() - lock.stat().st_mtime > STALE_SECONDS:
+            lock.unlink(missing_ok=True)
+
+
+class Pool:
+    def __init__(self, num_ranks: int) -> None:
+        clear_stale_locks()
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(num_ranks):
+            mine, theirs = multiprocessing.Pipe()
+            process = start_process(_serve, (rank, num_ranks, self.folder.name, theirs))
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+        self.collect(START_LIMIT)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], time_limit: float) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((list(sys.path), function.__module__, function.__qualname__, args))
+        return self.collect(time_limit)
+
+    def collect(self, time_limit: float) -> list[Any]:
+        """Wait for all ranks; the first failure wins, since the others then hang in a collective."""
+        end = time.monotonic() + time_limit
+        results: dict[int, Any] = {}
+        while len(results) < len(self.pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                raise RankError(
+                    f"ranks {sorted(waiting.values())} did not finish in {time_limit} s\n{self.read_stacks()}"
+                )
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    is_fine, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self.processes[rank].join(5)
+                    code = self.processes[rank].exitcode
+                    raise RankError(f"rank {rank} died with exit code {code}") from None
+                if not is_fine:
+                    raise RankError(f"rank {rank} failed\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def read_stacks(self) -> str:
+        """Where each rank stands, asked for by signal."""
+        import signal
+
+        for process in self.processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        texts = [(path.name, path.read_text()) for path in sorted(Path(self.folder.name).glob("stack-*"))]
+        return "\n".join(f"{name}\n{text}" for name, text in texts)
+
+    def stop(self) -> None:
+        for pipe in self.pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass
+        for process in self.processes:
+            process.join(20)
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
+    import signal
+    from datetime import timedelta
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    stack = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115 - lives as long as the rank
+    faulthandler.register(signal.SIGUSR1, stack)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "rendezvous"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=TIME_LIMIT))
+    pipe.send((True, None))
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        sys.path[:], module, name, args = task
+        try:
+            function = __import__(module, fromlist=["_"])
+            for part in name.split("."):
+                function = getattr(function, part)
+            value = function(*args)
+            dist.barrier()
+            pipe.send((True, value))
+        except BaseException:  # noqa: BLE001 - the test that asked is told
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for pool in _pools.values():
+        pool.stop()

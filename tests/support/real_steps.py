@@ -1,0 +1,108 @@
+"""Real training steps on CPU ranks with every byte counted, and the wish for a trace of the same."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from typing import Any
+
+from support.live_bytes import LiveBytes
+from support.run_harness import RunHarness
+from support.small_run import CONFIG
+from support.training import MemoryRows, make_recipe
+from ulysses_cli.plan.ledger.device import DEVICE_LINES
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.train.evaluation import evaluate
+from ulysses_cli.train.loop import train
+
+TOKENS = 2048
+ZERO = "deepspeed.zero_optimization"
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4096, "max_position_embeddings": 4096,
+}  # fmt: skip
+PHASES = ("forward", "backward", "optimizer_step")
+UNSEEN = {*DEVICE_LINES, "cublas_workspace", "attention_kernel", "process", "weights_file", "pinned_rounding"}
+
+
+def make_case(config: dict[str, Any], *overrides: str) -> Any:
+    """Small buckets, so that a small model fills them as a large one does."""
+    small = (
+        f"{ZERO}.reduce_bucket_size=1000000",
+        f"{ZERO}.prefetch_bucket_size=200000",
+        f"{ZERO}.sub_group_size=2000000",
+    )
+    small += (f"{ZERO}.max_live_parameters=2000000", f"{ZERO}.param_persistence_threshold=1000")
+    return make_recipe(f"data.max_length={TOKENS}", *small, *overrides, config={**CONFIG, **SIZES, **config})
+
+
+def measure_step(recipe: Any) -> int:
+    """On a rank: most bytes alive in the second step."""
+    return measure_steps(recipe, "step")[0]
+
+
+def measure_steps(recipe: Any, *order: str) -> list[int]:
+    """On a rank: most bytes alive in each step or evaluation, after a first step that is not counted."""
+    from deepspeed.utils import groups as ds_groups
+
+    meter, peaks = LiveBytes(ignored="meta"), []
+    with meter:
+        rows = MemoryRows([[(recipe.data.max_length, 1)]] * 16, recipe.model.config["vocab_size"])
+        harness = RunHarness(recipe, rows, 2 + len(order))
+        harness.train_state.num_steps = 1
+        train(harness.train_state)
+        for what in order:
+            gc.collect()
+            meter.peak = meter.now
+            if what == "step":
+                harness.train_state.num_steps += 1
+                train(harness.train_state)
+            else:
+                evaluate(harness.train_state.engine, harness.train_state.groups, rows, harness.train_state.batching)
+            peaks.append(meter.peak)
+    harness.built.engine.wrapped.destroy()
+    ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes replicas' groups once in a process
+    del harness
+    gc.collect()
+    return peaks
+
+
+def make_wish(recipe: Any) -> dict[str, Any]:
+    shape = read_model_shape(recipe.model.config, "test")
+    levers = choose_levers(recipe, shape, None).levers
+    return {
+        "recipe": recipe.model_dump(mode="json"),
+        "config": recipe.model.config,
+        "levers": vars(levers),
+        "world_size": make_layout(recipe).world_size,
+    }
+
+
+def trace_step(recipe: Any) -> int:
+    """The same step without data, in a process of its own."""
+    command = [sys.executable, "-m", "ulysses_cli.prove.trace"]
+    done = subprocess.run(command, input=json.dumps(make_wish(recipe)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    return max(found["device"][phase] + found["host"][phase] for phase in PHASES)  # a CPU rank has one memory
+
+
+def predict_step(recipe: Any) -> int:
+    """The formula's bytes of what a counter of tensors sees. A CPU rank has one memory for the GPU's and its share of
+    the host's."""
+    shape = read_model_shape(recipe.model.config, "test")
+    job = make_job(recipe, shape, choose_levers(recipe, shape, None).levers)
+    ledger = compute_ledger(job)
+
+    def add_up(lines: dict[str, int]) -> int:
+        return sum(size for name, size in lines.items() if name not in UNSEEN)
+
+    return max(
+        add_up(ledger.phases[phase].lines) + add_up(ledger.host_phases[phase]) // job.ranks_per_node for phase in PHASES
+    )

@@ -1,0 +1,73 @@
+"""A run without its command: rows in memory, an engine on the ranks of a test, the real loop."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ulysses_cli.data.batching import make_eval_batching
+from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import make_layout, settle
+from ulysses_cli.train.assembly.model_config import load_model_config
+from ulysses_cli.train.assembly.run import assemble_run
+from ulysses_cli.train.checkpoint.saves import SavePolicy, Saves
+from ulysses_cli.train.hooks.bad_steps import BadSteps
+from ulysses_cli.train.processes.groups import make_groups
+from ulysses_cli.train.rehearsal import rehearse
+from ulysses_cli.train.telemetry.record import Record
+from ulysses_cli.train.train_state import StepResult
+
+
+class RunHarness:
+    """A train_state with what stands around it."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        rows: Any,
+        num_steps: int,
+        run_dir: str = "",
+        device: torch.device | None = None,
+        gpu: Gpu | None = None,
+        policy: SavePolicy | None = None,
+        shape: ModelShape | None = None,
+    ) -> None:
+        groups = make_groups(make_layout(recipe), timedelta(seconds=60))
+        shape = shape or read_model_shape(load_model_config(recipe).to_dict(), "test")
+        self.plan = plan = settle(recipe, shape, choose_levers(recipe, shape, gpu).levers)
+        # a run's own folder: inputs.py makes it
+        swap = Path(recipe.memory.nvme_path) if recipe.memory.nvme_path else None
+        run = assemble_run(plan, groups, device or torch.device("cpu"), rows, num_steps, swap_folder=swap)
+        self.built, self.train_state, self.context = run.built, run.state, run.context
+        self.results: list[StepResult] = []
+        self.warnings: list[str] = []
+        self.bad_steps = BadSteps(recipe.run.max_bad_steps, self.warnings.append)
+        self.train_state.after = (lambda _, result: self.results.append(result), self.bad_steps.judge)
+        facts = {
+            "world_size": plan.layout.world_size,
+            "rows_per_step": self.train_state.batching.rows_per_step,
+            "recipe": recipe.model_dump(mode="json"),
+            "data": "made up",
+        }
+        self.saves = Saves(self.context, Record(Path(run_dir)), policy or SavePolicy(), facts, self.bad_steps)
+
+    @property
+    def losses(self) -> list[float]:
+        return [result.loss for result in self.results]
+
+    def rehearse(self, scratch: Path) -> None:
+        batching = make_eval_batching(self.plan.shape, self.plan.resolved)
+        rehearse(self.train_state, None, batching, self.context, scratch, lambda _: None)
+
+    def read_weights(self) -> dict[str, torch.Tensor]:
+        """Whole float32 weights of everything that is trained."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        trained = [(name, p) for name, p in self.built.module.named_parameters() if p.requires_grad]
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in trained}

@@ -1,0 +1,116 @@
+"""What training is, written once more with plain torch on one process: the reference for everything that trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from support.small_run import CONFIG, make_settings
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Part:
+    input_ids: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+
+
+class MemoryRows:
+    """Rows of made-up documents, held in memory. A document is (length, first token that is a target)."""
+
+    def __init__(self, rows: list[list[tuple[int, int]]], vocabulary: int = 64) -> None:
+        self.documents: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        generator = np.random.default_rng(5)
+        for row in rows:
+            made = []
+            for length, first in row:
+                tokens = generator.integers(0, vocabulary, length)
+                labels = np.append(tokens[1:], -100)
+                labels[: max(0, first - 1)] = -100
+                made.append((tokens, labels))
+            self.documents.append(made)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def get_lengths(self, row: int) -> tuple[int, ...]:
+        return tuple(len(tokens) for tokens, _ in self.documents[row])
+
+    def count_targets(self, row: int) -> int:
+        return sum(int((labels >= 0).sum()) for _, labels in self.documents[row])
+
+    def read(self, row: int, start: int, stop: int) -> Part:
+        parts = self.documents[row]
+        ids = np.concatenate([tokens for tokens, _ in parts])
+        labels = np.concatenate([labels for _, labels in parts])
+        positions = np.concatenate([np.arange(len(tokens)) for tokens, _ in parts])
+        room = max(0, stop - len(ids))
+        ids, labels = np.pad(ids, (0, room)), np.pad(labels, (0, room), constant_values=-100)
+        positions = np.concatenate([positions, np.arange(room)])
+        return Part(ids[start:stop], labels[start:stop], positions[start:stop])
+
+
+def make_recipe(*overrides: str, config: dict[str, Any] | None = None) -> Recipe:
+    """A small valid recipe in float32 on CPU ranks, changed by overrides as on the command line."""
+    import yaml
+
+    settings = make_settings(
+        config or CONFIG,
+        data={"max_length": 64},
+        train={"max_steps": 5, "weight_decay": 0.1, "max_grad_norm": 1.0},
+        run={"seed": 3},
+    )
+    return parse_recipe(yaml.safe_dump(settings), "test", overrides).recipe
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What happened in each step."""
+
+    losses: list[float]
+    grads: list[dict[str, Tensor]]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def train_plainly(
+    model: Any, rows: MemoryRows, steps: list[list[int]], recipe: Recipe, rates: list[float]
+) -> Trajectory:
+    """The model as it is, one document at a time, the whole step as one mean over its targets."""
+    train = recipe.train
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for p in trained.values() if p.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_epsilon)
+    losses, grads, norms = [], [], []
+    for ids, rate in zip(steps, rates, strict=True):
+        optimizer.zero_grad()
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for tokens, labels in [document for row in ids for document in rows.documents[row]]:
+            logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+            total = total + functional.cross_entropy(logits.double(), torch.from_numpy(labels), reduction="sum")
+            count += int((labels >= 0).sum())
+        (total / count).backward()
+        losses.append((total / count).item())
+        grads.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
+        norms.append(torch.nn.utils.clip_grad_norm_(list(trained.values()), train.max_grad_norm or float("inf")).item())
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return Trajectory(losses, grads, norms, {name: p.detach().clone() for name, p in trained.items()})
+
+
+def measure_difference(ours: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """The worst tensor's relative error: length of the difference by the length of the right one."""
+    assert ours.keys() == right.keys(), ours.keys() ^ right.keys()
+    pairs = [(ours[name].double(), right[name].double()) for name in right]
+    return max(((a - b).norm() / b.norm().clamp_min(1e-12)).item() for a, b in pairs)

@@ -1,0 +1,52 @@
+"""Compressed files, opened for reading. How far one expands is bounded."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from ulysses_cli.data.sources.expansion import Expansion
+from ulysses_cli.plan.files.regular_files import open_regular
+
+PACKED = (".gz", ".zst")
+
+
+def open_file(file: Path) -> BinaryIO:
+    """Plain, or what is inside of a .gz or .zst."""
+    openers: dict[str, Callable[[Path], BinaryIO]] = {".gz": _open_gzip, ".zst": _open_zstd}
+    opener = openers.get(file.suffix.lower())
+    return open_regular(file) if opener is None else io.BufferedReader(_Bounded(file, opener(file)))
+
+
+def _open_gzip(file: Path) -> BinaryIO:
+    return gzip.open(open_regular(file), "rb")  # type: ignore[return-value]
+
+
+def _open_zstd(file: Path) -> BinaryIO:
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(open_regular(file), "zstd")
+
+
+class _Bounded(io.RawIOBase):
+    """Counts what comes out."""
+
+    def __init__(self, file: Path, inside: BinaryIO) -> None:
+        self.inside, self.expansion = inside, Expansion(file)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        found = self.inside.read(len(buffer))
+        self.expansion.add(len(found))
+        buffer[: len(found)] = found
+        return len(found)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.inside.close()
+        super().close()

@@ -1,0 +1,173 @@
+"""A tree of files, such as a code repository -> blocks: in a stable order, each file under its path.
+
+What .gitignore names is left out, as git would; links are not followed; what is no text is counted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.data.problems import DataError
+from ulysses_cli.data.sources.blocks import Block, make_header
+from ulysses_cli.data.sources.files import BOM
+from ulysses_cli.plan.problem import Problem, Where
+
+PROBE_BYTES = 8192
+Ignores = tuple[tuple[str, Any], ...]  # (folder with a slash behind, its patterns), deepest last
+
+
+@dataclass
+class FolderTree:
+    """The files of a tree, and how many were left out and why."""
+
+    root: Path
+    own: frozenset[str] = frozenset()
+    files: list[str] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def leave_out(self, why: str, path: str) -> None:
+        self.left_out[why] += 1
+        self.examples.setdefault(why, path)
+
+
+def walk_tree(root: Path, own: Sequence[Path] = ()) -> FolderTree:
+    """Paths below the root, with slashes, sorted part by part; folders and files of one folder in one order. `own`:
+    folders that runs write to."""
+    tree = FolderTree(root, frozenset(os.path.realpath(path) for path in own))
+    _walk(tree, "", _read_above(root))
+    return tree
+
+
+def _read_above(root: Path) -> Ignores:
+    """What a repository around the root says: .git/info/exclude, then each .gitignore on the way down to the root.
+    A "folder" that begins with a slash is the way from such a file down to the root."""
+    here = Path(os.path.realpath(root))
+    top = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), None)
+    if top is None:
+        return ()
+    way = here.relative_to(top).parts
+    found: Ignores = _read_patterns(top / ".git" / "info" / "exclude", "/".join(("", *way, "")))
+    for depth in range(len(way)):
+        found += _read_patterns(top.joinpath(*way[:depth]) / ".gitignore", "/".join(("", *way[depth:], "")))
+    return found
+
+
+def _read_patterns(file: Path, folder: str) -> Ignores:
+    from pathspec import GitIgnoreSpec
+
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()  # none here
+    return ((folder, GitIgnoreSpec.from_lines(filter(_is_pattern, lines))),)
+
+
+def _walk(tree: FolderTree, folder: str, ignores: Ignores) -> None:
+    here = tree.root / folder
+    try:
+        entries = sorted(os.scandir(here), key=lambda entry: os.fsencode(entry.name))
+    except OSError as error:
+        if not folder:
+            raise
+        tree.leave_out(f"folder that cannot be read ({error.strerror})", folder)
+        return
+    ignores += _read_patterns(here / ".gitignore", folder)
+    for entry in entries:
+        path = folder + entry.name
+        is_folder = entry.is_dir(follow_symlinks=False)
+        if entry.name == ".git":
+            continue
+        if not entry.name.isprintable() or _has_no_letters(entry.name):
+            tree.leave_out("name that is no text", repr(path))
+        elif is_ignored(path + "/" * is_folder, ignores):
+            tree.leave_out("path ignored by .gitignore", path)
+        elif entry.is_symlink():
+            tree.leave_out("link", path)
+        elif is_folder and os.path.realpath(tree.root / path) in tree.own:
+            tree.leave_out("folder that runs write to", path)
+        elif is_folder:
+            _walk(tree, path + "/", ignores)
+        elif entry.is_file():
+            _add_file(tree, path)
+        else:
+            tree.leave_out("special file", path)
+
+
+def _has_no_letters(name: str) -> bool:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _is_pattern(line: str) -> bool:
+    """git passes over what it cannot read as a pattern."""
+    from pathspec import GitIgnoreSpec
+
+    try:
+        GitIgnoreSpec.from_lines([line])
+    except ValueError:
+        return False
+    return True
+
+
+def is_ignored(path: str, ignores: Ignores) -> bool:
+    """The last pattern of the deepest .gitignore that speaks of the path itself decides. One that speaks of a folder
+    above it does not: an ignored folder is never entered, and one that is not says nothing of what it holds."""
+    for folder, spec in reversed(ignores):
+        below = folder[1:] + path if folder.startswith("/") else path[len(folder) :]
+        for pattern in reversed(spec.patterns):
+            if pattern.include is not None and _speaks_of(pattern.regex, below):
+                return bool(pattern.include)
+    return False
+
+
+def _speaks_of(regex: re.Pattern[str], path: str) -> bool:
+    """Whether a pattern names the path. The library's group ps_d is the slash behind a folder that one names, also
+    where the path goes on below it; patterns without the group, such as `a/**`, name what is below alone."""
+    if "ps_d" not in regex.groupindex:
+        return regex.search(path.rstrip("/")) is not None
+    return any(match["ps_d"] is None or match.end() == len(path) for match in regex.finditer(path))
+
+
+def _add_file(tree: FolderTree, path: str) -> None:
+    try:
+        with open(tree.root / path, "rb") as stream:
+            start = stream.read(PROBE_BYTES)
+    except OSError as error:
+        tree.leave_out(f"file that cannot be read ({error.strerror})", path)
+        return
+    if not start.removeprefix(BOM).strip() and os.path.getsize(tree.root / path) <= PROBE_BYTES:
+        tree.leave_out("empty file", path)
+    elif b"\0" in start:
+        tree.leave_out("binary file", path)
+    else:
+        tree.files.append(path)
+
+
+def walk_blocks(tree: FolderTree, *, is_joined: bool) -> Iterator[Block]:
+    """The whole tree in one block, or one for each file."""
+    if is_joined:
+        content = [(path, _read(tree.root / path)) for path in tree.files]
+        if content:
+            yield Block(str(tree.root), "tree", content, sum(len(data) for _, data in content))
+        return
+    for path in tree.files:
+        data = _read(tree.root / path).removeprefix(BOM)
+        header = make_header(path).encode()
+        yield Block(str(tree.root / path), "text", header + data, len(data))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError([Problem("", f"cannot be read: {error.strerror}", "run again", Where(str(file)))]) from None

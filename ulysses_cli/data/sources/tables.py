@@ -1,0 +1,107 @@
+"""Parquet and Arrow files -> blocks. Whatever a file says of itself, its batches are made in bounded memory and are
+small enough for Python's lists.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ulysses_cli.data.sources.blocks import BLOCK_BYTES, Block
+from ulysses_cli.data.sources.compressed_files import PACKED, open_file
+from ulysses_cli.data.sources.expansion import Expansion
+
+ROWS_PER_BLOCK = 1000
+VALUE_BYTES = 8  # of any value in a Python list
+
+
+def walk_parquet(file: Path) -> Iterator[Block]:
+    from pyarrow import parquet
+
+    def open_batches() -> Iterator[Any]:
+        with parquet.ParquetFile(_open(file)) as opened:
+            expansion.check(VALUE_BYTES * opened.metadata.num_rows)
+            yield from opened.iter_batches(batch_size=ROWS_PER_BLOCK, use_threads=False)
+
+    expansion = Expansion(file)
+    yield from _walk_batches(expansion, open_batches)
+
+
+def walk_arrow(file: Path) -> Iterator[Block]:
+    import pyarrow
+
+    def open_batches() -> Iterator[Any]:
+        options = pyarrow.ipc.IpcReadOptions(use_threads=False)
+        source = _open(file)
+        try:
+            opened = pyarrow.ipc.open_file(source, options=options)
+            batches: Iterator[Any] = (opened.get_batch(index) for index in range(opened.num_record_batches))
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
+            batches = iter(pyarrow.ipc.open_stream(source, options=options))
+        for batch in batches:
+            # places of texts are taken as the file has them: one that lies would have other memory read
+            batch.validate(full=True)
+            yield batch
+
+    yield from _walk_batches(Expansion(file), open_batches)
+
+
+def _open(file: Path) -> Any:
+    """Not mapped: a file that is cut while it is read is then an error, and not the end of this process."""
+    import pyarrow
+
+    with open_file(file) as raw:
+        if file.name.lower().endswith(PACKED):
+            return io.BytesIO(raw.read())
+    return pyarrow.OSFile(str(file))
+
+
+def _walk_batches(expansion: Expansion, open_batches: Callable[[], Iterator[Any]]) -> Iterator[Block]:
+    import pyarrow
+
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others take address space in advance, which is counted here
+    batches, number = open_batches(), 1
+    while True:
+        with expansion.give_room():
+            batch = next(batches, None)
+            if batch is None:
+                return
+            size = measure(pyarrow.StructArray.from_arrays(batch.columns, fields=list(batch.schema)))
+        expansion.add(size)
+        rows = max(1, min(ROWS_PER_BLOCK, BLOCK_BYTES * batch.num_rows // max(1, size)))
+        for first in range(0, batch.num_rows, rows):
+            part = batch.slice(first, rows)
+            table = pyarrow.Table.from_batches([part])
+            yield Block(str(expansion.file), "table", table, part.nbytes, number + first)
+        number += batch.num_rows
+
+
+def measure(array: Any) -> int:
+    """Bytes of the values as Python's own: a dictionary's entry counts as often as it is named."""
+    import pyarrow
+    from pyarrow import compute, types
+
+    kind, own = array.type, VALUE_BYTES * len(array)
+    if types.is_struct(kind):
+        return own + sum(measure(part) for part in array.flatten())
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
+        return own + measure(array.flatten())
+    if types.is_dictionary(kind):
+        whole = measure(array.dictionary)
+        if not (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
+            return own + whole * len(array)
+        lengths = compute.take(compute.binary_length(array.dictionary), array.indices)
+        return own + int(compute.sum(lengths).as_py() or 0)
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        views = np.frombuffer(array.buffers()[1], np.int32)[::4][array.offset : array.offset + len(array)]
+        return own + int(views.clip(0).sum(dtype=np.int64))
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
+        return own + int(compute.sum(compute.binary_length(array)).as_py() or 0)
+    if types.is_run_end_encoded(kind) or types.is_list_view(kind) or types.is_large_list_view(kind):
+        raise pyarrow.ArrowNotImplementedError(f"columns of type {str(kind)[:40]} are not read")
+    return own

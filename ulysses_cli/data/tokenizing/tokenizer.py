@@ -1,0 +1,92 @@
+"""The tokenizer of a recipe's model, or the embedded one whose tokens are bytes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ulysses_cli.plan.models.chat_template import explain_markers, find_missing_markers, read_template
+from ulysses_cli.plan.models.vocabulary import BYTE_SPECIALS, list_letters
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.recipe.recipe import Data, Model
+
+BEGIN, END, PADDING = BYTE_SPECIALS
+BYTES_TEMPLATE = (
+    "{% for message in messages %}{{ '<|begin|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|begin|>assistant\\n' }}{% endif %}"
+)
+
+
+def load_tokenizer(model: Model, data: Data | None = None) -> Any:
+    """A transformers tokenizer, with the tokens and the template of `data`. Raises RecipeError when there is none to be
+    had."""
+    tokenizer = _load(model)
+    if data is not None:
+        _dress(tokenizer, data, name_tokenizer(model))
+    return tokenizer
+
+
+def name_tokenizer(model: Model) -> str:
+    return str(model.tokenizer or model.name_or_path)
+
+
+def _dress(tokenizer: Any, data: Data, name: str) -> None:
+    from transformers import AddedToken
+
+    added = [AddedToken(token, special=True, normalized=False) for token in data.added_tokens]
+    tokenizer.add_tokens(added, special_tokens=True)
+    if data.chat_template is None:
+        return
+    template = read_template(data.chat_template)
+    missing = find_missing_markers(template, tokenizer.get_vocab())
+    if missing:
+        raise RecipeError([explain_markers(template, missing, data.added_tokens, name)])
+    tokenizer.chat_template = template.text
+
+
+def _load(model: Model) -> Any:
+    name = model.tokenizer or model.name_or_path
+    if name == "bytes":
+        return make_bytes_tokenizer()
+    if name is None:
+        raise RecipeError([Problem("model.tokenizer", "no tokenizer is named", "write tokenizer: bytes")])
+    from transformers import AutoTokenizer
+
+    key = "model.tokenizer" if model.tokenizer else "model.name_or_path"
+    local = os.path.expanduser(name)
+    source = local if os.path.isdir(local) else name
+    choice = {
+        "revision": None if model.tokenizer else model.revision,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    try:
+        try:  # what is in the cache is the model's shape too: both stay of one revision, and nothing waits for the hub
+            return AutoTokenizer.from_pretrained(source, local_files_only=True, **choice)
+        except (OSError, ValueError):
+            return AutoTokenizer.from_pretrained(source, **choice)
+    except Exception as error:  # noqa: BLE001 - whatever the library raises, the user needs a place and a way on
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        hint = "name a folder with tokenizer.json, or set HF_TOKEN for a private model"
+        raise RecipeError([Problem(key, f"the tokenizer of {name} cannot be loaded: {reason}", hint)]) from None
+
+
+def make_bytes_tokenizer() -> Any:
+    """Ids 0-255 are bytes, then begin, end and padding."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = list_letters()
+    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([BEGIN, END, PADDING])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BEGIN,
+        eos_token=END,
+        pad_token=PADDING,
+        chat_template=BYTES_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,1 @@
+"""Layout -> the launcher's command line and environment, its run folder, and what became of the run."""

@@ -1,0 +1,88 @@
+"""In which order a training step enters and leaves a model's modules: forward, backward, and each layer once more when
+it is recomputed. Held against DeepSpeed's own hooks by tests/ranks/test_gathering.py. Sizes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, Module
+
+LAYER_DEPTH = 2
+
+
+class HookEvent(NamedTuple):
+    """A hook of module number `module`: before or after its forward, or its backward."""
+
+    module: int
+    enters: bool
+    is_backward: bool = False
+    is_recomputing: bool = False
+
+
+class ModuleOrder:
+    """Modules in the order of a forward; a module's inside follows it."""
+
+    def __init__(self, modules: tuple[Module, ...]) -> None:
+        self.modules = modules
+        self.inside: list[list[int]] = [[] for _ in modules]
+        path: list[int] = []
+        for number, module in enumerate(modules):
+            del path[module.depth :]
+            if path:
+                self.inside[path[-1]].append(number)
+            path.append(number)
+
+    def walk_step(self, *, recomputes: bool, trains_embedding: bool) -> Iterator[HookEvent]:
+        yield from self.walk_forward(0)
+        yield from self._walk_backward(0, recomputes=recomputes, trains_embedding=trains_embedding)
+
+    def walk_forward(
+        self, number: int, *, stays_in: frozenset[int] = frozenset(), again: bool = False
+    ) -> Iterator[HookEvent]:
+        """Modules in `stays_in` are entered and not left: a recomputation ends inside the last of them."""
+        yield HookEvent(number, enters=True, is_recomputing=again)
+        for child in self.inside[number]:
+            yield from self.walk_forward(child, stays_in=stays_in, again=again)
+        if number not in stays_in:
+            yield HookEvent(number, enters=False, is_recomputing=again)
+
+    def _walk_backward(self, number: int, *, recomputes: bool, trains_embedding: bool) -> Iterator[HookEvent]:
+        module = self.modules[number]
+        if module.name == "rotary_emb" or (not trains_embedding and _has_no_gradient(module)):
+            return
+        if recomputes and module.layer >= 0 and module.depth == LAYER_DEPTH:
+            yield from self._walk_recomputed(number, trains_embedding=trains_embedding)
+            return
+        yield HookEvent(number, enters=True, is_backward=True)
+        for child in reversed(self.inside[number]):
+            yield from self._walk_backward(child, recomputes=recomputes, trains_embedding=trains_embedding)
+        if module.name != "attention":  # its input comes by name, which DeepSpeed's hook does not see
+            yield HookEvent(number, enters=False, is_backward=True)
+
+    def _walk_recomputed(self, layer: int, *, trains_embedding: bool) -> Iterator[HookEvent]:
+        """Modules whose result is the layer's are entered before the first tensor that is not there any more."""
+        chain = [layer]
+        while self.inside[chain[-1]]:
+            chain.append(self.inside[chain[-1]][-1])
+        for number in chain:
+            yield HookEvent(number, enters=True, is_backward=True)
+        for child in self.inside[layer]:
+            yield from self.walk_forward(child, stays_in=frozenset(chain), again=True)
+        yield from self._leave(chain, trains_embedding=trains_embedding)
+
+    def _leave(self, chain: list[int], *, trains_embedding: bool) -> Iterator[HookEvent]:
+        """The backward of what is entered already, from the inside."""
+        for depth, number in reversed(list(enumerate(chain))):
+            entered = chain[depth + 1] if depth + 1 < len(chain) else None
+            for child in reversed(self.inside[number]):
+                if child != entered:
+                    yield from self._walk_backward(child, recomputes=False, trains_embedding=trains_embedding)
+            yield HookEvent(number, enters=False, is_backward=True)
+
+
+def _has_no_gradient(module: Module) -> bool:
+    """Of a frozen embedding and of frozen matrices that are given its output, no result needs a gradient."""
+    projects = module.layer == 0 and module.name.partition(".")[0] in FIRST_PROJECTIONS
+    return not module.is_trained and (module.name == "embed_tokens" or projects)

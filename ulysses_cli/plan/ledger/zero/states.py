@@ -1,0 +1,223 @@
+"""What a rank holds of the model between steps and in the optimizer's step: weights, gradients, Adam, buckets.
+
+From DeepSpeed's runtime/zero/stage3.py; what stages 1 and 2 do otherwise is in lower_stages.py. N trained elements, F
+frozen, W ranks that shard.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.weights import count_shard, list_sub_groups
+from ulysses_cli.plan.ledger.zero import lower_stages
+from ulysses_cli.plan.ledger.zero.swapping import (
+    compute_locked_state_bytes,
+    compute_locked_weight_bytes,
+    count_largest_group,
+)
+
+NORM_ELEMENTS = 250_000_000  # stage3.py: _constant_buffered_norm2 takes the norm of so many at a time
+CODE_BLOCK = 256  # train/optimizer/quantization.py: weights that share a scale
+
+
+def compute_parameters(job: Job) -> int:
+    """b (N + F) / W at stage 3 (stage3.py: lp_param_buffer), b (N + F) below; on the host with offload_param."""
+    if job.levers.offload_param != "none":
+        return 0
+    weights = job.weights
+    if job.zero_stage < 3:
+        return job.dtype_bytes * weights.num_elements
+    return job.dtype_bytes * count_shard(weights.num_elements, job.world_size)
+
+
+def compute_second_shard(job: Job, gathered_bytes: int) -> int:
+    """b (N + F) / replica: with dp_replicate_size > 1 a copy for gathering inside each replica (hpZ:
+    partition_parameters.py, ds_secondary_tensor). A weight's is made when the weight is let go for the first time after
+    a step (stage3.py: invalidate_secondary_tensor), so that what is at hand has none. On the host with offload_param
+    (_partition_param_sec: remote_device)."""
+    if job.zero_stage < 3 or job.layout.dp_replicate_size == 1 or job.levers.offload_param != "none":
+        return 0
+    persistent = sum(size for size in job.weights.persistent_sizes if size <= job.engine.persistence_threshold)
+    let_go = job.dtype_bytes * (job.weights.num_elements - persistent) - gathered_bytes
+    return max(0, let_go) // job.layout.replica_size
+
+
+def compute_arriving(job: Job, num_elements: int) -> int:
+    """b n / W: a weight's shard in host memory is copied to the GPU to be gathered (partition_parameters.py:
+    _all_gather_sequential). One rank copies the whole in its place, but for a hook (_allgather_params_sequential)."""
+    is_elsewhere = job.levers.offload_param != "none"
+    return job.dtype_bytes * count_shard(num_elements, job.layout.replica_size) if is_elsewhere else 0
+
+
+def compute_gradients(job: Job) -> int:
+    """g N / W at stage 3 (stage3.py: grad_partitions_flat_buffer), on the host with offload_optimizer. Below, what is
+    there when a backward has begun (lower_stages.py)."""
+    trained = job.weights.num_trained
+    if job.zero_stage < 3:
+        return lower_stages.compute_gradients(job, "backward", is_reducing=True)
+    if job.levers.offload_optimizer != "none":
+        return 0
+    return job.engine.gradient_bytes * count_shard(trained, job.world_size)
+
+
+def compute_reduce_bucket(job: Job) -> int:
+    """reduce_bucket_size elements of the dtype in which gradients travel, allocated at start (stage3.py: ipg_buckets).
+    Below stage 3 there are two, in the backward."""
+    if job.zero_stage < 3:
+        return lower_stages.compute_buckets(job, is_reducing=True)
+    return job.engine.reduce_bucket * job.engine.communication_bytes
+
+
+def compute_reduce_flush(job: Job) -> int:
+    """When the bucket is full its gradients are laid side by side for the reduce-scatter (coalesced_collectives.py:
+    torch.cat): as much again as the bucket holds, at most N. Below stage 3 so are the parts of several ranks, which are
+    then cast where they travel in another dtype (stage_1_and_2.py: allreduce_bucket)."""
+    filled = min(job.engine.reduce_bucket, job.weights.num_trained)
+    return filled * _count_sent_bytes(job)
+
+
+def _count_sent_bytes(job: Job) -> int:
+    sent, b = job.engine.communication_bytes, job.dtype_bytes
+    if job.zero_stage == 3:
+        return sent
+    is_cut = job.world_size > 1 or lower_stages.is_compact(job)  # else it is one piece
+    return b * is_cut + (sent if sent != b else 0)
+
+
+def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) -> int:
+    """Of a bucket that is sent with that much in it. A gradient that is larger is cast whole, and has its own memory
+    beside that; below stage 3 it too is laid flat with those of other ranks. For an optimizer on the host the norm of
+    each is taken in float64 before it leaves: at stage 3 of this rank's share, cast to g, while all are still there
+    (stage3.py: _constant_buffered_norm2); below, of the whole (set_norm_for_param_grad_in_gpu). `largest`: of these
+    gradients; `num_before`: elements that were sent before them."""
+    b, is_large = job.dtype_bytes, num_elements > job.engine.reduce_bucket
+    own, shard = b * num_elements * is_large, count_shard(job.weights.num_trained, job.world_size)
+    takes_norm = job.levers.offload_optimizer != "none"
+    if job.zero_stage == 3:
+        is_alone = num_elements == largest and num_elements % job.world_size == 0  # and is not laid flat
+        sent = 0 if is_alone else num_elements * _count_sent_bytes(job)
+        sent += compute_oversize_gradient(job, num_elements)
+        if job.engine.communication_bytes != job.engine.gradient_bytes:  # this rank's shares are cast back
+            sent += job.engine.gradient_bytes * count_shard(num_elements, job.world_size)
+        share = count_shard(largest, job.world_size)
+        norm = lower_stages.NORM_BYTES * min(share, NORM_ELEMENTS) + job.engine.gradient_bytes * share
+        return own + sent + takes_norm * norm
+    ours = min(largest, max(0, shard - num_before))  # the last rank's share is what is sent first
+    norm = takes_norm * lower_stages.NORM_BYTES * ours
+    return own + max(_compute_lower_sent(job, num_elements, largest, num_before), norm)
+
+
+def compute_head_flush(job: Job) -> int:
+    """Of a head that is sent by itself. A tied one's gradient leaves with the embedding's."""
+    num = job.shape.vocab_size * job.shape.hidden_size
+    if job.zero_stage < 3:
+        return compute_flush(job, num, num, 0) if lower_stages.sends_head(job) else 0
+    is_sent = job.adapters is None and not job.shape.tie_word_embeddings
+    return compute_flush(job, num, num, 0) if is_sent and num > job.engine.reduce_bucket else 0
+
+
+def _compute_lower_sent(job: Job, num_elements: int, largest: int, num_before: int) -> int:
+    """Below stage 3. Each rank's shares are a piece; pieces are laid flat together, and cast where they travel in
+    another dtype, until the bucket is passed (stage_1_and_2.py: allreduce_and_scatter). One alone is not laid flat;
+    with a flat buffer each weight is a piece of its own."""
+    weights, b, sent = job.weights, job.dtype_bytes, job.engine.communication_bytes
+    are_many, cast = lower_stages.is_compact(job) and num_elements > largest, sent if sent != b else 0
+    shard = count_shard(weights.num_trained, job.world_size)
+    start = max(0, weights.num_trained - num_before - num_elements)
+    most = together = num_pieces = 0
+    while num_elements > 0:
+        piece = min(num_elements, shard - start % shard)
+        start, num_elements = start + piece, num_elements - piece
+        together, num_pieces = together + piece, num_pieces + 1
+        most = max(most, together * (b * (num_pieces > 1 or are_many) + cast))
+        if together > job.engine.reduce_bucket:
+            together = num_pieces = 0
+    return most
+
+
+def compute_oversize_gradient(job: Job, num_elements: int) -> int:
+    """A gradient that is larger than the bucket bypasses it: it is cast whole to the dtype in which it travels."""
+    is_oversize = num_elements > job.engine.reduce_bucket and job.engine.communication_bytes != job.dtype_bytes
+    return num_elements * job.engine.communication_bytes if is_oversize else 0
+
+
+def compute_master(job: Job) -> int:
+    """4 N / W float32 weights, also where the model itself is float32 (stage3.py: _create_fp32_partitions clones)."""
+    if job.levers.offload_optimizer != "none":
+        return 0
+    return 4 * count_shard(job.weights.num_trained, job.world_size)
+
+
+def compute_adam(job: Job) -> int:
+    """8 N / W from the first step on. In 8 bits two codes of each weight and two float32 scales of each 256."""
+    if job.levers.offload_optimizer != "none":
+        return 0
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    return 8 * shard if job.optim == "adamw" else 2 * shard + 8 * -(-shard // CODE_BLOCK)
+
+
+def compute_step_transients(job: Job) -> int:
+    """The norm casts one gradient's share at a time to float64 (stage3.py: get_grad_norm_direct). Then, per sub-group
+    of n_s elements: gradients laid flat, g n_s, then cast, 4 n_s; fused Adam takes nothing (stage3.py:
+    _prepare_fp32_grad_for_sub_group). With the optimizer on the host nothing happens here."""
+    if job.zero_stage < 3:
+        return lower_stages.compute_step_transients(job)
+    if job.levers.offload_optimizer != "none":
+        return 0
+    norm = lower_stages.NORM_BYTES * count_shard(job.weights.largest_trained, job.world_size)
+    per_weight = 4 if job.engine.gradient_bytes == 4 else 4 + job.engine.gradient_bytes
+    return max(norm, per_weight * count_largest_group(job))
+
+
+def compute_weight_made(job: Job) -> int:
+    """b V h: each weight is made whole before it is split (partition_parameters.py: Init), the head last; or all of a
+    module's, which are gathered to be drawn (transformers/integrations/deepspeed.py: initialize_weights_zero3), from
+    the host with their shards beside them. A tied head is made all the same, b V h / W, and let go later."""
+    head = job.shape.vocab_size * job.shape.hidden_size
+    tied = count_shard(head, job.world_size) if job.shape.tie_word_embeddings else 0
+    drawn = job.weights.largest_module
+    arriving = compute_arriving(job, drawn) if job.world_size > 1 else 0
+    return max(job.dtype_bytes * head, job.dtype_bytes * drawn + arriving) + job.dtype_bytes * tied
+
+
+def compute_load_transients(job: Job) -> int:
+    """4 n_s: a sub-group's weights are cast to float32, and that is cloned (stage3.py: _create_fp32_partitions). The
+    clone is the master, which has its own line, counted whole: what is told is the most beyond it, when the last
+    sub-groups are made. With the optimizer on the host both are there."""
+    if job.zero_stage < 3:
+        return lower_stages.compute_load_transients(job)
+    if job.levers.offload_optimizer != "none" or job.dtype_bytes == 4:
+        return 0
+    groups = list_sub_groups(job.weights, job.world_size, job.engine.sub_group)
+    return 4 * (max(made + group for made, group in zip(accumulate(groups), groups, strict=True)) - sum(groups))
+
+
+def compute_host_optimizer_pinned(job: Job) -> int:
+    """Per rank: gradients g N / W and their float32 copies 4 N / W, page-locked (stage3.py:
+    initialize_optimizer_states, grad_partitions_flat_buffer). On NVMe: DeepSpeed's four buffers of a sub-group's
+    states instead of the copies."""
+    shard = count_shard(job.weights.num_trained, job.world_size)
+    if job.levers.offload_optimizer == "cpu":
+        if job.zero_stage < 3:
+            return lower_stages.compute_host_pinned(job)
+        return (job.engine.gradient_bytes + 4) * shard
+    if job.levers.offload_optimizer == "nvme":
+        return job.engine.gradient_bytes * shard + compute_locked_state_bytes(job)
+    return 0
+
+
+def compute_host_optimizer_pageable(job: Job) -> int:
+    """Per rank: master weights 4 N / W and Adam 8 N / W, in ordinary memory; below stage 3 Adam alone."""
+    if job.levers.offload_optimizer != "cpu":
+        return 0
+    return (12 if job.zero_stage == 3 else 8) * count_shard(job.weights.num_trained, job.world_size)
+
+
+def compute_host_parameters(job: Job) -> int:
+    """Per rank: b (N + F) / W, page-locked (stage3.py: _create_param_groups_fp16_flat_cpu_memory); on NVMe the
+    buffers through which they pass."""
+    weights = job.weights
+    if job.levers.offload_param == "cpu":
+        return job.dtype_bytes * count_shard(weights.num_elements, job.world_size)
+    return compute_locked_weight_bytes(job)

@@ -1,0 +1,103 @@
+"""What lives on a local disk (memory.offload_optimizer, memory.offload_param: nvme): files there, buffers beside.
+
+From DeepSpeed's runtime/swap_tensor/: optimizer states are files of whole sub-groups, weights one file each; both pass
+through buffers that are locked in memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from ulysses_cli.plan.ledger.job import Job, is_known, make_job
+from ulysses_cli.plan.ledger.weights import Weights, count_shard, list_sub_groups
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.recipe.recipe import Recipe
+
+STATE_FILES, GRADIENT_FILES = 3, 1  # of float32 numbers: weights and two moments; what a step starts from
+NUM_BUFFERS = 4  # offload_config.py: buffer_count
+SMALLEST_FILE_BYTES = 1 << 20  # swap_tensor/utils.py: MIN_AIO_BYTES; what is smaller stays in memory
+FLOAT_BYTES = 4
+ALIGNED_ELEMENTS = 256  # optimizer_utils.py: numel_alignment; the rest of a longer gradient stays, and holds all of it
+FILE_SLACK = 1.01  # files are rounded up
+SPARE_BUFFERS = 1  # for the weight that passes by while others are in use
+
+
+def compute_swap_need(recipe: Recipe, shape: ModelShape, levers: Levers) -> tuple[int, int]:
+    """-> bytes of a rank (on the disk, of locked memory). Zeros where no formula knows the model."""
+    if not is_known(shape):
+        return 0, 0
+    job = make_job(recipe, shape, levers)
+    return compute_disk_bytes(job), compute_locked_state_bytes(job) + compute_locked_weight_bytes(job)
+
+
+def compute_disk_bytes(job: Job) -> int:
+    """Per rank."""
+    return int((compute_state_file_bytes(job) + compute_weight_file_bytes(job)) * FILE_SLACK)
+
+
+def compute_state_file_bytes(job: Job) -> int:
+    """16 N / W."""
+    if job.levers.offload_optimizer != "nvme":
+        return 0
+    return FLOAT_BYTES * (STATE_FILES + GRADIENT_FILES) * count_shard(job.weights.num_trained, job.world_size)
+
+
+def compute_weight_file_bytes(job: Job) -> int:
+    """b (N + F) / W."""
+    if job.levers.offload_param != "nvme":
+        return 0
+    return job.dtype_bytes * count_shard(job.weights.num_elements, job.world_size)
+
+
+def compute_node_disk_bytes(job: Job) -> int:
+    """What the fullest node's ranks need below memory.nvme_path."""
+    return job.ranks_per_node * compute_disk_bytes(job)
+
+
+def compute_locked_state_bytes(job: Job) -> int:
+    """Per rank: four buffers of the largest sub-group's float32 numbers (stage3.py: _configure_tensor_swapping)."""
+    if job.levers.offload_optimizer != "nvme":
+        return 0
+    return NUM_BUFFERS * FLOAT_BYTES * count_largest_group(job)
+
+
+def compute_locked_weight_bytes(job: Job) -> int:
+    """Per rank: buffers for weights in use, and one of the largest sub-group, from which updated weights are written
+    (partitioned_param_swapper.py: reserve_partitioned_swap_space)."""
+    if job.levers.offload_param != "nvme":
+        return 0
+    buffers = size_weight_buffers(job.weights, job.world_size, job.dtype_bytes)
+    return job.dtype_bytes * (buffers["buffer_count"] * buffers["buffer_size"] + count_largest_group(job))
+
+
+def count_largest_group(job: Job) -> int:
+    """It may be larger than sub_group_size by a weight's shard: an embedding's is most of it on few ranks."""
+    return max(list_sub_groups(job.weights, job.world_size, job.engine.sub_group))
+
+
+def size_weight_buffers(weights: Weights, num_ranks: int, dtype_bytes: int) -> Mapping[str, int]:
+    """DeepSpeed's settings: as many buffers as a layer has weights with files, each of the largest one's size. It stops
+    where none is left. Frozen weights gathered for a recomputation stay until their layer's backward is done."""
+    in_use: dict[tuple[str, int], set[str]] = defaultdict(set)
+    largest = 1
+    for module in weights.modules:
+        for name, size in module.weights:
+            share = count_shard(size, num_ranks)
+            if share * dtype_bytes >= SMALLEST_FILE_BYTES:
+                in_use[module.part, module.layer].add(name)
+                largest = max(largest, share)
+    count = max((len(names) for names in in_use.values()), default=0) + SPARE_BUFFERS
+    return {"buffer_count": count, "buffer_size": largest}
+
+
+def compute_unswapped_gradients(job: Job) -> int:
+    """4 n / W on the GPU from the backward to the step, of gradients whose share is too small for a file of its own, or
+    no multiple of 1 KiB (optimizer_utils.py: unswapped_gradients)."""
+    if job.levers.offload_optimizer != "nvme":
+        return 0
+    sizes = {name: size for module in job.weights.modules if module.is_trained for name, size in module.weights}
+    shares = [count_shard(size, job.world_size) for size in sizes.values()]
+    stay = [each for each in shares if FLOAT_BYTES * each < SMALLEST_FILE_BYTES or each % ALIGNED_ELEMENTS]
+    return FLOAT_BYTES * sum(stay)

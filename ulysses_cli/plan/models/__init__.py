@@ -1,0 +1,1 @@
+"""Facts about model families: shapes, vocabularies, chat templates."""

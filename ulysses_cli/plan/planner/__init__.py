@@ -1,0 +1,1 @@
+"""Which layout, levers and machines: the search, what fits, and what it costs."""

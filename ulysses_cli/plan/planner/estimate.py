@@ -1,0 +1,102 @@
+"""One recipe on one kind of GPU: memory, time, money, the longest row, and what to change when it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ulysses_cli.plan.hardware import GIB, Gpu
+from ulysses_cli.plan.ledger.job import Job, make_job
+from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.planner.draft import write_levers
+from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
+from ulysses_cli.plan.planner.lever_choice import (
+    COSTS,
+    LeverChoice,
+    choose_for_job,
+    find_cheapest,
+    find_longest,
+    read_levers,
+)
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.speed import Speed, compute_cost, compute_speed
+
+LESS = 0.95  # of the ledger's peak: what ran out was less than that
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Everything about one job on one GPU kind. `suggestion` is YAML, or '' where nothing is to be changed or helps."""
+
+    gpu: Gpu
+    job: Job
+    choice: LeverChoice
+    ledger: Ledger
+    fit: Fit
+    speed: Speed
+    max_length: int
+    max_length_all_levers: int
+    suggestion: str
+
+    @property
+    def ends_at_index(self) -> bool:
+        """Whether the longest row with these levers ends where a kernel would see 2^31 elements, and not at memory."""
+        longer = self.max_length + self.max_length // 256 + self.job.layout.sp_size * ROW_MULTIPLE
+        return self.max_length > 0 and not is_indexable(replace(self.job, row_tokens=longer))
+
+    @property
+    def usd_per_million_tokens(self) -> tuple[float, float] | None:
+        seconds = 1e6 / self.speed.tokens_per_second
+        return compute_cost(seconds, self.job.world_size, self.gpu)
+
+
+def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
+    """For a recipe that passed its checks. What it says a GPU costs goes before the table's price."""
+    price = recipe.run.price_per_gpu_hour
+    if price is not None:
+        gpu = replace(gpu, usd_low=price, usd_high=price, price_source="run.price_per_gpu_hour", price_date="")
+    levers, open_names = read_levers(recipe, shape)
+    job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
+    choice = choose_for_job(job, gpu, open_names)
+    settled = replace(job, levers=choice.levers)
+    ledger = compute_ledger(settled)
+    fit = judge(settled, ledger, gpu)
+    return Estimate(
+        gpu=gpu,
+        job=settled,
+        choice=choice,
+        ledger=ledger,
+        fit=fit,
+        speed=compute_speed(settled, gpu),
+        max_length=find_max_length(settled, gpu),
+        max_length_all_levers=find_longest(settled, gpu)[0],
+        suggestion="" if fit.verdict == "fits" else suggest_levers(settled, gpu),
+    )
+
+
+def suggest_levers(job: Job, gpu: Gpu) -> str:
+    """The cheapest change of levers that makes a job fit, as YAML; '' when no lever does."""
+    open_names = [name for name in COSTS if name != "offload_param"]
+    found = find_cheapest(job, gpu, open_names) or find_cheapest(job, gpu, list(COSTS))
+    if found is None or found == job.levers:
+        return ""
+    tried = replace(job, levers=found)
+    if judge(tried, compute_ledger(tried), gpu).verdict != "fits":
+        return ""
+    return "\n".join(write_levers(found, job.levers)) + "\n"
+
+
+def explain_memory(recipe: Recipe, shape: ModelShape, levers: Levers, gpu: Gpu) -> str:
+    """After memory ran out: the ledger's largest lines, and the cheapest change that needs less than what was tried."""
+    job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
+    ledger = compute_ledger(job)
+    largest = sorted(ledger.peak.lines.items(), key=lambda line: -line[1])[:3]
+    lines = ", ".join(f"{name} {num_bytes / GIB:.1f} GiB" for name, num_bytes in largest)
+    tried = replace(gpu, memory_bytes=min(gpu.memory_bytes, int(LESS * ledger.gpu_peak_bytes)))
+    change = suggest_levers(job, tried)
+    if not change:
+        length = find_max_length(job, tried)
+        change = f"data:\n  max_length: {length}\n" if length else ""
+    advice = f"; this needs less:\n{change}" if change else "; no lever and no shorter row helps: use more GPUs"
+    return f"largest in {ledger.peak.phase}: {lines}{advice}"

@@ -1,0 +1,106 @@
+"""Does a job fit a GPU and its machine, by how much, and how long a row would still fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
+
+Verdict = Literal["fits", "too_close", "does_not_fit"]
+VERDICTS: tuple[Verdict, ...] = ("fits", "too_close", "does_not_fit")
+INT32_LIMIT = 2**31
+ROW_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Bytes of a rank on its GPU, of a node on its host. The margin may be negative."""
+
+    verdict: Verdict
+    wall: str  # what is too small: "", "gpu" or "host"
+    gpu_peak_bytes: int
+    gpu_capacity_bytes: int
+    host_peak_bytes: int
+    host_capacity_bytes: int
+    uncertainty_bytes: int
+    host_uncertainty_bytes: int
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of the GPU, beyond what the ledger may be off."""
+        return self.margin_bytes - self.uncertainty_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        return self.host_margin_bytes >= self.host_uncertainty_bytes
+
+    @property
+    def margin_bytes(self) -> int:
+        return self.gpu_capacity_bytes - self.gpu_peak_bytes
+
+    @property
+    def host_margin_bytes(self) -> int:
+        return self.host_capacity_bytes - self.host_peak_bytes
+
+
+def judge(job: Job, ledger: Ledger, gpu: Gpu) -> Fit:
+    """Fits when both margins are wider than what the ledger may be off; too close when one is not, either way. The
+    wall is the worse of the two."""
+    host_capacity = gpu.get_host_bytes(job.world_size)
+    on_gpu = compare(gpu.memory_bytes - ledger.gpu_peak_bytes, ledger.uncertainty_bytes)
+    on_host = compare(host_capacity - ledger.host_peak_bytes, ledger.host_uncertainty_bytes)
+    verdict, wall = (on_host, "host") if VERDICTS.index(on_host) > VERDICTS.index(on_gpu) else (on_gpu, "gpu")
+    return Fit(
+        verdict=verdict,
+        wall="" if verdict == "fits" else wall,
+        gpu_peak_bytes=ledger.gpu_peak_bytes,
+        gpu_capacity_bytes=gpu.memory_bytes,
+        host_peak_bytes=ledger.host_peak_bytes,
+        host_capacity_bytes=host_capacity,
+        uncertainty_bytes=ledger.uncertainty_bytes,
+        host_uncertainty_bytes=ledger.host_uncertainty_bytes,
+    )
+
+
+def compare(margin: int, uncertainty: int) -> Verdict:
+    return "fits" if margin >= uncertainty else "too_close" if margin > -uncertainty else "does_not_fit"
+
+
+def is_indexable(job: Job) -> bool:
+    """No kernel call sees a tensor of 2^31 elements (check_model.py says why)."""
+    heads = job.shape.num_heads // job.layout.sp_size // job.levers.head_chunks
+    tensors = [job.batch * job.row_tokens * heads * job.shape.head_dim, job.local_tokens * job.shape.hidden_size]
+    if not job.levers.tiled_mlp:
+        tensors.append(job.local_tokens * max(job.shape.intermediate_size, job.shape.moe_intermediate_size))
+    if not job.levers.tiled_loss:
+        tensors.append(job.local_tokens * job.shape.vocab_size)
+    return max(tensors) < INT32_LIMIT
+
+
+def fits(job: Job, gpu: Gpu) -> bool:
+    return is_indexable(job) and judge(job, compute_ledger(job), gpu).verdict == "fits"
+
+
+def find_max_length(job: Job, gpu: Gpu, holds: Callable[[Job, Gpu], bool] = fits) -> int:
+    """The longest row that fits with these levers, in whole multiples; 0 when none does. Memory never falls with
+    length, so that halving finds it."""
+    multiple = job.layout.sp_size * ROW_MULTIPLE
+    return multiple * find_largest(lambda count: holds(replace(job, row_tokens=count * multiple), gpu))
+
+
+def find_largest(holds: Callable[[int], bool]) -> int:
+    """The largest positive number for which something holds that stops holding at some point; 0 if it never does."""
+    if not holds(1):
+        return 0
+    high = 2
+    while holds(high):
+        high *= 2
+    low = high // 2
+    while high - low > max(1, low // 512):  # a fifth of a percent is finer than the ledger is sure
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,216 @@
+"""The planner: legal layouts x levers x machine counts -> what fits, what it costs, how long it takes, or which wall is
+hit and how far away it is. A layout's memory is the same on every GPU kind, so that it is computed once for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ulysses_cli.plan.hardware import GIB, Gpu
+from ulysses_cli.plan.layout import Layout, list_divisors
+from ulysses_cli.plan.ledger.job import Job, check_known, make_job
+from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.planner.candidates import Candidate, Offer, SearchResult, Wish, round_cost
+from ulysses_cli.plan.planner.draft import Draft, find_obstacle, needs_stretch, write_draft
+from ulysses_cli.plan.planner.fit import Fit, is_indexable, judge
+from ulysses_cli.plan.planner.lever_choice import (
+    COSTS,
+    find_cheapest,
+    find_longest,
+    list_ranked_levers,
+    list_smallest,
+    offload_least,
+    walk_fits,
+)
+from ulysses_cli.plan.planner.walls import count_distance, explain_absence, find_excess, list_walls
+from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.speed import compute_speed
+
+MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SHOWN = 5  # kinds of GPU, the best first
+MIN_STEPS = 100  # fewer optimizer steps than that are no training: it bounds the rows of a step
+OPEN_LEVERS = [name for name in COSTS if name != "gradient_checkpointing"]
+
+
+def search(wish: Wish, offers: Sequence[Offer], limit: int = SHOWN) -> SearchResult:
+    check_known(wish.shape, "--model")
+    layouts = _list_layouts(wish, offers)
+    tried = [candidate for job, kinds in layouts for candidate in _try_levers(wish, job, kinds)]
+    fitting = [each for each in tried if each.fit.verdict == "fits"]
+    inside = [each for each in fitting if not find_excess(wish, each)]
+    if not inside:
+        return SearchResult((), (), tuple(list_walls(wish, offers, layouts, tried, fitting)))
+    by_cost = sorted(inside, key=lambda each: (round_cost(each.usd_middle), each.job.num_nodes, each.seconds))
+    by_time = sorted(inside, key=lambda each: (each.seconds, each.usd_middle))
+    best, fastest = (tuple(_list_distinct(ranked, limit)) for ranked in (by_cost, by_time))
+    shown = {each.gpu.key for each in (*best, *fastest)}
+    absent = [offer.gpu for offer in offers if offer.gpu.key not in shown]
+    return SearchResult(best, fastest, (), {gpu.key: explain_absence(wish, gpu, tried) for gpu in absent})
+
+
+def _list_distinct(ranked: Iterable[Candidate], limit: int) -> list[Candidate]:
+    """The best of each kind of GPU."""
+    best: dict[str, Candidate] = {}
+    for each in ranked:
+        best.setdefault(each.gpu.key, each)
+    return list(best.values())[:limit]
+
+
+def _list_layouts(wish: Wish, offers: Sequence[Offer]) -> list[tuple[Job, list[Gpu]]]:
+    """Every layout with the kinds that could run it."""
+    kinds: dict[tuple[int, int], list[Gpu]] = {}
+    for offer in offers:
+        for count in _list_counts(offer):
+            kinds.setdefault((count, offer.gpu.gpus_per_node), []).append(offer.gpu)
+    recipe = make_plan_recipe(wish)
+    most_rows = max(1, wish.num_tokens // wish.max_length // MIN_STEPS)
+    return [
+        (make_plan_job(recipe, wish.shape, Layout(1, count // sp_size, sp_size), per_node), gpus)
+        for (count, per_node), gpus in kinds.items()
+        for sp_size in list_sp_sizes(wish.shape, count, wish.max_length)
+        if count // sp_size <= most_rows
+    ]
+
+
+def _list_counts(offer: Offer) -> list[int]:
+    """Parts of a machine, then whole machines."""
+    per_node = offer.gpu.gpus_per_node
+    counts = {n for n in list_divisors(per_node) if n < per_node}
+    counts |= {per_node * machines for machines in MACHINE_COUNTS}
+    counts |= {offer.max_gpus} if offer.max_gpus < per_node or offer.max_gpus % per_node == 0 else set()
+    return sorted(n for n in counts if n <= offer.max_gpus)
+
+
+def list_sp_sizes(shape: ModelShape, num_gpus: int, max_length: int | None) -> list[int]:
+    """Sizes that divide heads, GPUs and, unless it is what is looked for, the row."""
+    if find_obstacle(shape):
+        return [1]
+    return [n for n in list_divisors(shape.num_heads) if num_gpus % n == 0 and (max_length or 0) % n == 0]
+
+
+def list_limits(wish: Wish, offers: Sequence[Offer]) -> list[str]:
+    """What of an offer no plan uses, whatever fits: GPUs beyond whole machines, and sizes that the row rules out."""
+    said = []
+    for offer in offers:
+        most, per_node = max(_list_counts(offer)), offer.gpu.gpus_per_node
+        if most < offer.max_gpus:
+            left = f"{offer.max_gpus - most} of {offer.max_gpus} x {offer.gpu.key} are left unused"
+            said.append(f"{left}: beyond one machine of {per_node}, whole machines, at most {MACHINE_COUNTS[-1]}")
+    counts = {count for offer in offers for count in _list_counts(offer)}
+    legal = max(max(list_sp_sizes(wish.shape, count, None)) for count in counts)
+    used = max(max(list_sp_sizes(wish.shape, count, wish.max_length)) for count in counts)
+    if used < legal:
+        below = wish.max_length // legal * legal
+        also = f"; with {below:,} up to {legal}" if below else ""
+        said.append(f"sp_size divides the row: with {wish.max_length:,} tokens it is at most {used}{also}")
+    return said
+
+
+def make_plan_recipe(wish: Wish) -> Recipe:
+    """What would be written, but for its layout and levers: so that plan and recipe have one engine and one row."""
+    draft = Draft("owner/model", max(2, wish.max_length), Layout(), is_lora=wish.is_lora)
+    return parse_recipe(write_draft(replace(draft, lora_targets=_list_lora_targets(wish.shape)))).recipe
+
+
+def _list_lora_targets(shape: ModelShape) -> tuple[str, ...]:
+    return shape.linear_modules if shape.adapts_experts else ()
+
+
+def make_plan_job(recipe: Recipe, shape: ModelShape, layout: Layout, gpus_per_node: int) -> Job:
+    parallel = recipe.parallel.model_copy(update={**vars(layout)})
+    return make_job(recipe.model_copy(update={"parallel": parallel}), shape, Levers(), gpus_per_node=gpus_per_node)
+
+
+def _try_levers(wish: Wish, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate]:
+    """The cheapest levers that fit on each kind; where none do, the nearest miss."""
+    measured: dict[Levers, tuple[Job, Ledger | None]] = {}
+
+    def tell(gpu: Gpu, levers: Levers) -> Fit | None:
+        if levers not in measured:
+            tried = replace(job, levers=levers)
+            measured[levers] = tried, compute_ledger(tried) if is_indexable(tried) else None
+        tried, ledger = measured[levers]
+        return judge(tried, ledger, gpu) if ledger is not None else None
+
+    smallest = list_smallest(job)
+    ranked = list_ranked_levers(job, OPEN_LEVERS)
+    ranked += [replace(each, gradient_checkpointing="full") for each in ranked]  # the host keeps half as much
+    for gpu in gpus:
+        ask, chosen = partial(tell, gpu), None
+        least = walk_fits(job, smallest, ask, is_open=False)
+        if any(fit.wall != "gpu" for _, fit in least):  # only then can a cheaper one fit
+            found = walk_fits(job, ranked, ask, is_open=True)
+            chosen = next((each for each in found if each[1].verdict == "fits"), None)
+        if chosen is None:
+            misses = walk_fits(job, [*smallest, *measured], ask, is_open=False)
+            chosen = min(misses, key=lambda each: count_distance(each[1]), default=None)
+            if chosen is not None and chosen[1].spare_bytes >= 0:  # the host is the wall: only what must goes there
+                chosen = offload_least(*chosen, ask)
+        if chosen is not None:
+            tried = replace(job, levers=chosen[0])
+            yield Candidate(gpu, tried, chosen[1], compute_speed(tried, gpu), wish.num_tokens)
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest row on all GPUs of an offer."""
+
+    candidate: Candidate
+    max_length: int
+
+
+def search_longest(wish: Wish, offers: Sequence[Offer]) -> list[Longest]:
+    """With every lever, for each kind; `wish.max_length` is not read."""
+    check_known(wish.shape, "--model")
+    recipe, found = make_plan_recipe(wish), []
+    for offer in offers:
+        best: tuple[int, Job] | None = None
+        for sp_size in list_sp_sizes(wish.shape, offer.max_gpus, None):
+            layout = Layout(1, offer.max_gpus // sp_size, sp_size)
+            job = make_plan_job(recipe, wish.shape, layout, offer.gpu.gpus_per_node)
+            length, levers = find_longest(job, offer.gpu)
+            if length and (best is None or length > best[0]):
+                best = length, replace(job, levers=levers, row_tokens=length)
+        if best is not None:
+            cheapest = find_cheapest(replace(best[1], levers=Levers()), offer.gpu, list(COSTS))
+            settled = replace(best[1], levers=cheapest or best[1].levers)
+            fit, speed = judge(settled, compute_ledger(settled), offer.gpu), compute_speed(settled, offer.gpu)
+            found.append(Longest(Candidate(offer.gpu, settled, fit, speed, wish.num_tokens), best[0]))
+    return sorted(found, key=lambda each: -each.max_length)
+
+
+def draft_candidate(best: Candidate, wish: Wish, model: str, file: str) -> tuple[Draft, tuple[str, ...]]:
+    """A recipe for a candidate, and its header."""
+    job, gpu = best.job, best.gpu
+    trained = "LoRA" if wish.is_lora else "Full fine-tuning"
+    steps = max(1, -(-wish.num_tokens // best.speed.tokens_per_step))
+    draft = Draft(
+        model=model,
+        max_length=wish.max_length,
+        layout=job.layout,
+        is_lora=wish.is_lora,
+        lora_targets=_list_lora_targets(wish.shape),
+        levers=job.levers,
+        needs_stretch=needs_stretch(wish.shape, wish.max_length),
+        dataset="emozilla/pg19",
+        is_packed=not wish.shape.crosses_documents,
+        max_steps=steps,
+    )
+    peak = f"{best.fit.gpu_peak_bytes / GIB:.1f} of {best.fit.gpu_capacity_bytes / GIB:.1f} GiB"
+    machines = format_count(job.num_nodes, "machine")
+    header = (
+        f"{trained} at {wish.max_length:,} tokens, as planned.",
+        "",
+        f"model      {wish.shape.name}",
+        f"hardware   {job.world_size} x {gpu.name} ({gpu.key}) in {machines}",
+        f"launch     ulysses train {file}",
+        f"predicted  {peak} per GPU, {best.speed.tokens_per_second:,.0f} tokens/s, {best.seconds / 3600:.3g} hours",
+        "",
+        "Put your own data in place of the data set below.",
+    )
+    return draft, header

@@ -1,0 +1,83 @@
+"""Memory against length: one curve for each way to split the same GPUs, with the levers as settled, and with all.
+
+Levers that a recipe leaves open come on along a curve where kernels could not index a row without them, as in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.planner.fit import is_indexable
+from ulysses_cli.plan.planner.lever_choice import list_smallest
+from ulysses_cli.plan.planner.search import list_sp_sizes
+
+SHORTEST, NUM_LENGTHS = 4096, 14
+MAX_CURVES = 4
+TILES = ("tiled_loss", "tiled_mlp")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Peak bytes of a rank at each length; None where a kernel could not index it."""
+
+    name: str
+    peaks: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class LengthSweep:
+    """`closed`: tiles that the recipe forbids, and without which longer rows cannot be indexed."""
+
+    lengths: tuple[int, ...]
+    curves: tuple[Curve, ...]
+    closed: tuple[str, ...] = ()
+
+
+def compute_sweep(job: Job, open_names: Collection[str] = ()) -> LengthSweep:
+    lengths = tuple(SHORTEST << power for power in range(NUM_LENGTHS))
+    world = job.layout.replica_size
+    sizes = [n for n in list_sp_sizes(job.shape, world, None) if job.row_tokens % n == 0]
+    sizes = sorted({*sizes[-MAX_CURVES:], job.layout.sp_size})
+    curves, closed = [], list[str]()
+    for sp_size in sizes:
+        layout = Layout(job.layout.dp_replicate_size, world // sp_size, sp_size)
+        heads = job.shape.num_heads // sp_size
+        levers = job.levers if heads % job.levers.head_chunks == 0 else replace(job.levers, head_chunks=1)
+        split = replace(job, layout=layout, levers=levers)
+        curves.append(Curve(f"sp {sp_size} x dp {layout.dp_size}", _list_peaks(split, lengths, open_names)))
+        closed += _list_closed(split, curves[-1], lengths, open_names)
+    widest = replace(job, layout=Layout(job.layout.dp_replicate_size, world // sizes[-1], sizes[-1]))
+    best = min(list_smallest(widest), key=lambda each: compute_ledger(replace(widest, levers=each)).gpu_peak_bytes)
+    curves.append(Curve(f"sp {sizes[-1]}, every lever", _list_peaks(replace(widest, levers=best), lengths, ())))
+    known = [index for index in range(len(lengths)) if any(curve.peaks[index] is not None for curve in curves)]
+    shown = slice(0, max(known, default=0) + 1)
+    curves = [Curve(curve.name, curve.peaks[shown]) for curve in curves]
+    return LengthSweep(lengths[shown], tuple(curves), tuple(dict.fromkeys(closed)))
+
+
+def _list_peaks(job: Job, lengths: tuple[int, ...], open_names: Collection[str]) -> tuple[int | None, ...]:
+    tried = [_open_tiles(replace(job, row_tokens=length), open_names) for length in lengths]
+    return tuple(compute_ledger(each).gpu_peak_bytes if is_indexable(each) else None for each in tried)
+
+
+def _open_tiles(job: Job, open_names: Collection[str]) -> Job:
+    """With the tiles that it takes to index a row, of those that the recipe leaves open."""
+    levers = job.levers
+    if "tiled_loss" in open_names and not is_indexable(job):
+        levers = replace(levers, tiled_loss=True)
+    if "tiled_mlp" in open_names and not is_indexable(replace(job, levers=levers)):
+        levers = replace(levers, tiled_mlp=True)
+    return replace(job, levers=levers)
+
+
+def _list_closed(job: Job, curve: Curve, lengths: tuple[int, ...], open_names: Collection[str]) -> list[str]:
+    """What would have to be open for the first length that the curve lacks."""
+    missing = next((length for length, peak in zip(lengths, curve.peaks, strict=True) if peak is None), None)
+    opened = replace(job, row_tokens=missing or lengths[0])
+    opened = _open_tiles(opened, TILES)
+    needed = [name for name in TILES if getattr(opened.levers, name) and not getattr(job.levers, name)]
+    return [name for name in needed if name not in open_names] if missing and is_indexable(opened) else []

@@ -1,0 +1,132 @@
+"""`section.key=value` words of a command line, laid over the tree of a recipe before anything is read.
+
+How a value is read depends on what its key takes: text is what was typed, so that a pattern such as *.jsonl needs no
+quotes; lists and mappings are written as in YAML.
+"""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.problem import Problem, RecipeError, Where
+from ulysses_cli.plan.recipe.complaints import list_homes
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.schema import Accepts, descend, list_names
+from ulysses_cli.plan.recipe.yaml_tree import COMMAND_LINE, MAP_TAG, SEQ_TAG, TEXT_TAG, compose, parse_plain
+
+HERE = Where(COMMAND_LINE)
+QUOTES, BRACKETS = ("'", '"'), ("[", "{")
+SPECIAL = ("*", "&", "!", "@", "%", "`", "#", "|", ">")  # to YAML; no value of a setting begins with one
+
+
+def apply_override(tree: yaml.MappingNode, override: str) -> None:
+    """Lay one `a.b.c=value` over the tree, over any alias of the same setting, making sections that are not there."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals:
+        key, _, value = re.sub("[ :]+", " ", key, count=1).partition(" ")
+        hint = " or ".join(f"{home}={value or 'VALUE'}" for home in list_homes(key) or [key])
+        raise RecipeError([Problem(key, "has no value", f"write {hint}", HERE)])
+    parts = key.split(".")
+    if not all(parts):
+        hint = "write section.key=value, as in train.max_steps=10"
+        raise RecipeError([Problem("", f"{override!r} names no setting", hint, HERE)])
+    node: yaml.Node = tree
+    known: Accepts | None = Accepts(section=Recipe)
+    for depth, part in enumerate(parts):
+        index = _find(node, part, known)
+        is_next = isinstance(node, yaml.SequenceNode) and part == str(len(node.value))
+        if index is None and not is_next and not isinstance(node, yaml.MappingNode):
+            raise RecipeError([_explain_miss(node, ".".join(parts[:depth]), ".".join(parts[depth:]))])
+        known = descend(known, part)
+        if depth == len(parts) - 1:
+            _put(node, index, part, _read_value(text.strip(), known, key), is_new=True)
+            return
+        child = _make_room(_get(node, index), known, parts[depth + 1])
+        _put(node, index, part, child, is_new=child.start_mark is None)
+        node = child
+
+
+def _read_value(text: str, accepts: Accepts | None, key: str) -> yaml.Node:
+    if odd := yaml.reader.Reader.NON_PRINTABLE.search(text):
+        raise RecipeError([Problem(key, f"character {odd[0]!r} is not allowed", "take it out", HERE)])
+    is_quoted, is_bracket = text.startswith(QUOTES), text.startswith(BRACKETS) and not (accepts and accepts.is_text)
+    holds_more = accepts is None or accepts.section is not None or accepts.value is not None
+    if is_quoted or is_bracket or (holds_more and not text.startswith(SPECIAL)):
+        try:
+            return compose(text, COMMAND_LINE) or yaml.ScalarNode(TEXT_TAG, "")
+        except RecipeError as error:
+            if is_quoted or is_bracket:
+                hint = "lists are [a, b], mappings {a: b}; quote what YAML reads as its own, such as '*.jsonl'"
+                hint = "close the quote" if is_quoted else hint
+                raise RecipeError([Problem(key, error.problems[0].message, hint, HERE)]) from None
+    return yaml.ScalarNode(TEXT_TAG, text)
+
+
+def _explain_miss(node: yaml.Node, reached: str, rest: str) -> Problem:
+    message = f"{reached} has no element `{rest.partition('.')[0]}`"
+    if not isinstance(node, yaml.SequenceNode):
+        return Problem(f"{reached}.{rest}", message, f"write {reached}=VALUE", HERE)
+    if not rest[0].isdigit():
+        return Problem(f"{reached}.{rest}", message, f"count its elements from 0: {reached}.0.{rest}", HERE)
+    last = len(node.value)
+    hint = f"it has {format_count(last, 'element')}, counted from 0; {reached}.{last} adds one"
+    return Problem(f"{reached}.{rest}", message, hint, HERE)
+
+
+def _find(node: yaml.Node, part: str, known: Accepts | None) -> int | None:
+    """Where a node holds the setting called `part`, whichever of its names was written."""
+    if isinstance(node, yaml.MappingNode):
+        names = list_names(known.section) if known is not None and known.section else {}
+        own = names.get(part, part)
+        written = [key.value if isinstance(key, yaml.ScalarNode) else "" for key, _ in node.value]
+        return next((index for index, name in enumerate(written) if names.get(name, name) == own), None)
+    if isinstance(node, yaml.SequenceNode) and part.isascii() and part.isdigit() and int(part) < len(node.value):
+        return int(part)
+    return None
+
+
+def _get(node: yaml.Node, index: int | None) -> yaml.Node | None:
+    if index is None:
+        return None
+    held: yaml.Node = node.value[index][1] if isinstance(node, yaml.MappingNode) else node.value[index]
+    return held
+
+
+def _make_room(child: yaml.Node | None, known: Accepts | None, part: str) -> yaml.Node:
+    """What holds `part`: a node that is there, or a new one. An element that stands for a list of one becomes one."""
+    is_list = known is not None and known.item is not None and known.value is None and part.isdigit()
+    if child is None or (isinstance(child, yaml.ScalarNode) and parse_plain(child) is None):
+        return yaml.SequenceNode(SEQ_TAG, []) if is_list else yaml.MappingNode(MAP_TAG, [])
+    if is_list and not isinstance(child, yaml.SequenceNode):
+        return yaml.SequenceNode(SEQ_TAG, [child], child.start_mark, child.end_mark)
+    if isinstance(child, yaml.CollectionNode):  # an anchor may stand in several places; only this one is meant
+        return type(child)(child.tag, list(child.value), child.start_mark, child.end_mark)
+    return child
+
+
+def _put(node: yaml.Node, index: int | None, name: str, value: yaml.Node, *, is_new: bool) -> None:
+    if is_new:
+        _mark(value)
+    if isinstance(node, yaml.SequenceNode):
+        at = len(node.value) if index is None else index
+        node.value[at : at + 1] = [value]
+        return
+    key = yaml.ScalarNode(TEXT_TAG, name)
+    _mark(key)
+    if index is None:
+        node.value.append((key, value))
+    else:
+        node.value[index] = (key if is_new else node.value[index][0], value)
+
+
+def _mark(node: yaml.Node) -> None:
+    if node.start_mark is not None and node.start_mark.name == COMMAND_LINE:
+        return  # an anchor that holds itself
+    node.start_mark = node.end_mark = yaml.Mark(COMMAND_LINE, 0, 0, 0, None, 0)
+    for child in node.value if isinstance(node, yaml.CollectionNode) else ():
+        for part in child if isinstance(child, tuple) else (child,):
+            _mark(part)

@@ -1,0 +1,220 @@
+"""Reads the recipe's schema: which kinds of value a setting takes, in words and for the loader.
+
+Knows pydantic's field objects, so that nobody else has to. Holds no setting of its own.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from ulysses_cli.plan.recipe.recipe import Recipe, Section
+
+SCALAR_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """What may stand at one place of a recipe. `item`, `value`: annotations of list elements and mapping values."""
+
+    section: type[Section] | None = None
+    item: Any = None
+    value: Any = None
+    scalars: tuple[type, ...] = ()
+    literals: tuple[Any, ...] = ()
+    is_optional: bool = False
+    bounds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def inner(self) -> type[Section] | None:
+        """The section that stands here, or the one that each element of a list is."""
+        return self.section or (inspect_annotation(self.item).section if self.item is not None else None)
+
+    @property
+    def is_text(self) -> bool:
+        return str in self.scalars and not self.section and self.item is None and self.value is None
+
+    def describe(self) -> str:
+        """In words, for an error message: `a whole number from 1 to 4096`."""
+        words = [f"`{format_value(value)}`" for value in self.literals]
+        words += [SCALAR_WORDS[kind] + self.describe_bounds(kind) for kind in self.scalars]
+        if self.section:
+            words.append("a section")
+        if self.item is not None:
+            words.append(f"a list{self.describe_bounds(list)}, each {inspect_annotation(self.item).describe()}")
+        if self.value is not None:
+            words.append("a mapping")
+        if self.is_optional:
+            words.append("null")
+        return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+    def describe_bounds(self, kind: type) -> str:
+        low, high = self.bounds.get("ge", self.bounds.get("gt")), self.bounds.get("le", self.bounds.get("lt"))
+        if kind in (int, float) and low is not None and high is not None:
+            above = "above " if "gt" in self.bounds else "from "
+            below = " to below " if "lt" in self.bounds else " to "
+            return f" {above}{low:,}{below}{high:,}"
+        if kind is list and "max_length" in self.bounds:
+            return f" of {self.bounds.get('min_length', 0):,} to {self.bounds['max_length']:,}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field, as the loader and `config-schema` see it."""
+
+    key: str
+    doc: str
+    unit: str
+    default: Any
+    is_required: bool
+    accepts: Accepts
+    aliases: tuple[str, ...]
+    spellings: dict[Any, Any]
+    refused: dict[str, str]
+
+
+@cache
+def list_settings(section: type[Section]) -> dict[str, Setting]:
+    """The settings of a section by name."""
+    return {name: _read_field(name, info) for name, info in section.model_fields.items()}
+
+
+@cache
+def list_names(section: type[Section]) -> dict[str, str]:
+    """Every name that a section understands, aliases included -> the setting's own name."""
+    names = {name: name for name in list_settings(section)}
+    for name, found in list_settings(section).items():
+        names.update(dict.fromkeys(found.aliases, name))
+    return names
+
+
+def descend(accepts: Accepts | None, part: str) -> Accepts | None:
+    """What may stand one name or one number below; None where the schema does not say."""
+    if accepts is None:
+        return None
+    if accepts.section:
+        found = list_settings(accepts.section).get(list_names(accepts.section).get(part, ""))
+        return found.accepts if found else None
+    if accepts.item is not None and accepts.value is None:
+        return inspect_annotation(accepts.item)
+    return inspect_annotation(accepts.value) if accepts.value is not None else None
+
+
+def walk_settings(section: type[Section] = Recipe, prefix: str = "") -> Iterator[Setting]:
+    """Every setting with its full dotted key, sections before their content, list elements as `[]`."""
+    for name, found in list_settings(section).items():
+        yield replace(found, key=prefix + name)
+        if found.accepts.inner:
+            below = f"{prefix}{name}." if found.accepts.section else f"{prefix}{name}[]."
+            yield from walk_settings(found.accepts.inner, below)
+
+
+def make_json_schema(key: str = "") -> dict[str, Any]:
+    """For editors: sizes such as 64Ki are text to them, and a setting may be written by any of its names. `key`: of
+    that section or setting alone."""
+    schema = Recipe.model_json_schema()
+    for part in (schema, *schema["$defs"].values()):
+        for name, setting in list(part.get("properties", {}).items()):
+            for place in (setting, *setting.get("anyOf", [])):
+                if place.get("type") == "integer":
+                    bounds = {key: place.pop(key) for key in list(place) if key in ("minimum", "maximum", "type")}
+                    size = {"type": "string", "pattern": "^[0-9][0-9_.]*([eE][0-9]+|[KMGT]i?)?$"}
+                    place["anyOf"] = [bounds, size]
+            for alias in setting.get("aliases", ()):
+                part["properties"][alias] = {**setting, "description": f"see {name}", "aliases": []}
+    found = schema
+    for name in key.split(".") if key else ():
+        found = _follow_references(found, schema["$defs"])["properties"][name.removesuffix("[]")]
+    return found if not key else {**_follow_references(found, schema["$defs"]), "$defs": schema["$defs"]}
+
+
+def _follow_references(part: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """What a property holds: its own section, that of its elements, or itself."""
+    for each in (part, part.get("items", {}), *part.get("anyOf", [])):
+        if "$ref" in each:
+            section: dict[str, Any] = definitions[each["$ref"].rpartition("/")[2]]
+            return section
+    return part
+
+
+def _read_field(name: str, info: FieldInfo) -> Setting:
+    extra: dict[str, Any] = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    accepts = inspect_annotation(info.annotation)
+    accepts = replace(accepts, bounds={**accepts.bounds, **_read_bounds(info.metadata)})
+    return Setting(
+        key=name,
+        doc=info.description or "",
+        unit=extra["unit"],
+        default=None if info.is_required() else info.default,
+        is_required=info.is_required(),
+        accepts=accepts,
+        aliases=tuple(extra["aliases"]),
+        spellings=extra["spellings"],
+        refused=extra["refused"],
+    )
+
+
+def inspect_annotation(annotation: Any) -> Accepts:
+    """What a Python annotation admits. The schema uses few forms; any other is a mistake in the schema."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return replace(inspect_annotation(args[0]), bounds=_read_bounds(args[1:]))
+    if origin in (Union, types.UnionType):
+        return _merge([inspect_annotation(arg) for arg in args])
+    if origin is Literal:
+        return Accepts(literals=args)
+    if origin is tuple:
+        return Accepts(item=args[0])
+    if origin is dict:
+        return Accepts(value=args[1])
+    if annotation is type(None):
+        return Accepts(is_optional=True)
+    if annotation is Any:
+        return Accepts(item=Any, value=Any, scalars=(bool, int, float, str), is_optional=True)
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return Accepts(section=annotation)
+    if annotation in SCALAR_WORDS:
+        return Accepts(scalars=(annotation,))
+    raise TypeError(f"the recipe's schema does not use {annotation}")
+
+
+def _merge(parts: list[Accepts]) -> Accepts:
+    return Accepts(
+        section=next((part.section for part in parts if part.section), None),
+        item=next((part.item for part in parts if part.item is not None), None),
+        value=next((part.value for part in parts if part.value is not None), None),
+        scalars=tuple(kind for part in parts for kind in part.scalars),
+        literals=tuple(value for part in parts for value in part.literals),
+        is_optional=any(part.is_optional for part in parts),
+        bounds={name: bound for part in parts for name, bound in part.bounds.items()},
+    )
+
+
+def _read_bounds(metadata: Any) -> dict[str, float]:
+    """Bounds by pydantic's names. A FieldInfo inside Annotated holds its own list of them."""
+    bounds: dict[str, float] = {}
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            bounds.update(_read_bounds(item.metadata))
+        for name in ("ge", "gt", "le", "lt", "min_length", "max_length"):
+            value = getattr(item, name, None)
+            if isinstance(value, int | float):
+                bounds[name] = value
+    return bounds
+
+
+def format_value(value: object) -> str:
+    """A setting's value as it would be written in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
+    return str(value)

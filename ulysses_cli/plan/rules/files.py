@@ -1,0 +1,171 @@
+"""Rules that look at the disk: data files, run directory, checkpoint. Nothing is written. Run by check.py."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ulysses_cli.plan.files.patterns import expand_pattern
+from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.recipe.recipe import Dataset, Recipe, compute_recipe_hash
+
+HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
+DATA_SUFFIXES = (
+    *(".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".md"),
+    *(".gz", ".zst"),
+)
+MAX_NEARBY = 5
+CHAT_TYPES = ("chat", "conversations")
+Found = Iterator[Problem]
+
+
+def check_datasets(recipe: Recipe) -> Found:
+    """Each source names something, and what it names on disk is there."""
+    for section in ("datasets", "eval_datasets"):
+        for index, dataset in enumerate(getattr(recipe.data, section)):
+            yield from _check_dataset(dataset, f"data.{section}.{index}")
+            yield from _check_unused(dataset, f"data.{section}.{index}", is_eval=section == "eval_datasets")
+            yield from _check_reading(dataset, f"data.{section}.{index}")
+
+
+def check_loss_mask(recipe: Recipe) -> Found:
+    """assistant_only_loss needs someone who is an assistant."""
+    types = {dataset.type for dataset in recipe.data.datasets}
+    if recipe.data.assistant_only_loss and "auto" not in types and not types & set(CHAT_TYPES):
+        yield Problem(
+            "data.assistant_only_loss",
+            f"needs chat data, but the sources are of type {', '.join(sorted(types))}",
+            "use data of type chat or conversations, or set assistant_only_loss: false",
+        )
+
+
+def check_output_dir(recipe: Recipe) -> Found:
+    """A run directory belongs to one recipe. Whether a checkpoint in it may be gone on from, ranks find out."""
+    if recipe.run.resume_from_checkpoint is not None:
+        return
+    folder = Path(os.path.expanduser(recipe.run.output_dir))
+    if folder.exists() and not folder.is_dir():
+        yield Problem("run.output_dir", f"{recipe.run.output_dir} is a file, not a folder", "name a folder")
+        return
+    run_file = folder / "run.json"
+    try:
+        found = json.loads(run_file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, RecursionError) as error:
+        yield Problem("run.output_dir", f"{run_file} cannot be read: {error}", "choose another run.output_dir")
+        return
+    theirs = found.get("recipe_hash") if isinstance(found, dict) else None
+    ours = compute_recipe_hash(recipe)
+    if theirs != ours:
+        yield Problem(
+            "run.output_dir",
+            f"{recipe.run.output_dir} holds the run of another recipe (hash {theirs}, this one is {ours})",
+            "choose another run.output_dir, or go on from its checkpoint with --resume auto",
+        )
+
+
+def check_resume(recipe: Recipe) -> Found:
+    """A checkpoint named by its path is there."""
+    path = recipe.run.resume_from_checkpoint
+    if path not in (None, "auto") and not os.path.isdir(os.path.expanduser(str(path))):
+        yield Problem(
+            "run.resume_from_checkpoint", f"{path} is not a folder", "use auto for the newest valid checkpoint"
+        )
+
+
+def _check_dataset(dataset: Dataset, key: str) -> Found:
+    if dataset.type == "synthetic":
+        if dataset.path is not None:
+            yield Problem(f"{key}.path", "is not used: synthetic documents are generated", "leave path out")
+        return
+    if dataset.path is not None and "://" in dataset.path:
+        yield Problem(f"{key}.path", f"{dataset.path} is an address", "name a hub data set, or copy the files here")
+        return
+    if dataset.path is None and not dataset.data_files:
+        yield Problem(f"{key}.path", "no source is named", "write a file, a folder or a hub data set")
+        return
+    if dataset.path is not None and (dataset.type == "folder" or is_local(dataset.path)):
+        path = Path(os.path.expanduser(dataset.path))
+        if not _exists(path):
+            yield Problem(f"{key}.path", f"{dataset.path} does not exist", _suggest_nearby(path))
+            return
+        if dataset.type == "folder" and not os.path.isdir(path):
+            yield Problem(f"{key}.path", f"{dataset.path} is not a folder", "use type: auto for a single file")
+            return
+    elif dataset.path is not None:
+        return  # files of a hub data set are the hub's to know
+    for index, file in enumerate(dataset.data_files or ()):
+        path = Path(os.path.expanduser(dataset.path or "."), os.path.expanduser(file))
+        if not _exists(path):
+            yield Problem(f"{key}.data_files.{index}", f"{path} does not exist", _suggest_nearby(path))
+
+
+def _check_unused(dataset: Dataset, key: str, *, is_eval: bool) -> Found:
+    """Settings that would be ignored."""
+    if not dataset.join_files and dataset.type != "folder":
+        yield Problem(f"{key}.join_files", f"is not used for type {dataset.type}", "set type: folder, or leave it out")
+    if is_eval and dataset.weight != 1:
+        yield Problem(f"{key}.weight", "is not used: evaluation reads each document once", "leave it out")
+    if dataset.name is not None and (dataset.path is None or is_local(dataset.path)):
+        yield Problem(f"{key}.name", "is not used for files on disk", "leave it out, or name a hub data set")
+
+
+def _check_reading(dataset: Dataset, key: str) -> Found:
+    """Settings of hub data sets, on sources that are none."""
+    base = Path(os.path.expanduser(dataset.path or "."))
+    is_saved = (base / "state.json").is_file() or (base / "dataset_dict.json").is_file()
+    is_tree = dataset.type in ("folder", "synthetic")
+    is_here = is_tree or dataset.path is None or is_local(dataset.path)
+    if dataset.split != "train" and is_here and (is_tree or not (base / "dataset_dict.json").is_file()):
+        yield Problem(f"{key}.split", "is not used for what is on disk: all of it is read", "leave it out")
+    if dataset.streaming and is_here:
+        yield Problem(f"{key}.streaming", "is not used for what is on disk", "leave it out")
+    if dataset.data_files and (is_tree or (is_saved and dataset.path is not None)):
+        what = f"for type {dataset.type}" if is_tree else "for a data set that was saved to disk"
+        yield Problem(f"{key}.data_files", f"is not used {what}", "leave it out, or name files with type: auto")
+
+
+def is_local(path: str) -> bool:
+    """A path on disk, as opposed to the name of a hub data set (`name` or `owner/name`)."""
+    return path.endswith(DATA_SUFFIXES) or not HUB_NAME.fullmatch(path) or os.path.exists(path)
+
+
+def _exists(path: Path) -> bool:
+    return os.path.exists(path) or bool(expand_pattern(str(path)))
+
+
+def _suggest_nearby(path: Path) -> str:
+    """The folder's files, for a slip of the pen; or how far the path is right."""
+    parent = path.parent
+    while not os.path.isdir(parent) and parent != parent.parent:
+        parent = parent.parent
+    if parent != path.parent:
+        return f"the path is right as far as {parent}"
+    names = sorted(os.path.basename(found) for found in glob.glob(f"{glob.escape(str(parent))}/*"))
+    data = [name for name in names if name.endswith(DATA_SUFFIXES)]
+    shown = ", ".join(data[:MAX_NEARBY]) + (f" and {len(data) - MAX_NEARBY} more" if len(data) > MAX_NEARBY else "")
+    return f"{parent} holds {shown}" if data else f"{parent} holds no data file"
+
+
+def check_folders(recipe: Recipe) -> Found:
+    """Folders that the run reads or needs."""
+    tokenizer, nvme = recipe.model.tokenizer, recipe.memory.nvme_path
+    is_path = tokenizer is not None and tokenizer != "bytes" and not HUB_NAME.fullmatch(tokenizer)
+    if is_path and not os.path.isdir(os.path.expanduser(str(tokenizer))):
+        yield Problem("model.tokenizer", f"{tokenizer} is not a folder", "name a hub model, a folder, or bytes")
+    if nvme is not None and not os.path.isdir(os.path.expanduser(nvme)):
+        yield Problem("memory.nvme_path", f"{nvme} is not a folder", "make it, on a fast local disk")
+
+
+RULES: tuple[Callable[[Recipe], Found], ...] = (
+    check_datasets,
+    check_loss_mask,
+    check_output_dir,
+    check_resume,
+    check_folders,
+)

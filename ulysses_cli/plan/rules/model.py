@@ -1,0 +1,207 @@
+"""Rules that need the model's shape: heads, attention, weights, adapters, 32-bit bounds. Run by check.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from ulysses_cli.plan.attention import BACK_ENDS, Device, Need, list_able
+from ulysses_cli.plan.layout import list_divisors
+from ulysses_cli.plan.models.families import UNSERVED
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.recipe.recipe import Recipe
+
+INT32_LIMIT = 2**31
+Found = Iterator[Problem]
+
+
+def check_heads(recipe: Recipe, shape: ModelShape) -> Found:
+    """Every rank of an sp group gets the same number of query heads."""
+    sp_size, heads = recipe.parallel.sp_size, shape.num_heads
+    if heads % sp_size:
+        legal = list_divisors(heads)
+        nearest = min(legal, key=lambda size: (abs(size - sp_size), size))
+        yield Problem(
+            "parallel.sp_size",
+            f"{sp_size} does not divide the {format_count(heads, 'attention head')} of {shape.name}",
+            f"use {_list_choices(legal)}; {nearest} is nearest",
+        )
+
+
+def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Found:
+    """Chunks of heads are equal."""
+    chunks, sp_size = recipe.memory.attention_head_chunks, recipe.parallel.sp_size
+    if chunks == "auto" or shape.num_heads % sp_size:
+        return
+    local = shape.num_heads // sp_size
+    if local % chunks:
+        yield Problem(
+            "memory.attention_head_chunks",
+            f"{chunks} does not divide the {format_count(local, 'head')} of a rank ({shape.num_heads} / {sp_size})",
+            f"use auto, {_list_choices(list_divisors(local))}",
+        )
+
+
+def check_offloading(recipe: Recipe, shape: ModelShape) -> Found:
+    """No more layers than there are, and something that they keep."""
+    memory, key = recipe.memory, "memory.activation_offloading"
+    asked = memory.activation_offloading
+    if asked == "auto" or not asked:
+        return
+    if memory.gradient_checkpointing is False:
+        yield Problem(
+            key,
+            "moves what recomputation starts from, and memory.gradient_checkpointing: false recomputes nothing",
+            "set memory.gradient_checkpointing: true, or memory.activation_offloading: false",
+        )
+    elif asked is not True and asked > shape.num_layers:
+        yield Problem(
+            key,
+            f"{asked} is more than the {format_count(shape.num_layers, 'layer')} of {shape.name}",
+            "use true, auto, or fewer layers",
+        )
+
+
+def check_exactness(recipe: Recipe, shape: ModelShape) -> Found:
+    """Layer kinds that would be silently wrong when a row is split over ranks."""
+    if recipe.parallel.sp_size > 1 and shape.inexact:
+        yield Problem(
+            "parallel.sp_size",
+            f"{shape.name} cannot be split over {recipe.parallel.sp_size} ranks exactly: {shape.inexact}",
+            "use sp_size: 1, or a model with plain, grouped or sliding-window attention in every layer",
+        )
+
+
+def check_attention_kind(recipe: Recipe, shape: ModelShape) -> Found:
+    """Attention that no kernel here computes would be computed as plain causal attention."""
+    if recipe.parallel.sp_size == 1 and shape.inexact in UNSERVED:
+        yield Problem(_name_model(recipe), f"{shape.name} cannot be trained here: {shape.inexact}", "use another model")
+
+
+def check_packed_layers(recipe: Recipe, shape: ModelShape) -> Found:
+    """Documents of one row are kept apart by attention alone."""
+    if recipe.parallel.sp_size == 1 and recipe.data.packing == "documents" and shape.crosses_documents:
+        yield Problem(
+            "data.packing",
+            f"documents of one row would see each other in {shape.name}: {shape.inexact}",
+            "use packing: off, one document per row",
+        )
+
+
+def check_router_loss(recipe: Recipe, shape: ModelShape) -> Found:
+    """The loss is the tokens' alone: a model that wants its router balanced as well would silently not get it."""
+    if shape.has_router_loss:
+        yield Problem(
+            _name_model(recipe),
+            f"the config of {shape.name} asks for a router loss (output_router_logits), which is not offered",
+            "set output_router_logits: false in a local copy of its config.json",
+        )
+
+
+def check_dropout(recipe: Recipe, shape: ModelShape) -> Found:
+    """Attention without dropout: no kernel here draws the same numbers on one rank and on several."""
+    if shape.attention_dropout:
+        yield Problem(
+            _name_model(recipe),
+            f"the config of {shape.name} asks for attention_dropout {shape.attention_dropout:g}, which is not offered",
+            "set attention_dropout: 0.0 in a local copy of its config.json",
+        )
+
+
+def check_weights(recipe: Recipe, shape: ModelShape) -> Found:
+    """Weights that can be trained: not quantized ones, but for mxfp4, which transformers turns into bfloat16."""
+    if shape.quantization and shape.quantization != "mxfp4":
+        yield Problem(
+            "model.name_or_path",
+            f"the weights of {shape.name} are quantized by {shape.quantization} and cannot be trained",
+            "use the model's bfloat16 weights; lora with the levers of memory takes the least",
+        )
+
+
+def check_attention(recipe: Recipe, shape: ModelShape) -> Found:
+    """The named back end serves this model on this device."""
+    device: Device = "cpu" if recipe.run.device == "cpu" else "cuda"
+    dtype: Literal["bfloat16", "float32"] = recipe.model.dtype
+    need = Need(shape.head_dim, bool(shape.windows), shape.attention_softcap is not None, shape.has_sinks, dtype)
+    name = recipe.model.attn_implementation
+    obstacle = "" if name == "auto" else BACK_ENDS[name].find_obstacle(need, device)
+    if obstacle:
+        yield Problem(
+            "model.attn_implementation", f"{name} {obstacle}", f"use auto, {_list_choices(list_able(need, device))}"
+        )
+
+
+def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Found:
+    """No kernel call sees a tensor of 2^31 elements or more, where 32-bit indices wrap."""
+    sp_size, chunks = recipe.parallel.sp_size, recipe.memory.attention_head_chunks
+    tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length
+    local_tokens = -(-tokens // sp_size)
+    heads = 1 if chunks == "auto" else max(1, shape.num_heads // sp_size // chunks)
+    chunk_lever = "more memory.attention_head_chunks, a larger sp_size, or " if heads > 1 else ""
+    tensors = [
+        ("data.max_length", "attention's queries", tokens * heads * shape.head_dim, chunk_lever),
+        ("data.max_length", "hidden states", local_tokens * shape.hidden_size, "a larger sp_size, or "),
+    ]
+    if recipe.memory.tiled_mlp is False:
+        width, lever = max(shape.intermediate_size, shape.moe_intermediate_size), "memory.tiled_mlp: auto, or "
+        tensors.append(("memory.tiled_mlp", "the MLP's activations", local_tokens * width, lever))
+    if recipe.memory.tiled_loss is False:
+        tensors.append(("memory.tiled_loss", "logits", local_tokens * shape.vocab_size, "memory.tiled_loss: auto, or "))
+    for key, name, numel, lever in tensors:
+        if numel >= INT32_LIMIT:
+            yield Problem(
+                key,
+                f"{name} of a rank would have {numel:,} elements, past the 2^31 that kernels index safely",
+                f"use {lever}shorter or fewer rows",
+            )
+
+
+def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Found:
+    """Adapters go on linear layers that the model has; those of experts are no layers but parts of one tensor."""
+    if recipe.lora is None or not shape.linear_modules:
+        return
+    if recipe.lora.target_modules == "all-linear":
+        if shape.adapts_experts:
+            yield Problem(
+                "lora.target_modules",
+                f"all-linear takes in the experts of {shape.model_type} models, whose adapters are added to all of "
+                "their weights in every forward: nothing is saved",
+                f"use [{', '.join(shape.linear_modules)}]",
+            )
+        return
+    unknown = [name for name in recipe.lora.target_modules if name not in shape.linear_modules]
+    if unknown:
+        yield Problem(
+            "lora.target_modules",
+            f"{', '.join(unknown)}: no linear layer of {shape.name} that takes an adapter",
+            "write a list: [a, b]"
+            if "," in unknown[0]
+            else f"use {'' if shape.adapts_experts else 'all-linear, or '}some of {', '.join(shape.linear_modules)}",
+        )
+
+
+RULES: tuple[Callable[[Recipe, ModelShape], Found], ...] = (
+    check_heads,
+    check_head_chunks,
+    check_offloading,
+    check_exactness,
+    check_attention_kind,
+    check_packed_layers,
+    check_router_loss,
+    check_dropout,
+    check_weights,
+    check_attention,
+    check_index_bounds,
+    check_lora_targets,
+)
+
+
+def _name_model(recipe: Recipe) -> str:
+    return "model.config" if recipe.model.config is not None else "model.name_or_path"
+
+
+def _list_choices(choices: list[int] | list[str]) -> str:
+    words = [str(choice) for choice in choices]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]

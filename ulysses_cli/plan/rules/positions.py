@@ -1,0 +1,105 @@
+"""Rules about positions: how far a model was trained, how far its rotary encoding is stretched. Run by check.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import compute_rope_factor, get_original_positions
+
+LENGTH_DEPENDENT = ("dynamic", "longrope", "su")  # frequencies follow the longest position that a rank sees
+REPLACEABLE = ("default", "llama3", "yarn")
+ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "linear": (),
+    "dynamic": (),
+}
+LLAMA_3 = {"low_freq_factor": 1, "high_freq_factor": 4}
+Found = Iterator[Problem]
+
+
+def check_positions(recipe: Recipe, shape: ModelShape) -> Found:
+    """Rows stay inside the positions that the model, or its stretch, covers."""
+    length, covered = recipe.data.max_length, shape.max_position_embeddings
+    scaling, original = recipe.model.rope_scaling, get_original_positions(recipe, shape)
+    if scaling is None:
+        if length > covered:
+            factor = f"factor: {_round_up(length / original):g}, original_max_position_embeddings: {original}"
+            yield Problem(
+                "data.max_length",
+                f"{length} is longer than the {covered} positions that {shape.name} was made for",
+                f"write model.rope_scaling: {{type: yarn, {factor}}}"
+                if shape.rope_type in REPLACEABLE
+                else f"use {covered} or less",
+            )
+        return
+    stretch = compute_rope_factor(recipe, shape) or 1.0
+    reached = int(original * stretch)
+    if original > covered:
+        yield Problem(
+            "model.rope_scaling.original_max_position_embeddings",
+            f"{original} is more than the {covered} positions that {shape.name} was made for",
+            f"write {covered}, or leave it out",
+        )
+    elif length > original * stretch:
+        yield Problem(
+            "model.rope_scaling.factor",
+            f"{stretch:g} x {original} = {reached} positions do not cover max_length {length}",
+            f"write factor: {_round_up(length / original):g}, or leave it out",
+        )
+
+
+def check_rotary(recipe: Recipe, shape: ModelShape) -> Found:
+    """A stretch that depends on the length of the input would see a rank's slice of it; and none may be lost."""
+    scaling, sp_size = recipe.model.rope_scaling, recipe.parallel.sp_size
+    if sp_size > 1 and scaling is not None and scaling.type in LENGTH_DEPENDENT:
+        yield Problem(
+            "model.rope_scaling.type",
+            f"{scaling.type} chooses frequencies by the length that it sees: on {sp_size} ranks, a slice of the row",
+            "use type: yarn, or parallel.sp_size: 1",
+        )
+    if sp_size > 1 and scaling is None and shape.rope_type in LENGTH_DEPENDENT:
+        yield Problem(
+            "parallel.sp_size",
+            f"{shape.name} chooses rotary frequencies ({shape.rope_type}) by the length that it sees: on {sp_size} "
+            "ranks, a slice of the row",
+            "use sp_size: 1, or a model with plain, linear, llama3 or yarn positions",
+        )
+    if scaling is not None and shape.rope_type not in REPLACEABLE:
+        yield Problem(
+            "model.rope_scaling",
+            f"{shape.name} has a stretch of its own ({shape.rope_type}), which this one would take away",
+            "leave rope_scaling out, or use a model with plain, llama3 or yarn positions",
+        )
+
+
+def check_rope_numbers(recipe: Recipe, shape: ModelShape) -> Found:
+    """Each type of stretch has numbers of its own."""
+    scaling = recipe.model.rope_scaling
+    if scaling is None:
+        return
+    own = ROPE_NUMBERS[scaling.type]
+    for name in sorted({name for names in ROPE_NUMBERS.values() for name in names} - set(own)):
+        if getattr(scaling, name) is not None:
+            takes = ", ".join(("factor", *own))
+            yield Problem(
+                f"model.rope_scaling.{name}", f"is not part of {scaling.type}", f"{scaling.type} takes {takes}"
+            )
+    for name in own if scaling.type == "llama3" else ():
+        if getattr(scaling, name) is None:
+            yield Problem(f"model.rope_scaling.{name}", "llama3 needs it", f"Llama 3.1 has {name}: {LLAMA_3[name]}")
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        below, above = getattr(scaling, low), getattr(scaling, high)
+        if below is not None and above is not None and below >= above:
+            yield Problem(f"model.rope_scaling.{low}", f"{below:g} is not below {high} {above:g}", "exchange the two")
+
+
+RULES: tuple[Callable[[Recipe, ModelShape], Found], ...] = (check_positions, check_rotary, check_rope_numbers)
+
+
+def _round_up(factor: float) -> float:
+    """To a short number that still covers: 7.63 -> 7.7."""
+    return -(-factor * 10 // 1) / 10

@@ -1,0 +1,114 @@
+"""Rules about steps, schedule, optimizer, evaluation and money. Run by check.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.problem import Problem
+from ulysses_cli.plan.recipe.recipe import Recipe
+
+Found = Iterator[Problem]
+# transformers' schedules: the numbers of which exactly one must be given, and those that may be.
+SCHEDULES: dict[str, tuple[set[str], set[str]]] = {
+    "linear": (set(), set()),
+    "constant": (set(), set()),
+    "constant_with_warmup": (set(), set()),
+    "cosine": (set(), {"num_cycles"}),
+    "cosine_with_min_lr": ({"min_lr", "min_lr_rate"}, {"num_cycles"}),
+    "polynomial": (set(), {"lr_end", "power"}),
+    "inverse_sqrt": (set(), {"timescale"}),
+    "warmup_stable_decay": ({"num_decay_steps"}, {"num_stable_steps", "min_lr_ratio", "num_cycles"}),
+}
+
+
+def check_optimizer(recipe: Recipe) -> Found:
+    """8-bit AdamW works on the GPU's weights; DeepSpeed's Adam for the host knows float32 moments alone."""
+    where = recipe.memory.offload_optimizer
+    if recipe.train.optim == "adamw_8bit" and where not in ("none", "auto"):
+        yield Problem(
+            "train.optim",
+            f"adamw_8bit does not run with memory.offload_optimizer: {where}, whose Adam has float32 moments",
+            "use train.optim: adamw, or memory.offload_optimizer: none",
+        )
+
+
+def check_steps(recipe: Recipe) -> Found:
+    """The length of the run and its schedule have one meaning."""
+    train = recipe.train
+    if train.max_steps is not None and train.num_train_epochs is not None:
+        yield Problem(
+            "train.num_train_epochs",
+            f"{train.num_train_epochs:g} and max_steps {train.max_steps} both say how long the run is",
+            "keep one of the two",
+        )
+    if train.warmup_steps and train.warmup_ratio:
+        yield Problem(
+            "train.warmup_ratio",
+            f"{train.warmup_ratio:g} and warmup_steps {train.warmup_steps} both say how long the warm-up is",
+            "keep one of the two",
+        )
+    if train.max_steps is not None and train.warmup_steps >= train.max_steps and train.warmup_steps:
+        yield Problem(
+            "train.warmup_steps",
+            f"{train.warmup_steps} leaves no step at the full learning rate: max_steps is {train.max_steps}",
+            f"use fewer than {train.max_steps}",
+        )
+
+
+def check_schedule(recipe: Recipe) -> Found:
+    """Each schedule's own numbers, by transformers' names, and no others."""
+    train, key = recipe.train, "train.lr_scheduler_kwargs"
+    name, given = train.lr_scheduler_type, train.lr_scheduler_kwargs
+    needed, allowed = SCHEDULES[name]
+    for extra in sorted(given.keys() - allowed - needed):
+        takes = ", ".join(sorted(needed | allowed)) or "no numbers of its own"
+        yield Problem(f"{key}.{extra}", f"is not part of {name}", f"{name} takes {takes}")
+    if needed and len(needed & given.keys()) != 1:
+        what = ("exactly one of " if len(needed) > 1 else "") + " and ".join(sorted(needed))
+        yield Problem(key, f"{name} needs {what}", f"write lr_scheduler_kwargs: {{{max(needed)}: ...}}")
+    if name == "constant" and (train.warmup_steps or train.warmup_ratio):
+        hint = "use constant_with_warmup, or leave the warm-up out"
+        yield Problem("train.lr_scheduler_type", "constant does not warm up", hint)
+    if name == "polynomial" and given.get("lr_end", 0.0) >= train.learning_rate > 0:
+        yield Problem(f"{key}.lr_end", f"is not below learning_rate {train.learning_rate:g}", "use a smaller lr_end")
+    decay = given.get("num_decay_steps", 0.0)
+    if train.max_steps is not None and decay and decay + train.warmup_steps > train.max_steps:
+        yield Problem(
+            f"{key}.num_decay_steps",
+            f"decay ({decay:g}) and warm-up ({train.warmup_steps}) take more steps than max_steps {train.max_steps}",
+            f"use {train.max_steps - train.warmup_steps} or fewer",
+        )
+
+
+def check_evaluation(recipe: Recipe) -> Found:
+    """Evaluation needs data, from one place."""
+    data, run = recipe.data, recipe.run
+    if run.eval_steps is not None and not data.eval_datasets and not data.eval_split:
+        yield Problem(
+            "run.eval_steps",
+            f"evaluates every {format_count(run.eval_steps, 'step')}, but there is nothing to evaluate on",
+            "write data.eval_split: 0.01 or data.eval_datasets",
+        )
+    if data.eval_datasets and data.eval_split:
+        yield Problem("data.eval_split", "and eval_datasets both say what is evaluated", "keep one of the two")
+
+
+def check_money(recipe: Recipe) -> Found:
+    """A limit on cost needs a price."""
+    run = recipe.run
+    if run.max_cost is not None and run.price_per_gpu_hour is None:
+        yield Problem(
+            "run.max_cost",
+            "cannot be kept without a price",
+            "write run.price_per_gpu_hour, in USD for one GPU and hour",
+        )
+
+
+RULES: tuple[Callable[[Recipe], Found], ...] = (
+    check_optimizer,
+    check_steps,
+    check_schedule,
+    check_evaluation,
+    check_money,
+)

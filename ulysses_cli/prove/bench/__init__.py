@@ -1,0 +1,1 @@
+"""`bench`: speed and memory of a recipe on this machine, beside prediction and peer."""

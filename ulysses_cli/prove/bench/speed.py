@@ -1,0 +1,104 @@
+"""Steps of the real loop on a rank, timed: the real meter and clock, rows of one document each."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from ulysses_cli.plan.flops import compute_model_flops
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import settle
+from ulysses_cli.prove.ranks.interleaving import Turn
+from ulysses_cli.prove.rows import FullRows
+from ulysses_cli.train.assembly.run import assemble_run
+from ulysses_cli.train.hooks.metrics import Meter
+from ulysses_cli.train.loop import train
+from ulysses_cli.train.processes.groups import make_groups
+
+GROUP_TIMEOUT = timedelta(days=1)  # whoever started the ranks ends them when their time is over
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What the timed steps were; peaks are the worst rank's. `seconds`: of each timed step by its number; `parts`:
+    seconds of one clocked step before them; `first_loss`: before any update."""
+
+    seconds: dict[int, float]
+    tokens_per_step: int
+    flops_per_step: float  # the model's own, of one rank
+    peak_tflops: float | None
+    peak_memory_bytes: int | None
+    host_peak_memory_bytes: int
+    first_loss: float
+    parts: dict[str, float] = field(default_factory=dict)
+    communication_share: float | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self.seconds.values())
+
+    @property
+    def seconds_per_token(self) -> dict[int, float]:
+        return {step: seconds / self.tokens_per_step for step, seconds in self.seconds.items()}
+
+    def get_share(self, part: str) -> float | None:
+        total = sum(self.parts.values())
+        return self.parts.get(part, 0.0) / total if total else None
+
+    def describe(self) -> dict[str, Any]:
+        tflops = self.flops_per_step / self.step_seconds / 1e12
+        found: dict[str, Any] = {
+            "tokens_per_second": self.tokens_per_step / self.step_seconds,
+            "step_seconds": self.step_seconds,
+            "slowest_seconds": max(self.seconds.values()),
+            "tflops": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "host_peak_memory_bytes": self.host_peak_memory_bytes,
+            "communication_share": self.communication_share,
+            "exchange_share": self.get_share("exchange"),
+            "unhidden_offload_share": self.get_share("offload"),
+            "first_loss": self.first_loss,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def time_steps(
+    device: torch.device,
+    turn: Turn,
+    recipe: Recipe,
+    shape: ModelShape,
+    levers: Levers,
+    peak_tflops: float | None,
+    num_warmup: int,
+    num_steps: int,
+) -> Timed:
+    """Collective over all ranks."""
+    plan = settle(recipe, shape, levers)
+    groups = make_groups(plan.layout, GROUP_TIMEOUT)
+    rows = FullRows(recipe.data.max_length, shape.vocab_size)
+    state = assemble_run(plan, groups, device, rows, num_warmup + num_steps).state
+    lines: list[dict[str, Any]] = []
+    meter = Meter(partial(compute_model_flops, shape), peak_tflops, lines.append)
+    state.before = (lambda _: turn.take(groups.host_group), meter.start)
+    state.after = (meter.record, lambda *_: turn.hand_over())
+    train(state)
+    clocked = next((line for line in lines if "step_parts" in line), {})
+    return Timed(
+        seconds={line["step"]: line["step_seconds"] for line in lines[num_warmup:] if "step_parts" not in line},
+        tokens_per_step=lines[-1]["tokens"],
+        flops_per_step=lines[-1]["tflops"] * lines[-1]["step_seconds"] * 1e12,
+        peak_tflops=peak_tflops,
+        peak_memory_bytes=max((line["peak_memory_bytes"] or 0 for line in lines), default=0) or None,
+        host_peak_memory_bytes=max(line["host_peak_memory_bytes"] for line in lines),
+        first_loss=lines[0]["loss"],
+        parts=clocked.get("step_parts", {}),
+        communication_share=clocked.get("communication_share"),
+    )

@@ -1,0 +1,1 @@
+"""`doctor`: checks of the machine, its software and its devices."""

@@ -1,0 +1,208 @@
+"""Starts ranks on this machine for one function and brings back what rank 0 returns, or the first trace; and two such
+worlds side by side, whose steps take turns."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.plan.files.whole_files import write_whole
+from ulysses_cli.prove.ranks.interleaving import Turn
+from ulysses_cli.prove.ranks.rank_server import start_process
+
+LAST_WORDS_SECONDS = 2.0  # after a rank has failed, the one that is the cause may still be about to end
+OUT_OF_MEMORY_EXIT = -9  # killed: on Linux, nearly always for memory
+
+
+@dataclass(frozen=True)
+class RankFailureError(Exception):
+    """The first rank that failed. `kind` is the exception's name, or `killed`, `time`."""
+
+    rank: int
+    kind: str
+    message: str
+    trace: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.kind}: {self.message}"
+
+
+def run_on_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", time_limit: float = 600.0
+) -> Any:
+    """`function(device, *args)` on every rank of a new world -> what rank 0 returned. No rank outlives this call."""
+    world = World(num_ranks, device, time_limit)
+    try:
+        world.start(function, args)
+        return world.wait()
+    finally:
+        world.end()
+
+
+def run_in_turns(
+    num_ranks: int, sides: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], *, device: str, time_limit: float
+) -> list[Any]:
+    """`function(device, turn, *args)` of one side or two on worlds of their own, side by side -> for each what its rank
+    0 returned, or its RankFailureError. A side whose other one fails goes on alone."""
+    worlds = [World(num_ranks, device, time_limit) for _ in sides]
+    wires = multiprocessing.Pipe() if len(sides) > 1 else (None, None)
+    try:
+        for number, (world, (function, args)) in enumerate(zip(worlds, sides, strict=True)):
+            world.start(function, args, [Turn(wires[number], is_held=not number), *[Turn()] * (num_ranks - 1)])
+        for wire in wires:
+            if wire is not None:
+                wire.close()  # only ranks hold it now: when one ends, the other sees it
+        with ThreadPoolExecutor(len(worlds)) as pool:
+            try:
+                return list(pool.map(World.wait_or_fail, worlds))
+            except BaseException:
+                for world in worlds:
+                    world.end()  # first, since the threads wait for the ranks
+                raise
+    finally:
+        for world in worlds:
+            world.end()
+
+
+class World:
+    """Some ranks of one function, in a folder of their own."""
+
+    def __init__(self, num_ranks: int, device: str, time_limit: float) -> None:
+        self.num_ranks, self.device, self.time_limit = num_ranks, device, time_limit
+        self.folder = Path(tempfile.mkdtemp(prefix="ulysses-ranks-"))
+        self.processes: list[Any] = []
+
+    def start(self, function: Callable[..., Any], args: tuple[Any, ...], turns: Sequence[Turn] = ()) -> None:
+        for rank in range(self.num_ranks):
+            own = (turns[rank], *args) if turns else args
+            place = RankPlace(rank, self.num_ranks, str(self.folder), self.device, self.time_limit)
+            self.processes.append(start_process(_serve, (place, function, own), self.device))
+
+    def wait(self) -> Any:
+        _wait(self.processes, self.folder, self.time_limit)
+        with open(self.folder / "result", "rb") as stream:
+            return pickle.load(stream)  # noqa: S301 - written by our own rank, in a folder of our own
+
+    def wait_or_fail(self) -> Any:
+        try:
+            return self.wait()
+        except RankFailureError as failure:
+            self.end()
+            return failure
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+        for process in self.processes:
+            process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands."""
+
+    rank: int
+    num_ranks: int
+    folder: str
+    device: str
+    time_limit: float
+
+
+def _wait(processes: list[Any], folder: Path, time_limit: float) -> None:
+    end = time.monotonic() + time_limit
+    open_ranks = dict(enumerate(processes))
+    while open_ranks:
+        ready = wait([process.sentinel for process in open_ranks.values()], timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            raise RankFailureError(min(open_ranks), "time", f"not done in {time_limit:.0f} s", _read_log(folder, 0))
+        for rank, process in list(open_ranks.items()):
+            if process.is_alive():
+                continue
+            process.join()
+            del open_ranks[rank]
+            if process.exitcode:
+                if process.exitcode > 0:  # one that a signal ended is the cause by itself
+                    time.sleep(LAST_WORDS_SECONDS)
+                raise _find_killed(processes, folder) or _find_first(folder) or _describe_end(process, rank, folder)
+
+
+def _find_killed(processes: list[Any], folder: Path) -> RankFailureError | None:
+    """A rank that a signal ended wrote nothing; others then fail for want of it."""
+    for rank, process in enumerate(processes):
+        if process.exitcode is not None and process.exitcode < 0:
+            return _describe_end(process, rank, folder)
+    return None
+
+
+def _describe_end(process: Any, rank: int, folder: Path) -> RankFailureError:
+    is_memory = process.exitcode == OUT_OF_MEMORY_EXIT
+    reason = "by the system, most likely for memory" if is_memory else f"exit code {process.exitcode}"
+    return RankFailureError(rank, "killed", reason, _read_log(folder, rank))
+
+
+def _find_first(folder: Path) -> RankFailureError | None:
+    """The failure that came first; those of ranks that waited for it come later."""
+    told = [pickle.loads(file.read_bytes()) for file in folder.glob("error-*")]  # noqa: S301 - likewise
+    if not told:
+        return None
+    _, rank, *said = min(told)
+    return RankFailureError(rank, *said)
+
+
+def _read_log(folder: Path, rank: int) -> str:
+    try:
+        return (folder / f"log-{rank}").read_text(errors="replace")[-4000:]
+    except OSError:
+        return ""
+
+
+def _serve(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """One rank. What it and its libraries say goes to its log."""
+    rank, num_ranks, folder = place.rank, place.num_ranks, place.folder
+    log = os.open(Path(folder) / f"log-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    torch, dist = importlib.import_module("torch"), importlib.import_module("torch.distributed")
+    try:
+        device = torch.device(place.device, rank) if place.device == "cuda" else torch.device("cpu")
+        if place.device == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+        store = dist.FileStore(str(Path(folder) / "rendezvous"), num_ranks)
+        dist.init_process_group(
+            "nccl" if place.device == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=place.time_limit),  # whoever started this ends it then
+        )
+        result = function(device, *args)
+        if rank == 0:
+            write_whole(Path(folder) / "result", pickle.dumps(result))
+        dist.barrier()
+    except BaseException as error:  # noqa: BLE001 - whoever started this is told
+        lines = str(error).strip().splitlines() or [""]
+        said = (time.monotonic(), rank, type(error).__name__, lines[0][:400], traceback.format_exc())
+        write_whole(Path(folder) / f"error-{rank}", pickle.dumps(said))
+        sys.stderr.flush()
+        os._exit(1)  # others may wait in a collective; nothing here may wait for them
+    os._exit(0)  # libraries' threads and exit handlers have nothing left to do

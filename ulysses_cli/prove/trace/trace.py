@@ -1,0 +1,239 @@
+"""A recipe's real model, levers and engine run a step on tensors without data; every allocation is counted. Patches
+the whole process that it runs in (see __main__.py); computes no value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from ulysses_cli.plan.ds_config import make_ds_config
+from ulysses_cli.plan.ledger.job import make_engine
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.recipe.recipe import Recipe
+
+FEW_LAYERS, MORE_LAYERS = 8, 4
+Layers = tuple[int, int]  # offloaded ones, and those above them that are not
+LIVE_ELEMENTS = 2_200_000_000  # what ZeRO-3 may gather at both ends: each layer between them adds the same
+BETWEEN = "between"  # steps: what is alive there is alive in every phase
+HELD = "held"  # what is alive when the optimizer's step begins
+SUMS = ("data_types", "communication_data_type")  # what a run that accumulates says to DeepSpeed of its sums
+MAX_TILES = 3  # tiles are alike: the first, one more, and the last
+
+
+@dataclass(frozen=True)
+class TracedPeaks:
+    """Peaks of one traced model, bytes of a rank: by phase on the device and on the host, and what the allocator
+    would hold."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    reserved: dict[str, int]
+
+
+def trace(wish: Mapping[str, Any], tell: Any = lambda _: None) -> dict[str, Any]:
+    """`wish`: recipe, model config, levers and kernel as plain data -> findings as plain data."""
+    num_layers = int(wish["config"]["num_hidden_layers"])
+    a_layer, in_groups = count_layer_elements(wish["config"]), count_grouped_elements(wish)
+    if in_groups >= num_layers * a_layer:  # all are stepped at once, however many
+        in_groups = 0
+    few = max(FEW_LAYERS, -(-max(LIVE_ELEMENTS, in_groups) // a_layer))
+    num_offloaded = min(num_layers, int(wish["levers"]["offloaded_layers"]))
+    whole = num_offloaded, num_layers - num_offloaded
+    found: dict[Layers, TracedPeaks] = {}
+    for layers in list_cuts(whole, few):
+        tell(f"tracing {sum(layers)} of {format_count(num_layers, 'layer')}, {layers[0]} of them offloaded")
+        found[layers] = trace_layers(wish, layers)
+    reached = extrapolate(found, whole, steps_in_groups=in_groups > 0)
+    for place in (reached.device, reached.host):
+        place.pop(HELD)
+    return {"num_layers": num_layers, "traced_layers": [sum(layers) for layers in found], **vars(reached)}
+
+
+def list_cuts(whole: Layers, few: int) -> list[Layers]:
+    """Numbers of layers to trace: few, and a few more of each kind of which there are more."""
+    if sum(whole) <= few + MORE_LAYERS:
+        return [whole]
+    above = min(whole[1], max(few // 2, few - whole[0]))
+    base = few - above, above
+    more = [min(MORE_LAYERS, most - num) for num, most in zip(base, whole, strict=True)]
+    grown = [(base[0] + more[0], base[1]), (base[0], base[1] + more[1])]
+    return [base, *(cut for cut in grown if cut != base)]
+
+
+def count_grouped_elements(wish: Mapping[str, Any]) -> int:
+    """Of how many weights ZeRO-3 steps the first group: with as many, a group is as large as in the whole model."""
+    recipe, levers = Recipe.model_validate_json(json.dumps(wish["recipe"])), Levers(**wish["levers"])
+    if recipe.parallel.zero_stage < 3 or recipe.lora is not None or levers.offload_optimizer != "none":
+        return 0
+    return make_engine(recipe, levers).sub_group * int(wish["world_size"])
+
+
+def extrapolate(found: Mapping[Layers, TracedPeaks], whole: Layers, *, steps_in_groups: bool = False) -> TracedPeaks:
+    """A straight line from the first cut through each of the others. What a step in groups takes beside what is held
+    does not grow, but for a weight more or less in the largest group."""
+    base, first = next(iter(found.items()))
+
+    def reach(place: str) -> dict[str, int]:
+        reached = dict(getattr(first, place))
+        for layers, traced in found.items():
+            for kind in (0, 1):
+                if more := layers[kind] - base[kind]:
+                    for name, low in getattr(first, place).items():
+                        reached[name] += (getattr(traced, place)[name] - low) * (whole[kind] - base[kind]) // more
+        return reached
+
+    device = reach("device")
+    if steps_in_groups:
+        work = (traced.device["optimizer_step"] - traced.device[HELD] for traced in found.values())
+        device["optimizer_step"] = device[HELD] + max(work)
+    return TracedPeaks(device, reach("host"), reach("reserved"))
+
+
+def trace_layers(wish: Mapping[str, Any], layers: Layers) -> TracedPeaks:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from ulysses_cli.prove.trace.allocator import replay
+    from ulysses_cli.prove.trace.fake_device import forget_groups, get_current_stream
+    from ulysses_cli.prove.trace.storages import Storages
+
+    storages = Storages(get_current_stream, sees_kernels=wish["recipe"]["run"]["device"] != "cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True), storages:
+        run_steps(wish, layers, storages)
+    forget_groups()
+    moves = [(event.storage, event.num_bytes, event.stream) for event in storages.events if not event.is_host]
+    reserved = {
+        "expandable_segments": replay(moves, expandable=True),
+        "fixed_segments": replay(moves, expandable=False),
+    }
+    device, host = ({name: size for name, size in place.peaks.items() if name != BETWEEN} for place in storages.places)
+    return TracedPeaks(device, host, reserved)
+
+
+def run_steps(wish: Mapping[str, Any], layers: Layers, storages: Any) -> None:
+    """A step, an evaluation, and the step that counts: every later one is like it, after an evaluation or not."""
+    import numpy as np
+
+    from ulysses_cli.data.steps import MicroBatch
+    from ulysses_cli.plan.models.shape import read_model_shape
+    from ulysses_cli.plan.resolved import compute_row_tokens, make_layout, settle
+    from ulysses_cli.prove.trace.fake_device import DEVICE, make_parts
+    from ulysses_cli.train.assembly.build import build
+    from ulysses_cli.train.processes.groups import make_groups
+
+    config = cut_layers(wish["config"], sum(layers))
+    asked = {**wish["recipe"], "model": {**wish["recipe"]["model"], "config": config, "name_or_path": None}}
+    recipe = Recipe.model_validate_json(json.dumps(asked))
+    layout, levers = make_layout(recipe), Levers(**{**wish["levers"], "offloaded_layers": layers[0]})
+    num_steps = asked["train"]["gradient_accumulation_steps"]
+    if num_steps > 1:  # under ZeRO-3 one micro-step is like the next, but for replicas; else two are enough
+        alike = asked["parallel"]["zero_stage"] == 3 and asked["parallel"]["dp_replicate_size"] == 1
+        num_steps = 1 if alike else 2
+        asked["train"] = {**asked["train"], "gradient_accumulation_steps": num_steps}
+        if asked["model"]["dtype"] == "bfloat16" and asked["parallel"]["zero_stage"] > 1:
+            whole = make_ds_config(recipe, layout)
+            asked["deepspeed"] = {**{name: whole[name] for name in SUMS}, **asked["deepspeed"]}
+        recipe = Recipe.model_validate_json(json.dumps(asked))
+    tokens, batch = compute_row_tokens(recipe), recipe.train.per_device_train_batch_size
+    local = tokens // layout.sp_size
+    groups = make_groups(layout, timedelta(minutes=1))
+    plan, parts = settle(recipe, read_model_shape(config, "the traced model"), levers), make_parts()
+    if recipe.parallel.zero_stage < 3:  # the model is made in host memory, and moved (train/assembly/loading.py)
+        parts = replace(parts, load_weights=_in_phases(storages, (BETWEEN,), parts.load_weights))
+    built = build(plan, groups, DEVICE, 2, parts=parts)
+    engine, wrapped = built.engine, built.engine.wrapped
+    numbers = np.zeros((batch, local), np.int64)
+    positions = np.broadcast_to(np.arange(local), (batch, local)).copy()
+    rows = MicroBatch(numbers, numbers, positions, (tokens,) * batch, tuple(range(batch)))
+    for name, phases in (("backward", ("backward",)), ("step", (HELD, "optimizer_step"))):
+        setattr(wrapped, name, _in_phases(storages, phases, getattr(wrapped, name), BETWEEN))
+    storages.phase = BETWEEN
+    micro_steps = [rows] * num_steps
+    run_step(engine, micro_steps, tokens, storages)
+    storages.forget_peaks("load")
+    if recipe.data.eval_datasets or recipe.data.eval_split:
+        with storages.during("evaluation"):
+            engine.compute_token_losses(rows)
+    run_step(engine, micro_steps, tokens, storages)
+    wrapped.destroy()
+
+
+def run_step(engine: Any, micro_steps: list[Any], num_targets: int, storages: Any) -> None:
+    for rows in micro_steps:
+        with storages.during("forward"):
+            engine.train_micro_step(rows, num_targets)
+    engine.read_update(0.0)
+
+
+def count_layer_elements(config: Mapping[str, Any]) -> int:
+    """Of the last layer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = []
+    for num_layers in (1, 2):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**cut_layers(config, num_layers)))
+        sizes.append(sum(parameter.numel() for parameter in model.parameters()))
+    return sizes[1] - sizes[0]
+
+
+def cut_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The same model with its first layers alone; lists of one entry per layer are cut alike."""
+    whole = int(config["num_hidden_layers"])
+    cut = {
+        name: value[:num_layers] if isinstance(value, list) and len(value) == whole else value
+        for name, value in config.items()
+    }
+    return {**cut, "num_hidden_layers": num_layers}
+
+
+def _in_phases(storages: Any, phases: tuple[str, ...], function: Any, after: str = "") -> Any:
+    """Runs in the last one; of the others, what is alive as they begin is noted. What follows is `after`: a forward
+    ends where the backward begins."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for phase in phases:
+                stack.enter_context(storages.during(phase))
+            result = function(*args, **kwargs)
+        storages.phase = after or storages.phase
+        return result
+
+    return call
+
+
+def find_widest_rank(wish: Mapping[str, Any]) -> int:
+    """The first of an sp group's ranks that gets most key/value heads in a chunk: they may not be shared out evenly."""
+    from ulysses_cli.plan.models.shape import read_model_shape
+    from ulysses_cli.train.attention.heads import plan_heads
+
+    shape, sp_size = read_model_shape(wish["config"], "the traced model"), int(wish["recipe"]["parallel"]["sp_size"])
+    chunks = plan_heads(shape.num_heads, shape.num_kv_heads, sp_size, int(wish["levers"]["head_chunks"])).chunks
+    return max(range(sp_size), key=lambda rank: max(chunk.keys[rank].num_heads for chunk in chunks))
+
+
+def prepare_process(wish: Mapping[str, Any]) -> None:
+    """The fake device, and what cannot run on it replaced. Before anything else of the project is imported. Below
+    ZeRO-3 the last rank needs most: its share of the gradients is that of the last layers, and comes first."""
+    world_size, recipe = int(wish["world_size"]), wish["recipe"]
+    rank = find_widest_rank(wish) if recipe["parallel"]["zero_stage"] == 3 else world_size - 1
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    import torch.distributed as dist
+    from torch.distributed._tools import fake_collectives  # noqa: F401 - collectives of tensors without data
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from ulysses_cli.prove.trace import fake_device
+
+    fake_device.install()
+    fake_device.replace_parts(MAX_TILES)
+    if recipe["run"]["device"] != "cpu":  # as a GPU does
+        fake_device.copy_on_streams()
+        fake_device.drop_as_a_gpu_does()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

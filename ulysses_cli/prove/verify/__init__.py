@@ -1,0 +1,1 @@
+"""`verify`: the same numbers as one process with plain torch."""

@@ -1,0 +1,200 @@
+"""A small run on ranks, as `train` runs it: prepared rows, the build, the loop, the evaluation. All that can be
+compared is gathered whole: losses, gradients, weights, an evaluation, and what a changed token changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ulysses_cli.data.batching import make_eval_batching
+from ulysses_cli.data.rows import PackedRows, open_rows
+from ulysses_cli.data.steps import Batching, Rows, plan_step, read_micro_batch
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import settle
+from ulysses_cli.prove.rows import ChangedRows
+from ulysses_cli.train.assembly.build import Built
+from ulysses_cli.train.assembly.run import RunLength, assemble_run
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.ulysses import ulysses_attention
+from ulysses_cli.train.evaluation import evaluate
+from ulysses_cli.train.loop import train
+from ulysses_cli.train.processes.consistency import gather_values
+from ulysses_cli.train.processes.groups import Groups, make_groups
+
+GROUP_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Some tokens of a row are changed -> how far losses moved at most, where they may not and where they must."""
+
+    name: str
+    outside: float
+    inside: float
+
+
+@dataclass(frozen=True)
+class RecordedSteps:
+    """What rank 0 hands back; everything is whole and the same on all ranks."""
+
+    kernel: str
+    losses: list[float]
+    norms: list[float]
+    grads: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+    eval_loss: float
+    eval_tokens: int
+    probes: list[Probe]
+
+
+def trace_steps(
+    recipe: Recipe, shape: ModelShape, prepared: Path, num_steps: int, end: int, device: torch.device
+) -> RecordedSteps:
+    """Collective over all ranks of the world."""
+    plan = settle(recipe, shape, choose_levers(recipe, shape, None).levers)
+    groups = make_groups(plan.layout, GROUP_TIMEOUT)
+    run = assemble_run(plan, groups, device, open_rows(prepared, "train"), RunLength(num_steps, end))
+    built, held_out, batching = run.built, open_rows(prepared, "eval"), make_eval_batching(shape, plan.resolved)
+    evaluated = evaluate(built.engine, groups, held_out, batching)
+    probes = _probe_documents(built, groups, held_out, batching, shape.vocab_size)
+    witness = Witness(built)
+    run.state.after = (lambda _, result: witness.results.append((result.loss, result.update.grad_norm)),)
+    train(run.state)
+    return RecordedSteps(
+        kernel=built.kernel.name,
+        losses=[loss for loss, _ in witness.results],
+        norms=[norm for _, norm in witness.results],
+        grads=witness.grads,
+        weights=witness.read_weights(),
+        eval_loss=float(evaluated["loss"]),
+        eval_tokens=int(evaluated["tokens"]),
+        probes=[*probes, *_probe_window(shape, groups, built.kernel.name, device)],
+    )
+
+
+class Witness:
+    """Looks at gradients between the last backward of a step and its update, when they are whole, and at weights."""
+
+    def __init__(self, built: Built) -> None:
+        self.trained = {
+            name.removeprefix("model."): p for name, p in built.module.named_parameters() if p.requires_grad
+        }
+        self.grads: list[dict[str, Tensor]] = []
+        self.results: list[tuple[float, float]] = []
+        wrapped = built.engine.wrapped
+        real_step = wrapped.step
+
+        def look_and_step() -> None:
+            if wrapped.is_gradient_accumulation_boundary():
+                self.grads.append(self.read_grads())
+            real_step()
+
+        wrapped.step = look_and_step
+
+    def read_grads(self) -> dict[str, Tensor]:
+        """Collective over all ranks."""
+        from deepspeed.utils import safe_get_full_grad
+
+        own = {name: safe_get_full_grad(p) for name, p in self.trained.items()}
+        return {
+            name: torch.zeros_like(self.trained[name]).cpu() if grad is None else grad.detach().cpu().clone()
+            for name, grad in own.items()
+        }
+
+    def read_weights(self) -> dict[str, Tensor]:
+        """Collective over all ranks."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {name: safe_get_full_fp32_param(p).detach().cpu().clone() for name, p in self.trained.items()}
+
+
+def _list_losses(built: Built, groups: Groups, rows: Rows, batching: Batching, row: int) -> Tensor:
+    """Losses of a row, token by token, 0 where there is no target; slices of an sp group in order. Collective over all
+    ranks."""
+    engine, axis = built.engine, groups.sp_axis
+    plan = plan_step(rows, batching, row, row + 1)
+    holder = next(group for group, share in enumerate(plan.shares) if max(share[0]) >= 0)
+    batch = read_micro_batch(rows, plan, holder, 0, axis.rank, axis.size)
+    losses, _ = engine.evaluate_micro_batch(batch)
+    kept = torch.from_numpy(batch.labels >= 0)
+    whole = torch.zeros(kept.shape)
+    if losses.numel() == int(kept.sum()):
+        whole[kept] = losses.float().cpu()
+    else:  # more or fewer than this slice's: as they came, which the count shows
+        whole = losses.float().cpu()[None]
+    parts = gather_values(whole.flatten(), groups.host_group)
+    return torch.cat(parts[: axis.size])
+
+
+def find_learned(rows: PackedRows, row: int) -> list[tuple[int, int, int]]:
+    """(first token, end, last position with something to predict) of each document of a row that has such a one."""
+    lengths, found, start = rows.get_lengths(row), [], 0
+    labels = rows.read(row, 0, sum(lengths)).labels
+    for length in lengths:
+        learned = np.flatnonzero(labels[start : start + length] >= 0)
+        if len(learned):
+            found.append((start, start + length, start + int(learned[-1])))
+        start += length
+    return found
+
+
+def _probe_documents(
+    built: Built, groups: Groups, rows: PackedRows, batching: Batching, vocabulary: int
+) -> list[Probe]:
+    """In the row with the most documents the first is changed, then the last, and then late tokens of the first. Only
+    where something is to be predicted can a change be seen."""
+    row = max(range(len(rows)), key=lambda each: len(find_learned(rows, each)))
+    documents, total = find_learned(rows, row), sum(rows.get_lengths(row))
+    (start, end, last), spans = documents[0], {}
+    if len(rows.get_lengths(row)) > 1:
+        spans = {"the first document": (start, end), "the last document": documents[-1][:2]}
+    spans["late tokens"] = ((start + last + 1) // 2, end)
+    before = _list_losses(built, groups, rows, batching, row)
+    found = []
+    for name, (start, stop) in spans.items():
+        changed = ChangedRows(rows, row, start, stop, vocabulary)
+        after = _list_losses(built, groups, changed, batching, row)
+        if after.shape != before.shape or len(before) < total:
+            found.append(Probe(name, float("nan"), float("nan")))
+            continue
+        moved = (after - before).abs()
+        is_inside = torch.zeros(len(before), dtype=torch.bool)
+        is_inside[start:stop] = True
+        found.append(Probe(name, moved[~is_inside].max().item(), moved[is_inside].max().item()))
+    return found
+
+
+def _probe_window(shape: ModelShape, groups: Groups, kernel: str, device: torch.device) -> list[Probe]:
+    """Attention alone, in one document as long as the row: the first token's key and value are changed, and only the
+    window that begins with it may see that. Collective over all ranks."""
+    if not shape.windows:
+        return []
+    window, axis = shape.windows[0], groups.sp_axis
+    local = -(-2 * window // axis.size)
+    generator = torch.Generator().manual_seed(3 + axis.rank)
+    q, k, v = (
+        torch.randn(1, local, heads, shape.head_dim, generator=generator).to(device)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    documents, rule = make_documents([local * axis.size], device), Rule(shape.attention_scale, window)
+    outs = []
+    for change in (0.0, 1.0):
+        key, value = k.clone(), v.clone()
+        if axis.rank == 0:
+            key[:, 0] += change
+            value[:, 0] += change
+        with torch.no_grad():
+            outs.append(ulysses_attention(q, key, value, documents, rule, axis=axis, kernel=kernel))
+    moved: Any = (outs[1] - outs[0]).abs().amax((0, 2, 3)).cpu()
+    whole = torch.cat(gather_values(moved, groups.host_group)[: axis.size])
+    return [Probe(f"the token before a window of {window}", whole[window:].max().item(), whole[:window].min().item())]

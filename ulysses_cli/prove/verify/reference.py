@@ -1,0 +1,104 @@
+"""What training is, with plain torch and plain transformers on one process: eager attention, document by document.
+
+Shares the config's making with the run and nothing else: no engine, no kernel, no loss, no sharding of this tool's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import resolve
+from ulysses_cli.prove.rows import Labelled
+from ulysses_cli.train.assembly.model_config import load_model_config, stretch_positions
+
+
+@dataclass(frozen=True)
+class ReferenceSteps:
+    """What happened in each step. `eval_losses` and `eval_tokens`: before the first."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+    eval_loss: float
+    eval_tokens: int
+
+
+def make_plain_model(recipe: Recipe, shape: ModelShape) -> Any:
+    """The weights that a run starts from: drawn in float32 by the seed."""
+    config = load_model_config(recipe)
+    stretch_positions(config, recipe, resolve(recipe, shape))
+    torch.manual_seed(recipe.run.seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    if recipe.lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        lora, targets = recipe.lora, recipe.lora.target_modules
+        torch.manual_seed(recipe.run.seed)
+        settings = LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            task_type="CAUSAL_LM",
+        )
+        get_peft_model(model, settings)
+    return model.train()
+
+
+def compute_document(model: Any, document: Labelled, z_loss_weight: float) -> tuple[Tensor, Tensor]:
+    """-> (float64 sum of what is learned from, sum of cross-entropies alone)."""
+    tokens, labels = document
+    logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].double()
+    wanted = torch.from_numpy(labels)
+    losses = functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="none")
+    squares = torch.where(wanted >= 0, logits.logsumexp(-1).square(), 0.0)
+    return (losses + z_loss_weight * squares).sum(), losses.sum()
+
+
+def train_plainly(
+    recipe: Recipe, shape: ModelShape, steps: Sequence[Sequence[Labelled]], held_out: Sequence[Labelled]
+) -> ReferenceSteps:
+    """Each step is one mean over all of its targets; clipped by the norm; AdamW."""
+    model, train = make_plain_model(recipe, shape), recipe.train
+    model.eval()
+    with torch.no_grad():
+        eval_sum = sum(compute_document(model, document, 0.0)[1].item() for document in held_out)
+    eval_tokens = sum(int((labels >= 0).sum()) for _, labels in held_out)
+    model.train()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for p in trained.values() if p.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_epsilon,
+    )
+    losses, grads, norms = [], [], []
+    for documents in steps:
+        optimizer.zero_grad()
+        count = sum(int((labels >= 0).sum()) for _, labels in documents)
+        total = 0.0
+        for document in documents:
+            loss = compute_document(model, document, train.z_loss_weight)[0] / max(1, count)
+            loss.backward()
+            total += loss.item()
+        own = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}
+        losses.append(total)
+        grads.append({name: grad.clone() for name, grad in own.items()})
+        limit = train.max_grad_norm or float("inf")
+        norms.append(torch.nn.utils.clip_grad_norm_(list(trained.values()), limit).item())
+        optimizer.step()
+    weights = {name: p.detach().clone() for name, p in trained.items()}
+    return ReferenceSteps(losses, norms, grads, weights, eval_sum / max(1, eval_tokens), eval_tokens)

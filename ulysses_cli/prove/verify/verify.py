@@ -1,0 +1,247 @@
+"""Sequence parallelism changes nothing: a small model of the same kinds, trained on ranks and with plain torch,
+compared number by number. Starts the ranks, judges, and says by which tolerance and why.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.data.batching import make_batching
+from ulysses_cli.data.prepare import prepare_data
+from ulysses_cli.data.rows import open_rows
+from ulysses_cli.data.steps import plan_step
+from ulysses_cli.plan.layout import list_divisors
+from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.recipe.recipe import Dataset, Recipe
+from ulysses_cli.plan.resolved import make_layout, resolve
+from ulysses_cli.prove.ranks.ranks import RankFailureError, run_on_ranks
+from ulysses_cli.prove.results import Findings, Row, Tell
+from ulysses_cli.prove.rows import Document, cut_row, make_documents, write_documents
+from ulysses_cli.prove.verify.recorded_run import RecordedSteps, trace_steps
+from ulysses_cli.prove.verify.reference import ReferenceSteps, train_plainly
+from ulysses_cli.prove.verify.shrink import LEARNING_RATE, NUM_BYTES, compute_row_tokens, make_proof_recipe, pick_layers
+from ulysses_cli.train.processes.host_memory import count_free_bytes
+
+NUM_STEPS, NUM_EVAL_ROWS = 2, 3
+LARGEST_CPU_WORLD = 8
+CPU_RANK_BYTES = 1 << 30
+TIME_LIMIT_SECONDS = 900.0  # the first run may build DeepSpeed's CPU Adam
+LOSS_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4, 1e-3
+MOVED_AT_LEAST = 1e-6  # of a loss: a changed token must be seen by those that may
+EXPERT_NOISE = 1e-5
+ORDER = "float32 adds in another order on ranks; faults move it by 1e-2 and more"
+REASONS = {
+    "loss": ORDER,
+    "gradient norm": ORDER,
+    "gradients": f"per tensor, length of the difference by its length; {ORDER}",
+    "weights": "largest difference in steps of the learning rate; Adam divides a gradient's noise by its size",
+    "evaluation loss": ORDER,
+    "evaluation tokens": "each target counts once; an evaluation that is not sharded counts it on every rank",
+}
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """One layout to be proven."""
+
+    sp_size: int
+    dp_size: int
+
+    @property
+    def name(self) -> str:
+        return f"sp {self.sp_size}" + (f" x dp {self.dp_size}" if self.dp_size > 1 else "")
+
+
+def count_places() -> tuple[int, str]:
+    """How many ranks can be run here, and on what."""
+    gpus = torch.cuda.device_count()
+    if gpus > 1:
+        return gpus, "cuda"
+    return max(1, min(LARGEST_CPU_WORLD, count_free_bytes() // CPU_RANK_BYTES)), "cpu"
+
+
+def list_cases(recipe: Recipe, shape: ModelShape, places: int, *, is_all: bool) -> tuple[list[LayoutCase], list[str]]:
+    """sp 1, and the recipe's sp or every legal one; what does not fit on this machine is named."""
+    legal = [1] if shape.inexact else list_divisors(shape.num_heads)
+    wanted, notes = recipe.parallel.sp_size, []
+    if is_all:
+        sizes = [size for size in legal if size <= places]
+        beyond = [str(size) for size in legal if size > places]
+        if beyond:
+            notes.append(f"sp {', '.join(beyond)}: not run, this machine has places for {format_count(places, 'rank')}")
+    elif wanted <= places:
+        sizes = sorted({1, wanted})
+    else:
+        sizes = sorted({1, max(size for size in legal if size <= places)})
+        notes.append(
+            f"sp {wanted}: not run, this machine has places for {format_count(places, 'rank')}; "
+            f"sp {sizes[-1]} stands in for it"
+        )
+    dp = min(2, make_layout(recipe).dp_size)
+    return [LayoutCase(size, dp if size * dp <= places else 1) for size in sizes], notes
+
+
+def verify(recipe: Recipe, config: Mapping[str, Any], subject: str, tell: Tell, *, is_all: bool) -> Findings:
+    """For a recipe that passed its checks."""
+    findings = Findings("verify", subject)
+    shape = read_model_shape(config, subject)
+    places, device = count_places()
+    cases, notes = list_cases(recipe, shape, places, is_all=is_all)
+    picked = pick_layers(shape)
+    findings.notes += notes
+    findings.notes.append(
+        f"model: layers {', '.join(map(str, picked))} of {shape.num_layers}, {format_count(shape.num_heads, 'head')}, "
+        f"{format_count(shape.num_kv_heads, 'key/value head')}, random weights; {NUM_STEPS} steps on "
+        f"{'GPUs' if device == 'cuda' else 'CPU ranks'}, compared with plain transformers on one process"
+    )
+    for number, case in enumerate(cases):
+        proof, changes = make_proof_recipe(recipe, config, shape, case.sp_size, case.dp_size, device)
+        if number == len(cases) - 1:
+            findings.notes += changes
+        ranks = format_count(case.sp_size * case.dp_size, "rank")
+        tell(f"{case.name}: {NUM_STEPS} steps with plain torch, then on {ranks}")
+        findings.rows += prove_case(case, proof, device)
+    return findings
+
+
+def prove_case(case: LayoutCase, proof: Recipe, device: str) -> list[Row]:
+    shape = read_model_shape(proof.model.config or {}, "the small model")
+    with tempfile.TemporaryDirectory(prefix="ulysses-verify-") as folder:
+        task = set_task(proof, shape, Path(folder))
+        try:
+            found = run_on_ranks(
+                case.sp_size * case.dp_size, trace_on_rank, task, device=device, time_limit=TIME_LIMIT_SECONDS
+            )
+        except RankFailureError as failure:
+            return [Row(case.name, "run", "FAIL", {}, str(failure))]
+        return judge(case.name, found, make_reference(task), shape)
+
+
+@dataclass(frozen=True)
+class VerifyTask:
+    """What both sides do: the small recipe on the same prepared rows, whose documents the reference has by itself."""
+
+    proof: Recipe
+    shape: ModelShape
+    prepared: Path
+    documents: list[Document]
+
+    @property
+    def end(self) -> int:
+        """The last step lacks a row wherever a step has several: what it is filled up with has no weight."""
+        per_step = make_batching(self.proof, self.shape, resolve(self.proof, self.shape)).rows_per_step
+        return NUM_STEPS * per_step - (per_step > 1)
+
+
+def set_task(proof: Recipe, shape: ModelShape, folder: Path) -> VerifyTask:
+    """Documents as files, prepared as `train` has them prepared."""
+    data, tokens = proof.data, compute_row_tokens(proof.parallel.sp_size)
+    is_packed, has_long = data.packing != "off", data.excess_length_strategy != "raise"
+    make = partial(make_documents, tokens, vocabulary=NUM_BYTES, is_packed=is_packed, has_long=has_long)
+    per_step = make_batching(proof, shape, resolve(proof, shape)).rows_per_step
+    sources = {"train": make(NUM_STEPS * per_step, seed=5), "eval": make(NUM_EVAL_ROWS, seed=6)}
+    for name, documents in sources.items():
+        write_documents(folder / f"{name}.jsonl", documents)
+    read = {
+        "datasets": (data.datasets[0].model_copy(update=describe_source(folder / "train.jsonl")),),
+        "eval_datasets": (data.datasets[0].model_copy(update=describe_source(folder / "eval.jsonl")),),
+        "store_dir": str(folder / "store"),
+    }
+    proof = proof.model_copy(update={"data": data.model_copy(update=read)})
+    prepared = prepare_data(proof, proof.parallel.sp_size, lambda _: None)
+    return VerifyTask(proof, shape, prepared.path, [*sources["train"], *sources["eval"]])
+
+
+def describe_source(file: Path) -> dict[str, Any]:
+    plain = Dataset()
+    return {**{name: getattr(plain, name) for name in Dataset.model_fields}, "path": str(file), "type": "tokens"}
+
+
+def trace_on_rank(device: torch.device, task: VerifyTask) -> RecordedSteps:
+    return trace_steps(task.proof, task.shape, task.prepared, NUM_STEPS, task.end, device)
+
+
+def make_reference(task: VerifyTask) -> ReferenceSteps:
+    batching = make_batching(task.proof, task.shape, resolve(task.proof, task.shape))
+    rows, held_out = open_rows(task.prepared, "train"), open_rows(task.prepared, "eval")
+    plans = [plan_step(rows, batching, step * batching.rows_per_step, task.end) for step in range(NUM_STEPS)]
+    steps = [[part for row in plan.rows for part in cut_row(rows, row, task.documents)] for plan in plans]
+    evaluated = [part for row in range(len(held_out)) for part in cut_row(held_out, row, task.documents)]
+    return train_plainly(task.proof, task.shape, steps, evaluated)
+
+
+def judge(group: str, found: RecordedSteps, right: ReferenceSteps, shape: ModelShape) -> list[Row]:
+    """Every comparison as a row."""
+    worst_gradient, gradient_name = find_worst_gradient(found.grads, right.grads)
+    worst_weight, weight_name = find_worst_weight(found.weights, right.weights)
+    compared = [
+        ("loss", _share(found.losses, right.losses), LOSS_TOLERANCE, ""),
+        ("gradient norm", _share(found.norms, right.norms), GRADIENT_TOLERANCE, ""),
+        ("gradients", worst_gradient, GRADIENT_TOLERANCE, gradient_name),
+        ("weights", worst_weight, WEIGHT_TOLERANCE, weight_name),
+        ("evaluation loss", _share([found.eval_loss], [right.eval_loss]), LOSS_TOLERANCE, ""),
+        ("evaluation tokens", float(abs(found.eval_tokens - right.eval_tokens)), 0.0, ""),
+    ]
+    rows = [_compare(group, name, value, limit, REASONS[name], where) for name, value, limit, where in compared]
+    limit = EXPERT_NOISE if shape.num_experts else 0.0
+    reason = (
+        "experts get other numbers of tokens, and float32 rounds otherwise"
+        if limit
+        else "the same arithmetic on the same numbers: not a bit may differ"
+    )
+    for probe in found.probes:
+        row = _compare(group, f"leak: {probe.name}", probe.outside, limit, reason, "")
+        if not probe.inside > MOVED_AT_LEAST:
+            row = Row(group, row.name, "FAIL", row.values, "those that may see the change do not")
+        rows.append(row)
+    return rows
+
+
+def _compare(group: str, name: str, value: float, limit: float, reason: str, where: str) -> Row:
+    is_fine = math.isfinite(value) and value <= limit
+    text = f"{reason}; worst: {where}" if where and not is_fine else reason
+    return Row(group, name, "PASS" if is_fine else "FAIL", {"difference": value, "tolerance": limit}, text)
+
+
+def _share(ours: list[float], right: list[float]) -> float:
+    if len(ours) != len(right):
+        return math.nan
+    shares = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, right, strict=True)]
+    return max(shares) if all(map(math.isfinite, shares)) else math.nan
+
+
+def find_worst_gradient(ours: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> tuple[float, str]:
+    """The worst tensor of any step. Tensors with next to no gradient are measured against a thousandth of the mean."""
+    worst, name = 0.0, ""
+    if len(ours) != len(right):
+        return math.nan, f"{len(ours)} updates instead of {len(right)}"
+    for found, wanted in zip(ours, right, strict=True):
+        if found.keys() != wanted.keys():
+            return math.nan, f"trained are others: {', '.join(sorted(found.keys() ^ wanted.keys())[:3])}"
+        whole = math.sqrt(sum(grad.double().square().sum().item() for grad in wanted.values()))
+        floor = 1e-3 * whole / math.sqrt(max(1, len(wanted)))
+        for key, grad in wanted.items():
+            difference = (found[key].double() - grad.double()).norm().item()
+            share = difference / max(grad.double().norm().item(), floor, 1e-30)
+            if not share <= worst:
+                worst, name = share, key
+    return worst, name
+
+
+def find_worst_weight(ours: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, str]:
+    worst, name = 0.0, ""
+    for key, weight in right.items():
+        steps = ((ours[key].double() - weight.double()).abs().max() / LEARNING_RATE).item() if key in ours else math.nan
+        if not steps <= worst:
+            worst, name = steps, key
+    return worst, name

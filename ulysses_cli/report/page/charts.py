@@ -1,0 +1,291 @@
+"""Numbers -> SVG: lines, bars, stacks. Pure functions; text is escaped, gaps stay gaps, no spike is thinned away.
+
+A label may end in its unit, as in `memory (bytes)`: tokens, bytes, seconds, share or USD decide how numbers look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.report.page import drawing
+from ulysses_cli.report.page.axes import SMALLEST, Axis, make_axis
+from ulysses_cli.report.page.drawing import BOTTOM, HEIGHT, TOP, WIDTH, Label, estimate_width
+from ulysses_cli.report.quantities import NO_VALUE, format_quantity, is_number, split_unit
+
+COLUMN_WIDTH = 0.5  # of a viewBox unit: what thinning sees as one place
+MANY_POINTS = 400
+MAX_VALUES_SHOWN = 8  # above bars
+LEAST_LEVEL_ROOM, LEAST_SLANTED_BAND, SLANTED_ROOM = 72, 20, 62
+Values = Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line. None is a gap; a NaN or infinite value is a gap with a cross at the top edge."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Values
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A dashed line across the chart: a GPU's capacity at a height (`y`), a checkpoint at a place (`x`)."""
+
+    value: float
+    text: str
+    axis: Literal["x", "y"] = "y"
+
+
+@dataclass
+class _Track:
+    """A series as it can be drawn: unbroken runs of points, and the places of values that are no numbers."""
+
+    runs: list[list[tuple[float, float]]] = field(default_factory=list)
+    broken: list[float] = field(default_factory=list)
+
+    def walk(self) -> Iterator[tuple[float, float]]:
+        for run in self.runs:
+            yield from run
+
+
+def draw_lines(
+    title: str,
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str,
+    *,
+    x_log: bool = False,
+    y_log: bool = False,
+    marks: Sequence[Mark] = (),
+) -> str:
+    (x_text, x_unit), (y_text, y_unit) = split_unit(x_label), split_unit(y_label)
+    tracks = [_make_track(one, x_log, y_log) for one in series]
+    xs = [x for track in tracks for x in (*(x for x, _ in track.walk()), *track.broken)]
+    ys = [y for track in tracks for _, y in track.walk()]
+    levels = [m for m in marks if m.axis == "y" and is_number(m.value) and (m.value > SMALLEST or not y_log)]
+    y_axis = make_axis(
+        [*ys, *(m.value for m in levels)], BOTTOM, TOP, y_unit, is_log=y_log, padding=0.05, from_zero=y_unit == "bytes"
+    )
+    ends = [_label_end(one, track, y_unit, len(series) == 1) for one, track in zip(series, tracks, strict=True)]
+    left = drawing.compute_left(y_axis.ticks)
+    right = drawing.compute_right([*ends, *(m.text for m in levels)])
+    is_whole = all(float(x).is_integer() for x in xs)
+    x_axis = make_axis(xs, left, right, x_unit, is_log=x_log, is_whole=is_whole)
+    parts = [*drawing.draw_frame(left, right, y_axis, y_text), *drawing.draw_x_ticks(x_axis, x_text)]
+    parts += _draw_x_marks(marks, x_axis)
+    labels = []
+    for level in levels:
+        height = y_axis.place(level.value)
+        parts.append(f'<path class="mark" d="M{left:.1f} {height:.1f}H{right:.1f}"/>')
+        labels.append(Label(height, level.text))
+    for index, (track, end) in enumerate(zip(tracks, ends, strict=True)):
+        parts.append(_draw_track(index, track, x_axis, y_axis))
+        if track.runs:
+            labels.append(Label(y_axis.place(track.runs[-1][-1][1]), end, index))
+    if not xs:
+        parts.append(_say_empty(left, right))
+    story = [f"Lines over {x_text}."] + [
+        _tell_series(one, track, y_unit) for one, track in zip(series, tracks, strict=True)
+    ]
+    story += [f"{mark.text}: {format_quantity(mark.value, y_unit if mark.axis == 'y' else x_unit)}." for mark in marks]
+    return drawing.wrap_svg(title, " ".join(story), [*parts, *drawing.draw_labels(right, labels)])
+
+
+def draw_bars(title: str, labels: Sequence[str], values: Values | Mapping[str, Values], y_label: str) -> str:
+    """One bar per label, or a group of them per label when `values` maps names to values."""
+    y_text, unit = split_unit(y_label)
+    groups = dict(values) if isinstance(values, Mapping) else {"": values}
+    _check_lengths(labels, groups)
+    finite = [value for one in groups.values() for value in one if value is not None and is_number(value)]
+    y_axis = make_axis(finite or [1.0], BOTTOM, TOP, unit, from_zero=True, padding=0.04)
+    left, right = drawing.compute_left(y_axis.ticks), drawing.compute_right(list(groups))
+    bars, texts, floor = drawing.draw_frame(left, right, y_axis, y_text), [], y_axis.place(0)
+    band = (right - left) / max(1, len(labels))
+    width = band * (0.82 if band > 4 else 1) / max(1, len(groups))
+    for index, (name, one) in enumerate(groups.items()):
+        for position, value in enumerate(one):
+            x, text = left + (position + 0.5) * band + (index - len(groups) / 2) * width, format_quantity(value, unit)
+            said = f"{f'{name}, ' if name else ''}{labels[position]}: {text}"
+            if value is None or not is_number(value):
+                missing = text if estimate_width(text) <= width else NO_VALUE
+                texts.append(drawing.write_text(x + width / 2, floor - 5, missing, anchor="middle", kind="muted"))
+                continue
+            height = y_axis.place(value)
+            bars.append(_draw_box("bar", index, x, width, floor, height, said))
+            if len(labels) * len(groups) <= MAX_VALUES_SHOWN and estimate_width(text) <= width * 1.1:
+                above = height - 5 if value >= 0 else height + 14
+                texts.append(drawing.write_text(x + width / 2, above, text, anchor="middle"))
+    bars += [*texts, *_draw_band_labels(labels, left, band)]
+    step = drawing.LINE_HEIGHT
+    names = [Label(TOP + index * step, name, index) for index, name in enumerate(groups) if name]
+    story = f"Bars, {y_text}, {format_count(len(labels), 'place')}." + "".join(
+        f" {name or y_text}: highest {format_quantity(max(ys), unit)} at {labels[list(one).index(max(ys))]}."
+        for name, one in groups.items()
+        if (ys := [value for value in one if value is not None and is_number(value)])
+    )
+    return drawing.wrap_svg(title, story, [*bars, *drawing.draw_labels(right, names)])
+
+
+def draw_stack(title: str, labels: Sequence[str], parts: Mapping[str, Sequence[float]], unit: str) -> str:
+    """One bar per label, made of its parts from the bottom up. `unit`: bytes, seconds, or any word."""
+    y_text, unit = split_unit(unit)
+    _check_lengths(labels, parts)
+    for name, values in parts.items():
+        if any(not is_number(value) or value < 0 for value in values):
+            raise ValueError(f"{name} of {title} has a part that is no amount: {list(values)}")
+    totals = [math.fsum(values) for values in zip(*parts.values(), strict=True)]
+    y_axis = make_axis(totals or [1.0], BOTTOM, TOP, unit, from_zero=True, padding=0.04)
+    left, right = drawing.compute_left(y_axis.ticks), drawing.compute_right(list(parts))
+    marks = drawing.draw_frame(left, right, y_axis, "" if y_text == unit else y_text)
+    band = (right - left) / max(1, len(labels))
+    width = min(band * (0.72 if band > 6 else 1), 90)
+    below, names = [0.0] * len(labels), []
+    for index, (name, values) in enumerate(parts.items()):
+        for position, value in enumerate(values):
+            floor, height = y_axis.place(below[position]), y_axis.place(below[position] + value)
+            said = f"{name}, {labels[position]}: {format_quantity(value, unit)}"
+            if value > 0:
+                x = left + (position + 0.5) * band - width / 2
+                marks.append(_draw_box("part", index, x, width, floor, height, said))
+            if position == len(labels) - 1:
+                names.append(Label((floor + height) / 2, name, index))
+            below[position] += value
+    texts = [format_quantity(total, unit) for total in totals]
+    if len(labels) <= MAX_VALUES_SHOWN and max(map(estimate_width, texts), default=0) < band:
+        for position, (total, text) in enumerate(zip(totals, texts, strict=True)):
+            x = left + (position + 0.5) * band
+            marks.append(drawing.write_text(x, y_axis.place(total) - 5, text, anchor="middle"))
+    marks += _draw_band_labels(labels, left, band)
+    if not labels:
+        marks.append(_say_empty(left, right))
+    story = f"Stacked bars, {len(labels)} of them." + "".join(
+        f" {label}: {format_quantity(total, unit)}, most of it {max(parts, key=lambda name: parts[name][position])}."
+        for position, (label, total) in enumerate(zip(labels, totals, strict=False))
+        if position < MAX_VALUES_SHOWN
+    )
+    return drawing.wrap_svg(title, story, [*marks, *drawing.draw_labels(right, names)])
+
+
+def thin_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of every pixel column the first, the lowest, the highest and the last point, in their order."""
+    kept: list[tuple[float, float]] = []
+    start = 0
+    for position in range(1, len(points) + 1):
+        is_end = position == len(points) or points[position][0] // COLUMN_WIDTH != points[start][0] // COLUMN_WIDTH
+        if is_end:
+            column = range(start, position)
+            lowest, highest = min(column, key=lambda i: points[i][1]), max(column, key=lambda i: points[i][1])
+            kept += [points[index] for index in sorted({start, lowest, highest, position - 1})]
+            start = position
+    return kept
+
+
+def _make_track(series: Series, x_log: bool, y_log: bool) -> _Track:
+    """Breaks the line at gaps and where x goes back, as it does when a run resumes from an older checkpoint."""
+    track, is_open = _Track(), False
+    for x, y in zip(series.xs, series.ys, strict=True):
+        if not is_number(x) or (x_log and x < SMALLEST):
+            is_open = False
+            continue
+        is_drawable = y is not None and is_number(y) and (y > SMALLEST or not y_log)
+        if y is None or not is_drawable:
+            is_open = False
+            if y is not None and not is_number(y):
+                track.broken.append(x)
+            continue
+        if not is_open or x < track.runs[-1][-1][0]:
+            track.runs.append([])
+        track.runs[-1].append((x, y))
+        is_open = True
+    return track
+
+
+def _draw_track(index: int, track: _Track, x_axis: Axis, y_axis: Axis) -> str:
+    path, dots = [], []
+    for run in track.runs:
+        points = thin_points([(x_axis.place(x), y_axis.place(y)) for x, y in run])
+        if len(points) == 1:
+            dots.append(f'<circle class="dot" cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2.5"/>')
+        else:
+            places = [f"{x:.1f} {y:.1f}" for x, y in points]
+            path.append(
+                "M" + "L".join(p for i, p in enumerate(places) if i < 1 or p != places[i - 1] or len(places) == 2)
+            )
+    crosses = sorted({round(x_axis.place(x)) for x in track.broken})
+    bad = "".join(f"M{x - 3} {TOP - 8}l6 6m0 -6l-6 6" for x in crosses)
+    many = " many" if sum(map(len, track.runs)) > MANY_POINTS else ""
+    line = f'<path class="line{many}" d="{"".join(path)}"/>' if path else ""
+    told = f'<path class="bad" d="{bad}"><title>not a number</title></path>' if bad else ""
+    return f'<g class="{drawing.pick_class(index)}">{line}{"".join(dots)}{told}</g>'
+
+
+def _draw_x_marks(marks: Sequence[Mark], x_axis: Axis) -> list[str]:
+    drawn, taken = [], -math.inf
+    shown = [m for m in marks if m.axis == "x" and x_axis.low <= m.value <= x_axis.high]
+    for mark in sorted(shown, key=lambda m: m.value):
+        place, width = x_axis.place(mark.value), estimate_width(mark.text)
+        drawn.append(f'<path class="mark" d="M{place:.1f} {TOP}V{BOTTOM}"/>')
+        start = place + 4 if place + width < WIDTH - 8 else place - width
+        if start > taken:
+            drawn.append(drawing.write_text(start, TOP + 10, mark.text, kind="muted"))
+            taken = start + width
+    return drawn
+
+
+def _draw_box(kind: str, index: int, x: float, width: float, floor: float, height: float, said: str) -> str:
+    top, tall = min(floor, height), max(abs(floor - height), 0.3)
+    return (
+        f'<rect class="{kind} {drawing.pick_class(index)}" x="{x:.2f}" y="{top:.1f}" width="{width:.2f}" '
+        f'height="{tall:.1f}"><title>{drawing.escape(said)}</title></rect>'
+    )
+
+
+def _draw_band_labels(labels: Sequence[str], left: float, band: float) -> list[str]:
+    """Level where they fit, slanted where they are few, every n-th where they are many."""
+    longest, room = max(map(estimate_width, labels), default=0.0), band - 6
+    slant, stride = 0.0, 1
+    if longest > room and room < LEAST_LEVEL_ROOM:
+        if band >= LEAST_SLANTED_BAND and longest > 30:
+            slant, room = -30.0, SLANTED_ROOM
+        else:
+            stride = math.ceil((longest + 6) / band)
+            room = longest
+    anchor, y = ("end", BOTTOM + 13) if slant else ("middle", BOTTOM + 19)
+    return [
+        drawing.write_text(left + (i + 0.5) * band, y, text, anchor=anchor, kind="muted", slant=slant)
+        for i in range(0, len(labels), stride)
+        if (text := drawing.shorten(labels[i], room))
+    ]
+
+
+def _label_end(series: Series, track: _Track, unit: str, is_alone: bool) -> str:
+    if not track.runs:
+        return ""
+    """A name with its last value; the name alone where there is no room for both."""
+    value = format_quantity(track.runs[-1][-1][1], unit)
+    whole = value if is_alone else f"{series.name} {value}"
+    return whole if estimate_width(whole) <= drawing.MAX_LABEL_WIDTH else series.name
+
+
+def _tell_series(series: Series, track: _Track, unit: str) -> str:
+    ys = [y for _, y in track.walk()]
+    if not ys:
+        return f"{series.name}: no values."
+    named = (("first", ys[0]), ("lowest", min(ys)), ("highest", max(ys)), ("last", ys[-1]))
+    text = f"{series.name}: " + ", ".join(f"{word} {format_quantity(value, unit)}" for word, value in named)
+    return text + (f"; {format_count(len(track.broken), 'value')} without a number." if track.broken else ".")
+
+
+def _say_empty(left: float, right: float) -> str:
+    return drawing.write_text((left + right) / 2, HEIGHT / 2, "no values", anchor="middle", kind="muted")
+
+
+def _check_lengths(labels: Sequence[str], groups: Mapping[str, Sequence[object]]) -> None:
+    for name, values in groups.items():
+        if len(values) != len(labels):
+            raise ValueError(f"{len(values)} values of {name or 'the bars'} for {len(labels)} labels")

@@ -1,0 +1,108 @@
+"""The report of prepared data as one HTML page: what data_report.py says in text, with pictures. Computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.report.data_report import (
+    format_bad,
+    format_balance,
+    format_sample,
+    format_share,
+    sum_histogram,
+    tabulate_sources,
+    tabulate_split,
+)
+from ulysses_cli.report.page.charts import Mark, Series, draw_bars, draw_lines
+from ulysses_cli.report.page.page import (
+    Chart,
+    Facts,
+    Figures,
+    Note,
+    PageSection,
+    Preformatted,
+    Table,
+    make_page,
+    tabulate_lines,
+)
+
+Report = Mapping[str, Any]
+
+
+def make_data_page(report: Report) -> str:
+    sections = [
+        PageSection("What training will see", _describe_rows(report)),
+        PageSection("Lengths", [_draw_lengths(report)]),
+        PageSection("Other row lengths", [_draw_choices(report)]),
+        PageSection("Sources", [Table(*tabulate_sources(report)), *_list_bad(report)]),
+        *(
+            PageSection(f"What became of the documents: {split}", [Table((split, "count", "tokens"), rows)])
+            for split in ("train", "eval")
+            if report["splits"][split]["num_rows"] and (rows := tabulate_split(report, split))
+        ),
+        PageSection("Samples and their targets", [Preformatted(format_sample(sample)) for sample in report["samples"]]),
+    ]
+    return make_page("Prepared data", sections, report["path"])
+
+
+def _describe_rows(report: Report) -> Sequence[Figures | Facts | Note]:
+    train, layout = report["splits"]["train"], report["layout"]
+    per_step = format_count(layout["rows_per_step"], "row")
+    figures = Figures(
+        [
+            ("tokens per epoch", f"{train['num_tokens']:,}", format_count(train["num_rows"], "row")),
+            ("targets", format_share(train["num_targets"] / train["num_tokens"]), "of the tokens"),
+            ("rows full", format_share(train["efficiency"]), f"packing {report['packing']}"),
+            (
+                "steps per epoch",
+                f"{layout['steps_per_epoch']:,}",
+                f"{per_step} each",
+            ),
+        ]
+    )
+    across = "may look across documents" if report["attend_across_documents"] else "keeps documents apart"
+    facts = Facts(
+        [
+            ("row", f"{report['max_length']:,} tokens; attention {across}"),
+            ("padding", f"{format_share(layout['padding_share'])} to a multiple of {layout['pad_to_multiple_of']:,}"),
+            ("balance", format_balance(layout)),
+        ]
+    )
+    return [figures, facts, *(Note(note, is_warning=True) for note in report["notes"])]
+
+
+def format_size(tokens: int) -> str:
+    """A power of two in few letters."""
+    return f"{tokens}" if tokens < 1024 else f"{tokens >> 10}Ki" if tokens < 1 << 20 else f"{tokens >> 20}Mi"
+
+
+def _draw_lengths(report: Report) -> Chart:
+    totals = sum_histogram(report)
+    labels = [f"to {format_size(to)}" for to in totals]
+    counts = list(totals.values())
+    quantiles = report["facts"]["quantiles"]
+    note = f"half of the documents have at most {quantiles['0.5']:,} tokens, the longest {quantiles['1']:,}"
+    data = Table(("length", "documents"), [(label, f"{n:,}") for label, n in zip(labels, counts, strict=True)])
+    return Chart(draw_bars("Documents by length in tokens", labels, counts, "documents"), note, data)
+
+
+def _draw_choices(report: Report) -> Chart:
+    entries = report["facts"]["lengths"]
+    lengths = [entry["max_length"] for entry in entries]
+    series = [
+        Series("truncated", lengths, [entry["truncated_share"] for entry in entries]),
+        Series("rows full", lengths, [entry["efficiency"] for entry in entries]),
+    ]
+    x_label, y_label = "max_length (tokens)", "of the tokens (share)"
+    marks = [Mark(report["max_length"], "yours", "x")]
+    drawn = draw_lines(
+        "Lost if documents are truncated, filled if they are split", series, x_label, y_label, x_log=True, marks=marks
+    )
+    return Chart(drawn, "", tabulate_lines(series, x_label, y_label))
+
+
+def _list_bad(report: Report) -> list[Preformatted]:
+    said = format_bad(report["sources"])
+    return [Preformatted(said, "bad rows")] if said else []

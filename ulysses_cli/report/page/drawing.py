@@ -1,0 +1,168 @@
+"""What all charts share: one size, one palette for light and dark, escaped text, a frame of ticks, labels that do not
+collide. Knows no kind of chart.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ulysses_cli.report.page.axes import Axis
+
+WIDTH, HEIGHT = 480, 290
+TOP, BOTTOM = 58, 246  # of the plot: title and the y axis's name above, ticks and the x axis's name below
+FONT_SIZE, LINE_HEIGHT = 12.5, 16
+SMALL_SCREEN = 1.1  # how much larger text is there
+MAX_LABEL_WIDTH, MAX_TITLE_WIDTH, MAX_LABELS = 165, WIDTH / 1.2, 11
+GLYPH_WIDTHS = {
+    **dict.fromkeys("%MW@mw\u2026", 0.98),
+    **dict.fromkeys("iljtfrI.,:;'|!()[]- ", 0.41),
+}  # of DejaVu Sans, a wide font
+LIGHT = {"surface": "#ffffff", "ink": "#1b1f24", "muted": "#5b6470", "grid": "#e3e6ea"}
+DARK = {"surface": "#171a1f", "ink": "#e8eaed", "muted": "#a0a9b5", "grid": "#30363f"}
+LIGHT_SERIES = (
+    *("#1f5fd0", "#b45309", "#0b7a5b", "#a8289c", "#c62828"),
+    *("#0a7189", "#6d3fd1", "#6b6a00", "#56606e", "#7c4a32"),
+)
+DARK_SERIES = (
+    *("#78a9ff", "#f2a24b", "#4fc59a", "#e58be0", "#ff8580"),
+    *("#4cc3dd", "#b39bff", "#c9c24e", "#a3adba", "#cf9f86"),
+)
+
+
+def _list_variables(colours: dict[str, str], series: Sequence[str]) -> str:
+    named = [*colours.items(), *((f"s{index}", colour) for index, colour in enumerate(series))]
+    return "".join(f"--{name}:{colour};" for name, colour in named)
+
+
+STYLE = (
+    f".chart{{{_list_variables(LIGHT, LIGHT_SERIES)}"
+    f"font:{FONT_SIZE}px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;"
+    "font-variant-numeric:tabular-nums;display:block;width:100%;height:auto}"
+    f"@media(prefers-color-scheme:dark){{.chart{{{_list_variables(DARK, DARK_SERIES)}}}}}"
+    f"@media(max-width:520px){{.chart{{font-size:{FONT_SIZE * SMALL_SCREEN:.1f}px}}}}"
+    ".chart text{fill:var(--ink)}.chart .muted{fill:var(--muted)}.chart .own{fill:currentColor}"
+    ".chart .title{font-weight:650;font-size:1.12em}"
+    ".chart .grid{stroke:var(--grid);stroke-width:1}.chart .base{stroke:var(--muted);stroke-width:1}"
+    ".chart .line{fill:none;stroke:currentColor;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}"
+    ".chart .many{stroke-width:1}"
+    ".chart .dot,.chart .bar{fill:currentColor}"
+    ".chart .part{fill:currentColor;stroke:var(--surface);stroke-width:.75}"
+    ".chart .mark{stroke:var(--muted);stroke-width:1.25;stroke-dasharray:4 3}"
+    ".chart .bad{stroke:var(--s4);stroke-width:1.5;fill:none}"
+    + "".join(f".chart .s{index}{{color:var(--s{index})}}" for index in range(len(LIGHT_SERIES)))
+)
+
+
+@dataclass(frozen=True)
+class Label:
+    """Text at the right edge that wants to stand beside a height. `series` < 0 is a mark's."""
+
+    height: float
+    text: str
+    series: int = -1
+
+
+def escape(text: object) -> str:
+    """Safe in HTML and XML, as text and as attribute. What XML cannot hold becomes a replacement character."""
+    clean = re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", str(text))
+    return html.escape(clean, quote=True)
+
+
+def estimate_width(text: str) -> float:
+    """An upper bound for the common fonts, on a small screen."""
+    glyphs = (GLYPH_WIDTHS.get(letter, 0.66 if letter < "\u2e80" else 1.05) for letter in text)
+    return sum(glyphs) * FONT_SIZE * SMALL_SCREEN
+
+
+def shorten(text: str, room: float) -> str:
+    """From the middle: names that begin alike differ at their ends."""
+    if estimate_width(text) <= room:
+        return text
+    for most in range(min(len(text) - 1, int(room)), 0, -1):
+        tail = most // 3
+        short = f"{text[: most - tail]}\u2026{text[len(text) - tail :]}"
+        if estimate_width(short) <= room:
+            return short
+    return ""
+
+
+def pick_class(index: int) -> str:
+    return f"s{index % len(LIGHT_SERIES)}"
+
+
+def write_text(x: float, y: float, text: str, *, anchor: str = "start", kind: str = "", slant: float = 0) -> str:
+    kinds = f' class="{kind}"' if kind else ""
+    turn = f' transform="rotate({slant:g} {x:.1f} {y:.1f})"' if slant else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kinds}{turn}>{escape(text)}</text>'
+
+
+def wrap_svg(title: str, description: str, marks: Iterable[str]) -> str:
+    """A whole picture, complete in itself. The name ties title and description to it for screen readers."""
+    body = "".join(marks)
+    name = f"c{zlib.crc32((title + description + body).encode('utf-8', 'replace')):08x}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-labelledby="{name}t {name}d"><title id="{name}t">{escape(title)}</title>'
+        f'<desc id="{name}d">{escape(description)}</desc><style>{STYLE}</style>'
+        f"{write_text(2, 17, shorten(title, MAX_TITLE_WIDTH / 1.12), kind='title')}{body}</svg>"
+    )
+
+
+def compute_left(y_ticks: Sequence[tuple[float, str]]) -> float:
+    return 10 + min(max((estimate_width(text) for _, text in y_ticks), default=0), 110)
+
+
+def compute_right(labels: Sequence[str]) -> float:
+    longest = max((min(estimate_width(text), MAX_LABEL_WIDTH) for text in labels), default=0)
+    return WIDTH - 4 - (longest + 8 if longest else 8)
+
+
+def draw_frame(left: float, right: float, y_axis: Axis, y_label: str) -> list[str]:
+    """Grid lines with their values and the y axis's name, which stands where it can be read: level, on top."""
+    marks = [write_text(2, TOP - 17, shorten(y_label, MAX_TITLE_WIDTH), kind="muted")]
+    for value, text in y_axis.ticks:
+        height = y_axis.place(value)
+        kind = "base" if value == 0 else "grid"
+        marks.append(f'<path class="{kind}" d="M{left:.1f} {height:.1f}H{right:.1f}"/>')
+        marks.append(write_text(left - 7, height + 4, text, anchor="end", kind="muted"))
+    return marks
+
+
+def draw_x_ticks(x_axis: Axis, x_label: str) -> list[str]:
+    """Leaves out a tick whose text would touch the one before it."""
+    marks, taken = [], -math.inf
+    for value, text in x_axis.ticks:
+        place, half = x_axis.place(value), estimate_width(text) / 2
+        if place - half < taken:
+            continue
+        taken = place + half + 8
+        marks.append(f'<path class="base" d="M{place:.1f} {BOTTOM}v4"/>')
+        marks.append(write_text(place, BOTTOM + 19, text, anchor="middle", kind="muted"))
+    middle = (x_axis.start + x_axis.end) / 2
+    return [*marks, write_text(middle, HEIGHT - 7, shorten(x_label, MAX_TITLE_WIDTH), anchor="middle", kind="muted")]
+
+
+def draw_labels(right: float, labels: Sequence[Label]) -> list[str]:
+    """Each beside its height, moved up or down just enough that none covers another."""
+    shown = list(labels[:MAX_LABELS])
+    if len(labels) > len(shown):
+        shown[-1:] = [Label(BOTTOM, f"and {len(labels) - MAX_LABELS + 1} more")]
+    order = sorted(range(len(shown)), key=lambda index: shown[index].height)
+    heights: list[float] = []
+    for index in order:
+        heights.append(max(shown[index].height, heights[-1] + LINE_HEIGHT if heights else TOP))
+    limit = float(BOTTOM)
+    for position in reversed(range(len(heights))):
+        heights[position] = min(heights[position], limit)
+        limit = heights[position] - LINE_HEIGHT
+    marks = []
+    for index, height in zip(order, heights, strict=True):
+        label = shown[index]
+        kind = f"own {pick_class(label.series)}" if label.series >= 0 else "muted"
+        marks.append(write_text(right + 8, height + 4, shorten(label.text, MAX_LABEL_WIDTH), kind=kind))
+    return marks

@@ -1,0 +1,253 @@
+"""A run as one page: what it learned, how fast, what it held in memory, where the time went, and what it was made of.
+
+Shows a chart only where the run has its numbers. Masking is done already, by run_files.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.plan.secrets import mask_text
+from ulysses_cli.report.page import charts
+from ulysses_cli.report.page.charts import Mark, Series
+from ulysses_cli.report.page.page import (
+    Block,
+    Chart,
+    Facts,
+    Figures,
+    Note,
+    PageSection,
+    Preformatted,
+    Table,
+    make_page,
+    tabulate_bars,
+    tabulate_lines,
+)
+from ulysses_cli.report.quantities import format_number, format_quantity, is_number
+from ulysses_cli.report.run_files import Line, RecordedRun
+from ulysses_cli.report.run_summary import list_figures, list_step_parts, list_values, sum_parts
+
+MIN_STEPS_TO_SMOOTH = 200
+MAX_STACKS = 24
+SPIKY = 20  # times the median: such values want a logarithmic axis
+
+
+def make_run_page(run: RecordedRun, summary: Mapping[str, Any]) -> str:
+    """`summary` is summarize_run's."""
+    notes = [Note(note, is_warning=True) for note in run.notes]
+    if summary["num_bad_steps"]:
+        bad = format_count(summary["num_bad_steps"], "step")
+        notes.append(Note(f"{bad} with a loss that is no number; crosses mark them.", is_warning=True))
+    head: list[Block] = [*notes, Figures(list_figures(dict(summary)))]
+    sections = [
+        ("At a glance", head),
+        ("What it learned", _show_learning(run)),
+        ("How fast it went", _show_speed(run, summary)),
+        ("Where the time went", _show_parts(run, summary)),
+        ("What it held in memory", _show_memory(run)),
+        ("Choices that were made", _show_choices(run)),
+        ("What it was made of", _show_origin(run)),
+    ]
+    folder = run.folder.resolve().name or str(run.folder)
+    title = f"{summary['model']}: {mask_text(folder)}" if summary["model"] else mask_text(folder)
+    return make_page(title, [PageSection(name, body) for name, body in sections if body], _write_subtitle(summary))
+
+
+def _write_subtitle(summary: Mapping[str, Any]) -> str:
+    parts = []
+    if summary["last_step"] is not None:
+        planned = f" of {summary['num_steps']:,}" if summary["num_steps"] else ""
+        parts.append(f"step {summary['last_step']:,}{planned}")
+    if summary["started"]:
+        parts.append(f"started {summary['started']}")
+    if summary["recipe_hash"]:
+        parts.append(f"recipe {summary['recipe_hash']}")
+    return ", ".join(parts)
+
+
+def _plot(title: str, series: Sequence[Series], y_label: str, note: str = "", **more: Any) -> Chart:
+    svg = charts.draw_lines(title, series, "step", y_label, **more)
+    return Chart(svg, note, tabulate_lines(series, "step", y_label))
+
+
+def _read_series(lines: Sequence[Line], name: str, key: str) -> Series:
+    """A key that is there and null is a value that could not be told as a number: it is drawn as such."""
+    has = [line for line in lines if key in line]
+    ys = [line[key] if isinstance(line[key], int | float) else math.nan for line in has]
+    return Series(name, [line["step"] for line in has], ys)
+
+
+def _plot_key(title: str, run: RecordedRun, key: str, y_label: str, note: str = "", **more: Any) -> list[Block]:
+    found = list_values(run.metrics, key)
+    if not any(found):
+        return []  # absent, or zero throughout: nothing to see
+    lines = [line for line in run.metrics if line.get(key) is not None]
+    return [_plot(title, [_read_series(lines, "", key)], y_label, note, **more)]
+
+
+def _show_learning(run: RecordedRun) -> list[Block]:
+    blocks: list[Block] = []
+    train, evals = _read_series(run.metrics, "train", "loss"), _read_series(run.evals, "eval", "loss")
+    series = [train]
+    if len(train.xs) >= MIN_STEPS_TO_SMOOTH:
+        series.append(_smooth(train, max(5, len(train.xs) // 50)))
+    if evals.xs:
+        series.append(evals)
+    if list_values(run.metrics, "loss") or evals.xs:
+        blocks.append(_plot("Loss", series, "nats per supervised token"))
+    blocks += _show_positions(run.evals)
+    blocks += _plot_key("Learning rate", run, "learning_rate", "")
+    norms = [value for value in list_values(run.metrics, "grad_norm") if value > 0]
+    is_spiky = bool(norms) and max(norms) > SPIKY * statistics.median(norms)
+    note = "logarithmic" if is_spiky else ""
+    blocks += _plot_key("Gradient norm", run, "grad_norm", "before clipping", note, y_log=is_spiky)
+    return blocks
+
+
+def _smooth(series: Series, width: int) -> Series:
+    """The mean of the last `width` numbers. Starts where there are that many."""
+    window: list[float] = []
+    xs: list[float] = []
+    means: list[float | None] = []
+    for x, y in zip(series.xs, series.ys, strict=True):
+        if y is not None and is_number(y):
+            window = [*window[-(width - 1) :], y]
+            if len(window) == width:
+                xs.append(x)
+                means.append(math.fsum(window) / width)
+    return Series(f"mean of {width}", xs, means)
+
+
+def _show_positions(evals: Sequence[Line]) -> list[Block]:
+    """Whether far positions are learned too: the reason for long rows."""
+    found: dict[str, Series] = {}
+    for line in evals:
+        buckets = line.get("by_position")
+        for name, bucket in buckets.items() if isinstance(buckets, dict) else ():
+            loss = bucket.get("loss") if isinstance(bucket, dict) else None
+            if is_number(loss):
+                old = found.get(name, Series(name, (), ()))
+                found[name] = Series(name, [*old.xs, line["step"]], [*old.ys, loss])
+    if not found:
+        return []
+    title, label = "Evaluation loss by position in the document", "nats per supervised token"
+    if max(len(series.xs) for series in found.values()) > 1:
+        return [_plot(title, list(found.values()), label)]
+    last = [series.ys[-1] for series in found.values()]
+    svg = charts.draw_bars(title, list(found), last, label)
+    return [Chart(svg, "", tabulate_bars(list(found), {"loss": last}, label, "position"))]
+
+
+def _show_speed(run: RecordedRun, summary: Mapping[str, Any]) -> list[Block]:
+    predicted, per_step = summary["predicted_step_seconds"], list_values(run.metrics, "tokens")
+    marks = []
+    if predicted and per_step:
+        marks.append(Mark(statistics.median(per_step) / predicted, "predicted"))
+    blocks = _plot_key("Tokens per second", run, "tokens_per_second", "all processes together", marks=marks)
+    marks = [Mark(predicted, "predicted")] if predicted else []
+    blocks += _plot_key("Time of a step", run, "step_seconds", "time (seconds)", marks=marks)
+    blocks += _plot_key("Model FLOPs utilisation", run, "mfu", "of the hardware's peak (share)")
+    blocks += _plot_key("Communication", run, "communication_share", "of a step's time (share)")
+    return blocks
+
+
+def _show_parts(run: RecordedRun, summary: Mapping[str, Any]) -> list[Block]:
+    samples = list_step_parts(run)
+    if not samples:
+        return []
+    size = -(-len(samples) // MAX_STACKS)
+    groups = [samples[at : at + size] for at in range(0, len(samples), size)]
+    total = sum_parts([parts for _, parts in samples])
+    if not total:
+        return []
+    means = [
+        {name: value / len(group) for name, value in sum_parts([parts for _, parts in group]).items()}
+        for group in groups
+    ]
+    labels = [f"{group[0][0]:,}" for group in groups]
+    parts = {name.replace("_", " "): [mean.get(name, 0.0) for mean in means] for name in total}
+    whole = sum(total.values())
+    share = f"{summary['dominant_share']:.0%}"
+    note = f"{summary['dominant_part'].replace('_', ' ')} takes most: {share} of a step"
+    note += f". Each bar is the mean of up to {size} sampled steps from the step below it." if size > 1 else ""
+    svg = charts.draw_stack("Parts of a step", labels, parts, "time by step (seconds)")
+    rows = [
+        (name.replace("_", " "), format_quantity(value / len(samples), "seconds"), f"{value / whole:.1%}")
+        for name, value in sorted(total.items(), key=lambda item: -item[1])
+    ]
+    table = Table(("part", "mean time", "share"), rows, f"over {format_count(len(samples), 'sampled step')}")
+    blocks: list[Block] = [Chart(svg, note, tabulate_bars(labels, parts, "time (seconds)", "step")), table]
+    return blocks
+
+
+def _show_memory(run: RecordedRun) -> list[Block]:
+    prediction, machine = run.get_part("prediction"), run.get_part("machine")
+    marks = [
+        Mark(part[key], f"{text} {format_quantity(part[key], 'bytes')}")
+        for part, key, text in (
+            (prediction, "peak_memory_bytes", "predicted"),
+            (machine, "device_memory_bytes", "GPU"),
+        )
+        if is_number(part.get(key)) and part[key] > 0
+    ]
+    blocks = _plot_key("Peak GPU memory", run, "peak_memory_bytes", "of the fullest process (bytes)", marks=marks)
+    return blocks + _plot_key("Peak host memory", run, "host_peak_memory_bytes", "of the fullest process (bytes)")
+
+
+def _show_choices(run: RecordedRun) -> list[Block]:
+    rows = [
+        (str(name), _write_value(lever.get("value")), str(lever.get("reason") or ""))
+        for name, lever in run.get_part("levers").items()
+        if isinstance(lever, dict)
+    ]
+    attention = run.get_part("attention")
+    if attention:
+        rows.insert(0, ("attention kernel", _write_value(attention.get("name")), str(attention.get("reason") or "")))
+    return [Table(("choice", "value", "reason"), rows)] if rows else []
+
+
+def _show_origin(run: RecordedRun) -> list[Block]:
+    blocks: list[Block] = []
+    groups = (
+        ("layout", "layout"),
+        ("model", "model"),
+        ("data", "data"),
+        ("machine", "machine"),
+        ("versions", "version"),
+    )
+    pairs = [
+        (f"{word} {str(name).replace('_', ' ')}" if word != "version" else str(name), _write_value(value))
+        for part, word in groups
+        for name, value in run.get_part(part).items()
+    ]
+    for name in ("recipe_file", "price_per_gpu_hour"):
+        if run.facts.get(name) is not None:
+            pairs.insert(0, (name.replace("_", " "), _write_value(run.facts[name])))
+    if pairs:
+        blocks.append(Facts(pairs))
+    if run.get_part("recipe"):
+        blocks.append(Preformatted(_write_recipe(run.get_part("recipe")), "the resolved recipe"))
+    return blocks
+
+
+def _write_value(value: Any) -> str:
+    """As text, whatever it is; a large count with its short form."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_write_value(one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(_write_value(one) for one in value)
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    if isinstance(value, int) and is_number(value):
+        return f"{value:,}" if abs(value) < 1_000_000 else f"{value:,} ({format_number(value)})"
+    return str(value)
+
+
+def _write_recipe(recipe: Mapping[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, width=100))

@@ -1,0 +1,83 @@
+"""Files of one JSON object per line: metrics.jsonl, eval.jsonl. Each line is on disk at once; what a crash has left is
+read as far as it goes, and cut on resume.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.plan.files.whole_files import write_whole
+
+
+class LineFile:
+    """One JSON object a line, on disk at once. NaN and infinity are null: they are no JSON. What a full disk does not
+    take waits for the next line: a run that goes on without room for its checkpoints goes on here, too."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.waiting = path, b""
+        self._open()
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    @property
+    def is_gone(self) -> bool:
+        """Somebody has removed it."""
+        return not os.fstat(self.handle).st_nlink
+
+    def begin_anew(self) -> None:
+        os.close(self.handle)
+        self._open()
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.waiting += json.dumps(_clean(line)).encode() + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[os.write(self.handle, self.waiting) :]
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self._flush()
+        os.close(self.handle)
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items()}
+    return value
+
+
+def cut_lines(path: Path, last_step: int) -> None:
+    """On resume: steps that will be done again are taken out, so that each appears once; so is a torn last line."""
+    if not path.exists():
+        return
+    write_whole(path, "".join(f"{line}\n" for _, line in _read_lines(path, last_step)))
+
+
+def find_last_step(path: Path, last_step: int) -> int:
+    """The newest step up to `last_step` that has a line in the file, -1 for none."""
+    return max((step for step, _ in _read_lines(path, last_step)), default=-1)
+
+
+def _read_lines(path: Path, last_step: int) -> Iterator[tuple[int, str]]:
+    """(step, line) of each whole line up to `last_step`."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if (step := int(json.loads(line)["step"])) <= last_step:
+                yield step, line
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            continue

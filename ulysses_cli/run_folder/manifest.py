@@ -1,0 +1,124 @@
+"""What manifest.json and state.json of a checkpoint must hold. Whatever they hold instead is one ValueError that says
+what is wrong: nothing in them is believed before it has passed here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ulysses_cli.plan.files.regular_files import read_regular
+
+MANIFEST, STATE = "manifest.json", "state.json"
+SHARE = re.compile(r"rank-(\d{5,})\.safetensors", re.ASCII)
+MODEL_FACTS = "ulysses.json"  # in an exported model
+MAX_BYTES = 16 << 20  # a manifest names a file for each rank, a state holds a recipe
+SHOWN_CHARS = 120
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Several = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class _Part(BaseModel):
+    """Types as they were written; what other versions add is kept."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+
+class FileEntry(_Part):
+    num_bytes: Count = Field(alias="bytes")
+    sha256: str
+
+
+class Manifest(_Part):
+    """Names of the checkpoint's files -> their sizes and hashes."""
+
+    files: dict[str, FileEntry]
+
+
+class _Train(_Part):
+    per_device_train_batch_size: Several
+    gradient_accumulation_steps: Several
+
+
+class _Run(_Part):
+    seed: int
+
+
+class _Recipe(_Part):
+    model: dict[str, Any]
+    data: dict[str, Any]
+    train: _Train
+    run: _Run
+    lora: dict[str, Any] | None = None
+
+
+class State(_Part):
+    """Where a run stood, and the recipe that brought it there."""
+
+    world_size: Several
+    step: Count
+    position: Count
+    optimizer_steps: Count
+    bad_steps: Count
+    hours: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    rows_per_step: Several
+    data: str
+    recipe: _Recipe
+
+
+def name_share(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def load_manifest(path: Path) -> dict[str, FileEntry]:
+    """Name -> size and hash: state.json and the shares of ranks 0 to n - 1, no more and no less."""
+    entries = _load(path / MANIFEST, Manifest).files
+    for name in entries:
+        if name != STATE and not SHARE.fullmatch(name):
+            raise ValueError(f"{MANIFEST} names {shorten(name)}, which is outside the checkpoint")
+    if STATE not in entries:
+        raise ValueError(f"{MANIFEST} does not name {STATE}")
+    missing = next((name for rank in range(len(entries) - 1) if (name := name_share(rank)) not in entries), None)
+    if missing:
+        raise ValueError(f"{MANIFEST} does not name {missing}")
+    return entries
+
+
+class ModelFacts(_Part):
+    """What an exported model was made of."""
+
+    step: Count
+
+
+def read_model_step(model: Path) -> int | None:
+    """The step that an exported model was made after. None: there is no model, or it is not this tool's."""
+    try:
+        return ModelFacts.model_validate_json(read_regular(model / MODEL_FACTS, MAX_BYTES)).step
+    except (OSError, ValueError):
+        return None
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Plain data."""
+    return _load(path / STATE, State).model_dump()
+
+
+_M = TypeVar("_M", bound=BaseModel)
+
+
+def _load(file: Path, model: type[_M]) -> _M:
+    if file.is_symlink():
+        raise ValueError(f"{file.name} is a link, which leads outside the checkpoint")
+    try:
+        return model.model_validate_json(read_regular(file, MAX_BYTES))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{file.name} cannot be read: {shorten(f'{place}: ' * bool(place) + first['msg'])}") from None
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."

@@ -1,0 +1,196 @@
+"""Where a run begins: at step 1 or at a checkpoint, and whether the present recipe may go on from it. Plain values; one
+process looks, before the model is loaded, and tells the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.recipe.changes import list_changes, list_length_changes
+from ulysses_cli.run_folder.archive import (
+    CheckpointError,
+    find_damage,
+    find_newest_valid,
+    get_folder,
+    list_checkpoints,
+    tidy_folder,
+)
+from ulysses_cli.run_folder.failure_record import choose_first
+from ulysses_cli.run_folder.line_files import find_last_step
+from ulysses_cli.run_folder.manifest import load_state, read_model_step
+
+WIDTHS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+class ResumeError(ValueError):
+    """The recipe does not go on from this checkpoint: the user decides what to change."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """What rank 0 finds on disk and tells all. `state` is empty without a checkpoint."""
+
+    path: Path | None
+    state: Mapping[str, Any]
+    is_own: bool = False  # the checkpoint is of this run's folder
+    last_eval_step: int = -1
+    model_step: int | None = None  # of the model that stands in the run's folder
+
+    @property
+    def step(self) -> int:
+        return int(self.state.get("step", 0))
+
+    @property
+    def position(self) -> int:
+        return int(self.state.get("position", 0))
+
+    def count_ahead(self, max_steps: int | None, num_rows: int, rows_per_step: int) -> tuple[int, int]:
+        """-> (position where the stream of rows ends, number of the last step), also where rows per step have
+        changed. `num_rows`: of the whole run."""
+        end = num_rows if max_steps is None else self.position + max(0, max_steps - self.step) * rows_per_step
+        return end, self.step - (-max(0, end - self.position) // rows_per_step)
+
+
+FRESH = ResumePoint(None, {})
+
+
+def count_restarts(logs: Path) -> int:
+    """On rank 0: how often this launch's ranks have been started before. The launcher's own count is each machine's."""
+    launch, file = os.environ.get("ULYSSES_LAUNCH", ""), logs / "launch.json"
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        count = before["restarts"] + 1 if launch and before["launch"] == launch else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        count = 0
+    file.write_text(json.dumps({"launch": launch, "restarts": count}), encoding="utf-8")
+    return int(count)
+
+
+def describe_restart(logs: Path, num_restarts: int, max_restarts: int) -> str:
+    """Why all ranks were started again. A rank that was killed has said nothing; one that lost its peer says less."""
+    told: list[Mapping[str, Any]] = []
+    for file in (*logs.glob("rank-*.error.json"), *logs.glob(f"rank-*.error-{num_restarts - 1}.json")):
+        try:
+            told.append(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            continue  # its rank has just put it away under the other name
+    causes = [one for one in told if one.get("is_cause")]
+    first = choose_first(causes)
+    why = f"rank {first['rank']} failed: {first['message']}" if first else "a rank was lost"
+    return f"restart {num_restarts} of {max_restarts} (run.max_restarts): {why}"
+
+
+def describe_longer_run(
+    resume_point: ResumePoint,
+    recipe: Mapping[str, Any],
+    num_steps: int,
+    make_schedule: Callable[[int], Callable[[int], float]],
+) -> str:
+    """A run of another length does no step anew; its schedule of learning rates is another one from here on. '' where
+    nothing has changed, or no step is ahead."""
+    state, step = resume_point.state, resume_point.step
+    changes = list_length_changes(state["recipe"], recipe) if state and step < num_steps else []
+    if not changes:
+        return ""
+    text = f"{'; '.join(changes)}: from step {step + 1} on the learning rate follows the schedule of "
+    text += f"{num_steps} steps, {make_schedule(num_steps)(step):.3g} at first"
+    if step and "num_steps" in state:
+        text += f" (step {step} had {make_schedule(int(state['num_steps']))(step - 1):.3g})"
+    return text
+
+
+def find_resume_point(run_dir: Path, wanted: str | None, num_restarts: int, tell: Callable[[str], None]) -> ResumePoint:
+    """On one rank. `wanted` is a folder or `auto`. A run that was restarted in place looks for its own newest first."""
+    tidy_folder(run_dir)
+    path: Path | None = None
+    if num_restarts or wanted == "auto":
+        path = find_newest_valid(run_dir, tell)
+    if path is None and wanted not in (None, "auto"):
+        path = Path(os.path.expanduser(str(wanted)))
+        if damage := find_damage(path):
+            raise CheckpointError(f"{path} cannot be resumed from: {damage}; --resume auto takes the newest valid one")
+    elif path is None and wanted == "auto" and (damaged := list_checkpoints(run_dir)):
+        raise CheckpointError(
+            f"none of the {len(damaged)} checkpoints in {damaged[0].parent} is valid, the newest: "
+            f"{find_damage(damaged[0])}; name an older copy with --resume PATH, or start anew with --overwrite"
+        )
+    if path is None:
+        if wanted == "auto":
+            tell("no checkpoint to resume from: starting at step 1")
+        return FRESH
+    try:
+        state = load_state(path)
+        is_own = path.resolve() == (get_folder(run_dir) / f"step-{int(state['step'])}").resolve()
+        last_eval_step = find_last_step(run_dir / "eval.jsonl", int(state["step"])) if is_own else -1
+        return ResumePoint(path, state, is_own, last_eval_step, read_model_step(run_dir / "model") if is_own else None)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
+
+
+def adapt(
+    state: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    data: str,
+    layout: Layout,
+    *,
+    anyway: bool,
+    tell: Callable[[str], None],
+) -> int:
+    """-> gradient_accumulation_steps with which this recipe goes on from a checkpoint on the present layout."""
+    check_changes(state, recipe, data, anyway=anyway, tell=tell)
+    width, before = (recipe["train"][name] for name in WIDTHS)
+    fitted = fit_accumulation(state, width, before, layout.dp_size, layout.sp_size, anyway=anyway)
+    if fitted != before:
+        tell(f"{WIDTHS[1]}: {before} -> {fitted}, to keep {state['rows_per_step']} rows per step")
+    return fitted
+
+
+def check_changes(
+    state: Mapping[str, Any], recipe: Mapping[str, Any], data: str, *, anyway: bool, tell: Callable[[str], None]
+) -> None:
+    """Differences that decide values are an error, or, when the user insists, a warning."""
+    changes = list_changes(state["recipe"], recipe)
+    most, done = recipe["train"]["max_steps"], int(state.get("step", 0))
+    if most is not None and most < done:
+        changes.append(f"train.max_steps: is {most}, but step {done} is done")
+    if not changes and state.get("data", data) != data:
+        changes = [f"the prepared data: was {state['data']}, is {data} (files behind data.datasets have changed)"]
+    if not changes:
+        return
+    text = "\n  ".join(["the recipe has changed since the checkpoint was written:", *changes])
+    if not anyway:
+        raise ResumeError(f"{text}\nput it back, start anew in another run.output_dir, or insist with --resume-anyway")
+    tell(text)
+
+
+def fit_accumulation(
+    state: Mapping[str, Any], rows_per_device: int, accumulation: int, dp_size: int, sp_size: int, *, anyway: bool
+) -> int:
+    """-> gradient_accumulation_steps that keep the checkpoint's rows per optimizer step on the present layout."""
+    wanted, width = int(state["rows_per_step"]), rows_per_device * dp_size
+    if width * accumulation == wanted:
+        return accumulation
+    before = state["recipe"]["train"]
+    was_rewritten = tuple(before[name] for name in WIDTHS) != (rows_per_device, accumulation)
+    if was_rewritten and anyway:
+        return accumulation
+    if wanted % width == 0 and not was_rewritten:
+        return wanted // width
+    if was_rewritten:
+        raise ResumeError(
+            f"the recipe has changed since the checkpoint was written:\n  rows per step: was {wanted}, is "
+            f"{width * accumulation} (train.per_device_train_batch_size, train.gradient_accumulation_steps)"
+            "\nput it back, or insist with --resume-anyway"
+        )
+    counts = [size * sp_size for size in range(1, wanted + 1) if wanted % (size * rows_per_device) == 0]
+    can = f"can: {', '.join(map(str, counts))}" if counts else "can: none; set train.per_device_train_batch_size to 1"
+    raise ResumeError(
+        f"{wanted} rows per step cannot be shared by {dp_size} x {rows_per_device} rows at a time; "
+        f"with sp_size {sp_size}, process counts that {can}"
+    )

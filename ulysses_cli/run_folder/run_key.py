@@ -1,0 +1,84 @@
+"""The key of a run on several machines: the environment's, or a file in the run's folder on the disk that they share.
+It never stands in a command line.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.run_folder.seal import KEY
+
+FILE = "key"
+MIN_LETTERS = 32
+NUM_BYTES = 32
+WRITE_SECONDS = 10.0  # another machine has made the file, and its content is not here yet
+
+
+def read_given_key(environ: Mapping[str, str]) -> str | None:
+    """None when the environment names none."""
+    key = environ.get(KEY, "").strip()
+    if key and len(key) < MIN_LETTERS:
+        message = f"{KEY} has {len(key)} letters; {MIN_LETTERS} are needed"
+        raise RecipeError([Problem("", message, "make one with: openssl rand -hex 32")])
+    return key or None
+
+
+def share_key(run_dir: Path) -> str:
+    """Machines that begin at once agree: one of them makes the file, and the others find it there."""
+    file = run_dir / FILE
+    try:
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return _read(file)
+    except OSError as error:
+        raise _refuse(file, f"cannot be made: {error.strerror}") from None
+    key = secrets.token_hex(NUM_BYTES)
+    with os.fdopen(handle, "w") as stream:
+        stream.write(key)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return key
+
+
+def drop_key(run_dir: Path, key: str) -> None:
+    """At the end of the run. Another run's key stays."""
+    file = run_dir / FILE
+    try:
+        if file.read_text(encoding="utf-8") == key:
+            file.unlink()
+    except (OSError, ValueError):
+        return
+
+
+def _read(file: Path) -> str:
+    end = time.monotonic() + WRITE_SECONDS
+    while len(key := _read_private(file)) < 2 * NUM_BYTES:
+        if time.monotonic() > end:
+            raise _refuse(file, "is not whole", f"delete it, or set {KEY} to the same secret on every machine")
+        time.sleep(0.05)
+    return key
+
+
+def _read_private(file: Path) -> str:
+    """A key that others can read or have written is none."""
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _refuse(file, f"cannot be read: {error.strerror}") from None
+    with os.fdopen(handle, "rb") as stream:
+        facts = os.fstat(handle)
+        if not stat.S_ISREG(facts.st_mode):
+            raise _refuse(file, "is not a file")
+        if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+            raise _refuse(file, "belongs to another user, or others may read it")
+        return stream.read(4 * NUM_BYTES).decode("ascii", errors="replace")
+
+
+def _refuse(file: Path, what: str, hint: str = f"set {KEY} to the same secret on every machine") -> RecipeError:
+    return RecipeError([Problem("run.output_dir", f"{file}, the key of this run, {what}", hint)])

@@ -1,0 +1,1 @@
+"""Recipe -> model, loss, optimizer and engine on this rank."""

@@ -1,0 +1,173 @@
+"""A settled plan -> model, loss, optimizer and engine on this rank. deepspeed is started here; the rest of train/ is
+handed what it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
+from ulysses_cli.plan.ledger.job import read_adapters
+from ulysses_cli.plan.ledger.weights import list_weights
+from ulysses_cli.plan.ledger.zero.swapping import size_weight_buffers
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import RunPlan
+from ulysses_cli.train.assembly.head import prove_head, read_head_rule
+from ulysses_cli.train.assembly.levers import apply_levers
+from ulysses_cli.train.assembly.loading import BuildError, grow_embeddings, sharded_loading
+from ulysses_cli.train.assembly.loss_model import LossModel
+from ulysses_cli.train.assembly.model_config import load_model_config, stretch_positions
+from ulysses_cli.train.assembly.optimizer import make_optimizer, make_schedule
+from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts
+from ulysses_cli.train.attention.interface import register_attention
+from ulysses_cli.train.attention.kernels.choice import KernelChoice
+from ulysses_cli.train.engine import Engine
+from ulysses_cli.train.finiteness import WORDS, find_file, find_spoilt
+from ulysses_cli.train.optimizer.shards import get_shape
+from ulysses_cli.train.processes.consistency import gather_values
+from ulysses_cli.train.processes.groups import Groups
+from ulysses_cli.train.telemetry.clock import count_as, watch_module
+
+MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
+ATTENTION_NAMES = ("self_attn", "attention", "attn")
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """What the loop and the checkpoint need."""
+
+    engine: Engine
+    module: LossModel
+    config: PretrainedConfig
+    adapter: Any  # peft's model around the same weights, or None
+    kernel: KernelChoice
+    num_trained: int
+
+
+def build(
+    plan: RunPlan,
+    groups: Groups,
+    device: torch.device,
+    num_steps: int,
+    *,
+    parts: Parts = REAL_PARTS,
+    tell: Callable[[str], None] = lambda _: None,
+    row_lengths: Sequence[int] = (),
+    swap_folder: Path | None = None,
+) -> Built:
+    """Collective over all ranks. `row_lengths`: documents of a row of the run, for kernels to be timed on.
+    `swap_folder`: where optimizer states and weights live that are on a disk."""
+    import deepspeed
+
+    recipe = plan.recipe
+    deepspeed.init_distributed(dist_backend=dist.get_backend())  # takes over torch's groups
+    ds_config = _make_engine_config(plan, swap_folder)
+    kernel = parts.choose_kernel(plan, groups, device, row_lengths)
+    tell(f"attention {kernel.name}: {kernel.reason}")
+    config = load_model_config(recipe)
+    stretch_positions(config, recipe, plan.resolved)
+    attention = register_attention(groups.sp_axis, kernel.name, plan.levers.head_chunks)
+    model = _load_model(plan, groups, config, attention, device, ds_config, parts, tell)
+    adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
+    head_rule = read_head_rule(config, recipe.train.z_loss_weight)
+    module = LossModel(model, apply_levers(model, plan, head_rule, device))
+    module.train()
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(recipe.train, trained, plan.levers.offload_optimizer)
+    wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config, dist_init_required=False)
+    if hasattr(wrapped.optimizer, "check_grad_overflow"):
+        wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 look for NaN in float32 only when told
+    prove_head(model, head_rule, groups, device)
+    _watch(wrapped, module)
+    engine = Engine(wrapped, groups, device, make_schedule(recipe.train, num_steps), _forget_modules)
+    num_trained = sum(math.prod(get_shape(parameter)) for _, parameter in trained)
+    return Built(engine, module, config, adapter, kernel, num_trained)
+
+
+def _make_engine_config(plan: RunPlan, swap_folder: Path | None) -> dict[str, Any]:
+    levers, recipe = plan.levers, plan.recipe
+    made = make_ds_config(recipe, plan.layout, levers.offload_optimizer, levers.offload_param)
+    ds_config = merge_user_config(made, recipe.deepspeed)
+    if swap_folder is None:
+        return ds_config
+    zero = ds_config["zero_optimization"]
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, {}).get("device") == "nvme":
+            zero[name]["nvme_path"] = str(swap_folder)
+            if name == "offload_param":
+                weights, dtype = list_weights(plan.shape, read_adapters(recipe)), getattr(torch, recipe.model.dtype)
+                zero[name].update(size_weight_buffers(weights, plan.layout.world_size, dtype.itemsize))
+    return ds_config
+
+
+def _load_model(
+    plan: RunPlan,
+    groups: Groups,
+    config: PretrainedConfig,
+    attention: str,
+    device: torch.device,
+    ds_config: dict[str, Any],
+    parts: Parts,
+    tell: Callable[[str], None],
+) -> Any:
+    """The model with its weights, and with rows for tokens that the recipe adds."""
+    recipe, vocab_size = plan.recipe, plan.shape.vocab_size
+    sharding = ds_config if recipe.parallel.zero_stage == 3 else None
+    num_own_tokens = config.vocab_size
+    if recipe.model.config is not None:
+        config.vocab_size = vocab_size  # drawn as large as it is to be
+    with sharded_loading(sharding):
+        model = parts.load_weights(recipe, config, attention, device)
+        _check_numbers(model, recipe, groups)
+        if vocab_size > config.vocab_size:
+            grow_embeddings(model, vocab_size, sharding)
+            config.vocab_size = vocab_size
+    if vocab_size > num_own_tokens:
+        fate = "frozen, as all of the model is under lora" if recipe.lora is not None else "trained"
+        tell(f"embedding and head grew from {num_own_tokens:,} to {vocab_size:,} tokens; new rows are {fate}")
+    return model
+
+
+def _check_numbers(model: Any, recipe: Recipe, groups: Groups) -> None:
+    """Collective over all ranks: each looks at what it holds of the model's own weights."""
+    if dist.get_backend() == "fake":  # nothing was read
+        return
+    name = next(filter(None, gather_values(find_spoilt(model), groups.host_group)), "")
+    if name:
+        source = recipe.model.name_or_path
+        file = find_file(source, name, recipe.model.revision) if source else None
+        raise BuildError(
+            f"{file or source or 'the random model'} holds {WORDS} in {name}: no model can be trained from it"
+        )
+
+
+def _forget_modules() -> None:
+    """A recomputation that ends early leaves modules that DeepSpeed thinks are still running: one list, for ever."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    del parameter_offload.FWD_MODULE_STACK[1:]
+
+
+def _watch(wrapped: Any, module: LossModel) -> None:
+    """Let the clock see the parts of a step."""
+    for name, part in module.model.named_modules():
+        last = name.rpartition(".")[2]
+        if last in ATTENTION_NAMES:
+            watch_module(part, "projections")
+        elif last in MLP_NAMES:
+            watch_module(part, "mlp")
+    offload = getattr(wrapped.optimizer, "parameter_offload", None)
+    if offload is not None:
+        coordinator = offload.get_param_coordinator()
+        coordinator.fetch_sub_module = count_as("gather_reduce", coordinator.fetch_sub_module)
+    for name in ("reduce_independent_p_g_buckets_and_remove_grads", "reduce_ready_partitions_and_remove_grads"):
+        if hasattr(wrapped.optimizer, name):
+            setattr(wrapped.optimizer, name, count_as("gather_reduce", getattr(wrapped.optimizer, name)))

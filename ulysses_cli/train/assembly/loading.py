@@ -1,0 +1,205 @@
+"""A model with its weights, from files or drawn from a seed. Under ZeRO-3 each rank receives its part of every weight
+as it is read; no rank ever holds the model. deepspeed is imported here for that. What the files and the model's config
+disagree about is an error: a weight left out or left over would be a silently different model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations import deepspeed as integration
+from transformers.utils import cached_file
+
+from ulysses_cli.plan.files.weight_files import list_weight_names
+
+
+class BuildError(ValueError):
+    """The model cannot be made as the recipe says: a mistake of the user's or of the files."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How transformers is to make the model, wherever its weights come from."""
+
+    config: PretrainedConfig
+    dtype: torch.dtype
+    attention: str
+    trusts_code: bool = False
+
+    def list_options(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        return {
+            "config": self.config,
+            "dtype": dtype or self.dtype,
+            "attn_implementation": self.attention,
+            "trust_remote_code": self.trusts_code,
+        }
+
+
+def load_pretrained(options: ModelOptions, path: str, revision: str | None = None) -> Any:
+    """The weights of a folder or of the hub's cache."""
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, revision=revision, output_loading_info=True, **options.list_options()
+        )
+    except UnpicklingError as error:
+        what = "its pickle holds more than tensors, and is not run; convert the weights to safetensors"
+        raise BuildError(f"{path} cannot be loaded: {what}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise BuildError(f"{path} cannot be loaded: {first_line(error)}") from error
+    found["unexpected_keys"] = find_strangers(model, path, revision)
+    if problem := describe_mismatch(found, is_tied=bool(options.config.tie_word_embeddings)):
+        raise BuildError(f"{path} {problem}")
+    mend_frequencies(model)
+    return model
+
+
+def describe_mismatch(found: Mapping[str, Any], *, is_tied: bool) -> str:
+    """'' when every weight of the model was read and every weight of the files has a place."""
+    tied = {"lm_head.weight"} if is_tied else set()
+    missing = sorted(set(found["missing_keys"]) - tied)
+    if missing or found["mismatched_keys"]:
+        names = [*missing, *sorted(map(str, found["mismatched_keys"]))]
+        return f"lacks weights of the model that its config.json describes: {_list_some(names)}"
+    strange = sorted(set(found["unexpected_keys"]) - tied)
+    if strange:
+        return (
+            f"holds weights that the model of its config.json has no place for: {_list_some(strange)}; they would be "
+            "missing from the trained model"
+        )
+    return ""
+
+
+def find_strangers(model: Any, path: str, revision: str | None = None) -> list[str]:
+    """Weights of the files that the model has no place for, by transformers' own rules of renaming. Under ZeRO-3 it
+    takes them for granted (from_pretrained says that there are none) and drops them."""
+    folder = Path(str(cached_file(path, "config.json", revision=revision))).parent
+    rules = getattr(model, "_weight_conversions", None) or []
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    prefix = model.base_model_prefix
+    own = {name: torch.empty(0, device="meta") for name in model.state_dict()}
+    ignored = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
+
+    def has_place(name: str) -> bool:
+        renamed, _ = rename_source_key(name, renamings, converters, base_model_prefix=prefix, meta_state_dict=own)
+        is_ignored = any(re.search(pattern, renamed) for pattern in ignored)
+        return renamed in own or f"{prefix}.{renamed}" in own or is_ignored
+
+    return [name for name in list_weight_names(folder) if not has_place(name)]
+
+
+def _list_some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def start_from_random(options: ModelOptions, seed: int, device: torch.device) -> Any:
+    """The same weights for a seed, whatever the layout: drawn in whole on rank 0 and shared out. Collective over all
+    ranks."""
+    import deepspeed
+
+    model = AutoModelForCausalLM.from_config(**options.list_options())
+    is_first = dist.get_rank() == 0
+    if is_first:
+        with sharded_loading(None):
+            torch.manual_seed(seed)
+            drawn = dict(AutoModelForCausalLM.from_config(**options.list_options(torch.float32)).named_parameters())
+    for name, parameter in model.named_parameters():
+        is_sharded = hasattr(parameter, "ds_id")
+        whole = (
+            deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if is_sharded else contextlib.nullcontext()
+        )
+        with whole, torch.no_grad():
+            if is_first:
+                parameter.copy_(drawn.pop(name))
+            if not is_sharded:
+                sent = parameter.to(device)  # NCCL sends what is on a GPU; the model is still on the host
+                dist.broadcast(sent, 0)
+                parameter.copy_(sent)
+    torch.manual_seed(seed)
+    mend_frequencies(model)
+    return model
+
+
+def grow_rows(rows: Tensor, num_rows: int) -> Tensor:
+    """A matrix with one row for each token, and rows for new tokens: the mean of the others, so that none of them is
+    more likely than a token is on average."""
+    mean = rows.mean(0, dtype=torch.float64).to(rows.dtype)
+    return torch.cat([rows, mean.expand(num_rows - len(rows), -1)])
+
+
+@torch.no_grad()
+def grow_embeddings(model: Any, vocab_size: int, ds_config: Mapping[str, Any] | None = None) -> None:
+    """Rows for added tokens in embedding and head. Collective over all ranks where the model is sharded, with the
+    config that it was sharded by: no rank then keeps a whole matrix."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise BuildError("the model's head has a bias, which data.added_tokens cannot grow")
+    is_tied = head.weight is embedding.weight
+    for part in (embedding,) if is_tied else (embedding, head):
+        part.weight = _grow(part.weight, vocab_size, ds_config)
+    if is_tied:
+        head.weight = embedding.weight
+    embedding.num_embeddings = head.out_features = vocab_size
+    model.config.get_text_config(decoder=True).vocab_size = vocab_size
+
+
+def _grow(old: nn.Parameter, num_rows: int, ds_config: Mapping[str, Any] | None) -> nn.Parameter:
+    if not hasattr(old, "ds_id"):
+        return nn.Parameter(grow_rows(old.data, num_rows))
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=dict(ds_config or {})):
+        new: nn.Parameter = nn.Embedding(num_rows, old.ds_shape[1]).weight
+    with deepspeed.zero.GatheredParameters([old, new], modifier_rank=0):
+        if dist.get_rank() == 0:
+            new.copy_(grow_rows(old.data, num_rows))
+    return new
+
+
+@torch.no_grad()
+def mend_frequencies(model: Any) -> None:
+    """Rotary frequencies as the model's own class computes them in float32. Under zero.Init every float tensor that a
+    model makes has the weights' dtype: in bfloat16 an angle at position 100,000 is off by whole turns."""
+    for module in model.modules():
+        names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+        if not names:
+            continue
+        with sharded_loading(None):
+            right = dict(type(module)(module.config).named_buffers())
+        for name in names:
+            own = getattr(module, name)
+            own.data = right[name].to(own.device)
+
+
+@contextlib.contextmanager
+def sharded_loading(ds_config: Mapping[str, Any] | None) -> Iterator[None]:
+    """While it loads a model, transformers looks for DeepSpeed's config in a global of its own: under ZeRO-3 it then
+    shards each weight as it is made."""
+    kept = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    holder = HfDeepSpeedConfig(dict(ds_config)) if ds_config else None
+    try:
+        yield
+    finally:
+        del holder
+        integration._hf_deepspeed_config_weak_ref = kept
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

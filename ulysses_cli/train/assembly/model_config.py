@@ -1,0 +1,57 @@
+"""The transformers config of a recipe's model: read, given rows for added tokens, stretched to the recipe's length."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.models.vocabulary import compute_vocab_size, grow_config
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import Resolved
+from ulysses_cli.train.assembly.loading import BuildError, first_line
+
+
+def load_model_config(recipe: Recipe) -> PretrainedConfig:
+    model = recipe.model
+    try:
+        if model.config is not None:
+            config = AutoConfig.for_model(**model.config)
+        else:
+            path = os.path.expanduser(str(model.name_or_path))
+            config = AutoConfig.from_pretrained(
+                path, revision=model.revision, trust_remote_code=model.trust_remote_code
+            )
+        config = config.get_text_config(decoder=True)
+    except (OSError, ValueError) as error:
+        raise BuildError(f"the model's config cannot be read: {first_line(error)}") from error
+    return config
+
+
+def read_shape(recipe: Recipe, config: PretrainedConfig, tokenizer: Any) -> ModelShape:
+    """The shape of the model with rows for the tokens that the recipe adds to its tokenizer."""
+    content, name = config.to_dict(), str(recipe.model.name_or_path or "the model of model.config")
+    size = read_model_shape(content, name).vocab_size
+    size = compute_vocab_size(size, tokenizer.convert_tokens_to_ids(list(recipe.data.added_tokens)))
+    return read_model_shape(grow_config(content, size), name)
+
+
+def stretch_positions(config: PretrainedConfig, recipe: Recipe, resolved: Resolved) -> None:
+    """Write the recipe's stretch and length into the config, which goes with the exported model."""
+    model = recipe.model
+    if model.rope_scaling is not None:
+        written = model.rope_scaling.model_dump(exclude_none=True, exclude={"type", "factor"})
+        # llama3's own number of original positions is part of its formula and stays as written in the model.
+        stretch = {"rope_type": model.rope_scaling.type, "factor": resolved.rope_factor, **written}
+        if model.rope_scaling.type in ("yarn", "llama3"):
+            stretch.setdefault("original_max_position_embeddings", resolved.original_positions)
+        config.rope_parameters = {**_get_rope_base(config), **stretch}
+    config.max_position_embeddings = max(config.max_position_embeddings, recipe.data.max_length)
+
+
+def _get_rope_base(config: PretrainedConfig) -> dict[str, Any]:
+    """The rotary base and how much of a head turns: what a stretch leaves alone."""
+    own = getattr(config, "rope_parameters", None) or {}
+    return {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if name in own}

@@ -1,0 +1,67 @@
+"""The parts of a model that depend on files, values or a real device: its weights, its adapters, its attention kernel.
+They are handed to the assembler, so that a step without data can be given others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from ulysses_cli.plan.attention import Need
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import RunPlan
+from ulysses_cli.train.assembly.adapters import add_adapters
+from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained, start_from_random
+from ulysses_cli.train.attention.kernels.choice import KernelChoice, KernelWorkload, choose_kernel
+from ulysses_cli.train.processes.consistency import gather_values
+from ulysses_cli.train.processes.groups import Groups
+
+
+def load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
+    model = recipe.model
+    options = ModelOptions(config, getattr(torch, model.dtype), attention, model.trust_remote_code)
+    if model.config is not None:
+        return start_from_random(options, recipe.run.seed, device)
+    return load_pretrained(options, os.path.expanduser(str(model.name_or_path)), model.revision)
+
+
+def choose_common_kernel(plan: RunPlan, groups: Groups, device: torch.device, lengths: Sequence[int]) -> KernelChoice:
+    """Collective over all ranks. Rank 0 tries and times; all use what it chose, since times differ from rank to rank.
+    `lengths`: documents of a row of the run, for kernels to be timed on."""
+    shape, recipe = plan.shape, plan.recipe
+    need = Need(
+        head_dim=shape.head_dim,
+        has_window=bool(shape.windows),
+        has_softcap=shape.attention_softcap is not None,
+        has_sinks=shape.has_sinks,
+        dtype=recipe.model.dtype,
+    )
+    choice: KernelChoice | str | None = None
+    if groups.is_first:
+        try:
+            window = min(shape.windows) if shape.windows else None
+            heads = max(1, shape.num_heads // groups.sp_axis.size // plan.levers.head_chunks)
+            kv_heads = max(1, heads * shape.num_kv_heads // shape.num_heads)
+            work = KernelWorkload(tuple(lengths), heads, kv_heads) if lengths else KernelWorkload()
+            choice = choose_kernel(recipe.model.attn_implementation, need, device, window, work)
+        except ValueError as error:
+            choice = str(error)
+    choice = gather_values(choice, groups.host_group)[0]
+    if not isinstance(choice, KernelChoice):
+        raise BuildError(str(choice))
+    return choice
+
+
+@dataclass(frozen=True)
+class Parts:
+    load_weights: Callable[[Recipe, PretrainedConfig, str, torch.device], Any] = load_weights
+    add_adapters: Callable[[Recipe, Any], Any] = add_adapters
+    choose_kernel: Callable[[RunPlan, Groups, torch.device, Sequence[int]], KernelChoice] = choose_common_kernel
+
+
+REAL_PARTS = Parts()

@@ -1,0 +1,169 @@
+"""FlashAttention 2, 3 and 4 by their raw forward and backward, from an installed package or the hub's kernel.
+
+Never required. Signatures differ between releases, so arguments are chosen by looking at them; whether the result is
+right is not assumed but proven by choice.py's probe. All are called without autograd: some of their own
+operators would differentiate packed rows wrongly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.attention.kernels.rule import Rule
+
+Forward = Callable[[Tensor, Tensor, Tensor, Documents, Rule], tuple[Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class Version(NamedTuple):
+    """`find_missing` looks for the package alone: the hub's kernel is downloaded only when the recipe names it."""
+
+    forward: Forward
+    backward: Backward
+    find_missing: Callable[[], str]
+
+
+@torch.no_grad()
+def forward_2(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
+    call = _load("flash_attn.flash_attn_interface", "kernels-community/flash-attn2", 4)._flash_attn_varlen_forward
+    left, right = _get_sides(rule, unlimited=-1)
+    out, lse, *_ = call(
+        q, k, v, *_get_bounds(documents), 0.0, rule.scale, True,
+        window_size_left=left, window_size_right=right, softcap=rule.softcap or 0.0,
+    )  # fmt: skip
+    return out, lse
+
+
+@torch.no_grad()
+def backward_2(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = _load("flash_attn.flash_attn_interface", "kernels-community/flash-attn2", 4)._flash_attn_varlen_backward
+    dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
+    left, right = _get_sides(rule, unlimited=-1)
+    call(
+        dout, q, k, v, out, lse, dq, dk, dv, *_get_bounds(documents), 0.0, rule.scale, True,
+        window_size_left=left, window_size_right=right, softcap=rule.softcap or 0.0,
+        alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@torch.no_grad()
+def forward_3(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
+    call = _load("flash_attn_interface", "kernels-community/flash-attn3", 1)._flash_attn_forward
+    out, lse, *_ = _call_by_name(
+        call,
+        {"q": q, "k": k, "v": v, "softmax_scale": rule.scale, "causal": True, "softcap": rule.softcap or 0.0},
+        documents,
+        rule,
+    )
+    return out, lse
+
+
+@torch.no_grad()
+def backward_3(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = _load("flash_attn_interface", "kernels-community/flash-attn3", 1)._flash_attn_backward
+    dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    given |= {"softmax_scale": rule.scale, "causal": True, "is_causal": True, "softcap": rule.softcap or 0.0}
+    given["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    _call_by_name(call, given, documents, rule)
+    return dq, dk, dv
+
+
+@torch.no_grad()
+def forward_4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
+    call = _load("flash_attn.cute.interface", "kernels-community/flash-attn4", 0)._flash_attn_fwd
+    left, right = _get_sides(rule, unlimited=None)
+    first, _, longest, _ = _get_bounds(documents)
+    out, lse = call(
+        q, k, v, cu_seqlens_q=first, cu_seqlens_k=first, max_seqlen_q=longest, max_seqlen_k=longest,
+        softmax_scale=rule.scale, causal=True, window_size_left=left, window_size_right=right, return_lse=True,
+    )[:2]  # fmt: skip
+    return out, lse
+
+
+@torch.no_grad()
+def backward_4(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = _load("flash_attn.cute.interface", "kernels-community/flash-attn4", 0)._flash_attn_bwd
+    left, right = _get_sides(rule, unlimited=None)
+    first, _, longest, _ = _get_bounds(documents)
+    dq, dk, dv = call(
+        q, k, v, out, dout, lse, cu_seqlens_q=first, cu_seqlens_k=first, max_seqlen_q=longest, max_seqlen_k=longest,
+        softmax_scale=rule.scale, causal=True, window_size_left=left, window_size_right=right,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )[:3]  # fmt: skip
+    return dq, dk, dv
+
+
+def _find_missing(module: str) -> Callable[[], str]:
+    return lambda: "is not installed" if _find_spec(module) is None else ""
+
+
+def _find_spec(module: str) -> Any:
+    try:
+        return importlib.util.find_spec(module)
+    except ImportError:  # not there, or a build for another torch
+        return None
+
+
+VERSIONS: dict[str, Version] = {
+    "flash_attention_2": Version(forward_2, backward_2, _find_missing("flash_attn.flash_attn_interface")),
+    "flash_attention_3": Version(forward_3, backward_3, _find_missing("flash_attn_interface")),
+    "flash_attention_4": Version(forward_4, backward_4, _find_missing("flash_attn.cute.interface")),
+}
+
+
+@cache
+def _load(module: str, hub_name: str, hub_version: int) -> Any:
+    """The package's module, or the same module inside the hub's kernel, in the version that transformers takes."""
+    if _find_spec(module) is not None:
+        return importlib.import_module(module)
+    if importlib.util.find_spec("kernels") is None:
+        raise ImportError(f"neither {module} nor the `kernels` package that would load {hub_name} is installed")
+    from kernels import get_kernel
+
+    return getattr(get_kernel(hub_name, version=hub_version), module.rpartition(".")[2])
+
+
+def _call_by_name(call: Callable[..., Any], given: dict[str, Any], documents: Documents, rule: Rule) -> Any:
+    """FlashAttention-3's releases differ in names and in how a window is spelled; give each what it asks for."""
+    names = inspect.signature(getattr(call, "_init_fn", call)).parameters
+    first, _, longest, _ = _get_bounds(documents)
+    left, right = _get_sides(rule, unlimited=-1)
+    offered = {
+        **given,
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), first),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest),
+        "window_size": (left, right),
+        "window_size_left": left,
+        "window_size_right": right,
+    }
+    for needed in ({"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"}, {"softcap"}):
+        if not needed & names.keys():
+            raise TypeError(f"this release of FlashAttention-3 takes no {' or '.join(sorted(needed))}")
+    required = {name for name, parameter in names.items() if parameter.default is parameter.empty}
+    return call(**{**dict.fromkeys(required), **{name: value for name, value in offered.items() if name in names}})
+
+
+def _get_bounds(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
+    return documents.cu_seqlens, documents.cu_seqlens, documents.max_tokens, documents.max_tokens
+
+
+def _get_sides(rule: Rule, unlimited: int | None) -> tuple[int | None, int | None]:
+    """Tokens before and after the own one that may be looked at."""
+    return (unlimited, unlimited) if rule.window_tokens is None else (rule.window_tokens - 1, 0)

@@ -1,0 +1,88 @@
+"""Compiled flex attention: what may be looked at is stored by blocks, made from the bounds once per row."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.train.attention.documents import Documents, walk_bounds
+from ulysses_cli.train.attention.kernels.rule import Rule
+
+FLEX_BLOCK = 128
+
+
+def forward_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
+    return _call_flex(q, k, v, documents, rule)
+
+
+def backward_flex(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Flex hands out no backward of its own, so its forward runs again under autograd. With sinks, `out` and `lse` are
+    the corrected ones; the factor between the two normalisers turns the cotangent of one into that of the other."""
+    with torch.enable_grad():
+        inputs = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
+        plain_out, plain_lse = _call_flex(inputs[0], inputs[1], inputs[2], documents, rule)
+        share = torch.exp(plain_lse.detach() - lse)  # 1 where there are no sinks
+        dlse = ((1 - share) * (dout * out).sum(-1).mT).to(plain_lse.dtype)
+        scaled = (dout * share.mT[..., None]).to(dout.dtype)
+        dq, dk, dv = torch.autograd.grad((plain_out, plain_lse), inputs, (scaled, dlse))
+    return dq, dk, dv
+
+
+def _call_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    softcap = rule.softcap
+
+    def bend(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    mask = make_block_mask(documents.lengths, rule.window_tokens, q.device)
+    compiled = _compile_flex() if q.device.type == "cuda" else flex_attention
+    heads = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
+    out, aux = compiled(
+        *heads, score_mod=bend if softcap else None, block_mask=mask, scale=rule.scale,
+        enable_gqa=q.size(1) != k.size(1), return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    return out[0].transpose(0, 1), aux.lse[0]
+
+
+@lru_cache(maxsize=1)
+def _compile_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@lru_cache(maxsize=2)  # of one row: layers with and without a window. Its tables grow with the square of the blocks
+def make_block_mask(lengths: tuple[int, ...], window_tokens: int | None, device: torch.device) -> Any:
+    """For each block of queries the blocks of keys that some of them may look at: a run, from the bounds alone. No
+    [tokens, tokens] mask is ever made."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tokens = sum(lengths)
+    starts = torch.repeat_interleave(
+        torch.tensor([start for start, _ in walk_bounds(lengths)]), torch.tensor(lengths)
+    )  # of each token's document, on the host
+    num_blocks = -(-tokens // FLEX_BLOCK)
+    first_query = torch.arange(num_blocks) * FLEX_BLOCK
+    earliest = starts[first_query]
+    if window_tokens is not None:
+        earliest = torch.maximum(earliest, first_query - window_tokens + 1)
+    first_key = earliest // FLEX_BLOCK
+    counts = torch.arange(num_blocks) - first_key + 1
+    indices = (first_key[:, None] + torch.arange(num_blocks)).clamp(max=num_blocks - 1)
+    owner = starts.to(device)
+
+    def may_look(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = (query >= key) & (owner[query] == owner[key])
+        return allowed if window_tokens is None else allowed & (query - key < window_tokens)
+
+    return BlockMask.from_kv_blocks(
+        counts[None, None].to(device, torch.int32), indices[None, None].to(device, torch.int32),
+        BLOCK_SIZE=FLEX_BLOCK, mask_mod=may_look, seq_lengths=(tokens, tokens),
+    )  # fmt: skip

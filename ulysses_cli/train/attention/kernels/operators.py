@@ -1,0 +1,140 @@
+"""Attention on [tokens, heads, head_dim] with document bounds: the table of kernels, and sinks for all of them.
+
+`attend` and `attend_backward` are torch operators, so that recomputation can keep their results, tracing knows their
+shapes and counters see them. What a kernel can serve stands in plan/attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, library
+from torch.utils.flop_counter import register_flop_formula
+
+from ulysses_cli.plan.flops import count_pairs
+from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.attention.kernels import cudnn, flash, flex, sdpa, varlen
+from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.telemetry.clock import part_of_step
+
+
+class Kernel(NamedTuple):
+    """`find_missing`: why it is not on this machine, or ''. `needs_autograd`: its backward is autograd's own."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    find_missing: Callable[[], str] = lambda: ""
+    needs_autograd: bool = False
+
+
+KERNELS: dict[str, Kernel] = {
+    "sdpa": Kernel(sdpa.forward_sdpa, sdpa.backward_sdpa),
+    "torch_varlen": Kernel(varlen.forward_varlen, varlen.backward_varlen),
+    "cudnn": Kernel(cudnn.forward_cudnn, cudnn.backward_cudnn),
+    "flex_attention": Kernel(flex.forward_flex, flex.backward_flex, needs_autograd=True),
+    **{
+        name: Kernel(back_end.forward, back_end.backward, back_end.find_missing)
+        for name, back_end in flash.VERSIONS.items()
+    },
+}
+
+
+@library.custom_op("ulysses::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor,
+    lengths: Sequence[int],
+    kernel: str,
+    scale: float,
+    window_tokens: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention inside documents -> (out like q, log-sum-exp [heads, tokens]). A sink is a logit of its head
+    that takes weight and gives nothing: it only raises the normaliser, so any kernel that hands that out serves it."""
+    documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
+    with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
+        out, lse = KERNELS[kernel].forward(q, k, v, documents, rule)
+        out, lse = out.contiguous(), lse.contiguous()
+        if sinks is None:
+            return out, lse
+        raised = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        return out.mul_(torch.exp(lse - raised).mT[..., None]), raised
+
+
+@attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, lengths: Sequence[int],
+    kernel: str, scale: float, window_tokens: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    precision = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty((q.size(1), q.size(0)), dtype=precision)
+
+
+@library.custom_op("ulysses::attend_backward", mutates_args=())
+def attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Sequence[int],
+    kernel: str,
+    scale: float,
+    window_tokens: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. With the raised log-sum-exp, a kernel's own backward is that of attention with sinks:
+    it makes the weights as exp(logit - lse) and their mean from dout and out, and both already know of the sink."""
+    documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
+    with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
+        dq, dk, dv = KERNELS[kernel].backward(dout, q, k, v, out, lse, documents, rule)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@attend_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    lengths: Sequence[int], kernel: str, scale: float, window_tokens: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def run_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator; but a kernel whose backward is autograd's own cannot live inside one, where nothing is recorded."""
+    cu_seqlens, lengths, kernel, *rule = options
+    if not KERNELS[kernel].needs_autograd:
+        found: tuple[Tensor, Tensor, Tensor] = attend_backward(dout, q, k, v, out, lse, *options)
+        return found
+    with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
+        return KERNELS[kernel].backward(dout, q, k, v, out, lse, Documents(tuple(lengths), cu_seqlens), Rule(*rule))
+
+
+def compute_sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[heads]. A sink's weight is exp(sink - lse); raising it takes that share from what the token's output gives. One
+    head at a time, so that no float32 copy of whole rows exists."""
+    found = torch.empty(sinks.shape, dtype=lse.dtype, device=sinks.device)
+    for head in range(sinks.size(0)):
+        given = (dout[:, head].to(lse.dtype) * out[:, head].to(lse.dtype)).sum(-1)
+        found[head] = -(torch.exp(sinks[head].to(lse.dtype) - lse[head]) * given).sum()
+    return found.to(sinks.dtype)
+
+
+@register_flop_formula(torch.ops.ulysses.attend)
+def _count_forward_flops(q: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    lengths, window_tokens = args[4], args[7]
+    return 4 * q[1] * q[2] * sum(count_pairs(length, window_tokens) for length in lengths)
+
+
+@register_flop_formula(torch.ops.ulysses.attend_backward)
+def _count_backward_flops(dout: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    lengths, window_tokens = args[6], args[9]
+    return 10 * dout[1] * dout[2] * sum(count_pairs(length, window_tokens) for length in lengths)

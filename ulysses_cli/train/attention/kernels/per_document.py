@@ -1,0 +1,48 @@
+"""A kernel of one document, applied to each document of a row. The only document's results are not copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.attention.kernels.rule import Rule, make_lse
+
+Forward = Callable[[Tensor, Tensor, Tensor, Rule], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Rule], tuple[Tensor, Tensor, Tensor]]
+
+
+def forward_per_document(
+    forward: Forward, q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    if len(documents.lengths) == 1:
+        return forward(q, k, v, rule)
+    out, lse = torch.empty_like(q), make_lse(q)
+    for start, end in documents.walk():
+        part = slice(start, end)
+        out[part], lse[:, part] = forward(q[part], k[part], v[part], rule)
+    return out, lse
+
+
+def backward_per_document(
+    backward: Backward,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Documents,
+    rule: Rule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if len(documents.lengths) == 1:
+        return backward(dout, q, k, v, out, lse, rule)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for start, end in documents.walk():
+        part = slice(start, end)
+        own = backward(dout[part], q[part], k[part], v[part], out[part], lse[:, part], rule)
+        for whole, grad in zip(grads, own, strict=True):
+            whole[part] = grad
+    return grads

@@ -1,0 +1,29 @@
+"""How logits are made of queries and keys, and the precision in which they are summed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How logits are made. `window_tokens` counts the token itself; None looks back to the document's start."""
+
+    scale: float
+    window_tokens: int | None = None
+    softcap: float | None = None
+
+    def covers(self, tokens: int) -> bool:
+        """The window never cuts anything off in a document of this length."""
+        return self.window_tokens is None or self.window_tokens >= tokens
+
+
+def get_precision(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def make_lse(q: Tensor) -> Tensor:
+    return torch.empty(q.size(1), q.size(0), dtype=get_precision(q), device=q.device)

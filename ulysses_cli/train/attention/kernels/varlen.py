@@ -1,0 +1,41 @@
+"""All documents in one call of the flash kernel that torch ships. On GPUs, in bfloat16 or float16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.attention.kernels.rule import Rule
+
+aten = torch.ops.aten
+
+
+def forward_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
+    bounds, longest = documents.cu_seqlens, documents.max_tokens
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=rule.scale, **_window_sides(rule)
+    )
+    return out, lse
+
+
+def backward_varlen(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    bounds, longest = documents.cu_seqlens, documents.max_tokens
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # state of a generator that is not used
+    dq, dk, dv = aten._flash_attention_backward(
+        dout, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True,
+        no_dropout, no_dropout.new_empty(0), scale=rule.scale, **_window_sides(rule),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def has_varlen(q: Tensor, rule: Rule) -> bool:
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.device.type == "cuda" and is_half and rule.softcap is None and q.size(2) <= 256 and q.size(2) % 8 == 0
+
+
+def _window_sides(rule: Rule) -> dict[str, int]:
+    """flash kernels count the tokens before the own one."""
+    return {} if rule.window_tokens is None else {"window_size_left": rule.window_tokens - 1, "window_size_right": 0}

@@ -1,0 +1,220 @@
+"""Ulysses attention: one all-to-all trades each rank's slice of the row for a subset of the heads, a second trades the
+result back. Two collectives forward, two backward (per chunk of heads), nothing else. Values are those of one rank; a
+key/value head that several ranks use gets its gradient as a sum of theirs.
+
+Takes tensors and an axis. Knows no recipe and no model, and keeps no state between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.attention.exchange import exchange_in, exchange_out
+from ulysses_cli.train.attention.heads import Chunk, HeadPlan, Span, plan_heads
+from ulysses_cli.train.attention.kernels.operators import attend, compute_sink_gradient, run_backward
+from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.memory.saved_results import is_saving_results, keep
+from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+
+
+@torch.compiler.disable
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    rule: Rule,
+    *,
+    axis: SequenceAxis,
+    kernel: str,
+    sinks: Tensor | None = None,
+    num_head_chunks: int = 1,
+) -> Tensor:
+    """Exact causal attention inside documents of rows that are split over the ranks of `axis`.
+
+    q [B, S, heads, D], k and v [B, S, kv_heads, D], any strides -> [B, S, heads, D]. `documents` describes the whole
+    rows. Ranks of the axis call this together and with the same shapes: each call is two collectives on it.
+    """
+    batch, tokens, heads, dim = q.shape
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype or tensor.shape != (batch, tokens, k.size(2), dim):
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}; with q {q.dtype} {list(q.shape)} it must be {q.dtype} "
+                f"{[batch, tokens, k.size(2), dim]}"
+            )
+    if documents.num_tokens != batch * tokens * axis.size:
+        raise ValueError(
+            f"documents hold {documents.num_tokens} tokens, but {batch} rows x {tokens} tokens x {axis.size} ranks "
+            f"make {batch * tokens * axis.size}"
+        )
+    plan = plan_heads(heads, k.size(2), axis.size, num_head_chunks)
+    out: Tensor = _Attention.apply(q, k, v, sinks, _Call(documents, rule, axis, kernel, plan, is_saving_results()))
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What a call is made of besides its tensors."""
+
+    documents: Documents
+    rule: Rule
+    axis: SequenceAxis
+    kernel: str
+    plan: HeadPlan
+    is_kept: bool  # the layer is computed again in the backward and gets the output back
+
+    def list_options(self) -> tuple[Any, ...]:
+        documents, rule = self.documents, self.rule
+        return documents.cu_seqlens, documents.lengths, self.kernel, rule.scale, rule.window_tokens, rule.softcap
+
+
+class _Attention(torch.autograd.Function):
+    """In one chunk, what the kernel saw is kept for the backward. In several, and in a layer that is computed again,
+    only the rank's own slices are kept and the backward exchanges them: whole rows exist for one chunk of heads at a
+    time, and a recomputation needs neither the kernel nor a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+        ctx.call, ctx.num_kv_heads = call, k.size(2)
+        ctx.keeps_rows = len(call.plan.chunks) == 1 and not call.is_kept
+        if ctx.keeps_rows:
+            rows, result, lse = _attend_at_once(q, k, v, sinks, call)
+            ctx.save_for_backward(*rows, result, lse, sinks)
+            return exchange_out([result], [call.plan.chunks[0].queries], call.axis, q.size(0), num_heads=[q.size(2)])[0]
+        out, *all_lse = keep(lambda: _attend_by_chunks(q, k, v, sinks, call))
+        ctx.save_for_backward(q, k, v, out, sinks, *all_lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return (_backward_at_once if len(ctx.call.plan.chunks) == 1 else _backward_by_chunks)(ctx, dout)
+
+
+def _attend_at_once(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    chunk = call.plan.chunks[0]
+    rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], call.axis)
+    return rows, *_attend(rows, sinks, chunk, call)
+
+
+def _attend_by_chunks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> tuple[Tensor, ...]:
+    """The output [B, S, heads, D] and each chunk's log-sum-exp."""
+    if len(call.plan.chunks) == 1:
+        _, result, lse = _attend_at_once(q, k, v, sinks, call)
+        spans = [call.plan.chunks[0].queries]
+        return exchange_out([result], spans, call.axis, q.size(0), num_heads=[q.size(2)])[0], lse
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    all_lse = []
+    for chunk in call.plan.chunks:
+        rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], call.axis)
+        result, lse = _attend(rows, sinks, chunk, call)
+        del rows
+        exchange_out([result], [chunk.queries], call.axis, q.size(0), [out])
+        all_lse.append(lse)
+    return out, *all_lse
+
+
+def _backward_at_once(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    call: _Call = ctx.call
+    chunk, batch, counts = call.plan.chunks[0], dout.size(0), [dout.size(2), ctx.num_kv_heads, ctx.num_kv_heads]
+    spans = [chunk.queries, chunk.keys, chunk.keys]
+    if ctx.keeps_rows:
+        *rows, result, lse, sinks = ctx.saved_tensors
+        (drows,) = exchange_in([dout], [chunk.queries], call.axis)
+    else:
+        q, k, v, out, sinks, lse = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()
+        slices, results = [q, k, v], [dout, out]
+        del q, k, v, out
+        rows = exchange_in(slices, spans, call.axis)  # apart from the results: half the buffers at a time
+        drows, result = exchange_in(results, [chunk.queries, chunk.queries], call.axis)
+    wanted_sinks = sinks if ctx.needs_input_grad[3] else None
+    grads, dsinks = _attend_backward(rows, drows, result, lse, wanted_sinks, chunk, call)
+    # What the kernel saw is not needed to send gradients home. Letting go of it here is what keeps the peak low.
+    ctx.maybe_clear_saved_tensors()
+    del rows, result, drows
+    if not call.plan.adds_up:
+        return *exchange_out(grads, spans, call.axis, batch, num_heads=counts), dsinks, None
+    into = _make_room(dout, counts, adds=True)
+    exchange_out(grads, spans, call.axis, batch, into, adds=[False, True, True])
+    return *(grad.to(dout.dtype) for grad in into), dsinks, None
+
+
+def _backward_by_chunks(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    call: _Call = ctx.call
+    q, k, v, out, sinks, *all_lse = ctx.saved_tensors
+    counts, adds = [q.size(2), k.size(2), k.size(2)], call.plan.adds_up
+    into = _make_room(dout, counts, adds=adds)
+    wanted_sinks = sinks if ctx.needs_input_grad[3] else None
+    total_dsinks: Tensor | None = None
+    for chunk, lse in zip(call.plan.chunks, all_lse, strict=True):
+        spans = [chunk.queries, chunk.keys, chunk.keys]
+        *rows, drows, result = exchange_in([q, k, v, dout, out], [*spans, chunk.queries, chunk.queries], call.axis)
+        grads, dsinks = _attend_backward(rows, drows, result, lse, wanted_sinks, chunk, call)
+        del rows, drows, result
+        exchange_out(grads, spans, call.axis, q.size(0), into, adds=[False, adds, adds])
+        del grads  # else they wait beside those of the next chunk
+        if dsinks is not None:
+            total_dsinks = dsinks if total_dsinks is None else total_dsinks + dsinks
+    return *(grad.to(dout.dtype) for grad in into), total_dsinks, None
+
+
+def _make_room(dout: Tensor, counts: Sequence[int], *, adds: bool) -> list[Tensor]:
+    """For gradients; those of key/value heads that arrive piecemeal are summed in float32 or better."""
+    batch, tokens, _, dim = dout.shape
+    precise = torch.promote_types(dout.dtype, torch.float32) if adds else dout.dtype
+    dtypes = (dout.dtype, precise, precise)
+    make = torch.zeros if adds else torch.empty
+    return [
+        make(batch, tokens, n, dim, dtype=dtype, device=dout.device) for n, dtype in zip(counts, dtypes, strict=True)
+    ]
+
+
+def _attend(rows: Sequence[Tensor], sinks: Tensor | None, chunk: Chunk, call: _Call) -> tuple[Tensor, Tensor]:
+    """The kernel on whole rows and this rank's heads -> result [T, h, D] and log-sum-exp [h, T]."""
+    first = chunk.queries[call.axis.rank].start
+    found = []
+    for queries, keys in call.plan.list_runs(chunk, call.axis.rank):
+        q, k, v = _cut(rows, queries, keys)
+        own_sinks = None if sinks is None else sinks[first + queries.start : first + queries.stop]
+        found.append(attend(q, k, v, own_sinks, *call.list_options()))
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([result for result, _ in found], 1), torch.cat([lse for _, lse in found], 0)
+
+
+def _attend_backward(
+    rows: Sequence[Tensor],
+    drows: Tensor,
+    result: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    chunk: Chunk,
+    call: _Call,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Gradients of the rows' queries, keys and values; of the sinks, for this rank's heads and zero elsewhere."""
+    found = []
+    for queries, keys in call.plan.list_runs(chunk, call.axis.rank):
+        own = slice(*queries)
+        parts = (drows[:, own], *_cut(rows, queries, keys), result[:, own], lse[own])
+        found.append(run_backward(*parts, *call.list_options()))
+    grads = list(found[0]) if len(found) == 1 else [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
+    if sinks is None:
+        return grads, None
+    dsinks, heads = torch.zeros_like(sinks), slice(*chunk.queries[call.axis.rank])
+    dsinks[heads] = compute_sink_gradient(drows, result, lse, sinks[heads])
+    return grads, dsinks
+
+
+def _cut(rows: Sequence[Tensor], queries: Span, keys: Span) -> tuple[Tensor, ...]:
+    q, k, v = rows
+    return q[:, slice(*queries)], k[:, slice(*keys)], v[:, slice(*keys)]

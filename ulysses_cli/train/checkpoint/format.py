@@ -1,0 +1,264 @@
+"""What a checkpoint holds: save it, load it on any number of ranks. archive.py knows the folders around it.
+
+step-N/rank-R.safetensors (this rank's shares of float32 weights and moments, no gathering), state.json, and last of all
+manifest.json with sizes and hashes. The folder has its final name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field, TypeAdapter
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ulysses_cli.plan.files.weight_files import read_metadata
+from ulysses_cli.run_folder.archive import (
+    WRITING,
+    CheckpointError,
+    get_folder,
+    list_shares,
+    put_in_place,
+    sync,
+)
+from ulysses_cli.run_folder.manifest import MANIFEST, STATE, load_state, name_share
+from ulysses_cli.train.finiteness import WORDS, is_finite
+from ulysses_cli.train.optimizer.shards import Shard, list_shards
+from ulysses_cli.train.optimizer.states import KINDS, Flat, list_flats, set_step_count, walk_chunks
+from ulysses_cli.train.optimizer.swap_files import is_file, write_weight
+from ulysses_cli.train.telemetry.run_file import mask_facts
+from ulysses_cli.train.tensor_file import Later, get_tensor, write_tensors
+
+Entries = dict[str, dict[str, Any]]  # file name -> bytes and sha256
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointContext:
+    """Whose state it is: the engine's module and optimizer on this rank, and how to wait for the others."""
+
+    module: nn.Module
+    optimizer: Any
+    rank: int
+    world_size: int
+    wait: Callable[[], None]  # a barrier of all ranks
+    tell_all: Callable[[Any], list[Any]]  # everyone's plain value
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank writes. `tensors` are views of the engine, or copies of them on the host, or come later."""
+
+    tensors: list[tuple[str, Tensor | Later]]
+    facts: dict[str, str]
+
+
+def take_share(context: CheckpointContext) -> Share:
+    shards = list_shards(context.module, context.optimizer, context.rank)
+    facts = {"shards": json.dumps([[s.name, list(s.shape), s.start, s.numel] for s in shards])}
+    return Share(list(_walk_tensors(context, shards)), {**facts, "rng": json.dumps(_read_rng())})
+
+
+def open_folder(context: CheckpointContext, run_dir: Path, step: int) -> Path:
+    """Collective over all ranks -> the folder to write in, beside the place where it will be."""
+    beside = get_folder(run_dir) / f"step-{step}{WRITING}"
+    problem = ""
+    if context.rank == 0:
+        try:
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+        except OSError as error:
+            problem = f"{error.strerror or error} ({beside})"
+    problem = context.tell_all(problem)[0]
+    if problem:
+        raise CheckpointError(f"checkpoint step-{step} was not written: {problem}")
+    return beside
+
+
+def write_share(beside: Path, rank: int, share: Share) -> Entries:
+    file = beside / name_share(rank)
+    digest = write_tensors(file, share.tensors, share.facts)
+    return {file.name: {"bytes": file.stat().st_size, "sha256": digest}}
+
+
+def finish_folder(beside: Path, state: Mapping[str, Any], entries: Entries) -> Path:
+    """On one rank, when all have written: the manifest last, then the name."""
+    text = json.dumps(mask_facts(dict(state)), indent=1, default=str)
+    _write_text(beside / STATE, text)
+    files = entries | {STATE: {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
+    _write_text(beside / MANIFEST, json.dumps({"format": 1, "files": files}, indent=1))
+    sync(beside)
+    final = beside.with_name(beside.name.removesuffix(WRITING))
+    put_in_place(beside, final)
+    return final
+
+
+def save_checkpoint(context: CheckpointContext, run_dir: Path, step: int, state: Mapping[str, Any]) -> Path:
+    """Collective over all ranks. Each writes its own file; rank 0 the rest. A failure on one is a failure on all."""
+    beside = open_folder(context, run_dir, step)
+    problem, entry = "", {}
+    try:
+        entry = write_share(beside, context.rank, take_share(context))
+    except OSError as error:
+        problem = f"rank {context.rank}: {error.strerror or error} ({beside})"
+    told = context.tell_all((problem, entry))
+    problem = next((found for found, _ in told if found), "")
+    if not problem and context.rank == 0:
+        try:
+            finish_folder(beside, state, {name: one for _, entries in told for name, one in entries.items()})
+        except OSError as error:
+            problem = f"{error.strerror or error} ({beside})"
+    problem = context.tell_all(problem)[0]
+    if problem:
+        if context.rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+        raise CheckpointError(f"checkpoint step-{step} was not written: {problem}")
+    return beside.with_name(f"step-{step}")
+
+
+def _write_text(file: Path, text: str) -> None:
+    with open(file, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _walk_tensors(context: CheckpointContext, shards: list[Shard]) -> Iterator[tuple[str, Tensor | Later]]:
+    flats = list_flats(context.optimizer)
+    for shard in shards:
+        for kind in KINDS:
+            yield f"{shard.name}|{kind}", flats[shard.flat].read(kind, shard.offset, shard.numel)
+    yield "rng|torch", torch.get_rng_state()
+    if torch.cuda.is_available():
+        yield "rng|cuda", torch.cuda.get_rng_state()
+
+
+def _read_rng() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    return {"python": [version, list(numbers), gauss], "numpy": [str(kind), np.asarray(keys).tolist(), *rest]}
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_PIECES = TypeAdapter(list[tuple[str, list[Count], Count, Count]])  # name, shape, first element, number of elements
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Where elements [start, start + numel) of a parameter lie."""
+
+    file: Path
+    start: int
+    numel: int
+
+
+def index_sources(path: Path) -> tuple[dict[str, list[TensorSource]], dict[str, tuple[int, ...]]]:
+    """Every parameter's pieces in a checkpoint, and its shape."""
+    sources: dict[str, list[TensorSource]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in list_shares(path):
+        try:
+            pieces = _PIECES.validate_json(read_metadata(file)["shards"])
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{file} does not say what it holds of which parameter: {error}") from None
+        for name, shape, start, numel in pieces:
+            sources.setdefault(name, []).append(TensorSource(file, start, numel))
+            shapes[name] = tuple(shape)
+    return sources, shapes
+
+
+def read_range(sources: list[TensorSource], key: str, start: int, numel: int) -> Tensor:
+    """Elements [start, start + numel) of a flattened parameter, from whichever files hold them."""
+    out = torch.empty(numel)
+    filled = 0
+    for source in sources:
+        low, high = max(start, source.start), min(start + numel, source.start + source.numel)
+        if low < high:
+            with safe_open(source.file, "pt") as opened:
+                part = opened.get_slice(key)[low - source.start : high - source.start]
+            if not is_finite(part):
+                raise CheckpointError(f"{source.file} holds {WORDS} in {key}: use an older checkpoint")
+            out[low - start : high - start] = part
+            filled += high - low
+    if filled != numel:
+        raise CheckpointError(f"{key} is incomplete: {filled} of {numel} elements")
+    return out
+
+
+def load_checkpoint(context: CheckpointContext, path: Path) -> dict[str, Any]:
+    """Collective over all ranks -> the saved state. Any layout, stage or offload may have written it."""
+    sources, shapes = index_sources(path)
+    shards = list_shards(context.module, context.optimizer, context.rank)
+    for shard in shards:
+        if shapes.get(shard.name) != shard.shape:
+            raise CheckpointError(f"{path} holds {shard.name} as {shapes.get(shard.name)}, the model has {shard.shape}")
+    for index, flat in enumerate(list_flats(context.optimizer)):
+        _fill(flat, [shard for shard in shards if shard.flat == index], sources)
+    state = load_state(path)
+    set_step_count(context.optimizer, int(state["optimizer_steps"]))
+    _refresh_weights(context, sources)
+    if state["world_size"] == context.world_size:
+        _set_rng(path / name_share(context.rank))
+    context.wait()
+    return state
+
+
+def _fill(flat: Flat, shards: list[Shard], sources: dict[str, list[TensorSource]]) -> None:
+    """In parts: what makes codes of them or puts them on a disk wants neighbours together, and not all at once."""
+    for start, numel in walk_chunks(flat):
+        for kind in KINDS:
+            values = torch.zeros(numel)
+            for shard in shards:
+                low, high = max(start, shard.offset), min(start + numel, shard.offset + shard.numel)
+                if low < high:
+                    begin = shard.start + low - shard.offset
+                    found = read_range(sources[shard.name], f"{shard.name}|{kind}", begin, high - low)
+                    values[low - start : high - start] = found
+            flat.write(kind, start, values)
+
+
+def _refresh_weights(context: CheckpointContext, sources: dict[str, list[TensorSource]]) -> None:
+    """The weights that layers compute with follow the float32 ones."""
+    flats = list_flats(context.optimizer)
+    shards = {shard.name: shard for shard in list_shards(context.module, context.optimizer, context.rank)}
+    for name, parameter in context.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if hasattr(parameter, "ds_tensor"):
+            if name in shards:
+                shard = shards[name]
+                values = get_tensor(flats[shard.flat].read("master", shard.offset, shard.numel))
+                if is_file(parameter):
+                    write_weight(parameter, values)
+                else:
+                    parameter.ds_tensor.data.view(-1).narrow(0, 0, shard.numel).copy_(values)
+        else:
+            whole = read_range(sources[name], f"{name}|master", 0, parameter.numel())
+            parameter.data.copy_(whole.view(parameter.shape))
+    small = getattr(context.optimizer, "persistent_parameters", [])
+    if small:  # kept whole on every rank: let go and fetched anew
+        small[0].partition(small)
+        small[0].all_gather(small)
+    if hasattr(context.optimizer, "invalidate_secondary_tensor"):
+        context.optimizer.invalidate_secondary_tensor()
+
+
+def _set_rng(file: Path) -> None:
+    saved = json.loads(read_metadata(file)["rng"])
+    version, numbers, gauss = saved["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = saved["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    with safe_open(file, "pt") as opened:
+        torch.set_rng_state(opened.get_tensor("rng|torch"))
+        if "rng|cuda" in opened.keys() and torch.cuda.is_available():  # noqa: SIM118 - not a mapping
+            torch.cuda.set_rng_state(opened.get_tensor("rng|cuda"))

@@ -1,0 +1,171 @@
+"""When a run writes and reads checkpoints, and what of the run goes into them. The format is checkpoint.py's."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.run_folder.archive import (
+    CheckpointError,
+    get_folder,
+    list_checkpoints,
+    prune_checkpoints,
+    set_aside,
+)
+from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.train.checkpoint.background import BackgroundSave, HostCopies
+from ulysses_cli.train.checkpoint.format import (
+    CheckpointContext,
+    load_checkpoint,
+    open_folder,
+    save_checkpoint,
+    take_share,
+)
+from ulysses_cli.train.hooks.bad_steps import BadSteps
+from ulysses_cli.train.telemetry.record import Record
+from ulysses_cli.train.train_state import StepResult, TrainState
+
+STATE_BYTES = 12  # of a trained parameter: its float32 value and two moments
+HEADER_SHARE = 1.01
+SAVING = "saving"  # a phase
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """How a run saves. `keep`: None for all. `goes_on`: a save that fails is a warning, but the last one."""
+
+    keep: int | None = None
+    is_async: bool = False
+    goes_on: bool = False
+
+
+class Saves:
+    """The checkpoints of one run. `facts` are the parts of a checkpoint's state that never change."""
+
+    def __init__(
+        self,
+        context: CheckpointContext,
+        record: Record,
+        policy: SavePolicy,
+        facts: Mapping[str, Any],
+        bad_steps: BadSteps,
+    ) -> None:
+        self.context, self.record, self.policy, self.facts, self.bad_steps = context, record, policy, facts, bad_steps
+        self.last_step: int | None = None
+        self.pending: BackgroundSave | None = None
+        self.copies = HostCopies()
+
+    def save(self, state: TrainState) -> None:
+        """A hook. Collective over all ranks. One that failed before does not hinder the next."""
+        state.phase = SAVING
+        for part in (self.settle, partial(self._begin if self.policy.is_async else self._save, state)):
+            try:
+                part()
+            except CheckpointError as error:
+                if not self.policy.goes_on:
+                    raise
+                self.record.warn(f"{error}; the run goes on (run.on_save_error: continue)")
+
+    def save_last(self, state: TrainState) -> None:
+        """Collective over all ranks. When it returns, the present step is on disk."""
+        state.phase = SAVING
+        try:
+            self.settle()
+        except CheckpointError as error:
+            self.record.warn(str(error))
+        self._save(state)
+
+    def look(self, state: TrainState, _: StepResult) -> None:
+        """A hook of each step while saves are in the background: on this rank, without a collective."""
+        pending = self.pending
+        if pending is not None and pending.is_done and pending.problem and not self.policy.goes_on:
+            raise CheckpointError(f"checkpoint step-{pending.step} was not written: {pending.problem}")
+
+    def settle(self) -> None:
+        """Collective over all ranks: a save on its way is durable, or an error, when this returns."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        if problem := pending.wait():
+            raise CheckpointError(f"checkpoint step-{pending.step} was not written: {problem}")
+        self.last_step = pending.step
+        self.record.tell(event="saved", path=str(self.get_last_path()), seconds=pending.seconds)
+
+    def _save(self, state: TrainState) -> None:
+        if self.last_step == state.step:
+            return
+        started = time.perf_counter()
+        path = save_checkpoint(self.context, self.record.run_dir, state.step, self.read_state(state))
+        if self.context.rank == 0:
+            prune_checkpoints(self.record.run_dir, self.policy.keep)
+        self.last_step = state.step
+        self.record.tell(event="saved", path=str(path), seconds=time.perf_counter() - started)
+
+    def _begin(self, state: TrainState) -> None:
+        beside = open_folder(self.context, self.record.run_dir, state.step)
+        share = self.copies.copy(take_share(self.context))
+        self.pending = BackgroundSave(
+            self.context, beside, state.step, share, self.read_state(state),
+            lambda: prune_checkpoints(self.record.run_dir, self.policy.keep),
+        )  # fmt: skip
+
+    def read_state(self, state: TrainState) -> dict[str, Any]:
+        return {
+            "step": state.step,
+            "position": state.position,
+            "optimizer_steps": state.optimizer_steps,
+            "bad_steps": self.bad_steps.count,
+            "hours": state.stop.hours,
+            **self.facts,
+        }
+
+    def resume(self, state: TrainState, resume_point: ResumePoint) -> None:
+        """Collective over all ranks."""
+        path = resume_point.path
+        if path is None:
+            raise AssertionError("a run that starts anew has nothing to resume from")
+        saved = load_checkpoint(self.context, path)
+        if self.context.rank == 0:
+            set_aside(self.record.run_dir, path, self.record.warn)
+        state.step, state.position = int(saved["step"]), int(saved["position"])
+        state.optimizer_steps = int(saved["optimizer_steps"])
+        self.bad_steps.count = int(saved["bad_steps"])
+        state.stop.hours_before = float(saved["hours"])
+        state.last_eval_step = resume_point.last_eval_step
+        if resume_point.is_own:
+            self.last_step = state.step
+        self.record.say(f"resumed from {path} after step {state.step}")
+
+    def get_path(self, step: int) -> Path:
+        return get_folder(self.record.run_dir) / f"step-{step}"
+
+    def get_last_path(self) -> Path:
+        return self.get_path(self.last_step or 0)
+
+
+def compute_needed_bytes(num_trained: int, model_bytes: int, keep: int | None, num_saves: int, num_there: int) -> int:
+    """What a run will still put on disk at its fullest: one checkpoint more than it keeps, or the model beside them."""
+    one = int(STATE_BYTES * num_trained * HEADER_SHARE)
+    kept = num_saves if keep is None else min(keep, num_saves)
+    while_saving = min(kept + 1, num_saves) if keep is not None else num_saves
+    return max(max(1, while_saving - num_there) * one, max(0, kept - num_there) * one + model_bytes)
+
+
+def find_shortage(run_dir: Path, num_trained: int, model_bytes: int, keep: int | None, num_saves: int) -> str:
+    """'' when there is room for what will be saved."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    needed = compute_needed_bytes(num_trained, model_bytes, keep, num_saves, len(list_checkpoints(run_dir)))
+    free = shutil.disk_usage(run_dir).free
+    if needed <= free:
+        return ""
+    one = STATE_BYTES * num_trained / GIB
+    return (
+        f"{run_dir} has {free / GIB:.2f} GiB free, checkpoints of {one:.2f} GiB each and the model will take "
+        f"{needed / GIB:.2f} GiB: make room, choose another run.output_dir, or lower run.save_total_limit"
+    )

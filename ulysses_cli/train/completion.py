@@ -1,0 +1,66 @@
+"""Last stage of a rank: the last save, the last evaluation, and the model that rank 0 writes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ulysses_cli.train.assembly.run import AssembledRun
+from ulysses_cli.train.checkpoint.saves import Saves
+from ulysses_cli.train.evaluation import Evaluation
+from ulysses_cli.train.export.check import check_adapter, check_model
+from ulysses_cli.train.export.weights import export_model
+from ulysses_cli.train.guard.stop_conditions import StopConditions
+from ulysses_cli.train.guard.watchdog import WRITING
+from ulysses_cli.train.inputs import Inputs, Launch, get_run_name
+from ulysses_cli.train.telemetry.record import Record
+from ulysses_cli.train.telemetry.run_file import list_base_warnings, make_card
+
+
+def finish(
+    launch: Launch,
+    inputs: Inputs,
+    run: AssembledRun,
+    saves: Saves,
+    evaluation: Evaluation,
+    record: Record,
+    reason: str,
+) -> None:
+    """Collective over all ranks. `reason`: why training stopped before its last step, or ''."""
+    state, recipe = run.state, run.plan.recipe
+    saves.save_last(state)
+    if not reason and state.last_eval_step != state.step:
+        signals = StopConditions(is_asked=state.stop.is_asked)  # all steps are done: time and money end nothing now
+        evaluation.run(state, signals)
+        reason = signals.agree(state.groups.host_group)
+    if reason:
+        record.tell(event="stopped", reason=f"by {reason} after step {state.step} of {state.num_steps}")
+        return
+    record.enter(WRITING)
+    state.phase = WRITING
+    launch.interruption.end_at_once()
+    if state.groups.is_first:
+        write_model(launch, inputs, run, saves, record)
+    run.context.wait()
+    for text in list_base_warnings(recipe.model.model_dump()) if run.built.adapter is not None else []:
+        record.warn(text)
+    record.tell(event="done", model_dir=str(launch.run_dir / "model"))
+
+
+def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, saves: Saves, record: Record) -> None:
+    """On rank 0, from the last checkpoint: no other rank takes part."""
+    recipe, built = run.plan.recipe, run.built
+    last, dtype = saves.get_last_path(), getattr(torch, recipe.model.dtype)
+    check = partial(check_model, last, config=built.config, dtype=dtype, tell=record.enter)
+    export_model(
+        last,
+        launch.run_dir / "model",
+        config=built.config,
+        tokenizer=inputs.tokenizer,
+        adapter_config=built.adapter.peft_config["default"] if built.adapter is not None else None,
+        dtype=dtype,
+        check=check if built.adapter is None else partial(check_adapter, last, dtype=dtype),
+        card=make_card(recipe.model_dump(mode="json"), get_run_name(launch), inputs.shape, inputs.num_own_tokens),
+        step=run.state.step,
+    )

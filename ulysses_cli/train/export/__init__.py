@@ -1,0 +1,1 @@
+"""A checkpoint -> a Hugging Face model folder."""

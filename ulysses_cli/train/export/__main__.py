@@ -1,0 +1,62 @@
+"""`python -m ulysses_cli.train.export`: a checkpoint -> a model folder, in a process of its own and without the run's
+ranks. Tells the command that started it what happens as JSON lines through a pipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.data.transaction import lock
+from ulysses_cli.plan.exit_codes import FAILED, USAGE
+from ulysses_cli.plan.secrets import collect_secrets, mask_text
+from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint
+from ulysses_cli.run_folder.manifest import load_state
+from ulysses_cli.train.export.job import ExportError, ExportJob
+
+
+def _give_way(to: Path) -> None:
+    raise CheckpointError(f"another process writes {to} right now: wait for it, or name another folder")
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ulysses_cli.train.export")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--to", required=True, type=Path)
+    parser.add_argument("--dtype")
+    parser.add_argument("--merge-lora", action="store_true")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--events", required=True, type=int, help="a pipe for JSON lines")
+    options = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is half made goes on the way out
+    with os.fdopen(options.events, "w", encoding="utf-8") as events:
+
+        def tell(**event: Any) -> None:
+            events.write(json.dumps(event) + "\n")
+            events.flush()
+
+        try:
+            tell(phase="checking the checkpoint")
+            checkpoint = choose_checkpoint(options.checkpoint, lambda phase: tell(phase=phase))
+            job = ExportJob(
+                checkpoint, load_state(checkpoint), options.dtype, options.merge_lora,
+                trusts_code=options.trust_remote_code,
+            )  # fmt: skip
+            options.to.parent.mkdir(parents=True, exist_ok=True)
+            with lock(options.to.with_name(f".{options.to.name}.lock"), lambda: _give_way(options.to)):
+                tell(result=job.run(options.to, lambda phase: tell(phase=phase)))
+        except (CheckpointError, ExportError, OSError) as error:
+            said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else error
+            tell(problem=mask_text(str(said), collect_secrets({}, os.environ)))
+            return USAGE if isinstance(error, ExportError) else FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

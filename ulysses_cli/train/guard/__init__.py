@@ -1,0 +1,1 @@
+"""What ends a run that should not go on, and how it ends."""

@@ -1,0 +1,44 @@
+"""Reasons to stop before the last step: a signal, the time, the money. Each rank has wishes; all follow any one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from ulysses_cli.train.processes.consistency import compare_facts
+
+REASONS = ("a signal", "run.max_hours", "run.max_cost")
+
+
+class StopConditions:
+    """What this rank would stop for."""
+
+    def __init__(
+        self,
+        max_hours: float | None = None,
+        max_cost: float | None = None,
+        usd_per_hour: float = 0.0,
+        is_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.max_hours, self.max_cost, self.usd_per_hour, self.is_asked = max_hours, max_cost, usd_per_hour, is_asked
+        self.hours_before = 0.0  # of the run that is resumed
+        self.started = time.monotonic()
+
+    @property
+    def hours(self) -> float:
+        return self.hours_before + (time.monotonic() - self.started) / 3600
+
+    def read_flags(self) -> tuple[int, ...]:
+        late = self.max_hours is not None and self.hours >= self.max_hours
+        dear = self.max_cost is not None and self.hours * self.usd_per_hour >= self.max_cost
+        return int(self.is_asked()), int(late), int(dear)
+
+    def agree(self, group: dist.ProcessGroup) -> str:
+        """Collective over all ranks, on the host -> why all of them stop, since one of them wishes it; '' to go on."""
+        return self.name(compare_facts({}, group, *self.read_flags()))
+
+    @staticmethod
+    def name(flags: Sequence[int]) -> str:
+        return next((reason for reason, flag in zip(REASONS, flags, strict=True) if flag), "")

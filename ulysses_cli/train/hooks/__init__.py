@@ -1,0 +1,1 @@
+"""What runs around each training step."""

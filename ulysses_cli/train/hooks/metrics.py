@@ -1,0 +1,74 @@
+"""What a step cost and gave: one JSON line per optimizer step. Numbers only; showing them is report/'s work."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ulysses_cli.plan.step_parts import COMMUNICATION
+from ulysses_cli.train.processes.consistency import compare_facts
+from ulysses_cli.train.telemetry.clock import Clock
+from ulysses_cli.train.train_state import StepResult, TrainState
+
+SAMPLED_FIRST, SAMPLED_EVERY = 3, 20
+
+
+class Meter:
+    """Times steps; on sampled ones also their parts. `count_flops` gives the model's own work for document lengths."""
+
+    def __init__(
+        self, count_flops: Callable[[tuple[int, ...]], float], peak_tflops: float | None, emit: Callable[[Any], None]
+    ) -> None:
+        self.count_flops, self.peak_tflops, self.emit = count_flops, peak_tflops, emit
+        self.clock: Clock | None = None
+        self.started = 0.0
+        self.host_peak = 0
+
+    def start(self, state: TrainState) -> None:
+        """A hook before a step."""
+        step = state.step + 1
+        self.clock = None
+        if step == SAMPLED_FIRST or step % SAMPLED_EVERY == 0:
+            self.clock = Clock(state.engine.device)
+            self.clock.start()
+        self.started = time.perf_counter()
+
+    def record(self, state: TrainState, result: StepResult) -> None:
+        """A hook after a step. Collective over all ranks: peaks are the worst rank's."""
+        parts = self.clock.stop() if self.clock is not None else None
+        seconds = time.perf_counter() - self.started
+        device = state.engine.device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak, host = compare_facts({}, state.groups.host_group, peak, host)
+        plan, world = result.plan, state.groups.layout.world_size
+        flops = sum(self.count_flops(lengths) for lengths in plan.lengths)
+        tflops = flops / seconds / world / 1e12
+        line: dict[str, Any] = {
+            "step": state.step,
+            "epoch": round(plan.epoch, 6),
+            "loss": result.loss,
+            "grad_norm": result.update.grad_norm,
+            "learning_rate": result.update.learning_rate,
+            "tokens": plan.num_tokens,
+            "supervised_tokens": plan.num_targets,
+            "step_seconds": seconds,
+            "tokens_per_second": plan.num_tokens / seconds,
+            "tokens_per_second_per_gpu": plan.num_tokens / seconds / world,
+            "tflops": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+            "peak_memory_bytes": peak or None,
+            "host_peak_memory_bytes": host,
+            "communication_share": None,
+        }
+        if not result.update.was_applied:
+            line["applied"] = False
+        if parts is not None:
+            total = sum(parts.values())
+            line["communication_share"] = sum(parts[name] for name in COMMUNICATION) / total if total else 0.0
+            line["step_parts"] = parts
+        self.emit(line)

@@ -1,0 +1,168 @@
+"""First stage of a rank: whatever a file, a package or the machine can spoil is found here, before ranks meet."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.data.batching import count_rows, make_batching
+from ulysses_cli.data.rows import PackedRows, open_rows
+from ulysses_cli.data.steps import Batching
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
+from ulysses_cli.plan.files.weight_files import find_weight_problem
+from ulysses_cli.plan.hardware import Hardware
+from ulysses_cli.plan.ledger.zero.swapping import compute_swap_need
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.plan.recipe.loader import Loaded
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import Resolved, resolve
+from ulysses_cli.run_folder.resume import (
+    FRESH,
+    ResumePoint,
+    adapt,
+    count_restarts,
+    describe_restart,
+    find_resume_point,
+)
+from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
+from ulysses_cli.train.assembly.run import RunLength
+from ulysses_cli.train.guard.interruption import Interruption
+from ulysses_cli.train.optimizer.swap_folder import leave_folder, name_folder, open_folder
+from ulysses_cli.train.processes.device import StartError, choose_device, recognise_gpu
+from ulysses_cli.train.processes.requirements import find_missing_operator, find_missing_package
+from ulysses_cli.train.telemetry.forecast import Forecast
+from ulysses_cli.train.telemetry.record import Display, Record, make_trackers
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """What the process hands to its run. `leftovers`: closed however the rank ends."""
+
+    loaded: Loaded
+    options: argparse.Namespace
+    open_display: Callable[[int], Display]
+    load_hardware: Callable[[], Hardware]
+    interruption: Interruption
+    leftovers: ExitStack
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(os.path.expanduser(self.loaded.recipe.run.output_dir))
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What this rank has read. `resume_point` is rank 0's; the others hear of it when ranks meet."""
+
+    rows: PackedRows
+    eval_rows: PackedRows | None
+    tokenizer: Any
+    shape: ModelShape
+    num_own_tokens: int  # rows of the model's embedding as it comes
+    resolved: Resolved
+    device: Any
+    forecast: Forecast
+    swap_folder: Path | None
+    resume_point: ResumePoint
+
+
+@dataclass(frozen=True)
+class RemainingRun:
+    """What is ahead of a resume point: the recipe as it goes on from there, its rows per step, and its length."""
+
+    recipe: Recipe
+    batching: Batching
+    length: RunLength
+
+
+def read_inputs(launch: Launch, record: Record) -> Inputs:
+    record.phase = "reading inputs"
+    recipe, options = launch.loaded.recipe, launch.options
+    if problem := find_missing_package(recipe.train.optim):
+        raise StartError(problem)
+    rows, held_out = open_rows(options.data, "train"), open_rows(options.data, "eval")
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    config = load_model_config(recipe)
+    shape = read_shape(recipe, config, tokenizer)
+    if len(tokenizer) > shape.vocab_size:
+        raise StartError(
+            f"the tokenizer has {len(tokenizer):,} tokens, the model's embedding only {shape.vocab_size:,}: name the "
+            "tokenizer that belongs to the model (model.tokenizer)"
+        )
+    folder = Path(os.path.expanduser(recipe.model.name_or_path or ""))
+    if recipe.model.name_or_path and folder.is_dir() and (problem := find_weight_problem(folder)):
+        raise StartError(problem)
+    resolved = resolve(recipe, shape)
+    device = choose_device(wants_cpu=recipe.run.device == "cpu" or options.pretend)
+    gpu, is_known = recognise_gpu(device, launch.load_hardware())
+    forecast = Forecast(choose_levers(recipe, shape, gpu), gpu, is_known)
+    swap_folder = _open_swap_folder(launch, shape, forecast.choice.levers)
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    said: list[str] = []
+    resume_point = _look_for_checkpoint(launch, said.append) if is_first and not options.dry_run else FRESH
+    inputs = Inputs(
+        rows, held_out if len(held_out) else None, tokenizer, shape, config.vocab_size, resolved, device, forecast,
+        swap_folder, resume_point,
+    )  # fmt: skip
+    remaining = plan_remaining(launch, inputs, resume_point, said.append)
+    if is_first:
+        trackers = make_trackers(recipe.run.report_to, launch.run_dir, get_run_name(launch))
+        record.open(launch.open_display(remaining.length.num_steps), trackers)
+        for text in said:
+            record.warn(text)
+    return inputs
+
+
+def get_run_name(launch: Launch) -> str:
+    return launch.loaded.recipe.run.run_name or launch.run_dir.name
+
+
+def _open_swap_folder(launch: Launch, shape: ModelShape, levers: Levers) -> Path | None:
+    recipe = launch.loaded.recipe
+    if recipe.memory.nvme_path is None:
+        return None
+    folder = name_folder(str(recipe.memory.nvme_path), launch.run_dir)
+    launch.leftovers.callback(leave_folder, folder)
+    sizes = compute_swap_need(recipe, shape, levers)
+    if problem := find_missing_operator() or open_folder(folder, launch.run_dir, *sizes):
+        raise StartError(problem)
+    return folder
+
+
+def _look_for_checkpoint(launch: Launch, tell: Callable[[str], None]) -> ResumePoint:
+    logs = launch.run_dir / "logs"
+    restarts = count_restarts(logs)
+    if restarts:
+        tell(describe_restart(logs, restarts, launch.loaded.recipe.run.max_restarts))
+    return find_resume_point(launch.run_dir, launch.options.resume, restarts, tell)
+
+
+def plan_remaining(
+    launch: Launch, inputs: Inputs, resume_point: ResumePoint, tell: Callable[[str], None] = lambda _: None
+) -> RemainingRun:
+    """How many rows and steps are ahead of the resume point. Accumulation follows the checkpoint's rows per step."""
+    recipe, options, resolved = launch.loaded.recipe, launch.options, inputs.resolved
+    if state := resume_point.state:
+        fitted = adapt(
+            state, recipe.model_dump(mode="json"), options.data.name, resolved.layout,
+            anyway=options.resume_anyway, tell=tell,
+        )  # fmt: skip
+        train = recipe.train.model_copy(update={"gradient_accumulation_steps": fitted})
+        recipe = recipe.model_copy(update={"train": train})
+    batching = make_batching(recipe, inputs.shape, resolved)
+    whole = count_rows(recipe, len(inputs.rows), batching.rows_per_step)
+    end, num_steps = resume_point.count_ahead(recipe.train.max_steps, whole, batching.rows_per_step)
+    return RemainingRun(recipe, batching, RunLength(num_steps, end))
+
+
+def settle_rows_per_step(resolved: Resolved, batching: Batching) -> Resolved:
+    """The resolved plan with the rows per step that the run goes on with."""
+    rows = batching.rows_per_step
+    return replace(resolved, rows_per_step=rows, tokens_per_step=rows * resolved.row_tokens)

@@ -1,0 +1,209 @@
+"""What layers keep for the backward, in host memory: copied out on a stream of its own while later layers compute, and
+back while the backward of the layer above computes.
+
+Takes tensors and a device. On a CPU the same steps run with plain copies, so that values and bytes can be tested.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.train.processes.host_memory import count_free_bytes
+from ulysses_cli.train.telemetry.clock import part_of_step
+
+# The newest runs of layers, whose copies may be on their way out: what they keep is still on the device.
+MAX_LEAVING = 2
+LEFT_FREE_BYTES = GIB  # for everything else on the machine
+
+
+class HostPool:
+    """Host buffers, page-locked for a GPU once and used again in every step. Each has whole pages of its own: a page
+    that two buffers share cannot be locked twice. What the machine has no room for is an error, before the system
+    ends a process for it."""
+
+    def __init__(self, *, is_pinned: bool) -> None:
+        self.is_pinned = is_pinned
+        self.num_bytes = 0
+        self._free: list[Tensor] = []
+        self._locked: dict[int, mmap.mmap] = {}  # by address; pages are unlocked before they are given back
+        weakref.finalize(self, _unlock, self._locked, self._locked)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """The smallest free buffer that is large enough; else a new one, in place of a free one that is too small."""
+        num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fitting = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
+        if fitting:
+            found = min(fitting, key=Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not found]
+            return found
+        if self._free:
+            self._release(self._free.pop())
+        if num_bytes + LEFT_FREE_BYTES > (free := count_free_bytes()):
+            raise MemoryError(
+                f"what layers keep needs {num_bytes / GIB:.2f} GiB of host memory beside {self.num_bytes / GIB:.2f} of "
+                f"this rank, and {free / GIB:.2f} are free: offload fewer layers (memory.activation_offloading)"
+            )
+        pages = mmap.mmap(-1, num_bytes)
+        buffer = torch.frombuffer(pages, dtype=torch.uint8)
+        if self.is_pinned:  # torch's own allocator of pinned memory would round up to a power of two
+            _check(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0), num_bytes)
+            self._locked[buffer.data_ptr()] = pages
+        self.num_bytes += num_bytes
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        """After the last step, when no copy is on its way."""
+        while self._free:
+            self._release(self._free.pop())
+
+    def _release(self, buffer: Tensor) -> None:
+        if self.is_pinned:
+            torch.cuda.synchronize()
+            _unlock(self._locked, [buffer.data_ptr()])
+        self.num_bytes -= buffer.numel()
+
+
+def _unlock(locked: dict[int, mmap.mmap], addresses: Iterable[int]) -> None:
+    for address in tuple(addresses):
+        torch.cuda.cudart().cudaHostUnregister(address)
+        del locked[address]
+
+
+def _check(status: Any, num_bytes: int) -> None:
+    if int(status) != 0:
+        raise MemoryError(
+            f"{num_bytes / GIB:.2f} GiB of host memory cannot be page-locked (CUDA error {int(status)}): offload fewer "
+            "layers (memory.activation_offloading), or give the container more memory"
+        )
+
+
+class Offloader:
+    """The streams, the pool, and the runs of layers whose tensors are in host memory, newest last. A backward that
+    fails ends the process: copies that it had asked for are waited for by nobody."""
+
+    def __init__(self, device: torch.device, num_layers: int) -> None:
+        """`num_layers` counts from the first layer: what it keeps waits longest. What the last MAX_LEAVING keep would
+        come back before it had left."""
+        is_cuda = device.type == "cuda"
+        if is_cuda and device.index is None:  # tensors always know theirs
+            device = torch.device(device.type, torch.cuda.current_device())
+        self.device, self.num_layers = device, num_layers
+        self.pool = HostPool(is_pinned=is_cuda)
+        self.out_stream = torch.cuda.Stream(device) if is_cuda else None
+        self.in_stream = torch.cuda.Stream(device) if is_cuda else None
+        self.leaving: deque[tuple[int, Any, Tensor]] = deque()  # run, event after the copy, what is copied
+        self._newest: weakref.ref[HostShelf] | None = None
+        self._num_runs = 0
+
+    def make_storage(self, layer: int) -> HostShelf:
+        """The place for what one run of a layer keeps. Layers above the offloaded ones keep theirs on the device, but
+        announce that the backward comes near."""
+        previous = self._newest() if self._newest is not None else None
+        storage = HostShelf(self, previous, self._num_runs, is_offloaded=layer < self.num_layers)
+        self._newest = weakref.ref(storage)
+        self._num_runs += 1
+        return storage
+
+    def copy_out(self, run: int, tensor: Tensor, room: Tensor) -> Any:
+        """Start the copy -> an event after it, None on a CPU."""
+        if self.out_stream is None:
+            room.copy_(tensor)
+            return None
+        self.out_stream.wait_stream(torch.cuda.current_stream(self.device))  # it makes the tensor
+        with torch.cuda.stream(self.out_stream):
+            room.copy_(tensor, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self.leaving.append((run, done, tensor))
+        return done
+
+    def let_go(self, first_kept: int) -> None:
+        """Of device tensors of all runs before this one: compute waits for their copies, so that the memory is free to
+        be written again."""
+        while self.leaving and self.leaving[0][0] < first_kept:
+            torch.cuda.current_stream(self.device).wait_event(self.leaving.popleft()[1])
+
+    def let_go_all(self) -> None:
+        self.let_go(self._num_runs)
+
+    def copy_in(self, item: Item) -> None:
+        """Start the copy back. Memory for it comes from the stream that computes, and is its own again afterwards."""
+        self.let_go_all()
+        item.tensor = torch.empty(item.shape, dtype=item.dtype, device=self.device)
+        if self.in_stream is None or self.out_stream is None:
+            item.tensor.copy_(item.room)
+            return
+        self.in_stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.in_stream.wait_event(item.copied_out)
+        with torch.cuda.stream(self.in_stream):
+            item.tensor.copy_(item.room, non_blocking=True)
+            item.arrived = torch.cuda.Event()
+            item.arrived.record()
+        self.out_stream.wait_event(item.arrived)  # a later step's copy into this buffer comes after this one
+
+
+class Item:
+    """One tensor in host memory, or on its way back from it."""
+
+    def __init__(self, offloader: Offloader, run: int, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.tensor: Tensor | None = None
+        self.arrived: Any = None
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        buffer = offloader.pool.take(num_bytes)
+        self.give_back = weakref.finalize(self, offloader.pool.give_back, buffer)  # also when no backward comes
+        self.room = buffer[:num_bytes].view(self.dtype).view(self.shape)
+        self.copied_out = offloader.copy_out(run, tensor.contiguous(), self.room)
+
+
+class HostShelf:
+    """What one run of one layer keeps in host memory. The first tensor that is fetched brings the others along, and
+    those of the run before it, whose backward is next."""
+
+    def __init__(self, offloader: Offloader, previous: HostShelf | None, run: int, *, is_offloaded: bool) -> None:
+        self.offloader, self.previous, self.run, self.is_offloaded = offloader, previous, run, is_offloaded
+        self.waiting: list[Item] = []
+
+    def store(self, tensor: Tensor) -> Item | Tensor:
+        tensor = tensor.detach()
+        self.offloader.let_go(self.run - MAX_LEAVING + 1)
+        if not self.is_offloaded or tensor.device != self.offloader.device or not tensor.numel():
+            return tensor
+        with part_of_step("offload"):
+            item = Item(self.offloader, self.run, tensor)
+        self.waiting.append(item)
+        return item
+
+    def fetch(self, stored: Item | Tensor) -> Tensor:
+        with part_of_step("offload"):
+            self.bring_back()
+            if self.previous is not None:
+                self.previous.bring_back()
+        if isinstance(stored, Tensor):
+            return stored
+        tensor, stored.tensor = stored.tensor, None
+        if tensor is None:
+            raise RuntimeError("a tensor in host memory is fetched a second time: a layer's backward can run once")
+        if stored.arrived is not None:
+            with part_of_step("offload"):
+                torch.cuda.current_stream(self.offloader.device).wait_event(stored.arrived)
+        return tensor
+
+    def bring_back(self) -> None:
+        """Start the copies of all that is still in host memory."""
+        for item in self.waiting:
+            self.offloader.copy_in(item)
+            item.give_back()
+        self.waiting = []

@@ -1,0 +1,100 @@
+"""Norms in tiles of tokens. transformers' norms compute in float32 and keep whole rows of it for the backward, and in
+a long row nothing takes more. In tiles the input alone is kept, as it came, and a tile is computed again.
+
+Norms are found by what they are made of. Knows no recipe and no group.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, split_tokens
+from ulysses_cli.train.optimizer.shards import get_shape
+
+
+def tile_norms(model: nn.Module, count_tiles: Callable[[int], int]) -> int:
+    """Run every norm of the model in tiles -> how many were found. `count_tiles` gets this rank's tokens."""
+    norms = [module for module in model.modules() if _is_norm(module)]
+    for norm in norms:
+        TiledNorm(norm, count_tiles)
+    return len(norms)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """One tensor in, nothing inside, no weights but vectors, and nothing remembered of other tokens."""
+    if next(module.children(), None) is not None or next(module.buffers(recurse=False), None) is not None:
+        return False
+    shapes = [get_shape(weight) for weight in module.parameters(recurse=False)]
+    if not shapes or any(len(shape) != 1 for shape in shapes):
+        return False
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
+class TiledNorm:
+    """A norm whose forward is taken over. It treats vectors of the last dimension one by one."""
+
+    def __init__(self, norm: nn.Module, count_tiles: Callable[[int], int]) -> None:
+        self.norm, self.count_tiles = norm, count_tiles
+        self.whole_forward: Callable[[Tensor], Tensor] = norm.forward
+        norm.forward = self._run
+
+    def compute_tiles(self, hidden: Tensor, dim: int, parts: list[slice]) -> Tensor:
+        out: Tensor | None = None
+        for part in parts:
+            tile = self.whole_forward(cut(hidden, dim, part))
+            if out is None:
+                out = torch.empty_like(hidden, dtype=tile.dtype)
+            cut(out, dim, part).copy_(tile)
+        if out is None:
+            raise AssertionError("a norm of no tokens")
+        return out
+
+    def _run(self, hidden: Tensor) -> Tensor:
+        if any(get_shape(weight) != hidden.shape[-1:] for weight in self.norm.parameters()):
+            return self.whole_forward(hidden)  # its vectors are of another dimension
+        dim = max(range(hidden.dim() - 1), key=hidden.size)  # of tokens: heads may stand before or behind them
+        parts = split_tokens(hidden.size(dim), self.count_tiles(hidden.size(dim) * (hidden.size(0) if dim else 1)))
+        if len(parts) == 1:
+            return self.whole_forward(hidden)
+        weights = WeightSums(self.norm)
+        if torch.is_grad_enabled() and (hidden.requires_grad or weights.weights):
+            return _Tiles.apply(hidden, self, weights, dim, parts, *weights.weights)
+        with torch.no_grad():
+            return self.compute_tiles(hidden, dim, parts)
+
+
+def cut(tensor: Tensor, dim: int, part: slice) -> Tensor:
+    return tensor.narrow(dim, part.start, part.stop - part.start)
+
+
+def _give(slope: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda _: slope
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, norm: TiledNorm, weights: WeightSums, dim: int, parts: list[slice], *_: nn.Parameter
+    ) -> Tensor:
+        ctx.norm, ctx.weights, ctx.dim, ctx.parts = norm, weights, dim, parts
+        ctx.save_for_backward(hidden)
+        return norm.compute_tiles(hidden, dim, parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        dhidden = torch.empty_like(hidden)
+        with ctx.weights.collect():
+            for part in ctx.parts:
+                tile, slope = cut(hidden, ctx.dim, part), cut(dout, ctx.dim, part)
+                cut(dhidden, ctx.dim, part).copy_(backward_tile(ctx.norm.whole_forward, tile, _give(slope)))
+        sums = zip(ctx.weights.take_sums(), ctx.weights.weights, strict=True)
+        dweights = [total.to(weight.dtype) for total, weight in sums]
+        return dhidden if ctx.needs_input_grad[0] else None, None, None, None, None, *dweights

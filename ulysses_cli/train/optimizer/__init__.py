@@ -1,0 +1,1 @@
+"""The optimizer's flat weights and moments, wherever they live and however they are encoded."""

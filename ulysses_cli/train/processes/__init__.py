@@ -1,0 +1,1 @@
+"""Ranks as processes: groups, devices, the store they meet in, values they compare."""

@@ -1,0 +1,58 @@
+"""What the ledger said of a run before it began: levers with their reasons, the predicted peak, advice when memory ran
+out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ulysses_cli.plan.hardware import GIB, Gpu
+from ulysses_cli.plan.levers import get_key
+from ulysses_cli.plan.planner.lever_choice import LeverChoice
+from ulysses_cli.train.telemetry.record import Record
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`gpu` is None where ranks compute on a CPU: no lever comes on by itself there."""
+
+    choice: LeverChoice
+    gpu: Gpu | None
+    is_known_gpu: bool
+
+    @property
+    def peak_tflops(self) -> float | None:
+        return self.gpu.tflops if self.gpu is not None and self.is_known_gpu else None
+
+    def list_levers(self) -> dict[str, Any]:
+        reasons = self.choice.reasons
+        return {
+            get_key(name): {"value": value, "reason": reasons.get(name, "as the recipe says")}
+            for name, value in vars(self.choice.levers).items()
+        }
+
+    def list_prediction(self) -> dict[str, Any] | None:
+        fit = self.choice.fit
+        return None if fit is None else {"peak_memory_bytes": fit.gpu_peak_bytes, **vars(fit)}
+
+    def say(self, record: Record) -> None:
+        if self.gpu is None:
+            return
+        for name, reason in self.choice.reasons.items():
+            record.say(f"memory.{get_key(name)}: {getattr(self.choice.levers, name)}, {reason}")
+        if num_layers := self.choice.levers.offloaded_layers:
+            record.say(
+                f"host memory for what {num_layers} layers keep is page-locked in the first step, which takes longer"
+            )
+        fit = self.choice.fit
+        if fit is not None and fit.verdict != "fits":
+            record.warn(f"the ledger says {fit.verdict.replace('_', ' ')}{self.format_peak()}")
+        if not any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS):
+            record.say("expandable segments are off: the allocator loses memory to fragments at long rows")
+
+    def format_peak(self) -> str:
+        fit = self.choice.fit
+        return f" (predicted {fit.gpu_peak_bytes / GIB:.2f} of {fit.gpu_capacity_bytes / GIB:.2f})" if fit else ""

@@ -1,0 +1,150 @@
+"""What a run tells: events for the person's display, lines for programs, numbers for trackers. Only rank 0 has any of
+them; on every other rank the same calls say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ulysses_cli.plan.secrets import mask_text
+from ulysses_cli.run_folder.line_files import LineFile, cut_lines
+from ulysses_cli.run_folder.run_lock import RunLock
+
+
+class Display(Protocol):
+    """Where words for the person go."""
+
+    def emit(self, event: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracker(Protocol):
+    """A service that draws curves."""
+
+    def write(self, split: str, line: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Record:
+    """The voice of the run."""
+
+    def __init__(self, run_dir: Path, logging_steps: int = 1, lock: RunLock | None = None) -> None:
+        self.run_dir, self.logging_steps, self.lock = run_dir, logging_steps, lock
+        self.display: Display | None = None
+        self.trackers: Sequence[Tracker] = ()
+        self.files: dict[str, LineFile] = {}
+        self.phase = "starting"
+        self.describe_step: Callable[[], str] = lambda: ""
+
+    def open(self, display: Display, trackers: Sequence[Tracker] = ()) -> None:
+        """On rank 0. Every other rank's record stays silent."""
+        self.display, self.trackers = display, trackers
+
+    def describe_phase(self) -> str:
+        """The phase, with the step that the loop is in."""
+        return ", ".join(part for part in (self.phase, self.describe_step()) if part)
+
+    def start_files(self, last_step: int) -> None:
+        """Lines after `last_step` are of steps that will be done again."""
+        if self.display is None:
+            return
+        for name in ("metrics", "eval"):
+            cut_lines(self.run_dir / f"{name}.jsonl", last_step)
+            self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
+
+    def tell(self, **event: Any) -> None:
+        if self.display is not None:
+            self.display.emit(event)
+
+    def say(self, text: str) -> None:
+        self.tell(event="plan", text=text)
+
+    def warn(self, text: str) -> None:
+        """Lines after the first are details."""
+        message, *details = text.splitlines() or [""]
+        self.tell(event="warning", message=message, details=[line.strip() for line in details])
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.tell(event="phase", name=phase)
+
+    def write_step(self, line: dict[str, Any]) -> None:
+        if line["step"] % self.logging_steps == 0:
+            self._write("metrics", "step", "train", line)
+
+    def write_eval(self, line: dict[str, Any]) -> None:
+        self._write("eval", "eval", "eval", line)
+
+    def _write(self, file: str, event: str, split: str, line: dict[str, Any]) -> None:
+        if self.display is None:
+            return
+        if self.files[file].is_gone:
+            if self.lock is not None:
+                self.lock.put_back()
+            self.files[file].begin_anew()
+            self.warn(
+                f"{self.files[file].path} was removed while the run goes on: what it held is lost, a new one is begun; "
+                "checkpoints and logs in its folder may be gone too; no second run can begin there"
+            )
+        self.files[file].write(line)
+        self.tell(event=event, **line)
+        for tracker in self.trackers:
+            tracker.write(split, line)
+
+    def close(self) -> None:
+        for part in (self.display, *self.files.values(), *self.trackers):
+            if part is not None:
+                part.close()
+
+
+class MissingTrackerError(ValueError):
+    """A tracker that the recipe names is not installed."""
+
+
+def make_trackers(names: Sequence[str], run_dir: Path, run_name: str) -> list[Tracker]:
+    makers: dict[str, Callable[[Path, str], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    trackers: list[Tracker] = []
+    run_name = mask_text(run_name)  # services show it
+    for name in names:
+        try:
+            trackers.append(makers[name](run_dir, run_name))
+        except ImportError as error:
+            raise MissingTrackerError(
+                f"run.report_to: {name} is not installed ({error}): pip install ulysses-cli[{name}]"
+            ) from error
+    return trackers
+
+
+def _pick_numbers(line: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
+
+
+class TensorBoard:
+    def __init__(self, run_dir: Path, run_name: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(run_dir / "tensorboard" / run_name))
+
+    def write(self, split: str, line: dict[str, Any]) -> None:
+        for name, value in _pick_numbers(line).items():
+            self.writer.add_scalar(f"{split}/{name}", value, line["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    def __init__(self, run_dir: Path, run_name: str) -> None:
+        import wandb
+
+        self.run = wandb.init(project="ulysses", name=run_name, dir=str(run_dir))
+
+    def write(self, split: str, line: dict[str, Any]) -> None:
+        self.run.log({f"{split}/{name}": value for name, value in _pick_numbers(line).items()}, step=line["step"])
+
+    def close(self) -> None:
+        self.run.finish()

@@ -1,0 +1,119 @@
+"""Facts of a run as plain data: run.json, versions, the machine, the model card. Facts in, text out."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ulysses_cli.plan.files.whole_files import write_whole
+from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.rules.files import HUB_NAME
+from ulysses_cli.plan.secrets import collect_secrets, mask_secrets, mask_text
+
+PACKAGES = ("torch", "transformers", "deepspeed", "peft", "datasets", "safetensors")
+TOOL = "ulysses-cli"
+
+
+def list_versions() -> dict[str, str]:
+    found = {"ulysses": metadata.version(TOOL), "python": platform.python_version()}
+    return found | {name: metadata.version(name) for name in PACKAGES}
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type != "cuda":
+        return {"device": f"CPU, {platform.machine()}", "processes_per_machine": here}
+    facts = torch.cuda.get_device_properties(device)
+    return {"device": facts.name, "device_memory_bytes": facts.total_memory, "processes_per_machine": here}
+
+
+def mask_facts(content: dict[str, Any]) -> dict[str, Any]:
+    """What of a run may be written: its recipe's secrets, and this process's, are nowhere in it."""
+    masked: dict[str, Any] = mask_secrets(content, known=collect_secrets(content.get("recipe"), os.environ))
+    return masked
+
+
+def write_run_file(run_dir: Path, content: dict[str, Any]) -> None:
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    write_whole(run_dir / "run.json", json.dumps({**mask_facts(content), "started": started}, indent=1))
+
+
+LOADING = """\
+# The base model with the positions that these adapters were trained with, and the adapters on it
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+folder = "."  # where this card is
+config = AutoConfig.from_pretrained(f"{{folder}}/base_config"){own_size}
+model = AutoModelForCausalLM.from_pretrained({base!r}, config=config, dtype={dtype!r}){growth}
+model = PeftModel.from_pretrained(model, folder)"""
+OWN_SIZE = """
+config.vocab_size = {own}  # rows in the base model's files"""
+GROWTH = """
+model.resize_token_embeddings({grown}, mean_resizing=False)
+for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+    rows = part.weight.data  # tokens that were added begin, and stay, at the mean of the others
+    rows[{own}:] = rows[:{own}].double().mean(0).to(rows.dtype)"""
+LOCAL = "a local folder"
+
+
+def make_card(
+    recipe: dict[str, Any], name: str, shape: ModelShape, num_own_tokens: int, *, is_merged: bool = False
+) -> str:
+    """The model card: what was trained, on what, how adapters are loaded, and the whole recipe. `num_own_tokens`: rows
+    of the base model's embedding in its files. A folder of the machine it was made on is nobody else's to know."""
+    import yaml
+
+    holds_adapters = bool(recipe["lora"]) and not is_merged
+    known = collect_secrets(recipe, os.environ)
+    model, max_length = dict(recipe["model"]), recipe["data"]["max_length"]
+    for key in ("name_or_path", "tokenizer"):
+        if model[key] and _is_folder(model[key]):
+            model[key] = LOCAL
+    base = model["name_or_path"]
+    lines = ["---", f"library_name: {'peft' if holds_adapters else 'transformers'}"]
+    lines += [f"base_model: {base}"] if base not in (None, LOCAL) else []
+    lines += ["---", "", f"# {name}", ""]
+    size = f", {shape.num_parameters:,} parameters" if shape.num_parameters else ""
+    origin = {None: "A model from random weights", LOCAL: "A model from a local folder"}.get(base, base)
+    what = f"{origin} ({shape.model_type}{size}), fine-tuned at {max_length:,} tokens per row"
+    lines += [f"{what} with ulysses {metadata.version(TOOL)}.", ""]
+    if holds_adapters and base:
+        sizes = {"own": num_own_tokens, "grown": shape.vocab_size}
+        has_grown = shape.vocab_size > num_own_tokens
+        code = LOADING.format(
+            base="the base model's folder" if base == LOCAL else base,
+            dtype=model["dtype"],
+            own_size=OWN_SIZE.format(**sizes) if has_grown else "",
+            growth=GROWTH.format(**sizes) if has_grown else "",
+        )
+        lines += ["## Loading", "", "```python", *code.splitlines(), "```", ""]
+    lines += ["## Recipe", "", "All defaults included:", ""]
+    written = yaml.safe_dump(mask_secrets({**recipe, "model": model}, known=known), sort_keys=False, allow_unicode=True)
+    return "\n".join([mask_text("\n".join(lines), known), "```yaml", written.rstrip(), "```", ""])
+
+
+def _is_folder(name: str) -> bool:
+    """A path of this machine, not a name of the hub, whether it is still there or not."""
+    return os.path.isdir(os.path.expanduser(name)) or not HUB_NAME.fullmatch(name)
+
+
+def list_base_warnings(model: Mapping[str, Any]) -> list[str]:
+    """`model`: the recipe's section. Adapters are half a model: what the other half must be, where it is unexpected."""
+    said = []
+    if model["rope_scaling"] is not None:
+        said.append(
+            "adapters do not carry the stretched positions: load the base as the README.md beside them shows, or run "
+            "`ulysses export CHECKPOINT --to DIR --merge-lora`"
+        )
+    if model["config"] is not None:
+        said.append("the adapters belong to a random model, which is not on disk")
+    return said

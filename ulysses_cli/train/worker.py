@@ -1,0 +1,223 @@
+"""Runs one rank from start-up to teardown, as stages: inputs -> connected ranks -> assembled run -> training -> model.
+
+Each stage takes the values of those before it. What a stage does stands in a file of its own; here is the order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ulysses_cli.data.batching import make_eval_batching
+from ulysses_cli.data.steps import plan_step
+from ulysses_cli.plan.flops import compute_model_flops
+from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.planner.estimate import explain_memory
+from ulysses_cli.run_folder.resume import describe_longer_run
+from ulysses_cli.train.assembly.optimizer import make_schedule
+from ulysses_cli.train.assembly.run import AssembledRun, assemble_run
+from ulysses_cli.train.checkpoint.saves import SAVING, SavePolicy, Saves, find_shortage
+from ulysses_cli.train.completion import finish
+from ulysses_cli.train.connection import Connected, connect
+from ulysses_cli.train.evaluation import Evaluation
+from ulysses_cli.train.guard.watchdog import Watchdog
+from ulysses_cli.train.hooks.bad_steps import BadSteps, BadStepsError
+from ulysses_cli.train.hooks.metrics import Meter
+from ulysses_cli.train.inputs import Inputs, Launch, get_run_name, read_inputs
+from ulysses_cli.train.loop import every, train
+from ulysses_cli.train.optimizer.shards import count_held
+from ulysses_cli.train.processes.device import GpuMemoryError, StartError
+from ulysses_cli.train.rehearsal import rehearse
+from ulysses_cli.train.telemetry.record import Record
+from ulysses_cli.train.telemetry.run_file import describe_machine, list_versions, write_run_file
+from ulysses_cli.train.train_state import StepResult, TrainState
+
+SHARD_SLACK = 1.1  # parameters are padded to a multiple of the ranks
+
+
+def run_worker(launch: Launch, record: Record) -> None:
+    inputs = read_inputs(launch, record)
+    connected = connect(launch, inputs, record)
+    if connected.is_finished:
+        steps = connected.length.num_steps
+        record.tell(event="done", note=f"already finished: all {steps} steps are done, the model stands")
+        record.close()
+        dist.destroy_process_group()
+        return
+    try:
+        run = assemble(launch, inputs, connected, record)
+        if launch.options.dry_run:
+            record.tell(event="done", note="dry run: everything but the steps")
+        else:
+            train_to_the_end(launch, inputs, connected, run, record)
+    except torch.OutOfMemoryError as error:
+        raise explain_out_of_memory(connected, error) from error
+    record.phase = "tear down"
+    record.close()
+    run.built.engine.wrapped.destroy()
+    launch.leftovers.close()
+    dist.destroy_process_group()
+
+
+def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Record) -> AssembledRun:
+    """Collective over all ranks."""
+    record.enter("loading the model")
+    connected.forecast.say(record)
+    point, recipe = connected.resume_point, connected.plan.recipe
+    run = assemble_run(
+        connected.plan, connected.groups, inputs.device, inputs.rows, connected.length,
+        batching=connected.batching, stop=connected.stop, tell=record.say, swap_folder=inputs.swap_folder,
+    )  # fmt: skip
+    record.describe_step = partial(describe_step, run.state)
+    assert_sharded(run, record)
+    num_steps = connected.length.num_steps
+    make = partial(make_schedule, recipe.train)
+    if text := describe_longer_run(point, recipe.model_dump(mode="json"), num_steps, make):
+        record.warn(text)
+    if connected.has_steps_ahead:
+        first = plan_step(inputs.rows, connected.batching, point.position, connected.length.end)
+        record.say(
+            f"step {point.step + 1}: {len(first.rows)} rows, {first.num_tokens:,} tokens, "
+            f"{first.num_targets:,} targets; {run.built.num_trained:,} trained parameters"
+        )
+    return run
+
+
+def train_to_the_end(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:
+    """Collective over all ranks. From here on things are written. The rehearsal comes before the checkpoint's state is
+    loaded."""
+    settings, state, point = connected.plan.recipe.run, run.state, connected.resume_point
+    bad_steps = BadSteps(settings.max_bad_steps, record.warn)
+    policy = SavePolicy(settings.save_total_limit, settings.async_save, settings.on_save_error == "continue")
+    saves = Saves(run.context, record, policy, list_checkpoint_facts(launch, inputs, connected), bad_steps)
+    evaluation = Evaluation(inputs.eval_rows, make_eval_batching(inputs.shape, inputs.resolved), record.write_eval)
+    if connected.has_steps_ahead:
+        check_disk(launch, inputs, connected, run, record)
+        if settings.rehearsal:
+            rehearse_and_tell(launch, inputs, connected, run, record)
+    if point.path is not None:
+        record.enter("loading the checkpoint")
+        saves.resume(state, point)
+    record.start_files(state.step)
+    if connected.groups.is_first:
+        write_run_file(launch.run_dir, list_run_facts(launch, inputs, connected, run))
+    meter = Meter(partial(compute_model_flops, inputs.shape), connected.forecast.peak_tflops, record.write_step)
+    after: list[Callable[[TrainState, StepResult], None]] = [meter.record, bad_steps.judge]
+    after += [every(settings.eval_steps, evaluation.run)] if settings.eval_steps else []
+    after += [every(settings.save_steps, saves.save)] if settings.save_steps else []
+    after += [saves.look] if settings.async_save else []
+    state.before, state.after = (meter.start,), tuple(after)
+    record.enter("training")
+    connected.groups.wait_without_limit()
+    launch.interruption.wait_for_boundary(settings.step_timeout, lambda: state.phase == SAVING)
+    context = run.context
+    watchdog = Watchdog(state, settings.step_timeout, context.rank, context.world_size, launch.run_dir)
+    if settings.eval_steps and 0 < state.step < state.num_steps and state.last_eval_step < state.step:
+        every(settings.eval_steps, evaluation.run)(state, None)  # which a signal ended
+    try:
+        reason = train(state)
+    except BadStepsError:
+        saves.save_last(state)  # bad steps were not applied: what stands is good
+        raise
+    finish(launch, inputs, run, saves, evaluation, record, reason)
+    watchdog.stop()
+
+
+def check_disk(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:
+    """Collective over all ranks: rank 0 looks, all follow. A disk that will be full is known before the first step."""
+    recipe, built = connected.plan.recipe, run.built
+    settings, width = recipe.run, getattr(torch, recipe.model.dtype).itemsize
+    steps = connected.length.num_steps - connected.resume_point.step
+    num_saves = -(-steps // settings.save_steps) if settings.save_steps else 1
+    model_bytes = width * (built.num_trained if built.adapter is not None else inputs.shape.num_parameters)
+    look = partial(find_shortage, launch.run_dir, built.num_trained, model_bytes, settings.save_total_limit)
+    shortage = run.context.tell_all(look(num_saves) if connected.groups.is_first else "")[0]
+    if shortage and settings.on_save_error == "stop":
+        raise StartError(shortage)
+    if shortage:
+        record.warn(shortage)
+
+
+def rehearse_and_tell(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:
+    """Collective over all ranks."""
+    record.enter("rehearsal")
+    started = time.perf_counter()
+    eval_batching = make_eval_batching(inputs.shape, inputs.resolved)
+    scratch = launch.run_dir / "rehearsal"
+    longest = rehearse(run.state, inputs.eval_rows, eval_batching, run.context, scratch, record.enter)
+    memory = ""
+    if inputs.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(inputs.device) / GIB
+        memory = f", peak {peak:.2f} GiB{connected.forecast.format_peak()}"
+        torch.cuda.reset_peak_memory_stats(inputs.device)
+    seconds = time.perf_counter() - started
+    record.say(f"rehearsed step, evaluation and save at {longest:,} tokens per row in {seconds:.1f} s{memory}")
+
+
+def assert_sharded(run: AssembledRun, record: Record) -> None:
+    """Under ZeRO-3 this rank holds about its share of the parameters, and no more."""
+    if run.plan.recipe.parallel.zero_stage != 3:
+        return
+    layout = run.plan.layout
+    held, whole, small = count_held(run.built.module)
+    if held > whole / layout.world_size * SHARD_SLACK + small:
+        raise AssertionError(f"this rank holds {held:,} of {whole:,} parameters, its share is 1 in {layout}")
+    record.say(f"each rank holds {held:,} of {whole:,} parameters")
+
+
+def describe_step(state: TrainState) -> str:
+    return f"step {state.step + 1}, {state.phase}" if state.phase else ""
+
+
+def list_checkpoint_facts(launch: Launch, inputs: Inputs, connected: Connected) -> dict[str, Any]:
+    """What of a checkpoint's state never changes while a run trains."""
+    plan = connected.plan
+    return {
+        "world_size": plan.layout.world_size,
+        "layout": vars(plan.layout),
+        "rows_per_step": connected.batching.rows_per_step,
+        "num_steps": connected.length.num_steps,
+        "recipe": plan.recipe.model_dump(mode="json"),
+        "recipe_hash": plan.resolved.recipe_hash,
+        "data": launch.options.data.name,
+        "versions": list_versions(),
+        "chat_template": inputs.tokenizer.chat_template,
+    }
+
+
+def list_run_facts(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun) -> dict[str, Any]:
+    """What run.json holds."""
+    plan, forecast = connected.plan, connected.forecast
+    recipe, shape = plan.recipe, plan.shape
+    return {
+        "recipe_hash": plan.resolved.recipe_hash,
+        "recipe_file": launch.loaded.file,
+        "recipe": recipe.model_dump(mode="json"),
+        "run_name": get_run_name(launch),
+        "layout": {**vars(plan.layout), "world_size": plan.layout.world_size},
+        "model": {"name": shape.name, "model_type": shape.model_type, "num_parameters": shape.num_parameters},
+        "versions": list_versions(),
+        "machine": describe_machine(inputs.device),
+        "data": {"hash": launch.options.data.name, "num_rows": len(inputs.rows)},
+        "attention": vars(run.built.kernel),
+        "levers": forecast.list_levers(),
+        "prediction": forecast.list_prediction(),
+        "price_per_gpu_hour": recipe.run.price_per_gpu_hour,
+        "num_steps": connected.length.num_steps,
+    }
+
+
+def explain_out_of_memory(connected: Connected, error: BaseException) -> GpuMemoryError:
+    """The row, and the smallest change of the recipe that fits."""
+    first = (str(error).strip().splitlines() or ["out of memory"])[0][:300]
+    plan, gpu = connected.plan, connected.forecast.gpu
+    rows = f"rows of {plan.resolved.row_tokens:,} tokens, {plan.resolved.local_tokens:,} per rank"
+    hint = "shorter rows (data.max_length), or a larger sp_size"
+    if gpu is not None:
+        hint = explain_memory(plan.recipe, plan.shape, plan.levers, gpu)
+    return GpuMemoryError(f"out of memory with {rows}: {first}", hint)
