@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ulysses_cli"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULES = 16
-LIGHT = ("plan", "run_folder", "report", "commands")  # never torch, not even inside a function
+LIGHT = ("plan", "run_folder", "host", "launch", "report", "commands")  # never torch, not even inside a function
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "peft", "numpy", "safetensors", "accelerate"}
 
 # Top-level rooms and files -> what else of the package they may import. `__main__.py` of a room is a child process of a
@@ -20,20 +20,18 @@ HEAVY = {"torch", "transformers", "deepspeed", "datasets", "peft", "numpy", "saf
 MAY_IMPORT: dict[str, set[str]] = {
     "plan": set(),
     "run_folder": {"plan"},
+    "host": {"plan"},
     "data": {"plan"},
     "train": {"plan", "run_folder", "data"},
-    "prove": {"plan", "data", "train"},
-    "report": {"plan", "validate"},
+    "prove": {"plan", "run_folder", "host", "data", "train"},
     "hub": {"plan"},
     "hardware_table": {"plan", "hub"},
     "shipped": {"plan"},
-    "children": {"plan"},
     "validate": {"plan", "hub"},
-    "launch": {"plan", "run_folder", "children"},
-    "preflight": {"plan", "run_folder", "children", "launch"},
+    "report": {"plan", "validate"},
+    "launch": {"plan", "run_folder", "host"},
     "commands": {
-        *("plan", "run_folder", "report", "hub", "hardware_table", "shipped", "children", "validate", "launch"),
-        *("preflight", ""),
+        *("plan", "run_folder", "host", "launch", "report", "hub", "hardware_table", "shipped", "validate", ""),
     },
     "cli": {"plan", "commands", "report", ""},
     "__main__": {"cli"},
@@ -60,13 +58,17 @@ ORDER: dict[str, list[str]] = {
         ),
         *("recipe", "attention", "ds_config", "resolved", "step_parts", "tiles", "ledger", "rules", "speed", "planner"),
     ],
-    "run_folder": ["failure_record", "line_files", "manifest", "archive", "resume"],
+    "run_folder": [
+        *("failure_record", "line_files", "manifest", "archive", "resume", "run_lock", "seal", "run_key"),
+    ],
+    "host": ["network", "operator_builds", "children"],
+    "launch": ["launcher", "preflight"],
     "data": [
         *("problems", "selection", "sources", "steps", "batching", "transaction", "store", "rows", "packer", "facts"),
         *("tokenizing", "prepare", "__main__"),
     ],
     "train": [
-        *("loss", "processes", "guard", "agent", "telemetry", "tensor_file", "optimizer", "memory", "attention"),
+        *("loss", "finiteness", "processes", "guard", "agent", "telemetry", "tensor_file", "optimizer", "memory", "attention"),
         *("engine", "train_state", "loop", "evaluation", "hooks", "checkpoint", "rehearsal", "assembly", "export"),
         *("inputs", "connection", "completion", "worker", "failure", "__main__"),
     ],
