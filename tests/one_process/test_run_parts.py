@@ -19,7 +19,7 @@ from support.small_run import CONFIG
 from support.training import make_recipe
 from transformers import get_scheduler
 
-from ulysses_cli.launch.launcher import lock_run
+from ulysses_cli.launch.start_lock import lock_run
 from ulysses_cli.plan.files.weight_files import find_weight_problem, read_metadata
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.problem import RecipeError

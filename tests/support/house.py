@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": {
         *("plan", "run_folder", "host", "launch", "report", "hub", "hardware_table", "shipped", "validate", ""),
     },
-    "cli": {"plan", "commands", "report", ""},
+    "cli": {"plan", "host", "commands", "report", ""},
     "__main__": {"cli"},
     "": set(),
 }
@@ -62,13 +62,24 @@ ORDER: dict[str, list[str]] = {
         *("failure_record", "line_files", "manifest", "archive", "resume", "run_lock", "seal", "run_key"),
     ],
     "host": ["network", "operator_builds", "children"],
-    "launch": ["launcher", "preflight"],
+    "launch": ["nodes", "meeting", "start_lock", "results", "failures", "launcher", "preflight"],
     "data": [
         *("problems", "selection", "sources", "steps", "batching", "transaction", "store", "rows", "packer", "facts"),
         *("tokenizing", "prepare", "__main__"),
     ],
     "train": [
-        *("loss", "finiteness", "processes", "guard", "agent", "telemetry", "tensor_file", "optimizer", "memory", "attention"),
+        *(
+            "loss",
+            "finiteness",
+            "processes",
+            "guard",
+            "agent",
+            "telemetry",
+            "tensor_file",
+            "optimizer",
+            "memory",
+            "attention",
+        ),
         *("engine", "train_state", "loop", "evaluation", "hooks", "checkpoint", "rehearsal", "assembly", "export"),
         *("inputs", "connection", "completion", "worker", "failure", "__main__"),
     ],

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ulysses_cli.cli import COMMANDS, app
 from ulysses_cli.commands.options import EXIT_CODES
-from ulysses_cli.launch import launcher as launch
+from ulysses_cli.launch import launcher
 from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +164,7 @@ def test_exit_codes_are_told_in_help_and_readme() -> None:
     told = [line.split(maxsplit=1) for line in EXIT_CODES.replace("130, 143", "130,143").splitlines()[1:]]
     assert [codes for codes, _ in told] == ["0", "1", "2", "130,143"]
     assert (DONE, FAILED, USAGE) == (0, 1, 2)
-    assert set(launch.INTERRUPTED.values()) == {130, 143}
+    assert set(launcher.INTERRUPTED.values()) == {130, 143}
     said, readme = CliRunner().invoke(app, ["--help"]).stdout, (ROOT / "README.md").read_text()
     for line in EXIT_CODES.splitlines():
         assert line in said

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from ulysses_cli.host import network
-from ulysses_cli.launch import launcher as launch
-from ulysses_cli.launch.launcher import Nodes, find_first_failure, find_nodes, make_environment, make_launcher_args
+from ulysses_cli.launch import launcher, meeting, nodes, results, start_lock
+from ulysses_cli.launch.failures import find_first_failure
+from ulysses_cli.launch.launcher import make_environment, make_launcher_args
+from ulysses_cli.launch.nodes import Nodes, find_nodes
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.report.run_end import format_failure, format_interruption
 from ulysses_cli.run_folder import run_key
@@ -37,7 +39,7 @@ def test_options_win_over_the_environment_which_wins_over_slurm() -> None:
     assert find_nodes(16, ours) == Nodes(2, 1, "10.0.0.1", 1234, 8)
     assert find_nodes(16, ours, node_rank=0, master_addr="head", master_port=9) == Nodes(2, 0, "head", 9, 8)
     assert find_nodes(4, {"SLURM_STEP_NODELIST": "login1"}) == Nodes(processes_here=4)  # not inside srun
-    assert launch._first_host("a-1,b-2") == "a-1"
+    assert nodes._first_host("a-1,b-2") == "a-1"
 
 
 @pytest.mark.parametrize(
@@ -63,13 +65,13 @@ def test_machines_that_do_not_fit_are_refused(world_size: int, environ: dict[str
 
 
 def test_the_launchers_command_line(tmp_path: Path) -> None:
-    nodes = Nodes(processes_here=2)
-    with launch.open_meeting(nodes, tmp_path, {}) as meeting:
-        folder = meeting.folder
+    alone_here = Nodes(processes_here=2)
+    with meeting.open_meeting(alone_here, tmp_path, {}) as place:
+        folder = place.folder
         assert folder is not None
         assert folder.stat().st_mode & 0o777 == 0o700
-        alone = make_launcher_args(nodes, 0, meeting, ["--log-dir=x"])
-        environ = make_environment({}, "cpu", 2, meeting)
+        alone = make_launcher_args(alone_here, 0, place, ["--log-dir=x"])
+        environ = make_environment({}, "cpu", 2, place)
     assert not folder.exists()
     assert list(tmp_path.iterdir()) == []
     assert alone[:3] == ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=0"]
@@ -81,7 +83,7 @@ def test_the_launchers_command_line(tmp_path: Path) -> None:
 
 def test_several_machines_share_a_key_that_no_command_line_shows(tmp_path: Path) -> None:
     both = [Nodes(2, rank, "127.0.0.1", 1234, 8) for rank in range(2)]
-    with launch.open_meeting(both[1], tmp_path, {}) as second, launch.open_meeting(both[0], tmp_path, {}) as first:
+    with meeting.open_meeting(both[1], tmp_path, {}) as second, meeting.open_meeting(both[0], tmp_path, {}) as first:
         args = [make_launcher_args(node, 3, each) for node, each in zip(both, (first, second), strict=True)]
         environ = make_environment({"NCCL_SOCKET_IFNAME": "ib0"}, "cuda", 8, first)
         assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
@@ -95,8 +97,8 @@ def test_several_machines_share_a_key_that_no_command_line_shows(tmp_path: Path)
     assert not any(first.key[at : at + 8] in word for word in args[0] for at in range(56))
     assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
     given = {KEY: "g" * 40}
-    with launch.open_meeting(both[0], tmp_path, given) as meeting:
-        assert make_environment(given, "cpu", 8, meeting)[KEY] == "g" * 40
+    with meeting.open_meeting(both[0], tmp_path, given) as place:
+        assert make_environment(given, "cpu", 8, place)[KEY] == "g" * 40
         assert not (tmp_path / "key").exists()
     assert f"--rdzv-id={Seal('g' * 40).name_run()}" not in args[0]
 
@@ -105,7 +107,7 @@ def test_a_key_that_is_none_is_refused(tmp_path: Path) -> None:
     nodes, file = Nodes(2, 0, "localhost"), tmp_path / "key"
 
     def refuse(environ: dict[str, str]) -> Problem:
-        with pytest.raises(RecipeError) as found, launch.open_meeting(nodes, tmp_path, environ):
+        with pytest.raises(RecipeError) as found, meeting.open_meeting(nodes, tmp_path, environ):
             pass
         return found.value.problems[0]
 
@@ -195,48 +197,48 @@ def test_a_rank_that_was_killed_has_said_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_belongs_to_one_run_as_long_as_a_process_of_it_lives(tmp_path: Path) -> None:
-    lock = launch.lock_run(tmp_path / "run", 0)
+    lock = start_lock.lock_run(tmp_path / "run", 0)
     rank = RunLock(lock.file)
     for end in (lambda: os.close(lock.handle), lambda: os.close(rank.handle)):
         with pytest.raises(RecipeError, match="belongs to a run that goes on right now"):
-            launch.lock_run(tmp_path / "run", 0)
+            start_lock.lock_run(tmp_path / "run", 0)
         end()
-    os.close(launch.lock_run(tmp_path / "run", 0).handle)
+    os.close(start_lock.lock_run(tmp_path / "run", 0).handle)
 
 
 def test_a_lock_that_was_removed_with_its_folder_is_put_back(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    rank = RunLock(launch.lock_run(run_dir, 0, {"run": {"seed": 3}}).file)
+    rank = RunLock(start_lock.lock_run(run_dir, 0, {"run": {"seed": 3}}).file)
     rank.put_back()
     shutil.rmtree(run_dir)
     rank.put_back()
     with pytest.raises(RecipeError, match=r"goes on right now \(process .*its recipe is the same"):
-        launch.lock_run(run_dir, 0, {"run": {"seed": 3}})
+        start_lock.lock_run(run_dir, 0, {"run": {"seed": 3}})
     shutil.rmtree(run_dir)
-    second = launch.lock_run(run_dir, 0)
+    second = start_lock.lock_run(run_dir, 0)
     with pytest.raises(LostFolderError, match="run was removed, and a second run has begun in it"):
         rank.put_back()
     os.close(second.handle)
     rank.put_back()
     with pytest.raises(RecipeError):
-        launch.lock_run(run_dir, 0)
+        start_lock.lock_run(run_dir, 0)
 
 
 def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:
     first = {"model": {"hub_token": "hf_abcdefghijkl"}, "train": {"max_steps": 6, "learning_rate": 1e-4}}
     second = {"model": {"hub_token": "hf_mnopqrstuvwx"}, "train": {"max_steps": 9, "learning_rate": 1e-4}}
-    lock = launch.lock_run(tmp_path, 0, first)
+    lock = start_lock.lock_run(tmp_path, 0, first)
     with pytest.raises(RecipeError) as found:
-        launch.lock_run(tmp_path, 0, second)
+        start_lock.lock_run(tmp_path, 0, second)
     said = found.value.problems[0].message
     assert f"(process {os.getpid()} on " in said
     assert said.endswith("this recipe differs from its in:\n  train.max_steps: was 6, is 9")
     with pytest.raises(RecipeError, match="; its recipe is the same"):
-        launch.lock_run(tmp_path, 0, first)
+        start_lock.lock_run(tmp_path, 0, first)
     assert "hf_" not in lock.file.read_text()
     lock.file.write_text("[]")
     with pytest.raises(RecipeError, match="goes on right now"):
-        launch.lock_run(tmp_path, 0, first)
+        start_lock.lock_run(tmp_path, 0, first)
 
 
 class Agent:
@@ -256,7 +258,7 @@ class Agent:
 def test_a_first_signal_asks_and_a_second_ends(first: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     agent, now, alarms = Agent(), [0.0], []
     monkeypatch.setattr(signal, "alarm", alarms.append)
-    signals = launch.StopSignals(agent, lambda: now[0])  # type: ignore[arg-type]
+    signals = launcher.StopSignals(agent, lambda: now[0])  # type: ignore[arg-type]
     signals.hear(first, None)
     assert agent.heard == [signal.SIGTERM]
     now[0] = 0.1
@@ -265,7 +267,7 @@ def test_a_first_signal_asks_and_a_second_ends(first: signal.Signals, monkeypatc
     now[0] = 1.0
     signals.hear(first, None)
     assert agent.heard == [signal.SIGTERM, signal.SIGINT]
-    assert alarms == [launch.AGENT_SECONDS]
+    assert alarms == [launcher.AGENT_SECONDS]
     signals.hear(signal.SIGALRM, None)
     assert agent.heard[-1] == signal.SIGKILL
     assert signals.first == first
@@ -282,50 +284,50 @@ def test_a_signal_to_a_rank_is_no_cause(tmp_path: Path) -> None:
 
 
 def test_an_earlier_run_is_deleted_only_when_told_so(tmp_path: Path) -> None:
-    launch.check_run_dir(tmp_path, [], overwrite=False)
+    results.check_run_dir(tmp_path, [], overwrite=False)
     for name, mine in (("checkpoints", "mine.pt"), ("model", "weights.bin")):
         (tmp_path / name).mkdir()
         (tmp_path / name / mine).touch()
         with pytest.raises(RecipeError, match=f"{name} holds the results of an earlier run"):
-            launch.check_run_dir(tmp_path, [], overwrite=False)
-        launch.check_run_dir(tmp_path, [], overwrite=True)
+            results.check_run_dir(tmp_path, [], overwrite=False)
+        results.check_run_dir(tmp_path, [], overwrite=True)
         with pytest.raises(RecipeError, match="where this run writes"):
-            launch.check_run_dir(tmp_path, ["owner/name", str(tmp_path / name / "base")], overwrite=True)
+            results.check_run_dir(tmp_path, ["owner/name", str(tmp_path / name / "base")], overwrite=True)
         assert (tmp_path / name / mine).exists()
-        launch.set_results_aside(tmp_path)
+        results.set_results_aside(tmp_path)
         assert (tmp_path / "replaced" / "1" / name / mine).exists()
-        launch.drop_replaced_results(tmp_path)
+        results.drop_replaced_results(tmp_path)
         assert list(tmp_path.iterdir()) == []
 
 
 def test_an_earlier_run_stays_until_a_new_model_stands(tmp_path: Path) -> None:
-    assert launch.set_results_aside(tmp_path) is None
+    assert results.set_results_aside(tmp_path) is None
     (tmp_path / "model").mkdir()
-    assert launch.set_results_aside(tmp_path) is None, "an empty folder is nothing to keep"
+    assert results.set_results_aside(tmp_path) is None, "an empty folder is nothing to keep"
     (tmp_path / "model" / "weights").write_text("old")
     (tmp_path / "metrics.jsonl").write_text("old")
 
-    aside = launch.set_results_aside(tmp_path)
+    aside = results.set_results_aside(tmp_path)
     assert aside == tmp_path / "replaced" / "1"
     (tmp_path / "metrics.jsonl").write_text("new")
     (tmp_path / "checkpoints").mkdir()
-    assert launch.restore_results(tmp_path, aside), "the new run has left nothing"
+    assert results.restore_results(tmp_path, aside), "the new run has left nothing"
     assert (tmp_path / "model" / "weights").read_text() == "old"
     assert (tmp_path / "metrics.jsonl").read_text() == "old"
 
     for number in (1, 2):
-        aside = launch.set_results_aside(tmp_path)
+        aside = results.set_results_aside(tmp_path)
         assert aside == tmp_path / "replaced" / str(number)
         (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
-        assert not launch.restore_results(tmp_path, aside), "the new run's checkpoint stays"
+        assert not results.restore_results(tmp_path, aside), "the new run's checkpoint stays"
     assert (tmp_path / "replaced" / "1" / "model" / "weights").read_text() == "old"
 
 
 def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
-    assert launch.find_newest_checkpoint(tmp_path) is None
+    assert results.find_newest_checkpoint(tmp_path) is None
     for name in ("step-9", "step-10", "step-11.writing"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    found = launch.find_newest_checkpoint(tmp_path)
+    found = results.find_newest_checkpoint(tmp_path)
     assert found == tmp_path / "checkpoints" / "step-10"
     assert format_interruption({}, found).startswith("interrupted; the newest checkpoint is ")
     assert "--resume auto" in format_interruption({}, found)
@@ -338,7 +340,7 @@ def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RecipeError, match="cannot be written: Not a directory"):
-        launch.lock_run(tmp_path / "file" / "run", 0)
+        start_lock.lock_run(tmp_path / "file" / "run", 0)
 
 
 def test_a_lock_of_a_build_that_died_is_cleared(tmp_path: Path) -> None:
@@ -349,7 +351,7 @@ def test_a_lock_of_a_build_that_died_is_cleared(tmp_path: Path) -> None:
     for lock, when in ((old, 0), (held, 0), (early, 1 << 40)):  # the clock jumped forwards, or back
         os.utime(lock, (when, when))
     with open(held, "rb"):  # by whoever builds
-        launch.clear_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+        launcher.clear_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert [lock for lock in locks if lock.exists()] == [new, held]
 
 

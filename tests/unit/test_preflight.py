@@ -10,8 +10,7 @@ from support.checkpoints import make_checkpoint
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
-from ulysses_cli.launch import launcher as launch
-from ulysses_cli.launch import preflight
+from ulysses_cli.launch import launcher, preflight
 from ulysses_cli.plan.files.weight_files import LENGTH_BYTES, find_weight_problem, list_weight_names, read_header
 from ulysses_cli.plan.recipe.loader import Loaded, parse_recipe
 from ulysses_cli.run_folder import archive
@@ -131,7 +130,7 @@ def test_the_newest_valid_checkpoint_decides_what_recipe_goes_on(tmp_path: Path,
 
 def test_the_command_stops_before_data_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "find_spec", lambda _: None)
-    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("launched"))
     monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", lambda *_: pytest.fail("prepared"))
     recipe = str(Path(__file__).parents[2] / "recipes" / "tiny-cpu.yaml")
     words = ["train", recipe, f"run.output_dir={tmp_path / 'run'}", "run.report_to=[wandb]"]

@@ -61,14 +61,13 @@ def prove(
     keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Ends the command with the proof's exit code."""
-    from ulysses_cli.launch import launcher as launch
-    from ulysses_cli.launch import preflight
+    from ulysses_cli.launch import launcher, preflight
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, proofs
 
     or_exit(lambda: check_page(html), output)
     wants_cpu = subject is not None and subject.recipe.run.device == "cpu"
-    device = "cuda" if launch.count_places("cuda") and not wants_cpu else "cpu"
+    device = "cuda" if launcher.count_places("cuda") and not wants_cpu else "cpu"
     if command != "doctor" and device == "cpu" and (problems := list(preflight.check_builds_folder())):
         end_with(problems, output)
     task = {
@@ -79,9 +78,9 @@ def prove(
         "config": subject.config if subject else {},
         "options": options,
     }
-    environ = launch.make_environment(os.environ, device, 1)
+    environ = launcher.make_environment(os.environ, device, 1)
     if command != "doctor":  # which tells of them
-        launch.clear_build_locks(environ)
+        launcher.clear_build_locks(environ)
     findings, code = _ask(task, environ)
     if not findings:
         printing.print_talk(f"{command} ended early with exit code {code}")

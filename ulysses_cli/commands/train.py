@@ -6,13 +6,23 @@ import json
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ulysses_cli.commands.options import or_exit
 from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
+
+if TYPE_CHECKING:
+    from ulysses_cli.launch.launcher import Outcome
+    from ulysses_cli.launch.nodes import Nodes
+    from ulysses_cli.launch.start_lock import NewLock
+    from ulysses_cli.plan.recipe.loader import Loaded
+    from ulysses_cli.plan.recipe.recipe import Recipe
+    from ulysses_cli.plan.resolved import Resolved
+    from ulysses_cli.validate import Validated
 
 
 def train(
@@ -68,84 +78,166 @@ def train(
       ulysses train my.yaml --nnodes 2 --node-rank 0 --master-addr gpu01
       ulysses train my.yaml --dry-run parallel.dp_shard_size=8
     """
-    from ulysses_cli import validate
-    from ulysses_cli.commands.prepare import prepare_recipe
-    from ulysses_cli.launch import launcher as launch
-    from ulysses_cli.launch import preflight
-    from ulysses_cli.report import printing, run_end
-
     extra = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-    files, overrides = validate.split_words(words[: len(words) - len(extra)])
+    request = Request(resume_anyway, overwrite, dry_run, tuple(extra))
+    valid = _validate(words[: len(words) - len(extra)], resume, num_processes, starts_anew=overwrite)
+    machine = Machine(nnodes, node_rank, master_addr, master_port)
+    place = _take_place(valid, machine, request)
+    rows = _prepare_rows(valid)
+    outcome = _launch(valid, place, rows, request)
+    raise typer.Exit(outcome.exit_code)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for beside the recipe."""
+
+    resume_anyway: bool
+    overwrite: bool
+    dry_run: bool
+    launcher_args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Which machine of the run this is, as far as options say it."""
+
+    nnodes: int | None
+    node_rank: int | None
+    master_addr: str | None
+    master_port: int | None
+
+
+@dataclass(frozen=True)
+class ValidRecipe:
+    """A recipe that passed its checks, and the words that gave it."""
+
+    file: str
+    overrides: list[str]
+    result: Validated
+    loaded: Loaded
+    resolved: Resolved
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.recipe
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(os.path.expanduser(self.recipe.run.output_dir))
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """Where a run takes place: this machine among the run's, and the run's locked folder."""
+
+    nodes: Nodes
+    lock: NewLock
+    starts_anew: bool
+
+
+def _validate(words: list[str], resume: str | None, num_processes: int | None, *, starts_anew: bool) -> ValidRecipe:
+    from ulysses_cli import validate
+    from ulysses_cli.report import printing
+
+    files, overrides = validate.split_words(words)
     if len(files) != 1:
         printing.print_problems([validate.no_recipe(words) if not files else validate.several_recipes(files)])
         raise typer.Exit(USAGE)
     if resume:
         overrides = [*overrides, f"run.resume_from_checkpoint={json.dumps(resume)}"]
-    result = validate.validate_recipe(files[0], overrides, num_processes, online=True, starts_anew=overwrite)
-    loaded, resolved = result.loaded, result.resolved
-    if result.problems or loaded is None or resolved is None:
+    result = validate.validate_recipe(files[0], overrides, num_processes, online=True, starts_anew=starts_anew)
+    if result.problems or result.loaded is None or result.resolved is None:
         printing.print_problems(result.problems)
         raise typer.Exit(USAGE)
-    recipe, world_size = loaded.recipe, resolved.layout.world_size
-    nodes = or_exit(
-        lambda: launch.find_nodes(
-            world_size,
-            os.environ,
-            nnodes=nnodes,
-            node_rank=node_rank,
-            master_addr=master_addr,
-            master_port=master_port,
-        )
-    )
-    printing.print_talk(run_end.format_start(result, nodes.count))
-    run_dir = Path(os.path.expanduser(recipe.run.output_dir))
-    wanted = recipe.run.resume_from_checkpoint
-    lock = or_exit(lambda: launch.lock_run(run_dir, nodes.rank, recipe.model_dump(mode="json")))
-    starts_anew = not wanted and not dry_run and nodes.rank == 0
+    return ValidRecipe(files[0], overrides, result, result.loaded, result.resolved)
+
+
+def _take_place(valid: ValidRecipe, machine: Machine, request: Request) -> RunPlace:
+    """Finds this machine's part, locks the run's folder, and looks for what would stop the run later."""
+    from ulysses_cli.launch import preflight
+    from ulysses_cli.launch.nodes import find_nodes
+    from ulysses_cli.launch.results import check_run_dir
+    from ulysses_cli.launch.start_lock import lock_run
+    from ulysses_cli.report import printing, run_end
+
+    recipe, world_size = valid.recipe, valid.resolved.layout.world_size
+    nodes = or_exit(lambda: find_nodes(world_size, os.environ, **vars(machine)))
+    printing.print_talk(run_end.format_start(valid.result, nodes.count))
+    lock = or_exit(lambda: lock_run(valid.run_dir, nodes.rank, recipe.model_dump(mode="json")))
+    starts_anew = not recipe.run.resume_from_checkpoint and not request.dry_run and nodes.rank == 0
     inputs = [path for path in (recipe.model.name_or_path, *(each.path for each in recipe.data.datasets)) if path]
     if starts_anew:
-        or_exit(lambda: launch.check_run_dir(run_dir, inputs, overwrite=overwrite))
+        or_exit(lambda: check_run_dir(valid.run_dir, inputs, overwrite=request.overwrite))
     obstacles = preflight.find_obstacles(
-        loaded, processes_here=nodes.processes_here, resumes_anyway=resume_anyway, is_rehearsal=dry_run
+        valid.loaded,
+        processes_here=nodes.processes_here,
+        resumes_anyway=request.resume_anyway,
+        is_rehearsal=request.dry_run,
     )
     if obstacles:
         printing.print_problems(obstacles)
         raise typer.Exit(USAGE)
-    data = prepare_recipe(files[0], overrides)
+    return RunPlace(nodes, lock, starts_anew)
+
+
+def _prepare_rows(valid: ValidRecipe) -> Path:
+    """-> the prepared rows, whose tokens the model knows."""
+    from ulysses_cli.commands.prepare import prepare_recipe
+    from ulysses_cli.report import printing, run_end
+
+    data = prepare_recipe(valid.file, valid.overrides)
     if data.exit_code != DONE:
         raise typer.Exit(data.exit_code)
-    vocabulary = result.shape.vocab_size if result.shape else 0
+    vocabulary = valid.result.shape.vocab_size if valid.result.shape else 0
     outside = [source for source in data.report["sources"] if source["max_id"] >= vocabulary]
     if outside:
-        printing.print_problems([run_end.explain_tokens(loaded, outside[0], vocabulary)])
+        printing.print_problems([run_end.explain_tokens(valid.loaded, outside[0], vocabulary)])
         raise typer.Exit(USAGE)
-    rank_args = ["--recipe", files[0], "--data", str(data.report["path"]), *(f"--set={text}" for text in overrides)]
-    rank_args += [f"--resume={wanted}"] if wanted else []
-    rank_args += ["--resume-anyway"] if resume_anyway else []
-    device = recipe.run.device
-    if dry_run:
+    return Path(data.report["path"])
+
+
+def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, request: Request) -> Outcome:
+    """Starts the ranks, waits for them, and says how the run ended."""
+    from ulysses_cli.launch import launcher
+    from ulysses_cli.launch.meeting import open_meeting
+    from ulysses_cli.launch.nodes import Nodes
+    from ulysses_cli.launch.results import set_results_aside
+
+    run, nodes, device = valid.recipe.run, place.nodes, valid.recipe.run.device
+    rank_args = ["--recipe", valid.file, "--data", str(rows), *(f"--set={text}" for text in valid.overrides)]
+    rank_args += [f"--resume={run.resume_from_checkpoint}"] if run.resume_from_checkpoint else []
+    rank_args += ["--resume-anyway"] if request.resume_anyway else []
+    if request.dry_run:
         rank_args.append("--dry-run")
-        if world_size > launch.count_places(device):
+        if valid.resolved.layout.world_size > launcher.count_places(device):
             rank_args.append("--pretend")
-            nodes, device = launch.Nodes(), "cpu"
+            nodes, device = Nodes(), "cpu"
     with ExitStack() as stack:
-        meeting = or_exit(lambda: stack.enter_context(launch.open_meeting(nodes, run_dir, os.environ)))
-        aside = launch.set_results_aside(run_dir) if starts_anew else None
-        launcher_args = launch.make_launcher_args(nodes, recipe.run.max_restarts, meeting, extra)
-        environ = launch.make_environment(os.environ, device, nodes.processes_here, meeting)
-        outcome = launch.launch(launcher_args, rank_args, environ, run_dir / "logs", lock)
-    model = run_dir / "model"
-    is_whole = outcome.exit_code == DONE and not dry_run and launch.is_model_of_newest(run_dir)
+        meeting = or_exit(lambda: stack.enter_context(open_meeting(nodes, valid.run_dir, os.environ)))
+        aside = set_results_aside(valid.run_dir) if place.starts_anew else None
+        launcher_args = launcher.make_launcher_args(nodes, run.max_restarts, meeting, request.launcher_args)
+        environ = launcher.make_environment(os.environ, device, nodes.processes_here, meeting)
+        outcome = launcher.launch(launcher_args, rank_args, environ, valid.run_dir / "logs", place.lock)
+    _report_end(valid.run_dir, outcome, aside, is_rehearsal=request.dry_run)
+    return outcome
+
+
+def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_rehearsal: bool) -> None:
+    """An earlier run's results go once the new model stands, and come back where there is none."""
+    from ulysses_cli.launch import results
+    from ulysses_cli.report import printing, run_end
+
+    is_whole = outcome.exit_code == DONE and not is_rehearsal and results.is_model_of_newest(run_dir)
     if is_whole:
-        launch.drop_replaced_results(run_dir)
+        results.drop_replaced_results(run_dir)
     elif aside is not None:
-        is_back = launch.restore_results(run_dir, aside)
+        is_back = results.restore_results(run_dir, aside)
         kept = "are back in their place" if is_back else f"are kept in {aside} until a new model stands"
         printing.print_talk(f"the earlier run's results {kept}")
     if outcome.exit_code > FAILED + USAGE:
-        printing.print_talk(run_end.format_interruption(outcome.failure, launch.find_newest_checkpoint(run_dir)))
+        printing.print_talk(run_end.format_interruption(outcome.failure, results.find_newest_checkpoint(run_dir)))
     elif outcome.exit_code != DONE:
         printing.print_talk(run_end.format_failure(outcome.failure, run_dir / "logs"))
     elif is_whole:
-        printing.print_data(str(model))
-    raise typer.Exit(outcome.exit_code)
+        printing.print_data(str(run_dir / "model"))

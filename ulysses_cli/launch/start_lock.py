@@ -1,0 +1,67 @@
+"""A run begins by holding its folder's lock alone. A second run is refused, with what differs between the two."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.host.children import narrow_umask
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.recipe.changes import list_differences
+from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
+from ulysses_cli.run_folder.failure_record import read_json
+
+MAX_DIFFERENCES = 12
+
+
+@dataclass(frozen=True)
+class NewLock:
+    """The open lock that a run begins with. The ranks hold the same file: run_folder/run_lock.py."""
+
+    file: Path
+    handle: int
+
+
+def lock_run(run_dir: Path, node_rank: int, recipe: Mapping[str, Any] | None = None) -> NewLock:
+    """`recipe`: what a second run is told of this one."""
+    file = run_dir / f"lock-{node_rank}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666 & ~narrow_umask(run_dir))
+    except OSError as error:
+        problem = Problem("run.output_dir", f"{run_dir} cannot be written: {error.strerror}", "choose another folder")
+        raise RecipeError([problem]) from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        facts = {"process": os.getpid(), "host": socket.gethostname(), "started": time.time(), "recipe": recipe}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(mask_secrets(facts, known=collect_secrets(recipe, os.environ))).encode(), 0)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise RecipeError([_describe_live_run(run_dir, read_json(file), recipe)]) from None
+    return NewLock(file, handle)
+
+
+def _describe_live_run(run_dir: Path, facts: Any, recipe: Mapping[str, Any] | None) -> Problem:
+    """Who holds the folder, and what of the recipe that would begin there differs from theirs."""
+    message = f"{run_dir} belongs to a run that goes on right now"
+    hint = "wait for it, or choose another run.output_dir"
+    if not isinstance(facts, dict) or not isinstance(facts.get("started"), float):
+        return Problem("run.output_dir", message, hint)
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["started"]))
+    message += f" (process {facts.get('process')} on {facts.get('host')}, since {since})"
+    if isinstance(facts.get("recipe"), dict) and recipe is not None:
+        differs = list_differences(facts["recipe"], mask_secrets(recipe, known=collect_secrets(recipe, os.environ)))
+        message += "; this recipe differs from its in:" if differs else "; its recipe is the same"
+        message = "\n  ".join([message, *differs[:MAX_DIFFERENCES]])
+        if len(differs) > MAX_DIFFERENCES:
+            message += f"\n  and {len(differs) - MAX_DIFFERENCES} more"
+    return Problem("run.output_dir", message, hint)
