@@ -29,7 +29,7 @@ from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.speed import compute_speed
-from ulysses_cli.prove.bench.bench import bench as subject
+from ulysses_cli.prove.bench import bench as subject
 from ulysses_cli.prove.bench.calibration import calibrate
 from ulysses_cli.prove.bench.speed import Timed
 from ulysses_cli.prove.ranks.interleaving import Turn, compare_pairs
@@ -45,7 +45,7 @@ def make_timed(parts: dict[str, float], seconds: float = 1.0, loss: float = 2.0)
     return Timed(steps, 100, 1e12, 989.0, 1 << 30, 1 << 30, loss, parts, 0.1)
 
 
-def run_sweep(monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.Place | None = None, **more: Any) -> Any:
+def run_sweep(monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.BenchDevice | None = None, **more: Any) -> Any:
     """A sweep whose ranks are not started: `outcomes(recipe, is_ours, num_sides)` says how a side fares."""
 
     def run(world: int, calls: Any, **_: Any) -> list[Any]:
@@ -55,7 +55,7 @@ def run_sweep(monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.Pla
     if place is not None:
         monkeypatch.setattr(subject, "find_place", lambda *_: place)
     options = {"lengths": (32, 64), "sp_sizes": (1, 2), "levers": "auto", "num_steps": 4, "against_trainer": False}
-    sweep = subject.Sweep(**{**options, "time_limit_seconds": 60.0, **more})
+    sweep = subject.BenchSweep(**{**options, "time_limit_seconds": 60.0, **more})
     recipe = make_recipe("parallel.sp_size=2")
     return subject.bench(recipe, CONFIG, "test", load_hardware(), sweep, lambda _: None)
 
@@ -77,7 +77,7 @@ def test_an_oom_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = subject.Place("cuda", 2, load_hardware().get_gpu("h100-80gb"))
+    place = subject.BenchDevice("cuda", 2, load_hardware().get_gpu("h100-80gb"))
 
     def fare(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         is_long = recipe.data.max_length == 64

@@ -90,7 +90,7 @@ def test_a_stack_that_reads_a_number_from_the_device_waits(tmp_path: Path) -> No
     (main,) = islice(outer := stop_at("go = tensor.item\ngo()\n", graph), 1)
     assert find_place(main) == ("", True)
     assert find_place(main, [reading]) == ("ulysses_cli/train/loop.py:2", True)
-    hook = tmp_path / "ulysses_cli" / "train" / "exchange.py"
+    hook = tmp_path / "ulysses_cli" / "train" / "attention" / "exchange.py"
     (busy,) = islice(inner := stop_at("go = tensor.item\ngo()\n", hook), 1)
     assert find_place(main, [busy]) == ("ulysses_cli/train/attention/exchange.py:2", False)
     for thread in (reader, outer, inner):

@@ -111,7 +111,7 @@ class FakeAccelerator(CPU_Accelerator):
         return Stream
 
     @property
-    def StreamEvent(self) -> Any:
+    def Event(self) -> Any:
         return StreamEvent
 
     def stream(self, stream: Any) -> Any:
