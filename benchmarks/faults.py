@@ -32,7 +32,7 @@ from support import forked, kill_points  # noqa: E402
 from support.faults import Workshop, damage_newest, wait_until  # noqa: E402
 from support.forked import Command, is_alive  # noqa: E402
 
-from ulysses_cli.prove import rank_server  # noqa: E402
+from ulysses_cli.prove.ranks import rank_server  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "faults-cpu.json"
 NUM_KILLS, CHAIN, NUM_STEPS = 30, 5, 24
