@@ -1,0 +1,99 @@
+"""Makes the pictures of the docs, each for a light and a dark page, and an index of them with their descriptions.
+
+    python docs/pictures/make.py [--check] [--all]
+
+--check writes nothing and fails if a picture is not what this script makes. The picture of a report page needs a run
+and Chromium: it is made again when the recipe or the page's style has changed, or with --all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import report_page
+from canvas import ROOT, THEMES
+from exchange import draw_exchange
+from memory import draw_memory_against_length, draw_memory_by_phase
+from rooms import draw_rooms
+from terminal import draw_error
+
+FOLDER = Path(__file__).parent
+INDEX = FOLDER / "README.md"
+DRAWN = {
+    "exchange": draw_exchange,
+    "rooms": draw_rooms,
+    "memory-by-phase": draw_memory_by_phase,
+    "memory-against-length": draw_memory_against_length,
+    "error": draw_error,
+}
+TAKEN = "report-page"
+TEXTS = re.compile(r"<title[^>]*>(.*?)</title>\s*<desc[^>]*>(.*?)</desc>", re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a picture is out of date")
+    parser.add_argument("--all", action="store_true", help="also run the recipe again, for the report page")
+    args = parser.parse_args()
+    drawn = {FOLDER / f"{name}-{theme.name}.svg": draw(theme) for name, draw in DRAWN.items() for theme in THEMES}
+    taken = {theme.name: FOLDER / f"{TAKEN}-{theme.name}.png" for theme in THEMES}
+    if args.check:
+        return _check(drawn, taken.values())
+    for path, text in drawn.items():
+        path.write_text(text)
+    if args.all or not all(map(_is_current, taken.values())):
+        for theme, picture in report_page.take_pictures().items():
+            taken[theme].write_bytes(picture)
+    INDEX.write_text(_write_index())
+    return 0
+
+
+def _check(drawn: Mapping[Path, str], taken: Iterable[Path]) -> int:
+    old = [path for path, text in drawn.items() if not path.exists() or path.read_text() != text]
+    old += [path for path in taken if not _is_current(path)]
+    if not old and (not INDEX.exists() or INDEX.read_text() != _write_index()):
+        old.append(INDEX)
+    for path in old:
+        sys.stderr.write(f"{path.relative_to(ROOT)} is not what this script makes: run `make pictures`\n")
+    return 1 if old else 0
+
+
+def _is_current(path: Path) -> bool:
+    return path.exists() and report_page.read_texts(path.read_bytes()).get("Inputs") == report_page.compute_inputs()
+
+
+def _write_index() -> str:
+    """Every picture with its description, as other pages show it."""
+    parts = [
+        "# Pictures",
+        "Made by `make pictures` (`docs/pictures/make.py`); a test compares them with what the script makes. Another"
+        " page shows a picture with the same lines, and its own path to this folder.",
+    ]
+    for name in (*DRAWN, TAKEN):
+        light, dark = (next(FOLDER.glob(f"{name}-{theme.name}.*")) for theme in THEMES)
+        title, description = _read_texts(light)
+        parts += [
+            f"## {title}",
+            f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{dark.name}">\n'
+            f'  <img src="{light.name}" width="800" alt="{html.escape(description)}">\n</picture>',
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _read_texts(path: Path) -> tuple[str, str]:
+    if path.suffix == ".png":
+        texts = report_page.read_texts(path.read_bytes())
+        return texts["Title"], texts["Description"]
+    match = TEXTS.search(path.read_text())
+    if match is None:
+        raise ValueError(f"{path.name} has no title and description")
+    return html.unescape(match[1]), html.unescape(match[2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The two halves of the code and their rooms, drawn from the rules that the tests hold (tests/support/house.py).
+
+Where a room stands is chosen here and checked: a picture in which an import leads upwards, or from the light half to
+the heavy one, is an error.
+"""
+
+from __future__ import annotations
+
+from canvas import MARGIN, WIDTH, Theme, draw_box, draw_heading, wrap_svg, wrap_words, write
+from support.house import HEAVY, LIGHT, MAY_IMPORT, PACKAGE
+
+FILES = ("validate", "hub", "hardware_table", "shipped")
+ENTRY = ("cli", "__main__", "")
+ROWS = {"commands": 0, "report": 1, "launch": 1, "run_folder": 2, "host": 2, "prove": 0, "train": 1, "data": 2}
+BASE = "plan"
+PURPOSES = {
+    "plan": "what can be known without a GPU: pure functions, values in and values out",
+    "commands": "one file per command: parse, call, report, exit code",
+    "report": "text, JSON and HTML; the only room that prints",
+    "launch": "starts the processes of a run, on one machine or many",
+    "run_folder": "checkpoints, manifests and logs of a run",
+    "host": "network, operator builds, child processes",
+    "data": "documents to rows of tokens",
+    "train": "one rank of a run, from start-up to teardown",
+    "prove": "runs that prove a claim: parity, speed, a healthy machine",
+}
+TOP, GAP, PAD = 126, 12, 12
+LIGHT_WIDTH, HEAVY_LEFT = 384, 452
+HEIGHTS = (122, 152, 112)
+FILES_HEIGHT, BASE_HEIGHT = 46, 102
+
+
+def draw_rooms(theme: Theme) -> str:
+    heavy = sorted(set(MAY_IMPORT) - set(LIGHT) - set(FILES) - set(ENTRY))
+    _check(heavy)
+    heading = "The two halves and their rooms"
+    parts = draw_heading(
+        theme, heading, "A room imports only rooms below it, and the light half never imports the heavy one"
+    )
+    light_colour, heavy_colour = theme.series[0], theme.series[1]
+    heavy_width = WIDTH - MARGIN - HEAVY_LEFT
+    parts += [
+        write(theme, MARGIN, 98, "Light", 15, light_colour, bold=True),
+        write(theme, MARGIN, 116, "starts at once; never imports torch", 12, "muted"),
+        write(theme, HEAVY_LEFT, 98, "Heavy", 15, heavy_colour, bold=True),
+        write(theme, HEAVY_LEFT, 116, f"may import {', '.join(_sort_heavy()[:3])}, …", 12, "muted"),
+    ]
+    tops = [TOP + sum(HEIGHTS[:row]) + row * GAP for row in range(len(HEIGHTS))]
+    half = (LIGHT_WIDTH - GAP) / 2
+    for name, row in ROWS.items():
+        if name in heavy:
+            box = (HEAVY_LEFT, heavy_width)
+        else:
+            row_names = [other for other, place in ROWS.items() if place == row and other in LIGHT]
+            is_alone = len(row_names) == 1
+            box = (MARGIN + row_names.index(name) * (half + GAP), LIGHT_WIDTH if is_alone else half)
+        tint = heavy_colour if name in heavy else light_colour
+        height = HEIGHTS[row] + (GAP + FILES_HEIGHT if name in heavy and row == len(HEIGHTS) - 1 else 0)
+        parts += _draw_room(theme, name, box[0], tops[row], box[1], height, tint)
+    bottom = tops[-1] + HEIGHTS[-1] + GAP
+    parts += _draw_files(theme, bottom, light_colour)
+    base = bottom + FILES_HEIGHT + GAP
+    parts += _draw_room(theme, BASE, MARGIN, base, WIDTH - 2 * MARGIN, BASE_HEIGHT, light_colour)
+    parts += _draw_processes(theme, tops, [name for name in heavy if (PACKAGE / name / "__main__.py").exists()])
+    return wrap_svg(theme, base + BASE_HEIGHT + MARGIN, heading, _describe(heavy), parts)
+
+
+def _check(heavy: list[str]) -> None:
+    rows = {**ROWS, **dict.fromkeys(FILES, 3), BASE: 4, **dict.fromkeys(ENTRY, -1)}
+    if set(rows) != set(MAY_IMPORT):
+        raise ValueError(f"rooms without a place in the picture: {sorted(set(rows) ^ set(MAY_IMPORT))}")
+    for name, imports in MAY_IMPORT.items():
+        for other in imports - set(ENTRY):
+            if rows[other] <= rows[name] and not (name in FILES and other in FILES):
+                raise ValueError(f"{name} imports {other}, which the picture shows above it")
+            if name not in heavy and other in heavy:
+                raise ValueError(f"{name} imports {other}, which is heavy")
+
+
+def _sort_heavy() -> list[str]:
+    """The best known first."""
+    known = ("torch", "transformers", "deepspeed", "numpy")
+    return sorted(HEAVY, key=lambda name: (known.index(name) if name in known else len(known), name))
+
+
+def _list_folders(name: str) -> list[str]:
+    return sorted(folder.name for folder in (PACKAGE / name).iterdir() if (folder / "__init__.py").exists())
+
+
+def _list_imports(name: str) -> list[str]:
+    return [other for other in MAY_IMPORT if other in MAY_IMPORT[name] and other not in ENTRY]
+
+
+def _draw_room(theme: Theme, name: str, x: float, y: float, width: float, height: float, tint: str) -> list[str]:
+    room = width - 2 * PAD
+    parts = [
+        draw_box(x, y, width, height, tint, tint, rx=8, fill_opacity=0.07, stroke_opacity=0.55),
+        write(theme, x + PAD, y + 23, f"{name}/", 14, bold=True, mono=True),
+    ]
+    line = y + 42
+    for text in wrap_words(PURPOSES[name], 12, room):
+        parts.append(write(theme, x + PAD, line, text, 12))
+        line += 16
+    line += 6
+    left = x + PAD
+    for folder in _list_folders(name):
+        wide = len(folder) * 11 * 0.602 + 12
+        if left + wide > x + width - PAD:
+            left, line = x + PAD, line + 23
+        parts += [
+            draw_box(left, line - 10, wide, 19, theme["surface"], tint, rx=4, stroke_opacity=0.5),
+            write(theme, left + 6, line + 3.5, folder, 11, mono=True),
+        ]
+        left += wide + 5
+    imports = f"imports {', '.join(_list_imports(name))}" if _list_imports(name) else "imports no other room"
+    lines = wrap_words(imports, 11, room)
+    for index, text in enumerate(lines):
+        parts.append(write(theme, x + PAD, y + height - 11 - 14 * (len(lines) - 1 - index), text, 11, "muted"))
+    return parts
+
+
+def _draw_files(theme: Theme, y: float, tint: str) -> list[str]:
+    parts = [draw_box(MARGIN, y, LIGHT_WIDTH, FILES_HEIGHT, tint, tint, rx=8, fill_opacity=0.07, stroke_opacity=0.55)]
+    left = MARGIN + PAD
+    for name in FILES:
+        parts.append(write(theme, left, y + 20, f"{name}.py", 11.5, mono=True, bold=True))
+        left += (len(name) + 3) * 11.5 * 0.602 + 14
+    below = sorted({other for name in FILES for other in _list_imports(name)} - set(FILES))
+    parts.append(write(theme, MARGIN + PAD, y + 36, f"single files; import {', '.join(below)}", 11, "muted"))
+    return parts
+
+
+def _draw_processes(theme: Theme, tops: list[float], names: list[str]) -> list[str]:
+    """A command starts heavy work as a child process: a line, where an import would be none."""
+    start, bus, end = MARGIN + LIGHT_WIDTH, MARGIN + LIGHT_WIDTH + 24, HEAVY_LEFT
+    heights = [tops[ROWS[name]] + 24 for name in names]
+    stroke = f'fill="none" stroke="{theme["muted"]}" stroke-width="1.5" stroke-dasharray="4 3"'
+    parts = [
+        f'<path d="M{start:g} {min(heights):g}H{bus:g}" {stroke}/>',
+        f'<path d="M{bus:g} {min(heights):g}V{max(heights):g}" {stroke}/>',
+    ]
+    for height in heights:
+        parts.append(f'<path d="M{bus:g} {height:g}H{end - 7:g}" {stroke}/>')
+        parts.append(f'<path d="M{end - 1:g} {height:g}l-8 -4v8z" fill="{theme["muted"]}"/>')
+    middle = (min(heights) + max(heights)) / 2
+    parts.append(
+        write(theme, bus - 7, middle, "commands start child processes", 11, "muted", anchor="middle", turn=-90)
+    )
+    return parts
+
+
+def _describe(heavy: list[str]) -> str:
+    light = [name for name in MAY_IMPORT if name not in heavy and name not in ENTRY]
+    halves = f"The light half, which never imports torch: {', '.join(light)}. The heavy half: {', '.join(heavy)}."
+    imports = " ".join(
+        f"{name} imports {', '.join(_list_imports(name)) or 'no other room'}."
+        for name in MAY_IMPORT
+        if name not in ENTRY
+    )
+    return f"{halves} {imports} Commands start the heavy half as child processes."
