@@ -80,9 +80,14 @@ def _write_index() -> str:
         parts += [
             f"## {title}",
             f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{dark.name}">\n'
-            f'  <img src="{light.name}" width="800" alt="{html.escape(description)}">\n</picture>',
+            f'  <img src="{light.name}" width="800" alt="{_escape(description)}">\n</picture>',
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _escape(text: str) -> str:
+    """For an attribute in double quotes; an apostrophe stays readable in the Markdown."""
+    return html.escape(text, quote=False).replace('"', "&quot;")
 
 
 def _read_texts(path: Path) -> tuple[str, str]:
