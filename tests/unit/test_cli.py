@@ -160,15 +160,15 @@ def test_every_line_of_help_is_whole(words: list[str], columns: int, monkeypatch
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
-def test_exit_codes_are_told_in_help_and_readme() -> None:
+def test_exit_codes_are_in_help_and_faq() -> None:
     told = [line.split(maxsplit=1) for line in EXIT_CODES.replace("130, 143", "130,143").splitlines()[1:]]
     assert [codes for codes, _ in told] == ["0", "1", "2", "130,143"]
     assert (DONE, FAILED, USAGE) == (0, 1, 2)
     assert set(launcher.INTERRUPTED.values()) == {130, 143}
-    said, readme = CliRunner().invoke(app, ["--help"]).stdout, (ROOT / "README.md").read_text()
+    help_text, faq = CliRunner().invoke(app, ["--help"]).stdout, (ROOT / "docs" / "faq.md").read_text()
     for line in EXIT_CODES.splitlines():
-        assert line in said
-        assert line in readme
+        assert line in help_text
+        assert line in faq
 
 
 def test_a_section_of_the_schema_is_printed() -> None:

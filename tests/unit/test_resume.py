@@ -148,14 +148,15 @@ def test_damage_is_named_and_passed_over(tmp_path: Path, name: str) -> None:
         find_resume_point(tmp_path, "auto", 0, said.append)
 
 
-def test_readme_and_help_list_what_may_change() -> None:
+def test_docs_and_help_list_what_may_change() -> None:
     """The list of the check, key by key."""
-    readme = " ".join((ROOT / "README.md").read_text().split("**`--resume auto`** takes")[1].split("- **")[0].split())
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    page = " ".join(page.split("**`--resume auto`** takes")[1].split("- **")[0].split())
     told = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     for key in changes.FREE | set(changes.LENGTHS):
-        assert f"`{key}`" in readme
+        assert f"`{key}`" in page
         assert key in told
-    named = set(re.findall(r"`((?:model|data|train|lora)\.\w+)`", readme))
+    named = set(re.findall(r"`((?:model|data|train|lora)\.\w+)`", page))
     assert named == changes.FREE | set(changes.LENGTHS)
 
 

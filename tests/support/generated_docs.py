@@ -1,0 +1,162 @@
+"""The parts of docs/ that are made from the code. `PYTHONPATH=tests python -m support.generated_docs` writes them.
+
+A page keeps what is written by hand; a generated part stands between two comment lines that name it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from support.house import ENTRY_MAY_IMPORT, MAY_IMPORT, MODULES, ORDER, PACKAGE, ROOT, parse
+from ulysses_cli.plan.attention import BACK_ENDS
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.recipe.schema import Setting, format_value, walk_settings
+
+DOCS = ROOT / "docs"
+COMMAND = "PYTHONPATH=tests python -m support.generated_docs"
+
+
+def make_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def make_settings() -> str:
+    """One table for each section of a recipe."""
+    sections: dict[str, list[Setting]] = defaultdict(list)
+    titles = {}
+    for setting in walk_settings():
+        if setting.accepts.inner:
+            titles[setting.key] = setting.doc
+        if not setting.accepts.section:
+            sections[setting.key.rpartition(".")[0] or setting.key].append(setting)
+    parts = []
+    for section, settings in sections.items():
+        rows = [
+            (
+                f"`{setting.key.rpartition('.')[2]}`",
+                "required" if setting.is_required else f"`{format_value(setting.default)}`",
+                setting.accepts.describe() + (f" ({setting.unit})" if setting.unit else ""),
+                setting.doc + (f"; also `{'`, `'.join(setting.aliases)}`" if setting.aliases else ""),
+            )
+            for setting in settings
+        ]
+        doc = titles.get(section.removesuffix("[]"), "")
+        head = f"### {section}\n\n" + (f"{doc[0].upper()}{doc[1:]}.\n\n" if doc else "")
+        parts.append(head + make_table(("setting", "default", "takes", "meaning"), rows))
+    return "\n\n".join(parts)
+
+
+def make_code_map() -> str:
+    """Every module with the first sentence of its docstring, room by room, as the order of imports has them."""
+    folders: dict[Path, list[Path]] = defaultdict(list)
+    for file in MODULES.values():
+        folders[file.parent].append(file)
+    parts = []
+    for folder in sorted(folders, key=_rank_folder):
+        files = sorted((file for file in folders[folder] if file.name != "__init__.py"), key=_rank_file)
+        rows = [(f"`{file.name}`", _find_first_sentence(file)) for file in files]
+        title = folder.relative_to(ROOT).as_posix()
+        doc = " ".join((ast.get_docstring(parse(folder / "__init__.py")) or "").split("\n\n")[0].split())
+        parts.append(f"### {title}/\n\n{doc}\n" + ("\n" + make_table(("file", "what it does"), rows) if rows else ""))
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def make_imports() -> str:
+    """Which room may import which, and the order within a room: the tables that the tests hold."""
+    rows = [
+        (f"`{room or '__init__'}`", ", ".join(f"`{name or '__init__'}`" for name in sorted(others)) or "nothing")
+        for room, others in MAY_IMPORT.items()
+    ]
+    entry = ", ".join(f"`{name}`" for name in sorted(ENTRY_MAY_IMPORT))
+    order = [(f"`{room}`", " → ".join(f"`{name}`" for name in names)) for room, names in ORDER.items()]
+    return (
+        make_table(("room or file", "imports of the package, besides itself"), rows)
+        + f"\n\nThe `__main__.py` of a room is a child process of a command. It may also import {entry}.\n\n"
+        + make_table(("room", "its parts, lowest first: each imports only parts to its left"), order)
+    )
+
+
+def list_known_shapes() -> list[ModelShape]:
+    """The models of plan/models/*.json, one for each file."""
+    entries = [json.loads(file.read_text()) for file in sorted((PACKAGE / "plan" / "models").glob("*.json"))]
+    return [read_model_shape(entry["config"], entry["repo"]) for entry in entries]
+
+
+def make_families() -> str:
+    names: dict[str, list[str]] = defaultdict(list)
+    for shape in list_known_shapes():
+        names[shape.model_type].append(f"`{shape.name}`")
+    rows = [(f"`{family}`", ", ".join(names[family]) or "none in the table") for family in FAMILIES]
+    return make_table(("`model_type`", "models whose shape is known without a download"), rows)
+
+
+def make_refused_models() -> str:
+    rows = [
+        (f"`{shape.name}`", f"`{shape.model_type}`", shape.inexact) for shape in list_known_shapes() if shape.inexact
+    ]
+    return make_table(("model", "`model_type`", "why a row cannot be split over ranks"), rows)
+
+
+def make_back_ends() -> str:
+    rows = [
+        (
+            f"`{name}`",
+            back_end.doc,
+            ", ".join(back_end.devices),
+            f"up to {back_end.max_head_dim:,}, multiples of {back_end.head_dim_multiple}",
+            *("yes" if able else "no" for able in (back_end.has_window, back_end.has_softcap, back_end.has_sinks)),
+        )
+        for name, back_end in BACK_ENDS.items()
+    ]
+    return make_table(("name", "what it is", "device", "head_dim", "windows", "softcap", "sinks"), rows)
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "recipes.md": {"settings": make_settings},
+    "code-map.md": {"imports": make_imports, "modules": make_code_map},
+    "models.md": {"families": make_families, "refused": make_refused_models},
+    "attention.md": {"back ends": make_back_ends},
+}
+
+
+def fill(page: str, text: str) -> str:
+    """The text of a page with its generated parts made anew."""
+    for name, make in PARTS[page].items():
+        pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end of {name} -->)"
+        content = make()
+        text, count = re.subn(pattern, lambda m, part=content: f"{m[1]}\n{part}\n\n{m[2]}", text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"docs/{page}: one part `{name}` is expected, {count} are there")
+    return text
+
+
+def _find_first_sentence(file: Path) -> str:
+    paragraph = " ".join((ast.get_docstring(parse(file)) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[a-z0-9`)\]][.!?])\s+(?=[A-Z`])", paragraph)[0]
+
+
+def _rank_folder(folder: Path) -> tuple[object, ...]:
+    parts = folder.relative_to(PACKAGE).parts
+    top = list(MAY_IMPORT).index(parts[0]) if parts else len(MAY_IMPORT)
+    order = ORDER.get(parts[0], []) if parts else []
+    second = order.index(parts[1]) if len(parts) > 1 and parts[1] in order else -1
+    return (top, second, parts)
+
+
+def _rank_file(file: Path) -> tuple[object, ...]:
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    order = ORDER.get(parts[0], [])
+    return (order.index(parts[1]) if len(parts) == 2 and parts[1] in order else -1, file.name)
+
+
+if __name__ == "__main__":
+    for name in PARTS:
+        page = DOCS / name
+        page.write_text(fill(name, page.read_text()))

@@ -1,0 +1,146 @@
+"""README, ARCHITECTURE and docs/: links, paths, generated parts, printed outputs, the commands of the quickstart."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.commands import run
+from support.generated_docs import COMMAND, DOCS, PARTS, fill
+from support.house import PACKAGE, ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+# Names that docs use and no folder of the repository has: a run's files, a user's, and those that a reader makes.
+NOT_OURS = re.compile(r"(~|output_dir|runs|logs|model)/.*|.*[A-Z*].*|use\.py|\w+\.(html|yaml|json)")
+SUFFIXES = (".py", ".md", ".yaml", ".json", ".jinja", ".toml", ".txt")
+readme = (ROOT / "README.md").read_text()
+quickstart = (DOCS / "quickstart.md").read_text()
+
+
+def list_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def drop_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def list_anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", drop_blocks(page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def list_links(page: Path) -> list[str]:
+    text = drop_blocks(page.read_text())
+    found = re.findall(r"\]\(([^)\s]+)\)", text)
+    return found + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_anchors(page: Path) -> None:
+    for link in list_links(page):
+        if link.startswith("https://") or ("pictures/" in link and not (DOCS / "pictures").exists()):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor:
+            assert anchor in list_anchors(target), f"{page.name}: {link}"
+
+
+def list_paths(page: Path) -> Iterator[str]:
+    for word in re.findall(r"`([^`\s]+)`", drop_blocks(page.read_text())):
+        if word.endswith(SUFFIXES) or (word.endswith("/") and "/" in word):
+            yield word
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_paths_that_docs_name_exist(page: Path) -> None:
+    names = {path.name for room in ("ulysses_cli", "tests", "benchmarks") for path in (ROOT / room).rglob("*")}
+    for word in list_paths(page):
+        places = [base / word for base in (ROOT, PACKAGE, ROOT / "tests")]
+        is_there = any(place.exists() for place in places) or (
+            "/" not in word.rstrip("/") and word.rstrip("/") in names
+        )
+        assert is_there or NOT_OURS.fullmatch(word), f"{page.name}: {word}"
+
+
+def test_every_page_can_be_found_from_the_readme() -> None:
+    linked = {link.partition("#")[0] for link in list_links(ROOT / "README.md")}
+    assert {page.relative_to(ROOT).as_posix() for page in PAGES} - {"README.md"} <= linked
+
+
+def test_the_readme_is_short() -> None:
+    assert len(readme.splitlines()) <= 180
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_generated_parts_are_up_to_date(name: str) -> None:
+    text = (DOCS / name).read_text()
+    assert text == fill(name, text), f"docs/{name} is not what the code says: {COMMAND}"
+
+
+def test_the_recipe_of_the_readme_is_valid_and_its_outputs_are_real(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(list_blocks(readme, "yaml")[0])
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "documents" / "a.txt").write_text("A document.\n")
+    assert run("validate-config", "my.yaml", cwd=tmp_path).returncode == 0
+    wrong, estimate, _ = list_blocks(readme, "console")
+    command, _, expected = wrong.partition("\n")
+    result = run(*command.removeprefix("$ ulysses ").split(), cwd=tmp_path)
+    assert (result.returncode, result.stderr.strip()) == (2, expected.strip())
+    command, _, expected = estimate.partition("\n")
+    words, _, num_lines = command.removeprefix("$ ulysses ").partition(" | head -")
+    result = run(*words.split(), cwd=tmp_path)
+    assert result.stdout.splitlines()[: int(num_lines)] == expected.splitlines()
+
+
+def test_commands_that_docs_print_exist() -> None:
+    """Each `ulysses` command of a block has a help page that knows its options."""
+    helps: dict[str, str] = {}
+    for page in PAGES:
+        blocks = [*list_blocks(page.read_text(), "sh"), *list_blocks(page.read_text(), "console")]
+        for line in "".join(blocks).splitlines():
+            line = line.removeprefix("$ ").partition("#")[0].partition("|")[0]
+            if not line.startswith("ulysses "):
+                continue
+            command, *words = line.split()[1:]
+            if command not in helps:
+                helps[command] = run(command, "--help").stdout
+                assert "Usage:" in helps[command], f"{page.name}: {line}"
+            for word in words:
+                assert not word.startswith("--") or f"{word} " in helps[command], f"{page.name}: {line}"
+
+
+@pytest.mark.check
+def test_every_command_of_the_quickstart_runs(tmp_path: Path) -> None:
+    """In the order of the page, in an empty folder: from documents to a model that transformers loads."""
+    (tmp_path / "my.yaml").write_text(list_blocks(quickstart, "yaml")[0])
+    (tmp_path / "use.py").write_text(list_blocks(quickstart, "python")[0])
+    (tmp_path / "bin").mkdir()
+    ulysses = tmp_path / "bin" / "ulysses"
+    ulysses.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ulysses_cli "$@"\n')
+    ulysses.chmod(0o755)
+    path = os.pathsep.join([str(ulysses.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environ = {**os.environ, "PATH": path, "NO_COLOR": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    blocks = list_blocks(quickstart, "sh")
+    assert len(blocks) == 8
+    for block in blocks:
+        result = subprocess.run(
+            ["bash", "-eu", "-c", block],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert result.returncode == 0, f"{block}\n{result.stdout}\n{result.stderr}"
+    for made in ("runs/my/model/model.safetensors", "runs/my/report.html", "model-10/model.safetensors"):
+        assert (tmp_path / made).is_file(), made
