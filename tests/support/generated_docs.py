@@ -1,12 +1,14 @@
 """The parts of docs/ that are made from the code. `PYTHONPATH=tests python -m support.generated_docs` writes them.
 
-A page keeps what is written by hand; a generated part stands between two comment lines that name it.
+A page keeps what is written by hand. A generated part stands between two comment lines that name it. Pictures and
+their texts come from docs/pictures/README.md.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +21,8 @@ from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.recipe.schema import Setting, format_value, walk_settings
 
 DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+PICTURE = re.compile(r'<picture>\n.*srcset="[^"]*?([\w-]+)-dark\.\w+">\n.*\n</picture>')
 COMMAND = "PYTHONPATH=tests python -m support.generated_docs"
 
 
@@ -126,15 +130,22 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
 }
 
 
-def fill(page: str, text: str) -> str:
-    """The text of a page with its generated parts made anew."""
-    for name, make in PARTS[page].items():
+def fill(page: Path, text: str) -> str:
+    """The text of a page with its generated parts made anew, and its pictures as docs/pictures/README.md has them."""
+    for name, make in PARTS.get(page.name, {}).items():
         pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end of {name} -->)"
         content = make()
         text, count = re.subn(pattern, lambda m, part=content: f"{m[1]}\n{part}\n\n{m[2]}", text, flags=re.DOTALL)
         if count != 1:
-            raise ValueError(f"docs/{page}: one part `{name}` is expected, {count} are there")
-    return text
+            raise ValueError(f"{page.name}: one part `{name}` is expected, {count} are there")
+    pictures, folder = _read_pictures(), os.path.relpath(DOCS / "pictures", page.parent)
+    return PICTURE.sub(lambda m: re.sub(r'(src|srcset)="', rf'\1="{folder}/', pictures[m[1]]), text)
+
+
+def _read_pictures() -> dict[str, str]:
+    """Each picture of the index by its name: the lines that show it in light and dark, with a text for both."""
+    index = (DOCS / "pictures" / "README.md").read_text()
+    return {match[1]: match[0] for match in PICTURE.finditer(index)}
 
 
 def _find_first_sentence(file: Path) -> str:
@@ -157,6 +168,5 @@ def _rank_file(file: Path) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    for name in PARTS:
-        page = DOCS / name
-        page.write_text(fill(name, page.read_text()))
+    for page in PAGES:
+        page.write_text(fill(page, page.read_text()))

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 from support.commands import run
-from support.generated_docs import COMMAND, DOCS, PARTS, fill
+from support.generated_docs import COMMAND, DOCS, PAGES, fill
 from support.house import PACKAGE, ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
 # Names that docs use and no folder of the repository has: a run's files, a user's, and those that a reader makes.
 NOT_OURS = re.compile(r"(~|output_dir|runs|logs|model)/.*|.*[A-Z*].*|use\.py|\w+\.(html|yaml|json)")
 SUFFIXES = (".py", ".md", ".yaml", ".json", ".jinja", ".toml", ".txt")
@@ -45,7 +44,7 @@ def list_links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_and_anchors(page: Path) -> None:
     for link in list_links(page):
-        if link.startswith("https://") or ("pictures/" in link and not (DOCS / "pictures").exists()):
+        if link.startswith("https://"):
             continue
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
@@ -80,10 +79,10 @@ def test_the_readme_is_short() -> None:
     assert len(readme.splitlines()) <= 180
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_generated_parts_are_up_to_date(name: str) -> None:
-    text = (DOCS / name).read_text()
-    assert text == fill(name, text), f"docs/{name} is not what the code says: {COMMAND}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_generated_parts_and_pictures_are_up_to_date(page: Path) -> None:
+    text = page.read_text()
+    assert text == fill(page, text), f"{page.name} is not what the code says: {COMMAND}"
 
 
 def test_the_recipe_of_the_readme_is_valid_and_its_outputs_are_real(tmp_path: Path) -> None:
