@@ -14,6 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from support import commands  # noqa: E402
+
 from ulysses_cli.report.page import drawing  # noqa: E402
 from ulysses_cli.report.page.drawing import escape  # noqa: E402
 
@@ -22,7 +24,17 @@ MARGIN = 24
 SANS = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 MONO = "ui-monospace,'SF Mono',Menlo,Consolas,'DejaVu Sans Mono',monospace"
 MONO_ADVANCE = 0.602  # of the font's size, the widest of these fonts
+# A person's own models, rates and cache are left out: pictures are the same everywhere.
+NO_PERSON = dict.fromkeys(("XDG_CONFIG_HOME", "HF_HUB_CACHE"), str(Path(__file__).parent / "nobody"))
 DARK_MODE = re.compile(r"@media\(prefers-color-scheme:dark\)\{(\.chart\{[^}]*\})\}")
+
+
+def run_tool(*words: str) -> str:
+    """What `ulysses WORDS` writes to stdout."""
+    done = commands.run(*words, **NO_PERSON)
+    if done.returncode:
+        raise RuntimeError(f"ulysses {' '.join(words)}: {done.stderr}")
+    return done.stdout
 
 
 @dataclass(frozen=True)

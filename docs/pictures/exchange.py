@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from canvas import MARGIN, ROOT, WIDTH, Theme, draw_box, draw_heading, wrap_svg, write
+from canvas import MARGIN, ROOT, WIDTH, Theme, draw_box, draw_heading, run_tool, wrap_svg, write
 
 RECIPE = "qwen3-4b-64k-4gpu"
 CARD_WIDTH, CARD_HEIGHT, CARD_GAP, CARDS_TOP = 176, 104, 10, 146
@@ -37,9 +37,7 @@ def draw_exchange(theme: Theme) -> str:
             write(theme, x, 117, what, 13),
             write(theme, x, 135, sizes, 12, "muted"),
         ]
-    for left, right, cargo in zip(
-        columns, columns[1:], (("queries, keys,", "and values"), ("attention's", "output")), strict=False
-    ):
+    for left, right, cargo in zip(columns, columns[1:], CARGOES, strict=False):
         middle = (left + CARD_WIDTH + right) / 2
         parts += [
             write(theme, middle, 98, "all-to-all →", 13, bold=True, anchor="middle"),
@@ -73,10 +71,8 @@ def draw_exchange(theme: Theme) -> str:
 
 
 def _read_facts() -> dict:
-    from support.commands import run
-
-    answer = run("validate-config", str(ROOT / "recipes" / f"{RECIPE}.yaml"), "--format", "json")
-    return json.loads(answer.stdout)["plans"][0]
+    answer = run_tool("validate-config", str(ROOT / "recipes" / f"{RECIPE}.yaml"), "--format", "json")
+    return json.loads(answer)["plans"][0]
 
 
 def _get_card_top(rank: int) -> float:

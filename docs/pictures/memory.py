@@ -10,8 +10,19 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from canvas import MARGIN, ROOT, WIDTH, Theme, draw_box, draw_heading, place_chart, read_description, wrap_svg, write
-from support.commands import run
+from canvas import (
+    MARGIN,
+    ROOT,
+    WIDTH,
+    Theme,
+    draw_box,
+    draw_heading,
+    place_chart,
+    read_description,
+    run_tool,
+    wrap_svg,
+    write,
+)
 
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.report.page.axes import make_axis
@@ -155,7 +166,7 @@ def _describe_source(facts: dict) -> str:
 
 @cache
 def _run_estimate(*options: str) -> str:
-    return run("estimate-memory", str(ROOT / "recipes" / f"{RECIPE}.yaml"), *options).stdout
+    return run_tool("estimate-memory", str(ROOT / "recipes" / f"{RECIPE}.yaml"), *options)
 
 
 @cache

@@ -6,7 +6,7 @@ the heavy one, is an error.
 
 from __future__ import annotations
 
-from canvas import MARGIN, WIDTH, Theme, draw_box, draw_heading, wrap_svg, wrap_words, write
+from canvas import MARGIN, MONO_ADVANCE, WIDTH, Theme, draw_box, draw_heading, wrap_svg, wrap_words, write
 from support.house import HEAVY, LIGHT, MAY_IMPORT, PACKAGE
 
 FILES = ("validate", "hub", "hardware_table", "shipped")
@@ -26,8 +26,8 @@ PURPOSES = {
 }
 TOP, GAP, PAD = 126, 12, 12
 LIGHT_WIDTH, HEAVY_LEFT = 384, 452
-HEIGHTS = (122, 152, 112)
-FILES_HEIGHT, BASE_HEIGHT = 46, 102
+TEXT_STEP, CHIP_STEP, IMPORT_STEP = 16, 23, 14
+FILES_HEIGHT = 46
 
 
 def draw_rooms(theme: Theme) -> str:
@@ -45,24 +45,28 @@ def draw_rooms(theme: Theme) -> str:
         write(theme, HEAVY_LEFT, 98, "Heavy", 15, heavy_colour, bold=True),
         write(theme, HEAVY_LEFT, 116, f"may import {', '.join(_sort_heavy()[:3])}, …", 12, "muted"),
     ]
-    tops = [TOP + sum(HEIGHTS[:row]) + row * GAP for row in range(len(HEIGHTS))]
-    half = (LIGHT_WIDTH - GAP) / 2
+    places = {name: (HEAVY_LEFT, heavy_width) if name in heavy else _place_light(name) for name in ROWS}
+    needed = [max(_measure_room(name, places[name][1]) for name in ROWS if ROWS[name] == row) for row in range(3)]
+    tops = [TOP + sum(needed[:row]) + row * GAP for row in range(len(needed))]
     for name, row in ROWS.items():
-        if name in heavy:
-            box = (HEAVY_LEFT, heavy_width)
-        else:
-            row_names = [other for other, place in ROWS.items() if place == row and other in LIGHT]
-            is_alone = len(row_names) == 1
-            box = (MARGIN + row_names.index(name) * (half + GAP), LIGHT_WIDTH if is_alone else half)
         tint = heavy_colour if name in heavy else light_colour
-        height = HEIGHTS[row] + (GAP + FILES_HEIGHT if name in heavy and row == len(HEIGHTS) - 1 else 0)
-        parts += _draw_room(theme, name, box[0], tops[row], box[1], height, tint)
-    bottom = tops[-1] + HEIGHTS[-1] + GAP
+        is_tall = name in heavy and row == len(needed) - 1
+        height = needed[row] + (GAP + FILES_HEIGHT if is_tall else 0)
+        parts += _draw_room(theme, name, places[name][0], tops[row], places[name][1], height, tint)
+    bottom = tops[-1] + needed[-1] + GAP
     parts += _draw_files(theme, bottom, light_colour)
-    base = bottom + FILES_HEIGHT + GAP
-    parts += _draw_room(theme, BASE, MARGIN, base, WIDTH - 2 * MARGIN, BASE_HEIGHT, light_colour)
+    base, width = bottom + FILES_HEIGHT + GAP, WIDTH - 2 * MARGIN
+    base_height = _measure_room(BASE, width)
+    parts += _draw_room(theme, BASE, MARGIN, base, width, base_height, light_colour)
     parts += _draw_processes(theme, tops, [name for name in heavy if (PACKAGE / name / "__main__.py").exists()])
-    return wrap_svg(theme, base + BASE_HEIGHT + MARGIN, heading, _describe(heavy), parts)
+    return wrap_svg(theme, base + base_height + MARGIN, heading, _describe(heavy), parts)
+
+
+def _place_light(name: str) -> tuple[float, float]:
+    """Left edge and width of a room that shares its line with the other light rooms there."""
+    names = [other for other, row in ROWS.items() if row == ROWS[name] and other in LIGHT]
+    width = (LIGHT_WIDTH - GAP * (len(names) - 1)) / len(names)
+    return MARGIN + names.index(name) * (width + GAP), width
 
 
 def _check(heavy: list[str]) -> None:
@@ -92,31 +96,62 @@ def _list_imports(name: str) -> list[str]:
 
 
 def _draw_room(theme: Theme, name: str, x: float, y: float, width: float, height: float, tint: str) -> list[str]:
-    room = width - 2 * PAD
+    """A box with the room's name, purpose, folders and imports. Its height is `_measure_room`'s, or more."""
     parts = [
         draw_box(x, y, width, height, tint, tint, rx=8, fill_opacity=0.07, stroke_opacity=0.55),
         write(theme, x + PAD, y + 23, f"{name}/", 14, bold=True, mono=True),
     ]
     line = y + 42
-    for text in wrap_words(PURPOSES[name], 12, room):
+    for text in _list_purpose(name, width):
         parts.append(write(theme, x + PAD, line, text, 12))
-        line += 16
+        line += TEXT_STEP
     line += 6
-    left = x + PAD
-    for folder in _list_folders(name):
-        wide = len(folder) * 11 * 0.602 + 12
-        if left + wide > x + width - PAD:
-            left, line = x + PAD, line + 23
-        parts += [
-            draw_box(left, line - 10, wide, 19, theme["surface"], tint, rx=4, stroke_opacity=0.5),
-            write(theme, left + 6, line + 3.5, folder, 11, mono=True),
-        ]
-        left += wide + 5
-    imports = f"imports {', '.join(_list_imports(name))}" if _list_imports(name) else "imports no other room"
-    lines = wrap_words(imports, 11, room)
+    for row in _list_folder_rows(name, width):
+        left = x + PAD
+        for folder in row:
+            wide = _get_chip_width(folder)
+            parts += [
+                draw_box(left, line - 10, wide, 19, theme["surface"], tint, rx=4, stroke_opacity=0.5),
+                write(theme, left + 6, line + 3.5, folder, 11, mono=True),
+            ]
+            left += wide + 5
+        line += CHIP_STEP
+    lines = _list_import_lines(name, width)
     for index, text in enumerate(lines):
-        parts.append(write(theme, x + PAD, y + height - 11 - 14 * (len(lines) - 1 - index), text, 11, "muted"))
+        place = y + height - 11 - IMPORT_STEP * (len(lines) - 1 - index)
+        parts.append(write(theme, x + PAD, place, text, 11, "muted"))
     return parts
+
+
+def _measure_room(name: str, width: float) -> float:
+    num_lines, num_rows = len(_list_purpose(name, width)), len(_list_folder_rows(name, width))
+    body = num_lines * TEXT_STEP + num_rows * CHIP_STEP + (6 if num_rows else 0)
+    return 30 + body + len(_list_import_lines(name, width)) * IMPORT_STEP + 16
+
+
+def _list_purpose(name: str, width: float) -> list[str]:
+    return wrap_words(PURPOSES[name], 12, width - 2 * PAD)
+
+
+def _list_import_lines(name: str, width: float) -> list[str]:
+    imports = _list_imports(name)
+    return wrap_words(f"imports {', '.join(imports)}" if imports else "imports no other room", 11, width - 2 * PAD)
+
+
+def _list_folder_rows(name: str, width: float) -> list[list[str]]:
+    rows: list[list[str]] = []
+    free = 0.0
+    for folder in _list_folders(name):
+        if _get_chip_width(folder) > free:
+            rows.append([])
+            free = width - 2 * PAD
+        rows[-1].append(folder)
+        free -= _get_chip_width(folder) + 5
+    return rows
+
+
+def _get_chip_width(folder: str) -> float:
+    return len(folder) * 11 * MONO_ADVANCE + 12
 
 
 def _draw_files(theme: Theme, y: float, tint: str) -> list[str]:

@@ -11,7 +11,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from canvas import MARGIN, MONO, MONO_ADVANCE, ROOT, WIDTH, Theme, escape, wrap_svg, write
+from canvas import MARGIN, MONO, MONO_ADVANCE, NO_PERSON, ROOT, WIDTH, Theme, escape, wrap_svg, write
 
 RECIPE, CHANGE = "llama-3.1-8b-128k-8gpu", ("sp_size: 8", "sp_size: 6")
 FILE = "my.yaml"
@@ -72,7 +72,7 @@ def _run_on_terminal() -> tuple[int, str]:
         raise ValueError(f"{RECIPE} does not hold {CHANGE[0]} once")
     parent, child = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment |= {"PYTHONPATH": str(ROOT), **NO_PERSON}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, FILE).write_text(text.replace(*CHANGE))
         command = [sys.executable, "-m", "ulysses_cli", *COMMAND]
