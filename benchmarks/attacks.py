@@ -25,16 +25,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit"), str(ROOT / "tests")]
-from support.checkpoints import make_checkpoint, make_state, write_contents  # noqa: E402
-from support.run_directory import write_run  # noqa: E402
-from support.small_run import make_settings  # noqa: E402
+from paths import RESULTS, ROOT
+from support.checkpoints import make_checkpoint, make_state, write_contents
+from support.run_directory import write_run
+from support.small_run import make_settings
 
-from ulysses_cli.host.operator_builds import get_builds_folder  # noqa: E402
-from ulysses_cli.run_folder.archive import find_newest_valid  # noqa: E402
+from ulysses_cli.host.operator_builds import get_builds_folder
+from ulysses_cli.run_folder.archive import find_newest_valid
 
-RESULTS = ROOT / "benchmarks" / "results" / "attacks-cpu.json"
 SECONDS, MAX_RSS_BYTES = 300, 2 << 30
 SECRET = "correct-horse-battery-staple"
 Attack = Callable[[Path], str]  # a folder of its own -> what got through, or ''
@@ -799,7 +797,7 @@ def try_attack(function: Attack) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("word", nargs="?", default="")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS / "attacks-cpu.json")
     options = parser.parse_args()
     found: dict[str, dict[str, str]] = {}
     for group, attacks in ATTACKS.items():

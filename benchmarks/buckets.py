@@ -16,9 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-RESULTS = ROOT / "benchmarks" / "results" / "buckets-cpu.json"
+from paths import RESULTS
+
 ZERO = "deepspeed.zero_optimization"
 CONFIG = {
     "model_type": "llama",
@@ -85,7 +84,7 @@ def compute_bytes(offload: str) -> dict[str, dict[str, float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--json", type=Path, default=RESULTS / "buckets-cpu.json")
     options = parser.parse_args()
     from support.rank_pool import run_on_ranks
 

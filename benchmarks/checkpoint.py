@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+from paths import RESULTS
+
 os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-RESULTS = ROOT / "benchmarks" / "results" / "checkpoint-cpu.json"
 NUM_ROUNDS, NUM_STARTS = 7, 5
 SAVE_BAR, STALL_BAR, RESUME_BAR = 1.3, 0.10, 1.5
 CONFIG = {
@@ -157,7 +155,7 @@ def main() -> None:
     for (name, ratio), bar in zip(ratios.items(), bars, strict=True):
         print(f"  {name:<48}{ratio:6.3f}  {f'(bar {bar})' if bar else ''}")
     result = {"bytes": num_bytes, "seconds": medians | {"stall": stall}, "ratios": ratios}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "checkpoint-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
     shutil.rmtree(folder)
 
 

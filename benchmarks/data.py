@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from paths import ROOT
+
 VOCABULARY = 16_000
 BATCH_BYTES = 4 << 20
 NUM_RUNS = 5

@@ -25,6 +25,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from paths import ROOT
 from published import (
     Claim,
     Row,
@@ -36,37 +37,20 @@ from published import (
     list_speed,
 )
 
-ROOT = Path(__file__).parents[1]
-
 
 def list_counted() -> Iterator[Row]:
-    """Every case whose code is here."""
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "single")]
-    import pytest
-    import test_ledger
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    """Steps of real models on tensors without data."""
+    from support.counted_steps import compare_step, list_cases
 
-    for model, config in test_ledger.MODELS.items():
-        for name, levers in test_ledger.LEVERS.items():
-            for sp_size in (1, 2, 4):
-                dist.init_process_group("fake", rank=0, world_size=sp_size, store=FakeStore())
-                try:
-                    num_tokens = test_ledger.LONG_TOKENS if name in test_ledger.LONG else test_ledger.TOKENS
-                    real = test_ledger.measure(config, levers, sp_size, num_tokens)
-                except pytest.skip.Exception:
-                    continue
-                finally:
-                    dist.destroy_process_group()
-                found = test_ledger.predict(config, levers, sp_size, num_tokens)
-                what = f"{model}; {name}; sp {sp_size}"
-                yield Row(what, real / 2**20, found / 2**20, "MiB", "counted in this run", 0.03)
+    for model, levers, sp_size in list_cases():
+        counted, predicted = compare_step(model, levers, sp_size)
+        name = f"{model}; {levers}; sp {sp_size}"
+        yield Row(name, counted / 2**20, predicted / 2**20, "MiB", "counted in this run", 0.03)
 
 
 def list_real(memory: Path | None) -> Iterator[Row]:
     """Real steps of DeepSpeed's engine on CPU ranks, every byte counted, against the formula and a trace. Counts are
     exact, so that remembered ones are those of this run as long as nothing but the formula changes."""
-    sys.path[:0] = [str(ROOT / "tests")]
     from support.rank_pool import run_on_ranks
     from support.real_steps import make_case, measure_step, predict_step, trace_step
 
@@ -138,7 +122,6 @@ def walk_stages(tiles: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, ob
 
 def compare_random(options: argparse.Namespace) -> int:
     """Traces in processes of their own; those remembered are not made again, and formulas always are."""
-    sys.path[:0] = [str(ROOT / "tests")]
     from support import random_recipes
 
     memory: Path | None = options.remember

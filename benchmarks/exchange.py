@@ -12,34 +12,30 @@ import platform
 import statistics
 import sys
 import time
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from metering import list_open_ops
+from support.byte_counter import ByteCounter
 from support.rank_pool import run_on_ranks
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 HEAD_DIM, NUM_HEADS = 64, 16
 NUM_METERED = 5
 COPIES = ("copy_", "clone", "cat", "_to_copy", "repeat_interleave", "index_select", "_reshape_copy", "contiguous")
 
 
-@dataclass
-class Log:
-    """What a forward and backward did. `outer` are the caller's tensors: q, k, v, out and their gradients."""
+class Meter(ByteCounter):
+    """Counts collectives, copies and bytes of a forward and backward; sees inside the custom operators too."""
 
-    num_collectives: int = 0
-    sent_bytes: int = 0
-    num_copies: int = 0
-    copied_bytes: int = 0
-    events: list[tuple[int, int]] = field(default_factory=list)  # (storage number, bytes born or -bytes died)
+    def __init__(self, large_bytes: int) -> None:
+        super().__init__()
+        self.large_bytes, self.open_ops = large_bytes, list_open_ops()
+        self.num_collectives = self.sent_bytes = self.num_copies = self.copied_bytes = 0
 
     def compute_peak_bytes(self, without: frozenset[int] = frozenset()) -> int:
         alive = peak = 0
@@ -49,51 +45,24 @@ class Log:
                 peak = max(peak, alive)
         return peak
 
-
-class Meter(TorchDispatchMode):
-    """Sees every operator, inside the custom ones too, and every storage's birth and death."""
-
-    def __init__(self, large_bytes: int, open_ops: dict[str, Callable[..., Any]]) -> None:
-        super().__init__()
-        self.log, self.large_bytes, self.open_ops = Log(), large_bytes, open_ops
-        self.numbers: dict[int, int] = {}
-        self.num_storages = 0
-
-    def track(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.numbers:
-            self.num_storages += 1
-            number, size = self.num_storages, storage.nbytes()
-            self.numbers[key] = number
-            self.log.events.append((number, size))
-            weakref.finalize(storage, self.forget, key, number, size)
-        return self.numbers[key]
-
-    def forget(self, key: int, number: int, size: int) -> None:
-        self.numbers.pop(key, None)
-        self.log.events.append((number, -size))
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         namespace, _, name = op.name().partition("::")
         if op.name() in self.open_ops:
             with self:
                 return self.open_ops[op.name()](*args, **kwargs)
-        found = op(*args, **kwargs)
-        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)]
-        for tensor in tensors:
-            self.track(tensor)
+        result = op(*args, **kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self.track(leaf)
         if namespace == "c10d":
-            self.log.num_collectives += 1
-            flat = [leaf for leaf in torch.utils._pytree.tree_leaves(args[1]) if isinstance(leaf, Tensor)]
-            self.log.sent_bytes += sum(tensor.nbytes for tensor in flat)
+            self.num_collectives += 1
+            self.sent_bytes += sum(leaf.nbytes for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor))
         elif namespace == "aten" and name.split(".")[0] in COPIES:
-            moved = found.nbytes if isinstance(found, Tensor) else 0
+            moved = result.nbytes if isinstance(result, Tensor) else 0
             if moved >= self.large_bytes:
-                self.log.num_copies += 1
-                self.log.copied_bytes += moved
-        return found
+                self.num_copies += 1
+                self.copied_bytes += moved
+        return result
 
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -154,27 +123,19 @@ def make_inputs(tokens: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor,
     return (*(tensor.transpose(1, 2).requires_grad_() for tensor in (q, k, v)), dout.flatten(2))
 
 
-def list_open_ops() -> dict[str, Callable[..., Any]]:
-    from deepspeed.sequence import layer as theirs
-
-    from ulysses_cli.train.attention.kernels import operators
-
-    ops = (operators.attend, operators.attend_backward, theirs._dim_zero_all_to_all_op)
-    return {op._qualname: op._init_fn for op in ops}
-
-
-def meter_layer(layer: Layer, tokens: int, num_kv_heads: int) -> tuple[Log, frozenset[int], tuple[Tensor, ...], int]:
-    """One forward and backward -> what it did, the caller's storages, output and gradients, q's bytes."""
+def meter_layer(layer: Layer, tokens: int, num_kv_heads: int) -> tuple[Meter, frozenset[int], tuple[Tensor, ...], int]:
+    """One forward and backward -> its meter, the caller's storages (q, k, v, out and their gradients), output and
+    gradients, and the bytes of q."""
     inputs = make_inputs(tokens, num_kv_heads)
     q, k, v, dout = inputs
-    meter = Meter(k.nbytes // 2, list_open_ops())
+    meter = Meter(k.nbytes // 2)
     outer = {meter.track(tensor) for tensor in inputs}
     with meter:
         out = layer(q, k, v)
         outer.add(meter.track(out))
         grads = torch.autograd.grad(out, (q, k, v), dout)
     outer |= {meter.track(grad) for grad in grads}
-    return meter.log, frozenset(outer), (out.detach(), *grads), q.nbytes
+    return meter, frozenset(outer), (out.detach(), *grads), q.nbytes
 
 
 def measure(tokens: int, num_kv_heads: int, runs: int, chunks: int) -> dict[str, Any]:
@@ -185,16 +146,16 @@ def measure(tokens: int, num_kv_heads: int, runs: int, chunks: int) -> dict[str,
     values = {}
     for name, layer in layers.items():
         metered = [meter_layer(layer, tokens, num_kv_heads) for _ in range(NUM_METERED)]
-        log, _, values[name], q_bytes = metered[0]
+        meter, _, values[name], q_bytes = metered[0]
         results[name] = {
-            "collectives": log.num_collectives,
-            "sent_mib": log.sent_bytes / 2**20,
-            "copies": log.num_copies,
-            "copied_per_q": log.copied_bytes / q_bytes,
+            "collectives": meter.num_collectives,
+            "sent_mib": meter.sent_bytes / 2**20,
+            "copies": meter.num_copies,
+            "copied_per_q": meter.copied_bytes / q_bytes,
             # gloo's own thread lets go of a buffer a moment after its collective is done, in some runs and not in
             # others; the smallest peak is the layer's own. The same for all layers.
-            "peak_per_q": min(log.compute_peak_bytes() for log, *_ in metered) / q_bytes,
-            "own_peak_per_q": min(log.compute_peak_bytes(outer) for log, outer, *_ in metered) / q_bytes,
+            "peak_per_q": min(run.compute_peak_bytes() for run, *_ in metered) / q_bytes,
+            "own_peak_per_q": min(run.compute_peak_bytes(outer) for run, outer, *_ in metered) / q_bytes,
         }
     times: dict[str, list[float]] = {name: [] for name in layers}
     q, k, v, dout = make_inputs(tokens, num_kv_heads)

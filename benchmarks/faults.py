@@ -26,15 +26,13 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from support import forked, kill_points  # noqa: E402
-from support.faults import Workshop, damage_newest, wait_until  # noqa: E402
-from support.forked import Command, is_alive  # noqa: E402
+from paths import RESULTS
+from support import forked, kill_points
+from support.faults import Workshop, damage_newest, wait_until
+from support.forked import Command, is_alive
 
-from ulysses_cli.prove.ranks import rank_server  # noqa: E402
+from ulysses_cli.prove.ranks import rank_server
 
-RESULTS = ROOT / "benchmarks" / "results" / "faults-cpu.json"
 NUM_KILLS, CHAIN, NUM_STEPS = 30, 5, 24
 DAMAGES = ("truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics")
 COLUMNS = ("injected", "survived", "refused", "lost")
@@ -325,7 +323,7 @@ def summarize(done: dict[str, Any], num_pieces: int) -> dict[str, Any]:
 def read_done(pieces: dict[str, Any]) -> dict[str, Any]:
     """Pieces of a call that was not finished."""
     try:
-        before = json.loads(RESULTS.read_text())
+        before = json.loads((RESULTS / "faults-cpu.json").read_text())
     except (OSError, ValueError):
         return {}
     return {} if before["is_finished"] else {name: one for name, one in before["pieces"].items() if name in pieces}
@@ -354,7 +352,7 @@ def main() -> None:
             for fault, how in ends:
                 print(f"  {fault}: {how}", flush=True)
             if not options.only:
-                RESULTS.write_text(json.dumps(summarize(done, len(pieces)), indent=1) + "\n")
+                (RESULTS / "faults-cpu.json").write_text(json.dumps(summarize(done, len(pieces)), indent=1) + "\n")
     result = summarize(done, len(pieces))
     print(f"\n{'':<44}" + "".join(f"{name:>10}" for name in COLUMNS))
     for fault, count in [*result["faults"].items(), ("all", result["all"])]:

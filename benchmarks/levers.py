@@ -22,11 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from metering import Meter, add_gates, register_cpu_flops
+from support.rank_pool import run_on_ranks
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.rank_pool import run_on_ranks
 
 NUM_RANKS, HEADS, HEAD_DIM, KV_HEADS, HIDDEN, INTERMEDIATE, VOCABULARY = 2, 8, 64, 4, 512, 1408, 32768
 LOSS_TILE = 512

@@ -1,55 +1,48 @@
-"""What one forward and backward costs, seen by a dispatch mode: FLOPs, calls, and which bytes are alive when."""
+"""What one forward and backward costs, counted by a dispatch mode: FLOPs, calls, and the bytes alive by phase."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import paths  # noqa: F401
 import torch
+from support.byte_counter import ByteCounter
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 LARGE_BYTES = 2**16  # smaller tensors are bookkeeping
 
 
-class Meter(TorchDispatchMode):
-    """Every storage is born in a phase: layers, attention, loss; or in host memory, where it does not count.
-
-    `is_computing` False: what has FLOPs gives zeros of the right shape instead. Counts stay; values and hours go.
+class Meter(ByteCounter):
+    """Counts each storage in the phase in which it is made: layers, attention or loss, or in host memory, which does
+    not count. With `is_computing` False, operators that have FLOPs return zeros of the right shape: counts are the
+    same, values are lost, and hours are saved.
     """
 
     def __init__(self, *, is_computing: bool) -> None:
-        super().__init__()
+        super().__init__(min_bytes=LARGE_BYTES)
         self.phase, self.is_counting, self.is_computing = "layers", True, is_computing
         self.flops: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        self.events: list[tuple[int, int]] = []  # (storage, its bytes, or less than 0 when it dies)
         self.given: set[int] = set()  # results and gradients that attention and the loss hand to the layers
-        self.phases: dict[int, str] = {}
+        self.phases: list[str] = []  # by number of a storage
         self.kept: set[int] = set()
-        self._numbers: dict[int, int] = {}
-        self._ignored: set[int] = set()
-        self._open = _list_open_ops()
+        self._open = list_open_ops()
         self._follows_collective = False
 
-    def ignore(self, *tensors: Tensor) -> None:
-        """Weights and inputs: there before and after."""
-        self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors}
-
     def mark_host(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """What it gives is host memory, also when no operator made it."""
+        """The tensor that it returns is host memory, also when no operator made it."""
 
         def call(*args: Any) -> Tensor:
             with self.in_phase("host"):
-                found = function(*args)
-                self.track(found)
-                return found
+                tensor = function(*args)
+                self.track(tensor)
+                return tensor
 
         return call
 
@@ -63,51 +56,34 @@ class Meter(TorchDispatchMode):
 
     def enter_loss(self, hidden: Tensor) -> Tensor:
         """What is alive now, between the layers' forward and their backward, is what they kept."""
-        self.kept = set(self._numbers.values())
-        self.kept.discard(self._numbers.get(hidden.untyped_storage()._cdata, -1))
+        self.kept = self.list_alive() - {self.get_number(hidden)}
         self.phase = "loss"
         return _Gate.apply(self, "layers", hidden)
 
-    def track(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._numbers or key in self._ignored or size < LARGE_BYTES:
-            return
-        number = len(self.phases)
-        self.phases[number] = self.phase
-        self._numbers[key] = number
-        self.events.append((number, size))
-        weakref.finalize(storage, self._forget, key, number, size)
-
     def give(self, *tensors: Tensor) -> None:
-        """What leaves a phase belongs to its caller."""
-        for tensor in tensors:
-            self.given.add(self._numbers.get(tensor.untyped_storage()._cdata, -1))
+        """Tensors that leave a phase belong to its caller."""
+        self.given |= {self.get_number(tensor) for tensor in tensors}
 
-    def _forget(self, key: int, number: int, size: int) -> None:
-        self._numbers.pop(key, None)
-        self.events.append((number, -size))
+    def record(self, number: int, num_bytes: int) -> None:
+        if num_bytes > 0:
+            self.phases.append(self.phase)
+        super().record(number, num_bytes)
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._follows_collective:  # gloo's own thread lets go of its buffers a moment after
+    def run(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._follows_collective:  # gloo's own thread frees its buffers a moment after
             time.sleep(0.01)
         self._follows_collective = op.namespace == "c10d"
         if op.name() in self._open:  # its formula counts, its inner operators only show their bytes
             with self.paused(), self:
-                found = self._open[op.name()](*args, **kwargs)
+                result = self._open[op.name()](*args, **kwargs)
         elif op._overloadpacket in flop_registry and not self.is_computing:
-            found = _make_zeros(op, args, kwargs)
+            result = _make_zeros(op, args, kwargs)
         else:
-            found = op(*args, **kwargs)
-        name = op._overloadpacket.__name__
-        self.calls[name] += 1
+            result = op(*args, **kwargs)
+        self.calls[op._overloadpacket.__name__] += 1
         if self.is_counting and op._overloadpacket in flop_registry:
-            self.flops[self.phase] += flop_registry[op._overloadpacket](*args, **kwargs, out_val=found)
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, Tensor):
-                self.track(leaf)
-        return found
+            self.flops[self.phase] += flop_registry[op._overloadpacket](*args, **kwargs, out_val=result)
+        return result
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -118,7 +94,7 @@ class Meter(TorchDispatchMode):
             self.is_counting = before
 
     def compute_peaks(self) -> dict[str, int]:
-        """Bytes on the device at the fullest moment, split; and the most that attention and the loss held at once."""
+        """Bytes on the device at the peak, split; and the most that attention and the loss held at once."""
         alive: Counter[str] = Counter()
         best: Counter[str] = Counter()
         most: Counter[str] = Counter()
@@ -171,7 +147,7 @@ def _sum_parts(alive: Counter[str]) -> int:
 
 
 class _Gate(torch.autograd.Function):
-    """Does nothing but switch the phase when gradients pass."""
+    """Passes tensors and gradients on, and switches the phase when gradients pass."""
 
     @staticmethod
     def forward(ctx: Any, meter: Meter, phase: str, *tensors: Tensor) -> Any:
@@ -187,7 +163,7 @@ class _Gate(torch.autograd.Function):
 
 
 def add_gates(name: str, meter: Meter) -> str:
-    """An attention implementation of transformers under which the meter is told of attention's forward and backward."""
+    """An attention implementation of transformers that reports attention's forward and backward to the meter."""
     from transformers import AttentionInterface
 
     inner = AttentionInterface()[name]
@@ -203,12 +179,13 @@ def add_gates(name: str, meter: Meter) -> str:
     return f"metered_{name}"
 
 
-def _list_open_ops() -> dict[str, Callable[..., Any]]:
-    from deepspeed.sequence import layer as theirs
+def list_open_ops() -> dict[str, Callable[..., Any]]:
+    """Custom operators whose inner operators are counted too: by name, what each runs."""
+    from deepspeed.sequence import layer
 
     from ulysses_cli.train.attention.kernels import operators
 
-    ops = (operators.attend, operators.attend_backward, theirs._dim_zero_all_to_all_op)
+    ops = (operators.attend, operators.attend_backward, layer._dim_zero_all_to_all_op)
     return {op._qualname: op._init_fn for op in ops}
 
 

@@ -7,9 +7,9 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from paths import ROOT
+
 BARE = [sys.executable, "-c", "import typer, pydantic, yaml"]
 COMMANDS = {
     "validate-config": ["validate-config", str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml")],

@@ -19,12 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+from paths import RESULTS, ROOT
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-RESULTS = ROOT / "benchmarks" / "results" / "train-cpu.json"
 ROW_TOKENS, NUM_STEPS, NUM_WARMUP = 2048, 15, 3
 BAR = 1.05
 CONFIG = {
@@ -135,7 +133,7 @@ def main() -> None:
         print(f"{side:<5} {medians[side]:.3f} s per step, {peaks[side] / 2**20:,.0f} MiB peak resident")
     print(f"time of ours / bare: {ratio:.3f} (bar {BAR}); peak: {peaks['ours'] / peaks['bare']:.3f}")
     result = {"row_tokens": ROW_TOKENS, "seconds": medians, "time_ratio": ratio, "peak_bytes": peaks}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "train-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+from paths import RESULTS
+
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 NUM_WARMUP = 3
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", default="8192,65536")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "train-gpu.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "train-gpu.json")
     options = parser.parse_args()
     import deepspeed
     import torch

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from support.forked import PRELOADED
+from support.paths import ROOT
 from support.tiers import CHECK, FULL, QUICK, TIER, count_examples
 
 from ulysses_cli.prove.ranks import rank_server
@@ -20,7 +21,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("ulysses")
-ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = str(ROOT)  # for commands, which run elsewhere
 rank_server.PRELOADED.extend(PRELOADED)  # one server for ranks and for commands
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 RANK = """
     import signal, sys, time
     from pathlib import Path

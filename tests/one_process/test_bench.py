@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.paths import TINY_RECIPE
 from support.small_run import CONFIG
 from support.training import make_recipe
 from typer.testing import CliRunner
@@ -36,7 +37,6 @@ from ulysses_cli.prove.ranks.interleaving import Turn, compare_pairs
 from ulysses_cli.prove.ranks.ranks import RankFailureError, run_in_turns
 from ulysses_cli.report.proofs import make_findings_page
 
-ROOT = Path(__file__).parents[2]
 BIG = {**CONFIG, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 128, "num_hidden_layers": 16}
 
 
@@ -45,7 +45,9 @@ def make_timed(parts: dict[str, float], seconds: float = 1.0, loss: float = 2.0)
     return Timed(steps, 100, 1e12, 989.0, 1 << 30, 1 << 30, loss, parts, 0.1)
 
 
-def run_sweep(monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.BenchDevice | None = None, **more: Any) -> Any:
+def run_sweep(
+    monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.BenchDevice | None = None, **more: Any
+) -> Any:
     """A sweep whose ranks are not started: `outcomes(recipe, is_ours, num_sides)` says how a side fares."""
 
     def run(world: int, calls: Any, **_: Any) -> list[Any]:
@@ -239,14 +241,14 @@ def test_a_calibration_is_read_where_its_gpus_are_and_the_users_own_file_wins(
     ],
 )
 def test_mistakes_end_before_anything_starts(words: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["bench", str(ROOT / "recipes" / "tiny-cpu.yaml"), *words])
+    done = CliRunner().invoke(app, ["bench", str(TINY_RECIPE), *words])
     assert done.exit_code == 2
     assert said in done.stderr
 
 
 def test_a_local_model_without_weights_is_told_before_ranks_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 260, "max_position_embeddings": 4096}))
-    words = ["bench", str(ROOT / "recipes" / "tiny-cpu.yaml"), "model.config=null", f"model.name_or_path={tmp_path}"]
+    words = ["bench", str(TINY_RECIPE), "model.config=null", f"model.name_or_path={tmp_path}"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
     assert "model.name_or_path: " in done.stderr
@@ -257,7 +259,7 @@ def test_a_local_model_without_weights_is_told_before_ranks_start(tmp_path: Path
 def test_the_command_measures_beside_the_trainer(tmp_path: Path) -> None:
     words = [
         "bench",
-        str(ROOT / "recipes" / "tiny-cpu.yaml"),
+        str(TINY_RECIPE),
         "--max-length",
         "256,512",
         "--against",

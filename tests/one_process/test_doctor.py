@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.paths import RECIPES, ROOT
 from support.small_run import CONFIG
 from support.training import make_recipe
 
@@ -24,7 +25,6 @@ from ulysses_cli.prove.doctor.checkup import Finding, Patient, run_checks
 from ulysses_cli.prove.results import Findings
 from ulysses_cli.train.processes import host_memory
 
-ROOT = Path(__file__).parents[2]
 # Two NVLink islands of two GPUs, as nvidia-smi draws them: the header is underlined, the legend follows.
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
 GPU0\t X \tNV12\tSYS\tSYS\tPIX\t0-31\t0\t\tN/A
@@ -258,7 +258,7 @@ def test_a_kernel_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.full
 def test_the_command_examines_and_says_what_to_fix() -> None:
-    words = ["doctor", str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml"), "--format", "json"]
+    words = ["doctor", str(RECIPES / "llama-3.1-8b-128k-8gpu.yaml"), "--format", "json"]
     done = subprocess.run([sys.executable, "-m", "ulysses_cli", *words], capture_output=True, text=True, timeout=500)
     found = json.loads(done.stdout)
     exchanged = [row for row in found["rows"] if row["name"] == "all-to-all"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -11,57 +10,18 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.checkpoints import save_as_ranks
+from support.families import make_config
 from support.training import make_recipe
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.run_folder.archive import CheckpointError
-from ulysses_cli.run_folder.manifest import name_share
 from ulysses_cli.train.export import weights as export
 from ulysses_cli.train.export.check import check_adapter, check_model
 from ulysses_cli.train.telemetry.run_file import make_card
-from ulysses_cli.train.tensor_file import write_tensors
-
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-
-
-def make_config(model_type: str) -> Any:
-    values: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 270,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-    }
-    probe = AutoConfig.for_model(model_type)
-    moe = {name: value for name, value in EXPERTS.items() if hasattr(probe, name)}
-    return AutoConfig.for_model(model_type, **values, **moe)
-
-
-def save_as_ranks(tensors: dict[str, torch.Tensor], path: Path, num_ranks: int = 3) -> Path:
-    """A checkpoint as ranks would write it, each a run of every flattened parameter."""
-    path.mkdir(parents=True)
-    files = {}
-    for rank in range(num_ranks):
-        shards, written = [], []
-        for name, tensor in tensors.items():
-            flat = tensor.float().reshape(-1)
-            width = -(-len(flat) // num_ranks)
-            part = flat[rank * width : (rank + 1) * width]
-            if len(part):
-                shards.append([f"model.{name}", list(tensor.shape), rank * width, len(part)])
-                written.append((f"model.{name}|master", part))
-        write_tensors(path / name_share(rank), written, {"shards": json.dumps(shards)})
-        content = (path / name_share(rank)).read_bytes()
-        files[name_share(rank)] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    files["state.json"] = {"bytes": 0, "sha256": "0" * 64}
-    (path / "manifest.json").write_text(json.dumps({"files": files}))
-    return path
 
 
 def read_names(folder: Path) -> set[str]:

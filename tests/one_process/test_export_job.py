@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from support.checkpoints import save_as_ranks
+from support.families import make_config
+from support.paths import TINY_RECIPE
 from support.training import make_recipe
-from test_export import make_config, save_as_ranks
 from transformers import AutoModelForCausalLM
 
 from ulysses_cli.report.resolved_plan import describe_plan, format_plan
@@ -82,7 +84,7 @@ def test_code_of_a_model_runs_only_when_this_command_allows_it(tmp_path: Path, m
 
 
 def test_trust_is_shown_when_it_is_on(tmp_path: Path) -> None:
-    recipe = Path(__file__).parents[2] / "recipes" / "tiny-cpu.yaml"
+    recipe = TINY_RECIPE
     words = {on: format_plan(describe_plan(validate_recipe(str(recipe), [f"model.trust_remote_code={on}"])))
              for on in ("true", "false")}  # fmt: skip
     line = "trust       model.trust_remote_code is on: Python code that comes with the model runs here"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.families import make_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.hub import SHIPPED_TABLE
@@ -16,25 +17,7 @@ from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.train.assembly.loading import find_strangers
 
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "sliding_window": 10,
-}
-TINY_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-
-
-def make_config(model_type: str, **changes: Any) -> Any:
-    extra = TINY_EXPERTS if model_type in ("qwen3_moe", "mixtral", "gpt_oss") else {}
-    head_dim = {} if model_type in ("olmo2", "phi3") else {"head_dim": 16}
-    return AutoConfig.for_model(model_type, **{**TINY, **extra, **head_dim, **changes})
+LAYERS = {"num_hidden_layers": 6}  # with fewer, no family has layers of both kinds
 
 
 def make_model(config: Any) -> Any:
@@ -66,7 +49,7 @@ VARIANTS += [("qwen3_moe", {"mlp_only_layers": [0, 3]}), ("mistral", {"sliding_w
 
 @pytest.mark.parametrize(("model_type", "changes"), VARIANTS)
 def test_shape_is_the_models(model_type: str, changes: dict[str, Any]) -> None:
-    config = make_config(model_type, **changes)
+    config = make_config(model_type, **{**LAYERS, **changes})
     model = make_model(config)
     shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_export import make_config, save_as_ranks
+from support.checkpoints import save_as_ranks
+from support.families import make_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 

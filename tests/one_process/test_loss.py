@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from support.families import OWN_VALUES, make_model
 from torch import Tensor
 from torch.nn import functional
 
@@ -14,15 +12,12 @@ from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.train.assembly.head import read_head_rule
 from ulysses_cli.train.loss import HeadRule, PlainLoss, apply_rule
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
-from test_models import SPECIAL, make_model
-
 CHANGES = {"gemma2": {"final_logit_softcapping": 0.5}, "granite": {"logits_scaling": 3.0}}
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_heads_rule_gives_every_familys_own_logits(model_type: str) -> None:
-    assert set(SPECIAL) <= set(FAMILIES)
+    assert set(OWN_VALUES) <= set(FAMILIES)
     model = make_model(model_type, "eager", **CHANGES.get(model_type, {})).eval()
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():

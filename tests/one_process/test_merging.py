@@ -13,7 +13,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from test_export import make_config, save_as_ranks
+from support.checkpoints import save_as_ranks
+from support.families import make_config
+from support.paths import ROOT
 from transformers import AutoModelForCausalLM
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
@@ -23,7 +25,6 @@ from ulysses_cli.train.export import weights as export
 from ulysses_cli.train.export.merging import Merging, find_base_files
 
 SETTINGS = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-TESTS = Path(__file__).parents[1]
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -136,9 +137,10 @@ def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
     code = f"""
         import re, sys
         from pathlib import Path
-        sys.path[:0] = [{str(TESTS)!r}, {str(TESTS / "single")!r}]
+        sys.path.insert(0, {str(ROOT / "tests")!r})
         import torch
-        from test_export import make_config, save_as_ranks
+        from support.checkpoints import save_as_ranks
+        from support.families import make_config
         from transformers import AutoModelForCausalLM
         from peft import LoraConfig, get_peft_model
         from ulysses_cli.train.export import weights as export

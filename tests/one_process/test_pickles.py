@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.paths import ROOT
 from support.training import CONFIG
 from transformers import AutoConfig
 
 from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained
 
-PACKAGE = Path(__file__).parents[2] / "ulysses_cli"
+PACKAGE = ROOT / "ulysses_cli"
 
 
 class Payload:

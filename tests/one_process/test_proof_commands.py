@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import RECIPES, ROOT, TINY_RECIPE
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 from ulysses_cli.prove.__main__ import FAILED, USAGE, prove
 
-ROOT = Path(__file__).parents[2]
-RECIPE = str(ROOT / "recipes" / "tiny-cpu.yaml")
+RECIPE = str(TINY_RECIPE)
 COMMANDS = ("verify", "bench", "doctor")
 TIME_LIMIT = 180
 NUM_STARTED = 5  # the command, its child, the server of ranks and its tracker, a rank
@@ -116,7 +116,7 @@ def test_an_interrupted_proof_leaves_nothing_behind(command: str, number: int, c
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "recipes").glob("*.yaml")))
+@pytest.mark.parametrize("recipe", sorted(path.name for path in (RECIPES).glob("*.yaml")))
 def test_every_recipe_is_verified(recipe: str) -> None:
     found = verify_recipe(recipe)
     groups = {row["group"] for row in found["rows"]}
@@ -137,7 +137,7 @@ def test_windows_softcaps_sinks_and_experts_are_verified(model: str) -> None:
 
 def verify_recipe(recipe: str, *words: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "ulysses_cli", "verify", str(ROOT / "recipes" / recipe), *words, "--format", "json"],
+        [sys.executable, "-m", "ulysses_cli", "verify", str(RECIPES / recipe), *words, "--format", "json"],
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.byte_counter import ByteCounter
 from support.tiers import count_examples
 from torch import Tensor, nn
 
@@ -142,22 +143,10 @@ def test_a_second_backward_is_refused() -> None:
 
 def test_memory_is_that_of_a_tile() -> None:
     """The largest tensor made is one tile's, however long the row."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(tensor, Tensor):
-                    self.numel = max(self.numel, tensor.numel())
-            return out
-
     case = make_case(1000, 6)
-    with Largest() as largest:
+    with ByteCounter() as counter:
         make_tiled_loss(case["head"], HeadRule(), 4)(case["hidden"].requires_grad_(), case["labels"]).backward()
-    assert largest.numel == 1000 * HIDDEN
+    assert counter.largest == 1000 * HIDDEN * 8
 
 
 def test_losses_alone() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.live_bytes import LiveBytes
+from support.byte_counter import ByteCounter
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -111,13 +111,12 @@ def test_what_is_kept_and_worked_with() -> None:
         norm = LlamaRMSNorm(64).to(torch.bfloat16)
         tile_norms(norm, lambda _: num_tiles)
         hidden = torch.randn(1, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
-        meter = LiveBytes()
-        with meter:
+        with ByteCounter() as counter:
             result = norm(hidden)
-            kept = meter.now
+            kept = counter.now
             result.backward(result.detach())
         unit = hidden.numel() * 2
-        return round(kept / unit), round(meter.peak / unit)
+        return round(kept / unit), round(counter.peak / unit)
 
     assert measure(64) == (2, 3)
     kept, most = measure(1)

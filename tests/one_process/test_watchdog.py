@@ -29,7 +29,6 @@ from ulysses_cli.train.guard.watchdog import (
     walk_frames,
 )
 
-ROOT = Path(__file__).parents[2]
 WAITS = Sighting(0, 7, "update", "ulysses_cli/train/engine.py:50", is_waiting=True)
 HANGS = Sighting(1, 7, "micro-step 1 of 2", "ulysses_cli/data/rows.py:9", is_waiting=False)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import ROOT
 from support.real_steps import ZERO, make_case, make_wish
 
 from ulysses_cli.plan.ledger.job import make_job
@@ -18,7 +18,7 @@ from ulysses_cli.plan.ledger.zero.module_hooks import ModuleOrder
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 
-LOG = Path(__file__).parents[1] / "hook_log.py"
+LOG = ROOT / "tests" / "support" / "hook_log.py"
 NARROW = (f"{ZERO}.max_reuse_distance=700000", f"{ZERO}.max_live_parameters=1500000", "data.max_length=256")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.families import make_model
 from support.rank_pool import run_on_ranks
 from support.tiers import NUM_RANKS, sample
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.train.attention.documents import make_documents
@@ -19,53 +19,6 @@ from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 LENGTHS = (21, 1, 30, 12)
-TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "max_position_embeddings": 128,
-    "sliding_window": 9,
-    "attention_dropout": 0.0,
-}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-SPECIAL: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"num_hidden_layers": 6, "query_pre_attn_scalar": 16},
-    "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
-    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5},
-    "qwen3": {"use_sliding_window": True, "max_window_layers": 1},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
-    "smollm3": {"num_hidden_layers": 4},
-    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "qwen3_moe": EXPERTS,
-    "mixtral": EXPERTS,
-}
-SPECIAL["gpt_oss"] |= EXPERTS
-
-
-def make_model(model_type: str, attention: str, **changes: Any) -> torch.nn.Module:
-    """The same weights whatever the attention."""
-    head_dim = {} if model_type in ("olmo2", "phi3") else {"head_dim": 16}
-    values = {
-        **TINY,
-        **head_dim,
-        **SPECIAL.get(model_type, {}),
-        **changes,
-        "attn_implementation": attention,
-        "experts_implementation": "eager",
-    }
-    config = AutoConfig.for_model(model_type, **values)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).double()
-    for name, parameter in model.named_parameters():
-        if "sinks" in name:
-            torch.nn.init.normal_(parameter)
-    return model
 
 
 def make_row() -> tuple[Tensor, Tensor]:

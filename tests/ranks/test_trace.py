@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import RECIPES, TINY_RECIPE
 from support.rank_pool import run_on_ranks
 from support.real_steps import ZERO, make_case, measure_step, measure_steps, predict_step, trace_step
 
@@ -22,8 +23,7 @@ from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.prove.trace.trace import HELD, Layers, TracedPeaks, cut_layers, extrapolate, list_cuts
 from ulysses_cli.report.traced import list_formula
 
-ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+FILES = sorted(RECIPES.glob("*.yaml"))
 TILES = ("memory.tiled_mlp=true", "memory.tiled_loss=true")
 TWICE, NARROW = ("train.gradient_accumulation_steps=2",), ("model.dtype=bfloat16",)
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -97,7 +97,7 @@ def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, i
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(file, id=file.stem, marks=[] if file.stem == "tiny-cpu" else pytest.mark.full) for file in RECIPES],
+    [pytest.param(file, id=file.stem, marks=[] if file.stem == "tiny-cpu" else pytest.mark.full) for file in FILES],
 )
 def test_formula_and_trace_agree_on_a_shipped_recipe(file: Path) -> None:
     found, formula = trace_file(file)
@@ -138,7 +138,7 @@ def test_a_step_in_groups_takes_what_its_largest_group_takes() -> None:
 
 @pytest.mark.full
 def test_the_command_traces_in_a_process_of_its_own_and_remembers(tmp_path: Path) -> None:
-    words = ["estimate-memory", str(ROOT / "recipes" / "tiny-cpu.yaml"), "--gpu", "h100-80gb", "run.device=cuda"]
+    words = ["estimate-memory", str(TINY_RECIPE), "--gpu", "h100-80gb", "run.device=cuda"]
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
         environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}

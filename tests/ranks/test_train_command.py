@@ -16,13 +16,13 @@ import pytest
 import torch
 import yaml
 from support.forked import Command
+from support.paths import ROOT
 from support.small_run import make_settings
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ulysses_cli.data.rows import PackedRows, open_rows
 
-ROOT = Path(__file__).parents[2]
 TIME_LIMIT = 240
 RECIPE = make_settings(
     parallel={"sp_size": 2},

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.paths import TINY_RECIPE
 from support.rank_pool import run_on_ranks
 from support.tiers import sample
 from support.training import make_recipe
@@ -21,7 +22,6 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.prove.results import Row
 
-ROOT = Path(__file__).parents[2]
 # Fewer key/value heads than ranks, a window, several documents in a row.
 CONFIG: dict[str, Any] = {
     "model_type": "mistral",
@@ -205,7 +205,7 @@ def test_a_planted_fault_fails(fault: str, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_command_proves(tmp_path: Path) -> None:
     page = tmp_path / "verify.html"
-    words = ["verify", str(ROOT / "recipes" / "tiny-cpu.yaml"), "--format", "json", "--html", str(page)]
+    words = ["verify", str(TINY_RECIPE), "--format", "json", "--html", str(page)]
     done = subprocess.run([sys.executable, "-m", "ulysses_cli", *words], capture_output=True, text=True, timeout=300)
     found = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr

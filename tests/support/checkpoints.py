@@ -1,9 +1,10 @@
-"""A checkpoint as a run leaves it, but for the tensors: any bytes will do where nothing is loaded."""
+"""Checkpoints as a run leaves them: with any bytes where nothing is loaded, or with tensors."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,35 @@ def make_checkpoint(run_dir: Path, step: int, world_size: int = 2, **changes: An
 
 
 def write_contents(path: Path, contents: dict[str, bytes]) -> None:
-    """Files, and a manifest that names them rightly."""
-    files = {}
     for name, content in contents.items():
         (path / name).write_bytes(content)
+    write_manifest(path)
+
+
+def write_manifest(path: Path) -> None:
+    """Names every file of the checkpoint with its true size and hash."""
+    files = {}
+    for name in sorted(file.name for file in path.iterdir() if file.name != "manifest.json"):
+        content = (path / name).read_bytes()
         files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+
+
+def save_as_ranks(tensors: Mapping[str, Any], path: Path, num_ranks: int = 3) -> Path:
+    """A checkpoint with tensors: each rank holds a stretch of every flattened one."""
+    from ulysses_cli.train.tensor_file import write_tensors  # imports torch
+
+    path.mkdir(parents=True)
+    for rank in range(num_ranks):
+        shards, stretches = [], []
+        for name, tensor in tensors.items():
+            flat = tensor.detach().float().reshape(-1)
+            width = -(-len(flat) // num_ranks)
+            stretch = flat[rank * width : (rank + 1) * width]
+            if len(stretch):
+                shards.append([f"model.{name}", list(tensor.shape), rank * width, len(stretch)])
+                stretches.append((f"model.{name}|master", stretch))
+        write_tensors(path / name_share(rank), stretches, {"shards": json.dumps(shards)})
+    (path / "state.json").write_text("{}")
+    write_manifest(path)
+    return path

@@ -14,9 +14,9 @@ import yaml
 
 from support import kill_points
 from support.forked import Command
+from support.paths import ROOT
 from support.small_run import make_settings
 
-ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 240.0
 RECIPE = make_settings(
     parallel={"sp_size": 2},

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from support.families import make_config
 from ulysses_cli.train.assembly.loss_model import LossModel
 from ulysses_cli.train.attention import ulysses
 from ulysses_cli.train.attention.documents import make_documents
@@ -26,18 +27,17 @@ from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 LENGTHS = (21, 1, 30, 12)
 VOCABULARY = 64
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"tie_word_embeddings": True},
     "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
-    "qwen3_moe": EXPERTS,
-    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **EXPERTS},
+    "qwen3_moe": {},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "granite": {"residual_multiplier": 0.5, "logits_scaling": 4.0},
     "phi3": {},
     "olmo2": {},
-    "mixtral": EXPERTS,
+    "mixtral": {},
 }
 
 
@@ -64,15 +64,9 @@ class Case:
 
 
 def make_model(case: Case, attention: str) -> Any:
-    values = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-        "max_position_embeddings": 128, "sliding_window": 9, "attention_dropout": 0.0,
-        "attn_implementation": attention, "experts_implementation": "eager",
-        **({} if case.kind in ("olmo2", "phi3") else {"head_dim": 16}), **SHAPES[case.kind], **case.changes,
-    }  # fmt: skip
+    values = {"attn_implementation": attention, "experts_implementation": "eager", **SHAPES[case.kind]}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.kind, **values)).to(case.dtype)
+    model = AutoModelForCausalLM.from_config(make_config(case.kind, **{**values, **case.changes})).to(case.dtype)
     if case.lora:
         from peft import LoraConfig, get_peft_model
 

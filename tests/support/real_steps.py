@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from support.live_bytes import LiveBytes
+from support.byte_counter import ByteCounter
 from support.run_harness import RunHarness
 from support.small_run import CONFIG
 from support.training import MemoryRows, make_recipe
@@ -51,21 +51,21 @@ def measure_steps(recipe: Any, *order: str) -> list[int]:
     """On a rank: most bytes alive in each step or evaluation, after a first step that is not counted."""
     from deepspeed.utils import groups as ds_groups
 
-    meter, peaks = LiveBytes(ignored="meta"), []
-    with meter:
+    peaks = []
+    with ByteCounter(ignored_device="meta") as counter:
         rows = MemoryRows([[(recipe.data.max_length, 1)]] * 16, recipe.model.config["vocab_size"])
         harness = RunHarness(recipe, rows, 2 + len(order))
         harness.train_state.num_steps = 1
         train(harness.train_state)
         for what in order:
             gc.collect()
-            meter.peak = meter.now
+            counter.peak = counter.now
             if what == "step":
                 harness.train_state.num_steps += 1
                 train(harness.train_state)
             else:
                 evaluate(harness.train_state.engine, harness.train_state.groups, rows, harness.train_state.batching)
-            peaks.append(meter.peak)
+            peaks.append(counter.peak)
     harness.built.engine.wrapped.destroy()
     ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes replicas' groups once in a process
     del harness

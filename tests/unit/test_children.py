@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import make_checkpoint
+from support.paths import ROOT
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
@@ -146,7 +147,7 @@ def test_the_end_of_a_process_that_prepares_data_names_what_it_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "dying.py").write_text(DYING_READER)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     start = children.start_module
     monkeypatch.setattr(children, "start_module", lambda _, words, **options: start("dying", words, **options))
     done = prepare_recipe("r.yaml")
@@ -169,7 +170,7 @@ os.abort()
 
 @pytest.mark.parametrize(("wanted", "is_refused"), [(None, True), ("0", True), ("1", False)])
 def test_a_crash_writes_no_core_file_unless_told_to(tmp_path: Path, wanted: str | None, is_refused: bool) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     environ |= {children.CORE_FILES: wanted} if wanted else {}
     command = [sys.executable, "-c", CRASHING]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import run, run_process
+from support.paths import RECIPES, ROOT, TINY_RECIPE
 from support.recipes import VALID
 from typer.testing import CliRunner
 
@@ -16,8 +17,7 @@ from ulysses_cli.commands.options import EXIT_CODES
 from ulysses_cli.launch import launcher
 from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
 
-ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "recipes" / "tiny-cpu.yaml")
+TINY = str(TINY_RECIPE)
 
 
 def test_a_valid_recipe() -> None:
@@ -105,7 +105,7 @@ def test_letters_that_a_terminal_cannot_show(tmp_path: Path) -> None:
 def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     assert "tiny-cpu" in run("recipes", "list").stdout
     assert run("recipes", "show", "tiny-cpu").stdout == Path(TINY).read_text()
-    assert run("recipes", "copy", "tiny-cpu", cwd=ROOT / "recipes").returncode == 2  # it is there already
+    assert run("recipes", "copy", "tiny-cpu", cwd=RECIPES).returncode == 2  # it is there already
     target = tmp_path / "new" / "my.yaml"
     assert run("recipes", "copy", "tiny-cpu", str(target)).returncode == 0
     assert target.read_text() == Path(TINY).read_text()
@@ -188,7 +188,7 @@ def test_a_section_of_the_schema_is_printed() -> None:
 
 
 def test_quiet_says_what_is_wrong_and_what_does_not_fit() -> None:
-    recipe = str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml")
+    recipe = str(RECIPES / "llama-3.1-8b-128k-8gpu.yaml")
     quiet = ["validate-config", "--quiet", recipe, "run.output_dir=nowhere"]
     assert CliRunner().invoke(app, quiet).output == ""
     assert CliRunner().invoke(app, [*quiet, "--gpu", "h200"]).output == ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import TINY_RECIPE
 from support.recipes import VALID
 
 from ulysses_cli.data.facts import compare_length, count_lengths
@@ -17,7 +18,6 @@ from ulysses_cli.report.data_report import format_report, format_share, wrap_lin
 from ulysses_cli.report.live.preparing import format_clock, format_progress
 from ulysses_cli.report.page.data_page import format_size, make_data_page
 
-ROOT = Path(__file__).parents[2]
 RECIPE = """\
 model:
   config: {model_type: llama}
@@ -118,7 +118,7 @@ def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str
 
 @pytest.mark.check
 def test_the_command(tmp_path: Path) -> None:
-    recipe = str(ROOT / "recipes" / "tiny-cpu.yaml")
+    recipe = str(TINY_RECIPE)
     page = tmp_path / "deep" / "page.html"
     done = run(recipe, f"data.store_dir={tmp_path}", "--html", str(page))
     assert done.returncode == 0, done.stderr
@@ -137,7 +137,7 @@ def test_mistakes_end_with_their_codes(tmp_path: Path) -> None:
     assert "data.max_length: 8192 is not a multiple of sp_size 5" in done.stderr
     assert run("train.max_steps=3").returncode == 2
     (tmp_path / "bad.jsonl").write_text("{\n")
-    tiny = str(ROOT / "recipes" / "tiny-cpu.yaml")
+    tiny = str(TINY_RECIPE)
     sources = f"data.datasets=[{{path: {tmp_path / 'bad.jsonl'}}}]"
     done = run(tiny, sources, "data.eval_split=0", "run.eval_steps=null", f"data.store_dir={tmp_path}")
     assert done.returncode == 1, done.stderr

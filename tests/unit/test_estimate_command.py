@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from support.commands import run
-from test_cli import ROOT
+from support.paths import RECIPES
 
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.step_parts import PARTS
 
-RECIPE = str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml")
+RECIPE = str(RECIPES / "llama-3.1-8b-128k-8gpu.yaml")
 KEYS = {
     "gpu", "verdict", "gpu_peak_bytes", "gpu_capacity_bytes", "host_peak_bytes_per_node", "margin_bytes",
     "uncertainty_bytes", "peak_phase", "phases", "max_length", "max_length_all_levers", "suggestion", "step_seconds",

@@ -9,13 +9,11 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, STOP_SECONDS, Interruption
-
-ROOT = Path(__file__).parents[2]
 
 
 class Rank:

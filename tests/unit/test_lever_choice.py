@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from support.model_shapes import get_shape
 from support.recipes import load, make_shape
 from support.tiers import sample
-from test_memory import get_shape
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.model_shapes import LLAMA, NAMES, QWEN, SHAPES
 from support.recipes import load, make_shape
 
-from ulysses_cli.hub import load_table
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger import layer
 from ulysses_cli.plan.ledger.host import list_host_phases
@@ -18,21 +18,12 @@ from ulysses_cli.plan.ledger.weights import Adapters, list_sub_groups, list_weig
 from ulysses_cli.plan.ledger.zero import states
 from ulysses_cli.plan.ledger.zero.gathering import compute_gathered
 from ulysses_cli.plan.levers import Levers, count_most_offloaded
-from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import find_largest, find_max_length, judge
 from ulysses_cli.plan.problem import RecipeError
 
 GIB = 1 << 30
 FULL = Levers(gradient_checkpointing="full")
-NAMES = ("Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "google/gemma-2-9b", "openai/gpt-oss-20b")
-
-
-def get_shape(name: str) -> ModelShape:
-    return read_model_shape(load_table()[name.lower()]["config"], name)
-
-
-SHAPES = {name: get_shape(name) for name in NAMES}
-QWEN, LLAMA = SHAPES["Qwen/Qwen3-4B"], SHAPES["meta-llama/Llama-3.1-8B"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import make_checkpoint
+from support.paths import TINY_RECIPE
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
@@ -132,7 +133,7 @@ def test_the_command_stops_before_data_is_prepared(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(preflight, "find_spec", lambda _: None)
     monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("launched"))
     monkeypatch.setattr("ulysses_cli.commands.prepare.prepare_recipe", lambda *_: pytest.fail("prepared"))
-    recipe = str(Path(__file__).parents[2] / "recipes" / "tiny-cpu.yaml")
+    recipe = str(TINY_RECIPE)
     words = ["train", recipe, f"run.output_dir={tmp_path / 'run'}", "run.report_to=[wandb]"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2

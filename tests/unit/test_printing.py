@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.paths import TINY_RECIPE
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
@@ -98,7 +99,7 @@ def test_values_of_the_environment_are_masked_wherever_they_are_printed(
     said = capsys.readouterr()
     assert SECRET not in said.out + said.err
     recipe = tmp_path / f"x-{SECRET}.yaml"
-    shutil.copy(Path(__file__).parents[2] / "recipes" / "tiny-cpu.yaml", recipe)
+    shutil.copy(TINY_RECIPE, recipe)
     for words in ([], ["--format", "json"]):
         done = CliRunner().invoke(app, ["validate-config", str(recipe), *words])
         assert (done.exit_code, SECRET in done.output) == (0, False)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from ulysses_cli.report.live import screen
 from ulysses_cli.report.live.progress import make_display, show_steps
 
-ROOT = Path(__file__).parents[2]
 STEP: dict[str, Any] = {
     "event": "step",
     "step": 1,

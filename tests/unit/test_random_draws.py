@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 from support.random_recipes import (
     PEAK_BAR,
     PHASE_BAR,
@@ -20,7 +20,7 @@ from support.random_recipes import (
 
 from ulysses_cli.plan.models.families import FAMILIES
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 NUM_COVERED = 60
 
 

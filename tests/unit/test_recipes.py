@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.paths import RECIPES
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
@@ -13,13 +14,12 @@ from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.shipped import list_recipes
 from ulysses_cli.validate import validate_recipe
 
-ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+FILES = sorted(RECIPES.rglob("*.yaml"))
 GIB = 1 << 30
 HEADER = ("model", "hardware", "launch", "predicted")
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_recipe_is_valid_and_has_its_header(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where nobody has trained
     result = validate_recipe(str(file))
@@ -33,7 +33,7 @@ def test_a_recipe_is_valid_and_has_its_header(file: Path, tmp_path: Path, monkey
 
 
 def list_predicted() -> list[Path]:
-    return [file for file in RECIPES if load_recipe(file).recipe.run.device != "cpu"]
+    return [file for file in FILES if load_recipe(file).recipe.run.device != "cpu"]
 
 
 def read_field(file: Path, field: str) -> str:
@@ -62,9 +62,9 @@ def test_the_header_says_what_the_ledger_says_and_the_hardware_is_enough(file: P
 
 
 def test_the_recipes_that_people_want_are_there() -> None:
-    assert len(RECIPES) >= 11
-    assert [name for name, _ in list_recipes()] == [file.stem for file in RECIPES]
-    loaded = [load_recipe(file).recipe for file in RECIPES]
+    assert len(FILES) >= 11
+    assert [name for name, _ in list_recipes()] == [file.stem for file in FILES]
+    loaded = [load_recipe(file).recipe for file in FILES]
     assert {r.parallel.sp_size for r in loaded} >= {1, 2, 4, 8}
     assert any(r.parallel.sp_size > 1 and r.parallel.dp_shard_size > 1 for r in loaded)
     assert any(r.lora for r in loaded)

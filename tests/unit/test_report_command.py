@@ -8,8 +8,6 @@ import pytest
 from support import commands
 from support.run_directory import SECRET, write_run
 
-ROOT = Path(__file__).parents[2]
-
 
 def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return commands.run("report", *words, cwd=cwd)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import make_checkpoint, make_state, write_contents
+from support.paths import ROOT
 from support.recipes import load
 from typer.testing import CliRunner
 
@@ -29,8 +30,6 @@ from ulysses_cli.run_folder.resume import (
     find_resume_point,
     fit_accumulation,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 def flip(path: Path) -> None:

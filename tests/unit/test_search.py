@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from test_memory import LLAMA, SHAPES, get_shape
+from support.model_shapes import LLAMA, SHAPES, get_shape
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.ledger.job import make_job

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_memory import LLAMA, QWEN, SHAPES
+from support.model_shapes import LLAMA, QWEN, SHAPES
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout

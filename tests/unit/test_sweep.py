@@ -1,9 +1,9 @@
 """Memory against length: what the table and the picture say where a row cannot be indexed."""
 
 import re
-from pathlib import Path
 
 import pytest
+from support.paths import RECIPES
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
@@ -11,8 +11,6 @@ from ulysses_cli.plan.planner.estimate import Estimate, compute_estimate
 from ulysses_cli.plan.planner.sweep import LengthSweep
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.report.sweep import compute_sweeps, format_sweep, make_sweep_page
-
-RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def sweep(name: str, *overrides: str, gpu: str = "h100-80gb") -> list[tuple[Estimate, LengthSweep]]:

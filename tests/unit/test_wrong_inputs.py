@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.paths import TINY_RECIPE
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 
-ROOT = Path(__file__).parents[2]
 FILES = {
     "empty.yaml": "",
     "broken.yaml": "model: [\n",
@@ -115,7 +115,7 @@ COMMANDS = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "folder").mkdir()
-    (folder / "t.yaml").write_bytes((ROOT / "recipes" / "tiny-cpu.yaml").read_bytes())
+    (folder / "t.yaml").write_bytes((TINY_RECIPE).read_bytes())
     (folder / "bytes.yaml").write_bytes(b"model:\n  \xff\xfe")
     for name, content in FILES.items():
         (folder / name).write_text(content, encoding="utf-8")

@@ -1,0 +1,164 @@
+"""Steps of transformers' models with our attention, levers and loss, on tensors without data, every byte counted; and
+the ledger's prediction of the same step. DeepSpeed is not part of them: real_steps.py has it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from support.byte_counter import ByteCounter
+from ulysses_cli.plan import tiles
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.ledger import walk_moments
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.interface import register_attention
+from ulysses_cli.train.loss import HeadRule
+from ulysses_cli.train.memory.checkpointing import checkpoint_layers
+from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
+from ulysses_cli.train.memory.tiled_mlp import tile_mlps
+from ulysses_cli.train.memory.tiled_norm import tile_norms
+from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
+
+ENGINE_LINES = {
+    "parameters", "parameters_persistent", "parameters_gathered", "parameters_arriving", "gradients",
+    "optimizer_master", "optimizer_adam", "reduce_bucket", "reduce_flush", "oversize_gradient",
+    "cublas_workspace", "attention_kernel",
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "vocab_size": 16_000,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped keys": LLAMA,
+    "all keys": {**LLAMA, "num_key_value_heads": 16},
+    "tied, query norms": {**LLAMA, "model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": True},
+    "norms behind": {**LLAMA, "model_type": "olmo2", "num_key_value_heads": 16},
+    "four norms": {**LLAMA, "model_type": "gemma3_text", "head_dim": 64, "intermediate_size": 4096},
+    "fused projections": {**LLAMA, "model_type": "phi3", "pad_token_id": 0},
+    "experts": {
+        **LLAMA, "model_type": "qwen3_moe", "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+    },
+    "experts with sinks": {
+        **LLAMA, "model_type": "gpt_oss", "head_dim": 64, "intermediate_size": 1024, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+FULL, NONE = Levers(gradient_checkpointing="full"), Levers(gradient_checkpointing=False)
+LEVERS = {
+    "none": Levers(),
+    "full recompute": FULL,
+    "no recompute": NONE,
+    "tiled loss": Levers(tiled_loss=True),
+    "tiles": Levers(tiled_loss=True, tiled_mlp=True),
+    "tiles, full": replace(FULL, tiled_loss=True, tiled_mlp=True),
+    "tiles, chunks": Levers(tiled_loss=True, tiled_mlp=True, head_chunks=2),
+    "tiled loss, no recompute": replace(NONE, tiled_loss=True),
+}
+# With few tokens the tile of the loss is the peak; in a long row it is a layer.
+LEVERS |= {f"long row, {name}": LEVERS[name] for name in ("tiles", "tiles, full", "tiles, chunks")}
+TOKENS, LONG_TOKENS, NUM_LAYERS = 8192, 65_536, 3
+SP_SIZES = (1, 2, 4)
+
+
+def compare_step(model: str, levers: str, sp_size: int) -> tuple[int, int]:
+    """Most bytes alive beside the weights: counted, and predicted."""
+    config, num_tokens = MODELS[model], LONG_TOKENS if levers.startswith("long row") else TOKENS
+    with _fake_ranks(sp_size):
+        counted = _count(config, LEVERS[levers], sp_size, num_tokens)
+    return counted, _predict(config, LEVERS[levers], sp_size, num_tokens)
+
+
+def list_cases() -> list[tuple[str, str, int]]:
+    """Every model, levers and sp_size for which the heads of a rank can be cut in as many chunks."""
+    return [
+        (model, name, sp_size)
+        for model, config in MODELS.items()
+        for name, levers in LEVERS.items()
+        for sp_size in SP_SIZES
+        if config["num_attention_heads"] // sp_size % levers.head_chunks == 0
+    ]
+
+
+@contextmanager
+def _fake_ranks(sp_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=sp_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _apply_levers(model: Any, levers: Levers, num_tokens: int) -> Any:
+    """Returns the tiled loss of hidden states and labels, or None."""
+    if levers.gradient_checkpointing == "full" and not levers.tiled_mlp:
+        model._set_gradient_checkpointing(True, functools.partial(checkpoint, use_reentrant=False))
+    elif levers.gradient_checkpointing is not False:
+        checkpoint_layers(model, "keep_attention" if levers.gradient_checkpointing is True else "full")
+    if levers.tiled_mlp:
+        hidden = model.config.hidden_size
+        tile_mlps(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden))
+        tile_norms(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden))
+    if not levers.tiled_loss:
+        return None
+    tile = tiles.compute_loss_tile_tokens(num_tokens, model.config.vocab_size)
+    return make_tiled_loss(model.lm_head, HeadRule(), tile)
+
+
+def _count(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int) -> int:
+    """In a step whose gradients are freed as soon as they are made."""
+    attention = register_attention(make_sequence_axis(dist.group.WORLD), "sdpa", levers.head_chunks)
+    values = {**config, "num_hidden_layers": NUM_LAYERS, "attn_implementation": attention}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+        finally:
+            torch.set_default_dtype(usual)
+        model.train()
+        tiled_loss = _apply_levers(model, levers, num_tokens)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        ids, documents = torch.empty((1, num_tokens), dtype=torch.long), make_documents((num_tokens * sp_size,))
+        counter = ByteCounter()
+        for parameter in model.parameters():
+            counter.track(parameter)
+        weights_bytes = counter.now
+        with counter:
+            positions = torch.arange(num_tokens)[None]
+            inputs = {"position_ids": positions, "use_cache": False, "documents": documents}
+            hidden = model.model(ids, **inputs).last_hidden_state
+            if tiled_loss is None:
+                logits = model.lm_head(hidden).float()
+                loss = torch.nn.functional.cross_entropy(logits[0], ids[0], reduction="sum")
+                del logits
+            else:
+                loss = tiled_loss(hidden, ids)
+            del hidden
+            loss.backward()
+    return counter.peak - weights_bytes
+
+
+def _predict(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int) -> int:
+    """The ledger's peak of the step, without what the engine and the kernel hold."""
+    shape = read_model_shape({"max_position_embeddings": 4096, **config, "num_hidden_layers": NUM_LAYERS}, "model")
+    job = Job(shape, Layout(1, 1, sp_size), num_tokens * sp_size, levers)
+    return max(
+        sum(size for name, size in moment.lines.items() if name not in ENGINE_LINES)
+        for moment in walk_moments(job)
+        if moment.phase in ("forward", "backward")
+    )

@@ -1,0 +1,7 @@
+"""Where the checkout and its recipes are."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+TINY_RECIPE = RECIPES / "tiny-cpu.yaml"
