@@ -43,7 +43,7 @@ def test_a_family_is_exported_as_transformers_saves_it(
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "theirs")
     checkpoint = save_as_ranks(dict(model.named_parameters()), tmp_path / "step-1")
-    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 100_000)
+    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
     said: list[str] = []
     folder = export.export_model(
         checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,

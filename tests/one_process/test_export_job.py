@@ -32,7 +32,7 @@ class MineConfig(Qwen3Config):
 def make_run(tmp_path: Path, model_type: str) -> tuple[Path, dict[str, Any], Any]:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(make_config(model_type))
-    model.save_pretrained(tmp_path / "base", max_shard_size="60KB")
+    model.save_pretrained(tmp_path / "base", max_shard_size="20KB")
     recipe = make_recipe("model.config=null", f"model.name_or_path={tmp_path / 'base'}", "lora.r=4", "lora.alpha=8")
     adapted = get_peft_model(
         model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"), autocast_adapter_dtype=False

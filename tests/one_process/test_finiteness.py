@@ -39,7 +39,7 @@ def test_what_is_a_number(dtype: torch.dtype) -> None:
 
 
 def test_the_file_of_a_tensor_is_found(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(make_config("qwen3")).save_pretrained(tmp_path, max_shard_size="60KB")
+    AutoModelForCausalLM.from_config(make_config("qwen3")).save_pretrained(tmp_path, max_shard_size="20KB")
     found = find_file(str(tmp_path), NAME)
     assert found is not None
     assert NAME in load_file(found)

@@ -40,7 +40,7 @@ def adapt(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32) -
     torch.manual_seed(1)
     config = make_config(model_type)
     base = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    base.save_pretrained(tmp_path / "base", max_shard_size="60KB")
+    base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
     adapted = get_peft_model(base, LoraConfig(**SETTINGS), autocast_adapter_dtype=False)
     trained = {name: p for name, p in base.named_parameters() if p.requires_grad}
     with torch.no_grad():
@@ -68,7 +68,7 @@ TELLING = ("mixtral", "phi3", "qwen3")  # experts cut in files, fused projection
 )
 def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, adapted, checkpoint = adapt(tmp_path, model_type)
-    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 100_000)
+    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
     folder, said = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
     assert said.startswith("logits of a probe differ from those with adapters by ")
     adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
