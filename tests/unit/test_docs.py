@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import run
 from support.generated_docs import COMMAND, DOCS, PAGES, fill
 from support.house import PACKAGE, ROOT
+
+from ulysses_cli.plan.recipe.schema import walk_settings
 
 # Names that docs use and no folder of the repository has: a run's files, a user's, and those that a reader makes.
 NOT_OURS = re.compile(r"(~|output_dir|runs|logs|model)/.*|.*[A-Z*].*|use\.py|\w+\.(html|yaml|json)")
@@ -143,3 +147,41 @@ def test_every_command_of_the_quickstart_runs(tmp_path: Path) -> None:
         assert result.returncode == 0, f"{block}\n{result.stdout}\n{result.stderr}"
     for made in ("runs/my/model/model.safetensors", "runs/my/report.html", "model-10/model.safetensors"):
         assert (tmp_path / made).is_file(), made
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.name)
+def test_no_page_names_a_path_of_one_machine(page: Path) -> None:
+    assert not re.search(r"(?<![\w.])/(root|work|home|tmp)/", page.read_text())
+
+
+def test_settings_that_docs_name_exist() -> None:
+    keys = {setting.key.replace("[]", "") for setting in walk_settings()}
+    sections = {key.partition(".")[0] for key in keys}
+    for page in PAGES:
+        for word in re.findall(r"`(\w+(?:\.\w+)+)(?:: [^`]*|=[^`]*)?`", drop_blocks(page.read_text())):
+            if word.partition(".")[0] in sections and not word.endswith(SUFFIXES):
+                assert re.sub(r"\.\d+", "", word) in keys, f"{page.name}: {word}"
+
+
+def test_figures_of_the_readme_are_those_of_the_results() -> None:
+    def load(name: str) -> Any:
+        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+    exchange, levers = load("exchange-cpu")["cases"], load("levers-cpu")["cases"]
+    for case in exchange.values():
+        assert (case["ours"]["collectives"], case["deepspeed"]["collectives"]) == (4, 9)
+    ours, peer = (levers[f"{name}, 16384 tokens, 4 layers"] for name in ("all", "(b) DeepSpeed, all of its"))
+    flops = ours["GFLOPs without head"] / peer["GFLOPs without head"]
+    rows = load("estimate")["a real step's peak: counted, predicted"]
+    steps = [row for row in rows if row["what"].startswith("formula")]
+    errors = [100 * row["error"] for row in steps]
+    injected, survived, refused, lost = load("faults-cpu")["all"].values()
+    for figure in (
+        "4 collectives, forward and backward; DeepSpeed 0.19.8 takes 9",
+        f"{flops:.2f} of the FLOPs of DeepSpeed's levers without the head",
+        f"{ours['peak']:.0f} MiB instead of {peer['peak']:.0f}",
+        f"{len(steps)} real steps of DeepSpeed: {min(errors):.1f} to {max(errors):+.1f} %",
+        f"of {injected} faults {survived} survived, {refused} refused, {lost} lost",
+        f"{100 * load('data-cpu')['packing_efficiency']:.1f} % of a row is filled",
+    ):
+        assert figure in readme
