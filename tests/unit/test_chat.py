@@ -130,7 +130,7 @@ def test_a_long_chat_takes_few_renderings(name: str) -> None:
         return whole(messages, prompt=prompt)
 
     spans = find_spans(render, turns, text, TEMPLATES[name].specials)
-    assert [text[start:stop] for start, stop in spans.said] == [text[a:b] for a, b in TEMPLATES[name].read(text)]
+    assert [text[start:stop] for start, stop in spans.answers] == [text[a:b] for a, b in TEMPLATES[name].read(text)]
     assert num_renderings < 40
 
 
@@ -197,7 +197,7 @@ def test_headings_without_a_generation_prompt_are_not_said() -> None:
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
     render = make_render(tokenizer, None)
     text = render(turns)
-    assert [text[start:stop] for start, stop in find_spans(render, turns, text, ()).said] == ["b\n", "d\n"]
+    assert [text[start:stop] for start, stop in find_spans(render, turns, text, ()).answers] == ["b\n", "d\n"]
 
 
 def test_an_assistant_who_speaks_first() -> None:

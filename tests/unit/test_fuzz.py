@@ -197,7 +197,7 @@ def read_chat_answer(folder: Path, content: bytes) -> None:
 
     with suppress(BadRow):
         spans = find_spans(render, messages, render(messages), ["<end>"])
-        assert all(0 <= start < stop <= len(render(messages)) for start, stop in spans.said)
+        assert all(0 <= start < stop <= len(render(messages)) for start, stop in spans.answers)
 
 
 def read_any_rows(suffix: str) -> Callable[[Path, bytes], None]:

@@ -17,7 +17,7 @@ from ulysses_cli.data.problems import DataError
 from ulysses_cli.data.sources.blocks import Block
 from ulysses_cli.data.tokenizing import renderer
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
-from ulysses_cli.data.tokenizing.renderer import Question, Renderer, TemplateRefusal
+from ulysses_cli.data.tokenizing.renderer import Renderer, RenderRequest, TemplateRefusal
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.data.tokenizing.workers import encode_block
 
@@ -62,14 +62,14 @@ def test_one_that_ends_for_the_first_rendering_only(monkeypatch: pytest.MonkeyPa
 def test_refusals_and_texts_come_through() -> None:
     tokenizer = make_bytes_tokenizer()
     messages = [{"role": "user", "content": "é\ud800" * 3}, {"role": "assistant", "content": "a"}]
-    shown = Renderer(tokenizer, ["<|end|>"]).show(Question(messages, is_marked=True))
-    assert shown.text == tokenizer.apply_chat_template(messages, tokenize=False)
-    assert [shown.text[start:stop] for start, stop in shown.said] == ["a<|end|>"]
-    text, spans = shown.marked
+    chat = Renderer(tokenizer, ["<|end|>"]).render(RenderRequest(messages, is_marked=True))
+    assert chat.text == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert [chat.text[start:stop] for start, stop in chat.answers] == ["a<|end|>"]
+    text, spans = chat.marked
     assert [text[start:stop] for start, stop in spans] == ["a<|end|>"]
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(TemplateRefusal, match="roles must alternate"):
-        Renderer(tokenizer).show(Question(messages))
+        Renderer(tokenizer).render(RenderRequest(messages))
 
 
 @settings(max_examples=count_examples(30), deadline=None)
@@ -79,31 +79,31 @@ def test_chats_that_are_announced_are_shown_as_if_alone(kinds: list[tuple[int, b
     tokenizer = make_bytes_tokenizer()
     tokenizer.chat_template = TEMPLATE
     one = Renderer(tokenizer)
-    questions = [
-        Question([{"role": "user", "content": f"{at} {'no' * (kind == 1)}"}]) for at, (kind, _) in enumerate(kinds)
+    requests = [
+        RenderRequest([{"role": "user", "content": f"{at} {'no' * (kind == 1)}"}]) for at, (kind, _) in enumerate(kinds)
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(renderer, "MAX_SENT", num_sent)
-        one.announce([question for question, (kind, _) in zip(questions, kinds, strict=True) if kind != 2])
+        one.announce([request for request, (kind, _) in zip(requests, kinds, strict=True) if kind != 2])
         for at, (kind, is_asked) in enumerate(kinds):
             if kind == 1 and is_asked:
                 with pytest.raises(TemplateRefusal, match="not this"):
-                    one.show(questions[at])
+                    one.render(requests[at])
             elif is_asked:
-                assert one.show(questions[at]).text == f"{at} "
+                assert one.render(requests[at]).text == f"{at} "
     one.end()
 
 
 LIVING = """
 import sys
-from ulysses_cli.data.tokenizing.renderer import Question, Renderer
+from ulysses_cli.data.tokenizing.renderer import RenderRequest, Renderer
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 tokenizer = make_bytes_tokenizer()
 tokenizer.chat_template = "{% if messages[0].content == 'b' %}" + sys.argv[1] + "{% endif %}a"
 one = Renderer(tokenizer)
-one.show(Question([{"role": "user", "content": "a"}]))
+one.render(RenderRequest([{"role": "user", "content": "a"}]))
 print(open("/proc/self/task/" + str(__import__("os").getpid()) + "/children").read().split()[0], flush=True)
-one.show(Question([{"role": "user", "content": "b"}]))
+one.render(RenderRequest([{"role": "user", "content": "b"}]))
 """
 
 
@@ -121,7 +121,7 @@ def test_the_child_holds_no_file_of_the_parent(tmp_path: Path) -> None:
     """A lock would else be held as long as it lives."""
     with open(tmp_path / "lock", "w") as lock:
         one = Renderer(make_bytes_tokenizer())
-        one.show(Question([{"role": "user", "content": "a"}]))
+        one.render(RenderRequest([{"role": "user", "content": "a"}]))
         before = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         held = {os.path.realpath(file) for pid in before for file in Path(f"/proc/{pid}/fd").iterdir()}
         assert os.path.realpath(tmp_path / "lock") not in held

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.data.steps import NO_ROW, NO_TARGET, Batching, plan_longest, plan_step, read_micro_batch
+from ulysses_cli.data.steps import NO_ROW, Batching, plan_longest, plan_step, read_micro_batch
+from ulysses_cli.data.store import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Rows:
     def read(self, row: int, start: int, stop: int) -> Part:
         size = sum(self.lengths[row])
         at = np.arange(start, stop)
-        labels = np.where(at < size, 1000 * row + at + 1, NO_TARGET)
+        labels = np.where(at < size, 1000 * row + at + 1, IGNORE_INDEX)
         for end in np.cumsum(self.lengths[row]):
-            labels[at == end - 1] = NO_TARGET
+            labels[at == end - 1] = IGNORE_INDEX
         return Part(np.where(at < size, 1000 * row + at, 0), labels, at)
 
 
@@ -87,8 +88,8 @@ def test_slices_make_up_whole_rows(rows: Rows, dp_size: int, width: int, sp_size
             for row, line, goals in zip(parts[0].rows, ids, labels, strict=True):
                 size = sum(rows.get_lengths(row)) if row != NO_ROW else 0
                 assert np.array_equal(line[:size], 1000 * max(row, 0) + np.arange(size))
-                assert (goals[size:] == NO_TARGET).all()
-                read += int((goals != NO_TARGET).sum())
+                assert (goals[size:] == IGNORE_INDEX).all()
+                read += int((goals != IGNORE_INDEX).sum())
     assert read == plan.num_targets
 
 

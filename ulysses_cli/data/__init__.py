@@ -1,1 +1,1 @@
-"""From documents to rows of tokens. No GPU, no process group, no torch."""
+"""Turns documents into rows of tokens. Needs no GPU, no process group and no torch."""

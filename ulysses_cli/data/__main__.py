@@ -1,7 +1,7 @@
 """`python -m ulysses_cli.data RECIPE [KEY=VALUE ...] [--format json] [--samples N]`: prepare a recipe's data in a
 process of its own.
 
-The command has validated the recipe before; what is said here goes through report/.
+`ulysses prepare` has validated the recipe before it starts this process. All output goes through report/.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ulysses_cli.report.live.preparing import ProgressLine
 PLACE_CHARS = 80
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ulysses_cli.data")
     parser.add_argument("words", nargs="+")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--place", type=int, help="a file to hold the key of what is being read")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     is_json = options.format == "json"
     file, *overrides = options.words
     progress = ProgressLine()
@@ -42,8 +42,8 @@ def main(words: Sequence[str]) -> int:
         try:
             with printing.reserve_stdout():
                 pad = compute_pad_multiple(loaded.recipe)
-                tell = partial(_show, progress, options.place)
-                prepared = prepare_data(loaded.recipe, pad, tell, options.samples)
+                emit = partial(_show, progress, options.place)
+                prepared = prepare_data(loaded.recipe, pad, emit, options.samples)
         except RecipeError as error:
             raise RecipeError(
                 replace(problem, where=loaded.locate(problem.key)) for problem in error.problems
@@ -56,8 +56,8 @@ def main(words: Sequence[str]) -> int:
         return FAILED if isinstance(error, DataError) else USAGE
     except OSError as error:
         progress.end()
-        said = f"{error.filename or 'the data'} cannot be read: {error.strerror or error}"
-        problem = Problem("", said, "check that it is there and may be read")
+        message = f"{error.filename or 'the data'} cannot be read: {error.strerror or error}"
+        problem = Problem("", message, "check that it exists and that you may read it")
         printing.print_problems([problem])
         if is_json:
             printing.print_json({"problems": [problem.as_json()]})
@@ -71,7 +71,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _show(progress: ProgressLine, place: int | None, event: Mapping[str, Any]) -> None:
-    """Whoever started this process knows what it was reading when something ends it without a word."""
+    """Shows progress. Also writes the source's key to the file `place`, so that the parent process can name the source
+    when this process is killed without a message."""
     if place is not None and "source" in event:
         os.pwrite(place, event["source"].ljust(PLACE_CHARS).encode(), 0)
     progress.show(event)
@@ -79,7 +80,7 @@ def _show(progress: ProgressLine, place: int | None, event: Mapping[str, Any]) -
 
 def _stop(number: int, _: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(128 + number)  # what is half made is removed on the way out
+    sys.exit(128 + number)  # SystemExit runs the `finally` blocks, which remove partial folders
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A recipe's way from rows to steps: how many rows a step takes, how many steps a run has, what a row costs."""
+"""Computes from a recipe how rows become steps: rows per step, rows of the run, the cost of a row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_batching(recipe: Recipe, shape: ModelShape, resolved: Resolved) -> Batc
 
 
 def make_eval_batching(shape: ModelShape, resolved: Resolved) -> Batching:
-    """One row at a time and sp group, in order: the same rows whatever the layout."""
+    """One row per sp group and micro-step, in order, so that every layout evaluates the same rows."""
     return Batching(
         dp_size=resolved.layout.dp_size,
         rows_per_micro_step=1,
@@ -36,12 +36,12 @@ def make_eval_batching(shape: ModelShape, resolved: Resolved) -> Batching:
 
 
 def make_work(shape: ModelShape) -> RowCost:
-    """Operations of a token, and of a pair of tokens that looks back without a window."""
+    """FLOPs of one token, and of one pair of tokens in attention without a window."""
     return RowCost(compute_model_flops(shape, [1]), compute_pair_flops(shape))
 
 
 def count_rows(recipe: Recipe, num_rows: int, rows_per_step: int) -> int:
-    """Rows of the whole run; the last step may be short of some."""
+    """Rows of the whole run. The last step may have fewer rows than the others."""
     if recipe.train.max_steps is not None:
         return recipe.train.max_steps * rows_per_step
     return max(1, round(num_rows * (recipe.train.num_train_epochs or 1.0)))

@@ -1,6 +1,6 @@
-"""Numbers about prepared data for its report: lengths, other row lengths, balance between ranks, one sample.
+"""Computes the numbers of a data report: document lengths, other row lengths, balance between groups, samples, notes.
 
-Plain data; how it looks is report's.
+Returns plain data; report/ formats it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SAMPLED_DOCUMENTS = 20_000
 SAMPLED_ROWS = 4096
 SHOWN_TOKENS = 240
 MARGIN_TOKENS = 200
-LOOKED_AT = 1000  # documents that are asked for a mask worth showing
+MAX_CANDIDATES = 1000  # pieces of a source among which samples are chosen
 
 
 def compute_length_facts(
     stores: Sequence[TokenStore], num_train: int, max_length: int, *, packs: bool = True
 ) -> dict[str, Any]:
-    """Histogram of document lengths by source, and what other row lengths would mean for the training sources."""
+    """Document lengths by source, and the effect of other row lengths on the training sources."""
     trained = np.concatenate([np.asarray(store.lengths) for store in stores[:num_train]])
     return {
         "quantiles": {f"{q:g}": int(np.quantile(trained, q)) for q in (0, 0.1, 0.5, 0.9, 0.99, 1)},
@@ -43,7 +43,7 @@ def compute_length_facts(
 
 
 def count_lengths(lengths: NDArray[np.int64]) -> list[dict[str, int]]:
-    """Documents and tokens by powers of two: from < length <= to."""
+    """A histogram of documents and tokens in bins of powers of two: from < length <= to."""
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     return [
         {
@@ -61,7 +61,8 @@ def _choose_lengths(max_length: int) -> list[int]:
 
 
 def compare_length(lengths: NDArray[np.int64], max_length: int, *, packs: bool = True) -> dict[str, Any]:
-    """What rows of this length would lose by truncation, and how full they would be when documents are split."""
+    """The share of tokens that truncation would lose at this row length, and how full rows would be if documents were
+    split instead."""
     stride = max(1, len(lengths) // SAMPLED_DOCUMENTS)
     sample = lengths[::stride].tolist()
     pieces = cut_documents(sample, max_length, "split").pieces
@@ -76,7 +77,7 @@ def compare_length(lengths: NDArray[np.int64], max_length: int, *, packs: bool =
 
 
 def compute_layout_facts(rows: PackedRows, recipe: Recipe, pad_to_multiple_of: int) -> dict[str, Any]:
-    """What depends on the mesh: padding, steps of an epoch, and how even the predicted work of the groups is."""
+    """The facts that depend on the mesh: padding, steps per epoch, balance of the predicted work between groups."""
     tokens = np.asarray([rows.count_tokens(row) for row in _sample(len(rows))])
     padded = -(-tokens // pad_to_multiple_of) * pad_to_multiple_of
     num_groups = make_layout(recipe).dp_size
@@ -92,8 +93,9 @@ def compute_layout_facts(rows: PackedRows, recipe: Recipe, pad_to_multiple_of: i
 
 
 def compute_balance(rows: PackedRows, num_groups: int, micro_steps: int, seed: int) -> dict[str, Any]:
-    """Work of the busiest group above the mean, over full steps at the start of the first epoch, and time lost to
-    waiting within micro-steps. None where there is no full step or no other group."""
+    """How far the work of the busiest group is above the mean, and the share of time that groups wait within
+    micro-steps. Both over the full steps at the start of the first epoch; None without a full step or a second
+    group."""
     per_step = num_groups * micro_steps
     num_steps = min(len(rows), max(SAMPLED_ROWS, per_step)) // per_step
     if num_groups == 1 or not num_steps:
@@ -119,39 +121,41 @@ def _sample(size: int) -> range:
 
 
 def find_samples(rows: PackedRows, tokenizer: Any, num_samples: int) -> list[dict[str, Any]]:
-    """Parts of training documents, so many of each source; those first that hold targets and other tokens."""
-    found = []
+    """Parts of `num_samples` training documents of each source. Documents with a mixed loss mask come first."""
+    samples = []
     for source in range(len(rows.stores)):
-        pieces = rows.list_pieces(source, LOOKED_AT)
-        ordered = sorted(pieces, key=lambda piece: not _is_telling(rows, piece)) if num_samples else []
-        found += [_show_piece(rows, piece, tokenizer) for piece in ordered[:num_samples]]
-    return found
+        pieces = rows.list_pieces(source, MAX_CANDIDATES)
+        ordered = sorted(pieces, key=lambda piece: not _has_mixed_mask(rows, piece)) if num_samples else []
+        samples += [_show_piece(rows, piece, tokenizer) for piece in ordered[:num_samples]]
+    return samples
 
 
-def _is_telling(rows: PackedRows, piece: Piece) -> bool:
+def _has_mixed_mask(rows: PackedRows, piece: Piece) -> bool:
+    """Whether some tokens are targets and others are not: such a sample shows what the loss mask does."""
     store, number = rows.find_document(piece.document)
     flags = None if store.flags is None else store.read(number, piece.start, piece.stop)[1]
     return flags is not None and 0 < int(np.count_nonzero(flags & TARGET)) < len(flags)
 
 
-def _show_piece(rows: PackedRows, chosen: Piece, tokenizer: Any) -> dict[str, Any]:
-    """In runs of tokens that are targets and tokens that are not."""
-    store, number = rows.find_document(chosen.document)
-    ids, flags = store.read(number, chosen.start, chosen.stop)
+def _show_piece(rows: PackedRows, piece: Piece, tokenizer: Any) -> dict[str, Any]:
+    """The text around the first change of the loss mask, in runs of targets and runs of other tokens."""
+    store, number = rows.find_document(piece.document)
+    ids, flags = store.read(number, piece.start, piece.stop)
     targets = np.ones(len(ids), bool) if flags is None else (flags & TARGET) > 0
     changes = np.flatnonzero(targets[1:] != targets[:-1]) + 1
     start = max(0, int(changes[0]) - SHOWN_TOKENS // 2) if len(changes) else 0
     stop = min(len(ids), start + SHOWN_TOKENS)
     bounds = [start, *(int(at) for at in changes if start < at < stop), stop]
     where = store.locate(number)
-    around = [max(0, start - MARGIN_TOKENS), *bounds, min(len(ids), stop + MARGIN_TOKENS)]  # a key may reach out of it
+    # Secrets are masked in a wider part of the text: a secret may begin or end outside of what is shown.
+    around = [max(0, start - MARGIN_TOKENS), *bounds, min(len(ids), stop + MARGIN_TOKENS)]
     texts = [tokenizer.decode(ids[first:last].tolist()) for first, last in pairwise(around)]
     masked, _ = mask_document(texts, collect_secrets({}, os.environ))
     return {
         "where": str(where),
         "num_tokens": len(ids),
         "num_targets": int(targets.sum()),
-        "from_token": chosen.start + start,
+        "from_token": piece.start + start,
         "runs": [
             {"is_target": bool(targets[first]), "text": text}
             for first, text in zip(bounds[:-1], masked[1:-1], strict=True)
@@ -161,7 +165,7 @@ def _show_piece(rows: PackedRows, chosen: Piece, tokenizer: Any) -> dict[str, An
 
 
 def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """What a reader should not miss."""
+    """Notes on what is easily overlooked in a report: files left out, equal sources, cut chats, leaked documents."""
     notes: list[str] = []
     seen: dict[str, str] = {}
     for source in report["sources"]:

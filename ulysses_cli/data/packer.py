@@ -1,12 +1,13 @@
-"""Token stores -> packed rows on disk, with the number of every document and token that was cut, dropped or skipped.
+"""Packs the documents of token stores into rows on disk, and counts every document and token that was cut, dropped or
+skipped.
 
-Decides with selection.py and plan/packing.py; reads targets, never tokens.
+selection.py and plan/packing.py decide. Reads target flags, never token ids.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +23,14 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.packing import Piece, RowCost, RowPieces, cut_documents, pack_alone, pack_documents, pack_stream
 from ulysses_cli.plan.problem import Problem, RecipeError
 
-# Attention's share of the work at the hidden size of a mid-size model (per pair 12 x layers x hidden FLOPs, per token
-# 72 x layers x hidden^2). Fixed, so that rows depend on seed and data alone.
+# Attention's share of the work at a hidden size of 4096 (per pair 12 x layers x hidden FLOPs, per token
+# 72 x layers x hidden^2). Fixed for all models, so that rows depend on the seed and the data alone.
 WORK = RowCost(per_token=1.0, per_pair=1 / (6 * 4096))
 
 
 @dataclass(frozen=True)
 class RowSettings:
-    """What rows depend on besides the documents."""
+    """The settings that decide the rows, next to the documents. All of them are part of the rows' hash."""
 
     max_length: int
     packing: Literal["documents", "stream", "off"] = "documents"
@@ -43,7 +44,8 @@ class RowSettings:
 
 @dataclass
 class Counts:
-    """What became of the documents of one source in one split. The first line adds up to the last but pieces."""
+    """How many documents, pieces and tokens of one source in one split were kept, cut or left out. Documents, tokens
+    and `kept_*` are totals; the other fields explain the difference between them."""
 
     documents: int = 0
     tokens: int = 0
@@ -79,7 +81,8 @@ def make_rows(
     weights: Sequence[float],
     settings: RowSettings,
 ) -> dict[str, Any]:
-    """Write both splits -> the facts of the manifest. The first len(weights) stores train, the others evaluate."""
+    """Writes both splits and returns the facts of their manifest. The first len(weights) stores are training sources,
+    the others evaluation sources."""
     num_train = len(weights)
     bases = np.cumsum([0, *(len(store) for store in stores)])
     has_joined = any(store.manifest.get("is_joined") for store in stores)
@@ -134,7 +137,7 @@ def _add_source(
     base: int,
     settings: RowSettings,
 ) -> None:
-    """Cut one source's documents to size and count what is lost."""
+    """Cuts one source's documents into pieces that fit a row, and counts what is lost."""
     lengths, members = store.lengths, np.flatnonzero(copies)
     left_out = is_member & (copies == 0)
     counts = Counts(
@@ -150,7 +153,7 @@ def _add_source(
         strategy = "raise" if store.manifest.get("has_turns") else "split"
     capacity = settings.max_length
     if settings.packing == "stream":
-        capacity, strategy = max(1, int(lengths.max(initial=1))), "split"  # rows do the cutting
+        capacity, strategy = max(1, int(lengths.max(initial=1))), "split"  # cuts nothing here: pack_stream cuts
     if strategy == "raise":
         _refuse_long(store, members, settings)
     chosen = lengths[members].tolist()
@@ -180,7 +183,7 @@ def _add_source(
             counts.untrainable_tokens += repeats * tokens
             whole = Piece(number, 0, int(lengths[number]))
             if strategy == "split" and tokens < whole.stop and _count_targets(store, number, whole, settings):
-                counts.cut_off_pieces += repeats  # a long prompt, say: the targets stand in other pieces
+                counts.cut_off_pieces += repeats  # e.g. a piece of a long prompt: the targets are in other pieces
                 continue
             part.num_untrainable += 1
             if len(part.untrainable) < 100:
@@ -211,14 +214,14 @@ def _pack(pieces: list[Piece], settings: RowSettings) -> RowPieces:
 def _count_row_targets(
     rows: RowPieces, stores: Sequence[TokenStore], bases: NDArray[Any], settings: RowSettings
 ) -> NDArray[np.int64]:
-    """Positions with a label, row by row."""
+    """The number of positions with a label in each row."""
     documents = np.asarray(rows.documents, np.int64)
     starts, stops = np.asarray(rows.starts, np.int64), np.asarray(rows.stops, np.int64)
     offsets = np.asarray(rows.offsets, np.int64)
     sources = np.searchsorted(bases, documents, "right") - 1
     counts = np.maximum(stops - starts - 1, 0)
     is_follower = np.full(len(counts), settings.attend_across_documents)
-    is_follower[offsets[:-1]] = False  # nothing stands before a row's first token
+    is_follower[offsets[:-1]] = False  # no token precedes a row's first token, so nothing predicts it
     counts += is_follower
     for index, store in enumerate(stores):
         if store.flags is None:
@@ -233,7 +236,8 @@ def _count_row_targets(
 def _leave_out(
     rows: RowPieces, targets: NDArray[np.int64], settings: RowSettings, split: Split
 ) -> tuple[RowPieces, NDArray[np.int64], tuple[int, int]]:
-    """Rows of a stream that hold no target: an error, or left out and counted."""
+    """Rows of a stream without a target raise, or with skip_untrainable are left out and counted. Returns the rows that
+    stay, their targets, and (rows, tokens) left out."""
     empty = np.flatnonzero(targets == 0).tolist()
     if not empty:
         return rows, targets, (0, 0)
@@ -241,17 +245,17 @@ def _leave_out(
         message = f"no supervised token in {len(empty):,} of {format_count(len(rows), f'{split} row')}"
         hint = "use a larger data.max_length, or data.skip_untrainable: true to leave them out and count them"
         raise DataError([Problem("data.packing", message, hint)])
-    gone = set(empty)
-    kept = [index for index in range(len(rows)) if index not in gone]
+    left_out = set(empty)
+    kept = [index for index in range(len(rows)) if index not in left_out]
     tokens = sum(piece.stop - piece.start for index in empty for piece in rows.get_row(index))
-    left = RowPieces(rows.capacity, array("q"), array("q"), array("q"), array("q", [0]))
+    kept_rows = RowPieces(rows.capacity, array("q"), array("q"), array("q"), array("q", [0]))
     for index in kept:
         for piece in rows.get_row(index):
-            left.documents.append(piece.document)
-            left.starts.append(piece.start)
-            left.stops.append(piece.stop)
-        left.offsets.append(len(left.documents))
-    return left, targets[kept], (len(empty), tokens)
+            kept_rows.documents.append(piece.document)
+            kept_rows.starts.append(piece.start)
+            kept_rows.stops.append(piece.stop)
+        kept_rows.offsets.append(len(kept_rows.documents))
+    return kept_rows, targets[kept], (len(empty), tokens)
 
 
 def _refuse_long(store: TokenStore, members: NDArray[Any], settings: RowSettings) -> None:
@@ -259,9 +263,9 @@ def _refuse_long(store: TokenStore, members: NDArray[Any], settings: RowSettings
     if not len(long):
         return
     kind = "chat" if store.manifest.get("has_turns") else "document"
-    ways = "split (between turns where that is possible)" if kind == "chat" else "split"
-    hint = f"set data.excess_length_strategy: {ways}, truncate or drop; or a larger data.max_length"
-    found = [
+    split = "split (between turns where that is possible)" if kind == "chat" else "split"
+    hint = f"set data.excess_length_strategy: {split}, truncate or drop; or a larger data.max_length"
+    problems = [
         Problem(
             "",
             f"a {kind} of {int(store.lengths[at]):,} tokens is longer than data.max_length {settings.max_length:,}",
@@ -270,7 +274,7 @@ def _refuse_long(store: TokenStore, members: NDArray[Any], settings: RowSettings
         )
         for at in long[:20].tolist()
     ]
-    raise DataError(shorten(found, len(long), ""))
+    raise DataError(shorten(problems, len(long)))
 
 
 def _describe_untrainable(store: TokenStore, document: int, piece: Piece) -> Problem:
@@ -281,33 +285,27 @@ def _describe_untrainable(store: TokenStore, document: int, piece: Piece) -> Pro
 
 
 def _explain_untrainable(part: _Part) -> list[Problem]:
-    found = shorten(part.untrainable, part.num_untrainable, "")
-    hint = "mend the data or the loss mask, or set data.skip_untrainable: true to leave such rows out and count them"
-    return [*found[:-1], Problem(found[-1].key, found[-1].message, hint, found[-1].where)]
+    hint = "fix the data or the loss mask, or set data.skip_untrainable: true to leave such rows out and count them"
+    return shorten(part.untrainable, part.num_untrainable, hint)
 
 
 def _explain_nothing(part: _Part, skipped: tuple[int, int]) -> Problem:
-    """No row is left to train on: what became of the documents."""
-    fates = {
+    """The problem when no row is left to train on, with the reasons counted."""
+    names = {
         "documents": "documents",
         "left_out_documents": "left out by weight",
         "dropped_documents": "dropped, longer than data.max_length",
         "truncated_documents": "truncated to data.max_length",
         "untrainable_pieces": "pieces without a supervised token",
     }
-    counts = {name: sum(getattr(count, key) for count in part.counts) for key, name in fates.items()}
+    counts = {name: sum(getattr(count, key) for count in part.counts) for key, name in names.items()}
     counts["rows without a supervised token"] = skipped[0]
-    told = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    reasons = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     hint = "raise data.max_length, or change data.excess_length_strategy, the loss mask or the data"
-    return Problem("data.datasets", f"no row is left to train on: {told or 'no document'}", hint)
+    return Problem("data.datasets", f"no row is left to train on: {reasons or 'no document'}", hint)
 
 
 def _count_leaked(stores: Sequence[TokenStore], num_train: int, copies: NDArray[np.int64]) -> int:
-    """Documents of evaluation sources that are trained on, word for word."""
+    """The number of documents of evaluation sources whose exact copy is trained on."""
     trained = np.concatenate([np.empty(0, np.uint64), *(store.hashes for store in stores[:num_train])])[copies > 0]
     return sum(int(np.isin(store.hashes, trained).sum()) for store in stores[num_train:])
-
-
-def merge_counts(sources: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """All sources together."""
-    return {name: sum(source[name] for source in sources) for name in vars(Counts())}

@@ -1,6 +1,7 @@
-"""A recipe -> its prepared data on disk: token stores by content, packed rows by content and row settings.
+"""Prepares a recipe's data on disk: tokenizes each source into a token store and packs the stores into rows.
 
-What is there already is found by its name and not made again. Emits plain events; prints nothing.
+A folder's name is the hash of everything that decides its content, so what exists already is not made again.
+Reports progress as events; prints nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Emit = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Prepared:
-    """`path`: a folder for open_rows; its name is the hash of everything that decides the rows."""
+    """`path` is a folder for open_rows. Its name is the hash of everything that decides the rows."""
 
     path: Path
     report: dict[str, Any]
@@ -53,8 +54,8 @@ class _Context:
 
 
 def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_samples: int = 1) -> Prepared:
-    """`num_samples`: shown of each source. Raises RecipeError for a mistake in the recipe and DataError for one in the
-    data."""
+    """The report holds `num_samples` samples of each source. Raises RecipeError for a mistake in the recipe and
+    DataError for one in the data."""
     emit({"event": "stage", "stage": "tokenizer"})
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     data = recipe.data
@@ -62,13 +63,13 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_sample
     root = Path(os.path.expanduser(data.store_dir))
     output = Path(os.path.expanduser(recipe.run.output_dir))
     context = _Context(recipe, encoder, _hash_tokenizer(tokenizer), FileHashes(root / "files.json"), root, emit)
-    wanted = [(f"data.datasets.{index}", dataset) for index, dataset in enumerate(data.datasets)]
-    wanted += [(f"data.eval_datasets.{index}", dataset) for index, dataset in enumerate(data.eval_datasets)]
+    datasets = [(f"data.datasets.{index}", dataset) for index, dataset in enumerate(data.datasets)]
+    datasets += [(f"data.eval_datasets.{index}", dataset) for index, dataset in enumerate(data.eval_datasets)]
     stores: list[TokenStore] = []
     described: list[Event] = []
-    for key, dataset in wanted:
+    for key, dataset in datasets:
         emit({"event": "stage", "stage": "source", "source": key})
-        source = open_source(dataset, key, recipe.run.seed, context.hashes, own=(root, output))
+        source = open_source(dataset, key, recipe.run.seed, context.hashes, output_folders=(root, output))
         store = _make_store(source, context)
         stores.append(store)
         described.append(_describe_source(source, store, dataset.weight))
@@ -90,7 +91,7 @@ def prepare_data(recipe: Recipe, pad_to_multiple_of: int, emit: Emit, num_sample
 
 
 def _hash_tokenizer(tokenizer: Any) -> str:
-    """Everything about it that decides tokens: vocabulary, rules, special tokens, chat template."""
+    """A hash of everything in the tokenizer that decides tokens: vocabulary, rules, special tokens, chat template."""
     backend = ""
     if getattr(tokenizer, "is_fast", False):
         spec = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -126,7 +127,7 @@ def _make_store(source: Source, context: _Context) -> TokenStore:
 def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Mapping[str, Any]:
     recipe, encoder, emit = context.recipe, context.encoder, context.emit
     workers = recipe.data.num_workers
-    if workers == "auto":  # what takes a moment is not worth the start of processes
+    if workers == "auto":  # starting processes takes longer than tokenizing a small source
         is_small = source.num_bytes is not None and source.num_bytes < SMALL_BYTES
         workers = 1 if is_small else len(os.sched_getaffinity(0))
     writer = StoreWriter(partial, len(encoder.tokenizer))
@@ -134,24 +135,24 @@ def _tokenize(partial: Path, source: Source, kind: Any, context: _Context) -> Ma
     bad: list[tuple[str, int, str]] = []
     task = TokenizingTask(recipe.model, recipe.data, kind, encoder.settings)
     progress = {"event": "progress", "source": source.key, "name": source.name, "total_bytes": source.num_bytes}
-    for done in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, workers):
-        writer.append(done.batch)
-        bad += done.bad[: MAX_KEPT_BAD - len(bad)]
-        totals["num_bad"] += len(done.bad)
+    for block in encode_blocks(iter(source.walk_blocks()), task, encoder.tokenizer, workers):
+        writer.append(block.batch)
+        bad += block.bad[: MAX_KEPT_BAD - len(bad)]
+        totals["num_bad"] += len(block.bad)
         for name in ("num_bytes", "num_blank", "num_in_pieces", "num_whole"):
-            totals[name] += getattr(done, name)
-        if done.bad and recipe.data.on_bad_row == "raise":
+            totals[name] += getattr(block, name)
+        if block.bad and recipe.data.on_bad_row == "raise":
             raise DataError(_explain_bad(bad, totals["num_bad"], has_lines=source.has_lines))
         emit({**progress, "bytes": totals["num_bytes"], "tokens": writer.num_tokens})
     changed = context.hashes.find_changed()
     if changed is not None:
         raise DataError([Problem("", "changed while it was read", "run again", Where(changed))])
-    found = writer.finish()
-    if not found["num_documents"]:
+    written = writer.finish()
+    if not written["num_documents"]:
         raise DataError([_explain_empty(source, totals)])
     emit({**progress, "bytes": source.num_bytes or totals["num_bytes"], "tokens": writer.num_tokens, "is_done": True})
     return {
-        **found,
+        **written,
         **totals,
         "bad": bad,
         "kind": kind,
@@ -171,14 +172,13 @@ def _explain_empty(source: Source, totals: Mapping[str, int]) -> Problem:
 
 
 def _explain_bad(bad: list[tuple[str, int, str]], total: int, *, has_lines: bool) -> list[Problem]:
-    hint = "mend the rows, or set data.on_bad_row: skip to leave them out and count them"
-    found = [Problem("", message, "", make_where(file, line, has_lines=has_lines)) for file, line, message in bad]
-    shown = shorten(found, total, "")
-    return [*shown[:-1], Problem("", shown[-1].message, hint, shown[-1].where)]
+    hint = "fix the rows, or set data.on_bad_row: skip to leave them out and count them"
+    problems = [Problem("", message, "", make_where(file, line, has_lines=has_lines)) for file, line, message in bad]
+    return shorten(problems, total, hint)
 
 
 def _check_bad_rows(store: TokenStore, on_bad_row: str) -> None:
-    """A store that was made while bad rows were skipped does not hide them from who wants to hear of them."""
+    """Raises for the bad rows of a store that an earlier recipe made with on_bad_row: skip."""
     manifest = store.manifest
     if manifest["num_bad"] and on_bad_row == "raise":
         bad = [(str(file), int(line), str(message)) for file, line, message in manifest["bad"]]
@@ -186,7 +186,7 @@ def _check_bad_rows(store: TokenStore, on_bad_row: str) -> None:
 
 
 def _check_loss_mask(stores: list[TokenStore], recipe: Recipe) -> None:
-    """plan/rules/files.py knows no more than what the recipe says of types; here the rows have been seen."""
+    """plan/rules/files.py checks the types that the recipe names. Here the types detected from the rows are checked."""
     kinds = sorted({store.manifest["kind"] for store in stores})
     if recipe.data.assistant_only_loss and not set(kinds) & set(CHAT_TYPES):
         message = f"needs chat data, but the rows hold {', '.join(kinds)}"
@@ -214,9 +214,8 @@ def _make_rows(stores: list[TokenStore], context: _Context) -> Path:
 
     def build(partial: Path) -> Mapping[str, Any]:
         context.emit({"event": "stage", "stage": "rows"})
-        made = make_rows(partial, stores, weights, settings)
         return {
-            **made,
+            **make_rows(partial, stores, weights, settings),
             **asdict(settings),
             "weights": weights,
             "stores": names,

@@ -1,11 +1,12 @@
-"""What is wrong with data: rows that cannot be used, each with its file and line. Ends a run with exit code 1.
+"""Errors in data: rows that cannot be used, each with its file and line. A DataError ends a run with exit code 1.
 
-What is wrong with the recipe itself is a RecipeError, as everywhere.
+A mistake in the recipe is a RecipeError instead (exit code 2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ulysses_cli.plan.problem import Problem, Where
 
@@ -13,35 +14,36 @@ MAX_SHOWN = 20
 
 
 class BadRow(Exception):
-    """One row that cannot be used, before its place is known."""
+    """One row that cannot be used. Raised where the row's file and line are not known yet."""
 
 
 class NoTemplate(Exception):
-    """Chats, and a tokenizer without a chat template: no row's fault, and said once."""
+    """The data holds chats and the tokenizer has no chat template. Not a bad row: reported once for the source."""
 
 
 class DataError(Exception):
-    """Every problem that was found in the data before the work stopped."""
+    """All problems of the data that were collected before the work stopped."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[DataError], tuple[tuple[Problem, ...]]]:
-        """A worker's travels to the process that tells it."""
+        """Makes the error picklable: a worker process sends it to the main process."""
         return DataError, (self.problems,)
 
 
 def make_where(file: str, line: int, *, has_lines: bool = True) -> Where:
-    """A line of a text file; a row of a file that has no lines."""
+    """`line` is a line of a text file, or a row's number where the file's format has no lines; 0: not known."""
     if not line:
         return Where(file)
     return Where(file, line, 1) if has_lines else Where(f"{file}, row {line}")
 
 
-def shorten(problems: Sequence[Problem], total: int, hint: str) -> list[Problem]:
-    """The first few, and how many there are in all."""
+def shorten(problems: Sequence[Problem], total: int, hint: str = "") -> list[Problem]:
+    """The first problems and the number of those that are not shown. The last line carries the hint, if there is
+    one."""
     shown = list(problems[:MAX_SHOWN])
     if total > len(shown):
-        shown.append(Problem("", f"and {total - len(shown):,} more", hint))
-    return shown
+        shown.append(Problem("", f"and {total - len(shown):,} more"))
+    return [*shown[:-1], replace(shown[-1], hint=hint or shown[-1].hint)]

@@ -1,6 +1,6 @@
-"""Rows of a prepared recipe, read from disk slice by slice: tokens, shifted labels, positions, document boundaries.
+"""Reads rows of prepared data from disk, slice by slice: tokens, shifted labels, positions, document boundaries.
 
-Knows no rank and no step: any process may read any part of any row, and reads no more than that part.
+Knows no rank and no step: any process may read any part of any row, and only that part is read from disk.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.store import TARGET, TokenStore
+from ulysses_cli.data.store import IGNORE_INDEX, TARGET, TokenStore
 from ulysses_cli.data.transaction import find_damage, read_manifest
 from ulysses_cli.plan.packing import Piece, RowPieces
 
 Split = Literal["train", "eval"]
-IGNORED = -100
+
 PARTS = ("documents", "starts", "stops", "offsets", "targets")
 
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Tokens [start, stop) of a row, int64 each. labels[i] is what position i is to predict; -100 = nothing."""
+    """Tokens [start, stop) of a row, int64 each. labels[i] is the token that position i must predict, or -100."""
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -32,7 +32,7 @@ class RowSlice:
 
 
 class PackedRows:
-    """The rows of one split. A document's number counts over all sources, in the recipe's order."""
+    """The rows of one split. Documents are numbered over all sources, in the recipe's order."""
 
     def __init__(self, folder: Path, split: Split) -> None:
         _check(folder)
@@ -54,7 +54,8 @@ class PackedRows:
         return len(self._offsets) - 1
 
     def get_lengths(self, row: int) -> tuple[int, ...]:
-        """Tokens of each document that attention keeps apart, in order, without padding."""
+        """The length of each document in the row, in order, without padding. One length when attention crosses
+        documents."""
         lengths = self._measure(row)
         return (int(lengths.sum()),) if self.is_joined else tuple(lengths.tolist())
 
@@ -66,32 +67,32 @@ class PackedRows:
         return int(self._targets[row])
 
     def pieces(self, row: int) -> list[Piece]:
-        """Which parts of which documents stand in the row, in order."""
+        """The parts of documents that make up the row, in order."""
         at = slice(*self._bounds(row))
         return [
             Piece(*map(int, piece))
             for piece in zip(self._documents[at], self._starts[at], self._stops[at], strict=True)
         ]
 
-    def list_pieces(self, source: int, most: int) -> list[Piece]:
-        """The first pieces of one source, in the order of the rows."""
+    def list_pieces(self, source: int, limit: int) -> list[Piece]:
+        """The first `limit` pieces of one source, in the order of the rows."""
         documents = np.asarray(self._documents)
-        found = np.flatnonzero((documents >= self._bases[source]) & (documents < self._bases[source + 1]))[:most]
-        return [Piece(*(int(part[at]) for part in (self._documents, self._starts, self._stops))) for at in found]
+        places = np.flatnonzero((documents >= self._bases[source]) & (documents < self._bases[source + 1]))[:limit]
+        return [Piece(*(int(part[at]) for part in (self._documents, self._starts, self._stops))) for at in places]
 
     def find_document(self, document: int) -> tuple[TokenStore, int]:
-        """A document's store and its number in it."""
+        """A document's store, and its number in that store."""
         index = bisect_right(self._bases, document) - 1
         return self.stores[index], document - self._bases[index]
 
     def read(self, row: int, start: int, stop: int) -> RowSlice:
-        """Tokens [start, stop) of the row. Behind the row's own tokens stands padding, a document of its own."""
+        """Tokens [start, stop) of the row. Padding follows the row's tokens, with positions that start at 0 again."""
         size = stop - start
         first_piece, end_piece = self._bounds(row)
         ends = np.cumsum(self._measure(row))
         num_tokens = int(ends[-1])
         ids = np.full(size, self.pad_id, np.int64)
-        labels = np.full(size, IGNORED, np.int64)
+        labels = np.full(size, IGNORE_INDEX, np.int64)
         positions = np.arange(start, stop, dtype=np.int64)
         positions[max(0, num_tokens - start) :] -= num_tokens
         for at in range(int(np.searchsorted(ends, start, "right")), end_piece - first_piece):
@@ -101,25 +102,24 @@ class PackedRows:
                 break
             first, last = max(start, begin), min(stop, end)
             here = slice(first - start, last - start)
-            found = self._read_piece(first_piece + at, first - begin, last + 1 - begin)
-            ids[here] = found[0, : last - first]
-            labels[first - start : first - start + found.shape[1] - 1] = found[1, 1:]
+            tokens, targets = self._read_piece(first_piece + at, first - begin, last + 1 - begin)
+            ids[here] = tokens[: last - first]
+            labels[first - start : first - start + len(targets) - 1] = targets[1:]
             if self.is_joined and last == end < num_tokens:
-                labels[here.stop - 1] = self._read_piece(first_piece + at + 1, 0, 1)[1, 0]
+                labels[here.stop - 1] = self._read_piece(first_piece + at + 1, 0, 1)[1][0]
             if not self.is_joined:
                 positions[here] -= begin
         return RowSlice(ids, labels, positions)
 
-    def _read_piece(self, index: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens of a piece, and above each what one before it is to predict: [2, at most stop - start]."""
+    def _read_piece(self, index: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens [start, stop) of a piece, or fewer at its end, and the same tokens with -100 where one is no target.
+        The caller shifts them into labels."""
         store, document = self.find_document(int(self._documents[index]))
         begin, end = int(self._starts[index]), int(self._stops[index])
         ids, flags = store.read(document, begin + start, min(begin + stop, end))
-        found = np.empty((2, len(ids)), np.int64)
-        found[:] = ids
-        if flags is not None:
-            found[1][flags & TARGET == 0] = IGNORED
-        return found
+        tokens = ids.astype(np.int64)
+        targets = tokens if flags is None else np.where(flags & TARGET, tokens, IGNORE_INDEX)
+        return tokens, targets
 
     def _bounds(self, row: int) -> tuple[int, int]:
         if not 0 <= row < len(self):
@@ -138,12 +138,12 @@ def _check(folder: Path) -> None:
 
 
 def open_rows(prepared: Path, split: Split) -> PackedRows:
-    """One split of what prepare_data made."""
+    """Opens one split of a folder that prepare_data made."""
     return PackedRows(Path(prepared), split)
 
 
 def save_rows(folder: Path, split: Split, rows: RowPieces, targets: Any) -> None:
-    """The files that PackedRows maps. `targets`: positions with a label, row by row."""
+    """Writes the files that PackedRows maps. `targets` holds the number of positions with a label in each row."""
     arrays = (rows.documents, rows.starts, rows.stops, rows.offsets, targets)
     for part, values in zip(PARTS, arrays, strict=True):
         np.save(folder / f"{split}-{part}.npy", np.asarray(values, np.int64))

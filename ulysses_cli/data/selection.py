@@ -1,6 +1,7 @@
-"""Which documents train, which evaluate, and how often each stands in an epoch. Computed from content and seed.
+"""Chooses which documents train, which evaluate, and how often an epoch repeats each. Depends on content and seed
+alone.
 
-Equal documents share a side: no copy of an evaluation document is trained on.
+Documents of equal content go to the same split: no copy of an evaluation document is trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Keys = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Selection:
-    """Copies of every document in an epoch of training, and which are held out. Both over all training sources."""
+    """How often each document stands in an epoch of training, and which documents are held out for evaluation. Both
+    arrays run over the documents of all training sources."""
 
     copies: NDArray[np.int64]
     is_eval: NDArray[np.bool_]
@@ -29,7 +31,7 @@ class Selection:
 def select_documents(
     hashes: Sequence[Keys], weights: Sequence[float], eval_share: float, seed: int, *, has_joined: bool = False
 ) -> Selection:
-    """`hashes`: the documents' contents, source by source."""
+    """`hashes` holds one array of content hashes per source."""
     together = np.concatenate([*hashes, np.empty(0, np.uint64)])
     is_eval = _hold_out(together, eval_share, seed, has_joined=has_joined)
     copies = np.zeros(len(together), np.int64)
@@ -52,12 +54,13 @@ def select_documents(
 
 
 def _hold_out(hashes: Keys, share: float, seed: int, *, has_joined: bool) -> NDArray[np.bool_]:
-    """At least one document when a share is wanted, and exactly as many as it says but for copies of the last one."""
+    """Marks the documents to hold out: the share of them, rounded, and at least one. More where the last one chosen has
+    copies."""
     if not share or not len(hashes):
         return np.zeros(len(hashes), bool)
     keys = mix(hashes, seed, salt=1)
-    wanted = max(1, round(share * len(hashes)))
-    chosen = keys <= np.partition(keys, wanted - 1)[wanted - 1]
+    num_chosen = max(1, round(share * len(hashes)))
+    chosen = keys <= np.partition(keys, num_chosen - 1)[num_chosen - 1]
     if chosen.all():
         count = format_count(len(hashes), "document") + (" of equal content" if len(hashes) > 1 else "")
         hint = "set data.eval_split: 0 and name data.eval_datasets"
@@ -67,20 +70,21 @@ def _hold_out(hashes: Keys, share: float, seed: int, *, has_joined: bool) -> NDA
 
 
 def _count_copies(hashes: Keys, is_left: NDArray[np.bool_], weight: float, seed: int) -> NDArray[np.int64]:
-    """The weight's whole part for every document, one more for a share of them that is its fraction."""
+    """Repeats every document by the weight's whole part, and a share of the documents, the weight's fraction, once
+    more. `is_left` marks the documents that are not held out."""
     copies = is_left * int(weight)
-    wanted = round((weight - int(weight)) * int(is_left.sum()))
-    if wanted:
+    num_more = round((weight - int(weight)) * int(is_left.sum()))
+    if num_more:
         keys = mix(hashes ^ mix(np.arange(len(hashes), dtype=np.uint64), seed, salt=2), seed, salt=3)
         left = np.flatnonzero(is_left)
-        copies[left[np.argsort(keys[left], kind="stable")[:wanted]]] += 1
+        copies[left[np.argsort(keys[left], kind="stable")[:num_more]]] += 1
     return copies
 
 
 def mix(keys: Keys, seed: int, salt: int) -> Keys:
-    """A number that looks random for each key (splitmix64's finalizer)."""
+    """A pseudo-random number for each key (splitmix64's finalizer)."""
     start = (seed * 4 + salt + 1) * 0x9E3779B97F4A7C15 % 2**64
-    mixed: Any = keys + np.uint64(start)  # wraps around, as it should
+    mixed: Any = keys + np.uint64(start)  # wraps modulo 2**64, as splitmix64 does
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return np.asarray(mixed ^ (mixed >> np.uint64(31)), np.uint64)

@@ -1,6 +1,7 @@
-"""Which rows form a step, who works on which, and in what order: one plain value, the same on every rank.
+"""Plans an optimizer step: which rows it takes, and which sp group works on which row, in what order.
 
-Made from lengths and the position in the stream alone. No collective depends on anything that is not in it.
+A plan depends on the rows' lengths and the position in the stream alone, so it is the same on every rank. Collectives
+may depend on values of the plan only.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ulysses_cli.data.store import IGNORE_INDEX
 from ulysses_cli.plan.packing import RowCost, locate_row, share_rows
 
-NO_TARGET = -100
-NO_ROW = -1
+NO_ROW = -1  # in StepPlan.shares: a row of padding, which has no label
 Numbers = NDArray[np.int64]
 
 
 class Slice(Protocol):
-    """Tokens of a row: ids, labels that are shifted already, positions inside their document."""
+    """A slice of a row: token ids, labels (already shifted), positions within each document."""
 
     input_ids: Numbers
     labels: Numbers
@@ -30,7 +31,7 @@ class Slice(Protocol):
 
 
 class Rows(Protocol):
-    """What a step is made from: rows of tokens with the lengths of their documents."""
+    """Rows of tokens with the lengths of their documents. PackedRows is one; tests and proofs have others."""
 
     def __len__(self) -> int: ...
 
@@ -43,7 +44,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step. `shares[group][micro-step]` are indices into `rows`, -1 for a row without weight;
+    """One optimizer step. `shares[group][micro-step]` holds indices into `rows`, or NO_ROW;
     `row_tokens[group][micro-step]` is the padded length of those rows."""
 
     position: int
@@ -64,13 +65,13 @@ class StepPlan:
         return self.position + len(self.rows)
 
     def list_facts(self) -> dict[str, str]:
-        """Each field's hash, to be compared across ranks."""
+        """The hash of each field, which ranks compare."""
         return {name: hashlib.sha256(repr(value).encode()).hexdigest()[:16] for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """This rank's slice of the rows of one micro-step, and the documents of the whole rows, padding included."""
+    """This rank's slice of the rows of one micro-step. `lengths` are the documents of the whole rows, with padding."""
 
     input_ids: Numbers  # [B, local tokens]
     labels: Numbers
@@ -81,7 +82,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batching:
-    """How rows become steps."""
+    """The settings that turn rows into steps. `work` is the cost by which rows are shared among groups."""
 
     dp_size: int
     rows_per_micro_step: int
@@ -98,16 +99,17 @@ class Batching:
 
 
 def plan_step(rows: Rows, batching: Batching, position: int, end: int) -> StepPlan:
-    """The step that starts at a position of the stream of rows, which ends at `end`. The last step may be short: its
-    missing rows have no weight."""
+    """The step that starts at `position` of the stream of rows, which ends at `end`. The last step may have fewer rows;
+    NO_ROW fills the gaps."""
     count = max(0, min(batching.rows_per_step, end - position))
     places = [locate_row(position + at, len(rows), batching.seed) for at in range(count)]
     ids = tuple(place.row if batching.is_shuffled else (position + at) % len(rows) for at, place in enumerate(places))
-    return _deal(rows, batching, position, ids)
+    return _make_plan(rows, batching, position, ids)
 
 
 def plan_longest(rows: Rows, batching: Batching) -> StepPlan:
-    """A step of the rows with the most tokens, of those the heaviest: what a rehearsal runs. Memory follows tokens."""
+    """The step that a rehearsal runs: the rows with the most tokens, since memory follows tokens, and among rows of
+    equal length those with the most work. Repeats rows where there are too few."""
 
     def rank(row: int) -> tuple[float, float, int]:
         lengths = rows.get_lengths(row)
@@ -115,16 +117,16 @@ def plan_longest(rows: Rows, batching: Batching) -> StepPlan:
 
     heaviest = sorted(range(len(rows)), key=rank)
     ids = (heaviest * math.ceil(batching.rows_per_step / len(heaviest)))[: batching.rows_per_step]
-    return _deal(rows, batching, 0, tuple(ids))
+    return _make_plan(rows, batching, 0, tuple(ids))
 
 
-def _deal(rows: Rows, batching: Batching, position: int, ids: tuple[int, ...]) -> StepPlan:
+def _make_plan(rows: Rows, batching: Batching, position: int, ids: tuple[int, ...]) -> StepPlan:
+    """Shares the rows among the groups by their work, and each group's rows among the micro-steps."""
     lengths = tuple(tuple(rows.get_lengths(row)) for row in ids)
-    works = [_weigh(own, batching.work) for own in lengths]
+    works = [_weigh(row_lengths, batching.work) for row_lengths in lengths]
     width = batching.rows_per_micro_step
-    dealt = share_rows(works, batching.dp_size, position // batching.rows_per_step)
     shares, padded = [], []
-    for share in dealt:
+    for share in share_rows(works, batching.dp_size, position // batching.rows_per_step):
         share = share + [NO_ROW] * (width * batching.micro_steps - len(share))
         micro = [tuple(share[at : at + width]) for at in range(0, len(share), width)]
         shares.append(tuple(micro))
@@ -153,16 +155,16 @@ def _pad_tokens(batching: Batching, rows: Sequence[Sequence[int]]) -> int:
 
 
 def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp_rank: int, sp_size: int) -> MicroBatch:
-    """Only this rank's slice is read."""
+    """Reads this rank's slice of a micro-step's rows, and no other part of them."""
     total = plan.row_tokens[group][micro_step]
     local = total // sp_size
     members = plan.shares[group][micro_step]
     shape = (len(members), local)
-    ids, labels, positions = np.zeros(shape, np.int64), np.full(shape, NO_TARGET), np.zeros(shape, np.int64)
+    ids, labels, positions = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX), np.zeros(shape, np.int64)
     documents: list[int] = []
     for at, member in enumerate(members):
-        own = plan.lengths[member] if member != NO_ROW else ()
-        documents += [*own, *([total - sum(own)] if total > sum(own) else [])]
+        lengths = plan.lengths[member] if member != NO_ROW else ()
+        documents += [*lengths, *([total - sum(lengths)] if total > sum(lengths) else [])]  # padding is a document
         if member == NO_ROW:
             positions[at] = np.arange(sp_rank * local, (sp_rank + 1) * local)
             continue

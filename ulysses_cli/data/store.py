@@ -1,6 +1,6 @@
-"""The token store of one source on disk: tokens, what is a target, where documents begin and where they came from.
+"""Writes and reads the token store of one source: token ids, target flags, document boundaries, places of origin.
 
-Memory-mapped for reading, appended to for writing. Knows no tokenizer and no row.
+Written by appending, read by memory map. Knows no tokenizer and no row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ulysses_cli.data.transaction import read_manifest
 from ulysses_cli.plan.problem import Where
 
 FORMAT = 2
-TARGET, TURN = 1, 2  # flags of a token: the model learns to say it; a document may be cut before it
+TARGET, TURN = 1, 2  # flags of a token: the loss counts it; a turn begins at it, so a document may be cut before it
+IGNORE_INDEX = -100  # label of a position without a target, as in torch's cross_entropy
 Ids = NDArray[Any]
 Flags = NDArray[np.uint8]
 
@@ -31,14 +32,14 @@ def choose_dtype(vocabulary: int) -> np.dtype[Any]:
 
 
 def hash_document(ids: Ids) -> int:
-    """64 bits of a document's tokens, whatever is a target in it: equal documents are found by it, and never part
-    company in a split."""
+    """A 64-bit hash of a document's tokens, without its loss mask. Equal documents have equal hashes, so a split keeps
+    them together."""
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
 
 
 @dataclass
 class Batch:
-    """Documents on their way into a store. `flags` is None when every token is a target."""
+    """Documents to be appended to a store. `flags` is None when every token is a target."""
 
     ids: Ids
     lengths: Sequence[int]
@@ -49,7 +50,7 @@ class Batch:
 
 
 class StoreWriter:
-    """Appends documents to the files of a store."""
+    """Appends documents to the files of a store. flags.bin is written only if some document has flags."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self.folder = folder
@@ -80,7 +81,7 @@ class StoreWriter:
         self._files.extend(self._names.setdefault(name, len(self._names)) for name in batch.files)
 
     def finish(self) -> dict[str, Any]:
-        """Close the files -> the facts that a manifest needs."""
+        """Closes the files and returns the store's facts for its manifest."""
         self._tokens.close()
         if self._flags is not None:
             self._flags.close()
@@ -102,7 +103,7 @@ class StoreWriter:
 
 
 class TokenStore:
-    """One source's documents, memory-mapped. Cheap to open on every rank."""
+    """The documents of one source, memory-mapped, so that every rank can open them at little cost."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -124,31 +125,31 @@ class TokenStore:
 
     @cached_property
     def hashes(self) -> NDArray[np.uint64]:
-        found: NDArray[np.uint64] = np.load(self.folder / "hashes.npy")
-        return found
+        hashes: NDArray[np.uint64] = np.load(self.folder / "hashes.npy")
+        return hashes
 
     def read(self, document: int, start: int, stop: int) -> tuple[Ids, Flags | None]:
-        """Tokens [start, stop) of a document and their flags; None: every one is a target. Views of the file."""
+        """Tokens [start, stop) of a document and their flags, as views of the files. Flags None: all are targets."""
         first = int(self.offsets[document])
         at = slice(first + start, first + stop)
         return self.tokens[at], None if self.flags is None else self.flags[at]
 
     def count_targets(self, document: int, start: int, stop: int) -> int:
-        """Tokens of [start, stop) that are predicted from one before them in it."""
+        """The number of targets in [start, stop), without its first token, which no token of the part predicts."""
         if self.flags is None or stop - start < 2:
             return max(0, stop - start - 1)
         first = int(self.offsets[document])
         return int(np.count_nonzero(self.flags[first + start + 1 : first + stop] & TARGET))
 
     def find_turns(self, document: int) -> list[int]:
-        """Tokens before which a document may be cut without tearing a turn."""
+        """The tokens that begin a turn: a cut before one of them splits no turn."""
         if self.flags is None:
             return []
         part = self.flags[int(self.offsets[document]) : int(self.offsets[document + 1])]
         return [int(at) for at in np.flatnonzero(part & TURN)]
 
     def locate(self, document: int) -> Where:
-        """Where a document came from."""
+        """The file and line, or row, that a document came from."""
         name = self.manifest["files"][int(np.load(self.folder / "files.npy", mmap_mode="r")[document])]
         line = int(np.load(self.folder / "lines.npy", mmap_mode="r")[document])
         if not line:

@@ -1,7 +1,7 @@
-"""A folder that is there as a whole or not at all: written beside, synced, renamed, under a lock.
+"""Makes a folder atomically: written under another name, synced, then renamed, all under a lock.
 
-Two processes at once: the second waits and finds the first one's work. A killed one leaves a partial folder that the
-next one removes.
+If two processes make the same folder, the second waits and uses the first one's work. A killed process leaves a partial
+folder, which the next process removes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ MANIFEST = "manifest.json"
 HINTS = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or name another folder"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable, or name another folder"),
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file stands in the way: remove it, or name another folder"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file has that name: remove it, or name another folder"),
 }
 
 
 def make_folder(
     target: Path, build: Callable[[Path], Mapping[str, Any]], on_wait: Callable[[], None], *, is_whole: bool = False
 ) -> bool:
-    """Have `build` fill the folder unless it is there already; what it returns becomes the manifest, written last.
-
-    True when it was built now. `is_whole` says that the caller looked and found it; then nothing is locked.
+    """Lets `build` fill the folder unless it exists. The mapping that `build` returns becomes the manifest, which is
+    written last. Returns whether the folder was built now. `is_whole`: the caller has checked that the folder is whole,
+    so no lock is taken.
     """
     if is_whole:
         return False
     try:
         return _make(target, build, on_wait)
-    except OSError as error:  # readers have errors of their own, so this is about what is written
+    except OSError as error:  # a write failed: readers turn their errors into DataError
         hint = HINTS.get(error.errno or 0, "name another folder")
         message = f"{error.filename or target.parent} cannot be written: {error.strerror or error}"
         raise DataError([Problem("data.store_dir", message, hint)]) from None
@@ -46,7 +46,7 @@ def make_folder(
 
 def _make(target: Path, build: Callable[[Path], Mapping[str, Any]], on_wait: Callable[[], None]) -> bool:
     target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target)
+    _remove_leftovers(target)
     with lock(target.with_name(f".{target.name}.lock"), on_wait):
         if find_damage(target) is None:
             return False
@@ -61,7 +61,7 @@ def _make(target: Path, build: Callable[[Path], Mapping[str, Any]], on_wait: Cal
                 sync(partial / name)
             write_json(partial / MANIFEST, {**manifest, "sizes": sizes})
             sync(partial)
-            if target.exists():  # damaged: find_damage said so
+            if target.exists():  # find_damage reported damage above
                 shutil.rmtree(target)
             os.rename(partial, target)
             sync(target.parent)
@@ -70,41 +70,41 @@ def _make(target: Path, build: Callable[[Path], Mapping[str, Any]], on_wait: Cal
     return True
 
 
-def _sweep(target: Path) -> None:
-    """Remove what killed processes left under other names: partial folders and locks that nobody holds."""
-    beside = target.parent
-    names = {found.name[1:].split(".")[0] for end in ("partial", "lock") for found in beside.glob(f".*.{end}")}
+def _remove_leftovers(target: Path) -> None:
+    """Removes the partial folders and unheld locks that killed processes left next to the target, under other names."""
+    parent = target.parent
+    names = {path.name[1:].split(".")[0] for end in ("partial", "lock") for path in parent.glob(f".*.{end}")}
     for name in sorted(names - {target.name}):
-        with suppress(OSError), lock(beside / f".{name}.lock", _give_way):
-            for stale in beside.glob(f".{name}.*.partial"):
+        with suppress(OSError), lock(parent / f".{name}.lock", _raise_busy):
+            for stale in parent.glob(f".{name}.*.partial"):
                 shutil.rmtree(stale, ignore_errors=True)
 
 
-def _give_way() -> None:
+def _raise_busy() -> None:
     raise BlockingIOError
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is missing from a folder that make_folder made, in words; None when it is whole."""
+    """Describes what is missing from a folder that make_folder made; None when it is whole."""
     try:
         sizes = read_manifest(folder)["sizes"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"{folder} has no readable {MANIFEST}"
     for name, size in sizes.items():
         try:
-            found = (folder / name).stat().st_size
+            current = (folder / name).stat().st_size
         except OSError:
             return f"{folder / name} is missing"
-        if found != size:
-            return f"{folder / name} has {found:,} bytes, not {size:,}"
+        if current != size:
+            return f"{folder / name} has {current:,} bytes, not {size:,}"
     return None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if not isinstance(manifest, dict):
         raise ValueError(f"{folder / MANIFEST} holds no mapping")
-    return found
+    return manifest
 
 
 def write_json(file: Path, value: Any) -> None:
@@ -124,8 +124,8 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def lock(file: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Held by one process at a time; the system lets go of it when that process ends, however it ends. The file is
-    removed by its holder, so who gets the lock looks whether it is still that of the name."""
+    """A lock that one process holds at a time. The system releases it when that process ends, even if it is killed. The
+    holder removes the file, so a process that gets the lock checks that the file still has its name."""
     while True:
         with open(file, "a") as stream:
             try:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ulysses_cli.data.rows import PackedRows
-from ulysses_cli.data.steps import NO_TARGET
+from ulysses_cli.data.store import IGNORE_INDEX
 
 Numbers = NDArray[np.int64]
 Labelled = tuple[Numbers, Numbers]  # tokens, and what each position is to predict
@@ -63,7 +63,7 @@ def write_documents(file: Path, documents: Sequence[Document]) -> None:
     """One JSON object a line, as `prepare` reads it: labels stand beside their own tokens."""
     with open(file, "w", encoding="utf-8") as stream:
         for document in documents:
-            labels = np.where(document.is_target, document.tokens, NO_TARGET)
+            labels = np.where(document.is_target, document.tokens, IGNORE_INDEX)
             stream.write(json.dumps({"input_ids": document.tokens.tolist(), "labels": labels.tolist()}) + "\n")
 
 
@@ -77,8 +77,8 @@ def cut_row(rows: PackedRows, row: int, documents: Sequence[Document]) -> list[L
         parts = [(np.concatenate(tokens), np.concatenate(flags))]
     found = []
     for own, is_target in parts:
-        labels = np.full(len(own), NO_TARGET)
-        labels[:-1] = np.where(is_target[1:], own[1:], NO_TARGET)
+        labels = np.full(len(own), IGNORE_INDEX)
+        labels[:-1] = np.where(is_target[1:], own[1:], IGNORE_INDEX)
         found.append((own, labels))
     return found
 
@@ -131,6 +131,6 @@ class FullRows:
         following = self.tokens[np.minimum(at + 1, len(self.tokens) - 1)]
         return Part(
             np.where(is_inside, own, 0),
-            np.where(has_next, following, NO_TARGET),
+            np.where(has_next, following, IGNORE_INDEX),
             np.where(is_inside, at, at - len(self.tokens)),
         )

@@ -1,1 +1,1 @@
-"""Documents -> token ids and targets: tokenizer, chat templates, pieces, worker processes."""
+"""Turns documents into token ids and targets: tokenizer, chat templates, pieces, worker processes."""

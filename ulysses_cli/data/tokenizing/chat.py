@@ -1,6 +1,7 @@
-"""A chat, as a template renders it -> the text and which of its characters the assistant says.
+"""Renders a chat with a chat template, and finds which characters of the text are the assistant's.
 
-Exact or not at all: each bound is found by rendering and checked against the whole text; what does not agree raises.
+Never guesses: each bound comes from rendering parts of the chat and is checked against the whole text. If they
+disagree, InexactTemplate is raised.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 from ulysses_cli.data.problems import BadRow
 
 Messages = Sequence[dict[str, Any]]
-MARK = "uQ7zMARKz7Qu"  # stands for a message's content; letters that no template touches
+MARK = "uQ7zMARKz7Qu"  # a placeholder for a message's content; no template changes these letters
 
 
 class Render(Protocol):
@@ -22,40 +23,41 @@ class Render(Protocol):
 
 @dataclass(frozen=True)
 class Spans:
-    """What the assistant says, message by message, and where each of its turns ends, in characters."""
+    """The assistant's answers as spans of characters, one per message, and the ends of the assistant's turns."""
 
-    said: list[tuple[int, int]]
-    ends: list[int]
+    answers: list[tuple[int, int]]
+    turn_ends: list[int]
 
 
 class InexactTemplate(BadRow):
-    """The template does not tell where a turn begins or ends."""
+    """The rendered text does not show where a turn begins or ends."""
 
 
 def find_spans(render: Render, messages: Messages, text: str, specials: Sequence[str]) -> Spans:
-    """For each assistant message: from where the generation prompt ends to the end of its turn, the end mark included.
-    White space behind a special token that ends a turn is the template's, not the assistant's."""
-    said: list[tuple[int, int]] = []
-    ends: list[int] = []
-    finder = _Finder(render, messages, text)
+    """An answer is the text from the end of the generation prompt to the end of the turn, with the end-of-turn token.
+    White space after a special token that ends the turn is the template's, so it is left out."""
+    answers: list[tuple[int, int]] = []
+    turn_ends: list[int] = []
+    finder = _TurnFinder(render, messages, text)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        start = finder.find_end(index - 1) if index else None
-        end = finder.find_end(index)
-        head = finder.find_head(index, start)
-        last = _trim(text, head, end, specials)
-        answer = str(message.get("content") or "").rpartition("</think>")[2].strip()
-        if head >= last or answer not in text[head:last] or (said and head < said[-1][1]):
-            raise InexactTemplate(f"the chat template does not show turn {index + 1} as it is, in its place")
-        said.append((head, last))
-        ends.append(end)
-    return Spans(said, ends)
+        turn_start = finder.find_end(index - 1) if index else None
+        turn_end = finder.find_end(index)
+        start = finder.find_answer(index, turn_start)
+        stop = _trim(text, start, turn_end, specials)
+        content = str(message.get("content") or "").rpartition("</think>")[2].strip()
+        if start >= stop or content not in text[start:stop] or (answers and start < answers[-1][1]):
+            raise InexactTemplate(f"the chat template changes or moves the content of turn {index + 1}")
+        answers.append((start, stop))
+        turn_ends.append(turn_end)
+    return Spans(answers, turn_ends)
 
 
-class _Finder:
-    """Bounds of turns. What stands between two contents recurs in a chat, and is taken apart once: a rendering of every
-    prefix would take time quadratic in the turns. Where contents are not shown as they are, so each turn is."""
+class _TurnFinder:
+    """Finds the bounds of turns. The text between two contents recurs in a chat, so each kind of it is analysed once:
+    rendering every prefix of the chat would take time quadratic in the number of turns. If the template changes
+    contents, `places` is None and each turn is analysed by itself."""
 
     def __init__(self, render: Render, messages: Messages, text: str) -> None:
         self.render, self.messages, self.text = render, messages, text
@@ -74,32 +76,33 @@ class _Finder:
             self._known[key] = end - first
         return end
 
-    def find_head(self, index: int, start: int | None) -> int:
+    def find_answer(self, index: int, start: int | None) -> int:
+        """Where the answer of message `index` begins; its turn begins at `start`."""
         if self.places is None or start is None or not self.places[index - 1][1] <= start <= self.places[index][0]:
-            return _find_head(self.render, self.messages, index, self.text, start)
+            return _find_answer(self.render, self.messages, index, self.text, start)
         content = self.places[index][0]
-        key = ("head", self._describe(index - 1, index), self.text[start:content])
+        key = ("answer", self._describe(index - 1, index), self.text[start:content])
         if key in self._known:
             return start + self._known[key]
-        head = _find_head(self.render, self.messages, index, self.text, start)
+        answer = _find_answer(self.render, self.messages, index, self.text, start)
         prompt = _find_prompt(self.render, self.messages, index)
-        is_whole = bool(prompt) and head - start == len(prompt or "") and head <= content
-        if is_whole or (prompt == "" and head in (start, content)):  # else the words of this turn had a say in it
-            self._known[key] = head - start
-        return head
+        is_whole = bool(prompt) and answer - start == len(prompt or "") and answer <= content
+        if is_whole or (prompt == "" and answer in (start, content)):  # else the result depends on this turn's content
+            self._known[key] = answer - start
+        return answer
 
     def _describe(self, *indices: int) -> tuple[object, ...]:
-        """What a template may tell turns apart by: their roles and keys."""
+        """The properties by which a template may treat turns differently: their roles and keys."""
         return tuple((self.messages[at]["role"], tuple(self.messages[at])) for at in indices)
 
 
 def find_contents(render: Render, messages: Messages, text: str) -> list[tuple[int, int]] | None:
-    """Where each message's content stands in the text, but for white space around it: by one rendering with a mark for
-    each, which must agree with the text from its first character to its last. None where it does not."""
+    """The place of each message's content in the text, possibly without white space around it. One rendering with a
+    mark for each content gives the text between contents. None if that does not agree with the whole text."""
     marked = [{**message, "content": f"{MARK}{index}{MARK}"} for index, message in enumerate(messages)]
     try:
         parts = re.split(f"{MARK}([0-9]+){MARK}", render(marked))
-    except Exception:  # noqa: BLE001 - a template may raise what it likes, or want other words
+    except Exception:  # noqa: BLE001 - a template may raise any exception, or refuse marks as contents
         return None
     if parts[1::2] != [str(index) for index in range(len(messages))] or not text.startswith(parts[0]):
         return None
@@ -107,20 +110,21 @@ def find_contents(render: Render, messages: Messages, text: str) -> list[tuple[i
     at = len(parts[0])
     for message, gap in zip(messages, parts[2::2], strict=True):
         content = str(message.get("content") or "")
-        shown = (content, content.strip(), content.lstrip(), content.rstrip())
-        found = next((words for words in shown if text.startswith(words + gap, at)), None)
-        if found is None:
+        variants = (content, content.strip(), content.lstrip(), content.rstrip())
+        shown = next((variant for variant in variants if text.startswith(variant + gap, at)), None)
+        if shown is None:
             return None
-        places.append((at, at + len(found)))
-        at += len(found) + len(gap)
+        places.append((at, at + len(shown)))
+        at += len(shown) + len(gap)
     return places if at == len(text) else None
 
 
 def find_turn_end(render: Render, messages: Messages, index: int, text: str) -> int:
-    """Where message `index` ends in the text: the rendering of all up to it, when the text begins with that.
+    """Where message `index` ends in the text: after the rendering of the messages up to it, if the text begins with
+    that.
 
-    Some templates show a turn otherwise when it is the last (thoughts are kept there alone). Then the message's content
-    is replaced by a mark: what follows the mark when the message is last is the turn's own end.
+    Some templates render the last turn differently (they keep its thoughts only). Then the message's content is
+    replaced by a mark: the text after the mark, when the message is the last one, is the end of the turn.
     """
     if index == len(messages) - 1:
         return len(text)
@@ -133,31 +137,31 @@ def find_turn_end(render: Render, messages: Messages, index: int, text: str) -> 
         whole = _after_mark(render([*marked, *messages[index + 1 :]]))
     except BadRow:
         raise
-    except Exception as error:  # noqa: BLE001 - a template may raise what it likes
-        raise InexactTemplate(f"the chat template cannot show the first {index + 1} turns alone: {error}") from None
+    except Exception as error:  # noqa: BLE001 - a template may raise any exception
+        raise InexactTemplate(f"the chat template cannot render the first {index + 1} turns alone: {error}") from None
     rest = whole[len(tail) :]
     if not whole.startswith(tail) or not text.endswith(rest) or not tail:
-        raise InexactTemplate(f"the chat template does not tell where turn {index + 1} ends")
+        raise InexactTemplate(f"the chat template does not show where turn {index + 1} ends")
     return len(text) - len(rest)
 
 
-def _find_head(render: Render, messages: Messages, index: int, text: str, start: int | None) -> int:
-    """Where the assistant begins to speak: behind as much of the generation prompt as its turn begins with."""
+def _find_answer(render: Render, messages: Messages, index: int, text: str, start: int | None) -> int:
+    """Where the assistant's answer begins: after the part of the generation prompt with which its turn begins."""
     if start is None:
-        return _find_first_head(render, messages, index, text)
+        return _find_first_answer(render, messages, index, text)
     prompt = _find_prompt(render, messages, index)
     if prompt is None:
-        raise InexactTemplate("the chat template's generation prompt does not follow the turns before it")
+        raise InexactTemplate("the chat template's generation prompt is not appended to the turns before it")
     shared = _count_shared(prompt, text[start : start + len(prompt)])
     if prompt and shared == len(prompt):
         return start + shared
     marked = _mark_turn(render, messages, index)
     content = marked.find(MARK)
     if not prompt and text[start:content].strip() and content > start and marked[:content] == text[:content]:
-        return content  # no prompt at all, but a heading: it is the template's
-    if prompt:  # it goes on with what a finished turn may lack, such as the start of a thought
+        return content  # the template has no prompt, but writes a heading before the content
+    if prompt:  # the prompt ends in text that a finished turn may lack, such as the start of a thought
         if marked[:start] != text[:start]:
-            raise InexactTemplate(f"the chat template does not tell where turn {index + 1} begins")
+            raise InexactTemplate(f"the chat template does not show where turn {index + 1} begins")
         shared = min(shared, _count_shared(prompt, marked[start:]))
         if not shared:
             raise InexactTemplate(f"turn {index + 1} does not begin with the chat template's generation prompt")
@@ -166,37 +170,37 @@ def _find_head(render: Render, messages: Messages, index: int, text: str, start:
     return start + shared
 
 
-def _find_first_head(render: Render, messages: Messages, index: int, text: str) -> int:
-    """Nothing tells where the first message of all begins but the prompt itself."""
+def _find_first_answer(render: Render, messages: Messages, index: int, text: str) -> int:
+    """Where the answer begins if it is the chat's first message: only the generation prompt shows that."""
     marked = _mark_turn(render, messages, index)
     content = marked.find(MARK)
-    asked = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
-    prompt = _find_prompt(render, messages, asked + 1) if asked is not None else None
+    first_user = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+    prompt = _find_prompt(render, messages, first_user + 1) if first_user is not None else None
     if content < 0 or not prompt or not marked[:content].endswith(prompt) or text[:content] != marked[:content]:
-        raise InexactTemplate("the chat template does not tell where a first turn of the assistant begins")
+        raise InexactTemplate("the chat template does not show where an assistant turn begins if it is the first turn")
     return content
 
 
 def _mark_turn(render: Render, messages: Messages, index: int) -> str:
     try:
         return render([*messages[:index], {**messages[index], "content": MARK}, *messages[index + 1 :]])
-    except Exception as error:  # noqa: BLE001 - a template may raise what it likes
-        raise InexactTemplate(f"the chat template refuses other words in turn {index + 1}: {error}") from None
+    except Exception as error:  # noqa: BLE001 - a template may raise any exception
+        raise InexactTemplate(f"the chat template refuses a changed content of turn {index + 1}: {error}") from None
 
 
 def _find_prompt(render: Render, messages: Messages, index: int) -> str | None:
-    """What the template adds before the assistant speaks."""
+    """The generation prompt after the first `index` messages; None if the template changes those messages, too."""
     try:
         before, after = render(messages[:index]), render(messages[:index], prompt=True)
-    except Exception as error:  # noqa: BLE001 - a template may raise what it likes
-        raise InexactTemplate(f"the chat template cannot show the first {index} turns alone: {error}") from None
+    except Exception as error:  # noqa: BLE001 - a template may raise any exception
+        raise InexactTemplate(f"the chat template cannot render the first {index} turns alone: {error}") from None
     return after[len(before) :] if after.startswith(before) else None
 
 
-def _count_shared(one: str, other: str) -> int:
-    """Characters that two texts begin with alike."""
-    size = min(len(one), len(other))
-    return next((at for at in range(size) if one[at] != other[at]), size)
+def _count_shared(first: str, second: str) -> int:
+    """The length of the common prefix of two texts."""
+    size = min(len(first), len(second))
+    return next((at for at in range(size) if first[at] != second[at]), size)
 
 
 def _after_mark(text: str) -> str:
@@ -206,26 +210,26 @@ def _after_mark(text: str) -> str:
 
 
 def _trim(text: str, start: int, end: int, specials: Sequence[str]) -> int:
-    """Without the white space behind a special token that ends the turn."""
+    """The end of the turn without white space after the special token that ends it."""
     turn = text[start:end]
     bare = turn.rstrip()
     return start + len(bare) if bare != turn and bare.endswith(tuple(specials)) and specials else end
 
 
 def make_render(tokenizer: Any, tools: Any) -> Render:
-    """A tokenizer's own template, for one chat's tools."""
+    """A function that renders messages with the tokenizer's template and these tools."""
 
     def render(messages: Messages, *, prompt: bool = False) -> str:
-        found: str = tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
         )
-        return found
+        return text
 
     return render
 
 
 def read_marked_spans(tokenizer: Any, messages: Messages, tools: Any) -> tuple[str, list[tuple[int, int]]]:
-    """The text and spans of a template that marks them itself with {% generation %}."""
+    """The text and the assistant's spans, from a template that marks them with {% generation %}."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template(tools=tools)
@@ -240,28 +244,28 @@ def read_marked_spans(tokenizer: Any, messages: Messages, tools: Any) -> tuple[s
 
 
 @dataclass(frozen=True)
-class ShownChat:
-    """What a template makes of a chat. `odd`: why it does not tell what the assistant says; then there are no spans.
-    `marked`: text and spans of a template that marks them itself."""
+class RenderedChat:
+    """A chat as its template renders it, with the fields of Spans. `inexact_reason`: why there are no spans, if so.
+    `marked`: text and spans by the template's own {% generation %} marks, where they were asked for."""
 
     text: str
-    said: list[tuple[int, int]]
-    ends: list[int]
-    odd: str = ""
+    answers: list[tuple[int, int]]
+    turn_ends: list[int]
+    inexact_reason: str = ""
     marked: tuple[str, list[tuple[int, int]]] = ("", [])
 
 
-def show_chat(
+def render_chat(
     tokenizer: Any, render: Render, messages: Messages, tools: Any, specials: Sequence[str], *, is_marked: bool
-) -> ShownChat:
-    """`is_marked`: the template's own marks are wanted, too. Raises whatever the template raises."""
+) -> RenderedChat:
+    """`is_marked` asks for the template's own marks, too. Raises what the template raises."""
     text = render(messages)
     if not text:
-        return ShownChat("", [], [])
-    spans, odd = Spans([], []), ""
+        return RenderedChat("", [], [])
+    spans, reason = Spans([], []), ""
     try:
         spans = find_spans(render, messages, text, specials)
     except InexactTemplate as error:
-        odd = str(error)
+        reason = str(error)
     marked = read_marked_spans(tokenizer, messages, tools) if is_marked else ("", [])
-    return ShownChat(text, spans.said, spans.ends, odd, marked)
+    return RenderedChat(text, spans.answers, spans.turn_ends, reason, marked)

@@ -1,6 +1,6 @@
-"""Samples -> token ids and flags, by the tokenizer's own backend. Works the same in every process.
+"""Encodes samples as token ids and flags, with the tokenizer's own backend. Gives the same result in every process.
 
-Long texts go in pieces where that is proven to change nothing; otherwise whole, and the reason is kept.
+Tokenizes a long text in pieces where that is proven to give the same tokens; otherwise whole, and keeps the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ulysses_cli.data.sources.columns import Chat, Completion, PlainText, Sample
 from ulysses_cli.data.store import TARGET, TURN, Flags, Ids, choose_dtype
 from ulysses_cli.data.tokenizing.chat import InexactTemplate
 from ulysses_cli.data.tokenizing.pieces import NEIGHBOURHOOD, PIECE_CHARS, CutRule, find_cut_rule
-from ulysses_cli.data.tokenizing.renderer import EndlessTemplate, Question, Renderer, TemplateRefusal
+from ulysses_cli.data.tokenizing.renderer import Renderer, RenderRequest, TemplateRefusal
 
 Bounds = NDArray[np.int64]  # [tokens, 2]: first character and one past the last
 
@@ -32,7 +32,7 @@ class EncoderSettings:
 
 @dataclass
 class Encoder:
-    """A tokenizer and what was learned about it."""
+    """A tokenizer with the facts derived from it. Counts the long texts encoded in pieces and whole."""
 
     tokenizer: Any
     settings: EncoderSettings = field(default_factory=EncoderSettings)
@@ -42,7 +42,7 @@ class Encoder:
     def __post_init__(self) -> None:
         self.dtype = choose_dtype(len(self.tokenizer))
         self.eos: int | None = self.tokenizer.eos_token_id
-        self._announced: dict[int, tuple[Chat, Question]] = {}
+        self._announced: dict[int, tuple[Chat, RenderRequest]] = {}  # by id()
         self.backend: Any = None
         self.rule = CutRule(reason="it has no fast backend")
         self.prefix: list[int] = []
@@ -54,7 +54,7 @@ class Encoder:
         self.renderer = Renderer(self.tokenizer, self.specials)
         template = self.tokenizer.chat_template
         self.has_template = bool(template)
-        self.marks_itself = "generation %}" in str(template) or "generation -%}" in str(template)
+        self.marks_answers = "generation %}" in str(template) or "generation -%}" in str(template)
 
     def _read_backend(self) -> None:
         from tokenizers import Tokenizer
@@ -68,33 +68,32 @@ class Encoder:
         self.continuation = Tokenizer.from_str(self.rule.continuation) if self.rule.continuation else self.backend
         probe = "a"
         bare = self.backend.encode(probe, add_special_tokens=False).ids
-        dressed = self.backend.encode(probe, add_special_tokens=True).ids
-        at = next((at for at in range(len(dressed)) if dressed[at : at + len(bare)] == bare), 0)
-        self.prefix, self.suffix = dressed[:at], dressed[at + len(bare) :]
-        own = list(self.tokenizer(probe)["input_ids"])
-        if [*self.prefix, *bare, *self.suffix] != own:
-            self.backend = None  # its class does more than its backend
+        full = self.backend.encode(probe, add_special_tokens=True).ids
+        at = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)
+        self.prefix, self.suffix = full[:at], full[at + len(bare) :]
+        expected = list(self.tokenizer(probe)["input_ids"])
+        if [*self.prefix, *bare, *self.suffix] != expected:
+            self.backend = None  # the Python class does more than the backend
             self.rule = CutRule(reason="its class adds to what its backend does")
 
     def encode_texts(self, texts: Sequence[str]) -> list[Ids]:
-        """Whole documents: what the tokenizer adds at their ends, and an end of text."""
+        """Encodes whole documents, with the tokenizer's special tokens at their ends and an end-of-sequence token."""
         if self.backend is None:
-            found = [np.asarray(self.tokenizer(text)["input_ids"], self.dtype) for text in texts]
             self.num_whole += sum(len(text) > 2 * PIECE_CHARS for text in texts)
-            return [self._end(ids) for ids in found]
+            return [self._append_eos(np.asarray(self.tokenizer(text)["input_ids"], self.dtype)) for text in texts]
         short = [text for text in texts if len(text) <= 2 * PIECE_CHARS]
         encodings = iter(self.backend.encode_batch_fast(short, add_special_tokens=False))
-        found = []
+        documents = []
         for text in texts:
             if len(text) <= 2 * PIECE_CHARS:
                 ids = np.asarray(next(encodings).ids, self.dtype)
             else:
                 ids = self.encode_long(text)[0]
-            found.append(self._dress(ids))
-        return found
+            documents.append(self._add_specials(ids))
+        return documents
 
     def encode_long(self, text: str, *, with_bounds: bool = False) -> tuple[Ids, Bounds]:
-        """One text without special tokens, in pieces where that is proven to be the same."""
+        """Encodes one text without special tokens, in pieces where the cut rule allows that."""
         cuts = self._find_cuts(text) if len(text) > 2 * PIECE_CHARS else []
         places = [0, *cuts, len(text)]
         parts = [text[first:last] for first, last in pairwise(places)]
@@ -102,30 +101,30 @@ class Encoder:
         encodings = getattr(self.backend, encode)(parts[:1], add_special_tokens=False)
         if cuts:
             encodings += getattr(self.continuation, encode)(parts[1:], add_special_tokens=False)
-        ids = np.concatenate([np.asarray(found.ids, self.dtype) for found in encodings])
+        ids = np.concatenate([np.asarray(encoding.ids, self.dtype) for encoding in encodings])
         if not with_bounds:
             return ids, np.empty((0, 2), np.int64)
         shifted = [
-            np.asarray(found.offsets, np.int64).reshape(-1, 2) + place
-            for found, place in zip(encodings, places, strict=False)
+            np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + place
+            for encoding, place in zip(encodings, places, strict=False)
         ]
         return ids, np.concatenate(shifted)
 
     def _find_cuts(self, text: str) -> list[int]:
-        """Cuts by the rule, each of which also holds in its neighbourhood."""
-        cuts = [at for at in self.rule.find_cuts(text) if self._holds(text, at)]
+        """The rule's cuts, without those that change the tokens of the text around them."""
+        cuts = [at for at in self.rule.find_cuts(text) if self._is_exact(text, at)]
         self.num_in_pieces += bool(cuts)
         self.num_whole += not cuts
         return cuts
 
-    def _holds(self, text: str, at: int) -> bool:
+    def _is_exact(self, text: str, at: int) -> bool:
         left, right = text[max(0, at - NEIGHBOURHOOD) : at], text[at : at + NEIGHBOURHOOD]
         parts = self.continuation.encode_batch_fast([left + right, left, right], add_special_tokens=False)
-        whole, *halves = (found.ids for found in parts)
+        whole, *halves = (encoding.ids for encoding in parts)
         return bool(whole == halves[0] + halves[1])
 
     def encode(self, sample: Sample) -> tuple[Ids, Flags | None]:
-        """Ids and flags; None: every token is a target."""
+        """Token ids and flags. Flags None: every token is a target."""
         if isinstance(sample, PlainText):
             return self.encode_texts([sample.text])[0], None
         if isinstance(sample, Tokens):
@@ -148,50 +147,49 @@ class Encoder:
             return self.encode_texts([text])[0], None
         ids, bounds = self._encode_bounds(text)
         flags = _mark(bounds, [(len(sample.prompt), len(text))])
-        ids = self._dress(ids)
+        ids = self._add_specials(ids)
         ends = np.full(len(ids) - len(self.prefix) - len(flags), TARGET, np.uint8)
         return ids, np.concatenate([np.zeros(len(self.prefix), np.uint8), flags, ends])
 
     def announce(self, samples: Sequence[Sample]) -> None:
-        """What `encode` will be asked next, in this order: chats among it are shown ahead."""
+        """The next samples for `encode`, in this order. The chats among them are rendered ahead."""
         chats = [sample for sample in samples if isinstance(sample, Chat) and self.has_template]
-        self._announced = {id(chat): (chat, self._make_question(chat)) for chat in chats}  # chats live: ids are theirs
-        self.renderer.announce([question for _, question in self._announced.values()])
+        # The value holds the chat, so that its id() stays its own.
+        self._announced = {id(chat): (chat, self._make_request(chat)) for chat in chats}
+        self.renderer.announce([request for _, request in self._announced.values()])
 
-    def _make_question(self, chat: Chat) -> Question:
-        return Question(list(chat.messages), chat.tools, self.marks_itself and self._wants_said_only(chat))
+    def _make_request(self, chat: Chat) -> RenderRequest:
+        return RenderRequest(list(chat.messages), chat.tools, self.marks_answers and self._trains_answers_only(chat))
 
-    def _wants_said_only(self, chat: Chat) -> bool:
+    def _trains_answers_only(self, chat: Chat) -> bool:
         return self.settings.completion_only_loss if chat.is_completion else self.settings.assistant_only_loss
 
     def _encode_chat(self, sample: Chat) -> tuple[Ids, Flags | None]:
         if not self.has_template:
             raise NoTemplate
-        only_said = self._wants_said_only(sample)
+        answers_only = self._trains_answers_only(sample)
         try:
-            _, question = self._announced.get(id(sample)) or (sample, self._make_question(sample))
-            shown = self.renderer.show(question)
-        except EndlessTemplate:
-            raise
+            _, request = self._announced.get(id(sample)) or (sample, self._make_request(sample))
+            rendered = self.renderer.render(request)
         except TemplateRefusal as error:
             raise BadRow(f"the chat template refuses this chat: {error}") from None
-        text, said, ends = shown.text, shown.said, shown.ends
+        text, answers = rendered.text, rendered.answers
         if not text:
-            raise BadRow("the chat template shows nothing of this chat")
-        if shown.odd and only_said and not self.marks_itself:
-            raise InexactTemplate(shown.odd)
-        if not only_said and self.backend is None:
+            raise BadRow("the chat template renders this chat as an empty text")
+        if rendered.inexact_reason and answers_only and not self.marks_answers:
+            raise InexactTemplate(rendered.inexact_reason)
+        if not answers_only and self.backend is None:
             return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.dtype), None
-        if only_said and self.marks_itself:
-            text, said = shown.marked
-        if only_said and sample.first_target:
-            answers = [at for at, message in enumerate(sample.messages) if message["role"] == "assistant"]
-            if len(answers) != len(said):
-                raise InexactTemplate(f"the chat template marks {len(said)} answers where there are {len(answers)}")
-            said = said[sum(at < sample.first_target for at in answers) :]
+        if answers_only and self.marks_answers:
+            text, answers = rendered.marked
+        if answers_only and sample.first_target:
+            turns = [at for at, message in enumerate(sample.messages) if message["role"] == "assistant"]
+            if len(turns) != len(answers):
+                raise InexactTemplate(f"the chat template marks {len(answers)} answers where there are {len(turns)}")
+            answers = answers[sum(at < sample.first_target for at in turns) :]
         ids, bounds = self._encode_bounds(text)
-        flags = _mark(bounds, said) if only_said else np.full(len(ids), TARGET, np.uint8)
-        for end in ends:
+        flags = _mark(bounds, answers) if answers_only else np.full(len(ids), TARGET, np.uint8)
+        for end in rendered.turn_ends:
             at = int(np.searchsorted(bounds[:, 0], end))
             if at < len(ids) and bounds[at, 0] == end:
                 flags[at] |= TURN
@@ -199,15 +197,15 @@ class Encoder:
 
     def _encode_bounds(self, text: str) -> tuple[Ids, Bounds]:
         if self.backend is None:
-            raise BadRow(f"a loss mask needs a tokenizer that tells where tokens stand; {self.rule.reason}")
+            raise BadRow(f"a loss mask needs a tokenizer that gives the offsets of tokens; {self.rule.reason}")
         return self.encode_long(text, with_bounds=True)
 
-    def _dress(self, ids: Ids) -> Ids:
+    def _add_specials(self, ids: Ids) -> Ids:
         if self.prefix or self.suffix:
             ids = np.concatenate([np.asarray(self.prefix, self.dtype), ids, np.asarray(self.suffix, self.dtype)])
-        return self._end(ids)
+        return self._append_eos(ids)
 
-    def _end(self, ids: Ids) -> Ids:
+    def _append_eos(self, ids: Ids) -> Ids:
         if self.eos is None or (len(ids) and ids[-1] == self.eos):
             return ids
         return np.append(ids, np.asarray([self.eos], self.dtype))
@@ -217,19 +215,18 @@ def _mark(bounds: Bounds, spans: Sequence[tuple[int, int]]) -> Flags:
     """A token is a target when it holds at least one character of a span."""
     flags = np.zeros(len(bounds), np.uint8)
     starts, stops = bounds[:, 0], bounds[:, 1]
-    shown = np.maximum(stops, starts + 1)
-    if (np.diff(starts) >= 0).all() and (np.diff(shown) >= 0).all():
+    stops = np.maximum(stops, starts + 1)  # a token without characters counts as one
+    if (np.diff(starts) >= 0).all() and (np.diff(stops) >= 0).all():
         for first, last in spans:
-            flags[np.searchsorted(shown, first, "right") : np.searchsorted(starts, last, "left")] = TARGET
+            flags[np.searchsorted(stops, first, "right") : np.searchsorted(starts, last, "left")] = TARGET
         return flags
     for first, last in spans:
-        inside = (starts < last) & (shown > first)
-        flags[inside] = TARGET
+        flags[(starts < last) & (stops > first)] = TARGET
     return flags
 
 
 def _keep_offsets(part: Any) -> None:
-    """White space belongs to the token that holds it."""
+    """Turns off trim_offsets: white space counts to the token that holds it."""
     if isinstance(part, dict):
         if "trim_offsets" in part:
             part["trim_offsets"] = False

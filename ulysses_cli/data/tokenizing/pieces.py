@@ -1,7 +1,7 @@
-"""Where a long text may be cut so that the tokens of its pieces are those of the whole, by the tokenizer's own rules.
+"""Finds places where a long text can be cut so that its pieces have the same tokens as the whole text.
 
-A cut stands between a letter and white space. It is offered only when every stage of the tokenizer is known to keep
-the two apart; otherwise the reason is told and texts stay whole.
+A cut is between a letter and white space. Cuts are allowed only if every stage of the tokenizer is known to separate
+the two; otherwise the CutRule gives the reason, and texts stay whole.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 PIECE_CHARS = 1 << 18
-NEIGHBOURHOOD = 256  # characters on each side of a cut that are tokenized together and apart before it is trusted
-# Alternatives of pre-tokenizer patterns, each of which: matches no letter followed by white space; and matches the same
-# up to a letter whether white space or nothing follows.
+NEIGHBOURHOOD = 256  # characters on each side of a cut; tokenized together and apart to check the cut
+# Known alternatives of pre-tokenizer patterns. None of them matches a letter followed by white space, and each matches
+# the same text up to a letter whether white space or nothing follows.
 CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
 CASES = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 WORDS = {
@@ -47,16 +47,16 @@ KNOWN = {
     r" ?[\p{P}\p{S}]+[\r\n]*",
     *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"[一-龥぀-ゟ゠-ヿ]+"),
 }
-LOCAL_PRETOKENIZERS = {"Digits", "Punctuation", "UnicodeScripts"}  # by single characters, letters and spaces alike
+LOCAL_PRETOKENIZERS = {"Digits", "Punctuation", "UnicodeScripts"}  # look at single characters; join nothing over a cut
 LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Precompiled", "Nmt"}
 CUT_BEFORE = {"any": " \n\t\r", "space": " "}
 
 
 @dataclass(frozen=True)
 class CutRule:
-    """Before which characters a cut may stand, or why there is none. `continuation`: the tokenizer, as JSON, for all
-    pieces but the first, where that is another one. It would also leave out what belongs behind an added token, so
-    texts that hold one of `added` stay whole then."""
+    """The characters before which a cut is allowed, or the reason why there is none. `continuation` is the tokenizer,
+    as JSON, for all pieces but the first, if it differs. It would also leave out what belongs after an added token, so
+    texts that hold one of `added` then stay whole. `barred` letters allow no cut after them."""
 
     before: str = ""
     reason: str = ""
@@ -72,11 +72,11 @@ class CutRule:
         pattern = re.compile(rf"(?<=[^\W\d_])(?=[{self.before}])")
         at = target
         while at < len(text) - target // 2:
-            found = next((match.start() for match in pattern.finditer(text, at) if self._is_safe(text, match)), None)
-            if found is None:
+            place = next((match.start() for match in pattern.finditer(text, at) if self._is_safe(text, match)), None)
+            if place is None:
                 break
-            places.append(found)
-            at = found + target
+            places.append(place)
+            at = place + target
         return places
 
     def _is_safe(self, text: str, match: re.Match[str]) -> bool:
@@ -93,12 +93,12 @@ class _NotProven(Exception):
 
 
 def find_cut_rule(backend: str) -> CutRule:
-    """`backend`: tokenizer.json. What the proof rests on is read from it; nothing is assumed of a part not known."""
+    """Derives the rule from `backend`, the text of a tokenizer.json. A stage that is not known here allows no cuts."""
     spec: dict[str, Any] = json.loads(backend)
     try:
         _check_added_tokens(spec.get("added_tokens") or [])
         parts = _walk(spec.get("normalizer"), "normalizers")
-        spaces_are_bars = sum(_check_normalizer(part) for part in parts) > 0  # each of them is looked at
+        spaces_are_bars = sum(_check_normalizer(part) for part in parts) > 0  # not any(): every part must be checked
         before, barred = _check_pretokenizer(spec.get("pre_tokenizer")), frozenset[str]()
         if before is None:
             before, barred = _check_vocabulary(spec["model"], spaces_are_bars)
@@ -113,14 +113,13 @@ def find_cut_rule(backend: str) -> CutRule:
     return CutRule(before, "", json.dumps(continuation), barred, added)
 
 
-def _walk(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    """A stage and, for a sequence, its parts in order."""
-    if part is None:
+def _walk(stage: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+    """The stage itself or, for a sequence, its parts in order."""
+    if stage is None:
         return []
-    if part.get("type") != "Sequence":
-        return [part]
-    inner = part.get(name) or []
-    return [found for one in inner for found in _walk(one, name)]
+    if stage.get("type") != "Sequence":
+        return [stage]
+    return [part for inner in stage.get(name) or [] for part in _walk(inner, name)]
 
 
 def _check_added_tokens(tokens: list[Mapping[str, Any]]) -> None:
@@ -129,11 +128,11 @@ def _check_added_tokens(tokens: list[Mapping[str, Any]]) -> None:
         if re.search(r"[^\W\d_]\s", content):
             raise _NotProven(f"the added token {content!r} holds a letter and white space")
         if token.get("rstrip") and content[-1:].isalpha():
-            raise _NotProven(f"the added token {content!r} takes the white space behind it")
+            raise _NotProven(f"the added token {content!r} takes the white space after it")
 
 
 def _check_normalizer(part: Mapping[str, Any]) -> bool:
-    """True when it writes spaces as bars."""
+    """Raises for a normalizer that is not known. Returns whether it replaces spaces by bars (▁)."""
     kind = part.get("type")
     if kind in LOCAL_NORMALIZERS or kind in ("Prepend", "Strip"):
         return False
@@ -149,8 +148,8 @@ def _check_normalizer(part: Mapping[str, Any]) -> bool:
 
 
 def _check_pretokenizer(stage: Mapping[str, Any] | None) -> str | None:
-    """Before what it always cuts behind a letter; None when it never does."""
-    found = None
+    """The white space before which it always splits after a letter; None if it does not always split."""
+    before = None
     for part in _walk(stage, "pretokenizers"):
         kind = part.get("type")
         if kind == "ByteLevel":
@@ -166,8 +165,8 @@ def _check_pretokenizer(stage: Mapping[str, Any] | None) -> str | None:
             cuts = None
         else:
             raise _NotProven(f"its pre-tokenizer {kind} is not known to cut between a letter and white space")
-        found = min(filter(None, (found, cuts)), key=len, default=None)
-    return found
+        before = min(filter(None, (before, cuts)), key=len, default=None)
+    return before
 
 
 def _check_split(part: Mapping[str, Any]) -> str | None:
@@ -175,19 +174,19 @@ def _check_split(part: Mapping[str, Any]) -> str | None:
     if pattern.get("String") == " " and part.get("behavior") in ("MergedWithNext", "Isolated", "Removed"):
         return CUT_BEFORE["space"]
     if pattern.get("String") == " " and part.get("behavior") == "MergedWithPrevious":
-        return None  # the cut is behind the space; where spaces are bars by now, there is none at all
+        return None  # it splits after the space; if spaces are bars by now, it does not split at all
     alternatives = _split_alternatives(pattern.get("Regex", ""))
     form = (part.get("behavior"), part.get("invert", False))
     if form not in (("Isolated", False), ("Removed", True)) or not set(alternatives) <= KNOWN:
-        strange = next((one for one in alternatives if one not in KNOWN), part.get("behavior"))
-        raise _NotProven(f"its pre-tokenizer splits by a pattern that is not known: {strange}")
+        unknown = next((pattern for pattern in alternatives if pattern not in KNOWN), part.get("behavior"))
+        raise _NotProven(f"its pre-tokenizer splits by a pattern that is not known: {unknown}")
     cuts = WORDS & set(alternatives) and SPACES & set(alternatives)
     return CUT_BEFORE["any"] if cuts else None
 
 
 def _split_alternatives(pattern: str) -> list[str]:
-    """At the bars outside of brackets and groups."""
-    found, depth, in_class, at = [""], 0, False, 0
+    """Splits a regular expression at the bars outside of brackets and groups."""
+    alternatives, depth, in_class, at = [""], 0, False, 0
     while at < len(pattern):
         char = pattern[at]
         if char == "\\":
@@ -200,33 +199,33 @@ def _split_alternatives(pattern: str) -> list[str]:
             depth += 1 if char == "(" else -1
         at += len(char)
         if char == "|" and not depth and not in_class:
-            found.append("")
+            alternatives.append("")
         else:
-            found[-1] += char
-    return found
+            alternatives[-1] += char
+    return alternatives
 
 
 def _check_vocabulary(model: Mapping[str, Any], spaces_are_bars: bool) -> tuple[str, frozenset[str]]:
-    """Without a pre-tokenizer: no token reaches over a cut, so no merge does. Letters that stand before a space inside
-    of a token are barred."""
+    """The rule of a tokenizer without a splitting pre-tokenizer: if no token crosses a cut, no merge does. Letters that
+    precede a space inside a token are barred."""
     if model.get("type") != "BPE" or model.get("dropout") or model.get("end_of_word_suffix"):
         raise _NotProven(f"its {model.get('type')} model reads the text as one word")
     if model.get("continuing_subword_prefix"):
-        raise _NotProven("its pieces inside of a word are marked")
+        raise _NotProven("its model marks the pieces inside a word")
     space = "▁" if spaces_are_bars else " "
     vocabulary = model.get("vocab", {})
     if space not in vocabulary:
         raise _NotProven("its vocabulary has no space, and no pre-tokenizer cuts at one")
-    barred = {found for token in vocabulary for found in re.findall(f"(.){space}", token)}
+    barred = {letter for token in vocabulary for letter in re.findall(f"(.){space}", token)}
     return CUT_BEFORE["space"], frozenset(barred)
 
 
 def _make_continuation(spec: dict[str, Any]) -> dict[str, Any] | None:
-    """The same tokenizer without what it puts in front of a text or strips there; None when there is no such thing. (A
-    Metaspace or ByteLevel that puts a space in front does so only where none stands: pieces begin with one.)"""
+    """The same tokenizer without the stages that change the start of a text; None if there are none. (A Metaspace or
+    ByteLevel adds a leading space only where there is none, and pieces begin with one.)"""
     parts = _walk(spec.get("normalizer"), "normalizers")
-    left = [part for part in parts if part["type"] != "Prepend"]
-    left = [{**part, "strip_left": False} if part["type"] == "Strip" else part for part in left]
-    if left == parts:
+    kept = [part for part in parts if part["type"] != "Prepend"]
+    kept = [{**part, "strip_left": False} if part["type"] == "Strip" else part for part in kept]
+    if kept == parts:
         return None
-    return {**spec, "normalizer": {"type": "Sequence", "normalizers": left} if left else None}
+    return {**spec, "normalizer": {"type": "Sequence", "normalizers": kept} if kept else None}

@@ -1,5 +1,7 @@
-"""Chat templates come with models and are programs: one that never ends or writes gigabytes must not take this process
-along. They run in a child, forked once, with bounds of time and memory; what it answers is plain JSON.
+"""Renders chats in a child process with bounds of time and memory.
+
+A chat template is a program that comes with a model. One that never ends or writes gigabytes must not take this process
+with it. The child is forked once and answers in plain JSON.
 """
 
 from __future__ import annotations
@@ -17,29 +19,29 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ulysses_cli.data.tokenizing.chat import Messages, ShownChat, make_render, show_chat
+from ulysses_cli.data.tokenizing.chat import Messages, RenderedChat, make_render, render_chat
 
-SECONDS = 30.0  # a chat of a million tokens takes one
-MEMORY_BYTES = 3 << 30  # beside what this process has
-MAX_CHARS = 1 << 28  # ten times the longest row that anyone trains on
-MAX_ANSWER_BYTES = 8 * MAX_CHARS  # as JSON spells it at worst
-MAX_SENT, MAX_SENT_CHARS = 64, 1 << 20  # in one message
+SECONDS = 30.0  # for one chat; a chat of a million tokens takes about one second
+MEMORY_BYTES = 3 << 30  # on top of what this process has
+MAX_CHARS = 1 << 28  # ten times the longest row that people train on
+MAX_ANSWER_BYTES = 8 * MAX_CHARS  # the largest JSON of so many characters
+MAX_SENT, MAX_SENT_CHARS = 64, 1 << 20  # chats, and their characters, sent in one message
 TOO_LARGE = f"takes more than {MEMORY_BYTES >> 30} GiB of memory"
 GONE = f"the chat template {TOO_LARGE}"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class TemplateRefusal(Exception):
-    """What the template raised, in its words."""
+    """The template raised an error for this chat. Holds its message."""
 
 
-class EndlessTemplate(Exception):
-    """It broke a bound, and would again with the next chat."""
+class TemplateOutOfBounds(Exception):
+    """The template exceeded a bound of time, memory or length. It would exceed it again with the next chat."""
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
-    """A chat. `is_marked`: as in show_chat."""
+class RenderRequest:
+    """A chat to render. `is_marked` is as in render_chat."""
 
     messages: list[dict[str, Any]]
     tools: Any = None
@@ -47,78 +49,80 @@ class Question:
 
 
 class Renderer:
-    """A tokenizer's template in a process of its own, which starts with the first chat and ends with this one. Chats
-    that are announced travel together, and are shown while this process is at work on those before."""
+    """Renders chats with a tokenizer's template in a child process, which starts with the first chat and ends with this
+    process. Announced chats are sent together, and the child renders them while this process works on earlier ones."""
 
     def __init__(self, tokenizer: Any, specials: Sequence[str] = ()) -> None:
         self.tokenizer, self.specials, self.broken = tokenizer, tuple(specials), ""
-        self.wire: Connection | None = None
+        self.connection: Connection | None = None
         self.end: Callable[[], object] = lambda: None
-        self.ahead: deque[Question] = deque()
-        self.sent: deque[Question] = deque()
+        self.announced: deque[RenderRequest] = deque()
+        self.sent: deque[RenderRequest] = deque()
 
-    def announce(self, questions: Sequence[Question]) -> None:
-        """What `show` will be asked next, in this order; some may be left out."""
-        self.ahead = deque(questions)
+    def announce(self, requests: Sequence[RenderRequest]) -> None:
+        """The next requests for `render`, in this order. Some of them may never be made."""
+        self.announced = deque(requests)
 
-    def show(self, question: Question) -> ShownChat:
-        """Raises TemplateRefusal for this chat, EndlessTemplate for good."""
+    def render(self, request: RenderRequest) -> RenderedChat:
+        """Raises TemplateRefusal for this chat alone, TemplateOutOfBounds for this and every later chat."""
         answer: dict[str, Any] = {}
         is_answered = False
         while not is_answered and not self.broken:
             if not self.sent:
-                self._send(question)
+                self._send(request)
             answer = self._receive()
-            is_answered = self.sent.popleft() is question
+            is_answered = self.sent.popleft() is request
         if "broken" in answer:
             self.broken = f"the chat template {answer['broken']}"
         if self.broken:
             self.end()
-            raise EndlessTemplate(self.broken)
+            raise TemplateOutOfBounds(self.broken)
         if "error" in answer:
             raise TemplateRefusal(answer["error"])
-        text, said, ends, odd, (marked_text, marked) = answer["found"]
-        return ShownChat(text, list(map(_pair, said)), ends, odd, (marked_text, list(map(_pair, marked))))
+        text, answers, turn_ends, reason, (marked_text, marked) = answer["chat"]
+        return RenderedChat(text, list(map(_pair, answers)), turn_ends, reason, (marked_text, list(map(_pair, marked))))
 
-    def _send(self, question: Question) -> None:
-        """With those that follow it. The child has taken all of them before it answers one: no side waits for ever."""
-        while self.ahead and self.ahead.popleft() is not question:
+    def _send(self, request: RenderRequest) -> None:
+        """Sends a request with those announced after it. The child receives all of them before it answers the first, so
+        that parent and child never wait for each other."""
+        while self.announced and self.announced.popleft() is not request:
             pass
-        size = _count_chars(question)
-        self.sent.append(question)
-        while self.ahead and len(self.sent) < MAX_SENT and size + _count_chars(self.ahead[0]) <= MAX_SENT_CHARS:
-            size += _count_chars(self.ahead[0])
-            self.sent.append(self.ahead.popleft())
-        wire = self._start() if self.wire is None else self.wire
+        size = _count_chars(request)
+        self.sent.append(request)
+        while self.announced and len(self.sent) < MAX_SENT:
+            size += _count_chars(self.announced[0])
+            if size > MAX_SENT_CHARS:
+                break
+            self.sent.append(self.announced.popleft())
+        connection = self._start() if self.connection is None else self.connection
         try:
-            wire.send([(each.messages, each.tools, each.is_marked) for each in self.sent])
+            connection.send([(request.messages, request.tools, request.is_marked) for request in self.sent])
         except OSError:
             self.broken = GONE
 
     def _receive(self) -> dict[str, Any]:
         try:
-            if self.wire is not None and self.wire.poll(SECONDS):
-                found: dict[str, Any] = json.loads(
-                    self.wire.recv_bytes(MAX_ANSWER_BYTES).decode("utf-8", "surrogatepass")
-                )
-                return found
+            if self.connection is not None and self.connection.poll(SECONDS):
+                encoded = self.connection.recv_bytes(MAX_ANSWER_BYTES)
+                answer: dict[str, Any] = json.loads(encoded.decode("utf-8", "surrogatepass"))
+                return answer
             self.broken = self.broken or f"the chat template does not come to an end in {SECONDS:.0f} s"
-        except (OSError, EOFError, MemoryError):  # too long an answer, or the child is no more
+        except (OSError, EOFError, MemoryError):  # the answer is too long, or the child has ended
             self.broken = GONE
         return {}
 
     def _start(self) -> Connection:
-        self.wire, theirs = Pipe()
+        self.connection, child_end = Pipe()
         pid = os.fork()
         if pid == 0:
-            _serve(theirs, self.tokenizer, self.specials)
-        theirs.close()
-        self.end = weakref.finalize(self, _end, self.wire, pid)
-        return self.wire
+            _serve(child_end, self.tokenizer, self.specials)
+        child_end.close()
+        self.end = weakref.finalize(self, _end, self.connection, pid)
+        return self.connection
 
 
-def _end(wire: Connection, pid: int) -> None:
-    wire.close()
+def _end(connection: Connection, pid: int) -> None:
+    connection.close()
     try:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -126,23 +130,23 @@ def _end(wire: Connection, pid: int) -> None:
         pass
 
 
-def _serve(wire: Connection, tokenizer: Any, specials: Sequence[str]) -> None:
-    """The child's whole life. Nothing of the parent's is held: neither its locks nor its pipes."""
+def _serve(connection: Connection, tokenizer: Any, specials: Sequence[str]) -> None:
+    """Runs the child process until the parent ends. Closes the files and pipes that it inherited from the parent."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2 and int(name) != wire.fileno() and os.path.exists(f"/proc/self/fd/{name}"):
+            if int(name) > 2 and int(name) != connection.fileno() and os.path.exists(f"/proc/self/fd/{name}"):
                 os.close(int(name))
         with open("/proc/self/statm", encoding="ascii") as stream:
             own = int(stream.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (own + MEMORY_BYTES, own + MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         while True:
-            for messages, tools, is_marked in wire.recv():
-                wire.send_bytes(_answer(tokenizer, messages, tools, specials, is_marked))
-    except BaseException:  # noqa: BLE001 - the parent has gone, or sees that this process has
+            for messages, tools, is_marked in connection.recv():
+                connection.send_bytes(_answer(tokenizer, messages, tools, specials, is_marked))
+    except BaseException:  # noqa: BLE001 - the parent has ended, or will see that this process has
         pass
     finally:
         os._exit(0)
@@ -153,7 +157,7 @@ def _answer(tokenizer: Any, messages: Messages, tools: Any, specials: Sequence[s
     plain = make_render(tokenizer, tools)
 
     def render(messages: Messages, *, prompt: bool = False) -> str:
-        """A bound that it breaks counts, though it may be a rendering that a chat can do without."""
+        """Records an exceeded bound even if the caller catches the error and can do without this rendering."""
         nonlocal broken
         text = ""
         try:
@@ -166,20 +170,20 @@ def _answer(tokenizer: Any, messages: Messages, tools: Any, specials: Sequence[s
 
     answer: dict[str, Any] = {}
     try:
-        answer["found"] = astuple(show_chat(tokenizer, render, messages, tools, specials, is_marked=is_marked))
+        answer["chat"] = astuple(render_chat(tokenizer, render, messages, tools, specials, is_marked=is_marked))
     except MemoryError:
         broken = TOO_LARGE
-    except Exception as error:  # noqa: BLE001 - a template may raise what it likes
+    except Exception as error:  # noqa: BLE001 - a template may raise any exception
         answer["error"] = str(error)
     try:
         return json.dumps({"broken": broken} if broken else answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except MemoryError:
-        answer.clear()  # makes room
+        answer.clear()  # frees memory for the answer below
         return json.dumps({"broken": TOO_LARGE}).encode()
 
 
-def _count_chars(question: Question) -> int:
-    return sum(len(str(message.get("content") or "")) for message in question.messages)
+def _count_chars(request: RenderRequest) -> int:
+    return sum(len(str(message.get("content") or "")) for message in request.messages)
 
 
 def _pair(span: Sequence[int]) -> tuple[int, int]:

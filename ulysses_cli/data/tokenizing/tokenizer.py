@@ -1,4 +1,4 @@
-"""The tokenizer of a recipe's model, or the embedded one whose tokens are bytes."""
+"""Loads the tokenizer of a recipe's model, or makes the built-in one whose tokens are bytes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BYTES_TEMPLATE = (
 
 
 def load_tokenizer(model: Model, data: Data | None = None) -> Any:
-    """A transformers tokenizer, with the tokens and the template of `data`. Raises RecipeError when there is none to be
-    had."""
+    """A transformers tokenizer, with the added tokens and the chat template of `data`. Raises RecipeError when it
+    cannot be loaded."""
     tokenizer = _load(model)
     if data is not None:
-        _dress(tokenizer, data, name_tokenizer(model))
+        _apply_settings(tokenizer, data, name_tokenizer(model))
     return tokenizer
 
 
@@ -32,7 +32,7 @@ def name_tokenizer(model: Model) -> str:
     return str(model.tokenizer or model.name_or_path)
 
 
-def _dress(tokenizer: Any, data: Data, name: str) -> None:
+def _apply_settings(tokenizer: Any, data: Data, name: str) -> None:
     from transformers import AddedToken
 
     added = [AddedToken(token, special=True, normalized=False) for token in data.added_tokens]
@@ -62,11 +62,11 @@ def _load(model: Model) -> Any:
         "trust_remote_code": model.trust_remote_code,
     }
     try:
-        try:  # what is in the cache is the model's shape too: both stay of one revision, and nothing waits for the hub
+        try:  # the cache first: the model's shape comes from it too, so both are of one revision; and no network
             return AutoTokenizer.from_pretrained(source, local_files_only=True, **choice)
         except (OSError, ValueError):
             return AutoTokenizer.from_pretrained(source, **choice)
-    except Exception as error:  # noqa: BLE001 - whatever the library raises, the user needs a place and a way on
+    except Exception as error:  # noqa: BLE001 - the library raises many kinds; the user needs a place and a remedy
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         hint = "name a folder with tokenizer.json, or set HF_TOKEN for a private model"
         raise RecipeError([Problem(key, f"the tokenizer of {name} cannot be loaded: {reason}", hint)]) from None

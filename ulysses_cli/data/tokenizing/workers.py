@@ -1,4 +1,4 @@
-"""Blocks -> batches of tokens, in this process or in several, in the order of the blocks either way."""
+"""Tokenizes blocks into batches of documents, in this process or in several. The order of the blocks stays."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ulysses_cli.data.sources.blocks import Block, count_blank, walk_rows
 from ulysses_cli.data.sources.columns import Kind, PlainText, Sample, read_sample
 from ulysses_cli.data.store import TARGET, Batch, Flags, Ids, hash_document
 from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
-from ulysses_cli.data.tokenizing.renderer import EndlessTemplate
+from ulysses_cli.data.tokenizing.renderer import TemplateOutOfBounds
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Data, Model
 
-NUM_AHEAD = 2  # blocks in flight for each worker
+BLOCKS_PER_WORKER = 2  # submitted at a time, so that no worker waits for its next block
 
 
 @dataclass(frozen=True)
 class TokenizingTask:
-    """What a worker must know. Travels once."""
+    """The settings of a worker process, sent to it once, when it starts."""
 
     model: Model
     data: Data
@@ -40,8 +40,8 @@ class TokenizingTask:
 
 
 @dataclass
-class Done:
-    """A block's documents and what became of the rest of it."""
+class EncodedBlock:
+    """A block's documents as tokens, and the counts of its rows that are no documents."""
 
     batch: Batch
     num_bytes: int
@@ -51,8 +51,8 @@ class Done:
     num_whole: int = 0
 
 
-def encode_block(encoder: Encoder, kind: Kind, block: Block) -> Done:
-    """Every row of a block, as a document or as a bad row."""
+def encode_block(encoder: Encoder, kind: Kind, block: Block) -> EncodedBlock:
+    """Encodes every row of a block as a document, or reports it as a bad row."""
     texts: list[str] = []
     lines: list[int] = []
     encoded: list[tuple[Ids, Flags | None]] = []
@@ -69,26 +69,26 @@ def encode_block(encoder: Encoder, kind: Kind, block: Block) -> Done:
             else:
                 encoded.append(encoder.encode(sample))
             lines.append(line)
-        except (BadRow, EndlessTemplate) as error:
+        except (BadRow, TemplateOutOfBounds) as error:
             if encoder.renderer.broken:
-                hint = "name another template with data.chat_template, or look at what this row makes of this one"
+                hint = "name another template with data.chat_template, or check what the template does with this row"
                 where = make_where(block.file, line, has_lines=block.kind == "lines")
                 raise DataError([Problem("", encoder.renderer.broken, hint, where)]) from None
             bad.append((block.file, line, str(error)))
     encoded += [(ids, None) for ids in encoder.encode_texts(texts)] if texts else []
-    ids = [found for found, _ in encoded]
+    documents = [ids for ids, _ in encoded]
     flags = None
-    if any(found is not None for _, found in encoded):
+    if any(mask is not None for _, mask in encoded):
         flags = np.concatenate([np.full(len(i), TARGET, np.uint8) if f is None else f for i, f in encoded])
     batch = Batch(
-        np.concatenate(ids) if ids else np.empty(0, encoder.dtype),
-        [len(found) for found in ids],
-        [hash_document(found) for found in ids],
-        [block.file] * len(ids),
+        np.concatenate(documents) if documents else np.empty(0, encoder.dtype),
+        [len(ids) for ids in documents],
+        [hash_document(ids) for ids in documents],
+        [block.file] * len(documents),
         lines,
         flags,
     )
-    return Done(batch, block.num_bytes, bad, count_blank(block), encoder.num_in_pieces, encoder.num_whole)
+    return EncodedBlock(batch, block.num_bytes, bad, count_blank(block), encoder.num_in_pieces, encoder.num_whole)
 
 
 def _read(kind: Kind, row: dict[str, Any] | BadRow, encoder: Encoder) -> Sample | BadRow:
@@ -98,8 +98,10 @@ def _read(kind: Kind, row: dict[str, Any] | BadRow, encoder: Encoder) -> Sample 
         return error
 
 
-def encode_blocks(blocks: Iterator[Block], task: TokenizingTask, tokenizer: Any, num_workers: int) -> Iterator[Done]:
-    """In the blocks' order. One block, or one worker, needs no other process."""
+def encode_blocks(
+    blocks: Iterator[Block], task: TokenizingTask, tokenizer: Any, num_workers: int
+) -> Iterator[EncodedBlock]:
+    """Encodes blocks in their order. Starts no other process for one block or one worker."""
     first = [block for _, block in zip(range(2), blocks, strict=False)]
     if num_workers == 1 or len(first) < 2:
         encoder = Encoder(tokenizer, task.settings)
@@ -107,13 +109,13 @@ def encode_blocks(blocks: Iterator[Block], task: TokenizingTask, tokenizer: Any,
             yield encode_block(encoder, task.kind, block)
         return
     context = multiprocessing.get_context("spawn")
-    lifeline, hold = context.Pipe(duplex=False)
+    lifeline, parent_end = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(num_workers, context, _start_worker, (task, lifeline))
-    waiting: deque[Future[Done]] = deque()
+    waiting: deque[Future[EncodedBlock]] = deque()
     try:
         for block in _chain(first, blocks):
-            waiting.append(pool.submit(_work, block))
-            if len(waiting) >= NUM_AHEAD * num_workers:
+            waiting.append(pool.submit(_encode, block))
+            if len(waiting) >= BLOCKS_PER_WORKER * num_workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -121,7 +123,7 @@ def encode_blocks(blocks: Iterator[Block], task: TokenizingTask, tokenizer: Any,
         hint = "it may have run out of memory; use fewer data.num_workers"
         raise DataError([Problem("data.num_workers", "a worker was killed while it tokenized", hint)]) from None
     finally:
-        hold.close()  # workers stop at once, whatever they are at
+        parent_end.close()  # workers see the end of the pipe and stop at once
         lifeline.close()
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -138,18 +140,18 @@ _kind: Kind
 def _start_worker(task: TokenizingTask, lifeline: Connection) -> None:
     global _encoder, _kind
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process answers for all
-    threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C for all
+    threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
     _encoder, _kind = Encoder(load_tokenizer(task.model, task.data), task.settings), task.kind
 
 
-def _follow(lifeline: Connection) -> None:
-    """End when the first process lets go of its end, or is no more."""
+def _exit_with_parent(lifeline: Connection) -> None:
+    """Ends this worker when the main process closes its end of the pipe or ends."""
     try:
         lifeline.recv_bytes()
     except (EOFError, OSError):
         os._exit(1)
 
 
-def _work(block: Block) -> Done:
+def _encode(block: Block) -> EncodedBlock:
     return encode_block(_encoder, _kind, block)
