@@ -39,7 +39,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_module, "NEIGHBOURHOOD", 1)
     find = CutRule.find_cuts
     monkeypatch.setattr(CutRule, "find_cuts", lambda self, text, target=12: find(self, text, target))
-    monkeypatch.setattr(Encoder, "_holds", lambda *_: True)  # the rule alone must be right
+    monkeypatch.setattr(Encoder, "_is_exact", lambda *_: True)  # tests the rule alone
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -122,7 +122,7 @@ def test_letters_that_a_token_joins_to_a_space_are_barred() -> None:
 @pytest.mark.check
 def test_a_cut_that_fails_in_its_neighbourhood_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder(wrap(train("gpt2")))
-    monkeypatch.setattr(Encoder, "_holds", lambda *_: False)
+    monkeypatch.setattr(Encoder, "_is_exact", lambda *_: False)
     text = "word " * 200_000
     ids, _ = encoder.encode_long(text)
     assert (encoder.num_in_pieces, encoder.num_whole) == (0, 1)

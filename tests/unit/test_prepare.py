@@ -129,7 +129,7 @@ def test_bad_rows_are_an_error_or_counted_and_never_hidden(tmp_path: Path) -> No
         prepare(tmp_path)
     assert str(error.value) == (
         f"{file}:4:1: column `text` is empty\n\n{file}:6:1: column `text` is missing; there is txt\n\n"
-        "hint: mend the rows, or set data.on_bad_row: skip to leave them out and count them\n"
+        "hint: fix the rows, or set data.on_bad_row: skip to leave them out and count them\n"
     )
     report = prepare(tmp_path, "data.on_bad_row=skip").report
     assert (report["sources"][0]["num_bad"], report["sources"][0]["num_blank"]) == (2, 1)
@@ -416,7 +416,9 @@ def test_what_killed_processes_left_is_swept_but_not_what_is_held(tmp_path: Path
 def test_a_store_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
     write_texts(tmp_path)
     (tmp_path / "store").write_text("a file")
-    with pytest.raises(DataError, match=r"data.store_dir: .*cannot be written: Not a directory\n\nhint: a file stands"):
+    with pytest.raises(
+        DataError, match=r"data.store_dir: .*cannot be written: Not a directory\n\nhint: a file has that name"
+    ):
         prepare(tmp_path)
 
 

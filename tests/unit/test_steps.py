@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.data.steps import NO_ROW, Batching, plan_longest, plan_step, read_micro_batch
-from ulysses_cli.data.store import IGNORE_INDEX
+from ulysses_cli.data.steps import IGNORE_INDEX, NO_ROW, Batching, plan_longest, plan_step, read_micro_batch
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.store import IGNORE_INDEX, TARGET, TokenStore
+from ulysses_cli.data.steps import IGNORE_INDEX
+from ulysses_cli.data.store import TARGET, TokenStore
 from ulysses_cli.data.transaction import find_damage, read_manifest
 from ulysses_cli.plan.packing import Piece, RowPieces
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.data.store import IGNORE_INDEX
 from ulysses_cli.plan.packing import RowCost, locate_row, share_rows
 
+IGNORE_INDEX = -100  # label of a position without a target, as in torch's cross_entropy
 NO_ROW = -1  # in StepPlan.shares: a row of padding, which has no label
 Numbers = NDArray[np.int64]
 

@@ -21,7 +21,6 @@ from ulysses_cli.plan.problem import Where
 
 FORMAT = 2
 TARGET, TURN = 1, 2  # flags of a token: the loss counts it; a turn begins at it, so a document may be cut before it
-IGNORE_INDEX = -100  # label of a position without a target, as in torch's cross_entropy
 Ids = NDArray[Any]
 Flags = NDArray[np.uint8]
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ulysses_cli.data.rows import PackedRows
-from ulysses_cli.data.store import IGNORE_INDEX
+from ulysses_cli.data.steps import IGNORE_INDEX
 
 Numbers = NDArray[np.int64]
 Labelled = tuple[Numbers, Numbers]  # tokens, and what each position is to predict

@@ -1,1 +1,1 @@
-"""What files, folders and hub data sets hold, as blocks of raw documents."""
+"""Reads files, folders and hub data sets as blocks of raw documents."""

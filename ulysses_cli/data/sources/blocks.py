@@ -1,6 +1,6 @@
-"""Blocks: what one worker reads and tokenizes at a time. Lines, rows, a table or whole files, with their places.
+"""Blocks of raw documents, with their places: what one worker decodes and tokenizes at a time.
 
-A block travels to another process as it is; decoding happens there.
+A block is sent to a worker process undecoded; the worker decodes it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, Literal
 from ulysses_cli.data.problems import BadRow
 
 BLOCK_BYTES = 4 << 20
-NESTED = ("messages", "conversations", "prompt", "completion", "tools")  # columns whose mappings a template sees
-Found = tuple[int, dict[str, Any] | BadRow]  # a line and what stands there
+NESTED = ("messages", "conversations", "prompt", "completion", "tools")  # columns whose mappings reach a chat template
+NumberedRow = tuple[int, dict[str, Any] | BadRow]  # a line or row number with the row
 
 
 @dataclass(frozen=True)
 class Block:
-    """`content`: lines: list of bytes; rows: list of (line, row); table: a pyarrow table; tree: list of (path, bytes);
-    text: the bytes of a file; bad: a message. `first`: the number of the first line or row."""
+    """`content` by kind: lines: list of bytes; rows: list of (line, row); table: a pyarrow table; tree: list of (path,
+    bytes); text: the bytes of a file; bad: a message. `first` is the number of the first line or row."""
 
     file: str
     kind: Literal["lines", "rows", "table", "text", "tree", "bad"]
@@ -30,8 +30,8 @@ class Block:
     num_blank: int = 0
 
 
-def walk_rows(block: Block) -> Iterator[Found]:
-    """Each row of a block, or what is wrong with it. Blank lines are no rows."""
+def walk_rows(block: Block) -> Iterator[NumberedRow]:
+    """Each row of a block with its number, or a BadRow. Blank lines are not rows."""
     if block.kind == "lines":
         for number, line in enumerate(block.content, block.first):
             if line.strip():
@@ -50,7 +50,7 @@ def walk_rows(block: Block) -> Iterator[Found]:
 
 
 def drop_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what Arrow invents: it gives all mappings of a column the same keys, null where there was none."""
+    """A row without the nulls that Arrow adds: it gives all mappings of a column the same keys."""
     return {name: _drop_nulls(value) if name in NESTED else value for name, value in row.items()}
 
 
@@ -61,7 +61,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | BadRow:
-    """One line of JSONL."""
+    """Parses one line of JSONL."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -81,8 +81,8 @@ def count_blank(block: Block) -> int:
     return sum(not line.strip() for line in block.content) if block.kind == "lines" else block.num_blank
 
 
-def _decode_text(content: bytes) -> Found:
-    """A file as one document. A byte order mark is no text."""
+def _decode_text(content: bytes) -> NumberedRow:
+    """A file as one document, without a byte order mark."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -91,8 +91,8 @@ def _decode_text(content: bytes) -> Found:
     return 0, {"text": text}
 
 
-def _join_files(block: Block) -> Iterator[Found]:
-    """Files of a tree, each under its path, as one document."""
+def _join_files(block: Block) -> Iterator[NumberedRow]:
+    """All files of a tree as one document, each under a header with its path."""
     parts = []
     for path, content in block.content:
         line, row = _decode_text(content)
@@ -105,5 +105,5 @@ def _join_files(block: Block) -> Iterator[Found]:
 
 
 def make_header(path: str) -> str:
-    """What stands above a file of a tree."""
+    """The line above each file of a tree."""
     return f"=== {path} ===\n"

@@ -1,6 +1,6 @@
-"""A row's columns -> a sample: text, chat, prompt and completion, or tokens. Says what a row lacks; guesses nothing.
+"""Turns a row's columns into a sample: text, chat, prompt and completion, or tokens.
 
-Knows no file and no tokenizer.
+Never guesses: a row that lacks something raises BadRow with the reason. Knows no file and no tokenizer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages for a chat template. Targets are at most what stands from message `first_target` on."""
+    """Messages for a chat template. Messages before `first_target` are never targets."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -65,7 +65,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Tokens:
-    """`targets`: which tokens are one; None for all."""
+    """`targets` marks the tokens that are targets; None: all are."""
 
     ids: list[int]
     targets: list[bool] | None
@@ -75,16 +75,16 @@ Sample = PlainText | Chat | Completion | Tokens
 
 
 def detect_kind(row: Row) -> Kind:
-    """By the columns of a source's first row."""
+    """The kind of a source, by the columns of its first row."""
     for kind, columns in COLUMNS.items():
         if all(column in row for column in columns):
             return kind
-    wanted = "; ".join(" + ".join(columns) for columns in COLUMNS.values())
-    raise BadRow(f"a row with {_list_columns(row)} is not understood: one of these is needed: {wanted}")
+    known = "; ".join(" + ".join(columns) for columns in COLUMNS.values())
+    raise BadRow(f"a row with {_list_columns(row)} is not understood: one of these is needed: {known}")
 
 
 def read_sample(kind: Kind, row: Row, *, has_template: bool = True) -> Sample:
-    """Raises BadRow with what is wrong. `has_template`: instructions may be shown as a chat."""
+    """Raises BadRow with the reason if the row cannot be used. `has_template`: instructions become a chat."""
     if not isinstance(row, dict):
         raise BadRow(f"{_name(row)} where a row of columns is needed")
     for column in COLUMNS[kind]:
@@ -113,7 +113,7 @@ def read_sample(kind: Kind, row: Row, *, has_template: bool = True) -> Sample:
 
 
 def read_messages(turns: Any, column: str) -> list[dict[str, Any]]:
-    """Turns in either spelling -> role and content."""
+    """Reads turns of role and content, or of from and value, as messages of role and content."""
     turns = _parse_json(turns, column) if isinstance(turns, str) else turns
     if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
         raise BadRow(f"column `{column}` holds {_name(turns)}, not a list of turns")
@@ -133,11 +133,11 @@ def _read_turn(turn: Any, number: int) -> dict[str, Any]:
     role = ROLE_NAMES.get(turn[names[0]]) if isinstance(turn[names[0]], str) else None
     if role is None:
         raise BadRow(f"turn {number} has the unknown role {turn[names[0]]!r}; known are {', '.join(ROLE_NAMES)}")
-    more = {key: value for key, value in turn.items() if key not in names and value is not None}
+    others = {key: value for key, value in turn.items() if key not in names and value is not None}
     content = turn.get(names[1])
-    calls = more.get("tool_calls")
+    calls = others.get("tool_calls")
     if calls is not None:
-        more["tool_calls"] = _read_calls(calls, number)
+        others["tool_calls"] = _read_calls(calls, number)
     if isinstance(content, list):
         content = _join_parts(content, number)
     if content is None and calls:
@@ -146,9 +146,9 @@ def _read_turn(turn: Any, number: int) -> dict[str, Any]:
         raise BadRow(f"turn {number} ({role}) has no content")
     if not isinstance(content, str):
         raise BadRow(f"turn {number} ({role}) holds {_name(content)}, not text")
-    if not content and role in ("user", "assistant") and not more:
+    if not content and role in ("user", "assistant") and not others:
         raise BadRow(f"turn {number} ({role}) is empty")
-    return {"role": role, "content": check_text(content, f"turn {number}"), **more}
+    return {"role": role, "content": check_text(content, f"turn {number}"), **others}
 
 
 def _join_parts(parts: list[Any], number: int) -> str:
@@ -160,18 +160,18 @@ def _join_parts(parts: list[Any], number: int) -> str:
 
 
 def _read_calls(calls: Any, number: int) -> list[Any]:
-    """Arguments written as JSON text become the mapping that templates expect."""
+    """Parses arguments that are JSON text: templates expect a mapping."""
     calls = _parse_json(calls, f"turn {number}: tool_calls") if isinstance(calls, str) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise BadRow(f"turn {number}: tool_calls is not a list of calls")
-    found = []
+    parsed = []
     for call in calls:
         function = call.get("function")
         holder = dict(function) if isinstance(function, dict) else dict(call)
         if isinstance(holder.get("arguments"), str):
             holder["arguments"] = _parse_json(holder["arguments"], f"turn {number}: arguments of a tool call")
-        found.append({**call, "function": holder} if isinstance(function, dict) else holder)
-    return found
+        parsed.append({**call, "function": holder} if isinstance(function, dict) else holder)
+    return parsed
 
 
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -195,15 +195,15 @@ def _read_completion(row: Row) -> Sample:
 
 
 def _read_instruction(row: Row, has_template: bool) -> Sample:
-    asked = _read_text(row, "instruction")
-    more, answer = row.get("input"), _read_text(row, "output")
-    if more is not None and not isinstance(more, str):
-        raise BadRow(f"column `input` holds {_name(more)}, not text")
-    if more:
-        asked += "\n\n" + check_text(more, "column `input`")
+    prompt = _read_text(row, "instruction")
+    context, answer = row.get("input"), _read_text(row, "output")
+    if context is not None and not isinstance(context, str):
+        raise BadRow(f"column `input` holds {_name(context)}, not text")
+    if context:
+        prompt += "\n\n" + check_text(context, "column `input`")
     if not has_template:
-        return Completion(asked + "\n\n", answer)
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        return Completion(prompt + "\n\n", answer)
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     return Chat(messages, None, 1, is_completion=True)
 
 
@@ -238,7 +238,7 @@ def _read_text(row: Row, column: str) -> str:
 
 
 def check_text(text: str, name: str) -> str:
-    """Half of a surrogate pair is no text: JSON can write it, no tokenizer can read it."""
+    """Raises for half of a surrogate pair: JSON can hold it, but no tokenizer can read it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

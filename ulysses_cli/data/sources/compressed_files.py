@@ -1,4 +1,4 @@
-"""Compressed files, opened for reading. How far one expands is bounded."""
+"""Opens plain and compressed files for reading. Bounds how far a compressed one may expand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKED = (".gz", ".zst")
 
 
 def open_file(file: Path) -> BinaryIO:
-    """Plain, or what is inside of a .gz or .zst."""
+    """Opens a plain file, or the content of a .gz or .zst file."""
     openers: dict[str, Callable[[Path], BinaryIO]] = {".gz": _open_gzip, ".zst": _open_zstd}
     opener = openers.get(file.suffix.lower())
     return open_regular(file) if opener is None else io.BufferedReader(_Bounded(file, opener(file)))
@@ -32,21 +32,21 @@ def _open_zstd(file: Path) -> BinaryIO:
 
 
 class _Bounded(io.RawIOBase):
-    """Counts what comes out."""
+    """A stream that raises when a file expands too far."""
 
-    def __init__(self, file: Path, inside: BinaryIO) -> None:
-        self.inside, self.expansion = inside, Expansion(file)
+    def __init__(self, file: Path, stream: BinaryIO) -> None:
+        self.stream, self.expansion = stream, Expansion(file)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        found = self.inside.read(len(buffer))
-        self.expansion.add(len(found))
-        buffer[: len(found)] = found
-        return len(found)
+        data = self.stream.read(len(buffer))
+        self.expansion.add(len(data))
+        buffer[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
         if not self.closed:
-            self.inside.close()
+            self.stream.close()
         super().close()

@@ -1,6 +1,6 @@
-"""Plain files -> blocks: JSONL, JSON, Parquet, Arrow, CSV, text; .gz and .zst around any of them.
+"""Lists data files and reads them as blocks: JSONL, JSON, Parquet, Arrow, CSV and text, also as .gz or .zst.
 
-A file that cannot be read is an error with its name; what a row holds is not looked at here.
+A file that cannot be read raises DataError with its name. Does not look at the content of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.problems import BadRow, DataError
-from ulysses_cli.data.sources.blocks import BLOCK_BYTES, Block, Found
+from ulysses_cli.data.sources.blocks import BLOCK_BYTES, Block, NumberedRow
 from ulysses_cli.data.sources.compressed_files import PACKED, open_file
 from ulysses_cli.data.sources.tables import ROWS_PER_BLOCK, walk_arrow, walk_parquet
 from ulysses_cli.plan.files.patterns import expand_pattern
@@ -30,7 +30,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 def get_format(path: Path) -> str:
-    """The suffix that tells what is inside, without that of a compression."""
+    """The suffix that names the file's format, without the suffix of a compression."""
     name = path.name.lower()
     for packed in PACKED:
         name = name.removesuffix(packed)
@@ -39,24 +39,24 @@ def get_format(path: Path) -> str:
 
 @dataclass
 class Listing:
-    """The files of a source, each once, and what is not read and why: how many, and one of them."""
+    """The files of a source, each once. `left_out` counts the files that are not read by reason, with one example."""
 
     files: list[Path] = field(default_factory=list)
     left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def leave_out(self, why: str, found: Sequence[Path]) -> None:
-        if found:
-            entry = self.left_out.setdefault(why, {"count": 0, "example": str(found[0])})
-            entry["count"] += len(found)
+    def leave_out(self, reason: str, files: Sequence[Path]) -> None:
+        if files:
+            entry = self.left_out.setdefault(reason, {"count": 0, "example": str(files[0])})
+            entry["count"] += len(files)
 
 
-def list_files(path: str | None, data_files: Sequence[str] | None, own: Sequence[Path] = ()) -> Listing:
-    """What a source names, in a stable order: files, patterns, or all data files of a folder but those in `own`, which
-    runs write to."""
+def list_files(path: str | None, data_files: Sequence[str] | None, output_folders: Sequence[Path] = ()) -> Listing:
+    """The files that a source names, in a stable order: files, patterns, or all data files of a folder. Files below
+    `output_folders`, which runs write to, are no data."""
     base = Path(os.path.expanduser(path or "."))
     listing, seen = Listing(), set[str]()
     for name in data_files or [""]:
-        for file in _expand(base / os.path.expanduser(name), listing, own):
+        for file in _expand(base / os.path.expanduser(name), listing, output_folders):
             real = os.path.realpath(file)
             if real in seen:
                 listing.leave_out("file named twice, read once", [file])
@@ -66,21 +66,21 @@ def list_files(path: str | None, data_files: Sequence[str] | None, own: Sequence
     return listing
 
 
-def _expand(path: Path, listing: Listing, own: Sequence[Path]) -> list[Path]:
+def _expand(path: Path, listing: Listing, output_folders: Sequence[Path]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
-        written = [folder.resolve() for folder in own]
-        inside = [file for file in inside if not any(folder in file.resolve().parents for folder in written)]
+        outputs = [folder.resolve() for folder in output_folders]
+        inside = [file for file in inside if not any(folder in file.resolve().parents for folder in outputs)]
         rows = [file for file in inside if get_format(file) in ROWS]
         texts = [file for file in inside if get_format(file) in TEXTS]
         listing.leave_out("file of another format", [file for file in inside if file not in {*rows, *texts}])
         listing.leave_out("text file beside files of rows, not read", texts if rows else [])
         return rows or texts
-    found = [Path(name) for name in expand_pattern(str(path))]
-    listing.leave_out("special file", [file for file in found if describe_special(file) not in ("", "a folder")])
-    return [file for file in found if file.is_file()]
+    matches = [Path(name) for name in expand_pattern(str(path))]
+    listing.leave_out("special file", [file for file in matches if describe_special(file) not in ("", "a folder")])
+    return [file for file in matches if file.is_file()]
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
@@ -88,12 +88,12 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 
 def has_lines(files: Sequence[Path]) -> bool:
-    """Whether a number beside a file's name is a line that an editor shows."""
+    """Whether rows are numbered by lines of text, as an editor shows them."""
     return not any(get_format(file) in TABLES for file in files)
 
 
 def walk_blocks(files: Sequence[Path]) -> Iterator[Block]:
-    """All files, one after another."""
+    """The blocks of all files, one file after another."""
     for file in files:
         walk = _choose_reader(file)
         try:
@@ -104,7 +104,7 @@ def walk_blocks(files: Sequence[Path]) -> Iterator[Block]:
             raise
         except Exception as error:  # noqa: BLE001 - each format's library has errors of its own
             reason = getattr(error, "strerror", None) or str(error).split("\n")[0] or type(error).__name__
-            hint = "check that the file is whole and that its suffix tells its format"
+            hint = "check that the file is complete and that its suffix matches its format"
             raise DataError([Problem("", f"cannot be read: {reason}", hint, Where(str(file)))]) from None
 
 
@@ -117,7 +117,7 @@ def _choose_reader(file: Path) -> Callable[[Path], Iterator[Block]]:
 
 
 def is_blank(file: Path) -> bool:
-    """A text of white space alone, or of nothing."""
+    """Whether a text file is empty or holds white space alone."""
     if get_format(file) in ROWS:
         return False
     with open_file(file) as stream:
@@ -142,7 +142,7 @@ def _walk_text(file: Path) -> Iterator[Block]:
 
 
 def _walk_json(file: Path) -> Iterator[Block]:
-    """A list of rows, one row, or lines under the wrong suffix."""
+    """Reads a list of rows, a single row, or JSONL with the suffix .json."""
     with open_file(file) as stream:
         start = stream.read(4096).removeprefix(BOM).lstrip()
     if start.startswith(b"{") and _is_object(start.split(b"\n")[0] if b"\n" in start else b""):
@@ -157,8 +157,9 @@ def _walk_json(file: Path) -> Iterator[Block]:
     yield from _group(str(file), rows, len(content))
 
 
-def _find_damaged(text: str, file: str) -> Iterator[Found]:
-    """Rows of a text in which some bytes are no UTF-8; those are lone surrogates now."""
+def _find_damaged(text: str, file: str) -> Iterator[NumberedRow]:
+    """The rows of a text that is not valid UTF-8. The caller decoded its invalid bytes to lone surrogates; a row that
+    holds one is bad."""
     lines = text.split("\n")
     damaged = [number for number, line in enumerate(lines, 1) if not _is_text(line)]
     rows = list(_parse_json(text, file))
@@ -184,8 +185,8 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _parse_json(text: str, file: str) -> Iterator[Found]:
-    """The elements of a list, each with its line; or the one row that the text is."""
+def _parse_json(text: str, file: str) -> Iterator[NumberedRow]:
+    """The elements of a list, each with its line, or the single row that the text holds."""
     decoder, at, line, counted = json.JSONDecoder(), 0, 1, 0
 
     def skip(at: int, letters: str) -> int:
@@ -208,10 +209,10 @@ def _parse_json(text: str, file: str) -> Iterator[Found]:
             is_open = is_list and text[at] == ","
             at = skip(at + is_open, " \t\r\n")
         if is_list and skip(at + 1, " \t\r\n") < len(text):
-            raise json.JSONDecodeError("Extra data behind the list", text, skip(at + 1, " \t\r\n"))
+            raise json.JSONDecodeError("Extra data after the list", text, skip(at + 1, " \t\r\n"))
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", line)
-        hint = "one object per line with the suffix .jsonl is easier to mend"
+        hint = "one object per line, with the suffix .jsonl, is easier to fix"
         message = f"malformed JSON: {getattr(error, 'msg', error)}"
         raise DataError([Problem("", message, hint, Where(file, line, 1))]) from None
 
@@ -224,20 +225,21 @@ def _walk_csv(file: Path) -> Iterator[Block]:
 
 
 def _read_csv(rows: Any, file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow | None]]:
-    """Rows behind the header, with their lines; None for a blank line."""
+    """The rows after the header, with their lines; None for a blank line."""
     names: list[str] = next((row for row in rows if row), [])
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or not _is_text("".join(names)):
-        message = f"the header names column `{twice[0]}` more than once" if twice else "the header is not valid UTF-8"
-        raise DataError([Problem("", message, "mend the header", Where(file, rows.line_num, 1))])
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated or not _is_text("".join(names)):
+        column = f"the header names column `{repeated[0]}` more than once" if repeated else ""
+        message = column or "the header is not valid UTF-8"
+        raise DataError([Problem("", message, "fix the header", Where(file, rows.line_num, 1))])
     while True:
         line = rows.line_num + 1
         try:
             row = next(rows, None)
         except csv.Error as error:
-            if "unexpected end" in str(error):  # all that follows the quote would be lost as one row
+            if "unexpected end" in str(error):  # all rows after the quote would be lost as part of this one
                 message = "a quote that opens in this row is not closed before the end of the file"
-                raise DataError([Problem("", message, "mend the row", Where(file, line, 1))]) from None
+                raise DataError([Problem("", message, "fix the row", Where(file, line, 1))]) from None
             yield line, BadRow(f"malformed CSV: {error}")
             continue
         if row is None:
@@ -253,8 +255,8 @@ def _read_csv(rows: Any, file: str) -> Iterator[tuple[int, dict[str, Any] | BadR
 def _group(
     file: str, rows: Iterator[tuple[int, dict[str, Any] | BadRow | None]], num_bytes: int | None
 ) -> Iterator[Block]:
-    """Rows in blocks of about the same size."""
-    part: list[Found] = []
+    """Groups rows into blocks of about the same size."""
+    part: list[NumberedRow] = []
     size = num_blank = 0
     for line, row in rows:
         if row is None:

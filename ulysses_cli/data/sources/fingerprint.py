@@ -1,4 +1,4 @@
-"""What a file holds, as a hash, remembered by the file's stat so that an unchanged file is not read again."""
+"""Hashes the content of files, and caches the hashes by the files' stat so that an unchanged file is not read again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from ulysses_cli.plan.files.whole_files import write_whole
 
-SETTLED_SECONDS = 2.0  # a file that changed later than this before it was hashed may change again within one tick
+SETTLED_SECONDS = 2.0  # a file that changed more recently may change again without a change of its time stamps
 
 
 class FileHashes:
-    """Content hashes by absolute path. Kept in one JSON file of the store directory."""
+    """Content hashes by absolute path, cached in one JSON file of the store directory."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -23,28 +23,28 @@ class FileHashes:
         self._seen: dict[str, tuple[int, ...]] = {}
         self._is_changed = False
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            cached = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
-            return  # nothing remembered
-        if isinstance(found, dict):
-            self._known = {name: known for name, known in found.items() if _is_known(known)}
+            return  # no cache yet
+        if isinstance(cached, dict):
+            self._known = {name: entry for name, entry in cached.items() if _is_entry(entry)}
 
     def hash_file(self, path: Path) -> str:
-        """sha256 of the content."""
+        """The sha256 of the file's content."""
         name, stat = str(path.absolute()), read_stat(path)
         self._seen[name] = stat
         known = self._known.get(name)
         if known is not None and known[0] == list(stat):
             return str(known[1])
         with open(path, "rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if time.time() - max(stat[1], stat[2]) / 1e9 > SETTLED_SECONDS:
-            self._known[name] = [list(stat), found]
+            self._known[name] = [list(stat), digest]
             self._is_changed = True
-        return found
+        return digest
 
     def find_changed(self) -> str | None:
-        """A file that is no longer what it was when it was hashed."""
+        """The name of a file that has changed since it was hashed; None if there is none."""
         for name, stat in self._seen.items():
             try:
                 if read_stat(Path(name)) != stat:
@@ -54,7 +54,7 @@ class FileHashes:
         return None
 
     def save(self) -> None:
-        """Saves time later, no more: a store that cannot be written to may be read all the same."""
+        """Writes the cache. Ignores errors: the cache only saves time, and a read-only store can still be read."""
         if not self._is_changed:
             return
         with suppress(OSError):
@@ -62,14 +62,14 @@ class FileHashes:
             write_whole(self.file, json.dumps(self._known))
 
 
-def _is_known(known: object) -> bool:
-    """[the file's stat, its hash]."""
-    return isinstance(known, list) and [type(part) for part in known] == [list, str]
+def _is_entry(entry: object) -> bool:
+    """Whether this is [the file's stat, its hash]."""
+    return isinstance(entry, list) and [type(part) for part in entry] == [list, str]
 
 
 def read_stat(path: Path) -> tuple[int, ...]:
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
+    stat = os.stat(path)
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev
 
 
 def hash_parts(*parts: object) -> str:

@@ -1,6 +1,6 @@
-"""A tree of files, such as a code repository -> blocks: in a stable order, each file under its path.
+"""Reads a tree of files, such as a code repository, as blocks: in a stable order, each file under its path.
 
-What .gitignore names is left out, as git would; links are not followed; what is no text is counted.
+Leaves out what .gitignore names, as git does. Does not follow links. Counts the files that are not text.
 """
 
 from __future__ import annotations
@@ -19,44 +19,45 @@ from ulysses_cli.data.sources.files import BOM
 from ulysses_cli.plan.problem import Problem, Where
 
 PROBE_BYTES = 8192
-Ignores = tuple[tuple[str, Any], ...]  # (folder with a slash behind, its patterns), deepest last
+Ignores = tuple[tuple[str, Any], ...]  # (folder with a trailing slash, its patterns), deepest last
 
 
 @dataclass
 class FolderTree:
-    """The files of a tree, and how many were left out and why."""
+    """The files of a tree. `left_out` counts the paths that are not read by reason; `examples` names one for each."""
 
     root: Path
-    own: frozenset[str] = frozenset()
+    output_folders: frozenset[str] = frozenset()
     files: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def leave_out(self, why: str, path: str) -> None:
-        self.left_out[why] += 1
-        self.examples.setdefault(why, path)
+    def leave_out(self, reason: str, path: str) -> None:
+        self.left_out[reason] += 1
+        self.examples.setdefault(reason, path)
 
 
-def walk_tree(root: Path, own: Sequence[Path] = ()) -> FolderTree:
-    """Paths below the root, with slashes, sorted part by part; folders and files of one folder in one order. `own`:
-    folders that runs write to."""
-    tree = FolderTree(root, frozenset(os.path.realpath(path) for path in own))
+def walk_tree(root: Path, output_folders: Sequence[Path] = ()) -> FolderTree:
+    """Lists the text files below the root. Paths have slashes and are sorted part by part, files and folders together.
+    `output_folders`, which runs write to, are no data."""
+    tree = FolderTree(root, frozenset(os.path.realpath(path) for path in output_folders))
     _walk(tree, "", _read_above(root))
     return tree
 
 
 def _read_above(root: Path) -> Ignores:
-    """What a repository around the root says: .git/info/exclude, then each .gitignore on the way down to the root.
-    A "folder" that begins with a slash is the way from such a file down to the root."""
+    """The patterns of the repository that contains the root: .git/info/exclude, then each .gitignore between the
+    repository's top and the root. Their "folder" begins with a slash: it is the path from that file down to the
+    root."""
     here = Path(os.path.realpath(root))
     top = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), None)
     if top is None:
         return ()
-    way = here.relative_to(top).parts
-    found: Ignores = _read_patterns(top / ".git" / "info" / "exclude", "/".join(("", *way, "")))
-    for depth in range(len(way)):
-        found += _read_patterns(top.joinpath(*way[:depth]) / ".gitignore", "/".join(("", *way[depth:], "")))
-    return found
+    parts = here.relative_to(top).parts
+    ignores: Ignores = _read_patterns(top / ".git" / "info" / "exclude", "/".join(("", *parts, "")))
+    for depth in range(len(parts)):
+        ignores += _read_patterns(top.joinpath(*parts[:depth]) / ".gitignore", "/".join(("", *parts[depth:], "")))
+    return ignores
 
 
 def _read_patterns(file: Path, folder: str) -> Ignores:
@@ -65,7 +66,7 @@ def _read_patterns(file: Path, folder: str) -> Ignores:
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return ()  # none here
+        return ()  # there is no such file
     return ((folder, GitIgnoreSpec.from_lines(filter(_is_pattern, lines))),)
 
 
@@ -84,13 +85,13 @@ def _walk(tree: FolderTree, folder: str, ignores: Ignores) -> None:
         is_folder = entry.is_dir(follow_symlinks=False)
         if entry.name == ".git":
             continue
-        if not entry.name.isprintable() or _has_no_letters(entry.name):
+        if not entry.name.isprintable() or not _is_utf8(entry.name):
             tree.leave_out("name that is no text", repr(path))
         elif is_ignored(path + "/" * is_folder, ignores):
             tree.leave_out("path ignored by .gitignore", path)
         elif entry.is_symlink():
             tree.leave_out("link", path)
-        elif is_folder and os.path.realpath(tree.root / path) in tree.own:
+        elif is_folder and os.path.realpath(tree.root / path) in tree.output_folders:
             tree.leave_out("folder that runs write to", path)
         elif is_folder:
             _walk(tree, path + "/", ignores)
@@ -100,16 +101,17 @@ def _walk(tree: FolderTree, folder: str, ignores: Ignores) -> None:
             tree.leave_out("special file", path)
 
 
-def _has_no_letters(name: str) -> bool:
+def _is_utf8(name: str) -> bool:
+    """False for a file name with bytes that are not UTF-8: os.scandir gives those as lone surrogates."""
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        return True
-    return False
+        return False
+    return True
 
 
 def _is_pattern(line: str) -> bool:
-    """git passes over what it cannot read as a pattern."""
+    """Whether a line is a valid pattern. git skips invalid ones."""
     from pathspec import GitIgnoreSpec
 
     try:
@@ -120,19 +122,21 @@ def _is_pattern(line: str) -> bool:
 
 
 def is_ignored(path: str, ignores: Ignores) -> bool:
-    """The last pattern of the deepest .gitignore that speaks of the path itself decides. One that speaks of a folder
-    above it does not: an ignored folder is never entered, and one that is not says nothing of what it holds."""
+    """The last pattern of the deepest .gitignore that matches the path itself decides. Patterns that match a folder
+    above it do not count: an ignored folder is never entered, and a folder that is not ignored decides nothing about
+    its content."""
     for folder, spec in reversed(ignores):
         below = folder[1:] + path if folder.startswith("/") else path[len(folder) :]
         for pattern in reversed(spec.patterns):
-            if pattern.include is not None and _speaks_of(pattern.regex, below):
+            if pattern.include is not None and _matches_itself(pattern.regex, below):
                 return bool(pattern.include)
     return False
 
 
-def _speaks_of(regex: re.Pattern[str], path: str) -> bool:
-    """Whether a pattern names the path. The library's group ps_d is the slash behind a folder that one names, also
-    where the path goes on below it; patterns without the group, such as `a/**`, name what is below alone."""
+def _matches_itself(regex: re.Pattern[str], path: str) -> bool:
+    """Whether a pattern matches the path itself, not a folder above it. The library's group ps_d matches the slash
+    after a folder that the pattern names, even if the path continues below that folder. Patterns without the group,
+    such as `a/**`, match only what is below the folder."""
     if "ps_d" not in regex.groupindex:
         return regex.search(path.rstrip("/")) is not None
     return any(match["ps_d"] is None or match.end() == len(path) for match in regex.finditer(path))
@@ -154,7 +158,7 @@ def _add_file(tree: FolderTree, path: str) -> None:
 
 
 def walk_blocks(tree: FolderTree, *, is_joined: bool) -> Iterator[Block]:
-    """The whole tree in one block, or one for each file."""
+    """The whole tree as one block, or one block per file."""
     if is_joined:
         content = [(path, _read(tree.root / path)) for path in tree.files]
         if content:

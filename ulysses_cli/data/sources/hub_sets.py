@@ -1,6 +1,6 @@
-"""Hub data sets, and data sets that the datasets library saved -> blocks. From its cache where it has them.
+"""Reads hub data sets, and data sets saved by the datasets library, as blocks. Uses the library's cache if it can.
 
-The only network in data/, by the library's own rules (HF_HUB_OFFLINE, HF_TOKEN).
+Next to the tokenizer, the only code in data/ that uses the network, by the library's rules (HF_HUB_OFFLINE, HF_TOKEN).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS_PER_BLOCK = 200
 
 @dataclass(frozen=True)
 class HubSet:
-    """A loaded split. `rows`: a datasets.Dataset or IterableDataset."""
+    """A loaded split. `rows` is a datasets.Dataset or IterableDataset."""
 
     name: str
     rows: Any
@@ -63,8 +63,8 @@ def load_hub_set(dataset: Dataset, key: str) -> HubSet:
     local = Path(os.path.expanduser(path))
     try:
         if is_saved(local):
-            found = datasets.load_from_disk(str(local))
-            rows = found[dataset.split] if isinstance(found, dict) else found
+            saved = datasets.load_from_disk(str(local))
+            rows = saved[dataset.split] if isinstance(saved, dict) else saved
             return HubSet(name, rows, hash_parts("saved", rows._fingerprint, len(rows)), rows.data.nbytes)
         files = [os.path.expanduser(file) for file in dataset.data_files or ()] or None
         builder = datasets.load_dataset_builder(path, dataset.name, data_files=files)
@@ -74,7 +74,7 @@ def load_hub_set(dataset: Dataset, key: str) -> HubSet:
             return HubSet(name, rows, hash_parts("stream", *parts), None)
         rows = datasets.load_dataset(path, dataset.name, data_files=files, split=dataset.split)
         return HubSet(name, rows, hash_parts("hub", *parts, len(rows)), rows.data.nbytes)
-    except Exception as error:  # noqa: BLE001 - the library raises many kinds; the user needs a place and a way on
+    except Exception as error:  # noqa: BLE001 - the library raises many kinds; the user needs a place and a remedy
         raise RecipeError([_explain(error, dataset, key)]) from None
 
 

@@ -1,6 +1,6 @@
-"""A data set of a recipe -> a source: what it holds, as a fingerprint, and its blocks.
+"""Opens a data set of a recipe as a source: its fingerprint, its facts and its blocks.
 
-Chooses between files, folders, hub data sets and generated documents; each is read in a file of its own.
+Chooses between files, folders, hub data sets and generated documents. Each of these has a module of its own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.problems import BadRow, DataError, make_where
-from ulysses_cli.data.sources import compressed_files as packed_files
-from ulysses_cli.data.sources import files, folder, hub_sets, synthetic
+from ulysses_cli.data.sources import compressed_files, files, folder, hub_sets, synthetic
 from ulysses_cli.data.sources.blocks import Block, walk_rows
 from ulysses_cli.data.sources.columns import Kind, detect_kind
 from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
@@ -37,7 +36,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Source:
-    """`key`: its place in the recipe. `fingerprint`: changes when its content does. `facts`: for the report."""
+    """`key` is its place in the recipe. `fingerprint` changes when its content changes. `facts` are for the report."""
 
     name: str
     key: str
@@ -50,7 +49,7 @@ class Source:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def find_kind(self) -> Kind:
-        """As written, or by the columns of the first row that can be read."""
+        """The kind that the recipe names, or the one that the columns of the first readable row show."""
         if self.kind is not None:
             return self.kind
         bad: list[Problem] = []
@@ -69,89 +68,95 @@ class Source:
         raise DataError(bad or [Problem("", "holds no row", f"see {self.key}", Where(self.name))])
 
 
-def open_source(dataset: Dataset, key: str, seed: int, hashes: FileHashes, own: Sequence[Path] = ()) -> Source:
-    """Looks at what is there and reads nothing but what the fingerprint needs. `own`: folders that runs write to, which
-    are no data even inside of a tree."""
+def open_source(
+    dataset: Dataset, key: str, seed: int, hashes: FileHashes, output_folders: Sequence[Path] = ()
+) -> Source:
+    """Lists the source's files, and reads only what the fingerprint needs. `output_folders`, which runs write to, are
+    no data even if they are inside the source's folder."""
     kind = KINDS.get(dataset.type)
     if dataset.type == "synthetic":
-        mark = hash_parts("synthetic", 1, seed, synthetic.NUM_DOCUMENTS)
+        fingerprint = hash_parts("synthetic", 1, seed, synthetic.NUM_DOCUMENTS)
         size = sum(block.num_bytes for block in synthetic.walk_blocks(seed))
-        return Source("synthetic", key, mark, size, lambda: synthetic.walk_blocks(seed), kind, has_lines=False)
+        return Source("synthetic", key, fingerprint, size, lambda: synthetic.walk_blocks(seed), kind, has_lines=False)
     path = Path(os.path.expanduser(dataset.path or "."))
     if dataset.type == "folder":
-        return _open_folder(dataset, path, key, hashes, own)
-    is_here = dataset.path is None or is_local(dataset.path)
-    if not is_here or hub_sets.is_saved(path):
-        found = hub_sets.load_hub_set(dataset, key)
-        return Source(found.name, key, found.fingerprint, found.num_bytes, found.walk_blocks, kind, has_lines=False)
-    return _open_files(dataset, path, key, kind, hashes, own)
+        return _open_folder(dataset, path, key, hashes, output_folders)
+    is_on_disk = dataset.path is None or is_local(dataset.path)
+    if not is_on_disk or hub_sets.is_saved(path):
+        hub_set = hub_sets.load_hub_set(dataset, key)
+        return Source(
+            hub_set.name, key, hub_set.fingerprint, hub_set.num_bytes, hub_set.walk_blocks, kind, has_lines=False
+        )
+    return _open_files(dataset, path, key, kind, hashes, output_folders)
 
 
 def _open_files(
-    dataset: Dataset, path: Path, key: str, kind: Kind | None, hashes: FileHashes, own: Sequence[Path]
+    dataset: Dataset, path: Path, key: str, kind: Kind | None, hashes: FileHashes, output_folders: Sequence[Path]
 ) -> Source:
     try:
-        listing = files.list_files(dataset.path, dataset.data_files, own)
+        listing = files.list_files(dataset.path, dataset.data_files, output_folders)
     except OSError as error:
         raise RecipeError([Problem(f"{key}.path", f"{path} cannot be read: {error.strerror}")]) from None
-    found = listing.files
+    paths = listing.files
     if special := describe_special(path).replace("a folder", ""):
-        raise RecipeError([Problem(f"{key}.path", f"{path} is {special}, not a file", "write what it holds to a file")])
-    if not found:
+        hint = "write its content to a file"
+        raise RecipeError([Problem(f"{key}.path", f"{path} is {special}, not a file", hint)])
+    if not paths:
         hint = f"write type: folder for any tree of text files; data files end in {', '.join(files.ROWS + files.TEXTS)}"
         raise RecipeError([Problem(f"{key}.path", f"{path} holds no data file", hint)])
-    marks = [_hash(file, key, hashes) for file in found]
-    blank = [file for file in found if _is_blank(file)]
+    digests = {file: _hash(file, key, hashes) for file in paths}  # also raises for a file that cannot be read
+    blank = [file for file in paths if _is_blank(file)]
     listing.leave_out("empty file", blank)
-    if len(blank) == len(found):
-        what = f"holds no text: all of its {len(found):,} files are empty" if len(found) > 1 else "is empty"
+    if len(blank) == len(paths):
+        what = f"holds no text: all of its {len(paths):,} files are empty" if len(paths) > 1 else "is empty"
         raise RecipeError([Problem(f"{key}.path", f"{path} {what}", "name another file or folder")])
-    gone = set(blank)
-    marks = [mark for file, mark in zip(found, marks, strict=True) if file not in gone]
-    found = [file for file in found if file not in gone]
-    size = sum(file.stat().st_size for file in found)
-    is_packed = any(file.name.lower().endswith(packed_files.PACKED) for file in found)
-    is_text = all(files.get_format(file) not in files.ROWS for file in found)
+    left_out = set(blank)
+    paths = [file for file in paths if file not in left_out]
+    size = sum(file.stat().st_size for file in paths)
+    is_packed = any(file.name.lower().endswith(compressed_files.PACKED) for file in paths)
+    is_text = all(files.get_format(file) not in files.ROWS for file in paths)
     return Source(
-        str(path) if len(found) > 1 else str(found[0]),
+        str(path) if len(paths) > 1 else str(paths[0]),
         key,
-        hash_parts("files", *((str(file), mark) for file, mark in zip(found, marks, strict=True))),
+        hash_parts("files", *((str(file), digests[file]) for file in paths)),
         None if is_packed else size,
-        lambda: files.walk_blocks(found),
+        lambda: files.walk_blocks(paths),
         kind or ("text" if is_text else None),
-        has_lines=files.has_lines(found),
-        facts={"num_files": len(found), "left_out": listing.left_out},
+        has_lines=files.has_lines(paths),
+        facts={"num_files": len(paths), "left_out": listing.left_out},
     )
 
 
 def _is_blank(file: Path) -> bool:
-    """A file that cannot be read is said to be so by its reader."""
+    """False for a file that cannot be read: its reader reports the error."""
     try:
         return files.is_blank(file)
     except Exception:  # noqa: BLE001 - each format's library has errors of its own
         return False
 
 
-def _open_folder(dataset: Dataset, path: Path, key: str, hashes: FileHashes, own: Sequence[Path]) -> Source:
+def _open_folder(dataset: Dataset, path: Path, key: str, hashes: FileHashes, output_folders: Sequence[Path]) -> Source:
     try:
-        tree = folder.walk_tree(path, own)
+        tree = folder.walk_tree(path, output_folders)
     except OSError as error:
         raise RecipeError([Problem(f"{key}.path", f"{path} cannot be read: {error.strerror}")]) from None
     if not tree.files:
-        why = ", ".join(format_count(count, name) for name, count in tree.left_out.items()) or "it is empty"
-        raise RecipeError([Problem(f"{key}.path", f"{path} holds no text file: {why}", "name another folder")])
-    marks = [(name, _hash(path / name, key, hashes)) for name in tree.files]
+        reason = ", ".join(format_count(count, name) for name, count in tree.left_out.items()) or "it is empty"
+        raise RecipeError([Problem(f"{key}.path", f"{path} holds no text file: {reason}", "name another folder")])
+    digests = [(name, _hash(path / name, key, hashes)) for name in tree.files]
     return Source(
         str(path),
         key,
-        hash_parts("folder", str(path), dataset.join_files, *marks),
+        hash_parts("folder", str(path), dataset.join_files, *digests),
         sum((path / name).stat().st_size for name in tree.files),
         lambda: folder.walk_blocks(tree, is_joined=dataset.join_files),
         "text",
         is_joined=dataset.join_files,
         facts={
             "num_files": len(tree.files),
-            "left_out": {why: {"count": n, "example": tree.examples[why]} for why, n in sorted(tree.left_out.items())},
+            "left_out": {
+                name: {"count": n, "example": tree.examples[name]} for name, n in sorted(tree.left_out.items())
+            },
         },
     )
 

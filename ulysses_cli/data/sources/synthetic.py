@@ -1,6 +1,6 @@
-"""Generated documents: small stories of a small grammar, the same for the same seed, and easy to learn.
+"""Generates short stories from a small grammar, for demos and tests without a download.
 
-For demos and tests without a download; lengths are log-normal, like those of real documents.
+The same seed gives the same stories, which are easy to learn. Lengths are log-normal, like those of real documents.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def walk_blocks(seed: int) -> Iterator[Block]:
 
 
 def make_document(seed: int, number: int) -> str:
-    """A story of one name, one thing and a few places, told again and again: what came before tells what comes."""
+    """A story that repeats one name, one thing and four places, so that earlier sentences predict later ones."""
     draw = random.Random(f"{seed}/{number}")
-    wanted = min(MAX_CHARS, int(draw.lognormvariate(0.0, SPREAD) * MEDIAN_CHARS) + 40)
+    length = min(MAX_CHARS, int(draw.lognormvariate(0.0, SPREAD) * MEDIAN_CHARS) + 40)
     name, thing = draw.choice(NAMES), draw.choice(THINGS)
     parts: list[str] = []
     size = 0
-    while size < wanted:
+    while size < length:
         parts.append(draw.choice(SENTENCES).format(name=name, thing=thing, place=draw.choice(PLACES)))
         size += len(parts[-1]) + 1
     return " ".join(parts)

@@ -1,5 +1,6 @@
-"""Parquet and Arrow files -> blocks. Whatever a file says of itself, its batches are made in bounded memory and are
-small enough for Python's lists.
+"""Reads Parquet and Arrow files as blocks.
+
+Does not trust a file's metadata: batches are decoded in bounded memory and are small enough for Python lists.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def walk_arrow(file: Path) -> Iterator[Block]:
             source.seek(0)
             batches = iter(pyarrow.ipc.open_stream(source, options=options))
         for batch in batches:
-            # places of texts are taken as the file has them: one that lies would have other memory read
+            # the offsets of texts come from the file: a wrong one would read memory outside of the batch
             batch.validate(full=True)
             yield batch
 
@@ -52,7 +53,7 @@ def walk_arrow(file: Path) -> Iterator[Block]:
 
 
 def _open(file: Path) -> Any:
-    """Not mapped: a file that is cut while it is read is then an error, and not the end of this process."""
+    """Opens a file without a memory map: a map of a file that is truncated meanwhile would kill this process."""
     import pyarrow
 
     with open_file(file) as raw:
@@ -64,10 +65,11 @@ def _open(file: Path) -> Any:
 def _walk_batches(expansion: Expansion, open_batches: Callable[[], Iterator[Any]]) -> Iterator[Block]:
     import pyarrow
 
-    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others take address space in advance, which is counted here
+    # Other pools reserve address space in advance, which limit_memory would count.
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     batches, number = open_batches(), 1
     while True:
-        with expansion.give_room():
+        with expansion.limit_memory():
             batch = next(batches, None)
             if batch is None:
                 return
@@ -82,26 +84,26 @@ def _walk_batches(expansion: Expansion, open_batches: Callable[[], Iterator[Any]
 
 
 def measure(array: Any) -> int:
-    """Bytes of the values as Python's own: a dictionary's entry counts as often as it is named."""
+    """The bytes of an array's values as Python objects. A dictionary entry counts each time it is used."""
     import pyarrow
     from pyarrow import compute, types
 
-    kind, own = array.type, VALUE_BYTES * len(array)
+    kind, value_bytes = array.type, VALUE_BYTES * len(array)
     if types.is_struct(kind):
-        return own + sum(measure(part) for part in array.flatten())
+        return value_bytes + sum(measure(part) for part in array.flatten())
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
-        return own + measure(array.flatten())
+        return value_bytes + measure(array.flatten())
     if types.is_dictionary(kind):
         whole = measure(array.dictionary)
         if not (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
-            return own + whole * len(array)
+            return value_bytes + whole * len(array)
         lengths = compute.take(compute.binary_length(array.dictionary), array.indices)
-        return own + int(compute.sum(lengths).as_py() or 0)
+        return value_bytes + int(compute.sum(lengths).as_py() or 0)
     if types.is_string_view(kind) or types.is_binary_view(kind):
         views = np.frombuffer(array.buffers()[1], np.int32)[::4][array.offset : array.offset + len(array)]
-        return own + int(views.clip(0).sum(dtype=np.int64))
+        return value_bytes + int(views.clip(0).sum(dtype=np.int64))
     if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
-        return own + int(compute.sum(compute.binary_length(array)).as_py() or 0)
+        return value_bytes + int(compute.sum(compute.binary_length(array)).as_py() or 0)
     if types.is_run_end_encoded(kind) or types.is_list_view(kind) or types.is_large_list_view(kind):
         raise pyarrow.ArrowNotImplementedError(f"columns of type {str(kind)[:40]} are not read")
-    return own
+    return value_bytes
