@@ -14,9 +14,10 @@ from support.recipes import VALID
 from ulysses_cli.data.facts import compare_length, count_lengths
 from ulysses_cli.data.prepare import prepare_data
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.report.data_report import format_report, format_share, wrap_line
-from ulysses_cli.report.live.preparing import format_clock, format_progress
-from ulysses_cli.report.page.data_page import format_size, make_data_page
+from ulysses_cli.report.data_report import format_report, wrap_line
+from ulysses_cli.report.live.preparing import format_progress
+from ulysses_cli.report.page.data_page import make_data_page
+from ulysses_cli.report.quantities import format_binary, format_share
 
 RECIPE = """\
 model:
@@ -95,20 +96,19 @@ def test_lengths_are_counted_and_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "text"), [(0, "0.0 %"), (1e-6, "< 0.1 %"), (0.5, "50.0 %"), (0.99999, "> 99.9 %"), (1, "100.0 %")]
+    ("share", "text"), [(0, "0.0%"), (1e-6, "<0.1%"), (0.5, "50.0%"), (0.99999, ">99.9%"), (1, "100.0%")]
 )
 def test_a_share_is_never_rounded_to_nothing_or_all(share: float, text: str) -> None:
     assert format_share(share) == text
 
 
 def test_sizes_lines_and_progress() -> None:
-    assert [format_size(2**power) for power in (4, 10, 17, 20)] == ["16", "1Ki", "128Ki", "1Mi"]
+    assert [format_binary(2**power) for power in (4, 10, 17, 20)] == ["16", "1Ki", "128Ki", "1Mi"]
     line = "many words " * 30
     assert "".join(wrap_line(line)) == line
     assert max(map(len, wrap_line(line))) <= 100
-    assert [format_clock(seconds) for seconds in (5, 65, 3700)] == ["0:05", "1:05", "1:01:40"]
     event = {"name": "a", "bytes": 25_000_000, "total_bytes": 100_000_000, "tokens": 7}
-    assert format_progress(event, 5.0) == "tokenizing a  [######..................]  25%  7 tokens  5.0 MB/s  0:15 left"
+    assert format_progress(event, 5.0) == "tokenizing a  [######..................]  25%  7 tokens  5.0 MB/s  15 s left"
 
 
 def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -333,7 +333,8 @@ def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
     assert "--resume auto" in format_interruption({}, found)
     told = {"is_interruption": True, "phase": "loading the model"}
     assert format_interruption(told, None) == (
-        "interrupted while loading the model, before a checkpoint was written: the same command starts anew"
+        "interrupted while loading the model, before a checkpoint was written: "
+        "the same command starts from the beginning"
     )
 
 

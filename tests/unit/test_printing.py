@@ -93,7 +93,7 @@ def test_values_of_the_environment_are_masked_wherever_they_are_printed(
 ) -> None:
     monkeypatch.setenv("MY_DB_PASS", SECRET)
     printing.print_data(f"a {SECRET}")
-    printing.print_talk(f"a {SECRET}")
+    printing.print_message(f"a {SECRET}")
     printing.print_json({"a": SECRET})
     printing.print_problems([Problem("a", SECRET, SECRET, Where(SECRET))])
     said = capsys.readouterr()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ulysses_cli.report.live import screen
-from ulysses_cli.report.live.progress import make_display, show_steps
+from ulysses_cli.report.live.progress import make_display
 
 STEP: dict[str, Any] = {
     "event": "step",
@@ -149,25 +149,11 @@ def test_an_event_costs_less_than_a_millisecond() -> None:
 
 
 def test_sparks_show_the_course() -> None:
-    display = show_steps(io.StringIO(), "x")
-    sparks = display._screen.make_sparks
+    sparks = screen.Screen(io.StringIO(), lambda _: ()).make_sparks
     assert sparks([1, 2, 3, 4, 5, 6, 7, 8], 8) == screen.SPARKS
     assert sparks([3.0] * 5, 24) == screen.SPARKS[0] * 5
     assert sparks([], 24) == ""
     assert sparks(range(1000), 4) == "▁▃▆█"
-    display.close()
-
-
-def test_counted_work_says_how_far_and_how_fast() -> None:
-    stream, clock = io.StringIO(), Clock()
-    with show_steps(stream, "tokenizing", "documents", clock=clock) as steps:
-        for count in range(0, 101):
-            clock.now += 0.5
-            steps.update(count, 100, "a.jsonl")
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "tokenizing: 19/100 documents, 1.9/s (a.jsonl)"
-    assert lines[-1] == "tokenizing: 100/100 documents, 1.98/s (a.jsonl) in 50.5 s"
-    assert len(lines) == 6  # one in ten seconds, and the end
 
 
 SCRIPT = """

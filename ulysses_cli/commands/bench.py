@@ -92,14 +92,14 @@ def save_calibration(found: dict[str, Any]) -> None:
     from ulysses_cli.report import printing
 
     if not found.get("calibration"):
-        printing.print_talk("nothing to calibrate: rates are those of GPUs, and no row ran on one")
+        printing.print_message("nothing to calibrate: rates are those of GPUs, and no row ran on one")
         return
     if not hardware_table.list_gpu_uuids():
-        printing.print_talk("nothing saved: the driver does not name its GPUs, to which these rates belong")
+        printing.print_message("nothing saved: the driver does not name its GPUs, to which these rates belong")
         return
     measured = f"{time.strftime('%Y-%m-%d')}, {found['subject']}"
     file = or_exit(lambda: hardware_table.save_calibration(found["calibration"], measured))
-    printing.print_talk(f"wrote {file}; delete it to go back to the shipped rates")
+    printing.print_message(f"wrote {file}; delete it to go back to the shipped rates")
 
 
 def _check_comparison(own_size: int, sizes: str | None, against: Peer | None, *, on_off: bool) -> None:

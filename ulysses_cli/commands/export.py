@@ -58,7 +58,7 @@ def export(
     words = [str(checkpoint), "--to", str(to), f"--events={theirs}", *(["--merge-lora"] if merge_lora else [])]
     if trust_remote_code:
         words.append("--trust-remote-code")
-        printing.print_talk("trust_remote_code is on: code that comes with the model runs on this machine")
+        printing.print_message("trust_remote_code is on: code that comes with the model runs on this machine")
     words += [f"--dtype={dtype}"] if dtype is not None else []
     environ = {"DS_ACCELERATOR": "cpu", **os.environ}
     last: dict[str, Any] = {}
@@ -75,19 +75,19 @@ def export(
             for line in events:
                 last = json.loads(line)
                 if "phase" in last:
-                    printing.print_talk(last["phase"])
+                    printing.print_message(last["phase"])
         child.wait()
         log.seek(max(0, log.tell() - LAST_BYTES))
         said = log.read().decode("utf-8", "replace").strip().splitlines()
     if child.returncode == DONE and "result" in last:
-        printing.print_talk(last["result"]["checked"])
+        printing.print_message(last["result"]["checked"])
         if output is Format.json:
             printing.print_json(last["result"])
         else:
             printing.print_data(last["result"]["folder"])
         raise typer.Exit(DONE)
     problem = last.get("problem") or f"the export {run_end.describe_end(child.returncode)}: {(said or [''])[-1]}"
-    printing.print_talk(problem)
+    printing.print_message(problem)
     if output is Format.json:
         printing.print_json({"problems": [{"message": problem}]})
     raise typer.Exit(child.returncode if child.returncode > 0 else FAILED)

@@ -46,7 +46,7 @@ def write_page(file: Path, text: str) -> None:
             raise RecipeError([problem]) from None
 
     or_exit(write)
-    printing.print_talk(f"wrote {file}")
+    printing.print_message(f"wrote {file}")
 
 
 def or_exit(call: Callable[[], T], output: Format = Format.text) -> T:

@@ -81,27 +81,27 @@ def plan(
             printing.print_data(planner.format_longest(found, title, said))
             for offer in offers:
                 if offer.gpu.key not in {each.candidate.gpu.key for each in found}:
-                    printing.print_talk(f"{offer.max_gpus} x {offer.gpu.key}: no row fits, whatever the levers")
+                    printing.print_message(f"{offer.max_gpus} x {offer.gpu.key}: no row fits, whatever the levers")
         raise typer.Exit(DONE if found else USAGE)
     said += [*search.list_limits(wish, offers), *describe_calibration()]
     said += [f"a budget of USD {budget:,.2f} is held against middle prices"] if budget is not None else []
     result = or_exit(lambda: search.search(wish, offers, max(search.SHOWN, len(offers) if gpus else 0)))
     result = result if gpus else replace(result, left_out={})  # of kinds that nobody asked for
     if output is Format.json:
-        printing.print_json(planner.describe_found(result, said))
+        printing.print_json(planner.describe_search(result, said))
     elif result.by_cost:
         rows = f"{wish.max_length:,} tokens per row, {wish.num_tokens:,} tokens in all"
         title = f"{wish.shape.name}, {rows}, {method} training"
-        printing.print_data(planner.format_found(result, title, said))
+        printing.print_data(planner.format_search(result, title, said))
     if not result.by_cost:
         _explain_walls(result)
         if budget is not None:
-            printing.print_talk(planner.format_prices([offer.gpu for offer in offers]))
+            printing.print_message(planner.format_prices([offer.gpu for offer in offers]))
         raise typer.Exit(USAGE)
     if write is not None:
         best = result.by_cost[0] if by is Order.cost else result.by_time[0]
         or_exit(lambda: _write_recipe(best, wish, model, write, online=online))
-        printing.print_talk(f"wrote {write}: put your data in it, then ulysses validate-config {write}")
+        printing.print_message(f"wrote {write}: put your data in it, then ulysses validate-config {write}")
 
 
 def _read_wish(

@@ -83,7 +83,7 @@ def prove(
         launcher.clear_build_locks(environ)
     findings, code = _ask(task, environ)
     if not findings:
-        printing.print_talk(f"{command} ended early with exit code {code}")
+        printing.print_message(f"{command} ended early with exit code {code}")
         raise typer.Exit(code if code > 0 else FAILED)
     if output is Format.json:
         printing.print_json(findings)

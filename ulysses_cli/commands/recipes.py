@@ -57,4 +57,4 @@ def copy_recipe(
     from ulysses_cli import shipped
     from ulysses_cli.report import printing
 
-    printing.print_talk(f"wrote {or_exit(lambda: shipped.copy_recipe(name, to, force=force))}")
+    printing.print_message(f"wrote {or_exit(lambda: shipped.copy_recipe(name, to, force=force))}")

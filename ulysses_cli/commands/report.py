@@ -45,4 +45,4 @@ def report(
     else:
         printing.print_data(run_summary.format_summary(summary))
     if target is not None:
-        printing.print_talk(f"wrote {target}")
+        printing.print_message(f"wrote {target}")

@@ -163,7 +163,7 @@ def _take_place(valid: ValidRecipe, machine: Machine, request: Request) -> RunPl
 
     recipe, world_size = valid.recipe, valid.resolved.layout.world_size
     nodes = or_exit(lambda: find_nodes(world_size, os.environ, **vars(machine)))
-    printing.print_talk(run_end.format_start(valid.result, nodes.count))
+    printing.print_message(run_end.format_start(valid.result, nodes.count))
     lock = or_exit(lambda: lock_run(valid.run_dir, nodes.rank, recipe.model_dump(mode="json")))
     starts_anew = not recipe.run.resume_from_checkpoint and not request.dry_run and nodes.rank == 0
     inputs = [path for path in (recipe.model.name_or_path, *(each.path for each in recipe.data.datasets)) if path]
@@ -234,10 +234,10 @@ def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_rehea
     elif aside is not None:
         is_back = results.restore_results(run_dir, aside)
         kept = "are back in their place" if is_back else f"are kept in {aside} until a new model stands"
-        printing.print_talk(f"the earlier run's results {kept}")
+        printing.print_message(f"the earlier run's results {kept}")
     if outcome.exit_code > FAILED + USAGE:
-        printing.print_talk(run_end.format_interruption(outcome.failure, results.find_newest_checkpoint(run_dir)))
+        printing.print_message(run_end.format_interruption(outcome.failure, results.find_newest_checkpoint(run_dir)))
     elif outcome.exit_code != DONE:
-        printing.print_talk(run_end.format_failure(outcome.failure, run_dir / "logs"))
+        printing.print_message(run_end.format_failure(outcome.failure, run_dir / "logs"))
     elif is_whole:
         printing.print_data(str(run_dir / "model"))

@@ -1,1 +1,4 @@
-"""Values -> what people and programs read. Decides nothing: exit codes are the commands', problems are plan's."""
+"""Turns values into the text, JSON and pages that people and programs read.
+
+Decides nothing: commands choose exit codes, plan/ finds problems.
+"""

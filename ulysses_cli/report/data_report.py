@@ -1,4 +1,7 @@
-"""The report of prepared data, as text: every token that came in, and what became of it. data_page.py draws it."""
+"""Formats the report of prepared data as text: every document that was read, and how many of its tokens are trained on.
+
+page/data_page.py makes the same report as a page.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.report.printing import clean_text, format_table
+from ulysses_cli.report.quantities import format_share
 
 BAR_CELLS = 40
 LINE_CHARS = 100
@@ -16,7 +20,7 @@ Report = Mapping[str, Any]
 
 
 def format_report(report: Report) -> str:
-    """Paragraphs for a terminal."""
+    """The report as paragraphs for a terminal."""
     parts = [
         _format_head(report),
         _format_sources(report),
@@ -48,7 +52,7 @@ def _format_head(report: Report) -> str:
 
 
 def format_balance(layout: Mapping[str, Any]) -> str:
-    """How even the work of groups is predicted to be, in words."""
+    """A sentence on how evenly the predicted work is shared between groups."""
     if layout["num_groups"] == 1:
         return "one group works on every row"
     if layout["work_above_mean"] is None:
@@ -60,7 +64,7 @@ def format_balance(layout: Mapping[str, Any]) -> str:
 
 
 def tabulate_sources(report: Report) -> tuple[Sequence[str], list[tuple[str, ...]]]:
-    """Header and rows."""
+    """The table of sources: its header and its rows."""
     rows: list[tuple[str, ...]] = [
         (
             source["key"].removeprefix("data."),
@@ -84,12 +88,12 @@ def _format_sources(report: Report) -> str:
 def _format_left_out(source: Mapping[str, Any]) -> str:
     parts = [format_count(source["num_bad"], "bad row")] if source["num_bad"] else []
     parts += [format_count(source["num_blank"], "blank line")] if source["num_blank"] else []
-    parts += [format_count(entry["count"], why) for why, entry in source.get("left_out", {}).items()]
+    parts += [format_count(entry["count"], reason) for reason, entry in source.get("left_out", {}).items()]
     return ", ".join(parts) or "-"
 
 
-def list_fates(counts: Mapping[str, int]) -> list[tuple[str, int, int | None]]:
-    """(what became of them, documents or pieces, tokens) of one source in one split; None: tokens are not counted."""
+def list_outcomes(counts: Mapping[str, int]) -> list[tuple[str, int, int | None]]:
+    """(outcome, documents or pieces, tokens) of one split. None: the tokens are not counted."""
     return [
         ("documents", counts["documents"], counts["tokens"]),
         ("left out by weight", counts["left_out_documents"], counts["left_out_tokens"]),
@@ -104,20 +108,20 @@ def list_fates(counts: Mapping[str, int]) -> list[tuple[str, int, int | None]]:
 
 
 def tabulate_split(report: Report, split: str) -> list[tuple[str, str, str]]:
-    """What became of one split's documents, all sources together: (fate, count, tokens)."""
-    found = report["splits"][split]
-    counts = {name: sum(source[name] for source in found["sources"]) for name in found["sources"][0]}
+    """(outcome, count, tokens) of one split's documents, summed over the sources."""
+    facts = report["splits"][split]
+    counts = {name: sum(source[name] for source in facts["sources"]) for name in facts["sources"][0]}
     rows = [
         (name, f"{count:,}", "" if tokens is None else f"{tokens:,}")
-        for name, count, tokens in list_fates(counts)
+        for name, count, tokens in list_outcomes(counts)
         if count or name in ("documents", "pieces kept")
     ]
-    if found["cut_by_rows"]:
-        rows.append(("cuts where a row ends", f"{found['cut_by_rows']:,}", ""))
-    if found["untrainable_rows"]:
-        count, tokens = found["untrainable_rows"], found["untrainable_row_tokens"]
+    if facts["cut_by_rows"]:
+        rows.append(("cuts where a row ends", f"{facts['cut_by_rows']:,}", ""))
+    if facts["untrainable_rows"]:
+        count, tokens = facts["untrainable_rows"], facts["untrainable_row_tokens"]
         rows.append(("rows without a target, left out", f"{count:,}", f"{tokens:,}"))
-    return [*rows, ("rows", f"{found['num_rows']:,}", f"{found['num_tokens']:,}")]
+    return [*rows, ("rows", f"{facts['num_rows']:,}", f"{facts['num_tokens']:,}")]
 
 
 def _format_split(report: Report, split: str) -> str:
@@ -125,7 +129,7 @@ def _format_split(report: Report, split: str) -> str:
 
 
 def sum_histogram(report: Report) -> dict[int, int]:
-    """Documents by the power of two that bounds their length, all training sources together."""
+    """The number of training documents by the power of two that bounds their length."""
     totals: dict[int, int] = {}
     for source, bins in zip(report["sources"], report["facts"]["histogram"], strict=True):
         if source["key"].startswith("data.datasets"):
@@ -146,7 +150,7 @@ def _format_histogram(report: Report) -> str:
 def _format_lengths(report: Report) -> str:
     rows = [
         (
-            f"{entry['max_length']:,}{' (yours)' if entry['max_length'] == report['max_length'] else ''}",
+            f"{entry['max_length']:,}{' (this recipe)' if entry['max_length'] == report['max_length'] else ''}",
             f"{entry['long_documents']:,}",
             format_share(entry["truncated_share"]),
             format_share(entry["efficiency"]),
@@ -157,7 +161,7 @@ def _format_lengths(report: Report) -> str:
 
 
 def format_sample(sample: Mapping[str, Any]) -> str:
-    """What is a target stands between brackets."""
+    """The text of a sample, with its targets in double brackets."""
     shown = "".join(f"[[{run['text']}]]" if run["is_target"] else run["text"] for run in sample["runs"])
     head = f"sample {clean_text(sample['where'])}, from token {sample['from_token']:,}: {sample['num_targets']:,} of "
     head += f"{format_count(sample['num_tokens'], 'token')} are targets, shown in [[ ]]"
@@ -165,13 +169,13 @@ def format_sample(sample: Mapping[str, Any]) -> str:
 
 
 def wrap_line(line: str) -> list[str]:
-    """At spaces where there are some; no letter is lost."""
+    """Wraps a line at spaces, or anywhere if it has none. Keeps every character."""
     parts = textwrap.wrap(line, LINE_CHARS, drop_whitespace=False, replace_whitespace=False, expand_tabs=False)
     return parts or [""]
 
 
 def format_bad(sources: Sequence[Mapping[str, Any]]) -> str:
-    """The first bad rows of each source, and their number."""
+    """The number of bad rows of each source, and the first of them."""
     lines = []
     for source in sources:
         if source["num_bad"]:
@@ -186,12 +190,3 @@ def format_bad(sources: Sequence[Mapping[str, Any]]) -> str:
 
 def _format_notes(notes: Sequence[str]) -> str:
     return "\n".join(clean_text(f"note: {note}") for note in notes)
-
-
-def format_share(share: float) -> str:
-    """A percentage that never rounds something to nothing or nearly all to all."""
-    if 0 < share < 0.0005:
-        return "< 0.1 %"
-    if 0.9995 < share < 1:
-        return "> 99.9 %"
-    return f"{100 * share:.1f} %"

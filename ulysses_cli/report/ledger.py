@@ -1,8 +1,9 @@
-"""An estimate as plain data for programs and as text for people: verdict, ledger by phase, time, money, suggestion."""
+"""Formats an estimate as plain data and as text: verdict, memory ledger by phase, time, cost, suggestion."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ulysses_cli.plan.hardware import GIB
@@ -11,145 +12,147 @@ from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import Estimate
 from ulysses_cli.report.printing import format_table
-from ulysses_cli.report.quantities import format_seconds
+from ulysses_cli.report.quantities import format_gib, format_seconds
 
-WORDS = {"fits": "fits", "too_close": "too close to tell", "does_not_fit": "does not fit"}
+VERDICTS = {"fits": "fits", "too_close": "too close to tell", "does_not_fit": "does not fit"}
 NUM_LARGEST = 4
+VISIBLE_BYTES = 0.005 * GIB  # a smaller size rounds to 0.00 GiB
 
 
-def describe_estimate(found: Estimate, said: Sequence[str] = ()) -> dict[str, Any]:
-    """One object for one GPU kind. Keys are stable."""
-    fit, speed, levers = found.fit, found.speed, found.job.levers
-    cost = found.usd_per_million_tokens
+def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> dict[str, Any]:
+    """The estimate for one kind of GPU, as plain data. Its keys are stable."""
+    fit, speed, job, ledger = estimate.fit, estimate.speed, estimate.job, estimate.ledger
+    cost = estimate.usd_per_million_tokens
     return {
-        "gpu": found.gpu.key,
-        "gpu_name": found.gpu.name,
-        "num_processes": found.job.world_size,
-        "mesh": {
-            "dp_replicate_size": found.job.layout.dp_replicate_size,
-            "dp_shard_size": found.job.layout.dp_shard_size,
-            "sp_size": found.job.layout.sp_size,
-        },
-        "row_tokens": found.job.row_tokens,
-        "assumptions": list(said),
+        "gpu": estimate.gpu.key,
+        "gpu_name": estimate.gpu.name,
+        "num_processes": job.world_size,
+        "mesh": asdict(job.layout),
+        "row_tokens": job.row_tokens,
+        "assumptions": list(assumptions),
         "verdict": fit.verdict,
         "wall": fit.wall,
         "gpu_peak_bytes": fit.gpu_peak_bytes,
-        "gpu_peak_allocated_bytes": found.ledger.gpu_allocated_bytes,
+        "gpu_peak_allocated_bytes": ledger.gpu_allocated_bytes,
         "gpu_capacity_bytes": fit.gpu_capacity_bytes,
         "host_peak_bytes_per_node": fit.host_peak_bytes,
         "host_capacity_bytes_per_node": fit.host_capacity_bytes,
-        "disk_bytes_per_node": compute_node_disk_bytes(found.job),
+        "disk_bytes_per_node": compute_node_disk_bytes(job),
         "margin_bytes": fit.margin_bytes,
         "uncertainty_bytes": fit.uncertainty_bytes,
         "host_margin_bytes": fit.host_margin_bytes,
         "host_uncertainty_bytes": fit.host_uncertainty_bytes,
-        "peak_phase": found.ledger.peak.phase,
-        "peak_moment": found.ledger.peak.name,
-        "phases": {phase: dict(moment.lines) for phase, moment in found.ledger.phases.items()},
-        "host_phases": found.ledger.host_phases,
-        "fragmentation_bytes": found.ledger.fragmentation,
-        "levers": {**vars(levers)},
-        "lever_reasons": found.choice.reasons,
-        "max_length": found.max_length,
-        "max_length_all_levers": found.max_length_all_levers,
-        "suggestion": found.suggestion,
+        "peak_phase": ledger.peak.phase,
+        "peak_moment": ledger.peak.name,
+        "phases": {phase: dict(moment.lines) for phase, moment in ledger.phases.items()},
+        "host_phases": ledger.host_phases,
+        "fragmentation_bytes": ledger.fragmentation,
+        "levers": {**vars(job.levers)},
+        "lever_reasons": estimate.choice.reasons,
+        "max_length": estimate.max_length,
+        "max_length_all_levers": estimate.max_length_all_levers,
+        "suggestion": estimate.suggestion,
         "step_seconds": speed.step_seconds,
         "step_parts": speed.parts,
         "step_hidden": speed.hidden,
         "tokens_per_second": speed.tokens_per_second,
         "mfu": speed.mfu,
         "usd_per_million_tokens": None if cost is None else {"low": cost[0], "high": cost[1]},
-        "price_date": found.gpu.price_date or None,
+        "price_date": estimate.gpu.price_date or None,
     }
 
 
-def describe_verdict(found: Estimate) -> dict[str, Any]:
-    """What validate-config shows of an estimate."""
+def describe_verdict(estimate: Estimate) -> dict[str, Any]:
+    """The part of an estimate that validate-config shows."""
     return {
-        "gpu": found.gpu.key,
-        "verdict": found.fit.verdict,
-        "text": format_verdict(found),
-        "levers": {**vars(found.job.levers)},
-        "lever_reasons": found.choice.reasons,
-        "suggestion": found.suggestion,
+        "gpu": estimate.gpu.key,
+        "verdict": estimate.fit.verdict,
+        "text": format_verdict(estimate),
+        "levers": {**vars(estimate.job.levers)},
+        "lever_reasons": estimate.choice.reasons,
+        "suggestion": estimate.suggestion,
     }
 
 
-def format_estimate(found: Estimate, name: str, said: Sequence[str] = ()) -> str:
-    fit, peak, gpu, job = found.fit, found.ledger.peak, found.gpu, found.job
-    layout, disk = job.layout, compute_node_disk_bytes(job)
+def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = ()) -> str:
+    fit, peak, gpu, job = estimate.fit, estimate.ledger.peak, estimate.gpu, estimate.job
+    mesh, disk = format_mesh(asdict(job.layout)), compute_node_disk_bytes(job)
     largest = sorted(peak.lines.items(), key=lambda item: -item[1])[:NUM_LARGEST]
-    product = f"dp_replicate {layout.dp_replicate_size} x dp_shard {layout.dp_shard_size} x sp {layout.sp_size}"
+    largest_text = ", ".join(f"{_spell_key(name)} {format_gib(size)}" for name, size in largest)
+    host = f"{format_gib(fit.host_peak_bytes)} of about {format_gib(fit.host_capacity_bytes)} GiB"
     rows = [
         ("estimate", f"{name} on {format_count(job.world_size, 'GPU')}: {gpu.name} ({gpu.key})"),
-        ("model", f"{job.shape.name}, {job.row_tokens:,} tokens per row, {job.local_tokens:,} per rank; {product}"),
-        *(("assumed", each) for each in said),
-        ("verdict", format_verdict(found)),
-        ("peak", f"in {_name(peak.phase)}, {peak.name}: {', '.join(f'{_name(n)} {_gib(s)}' for n, s in largest)}"),
-        ("host", f"{_gib(fit.host_peak_bytes)} of about {_gib(fit.host_capacity_bytes)} GiB on the fullest node"),
-        *([("disk", f"{_gib(disk)} GiB below memory.nvme_path on the fullest node")] if disk else []),
-        ("longest", _format_longest(found)),
-        *_format_speed(found),
+        ("model", f"{job.shape.name}, {job.row_tokens:,} tokens per row, {job.local_tokens:,} per rank; {mesh}"),
+        *(("assumed", assumption) for assumption in assumptions),
+        ("verdict", format_verdict(estimate)),
+        ("peak", f"in {_spell_key(peak.phase)}, {peak.name}: {largest_text}"),
+        ("host", f"{host} on the fullest node"),
+        *([("disk", f"{format_gib(disk)} GiB below memory.nvme_path on the fullest node")] if disk else []),
+        ("longest", _format_longest(estimate)),
+        *_format_speed(estimate),
     ]
     text = "\n".join(f"{label:<10} {value}" for label, value in rows)
-    text += "\n\n" + _format_phases(found) + "\n\n" + _format_levers(found)
-    if found.suggestion:
+    text += "\n\n" + _format_phases(estimate) + "\n\n" + _format_levers(estimate)
+    if estimate.suggestion:
         text += "\n\nthe cheapest change that fits:\n\n" + "\n".join(
-            f"  {line}" for line in found.suggestion.splitlines()
+            f"  {line}" for line in estimate.suggestion.splitlines()
         )
     elif fit.verdict != "fits":
         text += "\n\nno lever makes it fit: use more GPUs per row (sp_size), GPUs with more memory, or shorter rows"
     return text
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.1f}"
+def format_mesh(mesh: Mapping[str, int]) -> str:
+    """The sizes of a layout's axes, as a product."""
+    return f"dp_replicate {mesh['dp_replicate_size']} x dp_shard {mesh['dp_shard_size']} x sp {mesh['sp_size']}"
 
 
-def _name(key: str) -> str:
+def _spell_key(key: str) -> str:
     return key.replace("_", " ")
 
 
-def format_verdict(found: Estimate) -> str:
-    fit = found.fit
+def format_verdict(estimate: Estimate) -> str:
+    fit = estimate.fit
+    verdict, gpu_peak = VERDICTS[fit.verdict], format_gib(fit.gpu_peak_bytes)
     if fit.wall == "host":
-        room = f"{_gib(fit.host_peak_bytes)} of about {_gib(fit.host_capacity_bytes)} GiB of a node's host memory"
-        unsure = _gib(fit.host_uncertainty_bytes)
-        return f"{WORDS[fit.verdict]}: {room}, uncertain by {unsure}; the GPU needs {_gib(fit.gpu_peak_bytes)}"
-    margin, unsure = _gib(abs(fit.margin_bytes)), _gib(fit.uncertainty_bytes)
+        host = f"{format_gib(fit.host_peak_bytes)} of about {format_gib(fit.host_capacity_bytes)} GiB"
+        uncertainty = format_gib(fit.host_uncertainty_bytes)
+        return f"{verdict}: {host} of a node's host memory, uncertain by {uncertainty}; the GPU needs {gpu_peak}"
+    margin, uncertainty = format_gib(abs(fit.margin_bytes)), format_gib(fit.uncertainty_bytes)
     side = "margin" if fit.margin_bytes >= 0 else "over by"
-    room = f"{_gib(fit.gpu_peak_bytes)} of {_gib(fit.gpu_capacity_bytes)} GiB"
-    return f"{WORDS[fit.verdict]}: {room}, {side} {margin}, uncertain by {unsure}"
+    memory = f"{gpu_peak} of {format_gib(fit.gpu_capacity_bytes)} GiB"
+    return f"{verdict}: {memory}, {side} {margin}, uncertain by {uncertainty}"
 
 
-def _format_longest(found: Estimate) -> str:
-    as_is, most = found.max_length, found.max_length_all_levers
-    why = " (beyond, a tensor passes 2^31 elements)" if found.ends_at_index else ""
-    return f"{as_is:,} tokens per row with these levers{why}, {most:,} with every lever"
+def _format_longest(estimate: Estimate) -> str:
+    limit = " (a longer row has a tensor of more than 2^31 elements)" if estimate.ends_at_index else ""
+    these, every = f"{estimate.max_length:,}", f"{estimate.max_length_all_levers:,}"
+    return f"{these} tokens per row with these levers{limit}, {every} with every lever"
 
 
-def _format_speed(found: Estimate) -> list[tuple[str, str]]:
-    speed, cost = found.speed, found.usd_per_million_tokens
+def _format_speed(estimate: Estimate) -> list[tuple[str, str]]:
+    speed, gpu, cost = estimate.speed, estimate.gpu, estimate.usd_per_million_tokens
     parts = sorted(speed.parts.items(), key=lambda item: -item[1])
     shares = ", ".join(
-        f"{_name(n)} {100 * s / speed.step_seconds:.0f} %" for n, s in parts if s > 0.005 * speed.step_seconds
+        f"{_spell_key(name)} {seconds / speed.step_seconds:.0%}"
+        for name, seconds in parts
+        if seconds > 0.005 * speed.step_seconds
     )
-    rate = f"{speed.tokens_per_second:,.0f} tokens/s, MFU {100 * speed.mfu:.0f} %"
+    rate = f"{speed.tokens_per_second:,.0f} tokens/s, MFU {speed.mfu:.0%}"
     rows = [
         ("speed", f"{format_seconds(speed.step_seconds)} per step of {speed.tokens_per_step:,} tokens: {rate}"),
         ("", shares),
     ]
     if cost is None:
-        rows.append(("price", f"not known for {found.gpu.key}: add usd_per_hour to ~/.config/ulysses/hardware.yaml"))
+        rows.append(("price", f"not known for {gpu.key}: add usd_per_hour to ~/.config/ulysses/hardware.yaml"))
     else:
-        source = ", ".join(filter(None, (found.gpu.price_source, found.gpu.price_date)))
+        source = ", ".join(filter(None, (gpu.price_source, gpu.price_date)))
         rows.append(("price", f"{format_money(cost)} per million tokens ({source})"))
     return rows
 
 
 def format_money(span: tuple[float, float]) -> str:
-    """Two digits: prices are not known better."""
+    """A range of prices with two digits, since prices are not known more exactly."""
     return f"USD {_two_digits(span[0])} to {_two_digits(span[1])}"
 
 
@@ -159,29 +162,30 @@ def _two_digits(value: float) -> str:
     return f"{value:.2g}" if value >= 0.01 else f"{value:.1g}"
 
 
-def _format_phases(found: Estimate) -> str:
-    """Lines down, phases across, in GiB; what rounds to nothing everywhere is left out."""
-    phases = found.ledger.phases
+def _format_phases(estimate: Estimate) -> str:
+    """A table of GiB with a row per ledger line and a column per phase. Leaves out lines that are 0.00 in every
+    phase."""
+    phases = estimate.ledger.phases
     names = list(dict.fromkeys(name for moment in phases.values() for name in moment.lines))
-    shown = [name for name in names if any(moment.lines.get(name, 0) >= 0.005 * GIB for moment in phases.values())]
+    shown = [name for name in names if any(moment.lines.get(name, 0) >= VISIBLE_BYTES for moment in phases.values())]
 
     def cell(size: int) -> str:
-        return f"{size / GIB:.2f}" if size >= 0.005 * GIB else "."
+        return format_gib(size, 2) if size >= VISIBLE_BYTES else "."
 
-    rows = [(_name(name), *(cell(moment.lines.get(name, 0)) for moment in phases.values())) for name in shown]
-    rows.append(("sum", *(f"{moment.num_bytes / GIB:.2f}" for moment in phases.values())))
-    hosts = found.ledger.host_phases
-    rows.append(("host, per node", *(f"{sum(hosts[phase].values()) / GIB:.2f}" for phase in phases)))
-    return format_table(("GiB per GPU", *(_name(phase) for phase in phases)), rows)
+    rows = [(_spell_key(name), *(cell(moment.lines.get(name, 0)) for moment in phases.values())) for name in shown]
+    rows.append(("sum", *(format_gib(moment.num_bytes, 2) for moment in phases.values())))
+    hosts = estimate.ledger.host_phases
+    rows.append(("host, per node", *(format_gib(sum(hosts[phase].values()), 2) for phase in phases)))
+    return format_table(("GiB per GPU", *(_spell_key(phase) for phase in phases)), rows)
 
 
-def _format_levers(found: Estimate) -> str:
-    values = vars(found.job.levers)
+def _format_levers(estimate: Estimate) -> str:
+    values = vars(estimate.job.levers)
     rows = [
         (
             get_key(name),
             str(value).lower() if isinstance(value, bool) else str(value),
-            found.choice.reasons.get(name, "the recipe's"),
+            estimate.choice.reasons.get(name, "set by the recipe"),
         )
         for name, value in values.items()
     ]

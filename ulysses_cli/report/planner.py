@@ -1,59 +1,57 @@
-"""What the planner found, as plain data and as text."""
+"""Formats the planner's results as plain data and as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from ulysses_cli.plan.hardware import GIB, Gpu
+from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.candidates import Candidate, SearchResult, Wall
 from ulysses_cli.plan.planner.search import Longest
 from ulysses_cli.report.ledger import format_money
 from ulysses_cli.report.printing import format_table
-from ulysses_cli.report.quantities import format_seconds
+from ulysses_cli.report.quantities import format_gib, format_seconds
 
 HEADER = ("GPUs", "sp x dp", "levers", "hours", "money", "tokens/s", "margin GiB", "limited by")
 
 
-def describe_candidate(each: Candidate) -> dict[str, Any]:
-    layout, usd = each.job.layout, each.usd
+def describe_candidate(candidate: Candidate) -> dict[str, Any]:
+    job, speed, fit, usd = candidate.job, candidate.speed, candidate.fit, candidate.usd
     return {
-        "gpu": each.gpu.key,
-        "num_gpus": each.job.world_size,
-        "mesh": {
-            "dp_replicate_size": layout.dp_replicate_size,
-            "dp_shard_size": layout.dp_shard_size,
-            "sp_size": layout.sp_size,
-        },
-        "levers": {**vars(each.job.levers)},
-        "row_tokens": each.job.row_tokens,
-        "hours": each.seconds / 3600,
+        "gpu": candidate.gpu.key,
+        "num_gpus": job.world_size,
+        "mesh": asdict(job.layout),
+        "levers": {**vars(job.levers)},
+        "row_tokens": job.row_tokens,
+        "hours": candidate.seconds / 3600,
         "usd": None if usd is None else {"low": usd[0], "high": usd[1]},
-        "tokens_per_second": each.speed.tokens_per_second,
-        "mfu": each.speed.mfu,
-        "step_seconds": each.speed.step_seconds,
-        "gpu_peak_bytes": each.fit.gpu_peak_bytes,
-        "gpu_capacity_bytes": each.fit.gpu_capacity_bytes,
-        "margin_bytes": each.fit.margin_bytes,
-        "uncertainty_bytes": each.fit.uncertainty_bytes,
-        "host_peak_bytes_per_node": each.fit.host_peak_bytes,
-        "host_margin_bytes": each.fit.host_margin_bytes,
-        "host_uncertainty_bytes": each.fit.host_uncertainty_bytes,
-        "limited_by": each.speed.limit,
+        "tokens_per_second": speed.tokens_per_second,
+        "mfu": speed.mfu,
+        "step_seconds": speed.step_seconds,
+        "gpu_peak_bytes": fit.gpu_peak_bytes,
+        "gpu_capacity_bytes": fit.gpu_capacity_bytes,
+        "margin_bytes": fit.margin_bytes,
+        "uncertainty_bytes": fit.uncertainty_bytes,
+        "host_peak_bytes_per_node": fit.host_peak_bytes,
+        "host_margin_bytes": fit.host_margin_bytes,
+        "host_uncertainty_bytes": fit.host_uncertainty_bytes,
+        "limited_by": speed.limit,
     }
 
 
-def describe_found(found: SearchResult, said: Sequence[str]) -> dict[str, Any]:
+def describe_search(result: SearchResult, assumptions: Sequence[str]) -> dict[str, Any]:
+    shown = (*result.by_cost, *result.by_time)
     return {
-        "feasible": bool(found.by_cost),
-        "assumptions": list(said),
-        "by_cost": [describe_candidate(each) for each in found.by_cost],
-        "by_time": [describe_candidate(each) for each in found.by_time],
-        "walls": [describe_wall(wall) for wall in found.walls],
-        "left_out": dict(found.left_out),
-        "usd_per_gpu_hour": {each.gpu.key: _describe_price(each.gpu) for each in (*found.by_cost, *found.by_time)},
+        "feasible": bool(result.by_cost),
+        "assumptions": list(assumptions),
+        "by_cost": [describe_candidate(candidate) for candidate in result.by_cost],
+        "by_time": [describe_candidate(candidate) for candidate in result.by_time],
+        "walls": [describe_wall(wall) for wall in result.walls],
+        "left_out": dict(result.left_out),
+        "usd_per_gpu_hour": {candidate.gpu.key: _describe_price(candidate.gpu) for candidate in shown},
     }
 
 
@@ -61,25 +59,29 @@ def describe_wall(wall: Wall) -> dict[str, str]:
     return {"wall": wall.kind, "message": wall.message, "hint": wall.hint}
 
 
-def describe_longest(found: Sequence[Longest], said: Sequence[str]) -> dict[str, Any]:
+def describe_longest(results: Sequence[Longest], assumptions: Sequence[str]) -> dict[str, Any]:
     return {
-        "assumptions": list(said),
-        "longest": [{"max_length": each.max_length, **describe_candidate(each.candidate)} for each in found],
+        "assumptions": list(assumptions),
+        "longest": [{"max_length": result.max_length, **describe_candidate(result.candidate)} for result in results],
     }
 
 
-def format_found(found: SearchResult, title: str, said: Sequence[str]) -> str:
-    text = title + "".join(f"\nassumed: {each}" for each in said)
-    text += "\n\nby cost\n" + format_table(HEADER, [_format_row(each) for each in found.by_cost])
-    text += "\n\nby time\n" + format_table(HEADER, [_format_row(each) for each in found.by_time])
-    left_out = "\n".join(f"left out: {key}: {why}" for key, why in found.left_out.items())
+def format_search(result: SearchResult, title: str, assumptions: Sequence[str]) -> str:
+    text = _format_title(title, assumptions)
+    text += "\n\nby cost\n" + format_table(HEADER, map(_format_row, result.by_cost))
+    text += "\n\nby time\n" + format_table(HEADER, map(_format_row, result.by_time))
+    left_out = "\n".join(f"left out: {key}: {reason}" for key, reason in result.left_out.items())
     text += f"\n\n{left_out}" if left_out else ""
-    return text + "\n\n" + format_prices([each.gpu for each in (*found.by_cost, *found.by_time)])
+    return text + "\n\n" + format_prices([candidate.gpu for candidate in (*result.by_cost, *result.by_time)])
+
+
+def _format_title(title: str, assumptions: Sequence[str]) -> str:
+    return title + "".join(f"\nassumed: {assumption}" for assumption in assumptions)
 
 
 def format_prices(gpus: Sequence[Gpu]) -> str:
-    """Which prices were taken, one line for each kind. A bound on money is held against the middle."""
-    return "\n".join(dict.fromkeys(f"price: {each.key}: {_format_price(each)}" for each in gpus))
+    """The prices in use, one line per kind of GPU. A limit on cost is compared with the middle of the range."""
+    return "\n".join(dict.fromkeys(f"price: {gpu.key}: {_format_price(gpu)}" for gpu in gpus))
 
 
 def _format_price(gpu: Gpu) -> str:
@@ -100,32 +102,32 @@ def _describe_price(gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def format_longest(found: Sequence[Longest], title: str, said: Sequence[str]) -> str:
+def format_longest(results: Sequence[Longest], title: str, assumptions: Sequence[str]) -> str:
     header = ("GPUs", "longest row", "sp x dp", "levers", "tokens/s", "step", "margin GiB", "limited by")
     rows = []
-    for each in found:
-        row = _format_row(each.candidate)
-        step = format_seconds(each.candidate.speed.step_seconds)
-        rows.append((row[0], f"{each.max_length:,}", row[1], row[2], row[5], step, row[6], row[7]))
-    return title + "".join(f"\nassumed: {each}" for each in said) + "\n\n" + format_table(header, rows)
+    for result in results:
+        row = _format_row(result.candidate)
+        step = format_seconds(result.candidate.speed.step_seconds)
+        rows.append((row[0], f"{result.max_length:,}", row[1], row[2], row[5], step, row[6], row[7]))
+    return _format_title(title, assumptions) + "\n\n" + format_table(header, rows)
 
 
-def _format_row(each: Candidate) -> tuple[str, ...]:
-    layout, usd = each.job.layout, each.usd
+def _format_row(candidate: Candidate) -> tuple[str, ...]:
+    job, fit, speed, usd = candidate.job, candidate.fit, candidate.speed, candidate.usd
     return (
-        f"{each.job.world_size} x {each.gpu.key}",
-        f"{layout.sp_size} x {layout.dp_size}",
-        format_levers(each.job.levers),
-        f"{each.seconds / 3600:.3g}",
+        f"{job.world_size} x {candidate.gpu.key}",
+        f"{job.layout.sp_size} x {job.layout.dp_size}",
+        format_levers(job.levers),
+        f"{candidate.seconds / 3600:.3g}",
         "no price" if usd is None else format_money(usd),
-        f"{each.speed.tokens_per_second:,.0f}",
-        f"{each.fit.margin_bytes / GIB:.1f} of {each.fit.gpu_capacity_bytes / GIB:.0f}",
-        each.speed.limit.replace("_", " "),
+        f"{speed.tokens_per_second:,.0f}",
+        f"{format_gib(fit.margin_bytes)} of {format_gib(fit.gpu_capacity_bytes, 0)}",
+        speed.limit.replace("_", " "),
     )
 
 
 def format_levers(levers: Levers) -> str:
-    """Those that are on, in short."""
+    """A short list of the levers that are on."""
     names = {
         "tiled_loss": levers.tiled_loss,
         "tiled_mlp": levers.tiled_mlp,

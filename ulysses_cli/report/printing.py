@@ -1,6 +1,6 @@
-"""Text, JSON and problems on the terminal. stdout is data, stderr is talk; nothing outside this room prints.
+"""Prints text, JSON and problems: data on stdout, messages on stderr. No code outside of report/ prints.
 
-Whatever is written here may hold words of others: it comes without secrets, and moves no cursor.
+The text may come from users, files or models, so secrets are masked and control characters are escaped.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.secrets import MASK, collect_secrets, mask_text
 
 LINES = "\n\t"
-JOINERS = "\u200c\u200d"  # of letters and of emoji; they are written in Persian and Hindi
+JOINERS = "\u200c\u200d"  # join letters in Persian and Hindi, and parts of emoji
 STYLES = {"bold": "1", "red": "31", "yellow": "33"}
 
 
 def print_data(text: str) -> None:
-    """To stdout. A reader that has gone away (`| head`) is no failure."""
+    """Prints to stdout. A reader that closes the pipe early (`| head`) is not an error."""
     try:
         write_to(sys.stdout, hide_secrets(text))
     except BrokenPipeError:
@@ -32,57 +32,58 @@ def print_data(text: str) -> None:
 
 @contextmanager
 def reserve_stdout() -> Iterator[None]:
-    """For print_data alone: what libraries and a model's own code write there in between is talk."""
-    answer = os.dup(1)
+    """Sends stdout to stderr while libraries and a model's own code run, so that stdout holds only print_data's
+    text."""
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(answer, 1)
-        os.close(answer)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
-def print_talk(text: str) -> None:
-    """What is said lands in logs of clusters: without what looks like a secret."""
+def print_message(text: str) -> None:
+    """Prints to stderr. Masks secrets, since clusters keep logs of stderr."""
     write_to(sys.stderr, hide_secrets(text))
 
 
 def hide_secrets(text: str) -> str:
-    """By their look, and by the values that the environment names as secret."""
+    """Masks what looks like a secret, and the values of secrets in the environment."""
     return mask_text(text, collect_secrets({}, os.environ))
 
 
 def hide_known(text: str) -> str:
-    """Of a page, whose own code may look like anything: only the values that the environment names."""
+    """Masks the values of secrets in the environment, and nothing else: a page's own code may look like a secret."""
     for secret in sorted(collect_secrets({}, os.environ), key=len, reverse=True):
         text = text.replace(secret, MASK)
     return text
 
 
 def clean_text(text: str, keep: str = "") -> str:
-    """The one cleaner for words of others, such as names of files and columns, samples and messages: one line in which
-    nothing moves the cursor, hides or turns letters round. What is not in `keep` is shown as Python would write it."""
+    """Escapes, as Python does, every character that moves the cursor, is invisible or reverses the text, except those
+    in `keep`. For text from outside, such as names of files and columns, samples and messages."""
     if text.isprintable():
         return text
-    return "".join(letter if _is_harmless(letter) or letter in keep else _spell(letter) for letter in text)
+    return "".join(letter if _is_harmless(letter) or letter in keep else _escape(letter) for letter in text)
 
 
 def _is_harmless(letter: str) -> bool:
     return letter.isprintable() or unicodedata.category(letter) == "Zs" or letter in JOINERS
 
 
-def _spell(letter: str) -> str:
+def _escape(letter: str) -> str:
     return letter.encode("unicode_escape").decode("ascii")
 
 
 def write_to(stream: TextIO, text: str) -> None:
-    """Lines without control characters."""
+    """Writes lines without control characters."""
     _write_clean(stream, clean_text(text, LINES))
 
 
 def _write_clean(stream: TextIO, text: str) -> None:
-    """What the stream's encoding does not have is shown by its number."""
+    """Escapes characters that the stream's encoding does not have."""
     encoding = stream.encoding or "utf-8"
     text = text if text.endswith("\n") else text + "\n"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -90,16 +91,16 @@ def _write_clean(stream: TextIO, text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Controls as JSON writes them."""
+    """Prints JSON to stdout, with control characters as JSON escapes."""
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
     if not text.replace("\n", "").isprintable():
-        spelled = (letter if _is_harmless(letter) or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
-        text = "".join(spelled)
+        escaped = (letter if _is_harmless(letter) or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
+        text = "".join(escaped)
     print_data(text)
 
 
 def print_problems(problems: Sequence[Problem]) -> None:
-    """All problems on stderr, a blank line after each hint, then their number."""
+    """Prints all problems to stderr, with a blank line after each hint, then their number."""
     for problem in problems:
         where, key, message, hint, *details = (
             clean_text(hide_secrets(part))
@@ -118,7 +119,7 @@ def paint(text: str, style: str, stream: Any) -> str:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as their content; the last one is left ragged."""
+    """Pads each column to its widest cell. The last column is not padded."""
     table = [[clean_text(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     return "\n".join(

@@ -1,24 +1,27 @@
-"""Numbers in words that people read: 16Ki tokens, 71.3 GiB, 4 min 12 s, 5e-6. Knows units, draws nothing."""
+"""Formats numbers with their units for people: 16Ki, 71.3 GiB, 4 min 12 s, 12.3%, 5e-6."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TypeGuard
 
+from ulysses_cli.plan.hardware import GIB
+
 NO_VALUE = "\u2013"
-LARGEST = 1e300  # beyond it arithmetic on a chart overflows; such a value is shown as infinite
+LARGEST = 1e300  # a larger value is shown as infinite: arithmetic on a chart would overflow
 SI_SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 BINARY_SUFFIXES = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
 UNITS = ("tokens", "bytes", "seconds", "share", "USD")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value of unknown origin can be placed on a chart."""
+    """Whether a value, of any type, is a finite number that a chart can show."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def split_unit(label: str) -> tuple[str, str]:
-    """`memory (bytes)` -> (`memory`, `bytes`): a unit named last in a label decides how its numbers are written."""
+    """Splits `memory (bytes)` into `memory` and `bytes`. The unit at the end of a label decides how numbers are
+    written."""
     text, _, unit = label.rstrip(") ").rpartition("(")
     if text and unit in UNITS:
         return text.rstrip(), unit
@@ -26,7 +29,7 @@ def split_unit(label: str) -> tuple[str, str]:
 
 
 def format_quantity(value: float | None, unit: str = "") -> str:
-    """A single value with its unit, three digits or so."""
+    """A single value with its unit and about three digits."""
     if value is None or not is_number(value):
         return NO_VALUE if value is None or isinstance(value, bool) or value != value else format_infinite(value)
     match unit:
@@ -37,7 +40,7 @@ def format_quantity(value: float | None, unit: str = "") -> str:
         case "tokens":
             return f"{value:,.0f}" if abs(value) < 1e6 else format_number(value).replace("G", "B")
         case "share":
-            return f"{value:.1%}"
+            return format_share(value)
         case "USD":
             return f"${value:,.2f}"
     return format_number(value)
@@ -45,6 +48,15 @@ def format_quantity(value: float | None, unit: str = "") -> str:
 
 def format_infinite(value: float) -> str:
     return "infinite" if value > 0 else "minus infinite"
+
+
+def format_share(share: float) -> str:
+    """A percentage. Does not round a small share to 0%, or a share below 1 to 100%."""
+    if 0 < share < 0.0005:
+        return "<0.1%"
+    if 0.9995 < share < 1:
+        return ">99.9%"
+    return f"{share:.1%}"
 
 
 def format_number(value: float) -> str:
@@ -69,8 +81,13 @@ def format_bytes(value: float) -> str:
     return f"{value / scale:,.{2 if abs(value) / scale < 10 else 1}f} {suffix}B"
 
 
+def format_gib(num_bytes: float, decimals: int = 1) -> str:
+    """GiB without the unit, for tables and lines of text whose numbers share one scale."""
+    return f"{num_bytes / GIB:,.{decimals}f}"
+
+
 def format_binary(tokens: float) -> str:
-    """8Ki, 512Ki, 1Mi for powers of two, and plain digits for what is no multiple of 1,024."""
+    """8Ki, 512Ki, 1Mi for multiples of those units, and plain digits otherwise."""
     scale, suffix = pick_scale(tokens, BINARY_SUFFIXES)
     return f"{tokens / scale:,.0f}{suffix}" if tokens % scale == 0 else f"{tokens:,.0f}"
 

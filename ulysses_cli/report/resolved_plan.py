@@ -1,4 +1,4 @@
-"""The resolved plan of a valid recipe, as plain data and as text."""
+"""Formats the resolved plan of a valid recipe as plain data and as text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.schema import format_value
+from ulysses_cli.report.ledger import format_mesh
 from ulysses_cli.validate import Validated
 
 SHOWN_GROUPS = 4
@@ -36,7 +37,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
             "windows": list(shape.windows),
         },
         "num_processes": layout.world_size,
-        "mesh": {**asdict(layout)},
+        "mesh": asdict(layout),
         "rows_are_shared_by": [list(group) for group in layout.list_sp_groups(SHOWN_GROUPS)],
         "heads": {
             "num_heads": shape.num_heads,
@@ -69,12 +70,12 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
     groups = " ".join(_format_ranks(group) for group in plan["rows_are_shared_by"])
     trained = "adapters are" if plan["method"] == "lora" else "all weights are"
     more = " ..." if plan["num_processes"] // mesh["sp_size"] > SHOWN_GROUPS else ""
-    product = f"dp_replicate {mesh['dp_replicate_size']} x dp_shard {mesh['dp_shard_size']} x sp {mesh['sp_size']}"
+
     lines = [
         ("recipe", f"{plan['recipe']} is valid"),
         ("model", f"{model['name']}: {model['model_type']}, {size}{layers}{windows}"),
         ("", f"shape from {model['source']}; {trained} trained"),
-        ("mesh", f"{format_count(plan['num_processes'], 'process')} = {product}"),
+        ("mesh", f"{format_count(plan['num_processes'], 'process')} = {format_mesh(mesh)}"),
         ("rows", f"shared by ranks {groups}{more}" if mesh["sp_size"] > 1 else "one rank has a whole row"),
         ("tokens", f"{tokens['row']:,} per row, {tokens['local']:,} per rank and row"),
         ("step", f"{tokens['per_step']:,} tokens in {format_count(tokens['rows_per_step'], 'row')} per optimizer step"),
@@ -91,7 +92,8 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
         lines.append(("memory", f"{memory['gpu']}: {memory['text']}"))
         reasons = memory["lever_reasons"]
         lines += [
-            ("", f"{get_key(name)} {format_value(memory['levers'][name])}: {why}") for name, why in reasons.items()
+            ("", f"{get_key(name)} {format_value(memory['levers'][name])}: {reason}")
+            for name, reason in reasons.items()
         ]
         lines += [("", line) for line in memory["suggestion"].splitlines()]
     lines += [("understood", note) for note in plan["understood"]]

@@ -1,4 +1,4 @@
-"""How a run begins and ends, in a few lines."""
+"""Formats the messages at the start and at the end of a run: plan, interruption, failure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ulysses_cli.validate import Validated
 
 def format_start(valid: Validated, num_nodes: int) -> str:
     plan = resolved_plan.format_plan(resolved_plan.describe_plan(valid), with_defaults=False)
-    where = "the display is on the one that starts rank 0"
+    where = "progress is shown on the machine that starts rank 0"
     return f"{plan}\nmachines    {num_nodes}; {where}" if num_nodes > 1 else plan
 
 
 def explain_tokens(loaded: Loaded, source: Mapping[str, Any], vocabulary: int) -> Problem:
-    """Data whose tokens the model's embedding does not have."""
+    """The problem when the data holds a token id that the model's embedding does not have."""
     return Problem(
         "model.tokenizer",
         f"{source['name']} holds token {source['max_id']:,}, the model's embedding has {vocabulary:,}",
@@ -30,21 +30,21 @@ def explain_tokens(loaded: Loaded, source: Mapping[str, Any], vocabulary: int) -
 
 
 def format_interruption(failure: Mapping[str, Any], checkpoint: Path | None) -> str:
-    """Where the first rank stood, and how to go on."""
+    """What the run was doing when it was interrupted, and how to continue it."""
     head = f"interrupted while {failure['phase']}" if failure.get("is_interruption") else "interrupted"
     if checkpoint is None:
-        return f"{head}, before a checkpoint was written: the same command starts anew"
-    return f"{head}; the newest checkpoint is {checkpoint}: go on from it with the same command and --resume auto"
+        return f"{head}, before a checkpoint was written: the same command starts from the beginning"
+    return f"{head}; the newest checkpoint is {checkpoint}: continue from it with the same command and --resume auto"
 
 
 SIGNALS = {
     signal.SIGKILL: ": most often the system ran out of host memory",
-    signal.SIGBUS: ": a file that it had mapped into memory was cut short while it was read, or its disk failed",
+    signal.SIGBUS: ": a file that it had mapped into memory was truncated while it was read, or its disk failed",
 }
 
 
 def describe_end(code: int | None) -> str:
-    """How a process ended that said nothing; below 0, -code is a signal's number, as subprocess has it."""
+    """How a process ended that left no message. A code below 0 is minus the signal's number, as in subprocess."""
     if code is None or code >= 0:
         return f"ended with exit code {'unknown' if code is None else code}"
     number = signal.Signals(-code)
@@ -52,13 +52,14 @@ def describe_end(code: int | None) -> str:
 
 
 def format_failure(failure: Mapping[str, Any], logs: Path) -> str:
-    """The first failing rank's error, once and short, with the place of the whole trace."""
+    """The error of the rank that failed first, in short, with the path of the log that holds the whole trace."""
     rank = failure.get("rank")
     who = f"rank {rank}" if rank is not None else "the run"
     if failure.get("message"):
         at = f" ({failure['phase']})" if failure.get("phase") else ""
         first, *more = str(failure["message"]).splitlines() or [""]
-        text = "\n  ".join((f"{who} failed{at}: {first}", *map(str.strip, more)))  # none passes for a line of its own
+        # Indented, so that no line of the message looks like a message of its own.
+        text = "\n  ".join((f"{who} failed{at}: {first}", *map(str.strip, more)))
     else:
         text = f"{who} {describe_end(failure.get('exit_code'))}"
     trace = logs / (f"rank-{rank}.log" if rank is not None and failure.get("message") else "launcher.log")

@@ -1,16 +1,16 @@
-"""A run directory -> what it tells: run.json, metrics.jsonl, eval.jsonl. Tolerates what a crash leaves, and says so.
+"""Loads a run directory: run.json, metrics.jsonl, eval.jsonl. Accepts files that a crash cut off, and notes it.
 
-Secrets are masked here, once, so that nothing downstream can show them.
+Masks secrets here, so that no later code can show them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.secrets import mask_secrets, mask_text
@@ -21,7 +21,8 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """`metrics` and `evals` rise by step; `spent_seconds` counts steps that were done again after a resume twice."""
+    """`metrics` and `evals` are sorted by step. `spent_seconds` counts every attempt at a step that a resume
+    repeated."""
 
     folder: Path
     facts: dict[str, Any]
@@ -31,13 +32,13 @@ class RecordedRun:
     notes: tuple[str, ...]
 
     def get_part(self, name: str) -> dict[str, Any]:
-        """A section of run.json; empty when it is missing or no mapping."""
+        """A section of run.json; empty if it is missing or not a mapping."""
         part = self.facts.get(name)
         return part if isinstance(part, dict) else {}
 
 
 def load_run(folder: Path) -> RecordedRun:
-    """Raises RecipeError when the folder is no run directory."""
+    """Raises RecipeError if the folder is not a run directory."""
     files = [folder / name for name in ("run.json", "metrics.jsonl", "eval.jsonl")]
     hint = "name the directory that run.output_dir of the recipe names; it holds run.json and metrics.jsonl"
     if not folder.is_dir():
@@ -55,7 +56,7 @@ def load_run(folder: Path) -> RecordedRun:
     metrics = _drop_redone(lines)
     if len(metrics) < len(lines):
         redone = format_count(len(lines) - len(metrics), "step")
-        notes.append(f"The run resumed from an older checkpoint: {redone} done again. The last attempt is shown.")
+        notes.append(f"The run resumed from an older checkpoint and repeated {redone}. The last attempt is shown.")
     if not metrics:
         notes.append("No optimizer step is recorded: metrics.jsonl is missing or empty. There is nothing to plot yet.")
     return RecordedRun(folder, facts, metrics, _drop_redone(evals), float(sum(spent)), tuple(notes))
@@ -77,17 +78,17 @@ def _load_facts(file: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _load_lines(file: Path, notes: list[str]) -> list[Line]:
-    """Every line that is an object with a step. The last line may be cut off by a crash."""
+    """All lines that are objects with a step. A crash may have cut off the last line."""
     if not file.is_file():
         return []
-    found: list[Line] = []
+    lines: list[Line] = []
     bad: list[int] = []
     number, text = 0, ""
     with open(file, encoding="utf-8", errors="replace") as stream:
         for number, text in enumerate(stream, 1):
             line = _parse_line(text)
             if line is not None:
-                found.append(line)
+                lines.append(line)
             elif text.strip():
                 bad.append(number)
     if bad and bad[-1] == number and not text.endswith("\n"):
@@ -95,7 +96,7 @@ def _load_lines(file: Path, notes: list[str]) -> list[Line]:
         bad.pop()
     if bad:
         notes.append(f"{format_count(len(bad), 'line')} of {file.name} cannot be read, the first is line {bad[0]}.")
-    return found
+    return lines
 
 
 def _parse_line(text: str) -> Line | None:
@@ -112,7 +113,7 @@ def _parse_line(text: str) -> Line | None:
 
 
 def _drop_redone(lines: list[Line]) -> list[Line]:
-    """A step that comes again, as after a resume, replaces all that stood from there on."""
+    """If a step is recorded again, as after a resume, its new line replaces the old ones from that step on."""
     kept: list[Line] = []
     for line in lines:
         while kept and kept[-1]["step"] >= line["step"]:
@@ -122,17 +123,13 @@ def _drop_redone(lines: list[Line]) -> list[Line]:
 
 
 def save_page(target: Path, page: str) -> Path:
-    """Whole or not at all: a reader never meets half a page."""
+    """Writes the page atomically, so that no reader sees a part of it. Returns its path."""
     if target.is_dir():
         target = target / "report.html"
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(target)
+        write_whole(target, page)
     except OSError as error:
-        if draft.exists():
-            draft.unlink()
         hint = "name a place that can be written with --output"
         raise RecipeError([Problem("", f"{target} cannot be written: {error.strerror}", hint)]) from None
     return target

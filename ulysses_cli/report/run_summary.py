@@ -1,4 +1,4 @@
-"""A run in a few numbers, for programs (JSON), for the terminal and for the head of its page. Pure."""
+"""Summarizes a run in a few numbers, for programs (JSON), for the terminal and for the top of its page."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ulysses_cli.report.run_files import Line, RecordedRun
 
 
 def list_values(lines: Sequence[Line], name: str) -> list[float]:
-    """The finite values of a key."""
+    """The finite values of a key, without the lines that lack it."""
     return [line[name] for line in lines if is_number(line.get(name))]
 
 
 def list_step_parts(run: RecordedRun) -> list[tuple[int, dict[str, float]]]:
-    """(step, seconds by part) of the sampled steps; what is no amount of time is left out."""
-    found = []
+    """(step, seconds by part) of the sampled steps. Leaves out values that are not durations."""
+    samples = []
     for line in run.metrics:
         parts = line.get("step_parts")
         if isinstance(parts, dict):
-            clean = {name: float(value) for name, value in parts.items() if is_number(value) and value >= 0}
-            if clean:
-                found.append((line["step"], clean))
-    return found
+            seconds = {name: float(value) for name, value in parts.items() if is_number(value) and value >= 0}
+            if seconds:
+                samples.append((line["step"], seconds))
+    return samples
 
 
 def sum_parts(samples: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -38,7 +38,7 @@ def sum_parts(samples: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def summarize_run(run: RecordedRun) -> dict[str, Any]:
-    """Plain data; null where the run does not tell."""
+    """The summary as plain data. A value is None where the run has not recorded it."""
     metrics, layout, prediction = run.metrics, run.get_part("layout"), run.get_part("prediction")
     spent = sum_parts([parts for _, parts in list_step_parts(run)])
     dominant = max(spent, key=lambda name: spent[name]) if spent else None
@@ -78,22 +78,22 @@ def summarize_run(run: RecordedRun) -> dict[str, Any]:
 
 
 def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(name, value, remark): what a reader wants first. Only what is known."""
+    """(name, value, remark) of the most important numbers, without those that are not known."""
     loss, evals, figures = summary["loss"], summary["eval_loss"], []
     planned = f"of {summary['num_steps']:,}" if summary["num_steps"] else ""
     if summary["last_step"] is not None:
         figures.append(("step", f"{summary['last_step']:,}", planned))
-    for name, found in (("train loss", loss), ("eval loss", evals)):
-        if found:
-            lowest = f"from {found['first']:.4g}, lowest {found['min']:.4g} at step {found['min_step']:,}"
-            figures.append((name, f"{found['last']:.4g}", lowest))
+    for name, losses in (("train loss", loss), ("eval loss", evals)):
+        if losses:
+            lowest = f"from {losses['first']:.4g}, lowest {losses['min']:.4g} at step {losses['min_step']:,}"
+            figures.append((name, f"{losses['last']:.4g}", lowest))
     if summary["tokens"]:
-        seen = summary["supervised_tokens"]
-        remark = f"{seen / summary['tokens']:.0%} of them supervised" if seen else ""
+        supervised = summary["supervised_tokens"]
+        remark = f"{supervised / summary['tokens']:.0%} of them supervised" if supervised else ""
         figures.append(("tokens", format_quantity(summary["tokens"], "tokens"), remark))
-    speed, each = summary["median_tokens_per_second"], summary["median_tokens_per_second_per_gpu"]
+    speed, per_gpu = summary["median_tokens_per_second"], summary["median_tokens_per_second_per_gpu"]
     if speed is not None:
-        remark = f"median; {format_quantity(each)} per GPU" if each is not None else "median"
+        remark = f"median; {format_quantity(per_gpu)} per GPU" if per_gpu is not None else "median"
         figures.append(("tokens per second", format_quantity(speed), remark))
     if summary["median_mfu"] is not None:
         figures.append(("MFU", format_quantity(summary["median_mfu"], "share"), "median"))
@@ -106,33 +106,35 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         share = f"{summary['dominant_share']:.0%} of a step"
         figures.append(("most time goes to", summary["dominant_part"].replace("_", " "), share))
     if summary["steps_seconds"]:
-        figures.append(("time in steps", format_quantity(summary["steps_seconds"], "seconds"), "no loading, no saving"))
+        figures.append(
+            ("time in steps", format_quantity(summary["steps_seconds"], "seconds"), "without loading and saving")
+        )
     if summary["steps_cost_usd"] is not None:
-        remark = f"for steps alone, {format_count(summary['world_size'], 'GPU')}"
+        remark = f"of the steps alone, {format_count(summary['world_size'], 'GPU')}"
         if summary["tokens"]:
             remark += f"; ${summary['steps_cost_usd'] / summary['tokens'] * 1e6:,.3g} per million tokens"
-        figures.append(("money", format_quantity(summary["steps_cost_usd"], "USD"), remark))
+        figures.append(("cost", format_quantity(summary["steps_cost_usd"], "USD"), remark))
     return figures
 
 
 def format_summary(summary: dict[str, Any]) -> str:
-    rows = [(name, value, remark) for name, value, remark in list_figures(summary)]
-    width, wide = (max((len(row[at]) for row in rows), default=0) for at in (0, 1))
-    lines = [f"{name:<{width}}  {value:<{wide}}  {remark}".rstrip() for name, value, remark in rows]
+    rows = list_figures(summary)
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {remark}".rstrip() for name, value, remark in rows]
     return "\n".join(clean_text(line) for line in [*lines, *(f"note: {note}" for note in summary["notes"])])
 
 
 def _summarize_loss(lines: Sequence[Line]) -> dict[str, float] | None:
-    found = [(line["step"], line["loss"]) for line in lines if is_number(line.get("loss"))]
-    if not found:
+    losses = [(line["step"], line["loss"]) for line in lines if is_number(line.get("loss"))]
+    if not losses:
         return None
-    min_step, lowest = min(found, key=lambda one: one[1])
-    return {"first": found[0][1], "last": found[-1][1], "min": lowest, "min_step": min_step}
+    min_step, lowest = min(losses, key=lambda pair: pair[1])
+    return {"first": losses[0][1], "last": losses[-1][1], "min": lowest, "min_step": min_step}
 
 
 def _compute_median(lines: Sequence[Line], name: str) -> float | None:
-    found = list_values(lines, name)
-    return statistics.median(found) if found else None
+    values = list_values(lines, name)
+    return statistics.median(values) if values else None
 
 
 def _get_number(part: dict[str, Any], name: str) -> Any:

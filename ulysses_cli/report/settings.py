@@ -1,4 +1,4 @@
-"""Settings of a recipe as people read them: all as a table, a section's one below the other."""
+"""Formats the settings of a recipe for people: as a table of all, or as a list with descriptions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ WIDTH = 96
 
 def tabulate_settings(settings: Sequence[Setting]) -> str:
     rows = [
-        (each.key, _write_default(each), each.unit, _write_takes(each), each.doc + _write_aliases(each))
-        for each in settings
+        (
+            setting.key,
+            _write_default(setting),
+            setting.unit,
+            _write_takes(setting),
+            setting.doc + _write_aliases(setting),
+        )
+        for setting in settings
     ]
     return format_table(("key", "default", "unit", "takes", "meaning"), rows)
 
 
 def describe_settings(settings: Sequence[Setting]) -> str:
-    return "\n\n".join(_describe(each) for each in settings)
+    return "\n\n".join(_describe(setting) for setting in settings)
 
 
 def _describe(setting: Setting) -> str:

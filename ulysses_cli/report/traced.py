@@ -1,31 +1,32 @@
-"""What a traced step found, alone or beside the formula's, as plain data and as text."""
+"""Formats the memory of a traced step as plain data and as text, alone or next to the formula's prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ulysses_cli.plan.hardware import GIB, Gpu
+from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.device import CONTEXT_BYTES, DEVICE_LINES, DEVICE_SHARE_UNSURE, SHARE_UNSURE
 from ulysses_cli.plan.ledger.ledger import Ledger
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.report.ledger import WORDS
+from ulysses_cli.report.ledger import VERDICTS
 from ulysses_cli.report.printing import format_table
+from ulysses_cli.report.quantities import format_gib
 
 
-def describe_trace(found: Mapping[str, Any], ledger: Ledger | None) -> dict[str, Any]:
-    """`gpu_peak_allocated_bytes` is what torch.cuda.max_memory_allocated would say; `difference` is the formula's, as a
-    share of the trace's."""
-    phases = dict(found["device"])
+def describe_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> dict[str, Any]:
+    """`gpu_peak_allocated_bytes` is what torch.cuda.max_memory_allocated would return. `difference` is how far the
+    formula's peak is above the trace's, as a share of the trace's."""
+    phases = dict(trace["device"])
     peak = max(phases.values())
     described = {
         "gpu_peak_allocated_bytes": peak,
-        "gpu_peak_reserved_bytes": found["reserved"],
+        "gpu_peak_reserved_bytes": trace["reserved"],
         "phases": phases,
-        "host_phases_per_rank": found["host"],
-        "num_layers": found["num_layers"],
-        "traced_layers": found["traced_layers"],
-        "from_cache": found["from_cache"],
+        "host_phases_per_rank": trace["host"],
+        "num_layers": trace["num_layers"],
+        "traced_layers": trace["traced_layers"],
+        "from_cache": trace["from_cache"],
     }
     if ledger is not None:
         formula = list_formula(ledger)
@@ -35,7 +36,7 @@ def describe_trace(found: Mapping[str, Any], ledger: Ledger | None) -> dict[str,
 
 
 def list_formula(ledger: Ledger) -> dict[str, int]:
-    """The formula's bytes of what a trace sees: what stands beside torch's tensors is left out."""
+    """The formula's bytes per phase, without the lines that a trace cannot see: memory outside of torch's tensors."""
     unseen = (*DEVICE_LINES, "cublas_workspace")
     return {
         phase: sum(size for name, size in moment.lines.items() if name not in unseen)
@@ -43,11 +44,12 @@ def list_formula(ledger: Ledger) -> dict[str, int]:
     }
 
 
-def judge_trace(found: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
-    """By the trace alone: what the allocator holds, and beside it the context. NCCL's buffers are not known."""
-    peak = found["reserved"]["expandable_segments"] + CONTEXT_BYTES
-    unsure, margin = round(SHARE_UNSURE * peak + DEVICE_SHARE_UNSURE * CONTEXT_BYTES), gpu.memory_bytes - peak
-    verdict = "fits" if margin >= unsure else "too_close" if margin > -unsure else "does_not_fit"
+def judge_trace(trace: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
+    """The verdict by the trace alone: the allocator's memory and the CUDA context. NCCL's buffers are not known."""
+    peak = trace["reserved"]["expandable_segments"] + CONTEXT_BYTES
+    uncertainty = round(SHARE_UNSURE * peak + DEVICE_SHARE_UNSURE * CONTEXT_BYTES)
+    margin = gpu.memory_bytes - peak
+    verdict = "fits" if margin >= uncertainty else "too_close" if margin > -uncertainty else "does_not_fit"
     return {
         "gpu": gpu.key,
         "gpu_name": gpu.name,
@@ -55,44 +57,46 @@ def judge_trace(found: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
         "gpu_peak_bytes": peak,
         "gpu_capacity_bytes": gpu.memory_bytes,
         "margin_bytes": margin,
-        "uncertainty_bytes": unsure,
-        "peak_phase": max(found["device"], key=lambda phase: found["device"][phase]),
-        "trace": describe_trace(found, None),
+        "uncertainty_bytes": uncertainty,
+        "peak_phase": max(trace["device"], key=lambda phase: trace["device"][phase]),
+        "trace": describe_trace(trace, None),
     }
 
 
 def format_verdicts(results: Sequence[Mapping[str, Any]]) -> str:
     lines = ["no formula describes this model; this is a trace of its real layers"]
-    for each in results:
-        room = f"{_gib(each['gpu_peak_bytes'])} of {_gib(each['gpu_capacity_bytes'])} GiB"
-        words = f"{WORDS[each['verdict']]}: {room}, uncertain by {_gib(each['uncertainty_bytes'])}"
-        lines.append(f"{each['gpu_name']} ({each['gpu']}): {words}")
+    for result in results:
+        memory = f"{_gib(result['gpu_peak_bytes'])} of {_gib(result['gpu_capacity_bytes'])} GiB"
+        verdict = f"{VERDICTS[result['verdict']]}: {memory}, uncertain by {_gib(result['uncertainty_bytes'])}"
+        lines.append(f"{result['gpu_name']} ({result['gpu']}): {verdict}")
     return "\n".join(lines)
 
 
-def format_trace(found: Mapping[str, Any], ledger: Ledger | None) -> str:
-    told = describe_trace(found, ledger)
-    formula, phases = told.get("formula_phases", {}), told["phases"]
+def format_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> str:
+    described = describe_trace(trace, ledger)
+    formula, phases = described.get("formula_phases", {}), described["phases"]
     rows = []
     for phase, size in phases.items():
-        beside = (_gib(formula[phase]), f"{formula[phase] / size - 1:+.1%}") if phase in formula else ("", "")
-        rows.append((phase.replace("_", " "), *beside[:1], _gib(size), *beside[1:]))
-    peak = told["gpu_peak_allocated_bytes"]
+        predicted, difference = "", ""
+        if phase in formula:
+            predicted, difference = _gib(formula[phase]), f"{formula[phase] / size - 1:+.1%}"
+        rows.append((phase.replace("_", " "), predicted, _gib(size), difference))
+    peak = described["gpu_peak_allocated_bytes"]
     if formula:
-        rows.append(("peak", _gib(max(formula.values())), _gib(peak), f"{told['difference']:+.1%}"))
+        rows.append(("peak", _gib(max(formula.values())), _gib(peak), f"{described['difference']:+.1%}"))
     else:
         rows.append(("peak", "", _gib(peak), ""))
     text = format_table(("allocated, GiB per GPU", "formula", "trace", "formula is"), rows)
-    reserved = told["gpu_peak_reserved_bytes"]
-    layers = ", ".join(map(str, told["traced_layers"]))
+    reserved = described["gpu_peak_reserved_bytes"]
+    layers = ", ".join(map(str, described["traced_layers"]))
     return (
         f"{text}\n\nreserved by the allocator: {_gib(reserved['expandable_segments'])} GiB with expandable segments, "
         f"{_gib(reserved['fixed_segments'])} without\n"
-        f"traced: {layers} of {format_count(told['num_layers'], 'layer')}, the real model and engine on "
+        f"traced: {layers} of {format_count(described['num_layers'], 'layer')}, the real model and engine on "
         "tensors without data"
-        f"{', remembered' if told['from_cache'] else ''}"
+        f"{', read from the cache' if described['from_cache'] else ''}"
     )
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:,.2f}"
+    return format_gib(size, 2)

@@ -1,1 +1,1 @@
-"""What a terminal shows while a command runs."""
+"""Shows progress while a command runs: live on a terminal, as plain lines elsewhere."""

@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: one line that changes on a terminal, a line now and then elsewhere."""
+"""Shows the progress of data preparation on stderr: one changing line on a terminal, a line every 10 s elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.report.printing import clean_text, hide_secrets, print_talk
+from ulysses_cli.report.printing import clean_text, hide_secrets, print_message
+from ulysses_cli.report.quantities import format_seconds
 
 TERMINAL_SECONDS, FILE_SECONDS = 0.2, 10.0
 BAR_CELLS = 24
@@ -28,7 +29,7 @@ class ProgressLine:
         kind = event["event"]
         if kind == "wait":
             self.end()
-            print_talk(clean_text(f"another process is making {event['what']}; waiting for it"))
+            print_message(clean_text(f"another process is making {event['what']}; waiting for it"))
         elif kind == "stage" and self.is_terminal and event["stage"] in STAGES:
             self._write(STAGES[event["stage"]])
         elif kind == "progress":
@@ -38,9 +39,9 @@ class ProgressLine:
         now = time.monotonic()
         start = self._started.setdefault(event["source"], now)
         is_done = event.get("is_done", False)
-        pause = TERMINAL_SECONDS if self.is_terminal else FILE_SECONDS
+        interval = TERMINAL_SECONDS if self.is_terminal else FILE_SECONDS
         self._shown = self._shown or now
-        if not is_done and now - self._shown < pause:
+        if not is_done and now - self._shown < interval:
             return
         self._shown = now
         self._write(format_progress(event, now - start))
@@ -50,14 +51,14 @@ class ProgressLine:
     def _write(self, text: str) -> None:
         text = clean_text(hide_secrets(text))
         if not self.is_terminal:
-            print_talk(text)
+            print_message(text)
             return
         sys.stderr.write(f"\r\x1b[2K{text}")
         sys.stderr.flush()
         self._is_open = True
 
     def end(self) -> None:
-        """Leave the line as it stands."""
+        """Ends the changing line, so that the next output starts on a line of its own."""
         if self._is_open:
             sys.stderr.write("\n")
             sys.stderr.flush()
@@ -65,7 +66,7 @@ class ProgressLine:
 
 
 def format_progress(event: Mapping[str, Any], seconds: float) -> str:
-    """Name, bar, tokens, speed and what is left."""
+    """One line: name, bar, tokens, speed, time left."""
     done, total = event["bytes"], event["total_bytes"]
     parts = [f"tokenizing {event['name']}"]
     if total:
@@ -76,11 +77,5 @@ def format_progress(event: Mapping[str, Any], seconds: float) -> str:
     if seconds > 0.5:
         parts.append(f"{done / 1e6 / seconds:.1f} MB/s")
         if total and 0 < done < total:
-            parts.append(f"{format_clock(seconds * (total - done) / done)} left")
+            parts.append(f"{format_seconds(round(seconds * (total - done) / done))} left")
     return "  ".join(parts)
-
-
-def format_clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

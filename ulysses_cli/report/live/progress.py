@@ -1,6 +1,6 @@
-"""A training run while it goes on: live on a terminal, else one plain `key=value` line per event, made to be grepped.
+"""Shows a training run in progress: live on a terminal, else one `key=value` line per event, easy to grep.
 
-Fed by plain events; decides nothing about the run. Also the progress of long work that counts, such as preparing data.
+Receives plain events and decides nothing about the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from ulysses_cli.report.quantities import format_number, format_quantity, format
 
 MAX_LOSSES = 2_000
 SPARK_WIDTH = 24
-PLAIN_SECONDS = 10  # between two plain lines of counted work
 GAP: Piece = ("  ", "")
 Clock = Callable[[], float]
 
@@ -30,13 +29,13 @@ def make_display(
     logging_steps: int = 1,
     clock: Clock = time.monotonic,
 ) -> RunDisplay:
-    """Money counts from now: GPUs cost while a model loads, too."""
+    """The cost counts from now on: GPUs cost money while a model loads, too."""
     price = price_per_gpu_hour * num_gpus if price_per_gpu_hour else None
     return RunDisplay(stream, num_steps, price, logging_steps, clock)
 
 
 class RunDisplay:
-    """What the last events said. `emit` only notes and queues; the screen draws in its own time."""
+    """Holds the values of the last events. `emit` only stores and queues them; the screen draws from its own thread."""
 
     def __init__(
         self, stream: TextIO, num_steps: int, price_per_hour: float | None, logging_steps: int, clock: Clock
@@ -48,7 +47,7 @@ class RunDisplay:
         self._start = clock()
         self._phase, self._phase_start = "starting", self._start
         self._step: dict[str, Any] = {}
-        self._first: tuple[float, float] | None = None  # step and time of the first one, for the rate
+        self._first: tuple[float, float] | None = None  # number and time of the first step, for the rate
         self._last_time = self._start
         self._eval: dict[str, Any] = {}
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
@@ -57,38 +56,40 @@ class RunDisplay:
 
     def emit(self, event: Mapping[str, Any]) -> None:
         name = str(event.get("event", "event"))
-        rest = {key: value for key, value in event.items() if key != "event"}
+        values = {key: value for key, value in event.items() if key != "event"}
         match name:
             case "step":
-                self._note_step(rest)
+                self._note_step(values)
             case "eval":
-                self._eval = rest
-                self._screen.say(f"eval {_pair(rest, ('step', 'loss', 'perplexity', 'tokens'))}", "bold")
+                self._eval = values
+                self._screen.print_line(
+                    f"eval {_format_pairs(values, ('step', 'loss', 'perplexity', 'tokens'))}", "bold"
+                )
             case "phase":
-                self._phase, self._phase_start = _join(rest.get("name"), rest.get("detail")), self._clock()
+                self._phase, self._phase_start = _join(values.get("name"), values.get("detail")), self._clock()
                 if not self._screen.is_live:
-                    self._screen.say(f"phase {self._phase}")
+                    self._screen.print_line(f"phase {self._phase}")
             case "plan":
-                for line in _list_lines(rest):
-                    self._screen.say(line)
+                for line in _list_lines(values):
+                    self._screen.print_line(line)
             case "warning":
-                details = rest.pop("details", ())
-                self._screen.say(f"warning: {rest.pop('message', '')}{_tail(rest)}", "yellow")
-                for line in details:  # indented, so that no value can look like an event of its own
-                    self._screen.say(f"  {line}", "yellow")
+                details = values.pop("details", ())
+                self._screen.print_line(f"warning: {values.pop('message', '')}{_tail(values)}", "yellow")
+                for line in details:  # indented, so that no detail looks like an event of its own
+                    self._screen.print_line(f"  {line}", "yellow")
             case "saved":
-                took = f" in {format_seconds(rest['seconds'])}" if is_number(rest.get("seconds")) else ""
-                self._screen.say(f"saved {rest.get('path', '')}{took}", "green")
+                took = f" in {format_seconds(values['seconds'])}" if is_number(values.get("seconds")) else ""
+                self._screen.print_line(f"saved {values.get('path', '')}{took}", "green")
             case "stopped":
-                self._screen.say(f"stopped: {rest.pop('reason', '')}{_tail(rest)}", "yellow")
+                self._screen.print_line(f"stopped: {values.pop('reason', '')}{_tail(values)}", "yellow")
             case "done":
-                self._say_last_step()
-                self._screen.say(f"done{_tail(rest)}{self._write_cost(' cost_usd=')}", "bold green")
+                self._print_last_step()
+                self._screen.print_line(f"done{_tail(values)}{self._write_cost(' cost_usd=')}", "bold green")
             case _:
-                self._screen.say(f"{name}{_tail(rest)}")
+                self._screen.print_line(f"{name}{_tail(values)}")
 
     def close(self) -> None:
-        self._say_last_step()
+        self._print_last_step()
         self._screen.close()
 
     def _note_step(self, line: dict[str, Any]) -> None:
@@ -101,14 +102,14 @@ class RunDisplay:
         self._phase = ""
         is_due = not is_number(step) or step % self._logging_steps == 0 or step in (1, self._num_steps)
         if not self._screen.is_live and is_due:
-            self._say_last_step()
+            self._print_last_step()
 
-    def _say_last_step(self) -> None:
-        """On a terminal only the end: where the run stood is worth a line that stays."""
+    def _print_last_step(self) -> None:
+        """Prints the last step once. On a terminal this happens only at the end, so that one line of it stays."""
         step = self._step.get("step")
         if self._step and step != self._shown_step:
             self._shown_step = step
-            self._screen.say(self._write_step(), "" if is_number(self._step.get("loss", 0)) else "red")
+            self._screen.print_line(self._write_step(), "" if is_number(self._step.get("loss", 0)) else "red")
 
     def _write_step(self) -> str:
         line = self._step
@@ -125,7 +126,8 @@ class RunDisplay:
         return " ".join(parts) + self._write_cost(" cost_usd=")
 
     def _compute_left(self) -> float | None:
-        """Seconds to the last step, by the pace so far, evaluations and saves included; at first by one step's."""
+        """Seconds to the last step, at the average pace so far, with evaluations and saves. After the first step: at
+        that step's own pace."""
         step = self._step.get("step")
         if not is_number(step) or self._num_steps <= 0 or self._first is None:
             return None
@@ -160,9 +162,9 @@ class RunDisplay:
         row = [(f"loss {_write_number(loss)}", "bold" if is_number(loss) else "bold red")]
         if len(self._losses) > 1:
             row += [GAP, (self._screen.make_sparks(tuple(self._losses), SPARK_WIDTH), "cyan")]
-        for name, found in (("eval", self._eval.get("loss")), ("grad norm", line.get("grad_norm"))):
-            if found is not None:
-                row += [GAP, (f"{name} {_write_number(found)}", "")]
+        for name, value in (("eval", self._eval.get("loss")), ("grad norm", line.get("grad_norm"))):
+            if value is not None:
+                row += [GAP, (f"{name} {_write_number(value)}", "")]
         rows += [row, self._list_rates(line, left)]
         return rows
 
@@ -180,65 +182,14 @@ class RunDisplay:
         return [piece for part in parts for piece in ((part, ""), GAP)]
 
 
-class CountedSteps:
-    """Long work that counts: `with show_steps(stream, "tokenizing") as steps: steps.update(5, 100)`."""
-
-    def __init__(self, stream: TextIO, title: str, unit: str, clock: Clock) -> None:
-        self._title, self._unit, self._clock = title, unit, clock
-        self._start = clock()
-        self._said = self._start
-        self._count, self._total, self._detail = 0.0, 0.0, ""
-        self._screen = Screen(stream, self._draw)
-
-    def __enter__(self) -> CountedSteps:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def update(self, count: float, total: float = 0, detail: str = "") -> None:
-        """`total` 0: not known."""
-        self._count, self._total, self._detail = count, total, detail
-        if not self._screen.is_live and self._clock() - self._said >= PLAIN_SECONDS:
-            self._said = self._clock()
-            self._screen.say(self._write())
-
-    def say(self, text: str) -> None:
-        self._screen.say(text)
-
-    def close(self) -> None:
-        self._screen.say(f"{self._write()} in {format_seconds(self._clock() - self._start)}")
-        self._screen.close()
-
-    def _write(self) -> str:
-        of = f"/{self._total:,.0f}" if self._total else ""
-        return _join(f"{self._title}: {self._count:,.0f}{of} {self._unit}, {self._write_rate()}", self._detail)
-
-    def _write_rate(self) -> str:
-        seconds = self._clock() - self._start
-        return f"{format_number(self._count / seconds) if seconds > 0 else 0}/s"
-
-    def _draw(self, width: int) -> list[Row]:
-        of = f"/{self._total:,.0f}" if self._total else ""
-        text = f"{self._count:,.0f}{of} {self._unit}  {self._write_rate()}"
-        room = min(40, width - len(self._title) - len(text) - 6)
-        bar = self._screen.make_bar(self._count / self._total, room) if self._total and room >= 6 else []
-        head: Row = [(f"{self._screen.pick_spinner()} ", "cyan"), (self._title, "bold"), GAP]
-        return [[*head, *bar, *([GAP] if bar else []), (text, ""), GAP, (self._detail, "dim")]]
-
-
-def show_steps(stream: TextIO, title: str, unit: str = "", *, clock: Clock = time.monotonic) -> CountedSteps:
-    return CountedSteps(stream, title, unit, clock)
-
-
 def _write_number(value: Any) -> str:
-    """For a line that programs may read: no separators, and `nan` for what is no number."""
+    """Formats a number for programs: without separators, and `nan` for a value that is not a number."""
     if not is_number(value):
         return "nan" if value is None or value != value else str(value)
     return f"{value:.5g}" if abs(value) < 1e5 else f"{value:.0f}"
 
 
-def _pair(values: Mapping[str, Any], keys: Iterable[str]) -> str:
+def _format_pairs(values: Mapping[str, Any], keys: Iterable[str]) -> str:
     return " ".join(
         f"{key}={_write_number(values[key]) if not isinstance(values[key], str | int) else values[key]}"
         for key in keys
@@ -246,18 +197,18 @@ def _pair(values: Mapping[str, Any], keys: Iterable[str]) -> str:
     )
 
 
-def _tail(rest: Mapping[str, Any]) -> str:
-    return f" {_pair(rest, rest)}" if rest else ""
+def _tail(values: Mapping[str, Any]) -> str:
+    return f" {_format_pairs(values, values)}" if values else ""
 
 
 def _join(head: Any, detail: Any) -> str:
     return f"{head} ({detail})" if detail else str(head)
 
 
-def _list_lines(rest: Mapping[str, Any]) -> list[str]:
-    """The lines of a plan, however they are packed."""
+def _list_lines(values: Mapping[str, Any]) -> list[str]:
+    """The lines of a plan event, whose values are texts or lists of texts."""
     lines: list[str] = []
-    for value in rest.values():
+    for value in values.values():
         for text in value if isinstance(value, list | tuple) else [value]:
             lines += str(text).splitlines() or [""]
     return lines

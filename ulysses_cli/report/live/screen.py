@@ -1,7 +1,7 @@
-"""A few lines that are redrawn on a terminal, and lines that stay; plain lines where there is no terminal.
+"""Shows a few rows that are redrawn on a terminal, below lines that stay. Prints plain lines if there is no terminal.
 
-Knows nothing of runs. Drawing happens in a thread of its own, so that saying something costs the caller microseconds,
-and a terminal that went away never stops the work.
+Knows nothing about runs. A thread of its own draws, so that a new line costs the caller microseconds, and a terminal
+that is closed does not stop the work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = Sequence[Piece]
 
 
 class Screen:
-    """`draw(width)` gives the rows of the moving part; it is called from another thread."""
+    """`draw(width)` returns the rows of the part that is redrawn. It is called from another thread."""
 
     def __init__(self, stream: TextIO, draw: Callable[[int], Sequence[Row]]) -> None:
         self._stream = stream
@@ -42,8 +42,8 @@ class Screen:
             self._thread.start()
             atexit.register(self.close)
 
-    def say(self, text: str, style: str = "") -> None:
-        """A line that stays."""
+    def print_line(self, text: str, style: str = "") -> None:
+        """Prints a line that stays."""
         if self._is_closed:
             return
         text = clean_text(" ".join(text.splitlines())).rstrip()
@@ -52,11 +52,11 @@ class Screen:
             return
         try:
             write_to(self._stream, text)
-        except (OSError, ValueError):  # the reader went away, or the stream is closed; the run goes on
+        except (OSError, ValueError):  # the reader has gone, or the stream is closed; the run continues
             self._is_closed = True
 
     def close(self) -> None:
-        """All that was said is on the screen when this returns, and the moving part is gone."""
+        """Prints the lines that wait, and removes the part that is redrawn."""
         if self.is_live and not self._is_closed:
             self._closing.set()
             self._thread.join(timeout=5)
@@ -69,7 +69,7 @@ class Screen:
         return [(letters[0] * done, "cyan"), (letters[1] * (width - done), "dim")]
 
     def make_sparks(self, values: Sequence[float], width: int) -> str:
-        """The course of the values in `width` letters, each the mean of its share of them."""
+        """A sparkline of at most `width` letters, each for the mean of an equal share of the values."""
         count = min(width, len(values))
         edges = [place * len(values) // count for place in range(count + 1)] if count else []
         means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
@@ -84,7 +84,7 @@ class Screen:
     def _run(self) -> None:
         try:
             self._show()
-        except (OSError, ValueError):  # the terminal went away
+        except (OSError, ValueError):  # the terminal was closed
             pass
         finally:
             self._is_closed = True
@@ -102,34 +102,34 @@ class Screen:
             for place, row in enumerate(rows):
                 text.append("\n" if place else "")
                 for piece, style in row:
-                    text.append(self._spell(piece), style or None)
+                    text.append(self._escape(piece), style or None)
             return text
 
-        is_own = self._stream is sys.stderr  # what libraries say goes above the moving part; stdout is data
+        is_stderr = self._stream is sys.stderr  # then rich prints the libraries' messages above the redrawn part
         with Live(
             console=console,
             get_renderable=make_text,
             auto_refresh=False,
             transient=True,
-            redirect_stdout=False,
-            redirect_stderr=is_own,
+            redirect_stdout=False,  # stdout is data
+            redirect_stderr=is_stderr,
         ) as live:
-            console.show_cursor(True)  # a killed process must not leave a terminal without one
+            console.show_cursor(True)  # a killed process must not leave the cursor hidden
             is_last = False
             while not is_last:
                 is_last = self._closing.wait(REFRESH_SECONDS)
                 while self._waiting:
                     text, style = self._waiting.popleft()
-                    console.print(Text(self._spell(text), style=style))
+                    console.print(Text(self._escape(text), style=style))
                 live.refresh()
 
-    def _spell(self, text: str) -> str:
+    def _escape(self, text: str) -> str:
         encoding = self._stream.encoding or "utf-8"
         return clean_text(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def fit_row(row: Row, width: int) -> list[Piece]:
-    """What fits: later pieces are left out whole, and a first one that is too long is cut."""
+    """The pieces of a row that fit. A piece that does not fit is left out with all after it; a first piece is cut."""
     fitting: list[Piece] = []
     left = width
     for text, style in row:

@@ -1,1 +1,1 @@
-"""Self-contained HTML pages and their SVG charts."""
+"""Makes self-contained HTML pages with SVG charts."""

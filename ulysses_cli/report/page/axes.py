@@ -1,4 +1,4 @@
-"""Values -> places on a chart, and the few round ticks that explain them. Pure; knows numbers and units, not SVG."""
+"""Maps values to places on a chart, and chooses round ticks for an axis. Knows numbers and units, not SVG."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ulysses_cli.report.quantities import (
 )
 
 LONGEST_TICK = 11
-SMALLEST = 1e-290  # value that a logarithmic axis shows: arithmetic near the end of floats is no longer exact
+SMALLEST = 1e-290  # the smallest value on a logarithmic axis: smaller floats are no longer exact
 
 
 @dataclass(frozen=True)
 class Axis:
-    """From `low` at pixel `start` to `high` at pixel `end`. Ticks are (value, text), rising."""
+    """Maps `low` to pixel `start` and `high` to pixel `end`. Ticks are (value, text), in rising order."""
 
     low: float
     high: float
@@ -51,11 +51,12 @@ def make_axis(
     padding: float = 0.0,
     from_zero: bool = False,
 ) -> Axis:
-    """`padding` is the free share at both ends. Values that reach down near zero, seen as a whole, stand on it."""
-    found = list(values)
-    if not found:
+    """`padding` is the free share at both ends. A linear axis with padding starts at zero if the lowest value is less
+    than a quarter of the highest."""
+    numbers = list(values)
+    if not numbers:
         return Axis(1.0, 2.0, start, end, is_log, ())
-    low, high = min(found), max(found)
+    low, high = min(numbers), max(numbers)
     if is_log:
         low, high = (low / 1.5, high * 1.5) if high <= low * (1 + 1e-9) else (low, high)
         spread = 2.0 ** ((math.log2(high) - math.log2(low)) * padding)
@@ -81,7 +82,7 @@ def _make_linear_ticks(
         step = max(1.0, step)
     first, last = math.ceil(low / scale / step - 1e-9), math.floor(high / scale / step + 1e-9)
     numbers = [index * step for index in range(first, last + 1)]
-    texts = _write_alike(numbers, step)
+    texts = _format_ticks(numbers, step)
     return tuple(
         (number * scale, text + suffix if number else "0")
         for place, (number, text) in enumerate(zip(numbers, texts, strict=True))
@@ -89,8 +90,9 @@ def _make_linear_ticks(
     )
 
 
-def _write_alike(numbers: list[float], step: float) -> list[str]:
-    """With as many decimals as the step has; by powers of ten where that would be long; with more digits if need be."""
+def _format_ticks(numbers: list[float], step: float) -> list[str]:
+    """Formats ticks with as many decimals as the step has, or with powers of ten if that would be too long. Uses more
+    digits if two ticks would have the same text."""
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     texts = [f"{number:,.{min(decimals, 20)}f}" for number in numbers]
     if max(map(len, texts), default=0) > LONGEST_TICK or max(map(abs, numbers), default=1) < 1e-3:
@@ -99,7 +101,7 @@ def _write_alike(numbers: list[float], step: float) -> list[str]:
 
 
 def _pick_tick_scale(largest: float, unit: str) -> tuple[float, str]:
-    """One scale for all ticks of an axis, so that they can be compared at a glance."""
+    """One scale for all ticks of an axis, so that they are easy to compare."""
     if unit == "bytes":
         scale, suffix = pick_scale(largest, BINARY_SUFFIXES)
         return scale, f" {suffix}B"
@@ -116,7 +118,7 @@ def _pick_tick_scale(largest: float, unit: str) -> tuple[float, str]:
 
 
 def _round_step(rough: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """Rounds up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
 

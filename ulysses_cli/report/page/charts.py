@@ -1,6 +1,6 @@
-"""Numbers -> SVG: lines, bars, stacks. Pure functions; text is escaped, gaps stay gaps, no spike is thinned away.
+"""Draws charts as SVG: lines, bars, stacks. Escapes text, keeps gaps, and keeps every spike when it thins points.
 
-A label may end in its unit, as in `memory (bytes)`: tokens, bytes, seconds, share or USD decide how numbers look.
+A label may end in its unit, as in `memory (bytes)`. The units tokens, bytes, seconds, share and USD have their formats.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ulysses_cli.report.page.axes import SMALLEST, Axis, make_axis
 from ulysses_cli.report.page.drawing import BOTTOM, HEIGHT, TOP, WIDTH, Label, estimate_width
 from ulysses_cli.report.quantities import NO_VALUE, format_quantity, is_number, split_unit
 
-COLUMN_WIDTH = 0.5  # of a viewBox unit: what thinning sees as one place
+COLUMN_WIDTH = 0.5  # in units of the viewBox: points within one column are thinned
 MANY_POINTS = 400
-MAX_VALUES_SHOWN = 8  # above bars
+MAX_VALUES_SHOWN = 8  # above bars; with more bars, no value is written
 LEAST_LEVEL_ROOM, LEAST_SLANTED_BAND, SLANTED_ROOM = 72, 20, 62
 Values = Sequence[float | None]
 
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A dashed line across the chart: a GPU's capacity at a height (`y`), a checkpoint at a place (`x`)."""
+    """A dashed line across the chart with its text, such as a GPU's capacity on the y axis."""
 
     value: float
     text: str
@@ -43,7 +43,7 @@ class Mark:
 
 @dataclass
 class _Track:
-    """A series as it can be drawn: unbroken runs of points, and the places of values that are no numbers."""
+    """A series prepared for drawing: unbroken runs of points, and the x of values that are NaN or infinite."""
 
     runs: list[list[tuple[float, float]]] = field(default_factory=list)
     broken: list[float] = field(default_factory=list)
@@ -64,14 +64,14 @@ def draw_lines(
     marks: Sequence[Mark] = (),
 ) -> str:
     (x_text, x_unit), (y_text, y_unit) = split_unit(x_label), split_unit(y_label)
-    tracks = [_make_track(one, x_log, y_log) for one in series]
+    tracks = [_make_track(curve, x_log, y_log) for curve in series]
     xs = [x for track in tracks for x in (*(x for x, _ in track.walk()), *track.broken)]
     ys = [y for track in tracks for _, y in track.walk()]
     levels = [m for m in marks if m.axis == "y" and is_number(m.value) and (m.value > SMALLEST or not y_log)]
     y_axis = make_axis(
         [*ys, *(m.value for m in levels)], BOTTOM, TOP, y_unit, is_log=y_log, padding=0.05, from_zero=y_unit == "bytes"
     )
-    ends = [_label_end(one, track, y_unit, len(series) == 1) for one, track in zip(series, tracks, strict=True)]
+    ends = [_label_end(curve, track, y_unit, len(series) == 1) for curve, track in zip(series, tracks, strict=True)]
     left = drawing.compute_left(y_axis.ticks)
     right = drawing.compute_right([*ends, *(m.text for m in levels)])
     is_whole = all(float(x).is_integer() for x in xs)
@@ -88,56 +88,56 @@ def draw_lines(
         if track.runs:
             labels.append(Label(y_axis.place(track.runs[-1][-1][1]), end, index))
     if not xs:
-        parts.append(_say_empty(left, right))
-    story = [f"Lines over {x_text}."] + [
-        _tell_series(one, track, y_unit) for one, track in zip(series, tracks, strict=True)
-    ]
-    story += [f"{mark.text}: {format_quantity(mark.value, y_unit if mark.axis == 'y' else x_unit)}." for mark in marks]
-    return drawing.wrap_svg(title, " ".join(story), [*parts, *drawing.draw_labels(right, labels)])
+        parts.append(_draw_empty(left, right))
+    description = [f"Lines over {x_text}."]
+    description += [_describe_series(curve, track, y_unit) for curve, track in zip(series, tracks, strict=True)]
+    for mark in marks:
+        description.append(f"{mark.text}: {format_quantity(mark.value, y_unit if mark.axis == 'y' else x_unit)}.")
+    return drawing.wrap_svg(title, " ".join(description), [*parts, *drawing.draw_labels(right, labels)])
 
 
 def draw_bars(title: str, labels: Sequence[str], values: Values | Mapping[str, Values], y_label: str) -> str:
-    """One bar per label, or a group of them per label when `values` maps names to values."""
+    """One bar per label, or a group of bars per label if `values` maps names to values."""
     y_text, unit = split_unit(y_label)
     groups = dict(values) if isinstance(values, Mapping) else {"": values}
     _check_lengths(labels, groups)
-    finite = [value for one in groups.values() for value in one if value is not None and is_number(value)]
+    finite = [value for group in groups.values() for value in group if value is not None and is_number(value)]
     y_axis = make_axis(finite or [1.0], BOTTOM, TOP, unit, from_zero=True, padding=0.04)
     left, right = drawing.compute_left(y_axis.ticks), drawing.compute_right(list(groups))
     bars, texts, floor = drawing.draw_frame(left, right, y_axis, y_text), [], y_axis.place(0)
     band = (right - left) / max(1, len(labels))
     width = band * (0.82 if band > 4 else 1) / max(1, len(groups))
-    for index, (name, one) in enumerate(groups.items()):
-        for position, value in enumerate(one):
+    for index, (name, group) in enumerate(groups.items()):
+        for position, value in enumerate(group):
             x, text = left + (position + 0.5) * band + (index - len(groups) / 2) * width, format_quantity(value, unit)
-            said = f"{f'{name}, ' if name else ''}{labels[position]}: {text}"
+            tooltip = f"{f'{name}, ' if name else ''}{labels[position]}: {text}"
             if value is None or not is_number(value):
                 missing = text if estimate_width(text) <= width else NO_VALUE
                 texts.append(drawing.write_text(x + width / 2, floor - 5, missing, anchor="middle", kind="muted"))
                 continue
             height = y_axis.place(value)
-            bars.append(_draw_box("bar", index, x, width, floor, height, said))
+            bars.append(_draw_box("bar", index, x, width, floor, height, tooltip))
             if len(labels) * len(groups) <= MAX_VALUES_SHOWN and estimate_width(text) <= width * 1.1:
                 above = height - 5 if value >= 0 else height + 14
                 texts.append(drawing.write_text(x + width / 2, above, text, anchor="middle"))
     bars += [*texts, *_draw_band_labels(labels, left, band)]
     step = drawing.LINE_HEIGHT
     names = [Label(TOP + index * step, name, index) for index, name in enumerate(groups) if name]
-    story = f"Bars, {y_text}, {format_count(len(labels), 'place')}." + "".join(
-        f" {name or y_text}: highest {format_quantity(max(ys), unit)} at {labels[list(one).index(max(ys))]}."
-        for name, one in groups.items()
-        if (ys := [value for value in one if value is not None and is_number(value)])
+    description = f"Bars, {y_text}, {format_count(len(labels), 'label')}." + "".join(
+        f" {name or y_text}: highest {format_quantity(max(ys), unit)} at {labels[list(group).index(max(ys))]}."
+        for name, group in groups.items()
+        if (ys := [value for value in group if value is not None and is_number(value)])
     )
-    return drawing.wrap_svg(title, story, [*bars, *drawing.draw_labels(right, names)])
+    return drawing.wrap_svg(title, description, [*bars, *drawing.draw_labels(right, names)])
 
 
 def draw_stack(title: str, labels: Sequence[str], parts: Mapping[str, Sequence[float]], unit: str) -> str:
-    """One bar per label, made of its parts from the bottom up. `unit`: bytes, seconds, or any word."""
+    """One bar per label, stacked from its parts, the first at the bottom. `unit` is bytes, seconds, or any word."""
     y_text, unit = split_unit(unit)
     _check_lengths(labels, parts)
     for name, values in parts.items():
         if any(not is_number(value) or value < 0 for value in values):
-            raise ValueError(f"{name} of {title} has a part that is no amount: {list(values)}")
+            raise ValueError(f"{name} of {title} has a part that is negative or not a number: {list(values)}")
     totals = [math.fsum(values) for values in zip(*parts.values(), strict=True)]
     y_axis = make_axis(totals or [1.0], BOTTOM, TOP, unit, from_zero=True, padding=0.04)
     left, right = drawing.compute_left(y_axis.ticks), drawing.compute_right(list(parts))
@@ -148,10 +148,10 @@ def draw_stack(title: str, labels: Sequence[str], parts: Mapping[str, Sequence[f
     for index, (name, values) in enumerate(parts.items()):
         for position, value in enumerate(values):
             floor, height = y_axis.place(below[position]), y_axis.place(below[position] + value)
-            said = f"{name}, {labels[position]}: {format_quantity(value, unit)}"
             if value > 0:
                 x = left + (position + 0.5) * band - width / 2
-                marks.append(_draw_box("part", index, x, width, floor, height, said))
+                tooltip = f"{name}, {labels[position]}: {format_quantity(value, unit)}"
+                marks.append(_draw_box("part", index, x, width, floor, height, tooltip))
             if position == len(labels) - 1:
                 names.append(Label((floor + height) / 2, name, index))
             below[position] += value
@@ -162,17 +162,17 @@ def draw_stack(title: str, labels: Sequence[str], parts: Mapping[str, Sequence[f
             marks.append(drawing.write_text(x, y_axis.place(total) - 5, text, anchor="middle"))
     marks += _draw_band_labels(labels, left, band)
     if not labels:
-        marks.append(_say_empty(left, right))
-    story = f"Stacked bars, {len(labels)} of them." + "".join(
+        marks.append(_draw_empty(left, right))
+    description = f"{format_count(len(labels), 'stacked bar')}." + "".join(
         f" {label}: {format_quantity(total, unit)}, most of it {max(parts, key=lambda name: parts[name][position])}."
         for position, (label, total) in enumerate(zip(labels, totals, strict=False))
         if position < MAX_VALUES_SHOWN
     )
-    return drawing.wrap_svg(title, story, [*marks, *drawing.draw_labels(right, names)])
+    return drawing.wrap_svg(title, description, [*marks, *drawing.draw_labels(right, names)])
 
 
 def thin_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of every pixel column the first, the lowest, the highest and the last point, in their order."""
+    """Keeps the first, the lowest, the highest and the last point of every pixel column, in their order."""
     kept: list[tuple[float, float]] = []
     start = 0
     for position in range(1, len(points) + 1):
@@ -186,7 +186,7 @@ def thin_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def _make_track(series: Series, x_log: bool, y_log: bool) -> _Track:
-    """Breaks the line at gaps and where x goes back, as it does when a run resumes from an older checkpoint."""
+    """Breaks the line at gaps, and where x decreases, as it does if a run resumes from an older checkpoint."""
     track, is_open = _Track(), False
     for x, y in zip(series.xs, series.ys, strict=True):
         if not is_number(x) or (x_log and x < SMALLEST):
@@ -220,8 +220,8 @@ def _draw_track(index: int, track: _Track, x_axis: Axis, y_axis: Axis) -> str:
     bad = "".join(f"M{x - 3} {TOP - 8}l6 6m0 -6l-6 6" for x in crosses)
     many = " many" if sum(map(len, track.runs)) > MANY_POINTS else ""
     line = f'<path class="line{many}" d="{"".join(path)}"/>' if path else ""
-    told = f'<path class="bad" d="{bad}"><title>not a number</title></path>' if bad else ""
-    return f'<g class="{drawing.pick_class(index)}">{line}{"".join(dots)}{told}</g>'
+    cross = f'<path class="bad" d="{bad}"><title>not a number</title></path>' if bad else ""
+    return f'<g class="{drawing.pick_class(index)}">{line}{"".join(dots)}{cross}</g>'
 
 
 def _draw_x_marks(marks: Sequence[Mark], x_axis: Axis) -> list[str]:
@@ -237,16 +237,16 @@ def _draw_x_marks(marks: Sequence[Mark], x_axis: Axis) -> list[str]:
     return drawn
 
 
-def _draw_box(kind: str, index: int, x: float, width: float, floor: float, height: float, said: str) -> str:
+def _draw_box(kind: str, index: int, x: float, width: float, floor: float, height: float, tooltip: str) -> str:
     top, tall = min(floor, height), max(abs(floor - height), 0.3)
     return (
         f'<rect class="{kind} {drawing.pick_class(index)}" x="{x:.2f}" y="{top:.1f}" width="{width:.2f}" '
-        f'height="{tall:.1f}"><title>{drawing.escape(said)}</title></rect>'
+        f'height="{tall:.1f}"><title>{drawing.escape(tooltip)}</title></rect>'
     )
 
 
 def _draw_band_labels(labels: Sequence[str], left: float, band: float) -> list[str]:
-    """Level where they fit, slanted where they are few, every n-th where they are many."""
+    """Draws labels level if they fit, slanted if there are few of them, and otherwise only every n-th."""
     longest, room = max(map(estimate_width, labels), default=0.0), band - 6
     slant, stride = 0.0, 1
     if longest > room and room < LEAST_LEVEL_ROOM:
@@ -264,24 +264,24 @@ def _draw_band_labels(labels: Sequence[str], left: float, band: float) -> list[s
 
 
 def _label_end(series: Series, track: _Track, unit: str, is_alone: bool) -> str:
+    """A series' name with its last value, or the name alone if there is no room for both."""
     if not track.runs:
         return ""
-    """A name with its last value; the name alone where there is no room for both."""
     value = format_quantity(track.runs[-1][-1][1], unit)
-    whole = value if is_alone else f"{series.name} {value}"
-    return whole if estimate_width(whole) <= drawing.MAX_LABEL_WIDTH else series.name
+    text = value if is_alone else f"{series.name} {value}"
+    return text if estimate_width(text) <= drawing.MAX_LABEL_WIDTH else series.name
 
 
-def _tell_series(series: Series, track: _Track, unit: str) -> str:
+def _describe_series(series: Series, track: _Track, unit: str) -> str:
     ys = [y for _, y in track.walk()]
     if not ys:
         return f"{series.name}: no values."
     named = (("first", ys[0]), ("lowest", min(ys)), ("highest", max(ys)), ("last", ys[-1]))
     text = f"{series.name}: " + ", ".join(f"{word} {format_quantity(value, unit)}" for word, value in named)
-    return text + (f"; {format_count(len(track.broken), 'value')} without a number." if track.broken else ".")
+    return text + (f"; {format_count(len(track.broken), 'value')} not a number." if track.broken else ".")
 
 
-def _say_empty(left: float, right: float) -> str:
+def _draw_empty(left: float, right: float) -> str:
     return drawing.write_text((left + right) / 2, HEIGHT / 2, "no values", anchor="middle", kind="muted")
 
 

@@ -1,4 +1,4 @@
-"""The report of prepared data as one HTML page: what data_report.py says in text, with pictures. Computes nothing."""
+"""Makes the report of prepared data as one HTML page: the content of data_report.py, with charts. Computes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ulysses_cli.report.data_report import (
     format_bad,
     format_balance,
     format_sample,
-    format_share,
     sum_histogram,
     tabulate_sources,
     tabulate_split,
@@ -27,18 +26,19 @@ from ulysses_cli.report.page.page import (
     make_page,
     tabulate_lines,
 )
+from ulysses_cli.report.quantities import format_binary, format_share
 
 Report = Mapping[str, Any]
 
 
 def make_data_page(report: Report) -> str:
     sections = [
-        PageSection("What training will see", _describe_rows(report)),
-        PageSection("Lengths", [_draw_lengths(report)]),
+        PageSection("Training rows", _describe_rows(report)),
+        PageSection("Document lengths", [_draw_lengths(report)]),
         PageSection("Other row lengths", [_draw_choices(report)]),
         PageSection("Sources", [Table(*tabulate_sources(report)), *_list_bad(report)]),
         *(
-            PageSection(f"What became of the documents: {split}", [Table((split, "count", "tokens"), rows)])
+            PageSection(f"Documents kept, cut and left out: {split}", [Table((split, "count", "tokens"), rows)])
             for split in ("train", "eval")
             if report["splits"][split]["num_rows"] and (rows := tabulate_split(report, split))
         ),
@@ -62,7 +62,7 @@ def _describe_rows(report: Report) -> Sequence[Figures | Facts | Note]:
             ),
         ]
     )
-    across = "may look across documents" if report["attend_across_documents"] else "keeps documents apart"
+    across = "looks across documents" if report["attend_across_documents"] else "keeps documents apart"
     facts = Facts(
         [
             ("row", f"{report['max_length']:,} tokens; attention {across}"),
@@ -73,14 +73,9 @@ def _describe_rows(report: Report) -> Sequence[Figures | Facts | Note]:
     return [figures, facts, *(Note(note, is_warning=True) for note in report["notes"])]
 
 
-def format_size(tokens: int) -> str:
-    """A power of two in few letters."""
-    return f"{tokens}" if tokens < 1024 else f"{tokens >> 10}Ki" if tokens < 1 << 20 else f"{tokens >> 20}Mi"
-
-
 def _draw_lengths(report: Report) -> Chart:
     totals = sum_histogram(report)
-    labels = [f"to {format_size(to)}" for to in totals]
+    labels = [f"to {format_binary(to)}" for to in totals]
     counts = list(totals.values())
     quantiles = report["facts"]["quantiles"]
     note = f"half of the documents have at most {quantiles['0.5']:,} tokens, the longest {quantiles['1']:,}"
@@ -96,13 +91,12 @@ def _draw_choices(report: Report) -> Chart:
         Series("rows full", lengths, [entry["efficiency"] for entry in entries]),
     ]
     x_label, y_label = "max_length (tokens)", "of the tokens (share)"
-    marks = [Mark(report["max_length"], "yours", "x")]
-    drawn = draw_lines(
-        "Lost if documents are truncated, filled if they are split", series, x_label, y_label, x_log=True, marks=marks
-    )
-    return Chart(drawn, "", tabulate_lines(series, x_label, y_label))
+    marks = [Mark(report["max_length"], "this recipe", "x")]
+    title = "Tokens lost by truncation, rows full after splitting"
+    svg = draw_lines(title, series, x_label, y_label, x_log=True, marks=marks)
+    return Chart(svg, "", tabulate_lines(series, x_label, y_label))
 
 
 def _list_bad(report: Report) -> list[Preformatted]:
-    said = format_bad(report["sources"])
-    return [Preformatted(said, "bad rows")] if said else []
+    text = format_bad(report["sources"])
+    return [Preformatted(text, "bad rows")] if text else []

@@ -1,5 +1,5 @@
-"""What all charts share: one size, one palette for light and dark, escaped text, a frame of ticks, labels that do not
-collide. Knows no kind of chart.
+"""The parts that all charts share: size, palettes for light and dark, escaped text, a frame with ticks, labels that do
+not overlap. Knows no kind of chart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ulysses_cli.report.page.axes import Axis
 WIDTH, HEIGHT = 480, 290
 TOP, BOTTOM = 58, 246  # of the plot: title and the y axis's name above, ticks and the x axis's name below
 FONT_SIZE, LINE_HEIGHT = 12.5, 16
-SMALL_SCREEN = 1.1  # how much larger text is there
+SMALL_SCREEN = 1.1  # text is larger by this factor on a small screen
 MAX_LABEL_WIDTH, MAX_TITLE_WIDTH, MAX_LABELS = 165, WIDTH / 1.2, 11
 GLYPH_WIDTHS = {
     **dict.fromkeys("%MW@mw\u2026", 0.98),
@@ -60,7 +60,7 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Label:
-    """Text at the right edge that wants to stand beside a height. `series` < 0 is a mark's."""
+    """Text at the right edge, as near to a height as other labels allow. `series` is below 0 for a mark's label."""
 
     height: float
     text: str
@@ -68,24 +68,24 @@ class Label:
 
 
 def escape(text: object) -> str:
-    """Safe in HTML and XML, as text and as attribute. What XML cannot hold becomes a replacement character."""
+    """Escapes text for HTML and XML, also within attributes. Replaces characters that XML cannot hold."""
     clean = re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", str(text))
     return html.escape(clean, quote=True)
 
 
 def estimate_width(text: str) -> float:
-    """An upper bound for the common fonts, on a small screen."""
+    """An upper bound of a text's width on a small screen, for the common fonts."""
     glyphs = (GLYPH_WIDTHS.get(letter, 0.66 if letter < "\u2e80" else 1.05) for letter in text)
     return sum(glyphs) * FONT_SIZE * SMALL_SCREEN
 
 
 def shorten(text: str, room: float) -> str:
-    """From the middle: names that begin alike differ at their ends."""
+    """Leaves out the middle of a text: names with a common start differ at their ends."""
     if estimate_width(text) <= room:
         return text
-    for most in range(min(len(text) - 1, int(room)), 0, -1):
-        tail = most // 3
-        short = f"{text[: most - tail]}\u2026{text[len(text) - tail :]}"
+    for length in range(min(len(text) - 1, int(room)), 0, -1):
+        tail = length // 3
+        short = f"{text[: length - tail]}\u2026{text[len(text) - tail :]}"
         if estimate_width(short) <= room:
             return short
     return ""
@@ -102,7 +102,7 @@ def write_text(x: float, y: float, text: str, *, anchor: str = "start", kind: st
 
 
 def wrap_svg(title: str, description: str, marks: Iterable[str]) -> str:
-    """A whole picture, complete in itself. The name ties title and description to it for screen readers."""
+    """A complete SVG. Its ids link the title and the description to it for screen readers."""
     body = "".join(marks)
     name = f"c{zlib.crc32((title + description + body).encode('utf-8', 'replace')):08x}"
     return (
@@ -123,7 +123,7 @@ def compute_right(labels: Sequence[str]) -> float:
 
 
 def draw_frame(left: float, right: float, y_axis: Axis, y_label: str) -> list[str]:
-    """Grid lines with their values and the y axis's name, which stands where it can be read: level, on top."""
+    """Grid lines with their values, and the y axis's name: level and on top, so that it is easy to read."""
     marks = [write_text(2, TOP - 17, shorten(y_label, MAX_TITLE_WIDTH), kind="muted")]
     for value, text in y_axis.ticks:
         height = y_axis.place(value)
@@ -148,7 +148,7 @@ def draw_x_ticks(x_axis: Axis, x_label: str) -> list[str]:
 
 
 def draw_labels(right: float, labels: Sequence[Label]) -> list[str]:
-    """Each beside its height, moved up or down just enough that none covers another."""
+    """Draws each label at its height, moved up or down just enough that labels do not overlap."""
     shown = list(labels[:MAX_LABELS])
     if len(labels) > len(shown):
         shown[-1:] = [Label(BOTTOM, f"and {len(labels) - MAX_LABELS + 1} more")]

@@ -1,6 +1,6 @@
-"""Charts, tables and text -> one HTML page that needs nothing else: no script, no network, no font, no picture.
+"""Makes one HTML page of charts, tables and text that needs no script, network, font or image file.
 
-Everything but charts is escaped, and the page's own policy forbids whatever an escape could have missed.
+Escapes everything but charts. The page's Content-Security-Policy also blocks scripts and requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_TABLE_ROWS = 200
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as they are shown. A column of numbers is set to the right."""
+    """A table of formatted cells. Columns of numbers are aligned to the right."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -30,7 +30,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """An SVG of charts.py, a line of text below it, and its numbers for those who do not see it."""
+    """An SVG of charts.py, a line of text below it, and its numbers as a table, for people who cannot see the chart."""
 
     svg: str
     note: str = ""
@@ -39,7 +39,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Preformatted:
-    """Preformatted: a recipe, a log."""
+    """Preformatted text, such as a recipe or a log. With a name, it is folded."""
 
     text: str
     name: str = ""
@@ -47,7 +47,7 @@ class Preformatted:
 
 @dataclass(frozen=True)
 class Note:
-    """A paragraph. A warning stands out."""
+    """A paragraph. A warning is highlighted."""
 
     text: str
     is_warning: bool = False
@@ -55,14 +55,14 @@ class Note:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names with their values, one a line."""
+    """Names with their values, one pair per line."""
 
     pairs: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The few numbers that a reader came for, large: (name, value, remark)."""
+    """The most important numbers, in large type: (name, value, remark)."""
 
     items: Sequence[tuple[str, str, str]]
 
@@ -93,11 +93,11 @@ def make_page(title: str, sections: Sequence[PageSection], subtitle: str = "") -
 
 
 def tabulate_lines(series: Sequence[Series], x_label: str, y_label: str) -> Table:
-    """The numbers of a line chart, one row per x. Long ones are sampled evenly, which the caption says."""
+    """The numbers of a line chart, one row per x. A long table is sampled evenly, and its caption says so."""
     (x_text, x_unit), (y_text, y_unit) = split_unit(x_label), split_unit(y_label)
     values: dict[float, dict[int, float | None]] = {}
-    for index, one in enumerate(series):
-        for x, y in zip(one.xs, one.ys, strict=True):
+    for index, curve in enumerate(series):
+        for x, y in zip(curve.xs, curve.ys, strict=True):
             values.setdefault(x, {})[index] = y
     xs = sorted(values)
     stride = -(-len(xs) // MAX_TABLE_ROWS)
@@ -109,23 +109,24 @@ def tabulate_lines(series: Sequence[Series], x_label: str, y_label: str) -> Tabl
         )
         for x in shown
     ]
-    caption = f"{len(shown)} of {len(xs):,} places" if len(shown) < len(xs) else ""
-    return Table((x_text, *(one.name or y_text for one in series)), rows, caption)
+    caption = f"{len(shown)} of {len(xs):,} rows" if len(shown) < len(xs) else ""
+    return Table((x_text, *(curve.name or y_text for curve in series)), rows, caption)
 
 
 def tabulate_bars(
     labels: Sequence[str], values: Mapping[str, Sequence[float | None]], y_label: str, of: str = ""
 ) -> Table:
-    """The numbers of bars or of a stack, one row per label. `of` says what the labels are."""
+    """The numbers of bars or of a stack, one row per label. `of` is the heading of the labels."""
     unit = split_unit(y_label)[1]
     rows = [
-        (label, *(format_quantity(one[place], unit) for one in values.values())) for place, label in enumerate(labels)
+        (label, *(format_quantity(group[place], unit) for group in values.values()))
+        for place, label in enumerate(labels)
     ]
     return Table((of, *values), rows)
 
 
 def _make_section(section: PageSection) -> str:
-    """Charts that follow each other stand side by side where there is room, and so do tables beside them."""
+    """Sets consecutive charts, and tables among them, side by side where there is room."""
     parts = []
     for can_share, group in itertools.groupby(section.body, lambda block: isinstance(block, Chart | Table)):
         blocks = list(group)
@@ -141,7 +142,7 @@ def _make_block(block: Block) -> str:
     match block:
         case Chart():
             if not block.svg.startswith("<svg "):
-                raise ValueError("a chart is what charts.py draws")
+                raise ValueError("a chart must be an SVG of charts.py")
             note = f"<figcaption>{escape(block.note)}</figcaption>" if block.note else ""
             data = ""
             if block.data is not None:

@@ -1,6 +1,6 @@
-"""A run as one page: what it learned, how fast, what it held in memory, where the time went, and what it was made of.
+"""Makes a run's report as one HTML page: loss, speed, time of a step, memory, automatic choices, setup.
 
-Shows a chart only where the run has its numbers. Masking is done already, by run_files.
+Draws a chart only if the run has recorded its numbers. run_files has masked the secrets before.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from ulysses_cli.report.run_summary import list_figures, list_step_parts, list_v
 
 MIN_STEPS_TO_SMOOTH = 200
 MAX_STACKS = 24
-SPIKY = 20  # times the median: such values want a logarithmic axis
+SPIKY = 20  # a maximum of so many times the median gets a logarithmic axis
 
 
 def make_run_page(run: RecordedRun, summary: Mapping[str, Any]) -> str:
-    """`summary` is summarize_run's."""
+    """`summary` is the result of summarize_run."""
     notes = [Note(note, is_warning=True) for note in run.notes]
     if summary["num_bad_steps"]:
         bad = format_count(summary["num_bad_steps"], "step")
-        notes.append(Note(f"{bad} with a loss that is no number; crosses mark them.", is_warning=True))
+        notes.append(Note(f"{bad} with a loss that is NaN or infinite; crosses mark them.", is_warning=True))
     head: list[Block] = [*notes, Figures(list_figures(dict(summary)))]
     sections = [
-        ("At a glance", head),
-        ("What it learned", _show_learning(run)),
-        ("How fast it went", _show_speed(run, summary)),
-        ("Where the time went", _show_parts(run, summary)),
-        ("What it held in memory", _show_memory(run)),
-        ("Choices that were made", _show_choices(run)),
-        ("What it was made of", _show_origin(run)),
+        ("Summary", head),
+        ("Loss", _show_learning(run)),
+        ("Speed", _show_speed(run, summary)),
+        ("Time of a step", _show_parts(run, summary)),
+        ("Memory", _show_memory(run)),
+        ("Automatic choices", _show_choices(run)),
+        ("Setup", _show_origin(run)),
     ]
     folder = run.folder.resolve().name or str(run.folder)
     title = f"{summary['model']}: {mask_text(folder)}" if summary["model"] else mask_text(folder)
@@ -75,16 +75,15 @@ def _plot(title: str, series: Sequence[Series], y_label: str, note: str = "", **
 
 
 def _read_series(lines: Sequence[Line], name: str, key: str) -> Series:
-    """A key that is there and null is a value that could not be told as a number: it is drawn as such."""
-    has = [line for line in lines if key in line]
-    ys = [line[key] if isinstance(line[key], int | float) else math.nan for line in has]
-    return Series(name, [line["step"] for line in has], ys)
+    """The values of a key by step. A null is a value that JSON cannot hold, NaN or infinite; it is drawn as a cross."""
+    present = [line for line in lines if key in line]
+    ys = [line[key] if isinstance(line[key], int | float) else math.nan for line in present]
+    return Series(name, [line["step"] for line in present], ys)
 
 
 def _plot_key(title: str, run: RecordedRun, key: str, y_label: str, note: str = "", **more: Any) -> list[Block]:
-    found = list_values(run.metrics, key)
-    if not any(found):
-        return []  # absent, or zero throughout: nothing to see
+    if not any(list_values(run.metrics, key)):
+        return []  # not recorded, or always zero
     lines = [line for line in run.metrics if line.get(key) is not None]
     return [_plot(title, [_read_series(lines, "", key)], y_label, note, **more)]
 
@@ -109,7 +108,7 @@ def _show_learning(run: RecordedRun) -> list[Block]:
 
 
 def _smooth(series: Series, width: int) -> Series:
-    """The mean of the last `width` numbers. Starts where there are that many."""
+    """The mean of the last `width` numbers, from the first step that has that many."""
     window: list[float] = []
     xs: list[float] = []
     means: list[float | None] = []
@@ -123,23 +122,23 @@ def _smooth(series: Series, width: int) -> Series:
 
 
 def _show_positions(evals: Sequence[Line]) -> list[Block]:
-    """Whether far positions are learned too: the reason for long rows."""
-    found: dict[str, Series] = {}
+    """The evaluation loss by position: shows whether the model learns at the far positions of long rows, too."""
+    curves: dict[str, Series] = {}
     for line in evals:
         buckets = line.get("by_position")
         for name, bucket in buckets.items() if isinstance(buckets, dict) else ():
             loss = bucket.get("loss") if isinstance(bucket, dict) else None
             if is_number(loss):
-                old = found.get(name, Series(name, (), ()))
-                found[name] = Series(name, [*old.xs, line["step"]], [*old.ys, loss])
-    if not found:
+                old = curves.get(name, Series(name, (), ()))
+                curves[name] = Series(name, [*old.xs, line["step"]], [*old.ys, loss])
+    if not curves:
         return []
     title, label = "Evaluation loss by position in the document", "nats per supervised token"
-    if max(len(series.xs) for series in found.values()) > 1:
-        return [_plot(title, list(found.values()), label)]
-    last = [series.ys[-1] for series in found.values()]
-    svg = charts.draw_bars(title, list(found), last, label)
-    return [Chart(svg, "", tabulate_bars(list(found), {"loss": last}, label, "position"))]
+    if max(len(series.xs) for series in curves.values()) > 1:
+        return [_plot(title, list(curves.values()), label)]
+    last = [series.ys[-1] for series in curves.values()]
+    svg = charts.draw_bars(title, list(curves), last, label)
+    return [Chart(svg, "", tabulate_bars(list(curves), {"loss": last}, label, "position"))]
 
 
 def _show_speed(run: RecordedRun, summary: Mapping[str, Any]) -> list[Block]:
@@ -173,7 +172,7 @@ def _show_parts(run: RecordedRun, summary: Mapping[str, Any]) -> list[Block]:
     whole = sum(total.values())
     share = f"{summary['dominant_share']:.0%}"
     note = f"{summary['dominant_part'].replace('_', ' ')} takes most: {share} of a step"
-    note += f". Each bar is the mean of up to {size} sampled steps from the step below it." if size > 1 else ""
+    note += f". Each bar is the mean of up to {size} sampled steps; its label is the first of them." if size > 1 else ""
     svg = charts.draw_stack("Parts of a step", labels, parts, "time by step (seconds)")
     rows = [
         (name.replace("_", " "), format_quantity(value / len(samples), "seconds"), f"{value / whole:.1%}")
@@ -235,11 +234,11 @@ def _show_origin(run: RecordedRun) -> list[Block]:
 
 
 def _write_value(value: Any) -> str:
-    """As text, whatever it is; a large count with its short form."""
+    """Any value of run.json as text. A large count also has its short form."""
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {_write_value(one)}" for name, one in value.items())
+        return ", ".join(f"{name}: {_write_value(part)}" for name, part in value.items())
     if isinstance(value, list):
-        return ", ".join(_write_value(one) for one in value)
+        return ", ".join(map(_write_value, value))
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, int) and is_number(value):
