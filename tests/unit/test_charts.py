@@ -84,7 +84,7 @@ def test_gaps_are_gaps_and_broken_values_are_told() -> None:
     circles = list(read(svg).iter(f"{SVG}circle"))
     assert len(circles) == 1  # the last value stands alone
     assert "not a number" in svg
-    assert "1 value without a number" in svg
+    assert "1 value not a number" in svg
     assert "not a number" not in draw_lines("t", [Series("a", [1, 2], [None, 1.0])], "step", "loss")
 
 
@@ -162,7 +162,7 @@ def test_parts_of_a_stack_stand_on_each_other(rows: list[list[float]]) -> None:
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 def test_a_part_that_is_no_amount_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="logits of Memory has a part that is no amount"):
+    with pytest.raises(ValueError, match="logits of Memory has a part that is negative or not a number"):
         draw_stack("Memory", ["a", "b"], {"logits": [1.0, bad]}, "bytes")
 
 

@@ -71,7 +71,7 @@ def test_what_does_not_fit_says_what_would() -> None:
 def test_a_row_that_ends_at_an_index_says_so() -> None:
     """With whole logits, 2^31 elements come long before this GPU is full; in tiles, memory comes first."""
     said = run("estimate-memory", RECIPE, "--gpu", "h200", "memory.tiled_loss=false").stdout
-    assert "with these levers (beyond, a tensor passes 2^31 elements)" in said
+    assert "with these levers (a longer row has a tensor of more than 2^31 elements)" in said
     said = run("estimate-memory", RECIPE, "--gpu", "h100-80gb", "memory.tiled_loss=true").stdout
     assert "2^31" not in said
 

@@ -121,7 +121,7 @@ def test_the_numbers_of_lines_are_merged_by_place_and_sampled_honestly() -> None
     assert [*many.header] == ["step", "memory"]
     assert len(many.rows) <= MAX_TABLE_ROWS + 1
     assert (many.rows[0][0], many.rows[-1][0]) == ("0", "1,000")
-    assert many.caption == f"{len(many.rows)} of 1,001 places"
+    assert many.caption == f"{len(many.rows)} of 1,001 rows"
     assert not tabulate_lines([], "step", "loss").rows
 
 

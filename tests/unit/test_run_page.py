@@ -105,7 +105,7 @@ def test_steps_done_again_after_a_resume_are_shown_once_and_paid_twice(tmp_path:
     summary, _ = make(folder)
     assert (summary["last_step"], summary["tokens"], summary["loss"]["last"]) == (8, 80, 112.0)
     assert summary["steps_cost_usd"] == 13 * 2 * 1.5
-    assert any("5 steps done again" in note for note in summary["notes"])
+    assert any("repeated 5 steps" in note for note in summary["notes"])
 
 
 def test_losses_that_are_no_numbers_are_counted_and_marked(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_losses_that_are_no_numbers_are_counted_and_marked(tmp_path: Path) -> No
     summary, page = make(write_lines(tmp_path / "run", *lines, {"step": 5}))
     assert summary["num_bad_steps"] == 3
     assert summary["loss"]["last"] == 2.0
-    assert "3 steps with a loss that is no number" in page
+    assert "3 steps with a loss that is NaN or infinite" in page
     assert "<title>not a number</title>" in page
 
 
@@ -142,7 +142,7 @@ def test_a_damaged_run_json_stops_nothing(tmp_path: Path, text: str) -> None:
 def test_one_evaluation_is_bars_by_position(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 100)
     _, page = make(folder)
-    assert "Bars, nats per supervised token, 7 places. nats per supervised token: highest" in page
+    assert "Bars, nats per supervised token, 7 labels. nats per supervised token: highest" in page
     assert all(name in page for name in BUCKETS)
 
 

@@ -29,7 +29,7 @@ def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() ->
     said = {value: format_sweep(*each[0]) for value, each in found.items()}
     assert "kernels cannot index while memory.tiled_loss is false" in said["false"]
     assert "tiled_loss" not in said["auto"]
-    assert "-: a tensor of a rank would pass 2^31 elements, which kernels cannot index" in said["auto"]
+    assert "-: a tensor of a rank would exceed 2^31 elements, which kernels cannot index" in said["auto"]
 
 
 @pytest.mark.parametrize("name", ["llama-3.3-70b-128k-4x8gpu", "qwen3-32b-128k-4x8gpu", "tiny-cpu"])
