@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from support.commands import run
 from support.generated_docs import COMMAND, DOCS, PAGES, fill
-from support.house import PACKAGE, ROOT
+from support.house import MODULES, PACKAGE, ROOT, parse
 
 from ulysses_cli.plan.recipe.schema import walk_settings
 
@@ -185,3 +186,13 @@ def test_figures_of_the_readme_are_those_of_the_results() -> None:
         f"{100 * load('data-cpu')['packing_efficiency']:.1f} % of a row is filled",
     ):
         assert figure in readme
+
+
+def test_names_that_examples_import_exist() -> None:
+    for page in PAGES:
+        for block in list_blocks(page.read_text(), "python"):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ulysses_cli"):
+                    module = str(node.module).removeprefix("ulysses_cli.").replace(".", "/")
+                    defined = {getattr(definition, "name", "") for definition in parse(MODULES[module]).body}
+                    assert {alias.name for alias in node.names} <= defined, f"{page.name}: {module}"
