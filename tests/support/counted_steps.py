@@ -158,7 +158,7 @@ def _predict(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: i
     shape = read_model_shape({"max_position_embeddings": 4096, **config, "num_hidden_layers": NUM_LAYERS}, "model")
     job = Job(shape, Layout(1, 1, sp_size), num_tokens * sp_size, levers)
     return max(
-        sum(size for name, size in moment.lines.items() if name not in ENGINE_LINES)
-        for moment in walk_moments(job)
-        if moment.phase in ("forward", "backward")
+        sum(size for name, size in snapshot.lines.items() if name not in ENGINE_LINES)
+        for snapshot in walk_moments(job)
+        if snapshot.phase in ("forward", "backward")
     )

@@ -19,7 +19,7 @@ import yaml
 
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.job import Job, make_job
-from ulysses_cli.plan.ledger.ledger import walk_moments
+from ulysses_cli.plan.ledger.snapshots import walk_snapshots
 from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import read_levers
@@ -241,9 +241,9 @@ def make_drawn_job(drawn: Drawn) -> Job:
 def predict_phases(job: Job) -> dict[str, int]:
     """The formula's bytes of what a trace sees, in each phase at the fullest."""
     phases: dict[str, int] = {}
-    for moment in walk_moments(job):
-        seen = sum(size for line, size in moment.lines.items() if line not in UNSEEN)
-        phases[moment.phase] = max(seen, phases.get(moment.phase, 0))
+    for snapshot in walk_snapshots(job):
+        seen = sum(size for line, size in snapshot.lines.items() if line not in UNSEEN)
+        phases[snapshot.phase] = max(seen, phases.get(snapshot.phase, 0))
     return phases
 
 

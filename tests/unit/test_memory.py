@@ -10,7 +10,7 @@ from support.model_shapes import LLAMA, NAMES, QWEN, SHAPES
 from support.recipes import load, make_shape
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger import layer
+from ulysses_cli.plan.ledger import mlp
 from ulysses_cli.plan.ledger.host import list_host_phases
 from ulysses_cli.plan.ledger.job import EngineSettings, Job, make_job, read_engine
 from ulysses_cli.plan.ledger.ledger import PHASES, compute_ledger
@@ -152,7 +152,7 @@ def test_memory_never_falls_with_length(job: Job, more: int) -> None:
     # A tile more makes each tile smaller: at most one tile of the MLP, or of the loss, apart.
     slack = 0.02 if job.levers.tiled_mlp or job.levers.tiled_loss else 0.0
     kinds, tile = job.shape.layer_kinds, min(job.local_tokens, job.shape.hidden_size)
-    inside = max(layer.compute_inside_saved(job, kind, tile) for kind in kinds) * job.levers.tiled_mlp
+    inside = max(mlp.compute_inside_saved(job, kind, tile) for kind in kinds) * job.levers.tiled_mlp
     assert theirs.gpu_peak_bytes >= ours.gpu_peak_bytes * (1 - slack) - inside
     assert theirs.host_peak_bytes >= ours.host_peak_bytes
 

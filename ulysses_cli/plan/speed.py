@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from ulysses_cli.plan.flops import count_pairs
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger import host
+from ulysses_cli.plan.ledger.attention import saves_slices
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import keeps_slices
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes
 from ulysses_cli.plan.models.shape import Layer
@@ -95,7 +95,7 @@ def compute_exchange_bytes(job: Job) -> float:
         return 0.0
     q, r = job.query_width, job.row_kv_width
     forward = 2 * q + 2 * r
-    backward = (3 * q + 2 * r if keeps_slices(job) else q) + q + 2 * r
+    backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
     width = forward * (1 + (job.levers.gradient_checkpointing == "full")) + backward
     return job.dtype_bytes * width * job.local_tokens * job.shape.num_layers * (sp_size - 1) / sp_size
 
@@ -195,7 +195,7 @@ def _compute_offload(job: Job, gpu: Gpu) -> float:
     """Per micro-step: what is kept goes to the host and comes back, shards of offloaded weights come twice. Those on a
     disk, of which none is kept, come for each run of a module; ranks of a machine share its disk."""
     rate = gpu.host_gb_s * GIGA * gpu.efficiency.host
-    kept = 2.0 * host.compute_kept_pinned(job) / rate
+    kept = 2.0 * host.compute_saved_pinned(job) / rate
     weights = job.dtype_bytes * job.weights.num_elements / job.world_size
     if job.levers.offload_param == "none":
         return kept

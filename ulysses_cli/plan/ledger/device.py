@@ -1,4 +1,5 @@
-"""What a GPU holds beside torch's tensors, and how sure the ledger is. No trace sees these; each has a source."""
+"""What a GPU holds besides torch's tensors, and how far the ledger may be off. No trace sees these bytes; each term
+names its source."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Mapping
 
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import compute_mlp_forward
+from ulysses_cli.plan.ledger.mlp import compute_mlp_forward
 from ulysses_cli.plan.ledger.zero.states import compute_reduce_flush
 
 MIB = 1 << 20
@@ -15,7 +16,7 @@ CUBLAS_BYTES = 32 * MIB  # torch: CUBLAS_WORKSPACE_CONFIG default on Hopper and 
 NCCL_CHANNEL_BYTES = 10 * MIB  # a connection's buffers: NCCL_BUFFSIZE 4 MiB, LL128 about 5 MiB, LL 1 MiB
 NCCL_CHANNELS, NCCL_CONNECTIONS = 16, 4  # a ring and a tree have two neighbours each
 PAGE_BYTES = 2 * MIB  # expandable segments grow by pages of this size
-SHARE_UNSURE, DEVICE_SHARE_UNSURE = 0.03, 0.5  # of torch's bytes; of what is beside them
+SHARE_UNSURE, DEVICE_SHARE_UNSURE = 0.03, 0.5  # of torch's bytes; of all others
 
 
 def compute_context(job: Job) -> int:
@@ -37,21 +38,25 @@ def compute_cublas(job: Job) -> int:
 
 
 def compute_allocator(job: Job, allocated: int, *, expandable: bool) -> int:
-    """What torch's allocator holds beyond the bytes in use. Memory of the stream that reduces gradients cannot serve
-    the others, so a flushed bucket's room stays held. With expandable segments the rest is pages that are not full:
-    one for each of the hundreds of tensors alive, 1 %. Without them, what a large tensor leaves cannot serve a larger
-    one: plain logits leave b V S under their float32 copies, a layer leaves its widest forward."""
-    held = compute_reduce_flush(job)
+    """What torch's allocator reserves beyond the bytes in use. Memory of the stream that reduces gradients cannot serve
+    other streams, so a flushed bucket's block stays reserved. With expandable segments the rest is pages that are not
+    full: one for each of the hundreds of live tensors, 1 %. Without them, a freed block cannot serve a larger tensor:
+    plain logits leave b V S under their float32 copies, a layer leaves its widest forward."""
+    reserved = compute_reduce_flush(job)
     if expandable:
-        return held + allocated // 100
+        return reserved + allocated // 100
     plain = 0 if job.levers.tiled_loss else job.dtype_bytes * job.shape.vocab_size * job.local_tokens
-    return held + allocated // 100 + max(plain, max(compute_mlp_forward(job, layer) for layer in job.shape.layer_kinds))
+    return (
+        reserved
+        + allocated // 100
+        + max(plain, max(compute_mlp_forward(job, layer) for layer in job.shape.layer_kinds))
+    )
 
 
 def compute_uncertainty(gpu_lines: Mapping[str, int]) -> int:
-    """How far the truth may be off either way: 3 % of torch's bytes, half of what is beside them."""
-    beside = sum(gpu_lines.get(name, 0) for name in DEVICE_LINES)
-    return round(SHARE_UNSURE * (sum(gpu_lines.values()) - beside) + DEVICE_SHARE_UNSURE * beside)
+    """How far the ledger may be off, up or down: 3 % of torch's bytes, half of all others."""
+    others = sum(gpu_lines.get(name, 0) for name in DEVICE_LINES)
+    return round(SHARE_UNSURE * (sum(gpu_lines.values()) - others) + DEVICE_SHARE_UNSURE * others)
 
 
 DEVICE_LINES = ("cuda_context", "nccl", "allocator")

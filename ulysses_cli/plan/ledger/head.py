@@ -1,4 +1,7 @@
-"""Bytes of the output head and the loss, plain and in tiles. V vocabulary, h hidden, S local tokens, b dtype bytes."""
+"""Bytes of the final norm, the output head and the loss, whole or in tiles of tokens.
+
+V vocabulary, h hidden, S local tokens, b bytes of the dtype.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,14 @@ def trains_head(job: Job) -> bool:
 
 
 def compute_final_norm(job: Job) -> int:
-    """The last norm keeps its float32 input and scaled result, and its output is the head's input: (4 + 2 b) h S."""
+    """The last norm saves its float32 input and scaled result, and its output is the head's input: (4 + 2 b) h S."""
     return compute_norm_saved(job, job.shape.hidden_size) + job.dtype_bytes * job.shape.hidden_size * job.local_tokens
 
 
 def compute_final_norm_forward(job: Job) -> int:
-    """As it is computed: its input, that in float32, normed, cast to the model's dtype, and scaled: (8 + 3 b) h S;
-    where it is scaled in float32 too, (12 + 2 b) h S; fused, input and output; in tiles, those and all of one tile."""
+    """While it is computed: its input, the input in float32, normalized, cast to the model's dtype, and scaled: (8 + 3
+    b) h S. Where it is scaled in float32 too: (12 + 2 b) h S. Fused: input and output. In tiles: input, output and all
+    of one tile."""
     b, hidden = job.dtype_bytes, job.shape.hidden_size
     precise = 4 * (job.shape.model_type in PRECISE_NORMS) or b
     whole = 8 + 2 * b + precise
@@ -42,37 +46,38 @@ def compute_final_norm_forward(job: Job) -> int:
 
 
 def compute_final_norm_backward(job: Job) -> int:
-    """As in a layer, and the gradient of what was scaled, b h S, until it is cast to float32; in tiles or fused, the
-    gradients on either side."""
+    """As in a layer, and the gradient of what was scaled, b h S, until it is cast to float32. In tiles or fused: the
+    gradients of input and output."""
     hidden, tokens, b = job.shape.hidden_size, job.local_tokens, job.dtype_bytes
     is_cast = b < 4 and job.shape.model_type not in PRECISE_NORMS
     return compute_norm_backward(job, hidden) + (2 if saves_norm_input(job) else is_cast) * b * hidden * tokens
 
 
 def compute_proof_logits(job: Job) -> int:
-    """Before training the head is proven on a few tokens: the model's logits and those of the loss, in float32, and
-    those as they came or bent (train/assembly/build.py: _prove_head)."""
-    return PROOF_TOKENS * job.shape.vocab_size * (8 + (4 if _bends_logits(job) else job.dtype_bytes % 4))
+    """Before training the head is checked on a few tokens: the model's logits and those of the loss, in float32, and
+    those in the model's dtype or transformed (train/assembly/build.py: _prove_head)."""
+    return PROOF_TOKENS * job.shape.vocab_size * (8 + (4 if _transforms_logits(job) else job.dtype_bytes % 4))
 
 
 def compute_loss_forward(job: Job, *, trains: bool = True) -> int:
-    """Logits in float32 and log-softmax: 8 V S (train/loss.py). What bends logits works beside them as they came, b V
-    S: a divisor makes another 4 V S of them; a softcap divides, bends and scales, and keeps what it bent, 4 V S. A
-    z-loss sums exponentials, of which torch makes 4 V S (ReduceOps.cpp: logsumexp_out_impl). In tiles
-    (train/memory/tiled_loss.py) the same of a tile, without gradients: logits, two float32 copies, what was bent."""
+    """Logits in float32 and log-softmax: 8 V S (train/loss.py). A divisor or a softcap works while the logits in the
+    model's dtype, b V S, exist: a divisor makes another 4 V S; a softcap divides, takes the tanh and scales, and saves
+    the tanh, 4 V S. A z-loss sums exponentials, of which torch makes 4 V S (ReduceOps.cpp: logsumexp_out_impl). In
+    tiles (train/memory/tiled_loss.py) the same for one tile, without gradients: logits, two float32 copies, the
+    tanh."""
     vocab, tokens, b = job.shape.vocab_size, count_loss_tokens(job), job.dtype_bytes
-    came, capped = b if b < 4 else 0, 4 * bool(job.shape.final_softcap)
+    original, capped = b if b < 4 else 0, 4 * bool(job.shape.final_softcap)
     if job.levers.tiled_loss:
         return (b + _count_copies(job) + capped) * vocab * tokens
-    at_rule = came + (4 + capped + 4 * _bends_logits(job)) * _bends_logits(job)
-    return max(at_rule, 8 + capped + 4 * (job.has_z_loss and trains)) * vocab * tokens
+    in_transform = original + (4 + capped + 4 * _transforms_logits(job)) * _transforms_logits(job)
+    return max(in_transform, 8 + capped + 4 * (job.has_z_loss and trains)) * vocab * tokens
 
 
 def compute_loss_backward(job: Job) -> int:
-    """Log-softmax, the gradient that reaches it and the one that leaves it, all float32: 12 V S. What a softcap bent is
-    kept too, 4 V S; and for a z-loss the logits, of which its backward makes three copies in one expression, 8 V S more
-    (torch: FunctionsManual.cpp, logsumexp_backward). In tiles: logits and two float32 copies (capped: three), or their
-    gradient and the one of the head's weight that the tile makes (train/memory/tiled_loss.py)."""
+    """Log-softmax, the gradient of its output and that of its input, all float32: 12 V S. A softcap's tanh is saved
+    too, 4 V S; for a z-loss also the logits, of which its backward makes three copies in one expression, 8 V S more
+    (torch: FunctionsManual.cpp, logsumexp_backward). In tiles: logits and two float32 copies (with a softcap: three),
+    or their gradient and the one of the head's weight that the tile makes (train/memory/tiled_loss.py)."""
     vocab, capped = job.shape.vocab_size, 4 * bool(job.shape.final_softcap)
     if job.levers.tiled_loss:
         return compute_loss_tile(job, count_loss_tokens(job))
@@ -80,24 +85,25 @@ def compute_loss_backward(job: Job) -> int:
 
 
 def compute_loss_tile(job: Job, tokens: int) -> int:
-    """Of a tile of so many tokens, forward and backward in one."""
+    """Of one tile of that many tokens, forward and backward in one."""
     vocab, b = job.shape.vocab_size, job.dtype_bytes
     copies = (_count_copies(job) + 4 * bool(job.shape.final_softcap)) * vocab * tokens
     return b * vocab * tokens + max(copies, compute_tile_gradient(job))
 
 
 def compute_tile_gradient(job: Job) -> int:
-    """b V h: of a tile, of the head's weight. Float32 gradients are the sum's first, or added as they are made."""
+    """b V h: one tile's gradient of the head's weight. In float32 it is the sum itself, or is added as it is made."""
     return compute_head_gradient(job) if job.dtype_bytes < 4 else 0
 
 
-def _bends_logits(job: Job) -> bool:
+def _transforms_logits(job: Job) -> bool:
     return bool(job.shape.final_softcap) or job.shape.logits_divisor != 1
 
 
 def _count_copies(job: Job) -> int:
-    """Bytes of a tile's float32 logits and their log-softmax. Float32 logits are not copied, unless they are bent."""
-    return 8 if job.dtype_bytes < 4 or _bends_logits(job) else 4
+    """Bytes of a tile's float32 logits and their log-softmax. Float32 logits are copied only if they are
+    transformed."""
+    return 8 if job.dtype_bytes < 4 or _transforms_logits(job) else 4
 
 
 def count_loss_tokens(job: Job) -> int:
@@ -107,12 +113,12 @@ def count_loss_tokens(job: Job) -> int:
 
 
 def compute_head_accumulator(job: Job) -> int:
-    """In tiles, the head's gradient adds up in float32: 4 V h. A frozen head has none."""
+    """In tiles, the head's gradient is summed in float32: 4 V h. A frozen head has none."""
     return 4 * count_head_elements(job) if job.levers.tiled_loss and trains_head(job) else 0
 
 
 def compute_hidden_gradient(job: Job) -> int:
-    """In tiles, the hidden states' gradient is made with the loss and waits for the backward: b h S."""
+    """In tiles, the hidden states' gradient is made with the loss and held until the backward: b h S."""
     return job.dtype_bytes * job.shape.hidden_size * job.local_tokens if job.levers.tiled_loss else 0
 
 
@@ -122,10 +128,10 @@ def compute_head_gradient(job: Job) -> int:
 
 
 def compute_added_gradient(job: Job) -> int:
-    """When a tile's gradient of the head joins the sum: b V of a tile and b V h."""
+    """While a tile's gradient of the head is added to the sum: b V for each token of a tile, and b V h."""
     return job.dtype_bytes * job.shape.vocab_size * count_loss_tokens(job) + compute_tile_gradient(job)
 
 
 def compute_logits_gradient(job: Job) -> int:
-    """While the head's own gradient is made from them: b V S; in tiles they are gone by then."""
+    """While the head's own gradient is made from them: b V S; in tiles they are freed by then."""
     return 0 if job.levers.tiled_loss else job.dtype_bytes * job.shape.vocab_size * job.local_tokens

@@ -5,33 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
+from ulysses_cli.plan.ledger.attention import compute_attention_result
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import (
-    compute_attention_result,
-    compute_kept_output,
-    compute_layer_input,
-    keeps_result,
-)
+from ulysses_cli.plan.ledger.layer import compute_layer_input, saves_result
+from ulysses_cli.plan.ledger.mlp import compute_saved_output
 from ulysses_cli.plan.ledger.weights import Weights, count_shard, list_sub_groups
 from ulysses_cli.plan.ledger.zero import states
 
-PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; resident set as ranks report it
+PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; the resident set that ranks report
 LARGEST_FILE_BYTES = 5 << 30  # transformers writes weights in files of this size
 ADAM_SAVED_BYTES = 12  # of a weight: float32 weight and moments
-SHARE_UNSURE, PROCESS_SHARE_UNSURE = 0.03, 0.5  # of what is allocated by size; of what a process takes by itself
+SHARE_UNSURE, PROCESS_SHARE_UNSURE = 0.03, 0.5  # of what is allocated by size; of a process's own memory
 
 
-def compute_kept_pinned(job: Job) -> int:
-    """Per rank: what recomputation starts from, of every offloaded layer: ALST's tokens / world x hidden x layers x 2 x
-    ranks of the node, and results that are kept. Buffers are page-locked as large as they are
-    (train/memory/offload.py)."""
-    kept = compute_layer_input(job) + compute_kept_output(job)
-    return job.levers.offloaded_layers * (kept + (compute_attention_result(job) if keeps_result(job) else 0))
+def compute_saved_pinned(job: Job) -> int:
+    """Per rank, of every offloaded layer: its input (ALST: tokens / world x hidden x layers x 2 x ranks of the node)
+    and its saved results. Page-locked buffers have exactly the tensors' sizes (train/memory/offload.py)."""
+    saved = compute_layer_input(job) + compute_saved_output(job)
+    return job.levers.offloaded_layers * (saved + (compute_attention_result(job) if saves_result(job) else 0))
 
 
 def compute_pinned_rounding(job: Job) -> int:
-    """DeepSpeed's page-locked buffers are torch's, which rounds each up to a power of two (CachingHostAllocator.h);
-    those through which files pass are as large as asked for (deepspeed_pin_tensor.cpp)."""
+    """DeepSpeed's page-locked buffers are torch's, which rounds each up to a power of two (CachingHostAllocator.h).
+    Buffers for files have the requested size (deepspeed_pin_tensor.cpp)."""
     levers, shard = job.levers, count_shard(job.weights.num_trained, job.world_size)
     blocks = [states.compute_host_parameters(job)] if levers.offload_param == "cpu" else []
     if levers.offload_optimizer != "none":
@@ -54,8 +50,9 @@ def round_up(size: int) -> int:
 
 
 def compute_save_copy(job: Job) -> int:
-    """Per rank: of everything that a checkpoint holds; or of the tensors on their way to the file, three at a time
-    (train/tensor_file.py: MAX_CHUNKS), those of the largest weight. Host memory is written as it is."""
+    """Per rank: a copy of everything that a checkpoint holds (async_save); or of the three tensors of the largest
+    weight, since three at a time pass to the file (train/tensor_file.py: MAX_CHUNKS). What is in host memory already
+    is written without a copy."""
     shard = count_shard(job.weights.num_trained, job.world_size)
     if job.async_save:
         return ADAM_SAVED_BYTES * shard
@@ -65,7 +62,7 @@ def compute_save_copy(job: Job) -> int:
 
 
 def compute_host_uncertainty(lines: Mapping[str, int]) -> int:
-    """How far the truth may be off either way."""
+    """How far the ledger may be off, up or down."""
     process = lines.get("process", 0)
     return round(SHARE_UNSURE * (sum(lines.values()) - process) + PROCESS_SHARE_UNSURE * process)
 
@@ -80,15 +77,15 @@ def list_host_phases(job: Job, phases: Iterable[str]) -> dict[str, dict[str, int
         "parameters_pinned": states.compute_host_parameters(job),
         "pinned_rounding": compute_pinned_rounding(job),
     }
-    kept = {"activations_pinned": compute_kept_pinned(job)}
+    offloaded = {"activations_pinned": compute_saved_pinned(job)}
     copied = {"save_copy": compute_save_copy(job)}
-    # below ZeRO-3 each rank reads the whole model before it moves (train/assembly/loading.py)
+    # below ZeRO-3 each rank reads the whole model into host memory first (train/assembly/loading.py)
     read = {"parameters_read": job.dtype_bytes * job.weights.num_elements if job.zero_stage < 3 else 0}
-    found = {}
+    host_phases = {}
     for phase in phases:
-        lines = {**always, **({} if phase in ("load", "evaluation") else kept)}
+        lines = {**always, **({} if phase in ("load", "evaluation") else offloaded)}
         lines |= {"load": read, "save": copied}.get(phase, {})
-        found[phase] = {name: ranks * size for name, size in lines.items() if size}
+        host_phases[phase] = {name: ranks * size for name, size in lines.items() if size}
         if phase in ("load", "save"):
-            found[phase]["weights_file"] = LARGEST_FILE_BYTES
-    return found
+            host_phases[phase]["weights_file"] = LARGEST_FILE_BYTES
+    return host_phases

@@ -1,4 +1,5 @@
-"""What the ledger looks at: one run with everything settled. Plain numbers; a recipe is read here and nowhere else."""
+"""Job: one run with everything settled, as plain numbers. The ledger's input; of the ledger, only this file reads a
+recipe."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ BYTES = {"bfloat16": 2, "bf16": 2, "fp16": 2, "float32": 4, "fp32": 4}
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """DeepSpeed's settings that cost memory, in elements; its defaults where the config is silent (runtime/zero/
-    config.py; runtime/engine.py: gradients travel as they are unless something else is said)."""
+    """DeepSpeed's settings that cost memory, in elements. Where the config does not set one: DeepSpeed's default
+    (runtime/zero/config.py; runtime/engine.py: gradients travel in their own dtype unless the config sets another)."""
 
     reduce_bucket: int = 500_000_000
     prefetch_bucket: int = 50_000_000
@@ -37,12 +38,12 @@ class EngineSettings:
 
 
 def read_engine(config: Mapping[str, Any], dtype_bytes: int) -> EngineSettings:
-    zero, said = config.get("zero_optimization") or {}, config.get("communication_data_type")
+    zero, communication = config.get("zero_optimization") or {}, config.get("communication_data_type")
     accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
 
     def get(name: str, default: int) -> int:
-        found = zero.get(name, zero.get(f"stage3_{name}", default))
-        return int(found) if isinstance(found, int | float) and not isinstance(found, bool) else default
+        value = zero.get(name, zero.get(f"stage3_{name}", default))
+        return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
     return EngineSettings(
         get("reduce_bucket_size", 500_000_000),
@@ -51,7 +52,7 @@ def read_engine(config: Mapping[str, Any], dtype_bytes: int) -> EngineSettings:
         get("max_reuse_distance", 1_000_000_000),
         get("param_persistence_threshold", 100_000),
         get("sub_group_size", 1_000_000_000),
-        BYTES.get(str(said), dtype_bytes),
+        BYTES.get(str(communication), dtype_bytes),
         BYTES.get(str(accumulated), dtype_bytes),
     )
 
@@ -119,7 +120,8 @@ class Job:
 
     @property
     def kv_gradients_add_up(self) -> bool:
-        """Key/value gradients arrive piecemeal and are summed in float32 (attention/heads.py: HeadPlan.adds_up)."""
+        """Key/value gradients arrive in parts and are summed in float32 (train/attention/heads.py:
+        HeadPlan.adds_up)."""
         chunks, sp_size = self.levers.head_chunks, self.layout.sp_size
         return chunks > 1 and (self.shape.num_kv_heads % (sp_size * chunks) != 0)
 
@@ -133,12 +135,12 @@ class Job:
 
 
 def is_known(shape: ModelShape) -> bool:
-    """There is a formula for its layers."""
+    """Whether there is a formula for its layers."""
     return shape.model_type in FAMILIES and shape.num_parameters is not None
 
 
 def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
-    """A model whose layers no formula describes is refused: a guess would look like an answer."""
+    """Raises RecipeError for a model whose layers no formula describes: a guess would look like an answer."""
     if is_known(shape):
         return
     why = f": {shape.inexact}" if shape.inexact and "not on the list" not in shape.inexact else ""
@@ -149,8 +151,8 @@ def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
 
 
 def make_engine(recipe: Recipe, levers: Levers) -> EngineSettings:
-    made = make_ds_config(recipe, make_layout(recipe), levers.offload_optimizer, levers.offload_param)
-    return read_engine(merge_user_config(made, recipe.deepspeed), BYTES[recipe.model.dtype])
+    config = make_ds_config(recipe, make_layout(recipe), levers.offload_optimizer, levers.offload_param)
+    return read_engine(merge_user_config(config, recipe.deepspeed), BYTES[recipe.model.dtype])
 
 
 def read_adapters(recipe: Recipe) -> Adapters | None:
@@ -162,7 +164,7 @@ def read_adapters(recipe: Recipe) -> Adapters | None:
 
 
 def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8) -> Job:
-    """A recipe that passed its checks, with its levers settled -> Job."""
+    """For a recipe that passed its checks, with settled levers."""
     check_known(shape)
     layout = make_layout(recipe)
     return Job(

@@ -1,10 +1,10 @@
-"""Moments of a layer's backward, from the end of the layer to its beginning."""
+"""Snapshots of a layer's backward, from the end of the layer to its beginning."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ulysses_cli.plan.ledger import layer
+from ulysses_cli.plan.ledger import attention, layer, mlp
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.weights import INPUT_NORM, NORM_BEHIND, has_norm_before, has_norm_behind
@@ -12,59 +12,63 @@ from ulysses_cli.plan.models.shape import Layer
 
 
 def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, MemorySnapshot]]:
-    """The last layer's backward, when everything below is still kept, and the place of each moment in the layer."""
-    mlp, norm_saved = layer.compute_mlp_saved(job, kind), layer.compute_norm_saved(job, job.shape.hidden_size)
-    attention, own_input = layer.compute_attention_saved(job), layer.compute_layer_input(job)
-    result = 0 if layer.keeps_result(job) else layer.compute_attention_result(job)
+    """Yields (place in the layer, snapshot) for the last layer, while all layers below still hold what they saved."""
+    mlp_saved, norm_saved = mlp.compute_mlp_saved(job, kind), layer.compute_norm_saved(job, job.shape.hidden_size)
+    attention_saved, own_input = attention.compute_attention_saved(job), layer.compute_layer_input(job)
+    result = 0 if layer.saves_result(job) else attention.compute_attention_result(job)
     norm_work = layer.compute_norm_backward(job, job.shape.hidden_size)
 
-    def at(name: str, attention_left: int, mlp_left: int, **work: int) -> MemorySnapshot:
+    def take(name: str, attention_left: int, mlp_left: int, **work: int) -> MemorySnapshot:
         return make_inside(job, kind, base, name, attention_left, mlp_left, work)
 
-    whole = attention + result
+    whole_attention = attention_saved + result
     if job.levers.gradient_checkpointing is not False:
-        again = {"recomputed_attention": layer.compute_attention_again(job), "recomputed_mlp": 0}
+        again = {"recomputed_attention": attention.compute_attention_again(job), "recomputed_mlp": 0}
         yield "attention", MemorySnapshot("backward", "recomputation", {**base, **again})
     if has_norm_behind(job.shape):
-        yield NORM_BEHIND, at("norm behind the MLP", whole, mlp, norm_backward=norm_work)
-        if kept := layer.compute_kept_output(job):
-            base = {**base, "kept_mlp_outputs": base["kept_mlp_outputs"] - kept}
+        yield NORM_BEHIND, take("norm behind the MLP", whole_attention, mlp_saved, norm_backward=norm_work)
+        if output := mlp.compute_saved_output(job):
+            base = {**base, "kept_mlp_outputs": base["kept_mlp_outputs"] - output}
     left = count_mlp_left(job, kind)
     if not kind.num_experts and not layer.is_tiled(job):
-        yield "down", at("the MLP's last matrix", whole, left, mlp=layer.compute_down_backward(job))
-        yield "gate", at("gate and up", whole, left, mlp=layer.compute_gate_backward(job))
-    yield "mlp", at("mlp", whole, left, mlp=layer.compute_mlp_backward(job, kind))
-    yield "norm", at("norm", whole, norm_saved, norm_backward=norm_work + own_input)
-    rest = attention - layer.compute_output_input(job) + result
-    yield "attention", at("exchange", rest, 0, attention_exchange=layer.compute_attention_exchange(job))
-    kernel = {"attention": layer.compute_attention_kernel(job), "attention_kernel": layer.compute_kernel_workspace(job)}
-    yield "attention", at("attention", rest, 0, **kernel)
+        yield "down", take("the MLP's last matrix", whole_attention, left, mlp=mlp.compute_down_backward(job))
+        yield "gate", take("gate and up", whole_attention, left, mlp=mlp.compute_gate_backward(job))
+    yield "mlp", take("mlp", whole_attention, left, mlp=mlp.compute_mlp_backward(job, kind))
+    yield "norm", take("norm", whole_attention, norm_saved, norm_backward=norm_work + own_input)
+    rest = attention_saved - attention.compute_output_input(job) + result
+    yield "attention", take("exchange", rest, 0, attention_exchange=attention.compute_attention_exchange(job))
+    kernel = {
+        "attention": attention.compute_attention_kernel(job),
+        "attention_kernel": attention.compute_kernel_workspace(job),
+    }
+    yield "attention", take("attention", rest, 0, **kernel)
     if job.family.query_key_norm:
-        rows = layer.compute_attention_rows(job)
+        rows = attention.compute_attention_rows(job)
         norm = layer.compute_norm_backward(job, job.query_width) + rows
-        yield "q_norm", at("query norm", rest - rows - result, 0, norm_backward=norm)
+        yield "q_norm", take("query norm", rest - rows - result, 0, norm_backward=norm)
     if has_norm_before(job.shape):
-        saved = norm_saved * (not layer.is_input_kept(job))
-        yield INPUT_NORM, at("input norm", saved, 0, norm_backward=norm_work + own_input)
+        saved = norm_saved * (not attention.shares_layer_input(job))
+        yield INPUT_NORM, take("input norm", saved, 0, norm_backward=norm_work + own_input)
 
 
 def count_mlp_left(job: Job, kind: Layer) -> int:
-    """What the MLP's backward finds: a norm behind it has let its own go."""
-    mlp = layer.compute_mlp_saved(job, kind)
+    """What is still saved when the MLP's backward begins: a norm behind it has freed its own part."""
+    saved = mlp.compute_mlp_saved(job, kind)
     if not has_norm_behind(job.shape):
-        return mlp
-    return mlp - layer.compute_norm_behind_saved(job) + layer.compute_layer_input(job)
+        return saved
+    return saved - mlp.compute_norm_behind_saved(job) + layer.compute_layer_input(job)
 
 
 def make_inside(
     job: Job, kind: Layer, base: Lines, name: str, attention_left: int, mlp_left: int, work: Lines
 ) -> MemorySnapshot:
-    """What is left of a layer at some time of its backward, and what is worked with. With recomputation its inside is
-    made anew; without, it is part of what is kept, and goes piece by piece."""
+    """A snapshot inside a layer's backward: what is left of the layer's saved tensors, and the tensors in use. With
+    recomputation the inside of the layer is computed again; without it, the inside is part of `kept_layers` and is
+    freed piece by piece."""
     if job.levers.gradient_checkpointing is not False:
         adapters = layer.compute_adapter_saved(job)
         left = {"recomputed_attention": attention_left, "recomputed_mlp": mlp_left, "lora": adapters}
         return MemorySnapshot("backward", name, {**base, **left, **work})
-    whole = layer.compute_attention_saved(job) + layer.compute_attention_result(job)
-    gone = whole - attention_left + layer.compute_mlp_saved(job, kind) - mlp_left
+    whole = attention.compute_attention_saved(job) + attention.compute_attention_result(job)
+    gone = whole - attention_left + mlp.compute_mlp_saved(job, kind) - mlp_left
     return MemorySnapshot("backward", name, {**base, "kept_layers": base["kept_layers"] - gone, **work})

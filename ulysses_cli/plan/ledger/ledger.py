@@ -1,40 +1,26 @@
 """The ledger: bytes per rank on the GPU and per node on the host, by phase and by line.
 
-A phase is as large as its fullest moment; the lines of a moment add up to it. Each line is a function in plan/ledger/.
-Arguments in, values out.
+A phase is as large as its fullest snapshot, and the lines of a snapshot add up to it. Each line is a function in
+plan/ledger/. Takes a Job, returns values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ulysses_cli.plan.ledger import device, head, layer
+from ulysses_cli.plan.ledger import device
 from ulysses_cli.plan.ledger.host import compute_host_uncertainty, list_host_phases
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer_backward import walk_layer_backward
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
-from ulysses_cli.plan.ledger.saved_results import count_embedded, drop_layers, list_kept
-from ulysses_cli.plan.ledger.zero import lower_stages, states
-from ulysses_cli.plan.ledger.zero.flushes import list_last_filled
-from ulysses_cli.plan.ledger.zero.gathering import Gathered, Highs, compute_gathered
-from ulysses_cli.plan.ledger.zero.reductions import SENT, walk_flushes, walk_sent
-from ulysses_cli.plan.models.shape import Layer
+from ulysses_cli.plan.ledger.snapshots import walk_snapshots
 
 PHASES = ("load", "forward", "backward", "optimizer_step", "evaluation", "save")
-LEAVES, HEAD_SENT = "head's gradient leaves", "head's gradient is reduced"
-HEAD_MOMENTS = ("final norm", LEAVES, HEAD_SENT)
-EMBEDDED, LAST_SENT, FIRST = "embedding", "last gradients are reduced", "the first "
-MAKING, BETWEEN = "master weights are made", "between micro-steps"
-PASSES, BEFORE_GRADIENTS = ("forward", "backward"), ("loss", "head's gradient")
-BEFORE_ATTENTION = ("the MLP's last matrix", "gate and up", "mlp", "norm")
-INPUT_BYTES = 24  # of a token: its number, label and position
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Every phase at its fullest. Bytes are a rank's on the GPU and a node's on the host."""
+    """The fullest snapshot of every phase. Bytes of a rank on the GPU, and of a node on the host."""
 
     phases: dict[str, MemorySnapshot]
     host_phases: dict[str, Lines]
@@ -42,7 +28,7 @@ class Ledger:
 
     @cached_property
     def peak(self) -> MemorySnapshot:
-        return max(self.phases.values(), key=lambda moment: moment.num_bytes)
+        return max(self.phases.values(), key=lambda snapshot: snapshot.num_bytes)
 
     @property
     def gpu_peak_bytes(self) -> int:
@@ -51,8 +37,8 @@ class Ledger:
     @property
     def gpu_allocated_bytes(self) -> int:
         """What torch.cuda.max_memory_allocated would say."""
-        beside = device.DEVICE_LINES
-        return max(sum(n for name, n in moment.lines.items() if name not in beside) for moment in self.phases.values())
+        own = device.DEVICE_LINES
+        return max(sum(n for name, n in snap.lines.items() if name not in own) for snap in self.phases.values())
 
     @cached_property
     def host_peak_bytes(self) -> int:
@@ -68,13 +54,13 @@ class Ledger:
 
 
 def compute_ledger(job: Job, *, expandable_segments: bool = True) -> Ledger:
-    # what stands beside torch's tensors grows with them: it is added at the end
+    # what the GPU holds besides torch's tensors grows with them: it is added at the end
     fullest: dict[str, MemorySnapshot] = {}
     sizes = dict.fromkeys(PHASES, -1)
-    for moment in walk_moments(job):
-        size = moment.num_bytes
-        if size > sizes[moment.phase]:
-            sizes[moment.phase], fullest[moment.phase] = size, moment
+    for snapshot in walk_snapshots(job):
+        size = snapshot.num_bytes
+        if size > sizes[snapshot.phase]:
+            sizes[snapshot.phase], fullest[snapshot.phase] = size, snapshot
     phases = {
         phase: _complete(job, fullest[phase], expandable=expandable_segments) for phase in PHASES if phase in fullest
     }
@@ -86,239 +72,11 @@ def compute_ledger(job: Job, *, expandable_segments: bool = True) -> Ledger:
     return Ledger(phases, list_host_phases(job, phases), fragmentation)
 
 
-def _complete(job: Job, moment: MemorySnapshot, *, expandable: bool) -> MemorySnapshot:
-    """With what stands beside torch's tensors; lines that are zero are left out."""
-    lines = {name: size for name, size in moment.lines.items() if size}
+def _complete(job: Job, snapshot: MemorySnapshot, *, expandable: bool) -> MemorySnapshot:
+    """Adds what the GPU holds besides torch's tensors, and leaves out lines that are zero."""
+    lines = {name: size for name, size in snapshot.lines.items() if size}
     lines["allocator"] = device.compute_allocator(job, sum(lines.values()), expandable=expandable)
     lines["cuda_context"] = device.compute_context(job)
     if job.world_size > 1:
         lines["nccl"] = device.compute_nccl(job)
-    return MemorySnapshot(moment.phase, moment.name, lines)
-
-
-def walk_moments(job: Job) -> Iterator[MemorySnapshot]:
-    """Every time at which a rank may be at its fullest, in order."""
-    for moment in _walk_all(job):
-        yield _settle_shards(job, moment) if job.zero_stage == 3 else _settle_gradients(job, moment)
-
-
-def _settle_shards(job: Job, moment: MemorySnapshot) -> MemorySnapshot:
-    """In replicas, weights that were let go since the last step have a second shard; frozen ones keep it. The head's
-    proof goes through the model twice, and so do micro-steps that add up, and an evaluation and the step behind it."""
-    if job.layout.dp_replicate_size == 1 or moment.name == MAKING:
-        return moment
-    goes_again = moment.phase == "load" or (moment.phase in PASSES and (lower_stages.adds_up(job) or job.evaluates))
-    goes_again |= job.adapters is not None
-    at_hand = 0 if goes_again else moment.lines.get("parameters_gathered", 0)
-    second = states.compute_second_shard(job, at_hand)
-    return MemorySnapshot(moment.phase, moment.name, {**moment.lines, "parameters_second_shard": second})
-
-
-def _settle_gradients(job: Job, moment: MemorySnapshot) -> MemorySnapshot:
-    """Below ZeRO-3 gradients and buckets come and go."""
-    phase = moment.phase if moment.name != BETWEEN else "forward"
-    is_reducing = phase == "backward" and moment.name not in _list_before_gradients(job)
-    sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
-    is_sending = moment.name.endswith((SENT, EMBEDDED, LAST_SENT, HEAD_SENT))
-    is_first = moment.name.startswith((FIRST, HEAD_SENT))
-    has_sent = (is_sending and not is_first) or (sent.layer == lower_stages.ABOVE and moment.name not in HEAD_MOMENTS)
-    gradients = lower_stages.compute_gradients(
-        job, phase, is_reducing=is_reducing, has_sent=has_sent, is_sending=is_sending
-    )
-    lines = {
-        "gradients": gradients - moment.lines.get(lower_stages.MOVED, 0),
-        "reduce_bucket": lower_stages.compute_buckets(job, is_reducing=is_reducing) if phase in PASSES else 0,
-    }
-    return MemorySnapshot(moment.phase, moment.name, {**moment.lines, **lines, lower_stages.MOVED: 0})
-
-
-def _list_before_gradients(job: Job) -> tuple[str, ...]:
-    """Moments of a backward before its first gradient: of adapters, those that come before the last layer's."""
-    if job.adapters is None:
-        return BEFORE_GRADIENTS
-    in_mlp = () if job.adapters.adapts(*job.family.mlp_modules) else BEFORE_ATTENTION
-    return (*BEFORE_GRADIENTS, LEAVES, "final norm", "recomputation", "norm behind the MLP", *in_mlp)
-
-
-def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
-    gathered = compute_gathered(job)
-    yield from _walk_load(job, gathered)
-    held, kept = _list_held(job, gathered), list_kept(job)
-    inside = {**kept, "embedded": count_embedded(job)}
-    recomputes = job.levers.gradient_checkpointing is not False
-    for kind in job.shape.layer_kinds:
-        for place, work in _list_forward_work(job, kind):
-            if not recomputes:  # most of it is part of what is kept
-                saved = {"attention": layer.compute_attention_saved(job), "mlp": layer.compute_mlp_saved(job, kind)}
-                work = {name: max(0, size - saved.get(name, 0)) for name, size in work.items()}
-            moment = MemorySnapshot("forward", place, {**held, **inside, **work})
-            if place == "attention" and layer.keeps_result(job):  # the layer's own is what attention works on
-                moment.lines["kept_attention_results"] -= layer.compute_attention_result(job)
-            yield from _gather(job, moment, gathered.get_highs("forward", place))
-    norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
-    yield MemorySnapshot("forward", "final norm", {**held, **inside, **norm})
-    fetched = _list_fetched(job, gathered.head, min(gathered.head, head.count_head_elements(job)))
-    yield MemorySnapshot(
-        "forward", "the head is gathered", {**held, **kept, **fetched, "final_norm": head.compute_final_norm(job)}
-    )
-    at_loss = {**held, **kept, "parameters_gathered": job.dtype_bytes * gathered.loss}
-    yield from _walk_loss(job, at_loss)
-    tied = {"tied_gradient": head.compute_head_gradient(job) if job.shape.tie_word_embeddings else 0}
-    saved = {"final_norm": layer.compute_norm_saved(job, job.shape.hidden_size)}
-    norm = {"norm_backward": head.compute_final_norm_backward(job)}
-    at_norm = {**at_loss, "parameters_gathered": job.dtype_bytes * gathered.norm}
-    yield MemorySnapshot("backward", "final norm", {**at_norm, **saved, **tied, **norm})
-    if leaves := states.compute_head_flush(job):  # when the final norm's gradient comes
-        residual = {"residual_gradient": layer.compute_layer_input(job)}
-        yield MemorySnapshot("backward", HEAD_SENT, {**at_norm, **residual, "reduce_flush": leaves})
-    base = {**held, **kept, **tied, "residual_gradient": layer.compute_layer_input(job)}
-    base["kept_gradients"] = lower_stages.compute_kept_gradients(job, 1)
-    for kind in job.shape.layer_kinds:
-        for place, moment in walk_layer_backward(job, kind, base):
-            yield from _gather(job, moment, gathered.get_highs("backward", place))
-            if job.zero_stage < 3:
-                yield from walk_sent(job, kind, moment)
-            if job.zero_stage < 3 and job.adapters is not None and job.shape.num_layers > 1:  # gradients have come
-                lines = drop_layers(job, moment.lines, job.shape.num_layers - 1)
-                yield MemorySnapshot(moment.phase, f"{moment.name}, one layer down", lines)
-            for below, num_sent in lower_stages.list_layers_below(job).items():
-                lines = drop_layers(job, moment.lines, below + 1)
-                large = {"kept_gradients": lower_stages.compute_kept_gradients(job, num_sent)}
-                yield MemorySnapshot(moment.phase, f"{moment.name}, {SENT}", {**lines, **large})
-        yield from walk_flushes(job, kind, base, gathered)
-    yield from _walk_ends(job, held, gathered)
-
-
-def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
-    """What each place of a layer's forward works with."""
-    yield "attention", {"attention": layer.compute_attention_forward(job)}
-    yield "fetch", {"mlp": 2 * layer.compute_layer_input(job)}  # before any of the MLP is computed
-    adapters = {"lora": layer.compute_adapter_work(job, kind)}
-    yield "mlp", {"mlp": layer.compute_mlp_forward(job, kind), **adapters}
-    if not kind.num_experts and not job.levers.tiled_mlp:
-        yield "first", {"mlp": layer.compute_first_forward(job), **adapters}
-        yield "gate", {"mlp": layer.compute_gate_forward(job), **adapters}
-        yield "down", {"mlp": layer.compute_down_forward(job)}
-
-
-def _gather(job: Job, moment: MemorySnapshot, highs: Highs) -> Iterator[MemorySnapshot]:
-    """The same moment in each layer in which more is gathered than in all above it."""
-    for num_gone, num_elements in highs:
-        lines = drop_layers(job, moment.lines, job.shape.num_layers - num_gone)
-        yield MemorySnapshot(
-            moment.phase, moment.name, {**lines, "parameters_gathered": job.dtype_bytes * num_elements}
-        )
-
-
-def _walk_loss(job: Job, at_loss: Lines) -> Iterator[MemorySnapshot]:
-    """Head and loss. In tiles the forward makes the gradients, and the backward only hands them on."""
-    tiled, final = job.levers.tiled_loss, {"final_norm": head.compute_final_norm(job)}
-    tiles = {
-        "head_accumulator": head.compute_head_accumulator(job),
-        "hidden_gradient": head.compute_hidden_gradient(job),
-    }
-    line = "loss_tile" if tiled else "logits"
-    # the sum of the head's gradients begins when the first tile is done
-    first, phase = {**tiles, "head_accumulator": 0}, "forward" if tiled else "backward"
-    yield MemorySnapshot("forward", "loss", {**at_loss, **final, **first, line: head.compute_loss_forward(job)})
-    yield MemorySnapshot(phase, "loss", {**at_loss, **final, **first, line: head.compute_loss_backward(job)})
-    if tiled:
-        a_tile = head.count_loss_tokens(job)
-        if second := min(a_tile, job.local_tokens - a_tile):
-            yield MemorySnapshot(
-                phase, "loss", {**at_loss, **final, **tiles, line: head.compute_loss_tile(job, second)}
-            )
-        added = {line: head.compute_added_gradient(job)}
-        yield MemorySnapshot(phase, "head's gradient is added", {**at_loss, **final, **tiles, **added})
-        final = {"final_norm": layer.compute_norm_saved(job, job.shape.hidden_size)}
-    gradient, logits = {"head_gradient": head.compute_head_gradient(job)}, {line: head.compute_logits_gradient(job)}
-    if job.dtype_bytes < 4:  # a float32 sum is the gradient itself
-        yield MemorySnapshot("backward", "head's gradient", {**at_loss, **final, **tiles, **gradient, **logits})
-    tiles["head_accumulator"] = 0  # the sum has gone when its cast leaves
-    yield MemorySnapshot("backward", LEAVES, {**at_loss, **final, **tiles, **gradient, **logits})
-
-
-def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
-    """After the layers: the embedding's gradient, the optimizer, evaluation and saving."""
-    b, embedding = job.dtype_bytes, head.compute_head_gradient(job)
-    end = {**held, "parameters_gathered": b * gathered.embedding}
-    end["kept_gradients"] = lower_stages.compute_kept_gradients(job, job.weights.num_trained)
-    came = {"residual_gradient": layer.compute_layer_input(job), "embedding_gradient": embedding}
-    # a tied weight's two gradients are added to a third
-    tied = {"embedding_gradient": embedding * (3 if job.shape.tie_word_embeddings else 1)}
-    before, last = list_last_filled(job.weights, job.engine.reduce_bucket)
-    came[lower_stages.MOVED] = lower_stages.compute_moved(job, before.num_before)
-    yield MemorySnapshot("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **came, **tied})
-    flush = {"reduce_flush": states.compute_flush(job, *before)}
-    yield MemorySnapshot("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **came, **flush})
-    flush = {"reduce_flush": states.compute_flush(job, *last)}
-    flush[lower_stages.MOVED] = lower_stages.compute_moved(job, last.num_before + last.num_elements)
-    yield MemorySnapshot("backward", LAST_SENT if last.num_before else FIRST + LAST_SENT, {**end, **flush})
-    between = {**held, "inputs": INPUT_BYTES * job.local_tokens}
-    if job.zero_stage == 1 and lower_stages.adds_up(job):
-        yield MemorySnapshot("optimizer_step", BETWEEN, between)
-    yield MemorySnapshot("optimizer_step", "before the step", between)
-    # persistent weights are let go before it, too, and gathered behind it (stage3.py: step)
-    work = {"optimizer_transients": states.compute_step_transients(job), "parameters_persistent": 0}
-    yield MemorySnapshot("optimizer_step", "the step", {**between, **work})
-    if job.evaluates:
-        yield from _walk_evaluation(job, held, compute_gathered(job, trains=False))
-    largest = 0 if job.zero_stage < 3 or job.world_size == 1 else 2 * b * job.weights.largest
-    between["inputs"] = 0
-    yield MemorySnapshot("save", "weights are gathered one by one", {**between, "parameters_gathered": largest})
-
-
-def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
-    """A forward that keeps nothing but the embedding's output and a layer's input."""
-    residual = {"residual": 2 * layer.compute_layer_input(job)}
-    for place, work in (each for kind in job.shape.layer_kinds for each in _list_forward_work(job, kind)):
-        most = {"parameters_gathered": job.dtype_bytes * gathered.get_highs("forward", place)[-1][1]}
-        yield MemorySnapshot("evaluation", place, {**held, **residual, **most, **work})
-    loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job, trains=False)}
-    at_loss = {"parameters_gathered": job.dtype_bytes * gathered.loss, "residual": layer.compute_layer_input(job)}
-    yield MemorySnapshot("evaluation", "loss", {**held, **at_loss, **loss})
-    all_came = {"parameters_gathered": job.dtype_bytes * gathered.end}
-    yield MemorySnapshot("evaluation", "gathered weights are let go", {**held, **all_came})
-
-
-def _walk_load(job: Job, gathered: Gathered) -> Iterator[MemorySnapshot]:
-    loaded = {**_list_loaded(job, gathered), "parameters_persistent": 0}  # the first step gathers them
-    if job.zero_stage == 3:
-        parameters = {"parameters": loaded["parameters"], "weight_made": states.compute_weight_made(job)}
-        yield MemorySnapshot("load", "weights are made and drawn", parameters)
-    made = {name: size for name, size in loaded.items() if name not in ("gradients", "reduce_bucket")}
-    yield MemorySnapshot("load", MAKING, {**made, "load_transients": states.compute_load_transients(job)})
-    if job.levers.offload_param != "none":
-        largest, by_hook = job.weights.largest, job.weights.largest_trained
-        one = by_hook if job.world_size == 1 else largest
-        hook = {"parameters_arriving": states.compute_arriving(job, one), "parameters_gathered": job.dtype_bytes * one}
-        yield MemorySnapshot("load", "a weight is gathered alone", {**loaded, **hook})
-    proof = {"parameters_gathered": job.dtype_bytes * gathered.proof, "logits": head.compute_proof_logits(job)}
-    yield MemorySnapshot("load", "the head is proven", {**loaded, **proof})
-
-
-def _list_fetched(job: Job, num_elements: int, num_arriving: int) -> Lines:
-    """What is gathered, while a weight comes of which nothing was at hand."""
-    arriving = states.compute_arriving(job, num_arriving) if job.world_size > 1 else 0
-    return {"parameters_gathered": job.dtype_bytes * num_elements, "parameters_arriving": arriving}
-
-
-def _list_loaded(job: Job, gathered: Gathered) -> Lines:
-    return {
-        "parameters": states.compute_parameters(job),
-        "parameters_persistent": job.dtype_bytes * gathered.persistent,
-        "gradients": states.compute_gradients(job),
-        "optimizer_master": states.compute_master(job),
-        "reduce_bucket": states.compute_reduce_bucket(job),
-        "cublas_workspace": device.compute_cublas(job),
-    }
-
-
-def _list_held(job: Job, gathered: Gathered) -> Lines:
-    """What stays between moments once the first step was made."""
-    rotary = 2 * job.dtype_bytes * job.shape.head_dim
-    return {
-        **_list_loaded(job, gathered),
-        "optimizer_adam": states.compute_adam(job),
-        "inputs": (rotary + INPUT_BYTES) * job.local_tokens,
-    }
+    return MemorySnapshot(snapshot.phase, snapshot.name, lines)

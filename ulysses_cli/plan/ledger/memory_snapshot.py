@@ -1,4 +1,4 @@
-"""A time at which a rank's memory may be fullest, as lines that add up."""
+"""A rank's memory at one time at which it may be fullest, as lines that add up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Lines = dict[str, int]
 
 
 class MemorySnapshot(NamedTuple):
-    """What happens then, and every line alive. A search makes 100,000s: hence a tuple."""
+    """The phase, what happens in it, and every line alive. A tuple because one search makes hundreds of thousands."""
 
     phase: str
     name: str

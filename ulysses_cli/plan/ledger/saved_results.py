@@ -1,63 +1,63 @@
-"""What all layers keep for the backward, and what is left of it further down."""
+"""What all layers save for the backward, and what is left of it once the backward has passed some layers."""
 
 from __future__ import annotations
 
-from ulysses_cli.plan.ledger import layer
+from ulysses_cli.plan.ledger import attention, layer, mlp
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines
 from ulysses_cli.plan.ledger.weights import has_norm_before
 
-# train/memory/offload.py (MAX_LEAVING): what the newest two runs of layers keep is on the device, whether it stays or
-# leaves; in the backward one layer's arrives while another's is used.
+# train/memory/offload.py (MAX_LEAVING): what the last two layers to run have saved is on the device, whether it stays
+# or leaves. In the backward one layer's tensors arrive while another's are used.
 MIN_ON_DEVICE = 2
 
 
-def list_kept(job: Job) -> Lines:
-    """What the backward needs of all layers, as far as it is on the GPU when the last one has run."""
+def list_saved(job: Job) -> Lines:
+    """What all layers have saved for the backward, as far as it is on the GPU when the last layer has run."""
     layers = job.shape.layers
     if job.levers.gradient_checkpointing is False:
-        inside = layer.compute_attention_saved(job) + layer.compute_attention_result(job)
+        inside = attention.compute_attention_saved(job) + attention.compute_attention_result(job)
         inside += layer.compute_adapter_saved(job)
-        mlps = {kind: layer.compute_mlp_saved(job, kind) for kind in set(layers)}
-        # a frozen embedding's output needs no gradient, nor does the first norm of it
-        nothing = layer.compute_norm_saved(job, job.shape.hidden_size) if job.adapters is not None else 0
-        nothing *= has_norm_before(job.shape)
-        return {"kept_layers": len(layers) * inside + sum(mlps[kind] for kind in layers) - nothing}
+        mlps = {kind: mlp.compute_mlp_saved(job, kind) for kind in set(layers)}
+        # a frozen embedding's output needs no gradient, so the first norm, which reads it, saves nothing
+        unsaved = layer.compute_norm_saved(job, job.shape.hidden_size) if job.adapters is not None else 0
+        unsaved *= has_norm_before(job.shape)
+        return {"kept_layers": len(layers) * inside + sum(mlps[kind] for kind in layers) - unsaved}
     num = count_on_device(job, len(layers))
-    return {name: num * size for name, size in _list_kept_of_one(job).items()}
+    return {name: num * size for name, size in _list_saved_by_layer(job).items()}
 
 
-def _list_kept_of_one(job: Job) -> Lines:
+def _list_saved_by_layer(job: Job) -> Lines:
     return {
         "kept_layer_inputs": layer.compute_layer_input(job),
-        "kept_attention_results": layer.compute_attention_result(job) if layer.keeps_result(job) else 0,
-        "kept_mlp_outputs": layer.compute_kept_output(job),
+        "kept_attention_results": attention.compute_attention_result(job) if layer.saves_result(job) else 0,
+        "kept_mlp_outputs": mlp.compute_saved_output(job),
     }
 
 
 def count_on_device(job: Job, num_left: int) -> int:
-    """Of the first so many layers, those whose kept tensors are on the GPU while the last of them runs."""
+    """Of the first `num_left` layers, how many have their saved tensors on the GPU while the last of them runs."""
     num_offloaded = job.levers.offloaded_layers
     return min(num_left, max(MIN_ON_DEVICE, num_left - num_offloaded)) if num_offloaded else num_left
 
 
 def count_embedded(job: Job) -> int:
-    """The embedding's output, which the model holds until its last norm. It is the first layer's input, and counted as
-    such where that stays on the device."""
+    """The embedding's output, which the model holds until its last norm. It is also the first layer's input; where that
+    input stays on the device it is counted there, and not here."""
     is_apart = job.levers.offloaded_layers > 0 or job.levers.gradient_checkpointing is False
     return layer.compute_layer_input(job) if is_apart and job.dtype_bytes < 4 else 0
 
 
 def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
-    """Without what layers above kept. The input of one that came back from the host is let go by the layer's forward,
-    unless a norm has saved it as it is."""
+    """`lines` when only the first `num_left` layers are left: without what the layers above had saved. An input that
+    came back from the host is freed by the layer's forward, unless a norm has saved it unchanged."""
     num_layers = job.shape.num_layers
     if job.levers.gradient_checkpointing is False:
         return {name: size * num_left // num_layers if name == "kept_layers" else size for name, size in lines.items()}
     if num_left == num_layers > job.levers.offloaded_layers:
-        return lines  # nothing has gone, and the last layer's input never left
+        return lines  # nothing has been freed, and the last layer's input never left the device
     num_gone = count_on_device(job, num_layers) - count_on_device(job, num_left)
-    left = {name: lines[name] - num_gone * size for name, size in _list_kept_of_one(job).items() if name in lines}
+    left = {name: lines[name] - num_gone * size for name, size in _list_saved_by_layer(job).items() if name in lines}
     came_back = "recomputed_mlp" in lines and num_left <= job.levers.offloaded_layers
     if came_back and not job.fused_norms and not layer.is_tiled(job):
         left["kept_layer_inputs"] -= layer.compute_layer_input(job)

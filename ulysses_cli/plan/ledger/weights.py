@@ -1,4 +1,4 @@
-"""The model as a tree of modules with the sizes of their weights, in the order of a forward. Sizes only."""
+"""The model's modules with the sizes of their weights, in the order of a forward. Holds no tensors."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ FIRST_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA: rank, the last part of the names of the layers that get one; () for every linear layer; and whether what
-    they are given is dropped at random."""
+    """LoRA: its rank; the last parts of the names of the layers that get an adapter, () for every linear layer; and
+    whether there is dropout before the adapters."""
 
     rank: int
     targets: tuple[str, ...] = ()
     drops: bool = False
 
     def adapts(self, *names: str) -> bool:
-        """Any of these layers."""
+        """Whether any of these layers has an adapter."""
         return not self.targets or any(name in self.targets for name in names)
 
 
 @dataclass(frozen=True)
 class Module:
-    """One module: where it stands, its own weights as (name, elements), and whether they are trained. What follows with
-    a greater depth is inside it. An MLP in tiles is gathered as a whole: its modules are `in_mlp`."""
+    """One module: its place, its own weights as (name, elements), and whether they are trained. The modules that follow
+    it with a greater depth are inside it. An MLP in tiles is gathered as a whole: its modules are `in_mlp`."""
 
     part: str
     layer: int
@@ -48,7 +48,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Weights:
-    """Every module once, in forward order and before what is inside it, and sums that the ledger needs."""
+    """Every module once, in forward order and before the modules inside it, and sums that the ledger needs."""
 
     modules: tuple[Module, ...]
     num_trained: int
@@ -59,7 +59,7 @@ class Weights:
     persistent_sizes: tuple[int, ...]
 
     def __hash__(self) -> int:
-        """Cheap: what is cached by weights is asked for in every ledger."""
+        """Cheap, because every ledger looks up caches by weights."""
         return hash((self.num_trained, self.num_frozen, self.largest))
 
     @property
@@ -86,8 +86,8 @@ def list_weights(shape: ModelShape, adapters: Adapters | None) -> Weights:
 
 @lru_cache(maxsize=64)
 def _find_largest_drawn(shape: ModelShape) -> int:
-    """Of a module and of those directly inside it, but for whole models (transformers/integrations/deepspeed.py:
-    initialize_weights_zero3). Adapters are added later."""
+    """Elements of a module and of those directly inside it, except for whole models (transformers/integrations/
+    deepspeed.py: initialize_weights_zero3). Adapters are added later."""
     modules = tuple(_walk_modules(shape, None))
     sizes = [sum(size for _, size in module.weights) for module in modules]
     most, path = max(sizes), [0]
@@ -123,63 +123,63 @@ def _walk_modules(shape: ModelShape, adapters: Adapters | None) -> Iterator[Modu
 
 
 def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer: Layer) -> Iterator[Module]:
-    """Module by module, those without weights too: DeepSpeed prefetches at each of them."""
+    """Module by module, also those without weights: DeepSpeed prefetches at each of them."""
     family, full = FAMILIES[shape.model_type], adapters is None
 
-    def one(depth: int, name: str, *weights: tuple[str, int], in_mlp: bool = False, trains: bool = full) -> Module:
+    def make(depth: int, name: str, *weights: tuple[str, int], in_mlp: bool = False, trains: bool = full) -> Module:
         own = tuple((f"{index}.{key}", size) for key, size in weights)
         return Module(LAYERS, index, depth, name, own, trains, in_mlp)
 
     def linear(name: str, num_in: int, num_out: int, in_mlp: bool = False) -> Iterator[Module]:
         if adapters is None or (adapters.targets and name not in adapters.targets):
-            yield one(4, name, (name, num_in * num_out), in_mlp=in_mlp)
+            yield make(4, name, (name, num_in * num_out), in_mlp=in_mlp)
             return
-        # peft asks for the first adapter's dtype there, and DeepSpeed then fetches that adapter for the whole
-        yield one(4, name, (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, trains=True)
-        yield one(5, f"{name}.base", (name, num_in * num_out), in_mlp=in_mlp)
-        yield one(5, f"{name}.dropout", in_mlp=in_mlp)
-        yield one(5, f"{name}.a", (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, trains=True)
-        yield one(5, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, trains=True)
+        # peft reads the first adapter's dtype in the outer module, for which DeepSpeed then fetches that adapter
+        yield make(4, name, (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, trains=True)
+        yield make(5, f"{name}.base", (name, num_in * num_out), in_mlp=in_mlp)
+        yield make(5, f"{name}.dropout", in_mlp=in_mlp)
+        yield make(5, f"{name}.a", (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, trains=True)
+        yield make(5, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, trains=True)
 
     hidden, inner = shape.hidden_size, shape.intermediate_size
     before, behind = has_norm_before(shape), has_norm_behind(shape)
     between = [f"norm{number}" for number in range(family.norms_per_layer - before - behind)]
-    yield one(2, "layer")
+    yield make(2, "layer")
     if before:
-        yield one(3, INPUT_NORM, (INPUT_NORM, hidden))
-    yield from _walk_attention(shape, one, linear)
-    yield from (one(3, name, (name, hidden)) for name in between)
-    yield one(3, "mlp", in_mlp=True)
+        yield make(3, INPUT_NORM, (INPUT_NORM, hidden))
+    yield from _walk_attention(shape, make, linear)
+    yield from (make(3, name, (name, hidden)) for name in between)
+    yield make(3, "mlp", in_mlp=True)
     if layer.num_experts:
         experts, inner = layer.num_experts, shape.moe_intermediate_size
-        router = one(4, "router", ("router", experts * hidden), in_mlp=True)
+        router = make(4, "router", ("router", experts * hidden), in_mlp=True)
         biases = family.experts_have_bias * experts * (2 * inner + hidden)
         sizes = [("experts.gate_up", 2 * experts * inner * hidden), ("experts.down", experts * inner * hidden)]
-        chosen = one(4, "experts", *sizes, *([("experts.biases", biases)] if biases else []), in_mlp=True)
-        yield from (chosen, router) if shape.model_type in EXPERTS_FIRST else (router, chosen)
+        block = make(4, "experts", *sizes, *([("experts.biases", biases)] if biases else []), in_mlp=True)
+        yield from (block, router) if shape.model_type in EXPERTS_FIRST else (router, block)
     else:
         fused = "gate_up_proj" in family.mlp_modules
         yield from linear("gate_up_proj" if fused else "gate_proj", hidden, inner * (1 + fused), in_mlp=True)
-        yield one(4, "act_fn", in_mlp=True)
+        yield make(4, "act_fn", in_mlp=True)
         if not fused:
             yield from linear("up_proj", hidden, inner, in_mlp=True)
         yield from linear("down_proj", inner, hidden, in_mlp=True)
     if behind:
-        yield one(3, NORM_BEHIND, (NORM_BEHIND, hidden))
+        yield make(3, NORM_BEHIND, (NORM_BEHIND, hidden))
 
 
 def _walk_attention(
-    shape: ModelShape, one: Callable[..., Module], linear: Callable[[str, int, int], Iterator[Module]]
+    shape: ModelShape, make: Callable[..., Module], linear: Callable[[str, int, int], Iterator[Module]]
 ) -> Iterator[Module]:
     family = FAMILIES[shape.model_type]
     hidden, query, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    yield one(3, "attention", *([("sinks", shape.num_heads)] if shape.has_sinks else []))
+    yield make(3, "attention", *([("sinks", shape.num_heads)] if shape.has_sinks else []))
     if "qkv_proj" in family.attention_modules:
         yield from linear("qkv_proj", hidden, query + 2 * kv)
     else:
         is_full = family.query_key_norm == "full"
-        q_norm = one(4, "q_norm", ("q_norm", query if is_full else shape.head_dim))
-        k_norm = one(4, "k_norm", ("k_norm", kv if is_full else shape.head_dim))
+        q_norm = make(4, "q_norm", ("q_norm", query if is_full else shape.head_dim))
+        k_norm = make(4, "k_norm", ("k_norm", kv if is_full else shape.head_dim))
         together = shape.model_type in NORMS_AFTER_ALL
         yield from linear("q_proj", hidden, query)
         if family.query_key_norm and not together:
@@ -195,12 +195,12 @@ def _walk_attention(
 
 
 def has_norm_before(shape: ModelShape) -> bool:
-    """A norm makes what attention projects; elsewhere that is the layer's input."""
+    """Whether attention projects the output of a norm; otherwise it projects the layer's input."""
     return shape.model_type != "olmo2"
 
 
 def has_norm_behind(shape: ModelShape) -> bool:
-    """A layer ends with a norm behind its MLP; with two norms alone, none stands before attention."""
+    """Whether a layer ends with a norm after its MLP. A family with two norms then has none before attention."""
     return shape.model_type in POST_NORMS
 
 
@@ -211,15 +211,15 @@ def count_shard(num_elements: int, num_ranks: int) -> int:
 
 @lru_cache(maxsize=64)
 def list_sub_groups(weights: Weights, num_ranks: int, size: int) -> tuple[int, ...]:
-    """Elements of this rank's shards that the optimizer steps together: weights are added until there are `size` or
-    more, so that a group is larger by up to a weight's shard (stage3.py: _create_fp16_sub_groups)."""
+    """Elements of this rank's shards that the optimizer steps together. Weights are added until there are `size` or
+    more, so a group may be larger by up to one weight's shard (stage3.py: _create_fp16_sub_groups)."""
     whole = count_shard(weights.num_trained, num_ranks)
     if size >= whole:
         return (whole,)
-    sizes = {name: each for module in weights.modules if module.is_trained for name, each in module.weights}
+    numels = {name: numel for module in weights.modules if module.is_trained for name, numel in module.weights}
     groups, filled = [], 0
-    for each in sizes.values():
-        filled += count_shard(each, num_ranks)
+    for numel in numels.values():
+        filled += count_shard(numel, num_ranks)
         if filled >= size:
             groups.append(filled)
             filled = 0

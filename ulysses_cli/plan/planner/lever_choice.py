@@ -12,7 +12,7 @@ from typing import Any
 
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import list_divisors
-from ulysses_cli.plan.ledger.host import compute_kept_pinned
+from ulysses_cli.plan.ledger.host import compute_saved_pinned
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.levers import Levers, count_most_offloaded
@@ -126,7 +126,7 @@ def _lacks_host(job: Job, levers: Levers, most: Fit, tell: Tell) -> bool:
     none = tell(replace(levers, offloaded_layers=0))
     if none is None or none.spare_bytes >= 0 or not none.fits_host:
         return none is None or not none.fits_host
-    a_layer = compute_kept_pinned(replace(job, levers=levers)) / levers.offloaded_layers
+    a_layer = compute_saved_pinned(replace(job, levers=levers)) / levers.offloaded_layers
     num_needed = -none.spare_bytes / (MOST_SPARED * a_layer)
     num_too_many = (most.host_uncertainty_bytes - most.host_margin_bytes) / (MOST_SPARED * a_layer * job.ranks_per_node)
     return num_needed > levers.offloaded_layers - num_too_many

@@ -1,1 +1,1 @@
-"""What DeepSpeed's ZeRO holds: states, gathered weights, gradients on their way, files on a disk."""
+"""Bytes that DeepSpeed's ZeRO holds: states, gathered weights, gradient buckets, files on a disk."""

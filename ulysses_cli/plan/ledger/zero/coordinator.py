@@ -1,5 +1,5 @@
-"""DeepSpeed's partitioned parameter coordinator in its steady state, when the order of modules is known: what is
-fetched, fetched ahead and let go at each hook (runtime/zero/partitioned_param_coordinator.py). Elements only.
+"""Replays DeepSpeed's partitioned parameter coordinator once it knows the order of modules: which weights are fetched,
+prefetched and released at each hook (runtime/zero/partitioned_param_coordinator.py). Counts elements.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ NEVER = 1 << 62
 
 
 class Coordinator:
-    """Follows the visits of one step in order. A step number is that of an entering visit."""
+    """Follows the hook events of one step in order. Step numbers count the entering events, as in DeepSpeed."""
 
     def __init__(
         self,
         modules: tuple[Module, ...],
-        visits: Sequence[HookEvent],
+        events: Sequence[HookEvent],
         engine: EngineSettings,
         *,
         joins_mlps: bool,
         splits: bool = True,
         saved: frozenset[str] = frozenset(),
     ) -> None:
-        """`splits`: weights are shards on several ranks. One rank copies each from the host by itself, without a buffer
+        """`splits`: weights are shards on several ranks. A single rank copies each from the host, without a buffer
         (partition_parameters.py: _no_gather_coalesced). `saved`: weights whose memory autograd keeps from the forward
-        to the backward, whatever DeepSpeed lets go."""
+        to the backward, even if DeepSpeed releases them."""
         self.modules, self.engine, self.joins_mlps, self.splits = modules, engine, joins_mlps, splits
         self.names = [[name for name, _ in module.weights] for module in modules]
         self.sizes = {name: size for module in modules for name, size in module.weights}
         frozen = {name for module in modules if not module.is_trained for name, _ in module.weights}
         self.frozen = {name for name in frozen if not is_adapter(name)}
-        self.at_hand = {name for name, size in self.sizes.items() if size <= engine.persistence_threshold}
-        self.persistent = frozenset(self.at_hand)
-        self.order = [visit.module for visit in visits if visit.enters]
+        self.available = {name for name, size in self.sizes.items() if size <= engine.persistence_threshold}
+        self.persistent = frozenset(self.available)
+        self.order = [event.module for event in events if event.enters]
         self.queue: deque[tuple[str, int]] = deque(
             (name, step) for step, number in enumerate(self.order) for name, _ in modules[number].weights
         )
         self.near = Distances([self._list_own(number) for number in self.order])
-        # DeepSpeed asks whether a whole MLP is used again with everything inside each module that follows.
+        # DeepSpeed measures the reuse distance of a whole MLP over everything inside each module that follows.
         self.near_mlp = Distances([self._list_all(number) for number in self.order]) if joins_mlps else self.near
         self.step = 0
         self.fetched_for: dict[str, int] = {}
         self.in_flight: dict[str, int] = {}  # weight -> the gather that brings it
-        self.gathers: list[list[str]] = []  # weights of each gather that nobody asked for yet
+        self.gathers: list[list[str]] = []  # weights of each gather that no module has waited for yet
         self.flat: list[int] = []
         self.copied: set[int] = set()
         self.users: dict[str, set[int]] = {}  # weight -> modules that have entered and not left
-        self.in_backward: dict[int, None] = {}  # modules that have, in order
-        self.recomputed: dict[int, set[str]] = {}  # frozen weights that a module in its backward lets go
-        self.saved, self.left = saved, set[str]()  # those that were let go and are still there
+        self.in_backward: dict[int, None] = {}  # modules that have entered their backward, in order
+        self.recomputed: dict[int, set[str]] = {}  # frozen weights that a module in its backward releases
+        self.saved, self.still_saved = saved, set[str]()  # those that were released and are still in memory
         self.num_live = self.held = 0  # DeepSpeed's own count; elements in memory
 
     def _list_own(self, number: int) -> list[tuple[str, int]]:
@@ -62,33 +62,33 @@ class Coordinator:
         return [] if self.joins_mlps and module.in_mlp else list(module.weights)
 
     def _list_all(self, number: int) -> list[tuple[str, int]]:
-        depth, found = self.modules[number].depth, list(self.modules[number].weights)
+        depth, weights = self.modules[number].depth, list(self.modules[number].weights)
         for module in self.modules[number + 1 :]:
             if module.depth <= depth:
                 break
-            found += module.weights
-        return found
+            weights += module.weights
+        return weights
 
-    def follow(self, visit: HookEvent) -> int:
-        """-> the most elements in memory meanwhile."""
-        if visit.enters:
-            return self._fetch(visit)
-        self._release(visit)
+    def follow(self, event: HookEvent) -> int:
+        """Applies one event; returns the most elements in memory during it."""
+        if event.enters:
+            return self._fetch(event)
+        self._release(event)
         return self.held
 
-    def _fetch(self, visit: HookEvent) -> int:
-        names = self.names[visit.module]
-        if visit.is_backward:
-            self.in_backward[visit.module] = None
+    def _fetch(self, event: HookEvent) -> int:
+        names = self.names[event.module]
+        if event.is_backward:
+            self.in_backward[event.module] = None
         if not names:
             self._prefetch()
             self.step += 1
             return self.held
-        self._gather([name for name in names if name not in self.at_hand and name not in self.in_flight])
+        self._gather([name for name in names if name not in self.available and name not in self.in_flight])
         peak = self.held
         for name in names:
-            self.users.setdefault(name, set()).add(visit.module)
-            if visit.is_recomputing and name in self.frozen:
+            self.users.setdefault(name, set()).add(event.module)
+            if event.is_recomputing and name in self.frozen:
                 self.recomputed.setdefault(next(reversed(self.in_backward)), set()).add(name)
             if name in self.in_flight:
                 peak = max(peak, self._wait(name))
@@ -108,7 +108,7 @@ class Coordinator:
         while self.queue and size < room:
             name, used = self.queue.popleft()
             self.fetched_for[name] = max(self.fetched_for.get(name, -1), used)
-            if name not in self.at_hand and name not in self.in_flight and name not in wanted:
+            if name not in self.available and name not in self.in_flight and name not in wanted:
                 wanted.append(name)
                 size += self.sizes[name]
         self._gather(wanted)
@@ -124,11 +124,11 @@ class Coordinator:
         self.held += size
 
     def _wait(self, name: str) -> int:
-        """The first weight of a gather that is asked for brings copies of all; the last one lets the buffer go."""
+        """Waiting for a gather's first weight copies all of its weights; waiting for its last one frees the buffer."""
         number = self.in_flight.pop(name)
         if number not in self.copied:
             self.copied.add(number)
-            self.at_hand.update(self.gathers[number])
+            self.available.update(self.gathers[number])
             self.held += self.flat[number]
         peak = self.held
         self.gathers[number].remove(name)
@@ -136,8 +136,8 @@ class Coordinator:
             self.held -= self.flat[number]
         return peak
 
-    def count_when_all_came(self) -> int:
-        """The most elements in memory if all that is on its way were waited for, gather by gather
+    def count_after_all_gathers(self) -> int:
+        """The most elements in memory while all gathers in flight are waited for, one after another
         (_clean_inflight_param_registry)."""
         held = peak = self.held
         for number in dict.fromkeys(self.in_flight.values()):
@@ -147,35 +147,35 @@ class Coordinator:
                 peak = max(peak, held + self.flat[number])
         return peak
 
-    def _release(self, visit: HookEvent) -> None:
-        module = self.modules[visit.module]
-        if not module.weights and not visit.is_backward:
+    def _release(self, event: HookEvent) -> None:
+        module = self.modules[event.module]
+        if not module.weights and not event.is_backward:
             return
         near = self.near_mlp if module.in_mlp else self.near
-        gone = set()
+        released = set()
         for name, _ in module.weights:
-            self.users[name].discard(visit.module)
+            self.users[name].discard(event.module)
             is_near = near.count(name, self.step) < self.engine.max_reuse_distance
             if not is_near and self.fetched_for.get(name, -1) <= self.step:
-                gone.add(name)
-        if visit.is_backward:
-            through = self.left.intersection(name for name, _ in module.weights)
-            self.held -= sum(self.sizes[name] for name in through)
-            self.left -= through
-            gone |= self.recomputed.pop(visit.module, set())
-            self.in_backward.pop(visit.module, None)
-        for name in gone - self.persistent:
-            if name in self.at_hand and name not in self.in_flight and not self.users.get(name):
-                self.at_hand.discard(name)
+                released.add(name)
+        if event.is_backward:
+            used = self.still_saved.intersection(name for name, _ in module.weights)
+            self.held -= sum(self.sizes[name] for name in used)
+            self.still_saved -= used
+            released |= self.recomputed.pop(event.module, set())
+            self.in_backward.pop(event.module, None)
+        for name in released - self.persistent:
+            if name in self.available and name not in self.in_flight and not self.users.get(name):
+                self.available.discard(name)
                 self.num_live -= self.sizes[name]
-                if name in self.saved and not visit.is_backward:
-                    self.left.add(name)
+                if name in self.saved and not event.is_backward:
+                    self.still_saved.add(name)
                 else:
                     self.held -= self.sizes[name]
 
 
 class Distances:
-    """How many elements are passed until a weight is used again, for modules that are entered one after another."""
+    """Reuse distance: how many elements of weights are passed until a weight is used again, in order of entering."""
 
     def __init__(self, entered: list[list[tuple[str, int]]]) -> None:
         self.uses: dict[str, list[int]] = {}

@@ -1,4 +1,5 @@
-"""In which order gradients come, and when the bucket is full and sent (stage3.py; stage_1_and_2.py). Sizes only."""
+"""The order in which gradients are made, and when the full bucket is sent (DeepSpeed: stage3.py, stage_1_and_2.py).
+Counts elements; holds no tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ NO_LEAVES: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class Flush:
-    """The bucket is sent: in the backward of which weight of which layer, how full it was, and how much has been sent
-    by then in all. `num_coming`: elements of that weight; `num_waiting`: in an MLP, and of those whose gradients come
-    after it."""
+    """The bucket is sent: in the backward of which weight of which layer, how many elements it held, and how many have
+    been sent in all by then. `num_coming`: elements of that weight; `num_waiting`: in an MLP, the same and those of
+    the weights whose gradients are made after it."""
 
     layer: int
     weight: str
@@ -35,11 +36,11 @@ class Flush:
 
 @lru_cache(maxsize=64)
 def list_flushes(weights: Weights, bucket: int, leaves: frozenset[int] = NO_LEAVES) -> tuple[Flush, ...]:
-    """Gradients fill the bucket in the order in which the backward makes them; one that does not fit any more sends
-    what is there; one that is larger than the bucket is sent alone, when the next comes (stage3.py,
-    reduce_independent_p_g_buckets_and_remove_grads). A tied embedding comes last. In layers whose MLP is a leaf module
-    its gradients wait for the last of them, and go in the order of weights (reduce_leaf_module_grads)."""
-    filled, sent, largest, found, seen = 0, 0, 0, [], {"embedding"}
+    """Gradients fill the bucket in the order in which the backward makes them. One that does not fit first sends what
+    is there; one larger than the bucket is sent alone, when the next is made (stage3.py:
+    reduce_independent_p_g_buckets_and_remove_grads). A tied embedding is last. In layers whose MLP is a leaf module its
+    gradients wait until all are made, and are added in the order of weights (reduce_leaf_module_grads)."""
+    filled, sent, largest, flushes, seen = 0, 0, 0, [], {"embedding"}
     mlps: dict[int, dict[str, int]] = {}
     for module in weights.modules:
         if module.in_mlp and module.is_trained:
@@ -53,20 +54,20 @@ def list_flushes(weights: Weights, bucket: int, leaves: frozenset[int] = NO_LEAV
             if module.part == LAYERS:
                 rest = size + sum(n for key, n in mlps.get(module.layer, {}).items() if key not in seen)
                 place = module.layer, name.partition(".")[2], module.in_mlp
-                found.append(Flush(*place, filled, sent, largest, size, rest * module.in_mlp))
+                flushes.append(Flush(*place, filled, sent, largest, size, rest * module.in_mlp))
             filled = largest = 0
         filled, largest = filled + size, max(largest, size)
-    return tuple(found)
+    return tuple(flushes)
 
 
 def _walk_gradients(weights: Weights, leaves: frozenset[int]) -> Iterator[tuple[Module, str, int]]:
     for is_leaf, group in groupby(reversed(weights.modules), lambda module: module.in_mlp and module.layer in leaves):
-        made = [(module, *each) for module in group if module.is_trained for each in reversed(module.weights)]
-        yield from reversed(made) if is_leaf else made
+        gradients = [(module, *weight) for module in group if module.is_trained for weight in reversed(module.weights)]
+        yield from reversed(gradients) if is_leaf else gradients
 
 
 class Filled(NamedTuple):
-    """What is in the bucket when it is sent, its largest weight, and how much was sent before."""
+    """Elements in the bucket when it is sent, those of its largest weight, and those sent before it."""
 
     num_elements: int
     largest: int
@@ -75,7 +76,7 @@ class Filled(NamedTuple):
 
 @lru_cache(maxsize=64)
 def list_last_filled(weights: Weights, bucket: int) -> tuple[Filled, Filled]:
-    """What is sent when the embedding's gradient comes, nothing where it fits beside what is there; and at the end."""
+    """What is sent when the embedding's gradient is made (nothing where it fits into the bucket), and at the end."""
     sizes = {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
     embedding = sizes.pop("embedding", 0)
     filled = largest = sent = 0

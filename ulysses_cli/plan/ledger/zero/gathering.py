@@ -1,8 +1,8 @@
-"""Which weights ZeRO-3 has gathered at which time: a replay of DeepSpeed's partitioned parameter coordinator.
+"""How many elements of weights ZeRO-3 has gathered at which time: a replay of DeepSpeed's coordinator (coordinator.py).
 
 Its rules, from runtime/zero/partitioned_param_coordinator.py: fetch what a module needs; then prefetch up to
-prefetch_bucket more at every module, until max_live are there; keep what is used again within max_reuse_distance. A
-gather of several weights holds its flat buffer until the last of them was asked for, beside the copies made from it.
+prefetch_bucket more at every module, until max_live are gathered; keep what is used again within max_reuse_distance. A
+gather of several weights holds its flat buffer, in addition to the copies out of it, until the last weight is needed.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from ulysses_cli.plan.models.shape import ModelShape
 
 Highs = tuple[tuple[int, int], ...]
 NOTHING: Highs = ((0, 0),)
-VIEWED_EXPERTS = {"mixtral", "qwen3_moe"}  # their weights are turned before they are multiplied
-WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed gathers them at once by itself (utils/z3_leaf_module.py)
+VIEWED_EXPERTS = {"mixtral", "qwen3_moe"}  # their weights are transposed before they are multiplied
+WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed's own leaf modules, gathered as a whole (utils/z3_leaf_module.py)
 
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """Elements at hand, without the persistent ones, which always are. In layers, by place: (number of layers above,
-    elements), from the last layer down, wherever more is at hand than in any layer above. `proof` is the most before
-    training, when DeepSpeed does not know the order of modules: in the forward that proves the head, or of one trained
-    weight for its gradient's hook (stage3.py: create_reduce_and_remove_grad_hooks). `final` is at hand in the final
-    norm's forward, `head` while the head is fetched, `loss` until its backward, `norm` in the final norm's, `embedding`
-    at the end of the step, `end` at that of an evaluation, which waits for all that is on its way. `at_gradients`: when
-    the gradient of a layer's weight comes, just before its module is left."""
+    """Gathered elements, without the persistent ones, which are always there.
+
+    `forward`, `backward`: by place in a layer, (number of layers above, elements), from the last layer down, only where
+    more is gathered than in any layer above. `proof`: the most before training, when DeepSpeed does not know the order
+    of modules: in the forward that checks the head, or of one trained weight for its gradient's hook (stage3.py:
+    create_reduce_and_remove_grad_hooks). `final`: in the final norm's forward; `head`: while the head is fetched;
+    `loss`: until its backward; `norm`: in the final norm's backward; `embedding`: at the end of the step; `end`: at the
+    end of an evaluation, which waits for all gathers in flight. `at_gradients`: by weight, when its gradient is made,
+    just before its module is left.
+    """
 
     forward: dict[str, Highs]
     backward: dict[str, Highs]
@@ -59,17 +62,17 @@ NONE = Gathered({}, {})
 
 
 def compute_gathered(job: Job, *, trains: bool = True) -> Gathered:
-    """Steps on one rank gather nothing, unless the weights live on the host. Below stage 3 nothing ever is. A product
-    of a turned weight saves a view of it for the backward, which keeps it in memory whatever DeepSpeed lets go
-    (transformers: integrations/moe.py, _grouped_linear)."""
+    """Steps on one rank gather nothing, unless the weights are on the host; below stage 3 nothing is gathered at all. A
+    product with a transposed weight saves a view of it for the backward, which keeps it in memory even if DeepSpeed
+    releases it (transformers: integrations/moe.py, _grouped_linear)."""
     if job.zero_stage < 3:
         return NONE
     if job.world_size == 1 and job.levers.offload_param == "none":
         return Gathered({}, {}, proof=job.weights.largest_trained)
     recomputes = job.levers.gradient_checkpointing is not False
     saves_experts = trains and not (recomputes or is_tiled(job)) and job.shape.model_type in VIEWED_EXPERTS
-    kinds = {"splits": job.world_size > 1, "saves_experts": saves_experts}
-    return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp, **kinds)
+    options = {"splits": job.world_size > 1, "saves_experts": saves_experts}
+    return _replay(job.shape, job.adapters, job.engine, recomputes, job.levers.tiled_mlp, **options)
 
 
 @lru_cache(maxsize=64)
@@ -86,43 +89,43 @@ def _replay(
     weights = list_weights(shape, adapters)
     leaves = find_leaves(shape, tiles_mlp=tiles_mlp)
     modules = tuple(join_mlps(weights.modules, leaves))
-    visits = list(ModuleOrder(modules).walk_step(recomputes=recomputes, trains_embedding=adapters is None))
+    events = list(ModuleOrder(modules).walk_step(recomputes=recomputes, trains_embedding=adapters is None))
     saved = find_experts(modules) if saves_experts else frozenset()
-    coordinator = Coordinator(modules, visits, engine, joins_mlps=bool(leaves), splits=splits, saved=saved)
-    found: dict[tuple[str, str], dict[int, int]] = {}
+    coordinator = Coordinator(modules, events, engine, joins_mlps=bool(leaves), splits=splits, saved=saved)
+    in_layers: dict[tuple[str, str], dict[int, int]] = {}  # (phase, place) -> layer -> elements
     at_gradients: dict[str, int] = {}
     most = {"final": 0, "head": 0, "loss": 0, "norm": 0, "embedding": 0, "end": 0}
-    for visit in visits:
-        module, before = modules[visit.module], coordinator.held
-        peak = coordinator.follow(visit)
+    for event in events:
+        module, before = modules[event.module], coordinator.held
+        peak = coordinator.follow(event)
         if module.part == LAYERS:
-            if visit.is_backward and not visit.enters:
+            if event.is_backward and not event.enters:
                 at_gradients |= {name: at_gradients.get(name, before) for name, _ in module.weights}
-            place, num_elements = name_place(module, visit), coordinator.held
-            if place == "attention" and not visit.is_backward:
+            place, num_elements = name_place(module, event), coordinator.held
+            if place == "attention" and not event.is_backward:
                 num_elements = before
-            if place and not visit.is_recomputing:
-                key = "backward" if visit.is_backward else "forward", place
-                layers = found.setdefault(key, {})
+            if place and not event.is_recomputing:
+                key = "backward" if event.is_backward else "forward", place
+                layers = in_layers.setdefault(key, {})
                 layers[module.layer] = max(layers.get(module.layer, 0), num_elements)
-            if visit.enters and module.in_mlp and not (visit.is_backward or visit.is_recomputing):
-                layers = found.setdefault(("forward", "fetch"), {})
+            if event.enters and module.in_mlp and not (event.is_backward or event.is_recomputing):
+                layers = in_layers.setdefault(("forward", "fetch"), {})
                 layers[module.layer] = max(layers.get(module.layer, 0), peak)
-        elif module.part == HEAD and visit.enters:
+        elif module.part == HEAD and event.enters:
             most["head"] = max(most["head"], peak)
-            most["end"] = coordinator.count_when_all_came() if not visit.is_backward else most["end"]
-            if visit.is_backward:
+            most["end"] = coordinator.count_after_all_gathers() if not event.is_backward else most["end"]
+            if event.is_backward:
                 name = "norm" if module.name == "norm" else "loss"
                 most[name] = max(most[name], coordinator.held)
             elif module.name == "norm":
                 most["final"] = coordinator.held
-        elif visit.is_backward and (module.part == EMBEDDING or not (visit.enters or module.part == HEAD)):
+        elif event.is_backward and (module.part == EMBEDDING or not (event.enters or module.part == HEAD)):
             most["embedding"] = max(most["embedding"], coordinator.held)
     persistent = sum(n for n in weights.persistent_sizes if n <= engine.persistence_threshold)
-    highs = {key: tuple(_list_highs(layers.items())) for key, layers in found.items()}
+    highs = {key: tuple(_list_highs(layers.items())) for key, layers in in_layers.items()}
     return Gathered(
-        forward={place: each for (phase, place), each in highs.items() if phase == "forward"},
-        backward={place: each for (phase, place), each in highs.items() if phase == "backward"},
+        forward={place: maxima for (phase, place), maxima in highs.items() if phase == "forward"},
+        backward={place: maxima for (phase, place), maxima in highs.items() if phase == "backward"},
         proof=max(
             weights.largest_trained,
             *(count_proof(module, engine.persistence_threshold, splits=splits) for module in modules),
@@ -134,32 +137,33 @@ def _replay(
 
 
 def count_proof(module: Module, threshold: int, *, splits: bool) -> int:
-    """One module's weights at a time: several come in one buffer and are copied out of it, but for one rank's."""
+    """One module's weights at a time: several arrive in one buffer and are copied out of it, except on a single
+    rank."""
     sizes = [size for _, size in module.weights if size > threshold]
     return sum(sizes) * (1 + (splits and len(sizes) > 1))
 
 
-def name_place(module: Module, visit: HookEvent) -> str:
-    """Of which moment in a layer this visit is the one that counts; '' for others. Attention itself runs before the
+def name_place(module: Module, event: HookEvent) -> str:
+    """Of which moment in a layer this event is the one that counts; '' for others. Attention itself runs before the
     output projection in the forward, and in the backward behind it."""
-    if module.in_mlp and not visit.is_backward:
-        return _name_mlp_place(module, visit)
+    if module.in_mlp and not event.is_backward:
+        return _name_mlp_place(module, event)
     if module.in_mlp:
-        return _name_mlp_backward(module, visit)
+        return _name_mlp_backward(module, event)
     if module.name == "o_proj":
-        return "attention" if visit.enters != visit.is_backward else ""
-    if not visit.enters or "norm" not in module.name:
+        return "attention" if event.enters != event.is_backward else ""
+    if not event.enters or "norm" not in module.name:
         return ""
     return "norm" if module.name.startswith("norm") else module.name
 
 
-def _name_mlp_place(module: Module, visit: HookEvent) -> str:
-    """The first matrix makes one tensor of the inner width, or two at once; a second one is there from the activation
-    on; at the widest, when gate and up are multiplied, the first matrices have gone; at the last one more weights are
-    on their way, the output head among them. Experts and tiles are gathered at once."""
-    if module.name in ("up_proj", "gate_up_proj") and not visit.enters:
+def _name_mlp_place(module: Module, event: HookEvent) -> str:
+    """The first matrix makes one tensor of the inner width, or two at once; the second tensor exists from the
+    activation on. At the widest, when gate and up are multiplied, the first matrices are released. At the last matrix
+    more weights are in flight, the output head among them. Experts and tiles are gathered as a whole."""
+    if module.name in ("up_proj", "gate_up_proj") and not event.enters:
         return "mlp"
-    if not visit.enters:
+    if not event.enters:
         return ""
     if module.name in ("router", "experts") or (module.name == "mlp" and module.weights):
         return "mlp"
@@ -168,9 +172,9 @@ def _name_mlp_place(module: Module, visit: HookEvent) -> str:
     return "gate" if module.name.startswith(("act_fn", "up_proj", "gate_up_proj")) else "first"
 
 
-def _name_mlp_backward(module: Module, visit: HookEvent) -> str:
-    """Frozen matrices that were recomputed with leave behind the last one, before the widest of the inside."""
-    if not visit.enters:
+def _name_mlp_backward(module: Module, event: HookEvent) -> str:
+    """Frozen matrices that a recomputation used are released after the last one, before the inside is widest."""
+    if not event.enters:
         return "mlp" if module.name == "down_proj" else ""
     if module.weights and module.name in ("mlp", "router", "experts"):
         return "mlp"
@@ -186,9 +190,9 @@ def _list_highs(layers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def find_leaves(shape: ModelShape, *, tiles_mlp: bool) -> frozenset[int]:
-    """Layers whose MLP is a leaf module: all of its weights are gathered at once, and their gradients leave at once."""
-    is_leaf = [tiles_mlp or (kind.num_experts > 0 and shape.model_type in WHOLE_MLPS) for kind in shape.layers]
-    return frozenset(index for index, found in enumerate(is_leaf) if found)
+    """Layers whose MLP is a leaf module: its weights are gathered together, and its gradients are reduced together."""
+    are_leaves = (tiles_mlp or (kind.num_experts > 0 and shape.model_type in WHOLE_MLPS) for kind in shape.layers)
+    return frozenset(index for index, is_leaf in enumerate(are_leaves) if is_leaf)
 
 
 def find_experts(modules: tuple[Module, ...]) -> frozenset[str]:
@@ -197,12 +201,12 @@ def find_experts(modules: tuple[Module, ...]) -> frozenset[str]:
 
 
 def join_mlps(modules: tuple[Module, ...], leaves: frozenset[int]) -> Iterator[Module]:
-    """An MLP that is a ZeRO-3 leaf module, as tiled ones are, is gathered at once: weights in the order in which they
-    were made (record_parameters), adapters last."""
+    """Joins the modules of each MLP that is a ZeRO-3 leaf module, as tiled ones are, because it is gathered as a whole:
+    weights in the order in which they were made (record_parameters), adapters last."""
     for (in_mlp, number), group in groupby(modules, key=lambda module: (module.in_mlp, module.layer)):
-        found = list(group)
         if in_mlp and number in leaves:
-            weights = dict.fromkeys(each for module in found for each in module.weights)
-            yield replace(found[0], weights=tuple(sorted(weights, key=lambda weight: is_adapter(weight[0]))))
+            inside = list(group)
+            weights = dict.fromkeys(weight for module in inside for weight in module.weights)
+            yield replace(inside[0], weights=tuple(sorted(weights, key=lambda weight: is_adapter(weight[0]))))
         else:
-            yield from found
+            yield from group

@@ -1,5 +1,6 @@
-"""In which order a training step enters and leaves a model's modules: forward, backward, and each layer once more when
-it is recomputed. Held against DeepSpeed's own hooks by tests/ranks/test_gathering.py. Sizes only.
+"""The order in which a training step runs the hooks of a model's modules: forward, backward, and each recomputed layer.
+
+tests/ranks/test_gathering.py compares it with DeepSpeed's own hooks. Runs no model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ LAYER_DEPTH = 2
 
 
 class HookEvent(NamedTuple):
-    """A hook of module number `module`: before or after its forward, or its backward."""
+    """A hook of module number `module`, before (`enters`) or after its forward or its backward."""
 
     module: int
     enters: bool
@@ -22,7 +23,7 @@ class HookEvent(NamedTuple):
 
 
 class ModuleOrder:
-    """Modules in the order of a forward; a module's inside follows it."""
+    """Lists the hook events of a step. Modules come in forward order, each before the modules inside it."""
 
     def __init__(self, modules: tuple[Module, ...]) -> None:
         self.modules = modules
@@ -41,7 +42,7 @@ class ModuleOrder:
     def walk_forward(
         self, number: int, *, stays_in: frozenset[int] = frozenset(), again: bool = False
     ) -> Iterator[HookEvent]:
-        """Modules in `stays_in` are entered and not left: a recomputation ends inside the last of them."""
+        """Modules in `stays_in` are entered and not left, because a recomputation ends inside the last of them."""
         yield HookEvent(number, enters=True, is_recomputing=again)
         for child in self.inside[number]:
             yield from self.walk_forward(child, stays_in=stays_in, again=again)
@@ -58,11 +59,11 @@ class ModuleOrder:
         yield HookEvent(number, enters=True, is_backward=True)
         for child in reversed(self.inside[number]):
             yield from self._walk_backward(child, recomputes=recomputes, trains_embedding=trains_embedding)
-        if module.name != "attention":  # its input comes by name, which DeepSpeed's hook does not see
+        if module.name != "attention":  # its input is a keyword argument, which DeepSpeed's hook does not see
             yield HookEvent(number, enters=False, is_backward=True)
 
     def _walk_recomputed(self, layer: int, *, trains_embedding: bool) -> Iterator[HookEvent]:
-        """Modules whose result is the layer's are entered before the first tensor that is not there any more."""
+        """Modules whose result is the layer's result are entered before the first saved tensor is missing."""
         chain = [layer]
         while self.inside[chain[-1]]:
             chain.append(self.inside[chain[-1]][-1])
@@ -73,7 +74,7 @@ class ModuleOrder:
         yield from self._leave(chain, trains_embedding=trains_embedding)
 
     def _leave(self, chain: list[int], *, trains_embedding: bool) -> Iterator[HookEvent]:
-        """The backward of what is entered already, from the inside."""
+        """The backward of modules that are entered already, innermost first."""
         for depth, number in reversed(list(enumerate(chain))):
             entered = chain[depth + 1] if depth + 1 < len(chain) else None
             for child in reversed(self.inside[number]):
@@ -83,6 +84,6 @@ class ModuleOrder:
 
 
 def _has_no_gradient(module: Module) -> bool:
-    """Of a frozen embedding and of frozen matrices that are given its output, no result needs a gradient."""
+    """No result of a frozen embedding, or of a frozen matrix that reads its output, needs a gradient."""
     projects = module.layer == 0 and module.name.partition(".")[0] in FIRST_PROJECTIONS
     return not module.is_trained and (module.name == "embed_tokens" or projects)

@@ -1,7 +1,7 @@
-"""What a rank holds of the model between steps and in the optimizer's step: weights, gradients, Adam, buckets.
+"""Bytes of a rank between steps and in the optimizer's step: weights, gradients, Adam, buckets.
 
-From DeepSpeed's runtime/zero/stage3.py; what stages 1 and 2 do otherwise is in lower_stages.py. N trained elements, F
-frozen, W ranks that shard.
+From DeepSpeed's runtime/zero/stage3.py; where stages 1 and 2 differ, see lower_stages.py. N trained elements, F frozen,
+W ranks that shard, b bytes of the model's dtype, g of a gradient, n_s elements of a sub-group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ulysses_cli.plan.ledger.zero.swapping import (
     count_largest_group,
 )
 
-NORM_ELEMENTS = 250_000_000  # stage3.py: _constant_buffered_norm2 takes the norm of so many at a time
+NORM_ELEMENTS = 250_000_000  # stage3.py: _constant_buffered_norm2 takes the norm of this many at a time
 CODE_BLOCK = 256  # train/optimizer/quantization.py: weights that share a scale
 
 
@@ -33,26 +33,27 @@ def compute_parameters(job: Job) -> int:
 
 def compute_second_shard(job: Job, gathered_bytes: int) -> int:
     """b (N + F) / replica: with dp_replicate_size > 1 a copy for gathering inside each replica (hpZ:
-    partition_parameters.py, ds_secondary_tensor). A weight's is made when the weight is let go for the first time after
-    a step (stage3.py: invalidate_secondary_tensor), so that what is at hand has none. On the host with offload_param
-    (_partition_param_sec: remote_device)."""
+    partition_parameters.py, ds_secondary_tensor). A weight's copy is made when the weight is first released after a
+    step (stage3.py: invalidate_secondary_tensor), so weights that are still gathered have none. With offload_param it
+    is on the host (_partition_param_sec: remote_device)."""
     if job.zero_stage < 3 or job.layout.dp_replicate_size == 1 or job.levers.offload_param != "none":
         return 0
     persistent = sum(size for size in job.weights.persistent_sizes if size <= job.engine.persistence_threshold)
-    let_go = job.dtype_bytes * (job.weights.num_elements - persistent) - gathered_bytes
-    return max(0, let_go) // job.layout.replica_size
+    released = job.dtype_bytes * (job.weights.num_elements - persistent) - gathered_bytes
+    return max(0, released) // job.layout.replica_size
 
 
 def compute_arriving(job: Job, num_elements: int) -> int:
     """b n / W: a weight's shard in host memory is copied to the GPU to be gathered (partition_parameters.py:
-    _all_gather_sequential). One rank copies the whole in its place, but for a hook (_allgather_params_sequential)."""
-    is_elsewhere = job.levers.offload_param != "none"
-    return job.dtype_bytes * count_shard(num_elements, job.layout.replica_size) if is_elsewhere else 0
+    _all_gather_sequential). A single rank copies the whole weight to its place without that, except in a hook
+    (_allgather_params_sequential)."""
+    is_offloaded = job.levers.offload_param != "none"
+    return job.dtype_bytes * count_shard(num_elements, job.layout.replica_size) if is_offloaded else 0
 
 
 def compute_gradients(job: Job) -> int:
-    """g N / W at stage 3 (stage3.py: grad_partitions_flat_buffer), on the host with offload_optimizer. Below, what is
-    there when a backward has begun (lower_stages.py)."""
+    """g N / W at stage 3 (stage3.py: grad_partitions_flat_buffer); on the host with offload_optimizer. Below stage 3,
+    what exists after a backward's first gradient (lower_stages.py)."""
     trained = job.weights.num_trained
     if job.zero_stage < 3:
         return lower_stages.compute_gradients(job, "backward", is_reducing=True)
@@ -70,9 +71,9 @@ def compute_reduce_bucket(job: Job) -> int:
 
 
 def compute_reduce_flush(job: Job) -> int:
-    """When the bucket is full its gradients are laid side by side for the reduce-scatter (coalesced_collectives.py:
-    torch.cat): as much again as the bucket holds, at most N. Below stage 3 so are the parts of several ranks, which are
-    then cast where they travel in another dtype (stage_1_and_2.py: allreduce_bucket)."""
+    """A full bucket's gradients are concatenated for the reduce-scatter (coalesced_collectives.py: torch.cat): as much
+    again as the bucket holds, at most N. Below stage 3 the parts of several ranks are concatenated, and then cast where
+    they travel in another dtype (stage_1_and_2.py: allreduce_bucket)."""
     filled = min(job.engine.reduce_bucket, job.weights.num_trained)
     return filled * _count_sent_bytes(job)
 
@@ -86,16 +87,16 @@ def _count_sent_bytes(job: Job) -> int:
 
 
 def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) -> int:
-    """Of a bucket that is sent with that much in it. A gradient that is larger is cast whole, and has its own memory
-    beside that; below stage 3 it too is laid flat with those of other ranks. For an optimizer on the host the norm of
-    each is taken in float64 before it leaves: at stage 3 of this rank's share, cast to g, while all are still there
-    (stage3.py: _constant_buffered_norm2); below, of the whole (set_norm_for_param_grad_in_gpu). `largest`: of these
-    gradients; `num_before`: elements that were sent before them."""
+    """Sending a bucket of `num_elements`. A gradient larger than the bucket is cast whole, in addition to its own
+    memory; below stage 3 it too is concatenated with those of other ranks. For an optimizer on the host each gradient's
+    norm is taken in float64 before it leaves: at stage 3 of this rank's share, cast to g, while all still exist
+    (stage3.py: _constant_buffered_norm2); below, of the whole (set_norm_for_param_grad_in_gpu). `largest`: elements of
+    the largest of these gradients; `num_before`: elements that were sent before them."""
     b, is_large = job.dtype_bytes, num_elements > job.engine.reduce_bucket
     own, shard = b * num_elements * is_large, count_shard(job.weights.num_trained, job.world_size)
     takes_norm = job.levers.offload_optimizer != "none"
     if job.zero_stage == 3:
-        is_alone = num_elements == largest and num_elements % job.world_size == 0  # and is not laid flat
+        is_alone = num_elements == largest and num_elements % job.world_size == 0  # and is not concatenated
         sent = 0 if is_alone else num_elements * _count_sent_bytes(job)
         sent += compute_oversize_gradient(job, num_elements)
         if job.engine.communication_bytes != job.engine.gradient_bytes:  # this rank's shares are cast back
@@ -103,13 +104,13 @@ def compute_flush(job: Job, num_elements: int, largest: int, num_before: int) ->
         share = count_shard(largest, job.world_size)
         norm = lower_stages.NORM_BYTES * min(share, NORM_ELEMENTS) + job.engine.gradient_bytes * share
         return own + sent + takes_norm * norm
-    ours = min(largest, max(0, shard - num_before))  # the last rank's share is what is sent first
-    norm = takes_norm * lower_stages.NORM_BYTES * ours
+    own_share = min(largest, max(0, shard - num_before))  # the last rank's share is sent first
+    norm = takes_norm * lower_stages.NORM_BYTES * own_share
     return own + max(_compute_lower_sent(job, num_elements, largest, num_before), norm)
 
 
 def compute_head_flush(job: Job) -> int:
-    """Of a head that is sent by itself. A tied one's gradient leaves with the embedding's."""
+    """Sending the head by itself. A tied head's gradient is sent with the embedding's."""
     num = job.shape.vocab_size * job.shape.hidden_size
     if job.zero_stage < 3:
         return compute_flush(job, num, num, 0) if lower_stages.sends_head(job) else 0
@@ -118,8 +119,8 @@ def compute_head_flush(job: Job) -> int:
 
 
 def _compute_lower_sent(job: Job, num_elements: int, largest: int, num_before: int) -> int:
-    """Below stage 3. Each rank's shares are a piece; pieces are laid flat together, and cast where they travel in
-    another dtype, until the bucket is passed (stage_1_and_2.py: allreduce_and_scatter). One alone is not laid flat;
+    """Below stage 3. Each rank's shares are a piece. Pieces are concatenated, and cast where they travel in another
+    dtype, until they exceed the bucket (stage_1_and_2.py: allreduce_and_scatter). A single piece is not concatenated;
     with a flat buffer each weight is a piece of its own."""
     weights, b, sent = job.weights, job.dtype_bytes, job.engine.communication_bytes
     are_many, cast = lower_stages.is_compact(job) and num_elements > largest, sent if sent != b else 0
@@ -150,7 +151,7 @@ def compute_master(job: Job) -> int:
 
 
 def compute_adam(job: Job) -> int:
-    """8 N / W from the first step on. In 8 bits two codes of each weight and two float32 scales of each 256."""
+    """8 N / W from the first step on. In 8 bits: two one-byte codes per weight, two float32 scales per 256 weights."""
     if job.levers.offload_optimizer != "none":
         return 0
     shard = count_shard(job.weights.num_trained, job.world_size)
@@ -158,9 +159,9 @@ def compute_adam(job: Job) -> int:
 
 
 def compute_step_transients(job: Job) -> int:
-    """The norm casts one gradient's share at a time to float64 (stage3.py: get_grad_norm_direct). Then, per sub-group
-    of n_s elements: gradients laid flat, g n_s, then cast, 4 n_s; fused Adam takes nothing (stage3.py:
-    _prepare_fp32_grad_for_sub_group). With the optimizer on the host nothing happens here."""
+    """The norm casts one gradient's share at a time to float64 (stage3.py: get_grad_norm_direct). Then, per sub-group:
+    concatenated gradients, g n_s, and their cast, 4 n_s; fused Adam needs nothing more (stage3.py:
+    _prepare_fp32_grad_for_sub_group). With the optimizer on the host the GPU needs nothing."""
     if job.zero_stage < 3:
         return lower_stages.compute_step_transients(job)
     if job.levers.offload_optimizer != "none":
@@ -171,9 +172,10 @@ def compute_step_transients(job: Job) -> int:
 
 
 def compute_weight_made(job: Job) -> int:
-    """b V h: each weight is made whole before it is split (partition_parameters.py: Init), the head last; or all of a
-    module's, which are gathered to be drawn (transformers/integrations/deepspeed.py: initialize_weights_zero3), from
-    the host with their shards beside them. A tied head is made all the same, b V h / W, and let go later."""
+    """b V h: each weight is made whole before it is split (partition_parameters.py: Init), the head last. Or all
+    weights of a module, which are gathered to be initialized (transformers/integrations/deepspeed.py:
+    initialize_weights_zero3); from the host, together with their shards. A tied head is made too, b V h / W, and
+    released later."""
     head = job.shape.vocab_size * job.shape.hidden_size
     tied = count_shard(head, job.world_size) if job.shape.tie_word_embeddings else 0
     drawn = job.weights.largest_module
@@ -182,8 +184,8 @@ def compute_weight_made(job: Job) -> int:
 
 
 def compute_load_transients(job: Job) -> int:
-    """4 n_s: a sub-group's weights are cast to float32, and that is cloned (stage3.py: _create_fp32_partitions). The
-    clone is the master, which has its own line, counted whole: what is told is the most beyond it, when the last
+    """4 n_s: a sub-group's weights are cast to float32, and the cast is cloned (stage3.py: _create_fp32_partitions).
+    The clone is the master, whose line counts all of it: this returns the most beyond that line, reached while the last
     sub-groups are made. With the optimizer on the host both are there."""
     if job.zero_stage < 3:
         return lower_stages.compute_load_transients(job)
@@ -195,8 +197,8 @@ def compute_load_transients(job: Job) -> int:
 
 def compute_host_optimizer_pinned(job: Job) -> int:
     """Per rank: gradients g N / W and their float32 copies 4 N / W, page-locked (stage3.py:
-    initialize_optimizer_states, grad_partitions_flat_buffer). On NVMe: DeepSpeed's four buffers of a sub-group's
-    states instead of the copies."""
+    initialize_optimizer_states, grad_partitions_flat_buffer). On NVMe, instead of the copies: DeepSpeed's four buffers
+    of a sub-group's states."""
     shard = count_shard(job.weights.num_trained, job.world_size)
     if job.levers.offload_optimizer == "cpu":
         if job.zero_stage < 3:

@@ -1,7 +1,7 @@
-"""What lives on a local disk (memory.offload_optimizer, memory.offload_param: nvme): files there, buffers beside.
+"""Bytes on a local disk (memory.offload_optimizer, memory.offload_param: nvme), and of the buffers for its files.
 
-From DeepSpeed's runtime/swap_tensor/: optimizer states are files of whole sub-groups, weights one file each; both pass
-through buffers that are locked in memory.
+From DeepSpeed's runtime/swap_tensor/: a sub-group's optimizer states are one file each, so is every weight. Both pass
+through page-locked buffers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ STATE_FILES, GRADIENT_FILES = 3, 1  # of float32 numbers: weights and two moment
 NUM_BUFFERS = 4  # offload_config.py: buffer_count
 SMALLEST_FILE_BYTES = 1 << 20  # swap_tensor/utils.py: MIN_AIO_BYTES; what is smaller stays in memory
 FLOAT_BYTES = 4
-ALIGNED_ELEMENTS = 256  # optimizer_utils.py: numel_alignment; the rest of a longer gradient stays, and holds all of it
+ALIGNED_ELEMENTS = 256  # optimizer_utils.py: numel_alignment; the rest of a gradient stays and keeps all of it alive
 FILE_SLACK = 1.01  # files are rounded up
-SPARE_BUFFERS = 1  # for the weight that passes by while others are in use
+SPARE_BUFFERS = 1  # for a weight that is read or written while others are in use
 
 
 def compute_swap_need(recipe: Recipe, shape: ModelShape, levers: Levers) -> tuple[int, int]:
-    """-> bytes of a rank (on the disk, of locked memory). Zeros where no formula knows the model."""
+    """Returns a rank's bytes (on the disk, in page-locked memory). Zeros for a model without a formula."""
     if not is_known(shape):
         return 0, 0
     job = make_job(recipe, shape, levers)
@@ -52,7 +52,7 @@ def compute_weight_file_bytes(job: Job) -> int:
 
 
 def compute_node_disk_bytes(job: Job) -> int:
-    """What the fullest node's ranks need below memory.nvme_path."""
+    """Bytes that the fullest node's ranks need below memory.nvme_path."""
     return job.ranks_per_node * compute_disk_bytes(job)
 
 
@@ -73,13 +73,14 @@ def compute_locked_weight_bytes(job: Job) -> int:
 
 
 def count_largest_group(job: Job) -> int:
-    """It may be larger than sub_group_size by a weight's shard: an embedding's is most of it on few ranks."""
+    """May exceed sub_group_size by one weight's shard; on few ranks the embedding's shard is most of the group."""
     return max(list_sub_groups(job.weights, job.world_size, job.engine.sub_group))
 
 
 def size_weight_buffers(weights: Weights, num_ranks: int, dtype_bytes: int) -> Mapping[str, int]:
-    """DeepSpeed's settings: as many buffers as a layer has weights with files, each of the largest one's size. It stops
-    where none is left. Frozen weights gathered for a recomputation stay until their layer's backward is done."""
+    """DeepSpeed's settings: as many buffers as a layer has weights with files, each of the largest one's size.
+    DeepSpeed fails where no buffer is free. Frozen weights gathered for a recomputation stay until their layer's
+    backward is done."""
     in_use: dict[tuple[str, int], set[str]] = defaultdict(set)
     largest = 1
     for module in weights.modules:
@@ -93,11 +94,11 @@ def size_weight_buffers(weights: Weights, num_ranks: int, dtype_bytes: int) -> M
 
 
 def compute_unswapped_gradients(job: Job) -> int:
-    """4 n / W on the GPU from the backward to the step, of gradients whose share is too small for a file of its own, or
-    no multiple of 1 KiB (optimizer_utils.py: unswapped_gradients)."""
+    """4 n / W on the GPU from the backward to the step, of gradients whose share is too small for a file or is not a
+    multiple of 1 KiB (optimizer_utils.py: unswapped_gradients)."""
     if job.levers.offload_optimizer != "nvme":
         return 0
     sizes = {name: size for module in job.weights.modules if module.is_trained for name, size in module.weights}
     shares = [count_shard(size, job.world_size) for size in sizes.values()]
-    stay = [each for each in shares if FLOAT_BYTES * each < SMALLEST_FILE_BYTES or each % ALIGNED_ELEMENTS]
-    return FLOAT_BYTES * sum(stay)
+    unswapped = [share for share in shares if FLOAT_BYTES * share < SMALLEST_FILE_BYTES or share % ALIGNED_ELEMENTS]
+    return FLOAT_BYTES * sum(unswapped)

@@ -1,0 +1,152 @@
+"""Bytes of attention in a decoder layer, per rank and micro-step: saved, and used in the forward and the backward.
+
+Letters as in layer.py; n is the number of chunks of heads.
+"""
+
+from __future__ import annotations
+
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.layer import (
+    compute_layer_input,
+    compute_norm_saved,
+    saves_input,
+    saves_norm_input,
+    saves_result,
+)
+from ulysses_cli.plan.ledger.weights import has_norm_before
+
+PRECISE_ROTATION = {"olmo2"}
+
+
+def compute_attention_result(job: Job) -> int:
+    """The attention kernel's output for this rank's heads and whole rows, b q S, and its log-sum-exp, 4 heads S."""
+    return (job.dtype_bytes * job.query_width + 4 * job.shape.num_heads) * job.local_tokens
+
+
+def compute_query_norms_saved(job: Job) -> int:
+    """The norms of queries and keys, where the family has them."""
+    return compute_norm_saved(job, job.query_width + job.kv_width) if job.family.query_key_norm else 0
+
+
+def saves_slices(job: Job) -> bool:
+    """With several chunks of heads, and where recomputation spares attention, a rank saves its own slices and the
+    backward exchanges them again. Otherwise it saves the whole rows that the kernel saw
+    (train/attention/ulysses.py)."""
+    return job.levers.head_chunks > 1 or job.levers.gradient_checkpointing is True
+
+
+def compute_attention_rows(job: Job) -> int:
+    """Saved queries, keys and values: b (q + 2 k) S as slices, b (q + 2 r) S as whole rows. Where v is saved as it was
+    projected and the family projects q, k and v together, v is a view that keeps the whole projection alive."""
+    is_own = saves_slices(job) or job.layout.sp_size == 1
+    kv = job.kv_width if is_own else job.row_kv_width
+    return job.dtype_bytes * (job.query_width + 2 * kv + is_own * count_fused(job)) * job.local_tokens
+
+
+def count_fused(job: Job) -> int:
+    """q + k per token that live as long as v does, in addition to the rotated ones: a family that projects q, k and v
+    together slices v out of the whole (transformers: modeling_phi3.py, Phi3Attention.forward)."""
+    return job.query_width + job.kv_width if "qkv_proj" in job.family.attention_modules else 0
+
+
+def compute_attention_saved(job: Job) -> int:
+    """What attention's backward needs in addition to its result: saved norms, inputs of the projections, rows, and
+    (where rows are exchanged) the result again as the input of the output projection."""
+    saved = compute_query_norms_saved(job) + compute_attention_rows(job) + compute_output_input(job)
+    if not has_norm_before(job.shape):
+        return saved
+    norm = 0 if shares_layer_input(job) else compute_norm_saved(job, job.shape.hidden_size)
+    return saved + norm + compute_layer_input(job) * saves_input(job, "q_proj", "k_proj", "v_proj", "qkv_proj")
+
+
+def shares_layer_input(job: Job) -> bool:
+    """With recomputation, a first norm that saves its input unchanged saves the layer's input, which is counted
+    already."""
+    return saves_norm_input(job) and job.levers.gradient_checkpointing is not False
+
+
+def compute_output_input(job: Job) -> int:
+    """The input of the output projection: b q S. On one rank, and where slices are saved, it is attention's result."""
+    is_same = job.layout.sp_size == 1 or saves_slices(job) or not saves_input(job, "o_proj")
+    return 0 if is_same else job.dtype_bytes * job.query_width * job.local_tokens
+
+
+def compute_attention_forward(job: Job) -> int:
+    """The projections' input and the rank's own q, k, v: b (h + q + 2 k) S. In addition the largest of: rotation, 3 q
+    or q + 3 k; the exchange before the kernel, 2 (q + 2 r) / n, with the previous chunk's result and the output; the
+    exchange after the kernel, with rows, result, a send buffer and a receive buffer."""
+    h, q, k, r, n = job.shape.hidden_size, job.query_width, job.kv_width, job.chunk_kv_width, job.levers.head_chunks
+    own = h * has_norm_before(job.shape) + q + 2 * k
+    if job.layout.sp_size == 1:
+        widest = q if n == 1 else q + q // n
+    elif n == 1:
+        widest = max(2 * (q + 2 * r), q + 2 * r + 3 * q)
+    else:
+        widest = max(q + 2 * (q // n + 2 * r) + q // n, q + q // n + 2 * r + 2 * (q // n))
+    widest = max(count_rotating(job), widest + count_fused(job))
+    return (job.dtype_bytes * (own + widest) + 4 * job.shape.num_heads) * job.local_tokens
+
+
+def count_rotating(job: Job) -> int:
+    """Elements per token while queries and keys are rotated; twice as many where rotation is in float32."""
+    is_precise = job.shape.model_type in PRECISE_ROTATION and job.dtype_bytes < 4
+    return max(3 * job.query_width, job.query_width + 3 * job.kv_width) * (2 if is_precise else 1)
+
+
+def compute_attention_again(job: Job) -> int:
+    """While a layer's attention is recomputed: as in the forward, and what its norms save. Where its result is saved,
+    recomputation ends after the rotation."""
+    h, q, k = job.shape.hidden_size, job.query_width, job.kv_width
+    saved = compute_query_norms_saved(job)
+    if not saves_norm_input(job) and has_norm_before(job.shape):
+        saved += compute_norm_saved(job, h)
+    if saves_result(job):
+        own = h * has_norm_before(job.shape) + q + 2 * k
+        return saved + job.dtype_bytes * (own + count_rotating(job)) * job.local_tokens
+    return saved + compute_attention_forward(job)
+
+
+def compute_attention_exchange(job: Job) -> int:
+    """Backward, in addition to what is saved, during the exchange: the output's gradient, b q S, and buffers for
+    sending and receiving: 2 q for that gradient, or 2 (3 q + 2 r) / n where slices were saved and travel too. With one
+    chunk a slice is freed once it is copied, and the result and its gradient travel after the others. With several
+    chunks there is also room for all gradients."""
+    q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
+    if job.layout.sp_size == 1:
+        return (b * q + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
+    if n > 1:
+        return (b * (q + 2 * (3 * (q // n) + 2 * r)) + _count_room_bytes(job)) * job.local_tokens
+    if saves_slices(job):
+        return b * (max(2 * q + 4 * r, 4 * q + 2 * r) - 2 * k - count_fused(job)) * job.local_tokens
+    return b * 3 * q * job.local_tokens
+
+
+def compute_attention_kernel(job: Job) -> int:
+    """Backward, in addition to what is saved, while the kernel runs: this rank's slice of the output's gradient, b q S;
+    where rows had to be exchanged, whole rows of that gradient, q, k, v and the result; and the gradients of q, k and
+    v. Saved slices are freed by then, unless further chunks of heads need them."""
+    q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
+    is_split = job.layout.sp_size > 1
+    if n > 1:
+        rows = 3 * (q // n) + 2 * r if is_split else 0
+        return (b * (q + rows + q // n + 2 * r) + _count_room_bytes(job)) * job.local_tokens
+    rows = (3 * q + 2 * r - 2 * q - 2 * k - count_fused(job) if saves_slices(job) else q) if is_split else 0
+    return b * (q + rows + q + 2 * r) * job.local_tokens
+
+
+def _count_room_bytes(job: Job) -> int:
+    """Per token, room for the gradients of all chunks; those of shared keys are summed in float32."""
+    return job.dtype_bytes * job.query_width + 2 * job.kv_width * (4 if job.kv_gradients_add_up else job.dtype_bytes)
+
+
+def compute_kernel_workspace(job: Job) -> int:
+    """Inside flash attention's backward: a float32 accumulator of dq and one number per token and head. Where the heads
+    of this rank and chunk share keys, also dk and dv: of every query head in b bytes (FlashAttention 2, flash_api.cpp:
+    dk_expanded), or of every key head in float32 (3 and newer: dk_accum). No trace sees it. After it, for sinks, three
+    float32 tensors of one head and whole rows (train/attention/kernels/operators.py: compute_sink_gradient)."""
+    n, expanded = job.levers.head_chunks, 0
+    if job.chunk_kv_width < job.query_width // n:
+        is_old = job.kernel not in ("flash_attention_3", "flash_attention_4")
+        expanded = 2 * job.dtype_bytes * job.query_width // n if is_old else 8 * job.chunk_kv_width
+    sinks = 12 * job.shape.head_dim * job.layout.sp_size if job.shape.has_sinks else 0
+    return max(4 * (job.query_width + job.shape.num_heads) // n + expanded, sinks) * job.local_tokens
