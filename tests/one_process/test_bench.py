@@ -45,9 +45,7 @@ def make_timed(parts: dict[str, float], seconds: float = 1.0, loss: float = 2.0)
     return Timed(steps, 100, 1e12, 989.0, 1 << 30, 1 << 30, loss, parts, 0.1)
 
 
-def run_sweep(
-    monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.BenchDevice | None = None, **more: Any
-) -> Any:
+def run_sweep(monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.BenchDevice | None = None, **more: Any) -> Any:
     """A sweep whose ranks are not started: `outcomes(recipe, is_ours, num_sides)` says how a side fares."""
 
     def run(world: int, calls: Any, **_: Any) -> list[Any]:

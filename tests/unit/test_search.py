@@ -11,7 +11,7 @@ from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.planner.candidates import Offer, Wish
+from ulysses_cli.plan.planner.candidates import Offer, PlanRequest
 from ulysses_cli.plan.planner.draft import write_draft
 from ulysses_cli.plan.planner.fit import fits, judge
 from ulysses_cli.plan.planner.lever_choice import read_levers
@@ -27,7 +27,7 @@ def offer(*kinds: str) -> list[Offer]:
     return [Offer(TABLE.get_gpu(name), int(count)) for name, count in (kind.split(":") for kind in kinds)]
 
 
-WISH = Wish(LLAMA, 2**18, 10**8)
+WISH = PlanRequest(LLAMA, 2**18, 10**8)
 
 
 def test_what_is_offered_fits_and_is_legal() -> None:
@@ -73,7 +73,7 @@ def test_prices_are_named_with_their_source() -> None:
 @pytest.mark.parametrize("kinds", [("h100-80gb:8", "rtx-4090:2"), ("h200:16", "l40s:1")])
 def test_a_plan_is_what_its_recipe_is(length: int, is_lora: bool, kinds: tuple[str, ...]) -> None:
     """The written recipe, read again, is the job that was judged: the same engine, the same row."""
-    wish = Wish(SHAPES["Qwen/Qwen3-4B"], length, 10**8, is_lora)
+    wish = PlanRequest(SHAPES["Qwen/Qwen3-4B"], length, 10**8, is_lora)
     found = search(wish, offer(*kinds))
     for each in (*found.by_cost, *found.by_time):
         recipe = parse_recipe(write_draft(*draft_candidate(each, wish, "Qwen/Qwen3-4B", "planned.yaml"))).recipe
@@ -90,7 +90,7 @@ def test_a_plan_is_what_its_recipe_is(length: int, is_lora: bool, kinds: tuple[s
 )
 def test_some_levers_let_a_row_fit_where_all_of_them_do_not(name: str, kind: str) -> None:
     """Of those with the optimizer or weights on the GPU, none reaches beyond what is called the longest."""
-    (longest,) = search_longest(Wish(get_shape(name), 0, 10**9), offer(kind))
+    (longest,) = search_longest(PlanRequest(get_shape(name), 0, 10**9), offer(kind))
     job, gpu = longest.candidate.job, longest.candidate.gpu
     assert longest.candidate.fit.verdict == "fits"
     beyond = replace(job, row_tokens=round(job.row_tokens * 1.02 / 1024) * 1024)
@@ -146,7 +146,7 @@ def test_walls_of_memory_and_heads() -> None:
 
 
 def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
-    wish = Wish(LLAMA, 0, 10**9)
+    wish = PlanRequest(LLAMA, 0, 10**9)
     lengths = {
         f"{each.candidate.gpu.key}:{each.candidate.job.world_size}": each.max_length
         for kinds in (("h100-80gb:1", "h200:1"), ("l40s:8", "h200:8"))
@@ -158,12 +158,12 @@ def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
 
 def test_nothing_fits_a_gpu_that_is_too_small() -> None:
     tiny = replace(TABLE.get_gpu("rtx-4090"), memory_bytes=2 << 30)
-    assert search_longest(Wish(LLAMA, 0, 10**9), [Offer(tiny, 1)]) == []
+    assert search_longest(PlanRequest(LLAMA, 0, 10**9), [Offer(tiny, 1)]) == []
 
 
 @pytest.mark.check
 def test_a_plan_for_experts_and_for_adapters() -> None:
-    moe = Wish(SHAPES["Qwen/Qwen3-30B-A3B"], 2**17, 10**8)
+    moe = PlanRequest(SHAPES["Qwen/Qwen3-30B-A3B"], 2**17, 10**8)
     assert search(moe, offer("h200:8")).by_cost
     adapted = replace(moe, is_lora=True)
     best = search(adapted, offer("h200:8")).by_cost[0]

@@ -17,7 +17,7 @@ from ulysses_cli.plan.exit_codes import DONE, USAGE
 if TYPE_CHECKING:
     from ulysses_cli.plan.hardware import Hardware
     from ulysses_cli.plan.models.shape import ModelShape
-    from ulysses_cli.plan.planner.candidates import Candidate, Offer, SearchResult, Wish
+    from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest, SearchResult
 
 DEFAULT_TOKENS = 10**9
 MAX_MACHINES = 64
@@ -113,8 +113,8 @@ def _read_wish(
     method: Method,
     longest: bool,
     online: bool,
-) -> tuple[Wish, list[str]]:
-    from ulysses_cli.plan.planner.candidates import Wish
+) -> tuple[PlanRequest, list[str]]:
+    from ulysses_cli.plan.planner.candidates import PlanRequest
     from ulysses_cli.plan.planner.draft import find_obstacle, needs_stretch
     from ulysses_cli.plan.problem import Problem, RecipeError
 
@@ -140,7 +140,7 @@ def _read_wish(
     if needs_stretch(shape, length):
         said.append(f"positions are stretched by yarn: the model knows {shape.max_position_embeddings:,}")
     seconds = None if deadline is None else _read_time(deadline)
-    return Wish(shape, length, num_tokens, method is Method.lora, budget, seconds), said
+    return PlanRequest(shape, length, num_tokens, method is Method.lora, budget, seconds), said
 
 
 def _check_model(model: str, shape: ModelShape, length: int) -> None:
@@ -206,7 +206,7 @@ def _check_writable(file: Path, force: bool, longest: bool) -> None:
         raise RecipeError([Problem("--write", f"{file.parent} is not a folder", "make it, or name another file")])
 
 
-def _write_recipe(best: Candidate, wish: Wish, model: str, file: Path, *, online: bool) -> None:
+def _write_recipe(best: Candidate, wish: PlanRequest, model: str, file: Path, *, online: bool) -> None:
     """The recipe passes its checks before it is written."""
     from ulysses_cli import validate
     from ulysses_cli.plan.planner.draft import write_draft

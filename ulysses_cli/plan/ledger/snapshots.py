@@ -40,12 +40,10 @@ def _settle_shards(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
     of the head goes through the model twice; so do accumulated micro-steps, and an evaluation and the step after it."""
     if job.layout.dp_replicate_size == 1 or snapshot.name == MAKING:
         return snapshot
-    goes_again = snapshot.phase == "load" or (
-        snapshot.phase in PASSES and (lower_stages.accumulates(job) or job.evaluates)
-    )
-    goes_again |= job.adapters is not None
-    at_hand = 0 if goes_again else snapshot.lines.get("parameters_gathered", 0)
-    second = states.compute_second_shard(job, at_hand)
+    repeats = lower_stages.accumulates(job) or job.evaluates
+    goes_again = snapshot.phase == "load" or (snapshot.phase in PASSES and repeats) or job.adapters is not None
+    gathered_bytes = 0 if goes_again else snapshot.lines.get("parameters_gathered", 0)
+    second = states.compute_second_shard(job, gathered_bytes)
     return MemorySnapshot(snapshot.phase, snapshot.name, {**snapshot.lines, "parameters_second_shard": second})
 
 

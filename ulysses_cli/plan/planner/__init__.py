@@ -1,1 +1,1 @@
-"""Which layout, levers and machines: the search, what fits, and what it costs."""
+"""Chooses layout, levers and machines: the search, what fits, and what it costs."""

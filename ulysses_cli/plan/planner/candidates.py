@@ -1,4 +1,4 @@
-"""What the planner is asked, offered and finds: plain values, and money as it is written. Searches nothing."""
+"""Values of a search: the request, the GPUs on offer, candidates, walls and the result. Searches nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ulysses_cli.plan.speed import Speed, compute_cost
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is asked: rows of that length, so many tokens in all. Bounds of None are none."""
+class PlanRequest:
+    """What a plan must do: train rows of `max_length` tokens, `num_tokens` in all. None means no bound."""
 
     shape: ModelShape
     max_length: int
@@ -26,7 +26,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Offer:
-    """GPUs of one kind that could be had, at most."""
+    """GPUs of one kind that are available, and at most how many."""
 
     gpu: Gpu
     max_gpus: int
@@ -34,7 +34,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do it."""
+    """One plan: a job on GPUs of one kind, whether it fits, and how fast it is."""
 
     gpu: Gpu
     job: Job
@@ -58,7 +58,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Wall:
-    """What stands in the way, how far away the nearest candidate is, and what would help."""
+    """Why no candidate is inside the bounds, how far away the nearest one is, and what would help."""
 
     kind: str  # gpu, host, heads, price, deadline
     message: str
@@ -67,8 +67,8 @@ class Wall:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Candidates inside all bounds, best first by cost and by time, or the walls. `left_out`: kind of GPU -> why none
-    of its candidates is among them."""
+    """Candidates inside all bounds, best first by cost and by time; or the walls. `left_out`: kind of GPU -> why none
+    of its candidates is listed."""
 
     by_cost: tuple[Candidate, ...]
     by_time: tuple[Candidate, ...]
@@ -77,7 +77,7 @@ class SearchResult:
 
 
 def round_cost(usd: float) -> float:
-    """To two digits: less is no difference."""
+    """To two digits; smaller differences do not count."""
     return float(f"{usd:.2g}")
 
 

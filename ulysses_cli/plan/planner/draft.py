@@ -1,4 +1,4 @@
-"""A recipe written from a few facts: for questions asked without one, and for what the planner finds."""
+"""Writes a recipe from a few facts: for estimates without a recipe, and for the planner's candidates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find_obstacle(shape: ModelShape) -> str:
 
 
 def find_sp_size(shape: ModelShape, num_processes: int, max_length: int, gpus_per_node: int = GPUS_PER_NODE) -> int:
-    """The largest legal one inside a node: it divides the heads, the processes and the row."""
+    """The largest legal sp_size inside a node: it divides the heads, the processes and the row."""
     if find_obstacle(shape):
         return 1
     legal = [
@@ -53,12 +53,12 @@ def find_sp_size(shape: ModelShape, num_processes: int, max_length: int, gpus_pe
 
 
 def needs_stretch(shape: ModelShape, max_length: int) -> bool:
-    """Rows beyond the pretrained positions, on a model whose positions can be stretched."""
+    """Whether rows exceed the pretrained positions of a model whose positions can be stretched."""
     return max_length > shape.max_position_embeddings and shape.rope_type in REPLACEABLE
 
 
 def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:
-    """The recipe as YAML; what stands at its default is left out."""
+    """The recipe as YAML; settings at their default are left out."""
     layout = draft.layout
     lines = [f"# {line}".rstrip() for line in header] + ([""] if header else [])
     lines += ["model:", f"  name_or_path: {quote(draft.model)}"]
@@ -86,7 +86,7 @@ def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:
 
 
 def quote(text: str) -> str:
-    """As YAML takes it: plain where that is safe, otherwise in JSON's quotes."""
+    """As YAML reads it: plain where that is safe, otherwise in JSON's quotes."""
     return text if PLAIN.fullmatch(text) else json.dumps(text)
 
 

@@ -22,12 +22,12 @@ from ulysses_cli.plan.planner.lever_choice import (
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.speed import Speed, compute_cost, compute_speed
 
-LESS = 0.95  # of the ledger's peak: what ran out was less than that
+LESS = 0.95  # of the ledger's peak, since memory ran out below the peak
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Everything about one job on one GPU kind. `suggestion` is YAML, or '' where nothing is to be changed or helps."""
+    """Everything about one job on one GPU kind. `suggestion` is YAML, or '' where no change is needed or helps."""
 
     gpu: Gpu
     job: Job
@@ -41,7 +41,7 @@ class Estimate:
 
     @property
     def ends_at_index(self) -> bool:
-        """Whether the longest row with these levers ends where a kernel would see 2^31 elements, and not at memory."""
+        """Whether kernels' limit of 2^31 elements, and not memory, bounds the longest row with these levers."""
         longer = self.max_length + self.max_length // 256 + self.job.layout.sp_size * ROW_MULTIPLE
         return self.max_length > 0 and not is_indexable(replace(self.job, row_tokens=longer))
 
@@ -52,7 +52,7 @@ class Estimate:
 
 
 def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
-    """For a recipe that passed its checks. What it says a GPU costs goes before the table's price."""
+    """For a recipe that passed its checks. The recipe's price of a GPU goes before the table's."""
     price = recipe.run.price_per_gpu_hour
     if price is not None:
         gpu = replace(gpu, usd_low=price, usd_high=price, price_source="run.price_per_gpu_hour", price_date="")
@@ -78,17 +78,17 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
 def suggest_levers(job: Job, gpu: Gpu) -> str:
     """The cheapest change of levers that makes a job fit, as YAML; '' when no lever does."""
     open_names = [name for name in COSTS if name != "offload_param"]
-    found = find_cheapest(job, gpu, open_names) or find_cheapest(job, gpu, list(COSTS))
-    if found is None or found == job.levers:
+    levers = find_cheapest(job, gpu, open_names) or find_cheapest(job, gpu, list(COSTS))
+    if levers is None or levers == job.levers:
         return ""
-    tried = replace(job, levers=found)
+    tried = replace(job, levers=levers)
     if judge(tried, compute_ledger(tried), gpu).verdict != "fits":
         return ""
-    return "\n".join(write_levers(found, job.levers)) + "\n"
+    return "\n".join(write_levers(levers, job.levers)) + "\n"
 
 
 def explain_memory(recipe: Recipe, shape: ModelShape, levers: Levers, gpu: Gpu) -> str:
-    """After memory ran out: the ledger's largest lines, and the cheapest change that needs less than what was tried."""
+    """After memory ran out: the ledger's largest lines, and the cheapest change that needs less than this attempt."""
     job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
     ledger = compute_ledger(job)
     largest = sorted(ledger.peak.lines.items(), key=lambda line: -line[1])[:3]

@@ -1,4 +1,4 @@
-"""Does a job fit a GPU and its machine, by how much, and how long a row would still fit."""
+"""Whether a job fits a GPU and its machine, by how much, and the longest row that would still fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROW_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes of a rank on its GPU, of a node on its host. The margin may be negative."""
+    """Bytes of a rank on its GPU, and of a node on its host. Margins may be negative."""
 
     verdict: Verdict
     wall: str  # what is too small: "", "gpu" or "host"
@@ -31,7 +31,7 @@ class Fit:
 
     @property
     def spare_bytes(self) -> int:
-        """Of the GPU, beyond what the ledger may be off."""
+        """The GPU's margin beyond the ledger's uncertainty."""
         return self.margin_bytes - self.uncertainty_bytes
 
     @property
@@ -48,7 +48,7 @@ class Fit:
 
 
 def judge(job: Job, ledger: Ledger, gpu: Gpu) -> Fit:
-    """Fits when both margins are wider than what the ledger may be off; too close when one is not, either way. The
+    """`fits` when both margins exceed the ledger's uncertainty, `too_close` when one lies within it, up or down. The
     wall is the worse of the two."""
     host_capacity = gpu.get_host_bytes(job.world_size)
     on_gpu = compare(gpu.memory_bytes - ledger.gpu_peak_bytes, ledger.uncertainty_bytes)
@@ -71,7 +71,7 @@ def compare(margin: int, uncertainty: int) -> Verdict:
 
 
 def is_indexable(job: Job) -> bool:
-    """No kernel call sees a tensor of 2^31 elements (check_model.py says why)."""
+    """No kernel call sees a tensor of 2^31 elements (rules/model.py: check_index_bounds)."""
     heads = job.shape.num_heads // job.layout.sp_size // job.levers.head_chunks
     tensors = [job.batch * job.row_tokens * heads * job.shape.head_dim, job.local_tokens * job.shape.hidden_size]
     if not job.levers.tiled_mlp:
@@ -86,21 +86,21 @@ def fits(job: Job, gpu: Gpu) -> bool:
 
 
 def find_max_length(job: Job, gpu: Gpu, holds: Callable[[Job, Gpu], bool] = fits) -> int:
-    """The longest row that fits with these levers, in whole multiples; 0 when none does. Memory never falls with
-    length, so that halving finds it."""
+    """The longest row that fits with these levers, in whole multiples; 0 when none does. Bisection works because memory
+    never falls with length."""
     multiple = job.layout.sp_size * ROW_MULTIPLE
     return multiple * find_largest(lambda count: holds(replace(job, row_tokens=count * multiple), gpu))
 
 
 def find_largest(holds: Callable[[int], bool]) -> int:
-    """The largest positive number for which something holds that stops holding at some point; 0 if it never does."""
+    """The largest positive number for which `holds` is true, which is false from some number on; 0 if it never is."""
     if not holds(1):
         return 0
     high = 2
     while holds(high):
         high *= 2
     low = high // 2
-    while high - low > max(1, low // 512):  # a fifth of a percent is finer than the ledger is sure
+    while high - low > max(1, low // 512):  # a fifth of a percent is less than the ledger's uncertainty
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low

@@ -1,6 +1,6 @@
-"""Which levers a job needs: every combination of those left open is held against the ledger, and the cheapest that fits
-is taken, with no more layers offloaded than needed. Says why for each. Training and validate-config call
-`choose_levers`; nothing here guesses."""
+"""Chooses the levers of a job: of all combinations of the open levers, the cheapest that fits according to the ledger,
+with no more layers offloaded than needed, and a reason for each. Training and validate-config call `choose_levers`.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
 from ulysses_cli.plan.recipe.recipe import Recipe
 
-# What each lever costs against the others: the sum of all before it is less. Tiles cost next to nothing, recomputing a
-# layer a third of its time, the optimizer on the host seconds in every step.
+# Relative costs: each lever costs more than all before it together. Tiles cost almost nothing, recomputing a layer a
+# third of its time, the optimizer on the host seconds in every step.
 COSTS = {
     "tiled_loss": 1,
     "tiled_mlp": 2,
@@ -33,9 +33,10 @@ COSTS = {
     "offload_param": 128,
 }
 OFF = Levers()
-# What a kept byte that leaves spares at most, with the allocator's and the safety's share beside it: 1.05 as these are.
+# At most this many bytes are freed by each saved byte that is offloaded. At present 1.05: the byte itself, and the
+# shares of the allocator and of the safety margin.
 MOST_SPARED = 1.2
-FEW_CHUNKS = (1, 2, 4)  # and as many as there are heads: those between save little more
+FEW_CHUNKS = (1, 2, 4)  # and as many as there are heads; numbers between them save little more
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class LeverChoice:
     fit: Fit | None
 
 
-Tell = Callable[[Levers], Fit | None]  # what the ledger says with these levers; None: no kernel can index it
+Judge = Callable[[Levers], Fit | None]  # the job's fit with these levers; None: no kernel can index it
 
 
 def read_levers(recipe: Recipe, shape: ModelShape) -> tuple[Levers, list[str]]:
-    """What the recipe says, with `auto` as off, and the names that it left open."""
+    """The recipe's levers, with `auto` as off, and the names that are `auto`."""
     memory = recipe.memory
     offloaded = memory.activation_offloading
     if isinstance(offloaded, bool):
@@ -79,21 +80,21 @@ def choose_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None) -> LeverCh
 
 def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> LeverChoice:
     chosen = find_cheapest(job, gpu, open_names)
-    if chosen is None:  # nothing fits: everything that helps
-        chosen = min(_walk_levers(job, open_names), key=lambda each: _count_peak(replace(job, levers=each)))
-        tell = partial(_tell, job, gpu)
-        least = tell(chosen)
+    if chosen is None:  # nothing fits: the levers with the lowest peak
+        chosen = min(_walk_levers(job, open_names), key=lambda levers: _count_peak(replace(job, levers=levers)))
+        judge_levers = partial(_judge, job, gpu)
+        least = judge_levers(chosen)
         if least is not None and least.spare_bytes >= 0 and "offloaded_layers" in open_names:  # the host is the wall
-            chosen, _ = offload_least(chosen, least, tell)
+            chosen, _ = offload_least(chosen, least, judge_levers)
     settled = replace(job, levers=chosen)
     fit = judge(settled, compute_ledger(settled), gpu)
     return LeverChoice(chosen, {name: _explain(settled, gpu, name, fit) for name in open_names}, fit)
 
 
 def find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> Levers | None:
-    """The cheapest combination of the open levers that fits: surely if there is one, otherwise closely."""
+    """The cheapest combination of the open levers whose verdict is `fits`; if there is none, `too_close`."""
     ranked, close = list_ranked_levers(job, open_names), None
-    for levers, fit in walk_fits(job, ranked, partial(_tell, job, gpu), is_open="offloaded_layers" in open_names):
+    for levers, fit in walk_fits(job, ranked, partial(_judge, job, gpu), is_open="offloaded_layers" in open_names):
         if fit.verdict == "fits":
             return levers
         if fit.verdict == "too_close" and close is None:
@@ -101,55 +102,56 @@ def find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> Levers | None:
     return close
 
 
-def _tell(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
+def _judge(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
     tried = replace(job, levers=levers)
     return judge(tried, compute_ledger(tried), gpu) if is_indexable(tried) else None
 
 
-def walk_fits(job: Job, sets: Iterable[Levers], tell: Tell, *, is_open: bool) -> Iterator[tuple[Levers, Fit]]:
-    """What is said of each set. Where the number of offloaded layers is open, a set that fits offloads no more of them
-    than it must, and one for which the host is too small is tried with so many. A given number that fits stays."""
+def walk_fits(job: Job, sets: Iterable[Levers], judge_levers: Judge, *, is_open: bool) -> Iterator[tuple[Levers, Fit]]:
+    """The fit of each set. Where the number of offloaded layers is open, a set that fits the GPU offloads no more
+    layers than it must, which may let it fit the host too. A given number that fits stays."""
     for levers in sets:
-        fit = tell(levers)
+        fit = judge_levers(levers)
         if fit is None:
             continue
         is_given = levers.offloaded_layers == job.levers.offloaded_layers and fit.verdict == "fits"
         may_spare = is_open and levers.offloaded_layers and not is_given and fit.spare_bytes >= 0
-        is_spared = may_spare and not _lacks_host(job, levers, fit, tell)
-        yield offload_least(levers, fit, tell) if is_spared else (levers, fit)
+        is_spared = may_spare and not _lacks_host(job, levers, fit, judge_levers)
+        yield offload_least(levers, fit, judge_levers) if is_spared else (levers, fit)
 
 
-def _lacks_host(job: Job, levers: Levers, most: Fit, tell: Tell) -> bool:
-    """Whether the host is too small for as many layers as the GPU must be spared at least: a shortcut."""
+def _lacks_host(job: Job, levers: Levers, most: Fit, judge_levers: Judge) -> bool:
+    """A shortcut: whether the host is too small even for the fewest layers that must leave the GPU."""
     if most.fits_host:
         return False
-    none = tell(replace(levers, offloaded_layers=0))
-    if none is None or none.spare_bytes >= 0 or not none.fits_host:
-        return none is None or not none.fits_host
-    a_layer = compute_saved_pinned(replace(job, levers=levers)) / levers.offloaded_layers
-    num_needed = -none.spare_bytes / (MOST_SPARED * a_layer)
-    num_too_many = (most.host_uncertainty_bytes - most.host_margin_bytes) / (MOST_SPARED * a_layer * job.ranks_per_node)
+    without = judge_levers(replace(levers, offloaded_layers=0))
+    if without is None or without.spare_bytes >= 0 or not without.fits_host:
+        return without is None or not without.fits_host
+    layer_bytes = compute_saved_pinned(replace(job, levers=levers)) / levers.offloaded_layers
+    num_needed = -without.spare_bytes / (MOST_SPARED * layer_bytes)
+    host_excess = most.host_uncertainty_bytes - most.host_margin_bytes
+    num_too_many = host_excess / (MOST_SPARED * layer_bytes * job.ranks_per_node)
     return num_needed > levers.offloaded_layers - num_too_many
 
 
-def offload_least(levers: Levers, most: Fit, tell: Tell) -> tuple[Levers, Fit]:
-    """The fewest layers with which a set fits the GPU, as it does with all it has. Each spares about as much, so that a
-    straight line comes close; where it does not, halving goes on."""
+def offload_least(levers: Levers, most: Fit, judge_levers: Judge) -> tuple[Levers, Fit]:
+    """The fewest offloaded layers with which a set fits the GPU, given that it fits with `levers.offloaded_layers`.
+    Layers free about equally many bytes, so linear interpolation is close; where it is not, bisection continues."""
 
-    def ask(num_layers: int) -> Fit:
-        fit = tell(replace(levers, offloaded_layers=num_layers))
+    def judge_layers(num_layers: int) -> Fit:
+        fit = judge_levers(replace(levers, offloaded_layers=num_layers))
         if fit is None:
             raise AssertionError("what kernels can index does not depend on offloaded layers")
         return fit
 
-    few, many, with_few, with_many = 0, levers.offloaded_layers, ask(0), most
+    few, many, with_few, with_many = 0, levers.offloaded_layers, judge_layers(0), most
     if with_few.spare_bytes >= 0:
         return replace(levers, offloaded_layers=0), with_few
     is_line = True
     while (width := many - few) > 1:
         share = with_few.spare_bytes / (with_few.spare_bytes - with_many.spare_bytes) if is_line else 0.5
         middle = few + min(max(1, int(share * width)), width - 1)
-        fit = ask(middle)
+        fit = judge_layers(middle)
         if fit.spare_bytes >= 0:
             many, with_many = middle, fit
         else:
@@ -160,30 +162,30 @@ def offload_least(levers: Levers, most: Fit, tell: Tell) -> tuple[Levers, Fit]:
 
 def list_ranked_levers(job: Job, open_names: list[str]) -> list[Levers]:
     """Every combination of the open levers, the cheapest first."""
-    return sorted(_walk_levers(job, open_names), key=lambda each: _count_cost(each, job.levers))
+    return sorted(_walk_levers(job, open_names), key=lambda levers: _count_cost(levers, job.levers))
 
 
 def list_strongest(job: Job) -> list[Levers]:
-    """What may let the longest row fit: most levers first, the given ones at the end. No set is the smallest for every
-    job: the host has no room for all that could go there, tiles of an MLP add float32 sums of its gradients, on one GPU
-    weights in host memory are gathered, and a result of attention that is kept spares an exchange its buffers."""
+    """Sets that may let the longest row fit: most levers first, the given ones last. No set is the smallest for every
+    job: the host may have no room, tiles of an MLP add float32 sums of its gradients, one GPU gathers weights that are
+    in host memory, and a saved attention result avoids the buffers of an exchange."""
     most = job.shape.num_heads // job.layout.sp_size
-    walked = [each for each in _walk_levers(job, list(COSTS)) if each.head_chunks in (1, most)]
-    walked = [each for each in walked if each.gradient_checkpointing is not False]
-    return [*sorted(dict.fromkeys(walked), key=lambda each: -_count_cost(each, OFF)), job.levers]
+    walked = [levers for levers in _walk_levers(job, list(COSTS)) if levers.head_chunks in (1, most)]
+    walked = [levers for levers in walked if levers.gradient_checkpointing is not False]
+    return [*sorted(dict.fromkeys(walked), key=lambda levers: -_count_cost(levers, OFF)), job.levers]
 
 
 def list_smallest(job: Job) -> list[Levers]:
-    """Those of them among which the least GPU memory is: what may only spare the host is left out."""
+    """The strongest sets without those that only spare the host: one of them needs the least GPU memory."""
     optimizer = "cpu" if job.optim == "adamw" else "none"
     strongest = list_strongest(job)
-    return [each for each in strongest if each.offloaded_layers and each.offload_optimizer == optimizer]
+    return [levers for levers in strongest if levers.offloaded_layers and levers.offload_optimizer == optimizer]
 
 
 def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
-    """The longest row with whatever levers, never shorter than with the given ones; and the levers, with which fewer
-    layers may have to be offloaded than they say. Each set is asked for a row that is longer than the best so far, and
-    only if it fits is its own longest row looked for."""
+    """The longest row with any levers, never shorter than with the given ones; and those levers, of which fewer layers
+    than their number may need offloading. Each set is tried with a row longer than the best so far; its own longest row
+    is searched only if that fits."""
     best, chosen = find_max_length(job, gpu), job.levers
     multiple = job.layout.sp_size * ROW_MULTIPLE
     for levers in list_strongest(job):
@@ -195,13 +197,13 @@ def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
 
 
 def _fits_somehow(job: Job, gpu: Gpu) -> bool:
-    """With that many layers offloaded or fewer."""
-    found = walk_fits(job, [job.levers], partial(_tell, job, gpu), is_open=True)
-    return any(fit.verdict == "fits" for _, fit in found)
+    """With that many layers offloaded, or fewer."""
+    fits = walk_fits(job, [job.levers], partial(_judge, job, gpu), is_open=True)
+    return any(fit.verdict == "fits" for _, fit in fits)
 
 
 def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
-    """The given value of each is among its values."""
+    """All combinations of the open levers. The given value of each lever is among its values."""
     given, chunks = job.levers, list_divisors(job.shape.num_heads // job.layout.sp_size)
     options: dict[str, list[Any]] = {
         "head_chunks": [n for n in chunks if n in (*FEW_CHUNKS, chunks[-1])],
@@ -219,7 +221,7 @@ def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
 
 
 def _count_cost(levers: Levers, base: Levers) -> float:
-    """Sum of what is changed; more chunks cost a little more than few."""
+    """The summed costs of the changed levers; more chunks cost a little more than few."""
     changed = sum(cost for name, cost in COSTS.items() if getattr(levers, name) != getattr(base, name))
     return changed + levers.head_chunks / 4096 + 8 * (levers.gradient_checkpointing == "full")
 
@@ -229,7 +231,7 @@ def _count_peak(job: Job) -> tuple[bool, int]:
 
 
 def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
-    """On: what would be without it. Off: that it is not needed."""
+    """The reason for one lever. If it is on: the peak without it. If it is off: that it is not needed or of no use."""
     off = getattr(OFF, name)
     value = getattr(job.levers, name)
     room = f"{gpu.memory_bytes / GIB:.1f} GiB"

@@ -1,5 +1,6 @@
-"""The planner: legal layouts x levers x machine counts -> what fits, what it costs, how long it takes, or which wall is
-hit and how far away it is. A layout's memory is the same on every GPU kind, so that it is computed once for all."""
+"""The planner: tries legal layouts, levers and machine counts. Returns what fits with its cost and time, or the walls
+that nothing gets past. A layout's memory is the same on every kind of GPU, so it is computed once for all kinds.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.planner.candidates import Candidate, Offer, SearchResult, Wish, round_cost
+from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest, SearchResult, round_cost
 from ulysses_cli.plan.planner.draft import Draft, find_obstacle, needs_stretch, write_draft
 from ulysses_cli.plan.planner.fit import Fit, is_indexable, judge
 from ulysses_cli.plan.planner.lever_choice import (
@@ -33,46 +34,46 @@ from ulysses_cli.plan.speed import compute_speed
 
 MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SHOWN = 5  # kinds of GPU, the best first
-MIN_STEPS = 100  # fewer optimizer steps than that are no training: it bounds the rows of a step
+MIN_STEPS = 100  # a plan has at least this many optimizer steps, which bounds the rows of a step
 OPEN_LEVERS = [name for name in COSTS if name != "gradient_checkpointing"]
 
 
-def search(wish: Wish, offers: Sequence[Offer], limit: int = SHOWN) -> SearchResult:
-    check_known(wish.shape, "--model")
-    layouts = _list_layouts(wish, offers)
-    tried = [candidate for job, kinds in layouts for candidate in _try_levers(wish, job, kinds)]
-    fitting = [each for each in tried if each.fit.verdict == "fits"]
-    inside = [each for each in fitting if not find_excess(wish, each)]
+def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN) -> SearchResult:
+    check_known(request.shape, "--model")
+    layouts = _list_layouts(request, offers)
+    tried = [candidate for job, kinds in layouts for candidate in _try_levers(request, job, kinds)]
+    fitting = [plan for plan in tried if plan.fit.verdict == "fits"]
+    inside = [plan for plan in fitting if not find_excess(request, plan)]
     if not inside:
-        return SearchResult((), (), tuple(list_walls(wish, offers, layouts, tried, fitting)))
-    by_cost = sorted(inside, key=lambda each: (round_cost(each.usd_middle), each.job.num_nodes, each.seconds))
-    by_time = sorted(inside, key=lambda each: (each.seconds, each.usd_middle))
+        return SearchResult((), (), tuple(list_walls(request, offers, layouts, tried, fitting)))
+    by_cost = sorted(inside, key=lambda plan: (round_cost(plan.usd_middle), plan.job.num_nodes, plan.seconds))
+    by_time = sorted(inside, key=lambda plan: (plan.seconds, plan.usd_middle))
     best, fastest = (tuple(_list_distinct(ranked, limit)) for ranked in (by_cost, by_time))
-    shown = {each.gpu.key for each in (*best, *fastest)}
+    shown = {plan.gpu.key for plan in (*best, *fastest)}
     absent = [offer.gpu for offer in offers if offer.gpu.key not in shown]
-    return SearchResult(best, fastest, (), {gpu.key: explain_absence(wish, gpu, tried) for gpu in absent})
+    return SearchResult(best, fastest, (), {gpu.key: explain_absence(request, gpu, tried) for gpu in absent})
 
 
 def _list_distinct(ranked: Iterable[Candidate], limit: int) -> list[Candidate]:
     """The best of each kind of GPU."""
     best: dict[str, Candidate] = {}
-    for each in ranked:
-        best.setdefault(each.gpu.key, each)
+    for candidate in ranked:
+        best.setdefault(candidate.gpu.key, candidate)
     return list(best.values())[:limit]
 
 
-def _list_layouts(wish: Wish, offers: Sequence[Offer]) -> list[tuple[Job, list[Gpu]]]:
-    """Every layout with the kinds that could run it."""
+def _list_layouts(request: PlanRequest, offers: Sequence[Offer]) -> list[tuple[Job, list[Gpu]]]:
+    """Every layout with the kinds of GPU that could run it."""
     kinds: dict[tuple[int, int], list[Gpu]] = {}
     for offer in offers:
         for count in _list_counts(offer):
             kinds.setdefault((count, offer.gpu.gpus_per_node), []).append(offer.gpu)
-    recipe = make_plan_recipe(wish)
-    most_rows = max(1, wish.num_tokens // wish.max_length // MIN_STEPS)
+    recipe = make_plan_recipe(request)
+    most_rows = max(1, request.num_tokens // request.max_length // MIN_STEPS)
     return [
-        (make_plan_job(recipe, wish.shape, Layout(1, count // sp_size, sp_size), per_node), gpus)
+        (make_plan_job(recipe, request.shape, Layout(1, count // sp_size, sp_size), per_node), gpus)
         for (count, per_node), gpus in kinds.items()
-        for sp_size in list_sp_sizes(wish.shape, count, wish.max_length)
+        for sp_size in list_sp_sizes(request.shape, count, request.max_length)
         if count // sp_size <= most_rows
     ]
 
@@ -87,34 +88,34 @@ def _list_counts(offer: Offer) -> list[int]:
 
 
 def list_sp_sizes(shape: ModelShape, num_gpus: int, max_length: int | None) -> list[int]:
-    """Sizes that divide heads, GPUs and, unless it is what is looked for, the row."""
+    """Sizes that divide heads, GPUs and the row; `max_length` None: any row."""
     if find_obstacle(shape):
         return [1]
     return [n for n in list_divisors(shape.num_heads) if num_gpus % n == 0 and (max_length or 0) % n == 0]
 
 
-def list_limits(wish: Wish, offers: Sequence[Offer]) -> list[str]:
-    """What of an offer no plan uses, whatever fits: GPUs beyond whole machines, and sizes that the row rules out."""
-    said = []
+def list_limits(request: PlanRequest, offers: Sequence[Offer]) -> list[str]:
+    """What no plan can use of an offer: GPUs beyond whole machines, and sp_sizes that do not divide the row."""
+    limits = []
     for offer in offers:
         most, per_node = max(_list_counts(offer)), offer.gpu.gpus_per_node
         if most < offer.max_gpus:
             left = f"{offer.max_gpus - most} of {offer.max_gpus} x {offer.gpu.key} are left unused"
-            said.append(f"{left}: beyond one machine of {per_node}, whole machines, at most {MACHINE_COUNTS[-1]}")
+            limits.append(f"{left}: beyond one machine of {per_node}, whole machines, at most {MACHINE_COUNTS[-1]}")
     counts = {count for offer in offers for count in _list_counts(offer)}
-    legal = max(max(list_sp_sizes(wish.shape, count, None)) for count in counts)
-    used = max(max(list_sp_sizes(wish.shape, count, wish.max_length)) for count in counts)
+    legal = max(max(list_sp_sizes(request.shape, count, None)) for count in counts)
+    used = max(max(list_sp_sizes(request.shape, count, request.max_length)) for count in counts)
     if used < legal:
-        below = wish.max_length // legal * legal
+        below = request.max_length // legal * legal
         also = f"; with {below:,} up to {legal}" if below else ""
-        said.append(f"sp_size divides the row: with {wish.max_length:,} tokens it is at most {used}{also}")
-    return said
+        limits.append(f"sp_size divides the row: with {request.max_length:,} tokens it is at most {used}{also}")
+    return limits
 
 
-def make_plan_recipe(wish: Wish) -> Recipe:
-    """What would be written, but for its layout and levers: so that plan and recipe have one engine and one row."""
-    draft = Draft("owner/model", max(2, wish.max_length), Layout(), is_lora=wish.is_lora)
-    return parse_recipe(write_draft(replace(draft, lora_targets=_list_lora_targets(wish.shape)))).recipe
+def make_plan_recipe(request: PlanRequest) -> Recipe:
+    """The planned recipe without its layout and levers. Plan and recipe then have the same engine settings and row."""
+    draft = Draft("owner/model", max(2, request.max_length), Layout(), is_lora=request.is_lora)
+    return parse_recipe(write_draft(replace(draft, lora_targets=_list_lora_targets(request.shape)))).recipe
 
 
 def _list_lora_targets(shape: ModelShape) -> tuple[str, ...]:
@@ -126,11 +127,11 @@ def make_plan_job(recipe: Recipe, shape: ModelShape, layout: Layout, gpus_per_no
     return make_job(recipe.model_copy(update={"parallel": parallel}), shape, Levers(), gpus_per_node=gpus_per_node)
 
 
-def _try_levers(wish: Wish, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate]:
+def _try_levers(request: PlanRequest, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate]:
     """The cheapest levers that fit on each kind; where none do, the nearest miss."""
     measured: dict[Levers, tuple[Job, Ledger | None]] = {}
 
-    def tell(gpu: Gpu, levers: Levers) -> Fit | None:
+    def judge_on(gpu: Gpu, levers: Levers) -> Fit | None:
         if levers not in measured:
             tried = replace(job, levers=levers)
             measured[levers] = tried, compute_ledger(tried) if is_indexable(tried) else None
@@ -139,21 +140,21 @@ def _try_levers(wish: Wish, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate
 
     smallest = list_smallest(job)
     ranked = list_ranked_levers(job, OPEN_LEVERS)
-    ranked += [replace(each, gradient_checkpointing="full") for each in ranked]  # the host keeps half as much
+    ranked += [replace(levers, gradient_checkpointing="full") for levers in ranked]  # the host holds half as much
     for gpu in gpus:
-        ask, chosen = partial(tell, gpu), None
-        least = walk_fits(job, smallest, ask, is_open=False)
+        judge_levers, chosen = partial(judge_on, gpu), None
+        least = walk_fits(job, smallest, judge_levers, is_open=False)
         if any(fit.wall != "gpu" for _, fit in least):  # only then can a cheaper one fit
-            found = walk_fits(job, ranked, ask, is_open=True)
-            chosen = next((each for each in found if each[1].verdict == "fits"), None)
+            fits = walk_fits(job, ranked, judge_levers, is_open=True)
+            chosen = next(((levers, fit) for levers, fit in fits if fit.verdict == "fits"), None)
         if chosen is None:
-            misses = walk_fits(job, [*smallest, *measured], ask, is_open=False)
-            chosen = min(misses, key=lambda each: count_distance(each[1]), default=None)
-            if chosen is not None and chosen[1].spare_bytes >= 0:  # the host is the wall: only what must goes there
-                chosen = offload_least(*chosen, ask)
+            misses = walk_fits(job, [*smallest, *measured], judge_levers, is_open=False)
+            chosen = min(misses, key=lambda miss: count_distance(miss[1]), default=None)
+            if chosen is not None and chosen[1].spare_bytes >= 0:  # the host is the wall: offload only what must leave
+                chosen = offload_least(*chosen, judge_levers)
         if chosen is not None:
             tried = replace(job, levers=chosen[0])
-            yield Candidate(gpu, tried, chosen[1], compute_speed(tried, gpu), wish.num_tokens)
+            yield Candidate(gpu, tried, chosen[1], compute_speed(tried, gpu), request.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -164,15 +165,15 @@ class Longest:
     max_length: int
 
 
-def search_longest(wish: Wish, offers: Sequence[Offer]) -> list[Longest]:
-    """With every lever, for each kind; `wish.max_length` is not read."""
-    check_known(wish.shape, "--model")
-    recipe, found = make_plan_recipe(wish), []
+def search_longest(request: PlanRequest, offers: Sequence[Offer]) -> list[Longest]:
+    """With every lever, for each kind; `request.max_length` is not used."""
+    check_known(request.shape, "--model")
+    recipe, longest = make_plan_recipe(request), []
     for offer in offers:
         best: tuple[int, Job] | None = None
-        for sp_size in list_sp_sizes(wish.shape, offer.max_gpus, None):
+        for sp_size in list_sp_sizes(request.shape, offer.max_gpus, None):
             layout = Layout(1, offer.max_gpus // sp_size, sp_size)
-            job = make_plan_job(recipe, wish.shape, layout, offer.gpu.gpus_per_node)
+            job = make_plan_job(recipe, request.shape, layout, offer.gpu.gpus_per_node)
             length, levers = find_longest(job, offer.gpu)
             if length and (best is None or length > best[0]):
                 best = length, replace(job, levers=levers, row_tokens=length)
@@ -180,33 +181,33 @@ def search_longest(wish: Wish, offers: Sequence[Offer]) -> list[Longest]:
             cheapest = find_cheapest(replace(best[1], levers=Levers()), offer.gpu, list(COSTS))
             settled = replace(best[1], levers=cheapest or best[1].levers)
             fit, speed = judge(settled, compute_ledger(settled), offer.gpu), compute_speed(settled, offer.gpu)
-            found.append(Longest(Candidate(offer.gpu, settled, fit, speed, wish.num_tokens), best[0]))
-    return sorted(found, key=lambda each: -each.max_length)
+            longest.append(Longest(Candidate(offer.gpu, settled, fit, speed, request.num_tokens), best[0]))
+    return sorted(longest, key=lambda row: -row.max_length)
 
 
-def draft_candidate(best: Candidate, wish: Wish, model: str, file: str) -> tuple[Draft, tuple[str, ...]]:
+def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str) -> tuple[Draft, tuple[str, ...]]:
     """A recipe for a candidate, and its header."""
     job, gpu = best.job, best.gpu
-    trained = "LoRA" if wish.is_lora else "Full fine-tuning"
-    steps = max(1, -(-wish.num_tokens // best.speed.tokens_per_step))
+    trained = "LoRA" if request.is_lora else "Full fine-tuning"
+    steps = max(1, -(-request.num_tokens // best.speed.tokens_per_step))
     draft = Draft(
         model=model,
-        max_length=wish.max_length,
+        max_length=request.max_length,
         layout=job.layout,
-        is_lora=wish.is_lora,
-        lora_targets=_list_lora_targets(wish.shape),
+        is_lora=request.is_lora,
+        lora_targets=_list_lora_targets(request.shape),
         levers=job.levers,
-        needs_stretch=needs_stretch(wish.shape, wish.max_length),
+        needs_stretch=needs_stretch(request.shape, request.max_length),
         dataset="emozilla/pg19",
-        is_packed=not wish.shape.crosses_documents,
+        is_packed=not request.shape.crosses_documents,
         max_steps=steps,
     )
     peak = f"{best.fit.gpu_peak_bytes / GIB:.1f} of {best.fit.gpu_capacity_bytes / GIB:.1f} GiB"
     machines = format_count(job.num_nodes, "machine")
     header = (
-        f"{trained} at {wish.max_length:,} tokens, as planned.",
+        f"{trained} at {request.max_length:,} tokens, as planned.",
         "",
-        f"model      {wish.shape.name}",
+        f"model      {request.shape.name}",
         f"hardware   {job.world_size} x {gpu.name} ({gpu.key}) in {machines}",
         f"launch     ulysses train {file}",
         f"predicted  {peak} per GPU, {best.speed.tokens_per_second:,.0f} tokens/s, {best.seconds / 3600:.3g} hours",

@@ -1,6 +1,7 @@
-"""Memory against length: one curve for each way to split the same GPUs, with the levers as settled, and with all.
+"""Memory against row length: a curve for each way to split the same GPUs with the settled levers, and one with all.
 
-Levers that a recipe leaves open come on along a curve where kernels could not index a row without them, as in a run.
+Tiles that a recipe leaves open are turned on along a curve where kernels could not index a row without them, as in a
+run.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def compute_sweep(job: Job, open_names: Collection[str] = ()) -> LengthSweep:
         curves.append(Curve(f"sp {sp_size} x dp {layout.dp_size}", _list_peaks(split, lengths, open_names)))
         closed += _list_closed(split, curves[-1], lengths, open_names)
     widest = replace(job, layout=Layout(job.layout.dp_replicate_size, world // sizes[-1], sizes[-1]))
-    best = min(list_smallest(widest), key=lambda each: compute_ledger(replace(widest, levers=each)).gpu_peak_bytes)
+    peaks = {levers: compute_ledger(replace(widest, levers=levers)).gpu_peak_bytes for levers in list_smallest(widest)}
+    best = min(peaks, key=lambda levers: peaks[levers])
     curves.append(Curve(f"sp {sizes[-1]}, every lever", _list_peaks(replace(widest, levers=best), lengths, ())))
     known = [index for index in range(len(lengths)) if any(curve.peaks[index] is not None for curve in curves)]
     shown = slice(0, max(known, default=0) + 1)
@@ -61,11 +63,11 @@ def compute_sweep(job: Job, open_names: Collection[str] = ()) -> LengthSweep:
 
 def _list_peaks(job: Job, lengths: tuple[int, ...], open_names: Collection[str]) -> tuple[int | None, ...]:
     tried = [_open_tiles(replace(job, row_tokens=length), open_names) for length in lengths]
-    return tuple(compute_ledger(each).gpu_peak_bytes if is_indexable(each) else None for each in tried)
+    return tuple(compute_ledger(row_job).gpu_peak_bytes if is_indexable(row_job) else None for row_job in tried)
 
 
 def _open_tiles(job: Job, open_names: Collection[str]) -> Job:
-    """With the tiles that it takes to index a row, of those that the recipe leaves open."""
+    """Turns on the tiles that indexing a row needs, of those that the recipe leaves open."""
     levers = job.levers
     if "tiled_loss" in open_names and not is_indexable(job):
         levers = replace(levers, tiled_loss=True)
@@ -75,7 +77,7 @@ def _open_tiles(job: Job, open_names: Collection[str]) -> Job:
 
 
 def _list_closed(job: Job, curve: Curve, lengths: tuple[int, ...], open_names: Collection[str]) -> list[str]:
-    """What would have to be open for the first length that the curve lacks."""
+    """Tiles that would have to be open for the first length that the curve lacks."""
     missing = next((length for length, peak in zip(lengths, curve.peaks, strict=True) if peak is None), None)
     opened = replace(job, row_tokens=missing or lengths[0])
     opened = _open_tiles(opened, TILES)

@@ -1,4 +1,4 @@
-"""Rules about chats: a template that can be read, for a tokenizer that has its markers. Run by check.py."""
+"""Rules about chats: the template can be read, and the tokenizer has its markers. Run by check.py."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ulysses_cli.plan.recipe.recipe import Dataset, Recipe
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 
 MAX_ROW_BYTES = 4 << 20
-Found = Iterator[Problem]
+Problems = Iterator[Problem]
 
 
-def check_chats(recipe: Recipe, tokenizer: TokenizerFacts | None) -> Found:
-    """`tokenizer`: what its files say, where they are on disk; else `prepare` finds the same."""
+def check_chats(recipe: Recipe, tokenizer: TokenizerFacts | None) -> Problems:
+    """`tokenizer`: facts from its files; None where they are not on disk, and `prepare` checks the same later."""
     yield from _check_added(recipe)
     data, template = recipe.data, None
     if data.chat_template is not None:
@@ -42,7 +42,7 @@ def check_chats(recipe: Recipe, tokenizer: TokenizerFacts | None) -> Found:
             yield explain_markers(template, missing, data.added_tokens, tokenizer.name)
 
 
-def _check_added(recipe: Recipe) -> Found:
+def _check_added(recipe: Recipe) -> Problems:
     added = recipe.data.added_tokens
     for index, token in enumerate(added):
         if token in added[:index]:
@@ -55,7 +55,7 @@ def _check_added(recipe: Recipe) -> Found:
 
 
 def find_chats(recipe: Recipe) -> str:
-    """The key of a source that holds chats, by what the recipe says or by the first row of a file; ''."""
+    """The key of a source that holds chats, by its type or by the first row of its file; '' if there is none."""
     for section in ("datasets", "eval_datasets"):
         for index, dataset in enumerate(getattr(recipe.data, section)):
             if dataset.type in CHAT_TYPES or (dataset.type == "auto" and _begins_with_chat(dataset)):
@@ -64,7 +64,7 @@ def find_chats(recipe: Recipe) -> str:
 
 
 def _begins_with_chat(dataset: Dataset) -> bool:
-    """Looks at one row of a file of lines; what else there is, `prepare` reads."""
+    """Reads one row of a file of lines; files of other kinds are left to `prepare`."""
     path = os.path.expanduser(dataset.path or "")
     if not path.endswith((".jsonl", ".ndjson")) or not os.path.isfile(path):
         return False

@@ -1,7 +1,7 @@
-"""Every rule that a recipe must keep, run at once: what no single field can tell.
+"""Runs every rule across fields of a recipe, and holds the rules about processes, rows and the engine.
 
-A rule is one function that yields Problems without a place. Here are those about processes, rows and the engine;
-check_training, check_model, check_positions and check_files hold the others, each with its RULES.
+A rule is one function that yields Problems without a place in the file. training.py, model.py, positions.py, files.py
+and chats.py hold the others. Rules for a single field are in the schema.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
-from ulysses_cli.plan.rules import files as check_files
-from ulysses_cli.plan.rules import model as check_model
-from ulysses_cli.plan.rules import positions as check_positions
-from ulysses_cli.plan.rules import training as check_training
+from ulysses_cli.plan.rules import files, model, positions, training
 from ulysses_cli.plan.rules.chats import check_chats
 
 MAX_PROCESSES = 1 << 20
@@ -31,17 +28,17 @@ BYTES_VOCABULARY = 259  # 256 bytes, begin, end, padding
 
 @dataclass(frozen=True)
 class RuleCase:
-    """What the rules look at. `shape` is None when the model's config could not be had: a problem of its own."""
+    """What the rules read. `shape` is None when the model's config could not be read, which is a problem of its own."""
 
     recipe: Recipe
     shape: ModelShape | None = None
     num_processes: int | None = None
 
 
-Found = Iterator[Problem]
+Problems = Iterator[Problem]
 
 
-def check_process_count(case: RuleCase) -> Found:
+def check_process_count(case: RuleCase) -> Problems:
     """dp_replicate_size x dp_shard_size x sp_size is the number of processes."""
     parallel, layout = case.recipe.parallel, make_layout(case.recipe)
     wanted = case.num_processes
@@ -72,8 +69,8 @@ def _may_be(case: RuleCase, name: str, size: int) -> bool:
     return name != "dp_replicate_size" or size == 1 or case.recipe.parallel.zero_stage == 3
 
 
-def check_world_size(case: RuleCase) -> Found:
-    """A mesh that somebody could own."""
+def check_world_size(case: RuleCase) -> Problems:
+    """No more processes than anyone could have."""
     world_size = make_layout(case.recipe).world_size
     if world_size > MAX_PROCESSES:
         yield Problem(
@@ -83,11 +80,11 @@ def check_world_size(case: RuleCase) -> Found:
         )
 
 
-def check_row_length(case: RuleCase) -> Found:
+def check_row_length(case: RuleCase) -> Problems:
     """Every rank of a row holds the same number of tokens."""
     data, sp_size = case.recipe.data, case.recipe.parallel.sp_size
     if case.shape is not None and case.shape.num_heads % sp_size:
-        return  # a length that suits a size which cannot stay would mislead
+        return  # sp_size itself is wrong, so a length for it would mislead
     if data.max_length % sp_size:
         below = data.max_length // sp_size * sp_size
         near = [str(n) for n in (below, below + sp_size) if n >= 2]
@@ -112,12 +109,12 @@ def check_row_length(case: RuleCase) -> Found:
         )
 
 
-def check_fixed_length(case: RuleCase) -> Found:
-    """A length that is not variable must be given, and be the rows' own."""
+def check_fixed_length(case: RuleCase) -> Problems:
+    """A fixed length must be given and equal data.max_length."""
     parallel, max_length = case.recipe.parallel, case.recipe.data.max_length
     length = parallel.sp_seq_length
     if max_length % parallel.sp_size:
-        return  # what is wrong with max_length comes first
+        return  # max_length itself is wrong, which check_row_length says
     if parallel.sp_seq_length_is_variable:
         if length is not None:
             yield Problem(
@@ -145,8 +142,8 @@ def check_fixed_length(case: RuleCase) -> Found:
         )
 
 
-def check_long_documents(case: RuleCase) -> Found:
-    """A stream is cut where rows end, whatever a document's length."""
+def check_long_documents(case: RuleCase) -> Problems:
+    """A stream is cut where rows end, so there is nothing to do about long documents."""
     data = case.recipe.data
     if data.packing == "stream" and data.excess_length_strategy != "auto":
         yield Problem(
@@ -156,7 +153,7 @@ def check_long_documents(case: RuleCase) -> Found:
         )
 
 
-def check_zero_stage(case: RuleCase) -> Found:
+def check_zero_stage(case: RuleCase) -> Problems:
     """What each ZeRO stage can shard and offload."""
     parallel, memory = case.recipe.parallel, case.recipe.memory
     stage = parallel.zero_stage
@@ -181,23 +178,23 @@ def check_zero_stage(case: RuleCase) -> Found:
         )
 
 
-def check_disk(case: RuleCase) -> Found:
-    """A folder on a local disk is named where something lives there, and nowhere else."""
+def check_disk(case: RuleCase) -> Problems:
+    """memory.nvme_path is given if something is offloaded there, and only then."""
     memory, key = case.recipe.memory, "memory.nvme_path"
-    there = [name for name in ("offload_optimizer", "offload_param") if getattr(memory, name) == "nvme"]
+    on_disk = [name for name in ("offload_optimizer", "offload_param") if getattr(memory, name) == "nvme"]
     aio = case.recipe.deepspeed.get("aio", {})
-    if there and isinstance(aio, dict) and aio.get("use_gds"):
+    if on_disk and isinstance(aio, dict) and aio.get("use_gds"):
         what = "is not offered: no GPU with GPUDirect storage has run it, and bytes that pass by the host are counted"
         yield Problem("deepspeed.aio.use_gds", what, "leave it out")
-    if there and memory.nvme_path is None:
-        yield Problem(key, f"required with memory.{there[0]}: nvme", "name a folder on a fast local disk")
-    if not there and memory.nvme_path is not None:
+    if on_disk and memory.nvme_path is None:
+        yield Problem(key, f"required with memory.{on_disk[0]}: nvme", "name a folder on a fast local disk")
+    if not on_disk and memory.nvme_path is not None:
         what = "is not used: nothing is on nvme"
         yield Problem(key, what, "set memory.offload_optimizer: nvme, or leave it out")
 
 
-def check_states_on_disk(case: RuleCase) -> Found:
-    """What does not go with optimizer states on a disk."""
+def check_states_on_disk(case: RuleCase) -> Problems:
+    """Settings that cannot be combined with optimizer states on a disk."""
     key, stage = "memory.offload_optimizer", case.recipe.parallel.zero_stage
     if case.recipe.memory.offload_optimizer != "nvme":
         return
@@ -207,18 +204,18 @@ def check_states_on_disk(case: RuleCase) -> Found:
     if case.recipe.run.async_save:
         what = "copies states into host memory, which memory.offload_optimizer: nvme is there to spare"
         yield Problem("run.async_save", what, "leave it out; a save then reads them from the disk, piece by piece")
-    theirs = case.recipe.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
+    user_section = case.recipe.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
     for name in ("pipeline_read", "pipeline_write"):
-        if isinstance(theirs, dict) and theirs.get(name):
+        if isinstance(user_section, dict) and user_section.get(name):
             where = f"deepspeed.zero_optimization.offload_optimizer.{name}"
             yield Problem(where, "is not offered: only the plain swapper is proven to change no value", "leave it out")
-    if isinstance(theirs, dict) and "buffer_count" in theirs:
+    if isinstance(user_section, dict) and "buffer_count" in user_section:
         what = f"is decided by {key}: nvme: {NUM_BUFFERS} buffers are what the ledger counts of the host"
         yield Problem("deepspeed.zero_optimization.offload_optimizer.buffer_count", what, "leave it out")
 
 
-def check_weights_on_disk(case: RuleCase) -> Found:
-    """What does not go with weights on a disk."""
+def check_weights_on_disk(case: RuleCase) -> Problems:
+    """Settings that cannot be combined with weights on a disk."""
     key, shape = "memory.offload_param", case.shape
     if case.recipe.memory.offload_param != "nvme":
         return
@@ -228,41 +225,41 @@ def check_weights_on_disk(case: RuleCase) -> Found:
     if case.recipe.parallel.dp_replicate_size > 1:
         what = "copies inside replicas (dp_replicate_size) stay in memory, which nvme is there to spare"
         yield Problem(key, what, f"set parallel.dp_replicate_size: 1, or {key}: cpu")
-    zero, beside = "deepspeed.zero_optimization", case.recipe.deepspeed.get("zero_optimization", {})
-    if not isinstance(beside, dict):
+    zero, user_zero = "deepspeed.zero_optimization", case.recipe.deepspeed.get("zero_optimization", {})
+    if not isinstance(user_zero, dict):
         return
     for name in WEIGHTS_ON_DISK:
-        if beside.get(name):
+        if user_zero.get(name):
             what = f"must be 0 with {key}: nvme: DeepSpeed would update weights in memory and not in their file"
             yield Problem(f"{zero}.{name}", what, "leave it out")
-    if beside.get("param_persistence_threshold", 0) > MAX_PERSISTENT:
+    if user_zero.get("param_persistence_threshold", 0) > MAX_PERSISTENT:
         what = f"must not be above {MAX_PERSISTENT:,} with {key}: nvme: what has a file cannot stay on the GPU"
         yield Problem(f"{zero}.param_persistence_threshold", what, "leave it out")
-    theirs = beside.get("offload_param")
+    user_section = user_zero.get("offload_param")
     for name in ("buffer_count", "buffer_size", "max_in_cpu"):
-        if isinstance(theirs, dict) and name in theirs:
+        if isinstance(user_section, dict) and name in user_section:
             what = f"is decided by {key}: nvme: buffers are sized by the model's weights"
             yield Problem(f"{zero}.offload_param.{name}", what, "leave it out")
 
 
-def check_model_source(case: RuleCase) -> Found:
-    """Exactly one origin of weights, and a tokenizer for it."""
-    model = case.recipe.model
-    if model.name_or_path is None and model.config is None:
+def check_model_source(case: RuleCase) -> Problems:
+    """Exactly one source of weights, and a tokenizer for it."""
+    source = case.recipe.model
+    if source.name_or_path is None and source.config is None:
         yield Problem(
             "model.name_or_path",
             "no model is named",
             "write a hub name or a local folder, or model.config for random weights",
         )
-    if model.name_or_path is not None and model.config is not None:
+    if source.name_or_path is not None and source.config is not None:
         yield Problem(
             "model.config", "starts from random weights, but name_or_path names a trained model", "keep one of the two"
         )
-    if model.config is not None and model.name_or_path is None and model.tokenizer is None:
+    if source.config is not None and source.name_or_path is None and source.tokenizer is None:
         yield Problem(
             "model.tokenizer", "required with model.config: a random model brings none", "write tokenizer: bytes"
         )
-    if model.tokenizer == "bytes" and case.shape is not None and case.shape.vocab_size < BYTES_VOCABULARY:
+    if source.tokenizer == "bytes" and case.shape is not None and case.shape.vocab_size < BYTES_VOCABULARY:
         yield Problem(
             "model.tokenizer",
             f"bytes needs a vocabulary of {BYTES_VOCABULARY}, the model has {case.shape.vocab_size}",
@@ -270,16 +267,16 @@ def check_model_source(case: RuleCase) -> Found:
         )
 
 
-def check_deepspeed_section(case: RuleCase) -> Found:
-    """The free section may add to the recipe, not contradict it."""
-    offload = case.recipe.memory.offload_optimizer
-    settled = ("none" if each == "auto" else each for each in (offload, case.recipe.memory.offload_param))
-    made = make_ds_config(case.recipe, make_layout(case.recipe), *settled)
-    for key, message, hint in find_contradictions(case.recipe, made):
+def check_deepspeed_section(case: RuleCase) -> Problems:
+    """The deepspeed section may add to the recipe, and must not contradict it."""
+    memory = case.recipe.memory
+    devices = ("none" if device == "auto" else device for device in (memory.offload_optimizer, memory.offload_param))
+    config = make_ds_config(case.recipe, make_layout(case.recipe), *devices)
+    for key, message, hint in find_contradictions(case.recipe, config):
         yield Problem(f"deepspeed.{key}", message, hint)
 
 
-RULES: tuple[Callable[[RuleCase], Found], ...] = (
+RULES: tuple[Callable[[RuleCase], Problems], ...] = (
     check_process_count,
     check_world_size,
     check_row_length,
@@ -300,15 +297,16 @@ def check_recipe(
     num_processes: int | None = None,
     tokenizer: TokenizerFacts | None = None,
 ) -> list[Problem]:
-    """Every broken rule, each at its place in the recipe. `tokenizer`: where its files are on disk."""
+    """The problem of every broken rule, with its place in the recipe. `tokenizer`: None unless its files are on
+    disk."""
     case = RuleCase(loaded.recipe, shape, num_processes)
     recipe = loaded.recipe
-    found = [problem for rule in RULES for problem in rule(case)]
+    problems = [problem for rule in RULES for problem in rule(case)]
     if shape is not None:
-        shape_rules = (*check_model.RULES, *check_positions.RULES)
-        found += [problem for rule in shape_rules for problem in rule(recipe, shape)]
-    recipe_rules = (*check_training.RULES, *check_files.RULES)
-    found += [problem for rule in recipe_rules for problem in rule(recipe)]
-    found += check_chats(recipe, tokenizer)
-    placed = [replace(problem, where=loaded.locate(problem.key)) for problem in found]
+        shape_rules = (*model.RULES, *positions.RULES)
+        problems += [problem for rule in shape_rules for problem in rule(recipe, shape)]
+    recipe_rules = (*training.RULES, *files.RULES)
+    problems += [problem for rule in recipe_rules for problem in rule(recipe)]
+    problems += check_chats(recipe, tokenizer)
+    placed = [replace(problem, where=loaded.locate(problem.key)) for problem in problems]
     return sorted(placed, key=lambda problem: problem.where)

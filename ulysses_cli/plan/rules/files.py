@@ -20,11 +20,11 @@ DATA_SUFFIXES = (
 )
 MAX_NEARBY = 5
 CHAT_TYPES = ("chat", "conversations")
-Found = Iterator[Problem]
+Problems = Iterator[Problem]
 
 
-def check_datasets(recipe: Recipe) -> Found:
-    """Each source names something, and what it names on disk is there."""
+def check_datasets(recipe: Recipe) -> Problems:
+    """Each source names files or a data set, and named files exist."""
     for section in ("datasets", "eval_datasets"):
         for index, dataset in enumerate(getattr(recipe.data, section)):
             yield from _check_dataset(dataset, f"data.{section}.{index}")
@@ -32,8 +32,8 @@ def check_datasets(recipe: Recipe) -> Found:
             yield from _check_reading(dataset, f"data.{section}.{index}")
 
 
-def check_loss_mask(recipe: Recipe) -> Found:
-    """assistant_only_loss needs someone who is an assistant."""
+def check_loss_mask(recipe: Recipe) -> Problems:
+    """assistant_only_loss needs chat data."""
     types = {dataset.type for dataset in recipe.data.datasets}
     if recipe.data.assistant_only_loss and "auto" not in types and not types & set(CHAT_TYPES):
         yield Problem(
@@ -43,8 +43,8 @@ def check_loss_mask(recipe: Recipe) -> Found:
         )
 
 
-def check_output_dir(recipe: Recipe) -> Found:
-    """A run directory belongs to one recipe. Whether a checkpoint in it may be gone on from, ranks find out."""
+def check_output_dir(recipe: Recipe) -> Problems:
+    """A run directory belongs to one recipe. Whether its checkpoint can be resumed, ranks check later."""
     if recipe.run.resume_from_checkpoint is not None:
         return
     folder = Path(os.path.expanduser(recipe.run.output_dir))
@@ -53,24 +53,24 @@ def check_output_dir(recipe: Recipe) -> Found:
         return
     run_file = folder / "run.json"
     try:
-        found = json.loads(run_file.read_text(encoding="utf-8"))
+        run = json.loads(run_file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return
     except (OSError, ValueError, RecursionError) as error:
         yield Problem("run.output_dir", f"{run_file} cannot be read: {error}", "choose another run.output_dir")
         return
-    theirs = found.get("recipe_hash") if isinstance(found, dict) else None
-    ours = compute_recipe_hash(recipe)
-    if theirs != ours:
+    run_hash = run.get("recipe_hash") if isinstance(run, dict) else None
+    recipe_hash = compute_recipe_hash(recipe)
+    if run_hash != recipe_hash:
         yield Problem(
             "run.output_dir",
-            f"{recipe.run.output_dir} holds the run of another recipe (hash {theirs}, this one is {ours})",
+            f"{recipe.run.output_dir} holds the run of another recipe (hash {run_hash}, this one is {recipe_hash})",
             "choose another run.output_dir, or go on from its checkpoint with --resume auto",
         )
 
 
-def check_resume(recipe: Recipe) -> Found:
-    """A checkpoint named by its path is there."""
+def check_resume(recipe: Recipe) -> Problems:
+    """A checkpoint named by its path exists."""
     path = recipe.run.resume_from_checkpoint
     if path not in (None, "auto") and not os.path.isdir(os.path.expanduser(str(path))):
         yield Problem(
@@ -78,7 +78,7 @@ def check_resume(recipe: Recipe) -> Found:
         )
 
 
-def _check_dataset(dataset: Dataset, key: str) -> Found:
+def _check_dataset(dataset: Dataset, key: str) -> Problems:
     if dataset.type == "synthetic":
         if dataset.path is not None:
             yield Problem(f"{key}.path", "is not used: synthetic documents are generated", "leave path out")
@@ -98,15 +98,15 @@ def _check_dataset(dataset: Dataset, key: str) -> Found:
             yield Problem(f"{key}.path", f"{dataset.path} is not a folder", "use type: auto for a single file")
             return
     elif dataset.path is not None:
-        return  # files of a hub data set are the hub's to know
+        return  # only the hub knows the files of a hub data set
     for index, file in enumerate(dataset.data_files or ()):
         path = Path(os.path.expanduser(dataset.path or "."), os.path.expanduser(file))
         if not _exists(path):
             yield Problem(f"{key}.data_files.{index}", f"{path} does not exist", _suggest_nearby(path))
 
 
-def _check_unused(dataset: Dataset, key: str, *, is_eval: bool) -> Found:
-    """Settings that would be ignored."""
+def _check_unused(dataset: Dataset, key: str, *, is_eval: bool) -> Problems:
+    """Refuses settings that would be ignored."""
     if not dataset.join_files and dataset.type != "folder":
         yield Problem(f"{key}.join_files", f"is not used for type {dataset.type}", "set type: folder, or leave it out")
     if is_eval and dataset.weight != 1:
@@ -115,8 +115,8 @@ def _check_unused(dataset: Dataset, key: str, *, is_eval: bool) -> Found:
         yield Problem(f"{key}.name", "is not used for files on disk", "leave it out, or name a hub data set")
 
 
-def _check_reading(dataset: Dataset, key: str) -> Found:
-    """Settings of hub data sets, on sources that are none."""
+def _check_reading(dataset: Dataset, key: str) -> Problems:
+    """Refuses settings of hub data sets on sources that are on disk."""
     base = Path(os.path.expanduser(dataset.path or "."))
     is_saved = (base / "state.json").is_file() or (base / "dataset_dict.json").is_file()
     is_tree = dataset.type in ("folder", "synthetic")
@@ -140,20 +140,20 @@ def _exists(path: Path) -> bool:
 
 
 def _suggest_nearby(path: Path) -> str:
-    """The folder's files, for a slip of the pen; or how far the path is right."""
+    """For a mistyped path: the folder's data files, or how far the path exists."""
     parent = path.parent
     while not os.path.isdir(parent) and parent != parent.parent:
         parent = parent.parent
     if parent != path.parent:
         return f"the path is right as far as {parent}"
-    names = sorted(os.path.basename(found) for found in glob.glob(f"{glob.escape(str(parent))}/*"))
+    names = sorted(os.path.basename(path) for path in glob.glob(f"{glob.escape(str(parent))}/*"))
     data = [name for name in names if name.endswith(DATA_SUFFIXES)]
     shown = ", ".join(data[:MAX_NEARBY]) + (f" and {len(data) - MAX_NEARBY} more" if len(data) > MAX_NEARBY else "")
     return f"{parent} holds {shown}" if data else f"{parent} holds no data file"
 
 
-def check_folders(recipe: Recipe) -> Found:
-    """Folders that the run reads or needs."""
+def check_folders(recipe: Recipe) -> Problems:
+    """Folders that the run reads or writes exist."""
     tokenizer, nvme = recipe.model.tokenizer, recipe.memory.nvme_path
     is_path = tokenizer is not None and tokenizer != "bytes" and not HUB_NAME.fullmatch(tokenizer)
     if is_path and not os.path.isdir(os.path.expanduser(str(tokenizer))):
@@ -162,7 +162,7 @@ def check_folders(recipe: Recipe) -> Found:
         yield Problem("memory.nvme_path", f"{nvme} is not a folder", "make it, on a fast local disk")
 
 
-RULES: tuple[Callable[[Recipe], Found], ...] = (
+RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_datasets,
     check_loss_mask,
     check_output_dir,

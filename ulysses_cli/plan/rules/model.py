@@ -14,10 +14,10 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
 
 INT32_LIMIT = 2**31
-Found = Iterator[Problem]
+Problems = Iterator[Problem]
 
 
-def check_heads(recipe: Recipe, shape: ModelShape) -> Found:
+def check_heads(recipe: Recipe, shape: ModelShape) -> Problems:
     """Every rank of an sp group gets the same number of query heads."""
     sp_size, heads = recipe.parallel.sp_size, shape.num_heads
     if heads % sp_size:
@@ -30,7 +30,7 @@ def check_heads(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Found:
+def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Problems:
     """Chunks of heads are equal."""
     chunks, sp_size = recipe.memory.attention_head_chunks, recipe.parallel.sp_size
     if chunks == "auto" or shape.num_heads % sp_size:
@@ -44,8 +44,8 @@ def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_offloading(recipe: Recipe, shape: ModelShape) -> Found:
-    """No more layers than there are, and something that they keep."""
+def check_offloading(recipe: Recipe, shape: ModelShape) -> Problems:
+    """No more offloaded layers than the model has, and recomputation that saves something to offload."""
     memory, key = recipe.memory, "memory.activation_offloading"
     asked = memory.activation_offloading
     if asked == "auto" or not asked:
@@ -64,8 +64,8 @@ def check_offloading(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_exactness(recipe: Recipe, shape: ModelShape) -> Found:
-    """Layer kinds that would be silently wrong when a row is split over ranks."""
+def check_exactness(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Refuses layer kinds that would be silently wrong when a row is split over ranks."""
     if recipe.parallel.sp_size > 1 and shape.inexact:
         yield Problem(
             "parallel.sp_size",
@@ -74,14 +74,14 @@ def check_exactness(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_attention_kind(recipe: Recipe, shape: ModelShape) -> Found:
-    """Attention that no kernel here computes would be computed as plain causal attention."""
+def check_attention_kind(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Refuses attention that no kernel here computes: it would be computed as plain causal attention."""
     if recipe.parallel.sp_size == 1 and shape.inexact in UNSERVED:
         yield Problem(_name_model(recipe), f"{shape.name} cannot be trained here: {shape.inexact}", "use another model")
 
 
-def check_packed_layers(recipe: Recipe, shape: ModelShape) -> Found:
-    """Documents of one row are kept apart by attention alone."""
+def check_packed_layers(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Only attention separates the documents of a row; layers that carry a state would mix them."""
     if recipe.parallel.sp_size == 1 and recipe.data.packing == "documents" and shape.crosses_documents:
         yield Problem(
             "data.packing",
@@ -90,8 +90,8 @@ def check_packed_layers(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_router_loss(recipe: Recipe, shape: ModelShape) -> Found:
-    """The loss is the tokens' alone: a model that wants its router balanced as well would silently not get it."""
+def check_router_loss(recipe: Recipe, shape: ModelShape) -> Problems:
+    """The loss is the tokens' loss only: a router loss that the config asks for would silently be missing."""
     if shape.has_router_loss:
         yield Problem(
             _name_model(recipe),
@@ -100,8 +100,8 @@ def check_router_loss(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_dropout(recipe: Recipe, shape: ModelShape) -> Found:
-    """Attention without dropout: no kernel here draws the same numbers on one rank and on several."""
+def check_dropout(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Refuses attention dropout: no kernel here draws the same numbers on one rank and on several."""
     if shape.attention_dropout:
         yield Problem(
             _name_model(recipe),
@@ -110,8 +110,8 @@ def check_dropout(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_weights(recipe: Recipe, shape: ModelShape) -> Found:
-    """Weights that can be trained: not quantized ones, but for mxfp4, which transformers turns into bfloat16."""
+def check_weights(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Quantized weights cannot be trained, except mxfp4, which transformers converts to bfloat16."""
     if shape.quantization and shape.quantization != "mxfp4":
         yield Problem(
             "model.name_or_path",
@@ -120,7 +120,7 @@ def check_weights(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_attention(recipe: Recipe, shape: ModelShape) -> Found:
+def check_attention(recipe: Recipe, shape: ModelShape) -> Problems:
     """The named back end serves this model on this device."""
     device: Device = "cpu" if recipe.run.device == "cpu" else "cuda"
     dtype: Literal["bfloat16", "float32"] = recipe.model.dtype
@@ -133,7 +133,7 @@ def check_attention(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Found:
+def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:
     """No kernel call sees a tensor of 2^31 elements or more, where 32-bit indices wrap."""
     sp_size, chunks = recipe.parallel.sp_size, recipe.memory.attention_head_chunks
     tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length
@@ -158,8 +158,8 @@ def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Found:
             )
 
 
-def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Found:
-    """Adapters go on linear layers that the model has; those of experts are no layers but parts of one tensor."""
+def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Adapters go on linear layers that the model has. Experts' matrices are parts of one tensor and not layers."""
     if recipe.lora is None or not shape.linear_modules:
         return
     if recipe.lora.target_modules == "all-linear":
@@ -182,7 +182,7 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-RULES: tuple[Callable[[Recipe, ModelShape], Found], ...] = (
+RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_heads,
     check_head_chunks,
     check_offloading,

@@ -1,4 +1,4 @@
-"""Rules about positions: how far a model was trained, how far its rotary encoding is stretched. Run by check.py."""
+"""Rules about positions: the model's trained length, and the stretch of its rotary encoding. Run by check.py."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "dynamic": (),
 }
 LLAMA_3 = {"low_freq_factor": 1, "high_freq_factor": 4}
-Found = Iterator[Problem]
+Problems = Iterator[Problem]
 
 
-def check_positions(recipe: Recipe, shape: ModelShape) -> Found:
-    """Rows stay inside the positions that the model, or its stretch, covers."""
+def check_positions(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Rows stay inside the positions that the model or its stretch covers."""
     length, covered = recipe.data.max_length, shape.max_position_embeddings
     scaling, original = recipe.model.rope_scaling, get_original_positions(recipe, shape)
     if scaling is None:
@@ -52,8 +52,8 @@ def check_positions(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_rotary(recipe: Recipe, shape: ModelShape) -> Found:
-    """A stretch that depends on the length of the input would see a rank's slice of it; and none may be lost."""
+def check_rotary(recipe: Recipe, shape: ModelShape) -> Problems:
+    """A stretch that depends on the input's length would see only a rank's slice; a model's own stretch must stay."""
     scaling, sp_size = recipe.model.rope_scaling, recipe.parallel.sp_size
     if sp_size > 1 and scaling is not None and scaling.type in LENGTH_DEPENDENT:
         yield Problem(
@@ -76,8 +76,8 @@ def check_rotary(recipe: Recipe, shape: ModelShape) -> Found:
         )
 
 
-def check_rope_numbers(recipe: Recipe, shape: ModelShape) -> Found:
-    """Each type of stretch has numbers of its own."""
+def check_rope_numbers(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Each type of stretch takes its own numbers and no others."""
     scaling = recipe.model.rope_scaling
     if scaling is None:
         return
@@ -97,7 +97,7 @@ def check_rope_numbers(recipe: Recipe, shape: ModelShape) -> Found:
             yield Problem(f"model.rope_scaling.{low}", f"{below:g} is not below {high} {above:g}", "exchange the two")
 
 
-RULES: tuple[Callable[[Recipe, ModelShape], Found], ...] = (check_positions, check_rotary, check_rope_numbers)
+RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (check_positions, check_rotary, check_rope_numbers)
 
 
 def _round_up(factor: float) -> float:

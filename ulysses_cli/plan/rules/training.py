@@ -8,8 +8,8 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
 
-Found = Iterator[Problem]
-# transformers' schedules: the numbers of which exactly one must be given, and those that may be.
+Problems = Iterator[Problem]
+# transformers' schedules: numbers of which exactly one must be given, and numbers that may be given.
 SCHEDULES: dict[str, tuple[set[str], set[str]]] = {
     "linear": (set(), set()),
     "constant": (set(), set()),
@@ -22,8 +22,8 @@ SCHEDULES: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
-def check_optimizer(recipe: Recipe) -> Found:
-    """8-bit AdamW works on the GPU's weights; DeepSpeed's Adam for the host knows float32 moments alone."""
+def check_optimizer(recipe: Recipe) -> Problems:
+    """8-bit AdamW works on weights on the GPU; DeepSpeed's Adam on the host has only float32 moments."""
     where = recipe.memory.offload_optimizer
     if recipe.train.optim == "adamw_8bit" and where not in ("none", "auto"):
         yield Problem(
@@ -33,8 +33,8 @@ def check_optimizer(recipe: Recipe) -> Found:
         )
 
 
-def check_steps(recipe: Recipe) -> Found:
-    """The length of the run and its schedule have one meaning."""
+def check_steps(recipe: Recipe) -> Problems:
+    """The length of the run and of its warm-up is given once."""
     train = recipe.train
     if train.max_steps is not None and train.num_train_epochs is not None:
         yield Problem(
@@ -56,8 +56,8 @@ def check_steps(recipe: Recipe) -> Found:
         )
 
 
-def check_schedule(recipe: Recipe) -> Found:
-    """Each schedule's own numbers, by transformers' names, and no others."""
+def check_schedule(recipe: Recipe) -> Problems:
+    """Each schedule takes its own numbers, by transformers' names, and no others."""
     train, key = recipe.train, "train.lr_scheduler_kwargs"
     name, given = train.lr_scheduler_type, train.lr_scheduler_kwargs
     needed, allowed = SCHEDULES[name]
@@ -81,8 +81,8 @@ def check_schedule(recipe: Recipe) -> Found:
         )
 
 
-def check_evaluation(recipe: Recipe) -> Found:
-    """Evaluation needs data, from one place."""
+def check_evaluation(recipe: Recipe) -> Problems:
+    """Evaluation needs data, from exactly one source."""
     data, run = recipe.data, recipe.run
     if run.eval_steps is not None and not data.eval_datasets and not data.eval_split:
         yield Problem(
@@ -94,7 +94,7 @@ def check_evaluation(recipe: Recipe) -> Found:
         yield Problem("data.eval_split", "and eval_datasets both say what is evaluated", "keep one of the two")
 
 
-def check_money(recipe: Recipe) -> Found:
+def check_money(recipe: Recipe) -> Problems:
     """A limit on cost needs a price."""
     run = recipe.run
     if run.max_cost is not None and run.price_per_gpu_hour is None:
@@ -105,7 +105,7 @@ def check_money(recipe: Recipe) -> Found:
         )
 
 
-RULES: tuple[Callable[[Recipe], Found], ...] = (
+RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_optimizer,
     check_steps,
     check_schedule,

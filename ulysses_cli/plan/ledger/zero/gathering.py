@@ -144,8 +144,8 @@ def count_proof(module: Module, threshold: int, *, splits: bool) -> int:
 
 
 def name_place(module: Module, event: HookEvent) -> str:
-    """Of which moment in a layer this event is the one that counts; '' for others. Attention itself runs before the
-    output projection in the forward, and in the backward behind it."""
+    """The place in a layer whose gathered elements this event decides, or ''. Attention itself runs before the output
+    projection in the forward, and after it in the backward."""
     if module.in_mlp and not event.is_backward:
         return _name_mlp_place(module, event)
     if module.in_mlp:
