@@ -291,7 +291,7 @@ def test_check_deepspeed_section() -> None:
     )
     for override, words in {
         "zero_optimization.stage=auto": "is auto, which DeepSpeed alone takes for its own default",
-        "zero_optimization=false": "is false, which would take away all that the recipe says there",
+        "zero_optimization=false": "is false, which would remove everything that the recipe sets there",
         "bf16.enabled=auto": "is auto",
         "zero_optimization.cpu_offload=true": "is DeepSpeed's old name\n\nhint: use memory.offload_optimizer: cpu",
         "zero_optimization.reduce_bucket_sizee=3": "did you mean zero_optimization.reduce_bucket_size?",

@@ -1,6 +1,6 @@
-"""What each attention back end can serve: one table, read before launch by the checks and on the rank by the kernels.
+"""What each attention back end supports: one table, read before launch by the rules and on the rank by the kernels.
 
-A back end that cannot serve a model is refused with the names of those that can; nothing is served almost exactly.
+A back end that does not support a model is refused, with the names of those that do; none may be only approximate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Device = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class Need:
-    """What a model asks of attention."""
+    """What a model needs of attention."""
 
     head_dim: int
     has_window: bool = False
@@ -26,7 +26,7 @@ class Need:
 
 @dataclass(frozen=True)
 class BackEnd:
-    """Abilities of one back end. `head_dim_multiple` and `max_head_dim` bound the head size it takes."""
+    """What one back end supports. `head_dim_multiple` and `max_head_dim` bound its head sizes."""
 
     doc: str
     devices: tuple[Device, ...] = ("cuda",)
@@ -38,7 +38,7 @@ class BackEnd:
     takes_float32: bool = False
 
     def find_obstacle(self, need: Need, device: Device) -> str:
-        """Why this back end cannot serve, or ''."""
+        """Why this back end cannot compute it, or ''."""
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
         if need.head_dim > self.max_head_dim:
@@ -56,8 +56,8 @@ class BackEnd:
         return ""
 
 
-# Sinks need no kernel of their own: they only change the log-sum-exp, and every back end that hands that out serves
-# them exactly, forward and backward (train/attention/kernels/operators.py).
+# Sinks need no kernel of their own: they only change the log-sum-exp. Every back end that returns it supports them
+# exactly, forward and backward (train/attention/kernels/operators.py).
 BACK_ENDS: dict[str, BackEnd] = {
     "flash_attention_4": BackEnd("FlashAttention-4, Hopper and Blackwell", has_softcap=False),
     "flash_attention_3": BackEnd("FlashAttention-3, Hopper"),
@@ -79,5 +79,5 @@ assert set(BACK_ENDS) == set(get_args(AttentionName)) - {"auto"}
 
 
 def list_able(need: Need, device: Device) -> list[str]:
-    """The back ends that can serve, in the order of the table."""
+    """The back ends that support it, in the order of the table."""
     return [name for name, back_end in BACK_ENDS.items() if not back_end.find_obstacle(need, device)]

@@ -1,18 +1,18 @@
-"""Rows while they fill: found by the room they have left, or by how little work they hold. Used by packing.py alone.
+"""Rows while they are filled, looked up by the room they have left or by how little work they hold. For packing.py.
 
-Standard library only; each step costs a few look-ups however many rows there are.
+Standard library only; each step costs a few look-ups, whatever the number of rows.
 """
 
 from __future__ import annotations
 
 import heapq
 
-NUM_TRIES = 24  # rows with the least work that a large piece is offered before the fullest that fits is taken
+NUM_TRIES = 24  # rows with the least work that are tried for a large piece before the fullest row that fits
 WORD_BITS = 1024
 
 
 class Bins:
-    """Rows while they fill: found by the room they have left, or by how little work they hold."""
+    """Rows while they are filled. `by_room` and `by_work` may hold outdated entries, which look-ups skip."""
 
     def __init__(self, num_rows: int, capacity: int) -> None:
         self.capacity = capacity
@@ -26,18 +26,18 @@ class Bins:
 
     def find_lightest(self, length: int) -> int | None:
         """Among the few rows with the least work, the first that has room."""
-        passed: list[tuple[float, int]] = []
-        found = None
-        while self.by_work and len(passed) < NUM_TRIES and found is None:
-            entry = heapq.heappop(self.by_work)
-            if entry[0] != self.works[entry[1]]:
-                continue  # of an earlier time; the row stands in the heap anew
-            if self.rooms[entry[1]] >= length:
-                found = entry[1]
-            passed.append(entry)
-        for entry in passed:
+        tried: list[tuple[float, int]] = []
+        lightest = None
+        while self.by_work and len(tried) < NUM_TRIES and lightest is None:
+            work, row = heapq.heappop(self.by_work)
+            if work != self.works[row]:
+                continue  # outdated: the heap holds a newer entry of this row
+            if self.rooms[row] >= length:
+                lightest = row
+            tried.append((work, row))
+        for entry in tried:
             heapq.heappush(self.by_work, entry)
-        return found
+        return lightest
 
     def find_fullest(self, length: int) -> int:
         """The row with the smallest room that suffices; a new one when there is none."""
@@ -71,7 +71,7 @@ class Bins:
 
 
 class NumberSet:
-    """Whole numbers up to a bound, with the next one from any point on: a tree of words of bits."""
+    """A set of whole numbers up to a bound that finds the next member from any number on: a tree of words of bits."""
 
     def __init__(self, bound: int) -> None:
         self.levels: list[dict[int, int]] = [{}]

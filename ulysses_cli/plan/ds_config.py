@@ -1,6 +1,6 @@
-"""Recipe + Layout -> the DeepSpeed config, and where a user's `deepspeed:` section contradicts the recipe.
+"""Makes the DeepSpeed config from a recipe and its layout; finds contradictions in a user's `deepspeed:` section.
 
-DeepSpeed itself is not imported: this is a dict whose keys are DeepSpeed's.
+Does not import DeepSpeed: the config is a dict with DeepSpeed's keys.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ OWNERS = {
     "zero_optimization.offload_param.device": "memory.offload_param",
     "zero_optimization.offload_param.nvme_path": "memory.nvme_path",
 }
-# Sections that would bring a second owner for what the recipe decides.
+# Sections that would decide a second time what the recipe decides.
 REFUSED = {
     "train_batch_size": "rows per step follow from the train and parallel sections",
-    "sequence_parallel_size": "use parallel.sp_size; DeepSpeed itself is told of data parallelism only",
+    "sequence_parallel_size": "use parallel.sp_size; DeepSpeed itself knows of data parallelism only",
     "optimizer": "the optimizer is made from train.optim, train.learning_rate and train.adam_*",
     "scheduler": "the schedule is made from train.lr_scheduler_type",
     "fp16": "float16 is not offered; see model.dtype",
@@ -52,7 +52,7 @@ RENAMED = {
     "bfloat16": "model.dtype",
     "bfloat16.enabled": "model.dtype",
 }
-# What a user may add. A test holds the keys of zero_optimization against the installed DeepSpeed.
+# What a user may add. A test compares the keys of zero_optimization with the installed DeepSpeed.
 KNOWN = frozenset(
     {"aio", "bf16", "comms_logger", "communication_data_type", "data_types", "dump_state", "flops_profiler"}
     | {"gradient_predivide_factor", "memory_breakdown", "prescale_gradients"}
@@ -70,22 +70,22 @@ ZERO = frozenset(
 )
 
 
-# Gradients travel in messages of this many numbers. DeepSpeed's 500 million take 4 GB of each GPU as float32, twice: in
-# the bucket, and laid side by side to be sent. Adapters have fewer in all.
+# Gradients are reduced in buckets of this many elements. DeepSpeed's default of 500 million takes 4 GB of each GPU as
+# float32: 2 GB for the bucket, and as much for the concatenated copy that is sent. Adapters have fewer in all.
 REDUCE_BUCKET, ADAPTERS_BUCKET = 100_000_000, 20_000_000
-# Weights that the optimizer steps at once; several float32 copies of them exist then, on the GPU or locked in host
-# memory, where torch rounds blocks up to a power of two: this and a weight more fill 512 MiB.
+# Weights that the optimizer steps at once. Several float32 copies of them exist then, on the GPU or page-locked in host
+# memory, where torch rounds blocks up to a power of two: this number and one more weight fill 512 MiB.
 SUB_GROUP = 125_000_000
-# Weights on a disk: all of them; none is read ahead or kept beyond its module. DeepSpeed's reading ahead leaves weights
-# in buffers that a step then updates there, and not in the file (partitioned_param_swapper.py).
+# Weights on a disk: all of them; none is prefetched or kept beyond its module. DeepSpeed's prefetch leaves weights in
+# buffers, and a step then updates them there and not in the file (partitioned_param_swapper.py).
 WEIGHTS_ON_DISK = {"prefetch_bucket_size": 0, "max_reuse_distance": 0}
-MAX_PERSISTENT = 100_000  # elements of a weight that stays on each GPU: DeepSpeed's own, less than has a file
+MAX_PERSISTENT = 100_000  # elements of a weight that stays on each GPU: DeepSpeed's default; too small for a file
 
 
 def make_ds_config(
     recipe: Recipe, layout: Layout, offload_optimizer: str = "none", offload_param: str = "none"
 ) -> dict[str, Any]:
-    """What the recipe alone decides. The two are memory.offload_optimizer and offload_param once auto is settled."""
+    """The config that the recipe decides. The offload devices are those of memory.* once auto is settled."""
     train, memory = recipe.train, recipe.memory
     zero: dict[str, Any] = {
         "stage": recipe.parallel.zero_stage,
@@ -108,8 +108,8 @@ def make_ds_config(
     return {
         "train_micro_batch_size_per_gpu": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
-        # For DeepSpeed all ranks are data-parallel. Told of sequence parallelism, ZeRO-3 (0.19.8) divides gradients by
-        # the world size on one of its reduction paths and by world / sp on the other.
+        # For DeepSpeed all ranks are data-parallel. If it knows of sequence parallelism, ZeRO-3 (0.19.8) divides
+        # gradients by the world size on one of its reduction paths and by world / sp on the other.
         "train_batch_size": train.per_device_train_batch_size * train.gradient_accumulation_steps * layout.world_size,
         "gradient_clipping": train.max_grad_norm,
         "bf16": {"enabled": recipe.model.dtype == "bfloat16"},
@@ -122,13 +122,13 @@ def make_ds_config(
 
 
 def _sums_exactly(recipe: Recipe, layout: Layout) -> bool:
-    """bfloat16 gradients lose nothing on the wire where one rank has them, or where two are added once and the sum is
-    then kept in bfloat16, unless a user's section divides on the way or keeps more. Half the bytes, and half the
-    buckets."""
-    theirs = recipe.deepspeed
-    if recipe.model.dtype != "bfloat16" or recipe.parallel.zero_stage < 3 or "gradient_predivide_factor" in theirs:
+    """Reducing gradients in bfloat16 loses nothing with one rank, or with two ranks whose single sum is then kept in
+    bfloat16, unless a user's section divides before the sum or keeps more precision. It halves bytes and buckets."""
+    user_section = recipe.deepspeed
+    is_narrow = recipe.model.dtype == "bfloat16" and recipe.parallel.zero_stage == 3
+    if not is_narrow or "gradient_predivide_factor" in user_section:
         return False
-    keeps_more = _accumulates(recipe) or "data_types" in theirs
+    keeps_more = _accumulates(recipe) or "data_types" in user_section
     return layout.world_size == 1 or (layout.world_size == 2 and not keeps_more)
 
 
@@ -140,7 +140,7 @@ def _accumulates(recipe: Recipe) -> bool:
 
 
 def merge_user_config(made: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's section, which has passed find_contradictions, laid over ours level by level."""
+    """Merges the user's section, which has passed find_contradictions, into ours level by level."""
     merged = dict(made)
     for key, value in user.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -149,26 +149,26 @@ def merge_user_config(made: Mapping[str, Any], user: Mapping[str, Any]) -> dict[
 
 
 def find_contradictions(recipe: Recipe, made: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(DeepSpeed key, what is wrong, what to do) for each key of the recipe's own section that other settings decide,
-    or nobody knows. `made` is what those settings make."""
+    """(DeepSpeed key, what is wrong, what to do) for each key of the recipe's deepspeed section that other settings
+    decide or that is unknown. `made` is the config that those settings make."""
     for key, value in _flatten(recipe.deepspeed):
-        said = json.dumps(value, default=str)
+        written = json.dumps(value, default=str)
         top, ours, owner = key.partition(".")[0], _get(made, key), OWNERS.get(key)
         if top in REFUSED:
             yield top, "is the recipe's to decide", REFUSED[top]
         elif key in RENAMED:
             yield key, "is DeepSpeed's old name", f"use {RENAMED[key]}"
         elif isinstance(ours, Mapping):
-            what = f"is {said}, which would take away all that the recipe says there"
+            what = f"is {written}, which would remove everything that the recipe sets there"
             yield key, what, f"write settings below {key}"
         elif owner is None and not _is_known(key):
-            yield key, "is not a key of DeepSpeed's that this tool hands on", _suggest(key)
+            yield key, "is not a key of DeepSpeed's that this tool passes on", _suggest(key)
         elif value == "auto":
             yield key, "is auto, which DeepSpeed alone takes for its own default", f"leave {key} out"
         elif owner is not None and value != ours and not (ours is None and value in ("none", 1)):
             section, name = owner.split(".")
-            theirs = format_value(getattr(getattr(recipe, section), name))
-            yield key, f"is {said}, but {owner} is {theirs}", f"change {owner} and leave {key} out"
+            setting = format_value(getattr(getattr(recipe, section), name))
+            yield key, f"is {written}, but {owner} is {setting}", f"change {owner} and leave {key} out"
 
 
 def _suggest(key: str) -> str:

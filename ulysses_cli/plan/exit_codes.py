@@ -1,4 +1,4 @@
-"""Exit codes of commands and of the processes that they start. What each means to a person stands in docs/faq.md."""
+"""Exit codes of commands and of the processes that they start. docs/faq.md explains each of them."""
 
 DONE = 0
 FAILED = 1  # the run or the proof failed

@@ -1,6 +1,6 @@
-"""The model's own work: what a step must compute, whatever is recomputed on the way. The numerator of MFU.
+"""The model's floating-point operations in a step, without recomputation: the numerator of MFU.
 
-A multiplication and an addition are two operations; backward is twice the forward.
+A multiplication and an addition are two operations; the backward is twice the forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def compute_model_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 
 def compute_pair_flops(shape: ModelShape) -> float:
-    """Forward and backward of one (query, key) pair in all layers that look back to the document's start."""
+    """Forward and backward of one (query, key) pair, over all layers without a sliding window."""
     return 12.0 * shape.num_heads * shape.head_dim * sum(layer.window_tokens is None for layer in shape.layers)
 
 
@@ -32,7 +32,7 @@ def count_pairs(length: int, window_tokens: int | None) -> int:
 
 
 def count_layer_weights(shape: ModelShape, layer: Layer) -> int:
-    """Weights that one token is multiplied with in a layer: projections, and the experts it is sent to."""
+    """Weights of a layer that one token is multiplied with: projections, and the experts that it is sent to."""
     attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
     if not layer.num_experts:
         return attention + 3 * shape.hidden_size * shape.intermediate_size

@@ -1,6 +1,6 @@
-"""GPUs, links and prices: mappings (the shipped hardware.yaml, then the user's) -> checked values.
+"""GPUs, links and prices: turns mappings (the shipped hardware.yaml, then the user's) into checked values.
 
-No file is opened here. Rates are datasheet numbers; the shares of them that a step reaches stand beside them.
+Opens no file. Rates are datasheet numbers; Efficiency holds the shares of them that a step reaches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEY = "--gpu"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of a datasheet's rate; what ends in gb_s is a rate itself."""
+    """Shares of a datasheet's rate; names that end in gb_s are rates themselves."""
 
     matmul: float = 0.72
     memory: float = 0.8
@@ -32,7 +32,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU in the machine it usually comes in. Rates as datasheets state them; links one way."""
+    """One kind of GPU in its usual machine. Rates as datasheets state them; links in one direction."""
 
     key: str
     name: str
@@ -55,11 +55,11 @@ class Gpu:
 
     @property
     def usd_middle(self) -> float | None:
-        """Geometric: prices spread by factors, not by differences."""
+        """The geometric mean, because prices differ by factors."""
         return None if self.usd_low is None or self.usd_high is None else math.sqrt(self.usd_low * self.usd_high)
 
     def get_host_bytes(self, num_gpus: int) -> int:
-        """Host memory of the machine that holds the fullest share of a run."""
+        """Host memory of the machine with the most ranks of a run."""
         return self.host_bytes_per_gpu * min(num_gpus, self.gpus_per_node)
 
 
@@ -69,9 +69,9 @@ class Hardware:
     aliases: dict[str, str]
 
     def get_gpu(self, name: str, option: str = KEY) -> Gpu:
-        """By its key or an alias, however hyphens and capitals are set. `option` is where the name was written."""
+        """By its key or an alias; hyphens and capitals do not matter. `option` is where the name was written."""
         key = name.strip().lower().replace("_", "-").replace(" ", "-")
-        bare = {each.replace("-", ""): each for each in (*self.aliases, *self.gpus)}.get(key.replace("-", ""), key)
+        bare = {known.replace("-", ""): known for known in (*self.aliases, *self.gpus)}.get(key.replace("-", ""), key)
         bare = self.aliases.get(bare, bare)
         if bare in self.gpus:
             return self.gpus[bare]
@@ -83,8 +83,8 @@ class Hardware:
         raise RecipeError([Problem(option, message, f"{how}{near}known: {', '.join(self.gpus)}")])
 
     def recognise(self, device_name: str, memory_bytes: int, host_bytes: int) -> tuple[Gpu, bool]:
-        """The entry for what a driver calls its device, with the memory that is really there, and whether the name is
-        known. Of a GPU that is not in the table the one of the most similar size lends its rates."""
+        """The entry for the device name that a driver gives, with the memory that the device really has, and whether
+        the name is known. A GPU that is not in the table gets the rates of the one with the most similar memory."""
         words = set(device_name.lower().replace("-", " ").split())
         scores = {key: sum(word in words for word in key.split("-")) for key in self.gpus}
         best = max(scores.values())
@@ -99,7 +99,7 @@ OPTIONAL = {"aliases", "efficiency", "usd_per_hour", "source", "price_source", "
 
 
 def read_hardware(*tables: tuple[str, Any]) -> Hardware:
-    """(file, its content), later ones laid over earlier ones. Every mistake at once."""
+    """Merges (file, content) pairs, later ones over earlier ones. Raises RecipeError with every mistake at once."""
     problems: list[Problem] = []
     entries: dict[str, dict[str, Any]] = {}
     efficiency = Efficiency()
@@ -123,20 +123,20 @@ def read_hardware(*tables: tuple[str, Any]) -> Hardware:
                 continue
             entries[str(key).lower()] = {**entries.get(str(key).lower(), {}), **entry}
             origin[str(key).lower()] = file
-    found = {key: _read_gpu(origin[key], key, entry, efficiency, problems) for key, entry in entries.items()}
+    read = {key: _read_gpu(origin[key], key, entry, efficiency, problems) for key, entry in entries.items()}
     if problems:
         raise RecipeError(problems)
-    gpus = {key: gpu for key, gpu in found.items() if gpu is not None}
+    gpus = {key: gpu for key, gpu in read.items() if gpu is not None}
     aliases = {str(alias).lower(): key for key in gpus for alias in entries[key].get("aliases") or ()}
     return Hardware(gpus, aliases)
 
 
-def _read_efficiency(file: str, said: Any, known: Efficiency, problems: list[Problem]) -> Efficiency:
+def _read_efficiency(file: str, written: Any, known: Efficiency, problems: list[Problem]) -> Efficiency:
     names = {field.name for field in fields(Efficiency)}
-    if not isinstance(said, Mapping):
+    if not isinstance(written, Mapping):
         problems.append(Problem("efficiency", f"{file}: is no mapping", f"keys are {', '.join(sorted(names))}"))
         return known
-    for name, value in said.items():
+    for name, value in written.items():
         limit = 10_000.0 if name.endswith("_gb_s") else 1.0
         if name not in names or not _is_number(value, limit):
             hint = f"keys are {', '.join(sorted(names))}; shares lie above 0 and at most 1"
@@ -151,7 +151,7 @@ def _is_number(value: Any, most: float) -> bool:
 
 
 def _is_pair(value: Any, most: float) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(_is_number(each, most) for each in value)
+    return isinstance(value, list | tuple) and len(value) == 2 and all(_is_number(number, most) for number in value)
 
 
 def _read_gpu(

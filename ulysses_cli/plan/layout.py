@@ -1,7 +1,7 @@
-"""world = dp_replicate x dp_shard x sp: which rank sits where, and which ranks form a group.
+"""world = dp_replicate x dp_shard x sp: each rank's coordinates, and which ranks form a group.
 
 Pure integers. Ranks of one sp group are neighbours, so that the exchange stays on the fastest link; replicas are
-farthest apart. Process groups are made from these tuples elsewhere.
+farthest apart. Makes no process groups.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def dp_size(self) -> int:
-        """How many different rows are worked on at once."""
+        """How many different rows are processed at once."""
         return self.dp_replicate_size * self.dp_shard_size
 
     @property
@@ -69,7 +69,7 @@ class Layout:
         return self._split(self.sp_size)
 
     def list_sp_groups(self, limit: int) -> tuple[Group, ...]:
-        """The first few of them, without making the others."""
+        """The first `limit` of sp_groups, without making the others."""
         starts = range(0, min(self.dp_size, limit) * self.sp_size, self.sp_size)
         return tuple(tuple(range(start, start + self.sp_size)) for start in starts)
 

@@ -1,4 +1,5 @@
-"""What trades time or host memory for GPU memory, with every `auto` settled. How they are chosen: lever_choice.py."""
+"""Levers: settings that trade time or host memory for GPU memory, with every `auto` settled. planner/lever_choice.py
+chooses them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ SPELLED = {"head_chunks": "attention_head_chunks", "offloaded_layers": "activati
 @dataclass(frozen=True)
 class Levers:
     """Settled values of the recipe's memory section. None of them changes what is computed. `offloaded_layers` counts
-    from the first: what it keeps waits longest."""
+    from the first layer, whose saved tensors are needed last."""
 
     gradient_checkpointing: bool | Literal["full"] = True
     head_chunks: int = 1
@@ -26,7 +27,7 @@ class Levers:
 
 
 def count_most_offloaded(shape: ModelShape) -> int:
-    """All but the last two layers: what those keep is on the GPU when the backward begins, whether it leaves or not."""
+    """All but the last two layers, whose saved tensors are still on the GPU when the backward begins."""
     return max(1, shape.num_layers - 2)
 
 

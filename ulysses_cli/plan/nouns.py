@@ -1,4 +1,4 @@
-"""Counted things in words: `1 file`, `3 files`, `2 bad rows`, `1,024 processes`. Nothing else builds a plural."""
+"""Counts with their nouns: `1 file`, `3 files`, `2 bad rows`, `1,024 processes`. The only place that makes plurals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HISSES = ("s", "x", "z", "ch", "sh")
 
 
 def format_count(count: int, noun: str) -> str:
-    """`noun` is one of them, whatever the count."""
+    """`noun` is the singular, for every count."""
     return f"{count:,} {noun if count == 1 else make_plural(noun)}"
 
 

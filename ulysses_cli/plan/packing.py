@@ -1,7 +1,7 @@
-"""Document lengths -> rows: which pieces of which documents, filled well and balanced by work.
+"""Packs documents into rows: takes their lengths, returns which pieces of which documents each row holds.
 
 Plain integers and the standard library. Packing is done once; every epoch takes the same rows in another order, so
-that the state of a run's data is one integer and no epoch is ever replayed to find it.
+the state of a run's data is one integer, and a resumed run replays nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Literal, NamedTuple
 
 from ulysses_cli.plan.bins import Bins
 
-HEAVY_SHARE = 0.95  # documents that make up this share of the squares are spread by work, the rest fills gaps
-SPARE_SHARE = 0.002  # room above the tokens' own sum, so that the last documents still find a gap
+HEAVY_SHARE = 0.95  # long documents, up to this share of all squared lengths, are spread by work; others fill gaps
+    0.95  # the longest documents, up to this share of all squared lengths, are spread by work; others fill gaps
+)
+SPARE_SHARE = 0.002  # room above the number of tokens, so that the last documents still fit into a gap
 
 
 class RowCost(NamedTuple):
-    """Cost of a row: `per_token` x tokens + `per_pair` x pairs of tokens that attention looks at."""
+    """Cost of a row: `per_token` x tokens + `per_pair` x (query, key) pairs of attention."""
 
     per_token: float = 1.0
     per_pair: float = 0.0
@@ -67,7 +69,7 @@ class RowPieces:
 
 @dataclass(frozen=True)
 class Cut:
-    """Pieces that fit a row, and what became of documents that do not."""
+    """Pieces that fit a row, and counts of the documents that were cut."""
 
     pieces: list[Piece]
     num_split: int = 0
@@ -83,9 +85,9 @@ def cut_documents(
     strategy: Literal["split", "truncate", "drop", "raise"],
     find_places: Callable[[int], Sequence[int]] | None = None,
 ) -> Cut:
-    """Bring documents to at most `capacity` tokens. Nothing is lost without being counted.
+    """Cuts documents to at most `capacity` tokens. Every lost token is counted.
 
-    `find_places`: the tokens of a document before which a cut does no harm, in order; cuts elsewhere count as torn.
+    `find_places`: the tokens of a document before which a cut is harmless, in order; cuts elsewhere count as torn.
     """
     pieces: list[Piece] = []
     num_long = num_torn = lost = 0
@@ -98,8 +100,8 @@ def cut_documents(
             raise ValueError(f"document {document} has {length} tokens, more than the {capacity} of a row")
         num_long += 1
         if strategy == "split":
-            found, torn = _split(document, length, capacity, find_places(document) if find_places else ())
-            pieces += found
+            parts, torn = _split(document, length, capacity, find_places(document) if find_places else ())
+            pieces += parts
             num_torn += torn if find_places else 0
         elif strategy == "truncate":
             pieces.append(Piece(document, 0, capacity))
@@ -111,7 +113,8 @@ def cut_documents(
 
 
 def _split(document: int, length: int, capacity: int, places: Sequence[int]) -> tuple[list[Piece], int]:
-    """Pieces as long as places allow, and how many cuts found none. No tail of one token, which nothing predicts."""
+    """Pieces as long as the places allow, and the number of cuts elsewhere. Leaves no tail of one token, because
+    nothing predicts it."""
     pieces: list[Piece] = []
     start = num_torn = 0
     while length - start > capacity:
@@ -127,8 +130,8 @@ def _split(document: int, length: int, capacity: int, places: Sequence[int]) -> 
 
 
 def pack_documents(pieces: Sequence[Piece], capacity: int, work: RowCost) -> RowPieces:
-    """Whole pieces per row. Large ones go to the rows with the least work, small ones fill the smallest gap that takes
-    them; both in falling order, so that the result depends on the lengths alone."""
+    """Packs whole pieces. Large ones go to the rows with the least work, small ones fill the smallest gap that fits;
+    both in falling order of length, so the result depends only on the lengths."""
     lengths = [piece.stop - piece.start for piece in pieces]
     if lengths and not 0 < min(lengths) <= max(lengths) <= capacity:
         raise ValueError(f"pieces have 1 to {capacity} tokens, found {min(lengths)} to {max(lengths)}")
@@ -146,8 +149,8 @@ def pack_documents(pieces: Sequence[Piece], capacity: int, work: RowCost) -> Row
 
 
 def pack_stream(pieces: Sequence[Piece], capacity: int, seed: int) -> RowPieces:
-    """One endless stream of all pieces in an order from the seed, cut at every `capacity` tokens; where one token
-    would be left over, the row before it gives it company."""
+    """One stream of all pieces in an order from the seed, cut at every `capacity` tokens. A one-token last row takes a
+    token from the row before it."""
     rows: list[list[Piece]] = [[]]
     room = capacity
     for at in range(len(pieces)):
@@ -165,8 +168,8 @@ def pack_stream(pieces: Sequence[Piece], capacity: int, seed: int) -> RowPieces:
         if last.stop - last.start > 1:
             rows[-2].append(last._replace(stop=last.stop - 1))
         follows = (last.document, last.stop) == (document, start)
-        given = last._replace(start=last.stop - 1)
-        rows[-1] = [given._replace(stop=stop)] if follows else [given, rows[-1][0]]
+        moved = last._replace(start=last.stop - 1)
+        rows[-1] = [moved._replace(stop=stop)] if follows else [moved, rows[-1][0]]
     flat = [piece for row in rows for piece in row]
     ends = iter(range(len(flat)))
     return _collect(flat, [[next(ends) for _ in row] for row in rows if row], capacity)
@@ -178,9 +181,9 @@ def pack_alone(pieces: Sequence[Piece], capacity: int) -> RowPieces:
 
 
 def shuffle_index(index: int, size: int, seed: int, epoch: int = 0) -> int:
-    """Where `index` goes in the epoch's order: a bijection on range(size) that is computed, not stored.
+    """Where `index` goes in the epoch's order: a permutation of range(size) that is computed and not stored.
 
-    A Feistel network of six rounds over the next even power of two, walked until it lands inside.
+    A Feistel network of six rounds over the next even power of two, repeated until the result is inside the range.
     """
     if size < 2:
         return index
@@ -206,17 +209,17 @@ class StreamPlace(NamedTuple):
 
 
 def locate_row(position: int, num_rows: int, seed: int) -> StreamPlace:
-    """The row at a position of the stream. The position is all the state there is: any row, of any epoch, at once."""
+    """The row at a position of the stream. The position is the only state: any row of any epoch is computed at once."""
     epoch, index = divmod(position, num_rows)
     return StreamPlace(epoch, shuffle_index(index, num_rows, seed, epoch))
 
 
 def share_rows(works: Sequence[float], num_groups: int, step: int = 0) -> list[list[int]]:
-    """Deal the rows of one step to the groups that work side by side: [group][micro-step] -> row of the step.
+    """Deals the rows of one step to the data-parallel groups; returns [group][micro-step] -> row of the step.
 
-    Rows of one micro-step wait for each other, so they are alike in work; the heaviest go first. The group that gets
-    the heaviest of all changes from step to step. Where one step's rows do not come out even, the last micro-step is
-    short: -1 stands for a row without weight.
+    The groups wait for each other in every micro-step, so rows of one micro-step have similar work; the heaviest go
+    first. The group that gets the heaviest row changes from step to step. If the rows do not divide evenly, the last
+    micro-step has -1 for groups without a row.
     """
     order = sorted(range(len(works)), key=lambda at: (-works[at], at))
     order += [-1] * (-len(order) % num_groups)

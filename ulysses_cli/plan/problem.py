@@ -1,6 +1,6 @@
-"""One thing wrong with a recipe, where it stands and what to do about it.
+"""Problem: one mistake in a recipe or another input, its place and a hint. RecipeError carries all problems at once.
 
-Must not know how problems are found or shown: rules make them, report.py prints them.
+Rules make problems, report/ prints them; this file does neither.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, order=True)
 class Where:
-    """A place in an input. Line and column count from 1; line 0 is no line: a command line, a file as a whole."""
+    """A place in an input. Line and column count from 1; line 0 means a command line or a file as a whole."""
 
     file: str = ""
     line: int = 0
@@ -23,8 +23,8 @@ class Where:
 
 @dataclass(frozen=True)
 class Problem:
-    """`key` is the full dotted name of the setting; `message` says what is wrong in one line, `details` what belongs to
-    it in a line each, `hint` what to write instead."""
+    """`key` is the full dotted name of the setting; `message` says in one line what is wrong, `details` add a line
+    each, `hint` says what to write instead."""
 
     key: str
     message: str
@@ -45,8 +45,8 @@ class Problem:
 
 
 class RecipeError(Exception):
-    """Every problem of an input at once. The only exception that a bad recipe raises. `readable` is what is left of
-    the input without its bad values, so that rules can go on looking; never to be run."""
+    """All problems of an input at once; the only exception that a bad recipe raises. `readable` is the input without
+    its bad values, so that rules can check the rest; it must not be run."""
 
     def __init__(self, problems: Iterable[Problem], readable: object = None) -> None:
         self.problems = tuple(problems)

@@ -1,1 +1,1 @@
-"""Files that others wrote, as far as they can be judged without torch: patterns, kinds, weight headers."""
+"""Files on disk, as far as they can be checked without torch: patterns, kinds of files, weight headers."""

@@ -1,5 +1,6 @@
-"""Patterns of file names -> paths, as a shell with `**` would. A folder is entered once, however many links lead to it:
-a link to a folder above would else be followed in circles.
+"""Expands patterns of file names to paths, as a shell with `**` would.
+
+Enters each folder once, however many links lead to it: a link to a folder above would be followed without end.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ def expand_pattern(pattern: str) -> list[str]:
         return sorted(glob.glob(pattern))
     at = parts.index("**")
     head, tail = os.sep.join(parts[:at]) or (os.sep if pattern.startswith(os.sep) else ""), parts[at + 1 :] or ["*"]
-    found: set[str] = set()
+    paths: set[str] = set()
     for top in sorted(glob.glob(os.path.join(head, ""))) if head else [""]:
         for folder in _walk_folders(top):
-            found.update(expand_pattern(os.path.join(glob.escape(folder), *tail)))
-    return sorted(found)
+            paths.update(expand_pattern(os.path.join(glob.escape(folder), *tail)))
+    return sorted(paths)
 
 
 def _walk_folders(top: str) -> Iterator[str]:
-    """The folder itself, and all below."""
+    """The folder itself, and all folders below it."""
     seen: set[tuple[int, int]] = set()
     waiting = [top]
     while waiting:
         folder = waiting.pop()
         try:
-            mark = os.stat(folder or os.curdir)
+            status = os.stat(folder or os.curdir)
             entries = sorted(os.scandir(folder or os.curdir), key=lambda entry: entry.name)
         except OSError:
-            continue  # not to be read, or a link that leads nowhere
-        if (mark.st_dev, mark.st_ino) in seen:
+            continue  # not readable, or a link that leads nowhere
+        if (status.st_dev, status.st_ino) in seen:
             continue
-        seen.add((mark.st_dev, mark.st_ino))
+        seen.add((status.st_dev, status.st_ino))
         yield folder
         inside = [entry.name for entry in entries if not entry.name.startswith(".") and os.path.isdir(entry.path)]
         waiting += [os.path.join(folder, name) for name in reversed(inside)]

@@ -1,6 +1,6 @@
-"""Opens files that others wrote: a regular file of a bounded size, or an OSError that says what stands there instead.
+"""Opens files of unknown origin: a regular file of a bounded size, or an OSError that says what the path is instead.
 
-A FIFO would be waited for without end, a device may never end, and reading one may do something.
+Opening a FIFO could wait without end; a device may never end, and reading one may have side effects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = {
 
 
 def describe_special(path: str | Path) -> str:
-    """What stands there when it is no file, such as `a FIFO`; '' for a file, and for what is not there."""
+    """What a path is if it is not a regular file, such as `a FIFO`; '' for a file or a missing path."""
     try:
         return KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "")
     except (OSError, ValueError):
@@ -30,7 +30,7 @@ def describe_special(path: str | Path) -> str:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """For reading. Never waits: not for a writer either, where a FIFO takes the file's place at this moment."""
+    """Opens for reading. Never waits, not even if a FIFO replaces the file between the check and the opening."""
     if special := describe_special(path):
         raise OSError(errno.EINVAL, f"it is {special}, not a file", str(path))
     try:
@@ -56,8 +56,8 @@ def read_regular(path: str | Path, max_bytes: int) -> bytes:
 
 
 def find_special(folder: Path) -> str:
-    """What in a folder is no file, link or folder, with its kind; '' when all is. Libraries that read the folder would
-    wait for it."""
+    """Names the first entry of a folder that is neither a file nor a folder, with its kind; '' if there is none.
+    Libraries that read the folder would wait for such an entry."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             special = "" if entry.is_dir() else describe_special(entry.path)

@@ -1,5 +1,6 @@
-"""A model folder's weight files, looked at before anything is started: by their headers, which are plain JSON, without
-reading weights. The format: 8 bytes of the header's length, the header, and the tensors side by side to the end.
+"""Checks a model folder's weight files before anything is started, by their JSON headers and without reading weights.
+
+The format (safetensors): 8 bytes with the header's length, the header, and the tensors one after another to the end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Tensor(TypedDict):
-    """Other keys are the writer's."""
+    """Other keys are allowed and ignored."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
     dtype: str
@@ -40,7 +41,7 @@ _METADATA = TypeAdapter(dict[str, str])
 
 
 def find_weight_problem(folder: Path) -> str:
-    """What keeps the weights from being loaded, or ''. Files of other formats are transformers' to judge."""
+    """Why the weights cannot be loaded, or ''. Files of other formats are left to transformers."""
     try:
         files = list_weight_files(folder)
     except ValueError as error:
@@ -66,26 +67,26 @@ def find_weight_problem(folder: Path) -> str:
 
 
 def list_weight_files(folder: Path) -> list[Path]:
-    """Those that the index names; without one, all that are there. ValueError: the index cannot be read."""
+    """The files that the index names; without an index, all in the folder. ValueError: the index cannot be read."""
     index = folder / INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
     try:
-        found = _Index.model_validate_json(read_regular(index, MAX_HEADER_BYTES))
+        content = _Index.model_validate_json(read_regular(index, MAX_HEADER_BYTES))
     except OSError as error:
         raise ValueError(f"{index} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise ValueError(f"{index} cannot be read: {_explain(error)}") from None
-    return [folder / name for name in sorted(set(found.weight_map.values()))]
+    return [folder / name for name in sorted(set(content.weight_map.values()))]
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Name -> dtype, shape and place of each tensor. ValueError: not a whole file of this format."""
+    """Name -> dtype, shape and offsets of each tensor. ValueError: not a complete file of this format."""
     return _read_header(file)[0]
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """What stands beside the tensors. ValueError as above."""
+    """The header's metadata. ValueError as above."""
     return _read_header(file)[1]
 
 
@@ -96,13 +97,13 @@ def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]]
         if not 0 < length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
             raise ValueError(f"its {size} bytes do not hold the header that they announce")
         try:
-            found = from_json(opened.read(length))
-            metadata = _METADATA.validate_python(found.pop("__metadata__", {}) if isinstance(found, dict) else {})
-            entries: dict[str, Any] = dict(_ENTRIES.validate_python(found))
+            header = from_json(opened.read(length))
+            metadata = _METADATA.validate_python(header.pop("__metadata__", {}) if isinstance(header, dict) else {})
+            entries: dict[str, Any] = dict(_ENTRIES.validate_python(header))
         except ValidationError as error:
-            raise ValueError(f"its header is no table of tensors: {_explain(error)}") from None
+            raise ValueError(f"its header is not a table of tensors: {_explain(error)}") from None
         except ValueError as error:
-            raise ValueError(f"its header is no JSON: {error}") from None
+            raise ValueError(f"its header is not JSON: {error}") from None
     end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if LENGTH_BYTES + length + end != size:
         raise ValueError(f"it has {size} bytes, its header describes {LENGTH_BYTES + length + end}")
@@ -115,5 +116,5 @@ def _explain(error: ValidationError) -> str:
 
 
 def list_weight_names(folder: Path) -> list[str]:
-    """Of every tensor in a folder that was found to be in order."""
+    """Names of all tensors, for a folder that passed find_weight_problem."""
     return sorted(name for file in list_weight_files(folder) for name in read_header(file))

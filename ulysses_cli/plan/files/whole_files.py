@@ -1,4 +1,4 @@
-"""A file that is there as a whole or not at all: written beside, then renamed."""
+"""Writes a file atomically: to a temporary file in the same folder, which is then renamed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Whoever reads the file meanwhile finds what stood there before. A process that dies leaves a hidden part."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}.part")
+    """Until the rename, readers see the old content. A process that dies leaves a hidden temporary file."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(beside, file)
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, file)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
