@@ -179,7 +179,7 @@ def test_what_cannot_be_a_template(tmp_path: Any) -> None:
     file.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}\n")
     assert complain(str(file)) == (
         f"data.chat_template: {file}:2: unexpected '}}'\n\n"
-        "hint: mend it: a chat template is Jinja, as transformers reads it"
+        "hint: fix it: a chat template is Jinja, as transformers reads it"
     )
     assert "the template, line 1: No filter named 'trimm'" in complain("{{ messages | trimm }}")
     file.write_bytes(b"{{ \xff }}")

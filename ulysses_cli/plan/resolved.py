@@ -1,4 +1,4 @@
-"""What follows from a recipe once its model is known: the resolved plan that is printed before anything starts."""
+"""The resolved plan: every value that follows from a recipe and its model. Printed before anything starts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PAD_TOKENS = 128  # kernels work on tiles of this many tokens; a row that is a m
 
 @dataclass(frozen=True)
 class KvHeads:
-    """Key/value heads on each rank. When sp_size does not divide them, ranks share: a head goes to each rank whose
-    query heads need it, and its gradients are summed."""
+    """Key/value heads on each rank. When sp_size does not divide them, ranks share heads: a head goes to each rank
+    whose query heads need it, and its gradients are summed."""
 
     num_local: int
     is_repeated: bool
@@ -26,7 +26,7 @@ class KvHeads:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Every value that a recipe leaves to be derived."""
+    """Every value that is derived from a recipe."""
 
     layout: Layout
     recipe_hash: str
@@ -44,7 +44,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One run with everything settled: what ranks are assembled from. Nothing in it is derived a second time."""
+    """One run with everything settled, from which ranks are built. No value in it is derived a second time."""
 
     recipe: Recipe
     shape: ModelShape
@@ -62,7 +62,7 @@ def make_layout(recipe: Recipe) -> Layout:
 
 
 def compute_pad_multiple(recipe: Recipe) -> int:
-    """auto: the largest of sp_size x 128, sp_size x 64, ... that divides max_length, so that no row outgrows it."""
+    """auto: the largest of sp_size x 128, sp_size x 64, ... that divides max_length, so that no row exceeds it."""
     written, sp_size = recipe.data.pad_to_multiple_of, recipe.parallel.sp_size
     if written != "auto":
         return written
@@ -73,22 +73,22 @@ def compute_pad_multiple(recipe: Recipe) -> int:
 
 
 def compute_row_tokens(recipe: Recipe) -> int:
-    """A full row with its padding."""
+    """Tokens of a full row with its padding."""
     multiple = compute_pad_multiple(recipe)
     return math.ceil(recipe.data.max_length / multiple) * multiple
 
 
 def compute_kv_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> KvHeads:
-    """The most key/value heads that any rank's run of query heads reaches."""
+    """The most key/value heads that the consecutive query heads of any rank need."""
     local_heads, group = num_heads // sp_size, num_heads // num_kv_heads
-    reached = [
+    needed = [
         (rank * local_heads + local_heads - 1) // group - rank * local_heads // group + 1 for rank in range(sp_size)
     ]
-    return KvHeads(max(reached), is_repeated=num_kv_heads % sp_size != 0)
+    return KvHeads(max(needed), is_repeated=num_kv_heads % sp_size != 0)
 
 
 def compute_rope_factor(recipe: Recipe, shape: ModelShape) -> float | None:
-    """How far positions are stretched: written, or max_length over the pretrained length."""
+    """How far positions are stretched: as written, or max_length over the pretrained length."""
     scaling = recipe.model.rope_scaling
     if scaling is None:
         return None
@@ -96,8 +96,8 @@ def compute_rope_factor(recipe: Recipe, shape: ModelShape) -> float | None:
 
 
 def get_original_positions(recipe: Recipe, shape: ModelShape) -> int:
-    """What a stretch starts from: as written; before a yarn of the model's own; or all that the model knows. (llama3's
-    own number says where its interpolation bends, not how far the model was trained.)"""
+    """Positions that a stretch starts from: as written; else those before the model's own yarn; else all positions of
+    the model. (llama3's own number says where its interpolation begins, not how far the model was trained.)"""
     scaling = recipe.model.rope_scaling
     if scaling is not None and scaling.original_max_position_embeddings is not None:
         return scaling.original_max_position_embeddings
@@ -106,7 +106,7 @@ def get_original_positions(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> Resolved:
-    """Only for a recipe that passed its checks. `written` holds the keys that the user gave."""
+    """For a recipe that passed its checks. `written` holds the keys that the user gave."""
     layout = make_layout(recipe)
     rows = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps * layout.dp_size
     row_tokens = compute_row_tokens(recipe)

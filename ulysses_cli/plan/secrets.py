@@ -1,6 +1,6 @@
-"""Hides what looks like a password or an access token before it is shown or written. Rather too much than too little.
+"""Masks passwords and access tokens before text is shown or written. In doubt it masks too much.
 
-A secret is known by its own look, by the name that it stands under, or, once collected, by its value anywhere.
+A secret is recognized by its pattern, by the name of its key, or, once collected, by its value anywhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 MASK = "***"
-LONE_NAMES = r"(?:^|_)(?:pat|pass|auth)"  # words that other names hold: path, compass, author
+LONE_NAMES = r"(?:^|_)(?:pat|pass|auth)"  # whole words only, because other names contain them: path, compass, author
 SECRET_KEY = re.compile(
     rf"token|key|secret|passw|passphrase|credential|pwd|webhook|connection_?string|authorization|{LONE_NAMES}$", re.I
 )
@@ -20,15 +20,15 @@ HARMLESS_KEY = re.compile(r"tokenizers?|added_tokens", re.I)  # a name or a vers
 NUMERIC_SECRET_KEY = re.compile(  # num_tokens, pad_token_id are counts
     rf"(token|key|secret|passw\w*|passphrase|pwd|credentials?|{LONE_NAMES})$", re.I
 )
-# Names of the environment that hold secrets: HF_TOKEN, HF_TOKEN_2, AWS_ACCESS_KEY_ID, GCP_CREDENTIALS_JSON, not OLDPWD
+# Environment variables that hold secrets: HF_TOKEN, HF_TOKEN_2, AWS_ACCESS_KEY_ID, GCP_CREDENTIALS_JSON, not OLDPWD
 SECRET_VARIABLE = re.compile(
     rf"(TOKEN|KEY|SECRET|PASSW(OR)?D|PASSPHRASE|_PWD|CREDENTIALS?|CONNECTION_?STRING|WEBHOOK(_URL)?|{LONE_NAMES})"
     r"(_ID|_JSON|_\d+)*$",
     re.I,
 )
-UNRESERVED = string.ascii_letters + string.digits + "-._~"  # what addresses hold as it is
-MIN_SECRET_LETTERS = 6  # a shorter value under a secret name is a word such as `true`, and found in every text
-# All bounded: what is searched may have been written to make the search long.
+UNRESERVED = string.ascii_letters + string.digits + "-._~"  # characters that addresses do not encode
+MIN_SECRET_LETTERS = 6  # a shorter value under a secret name is a word such as `true`, which occurs in every text
+# All bounded: the text may have been written to make the search slow.
 WORD = r"[^\s\"'<>\\]"
 LOOKS = (
     re.compile(
@@ -48,7 +48,7 @@ LOOKS = (
         re.I,
     ),
 )
-ASSIGNMENT = re.compile(  # in documents, where nothing is lost by masking a word too many
+ASSIGNMENT = re.compile(  # for documents only, where masking one word too many does no harm
     r"(?:api_?key|secret|passw(?:or)?d|passphrase|(?:access|private|signing|account)_?key|(?:auth|access)_?token)"
     rf"\w{{0,20}}[\"']?\s{{0,3}}(?:=|:)\s{{0,3}}[\"']?(?P<secret>{WORD}{{6,}})",
     re.I,
@@ -56,11 +56,11 @@ ASSIGNMENT = re.compile(  # in documents, where nothing is lost by masking a wor
 
 
 def collect_secrets(recipe: Any, environ: Mapping[str, str]) -> frozenset[str]:
-    """Values that a recipe or the environment names as secret: they may come up again in any message, whole, line by
-    line, or as JSON and addresses spell them."""
+    """Values under secret names in a recipe or the environment. Any message may repeat them: whole, line by line, or
+    encoded as in JSON and addresses."""
     named = [value for name, value in environ.items() if SECRET_VARIABLE.search(name)]
-    found = [*named, *(inner for value in named for inner in _walk_json(value)), *_walk_secret(recipe, "", False)]
-    spelled = (text.strip() for value in found for text in _spell(value))
+    values = [*named, *(inner for value in named for inner in _walk_json(value)), *_walk_secret(recipe, "", False)]
+    spelled = (text.strip() for value in values for text in _spell(value))
     return frozenset(text for text in spelled if len(text) >= MIN_SECRET_LETTERS)
 
 
@@ -75,20 +75,20 @@ def _spell(value: str) -> Iterator[str]:
 def _walk_json(text: str) -> Iterator[str]:
     """Secrets of a value that is JSON itself, such as a service account's."""
     try:
-        found = json.loads(text) if text.lstrip().startswith("{") else {}
+        content = json.loads(text) if text.lstrip().startswith("{") else {}
     except (ValueError, RecursionError):
         return
-    yield from _walk_secret(found, "", False)
+    yield from _walk_secret(content, "", False)
 
 
 def _walk_secret(value: Any, key: str, is_secret: bool) -> Iterator[str]:
     is_secret = is_secret or _is_secret_key(key)
     if isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from _walk_secret(one, str(name), is_secret)
+        for name, item in value.items():
+            yield from _walk_secret(item, str(name), is_secret)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _walk_secret(one, key, is_secret)
+        for item in value:
+            yield from _walk_secret(item, key, is_secret)
     elif isinstance(value, str) and is_secret and value != MASK:
         yield value
 
@@ -102,8 +102,8 @@ def mask_text(text: str, known: Collection[str] = ()) -> str:
 
 
 def mask_document(parts: Sequence[str], known: Collection[str] = ()) -> tuple[list[str], int]:
-    """A text in parts -> the same without secrets, also those that reach from one part into the next, and how many
-    there were."""
+    """Takes a text in parts; returns the parts without secrets, also those that cross from one part into the next, and
+    the number of secrets."""
     text = "".join(parts)
     spans = _find_spans(text, known, (*LOOKS, ASSIGNMENT))
     masked, at = [], 0
@@ -115,13 +115,13 @@ def mask_document(parts: Sequence[str], known: Collection[str] = ()) -> tuple[li
 
 
 def _find_spans(text: str, known: Collection[str], looks: Sequence[re.Pattern[str]]) -> list[tuple[int, int]]:
-    """Where secrets stand, in order and apart."""
-    found = [match.span() for secret in known if secret in text for match in re.finditer(re.escape(secret), text)]
+    """Spans of the text that are secrets, in order and without overlap."""
+    matches = [match.span() for secret in known if secret in text for match in re.finditer(re.escape(secret), text)]
     for look in looks:
         group: str | int = "secret" if "secret" in look.groupindex else 0
-        found += [match.span(group) for match in look.finditer(text)]
+        matches += [match.span(group) for match in look.finditer(text)]
     spans: list[tuple[int, int]] = []
-    for start, stop in sorted(found):
+    for start, stop in sorted(matches):
         if spans and start < spans[-1][1]:
             spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
         else:
@@ -136,16 +136,16 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> str:
 
 
 def mask_secrets(value: Any, key: str = "", *, is_secret: bool = False, known: Collection[str] = ()) -> Any:
-    """A copy of plain data without its secrets. What stands below a secret key is secret too."""
+    """A copy of plain data without its secrets. Everything below a secret key is secret too."""
     bare = HARMLESS_KEY.sub("", key)
     is_secret = is_secret or _is_secret_key(key)
     if isinstance(value, dict):
         return {
-            mask_text(str(name), known): mask_secrets(one, str(name), is_secret=is_secret, known=known)
-            for name, one in value.items()
+            mask_text(str(name), known): mask_secrets(item, str(name), is_secret=is_secret, known=known)
+            for name, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [mask_secrets(one, key, is_secret=is_secret, known=known) for one in value]
+        return [mask_secrets(item, key, is_secret=is_secret, known=known) for item in value]
     if isinstance(value, str):
         return MASK if is_secret and value else mask_text(value, known)
     if isinstance(value, int | float) and not isinstance(value, bool):

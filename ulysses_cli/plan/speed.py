@@ -1,6 +1,6 @@
-"""Seconds of a training step by part: work over a rate that has a physical meaning. And what the time costs.
+"""Seconds of a training step by part, each as work over a rate, and what the time costs.
 
-Rates are a GPU's datasheet numbers times shares that are the same for every model and row; see hardware.yaml.
+Rates are a GPU's datasheet numbers times shares that are the same for every model and row length; see hardware.yaml.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ulysses_cli.plan.step_parts import PARTS
 
 GIGA, TERA = 1e9, 1e12
 BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-2, arXiv 2307.08691)
-ADAM_TRAFFIC_BYTES = 34  # an element of the shard: master and two moments read and written, gradient, result
+ADAM_TRAFFIC_BYTES = 34  # per element of the shard: master and two moments read and written, gradient, result
 CPU_ADAM_TRAFFIC_BYTES = 34
-MOST_HIDDEN = 0.8  # the first gathers of a pass and its last sums have nothing to hide behind
+MOST_HIDDEN = 0.8  # the first gathers of a pass and its last reductions overlap with no computation
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One optimizer step. Parts add up to the step; what is hidden behind computing is not in them."""
+    """One optimizer step. Parts add up to the step; seconds `hidden` by overlapping computation are not in them."""
 
     parts: dict[str, float]
     hidden: dict[str, float]
@@ -51,14 +51,14 @@ class Speed:
 
 
 def count_row_pairs(row_tokens: int, document_tokens: int | None, window_tokens: int | None) -> float:
-    """(query, key) pairs of a row: n squared over two for each document, not for the row; windows cut them short."""
+    """(query, key) pairs of a row: half of n squared for each document, not for the row; fewer with windows."""
     length = min(document_tokens or row_tokens, row_tokens)
     return (row_tokens / length) * count_pairs(length, window_tokens)
 
 
 def compute_attention_flops(job: Job) -> float:
     """Forward, of one rank in a micro-step: 4 q for each pair and layer, shared by the ranks of the row."""
-    pairs = sum(count_row_pairs(job.row_tokens, job.document_tokens, each.window_tokens) for each in job.shape.layers)
+    pairs = sum(count_row_pairs(job.row_tokens, job.document_tokens, layer.window_tokens) for layer in job.shape.layers)
     return 4 * job.query_width * pairs * job.batch / job.layout.sp_size
 
 
@@ -69,16 +69,16 @@ def compute_projection_flops(job: Job) -> float:
 
 
 def compute_mlp_flops(job: Job) -> float:
-    """Forward: 6 h i for each token and dense layer; with experts, for each that a token chose, and the router."""
-    return float(sum(_count_mlp_weights(job, each) * 2 * job.local_tokens for each in job.shape.layers))
+    """Forward: 6 h i for each token and dense layer; with experts, for each expert of a token, and the router."""
+    return float(sum(_count_mlp_weights(job, layer) * 2 * job.local_tokens for layer in job.shape.layers))
 
 
-def _count_mlp_weights(job: Job, each: Layer) -> int:
+def _count_mlp_weights(job: Job, layer: Layer) -> int:
     shape = job.shape
-    if not each.num_experts:
+    if not layer.num_experts:
         return 3 * shape.hidden_size * shape.intermediate_size
     chosen = shape.num_experts_per_token * 3 * shape.moe_intermediate_size
-    return shape.hidden_size * (chosen + each.num_experts)
+    return shape.hidden_size * (chosen + layer.num_experts)
 
 
 def compute_head_flops(job: Job) -> float:
@@ -87,9 +87,9 @@ def compute_head_flops(job: Job) -> float:
 
 
 def compute_exchange_bytes(job: Job) -> float:
-    """One rank's sends in a micro-step, b S (sp - 1) / sp for a layer times: q + 2 r there and q back; where layers are
-    recomputed in full, the same once more; in the backward q there (where only slices were kept 3 q + 2 r) and q + 2 r
-    back."""
+    """Bytes that one rank sends in a micro-step, b S (sp - 1) / sp for a layer, times: in the forward q + 2 r before
+    the kernel and q after it; the same again where layers are recomputed in full; in the backward q before the kernel
+    (3 q + 2 r where only slices were saved) and q + 2 r after it."""
     sp_size = job.layout.sp_size
     if sp_size == 1:
         return 0.0
@@ -101,16 +101,16 @@ def compute_exchange_bytes(job: Job) -> float:
 
 
 def compute_elementwise_bytes(job: Job) -> float:
-    """Memory traffic of a forward besides matrices: norms (nine passes over float32 and bfloat16 copies, two when
-    fused), rotation, residuals, activation."""
+    """Memory traffic of a forward outside matrix products: norms (nine passes over float32 and bfloat16 copies, two
+    when fused), rotation, residuals, activation."""
     b, h, inner = job.dtype_bytes, job.shape.hidden_size, job.shape.intermediate_size
     norm = 2 * b if job.fused_norms else 28 + 4 * b
     norms = job.family.norms_per_layer * h + (job.query_width + job.kv_width if job.family.query_key_norm else 0)
     rotation = 12 * b * (job.query_width + job.kv_width)
     total = 0.0
-    for each in job.shape.layers:
+    for layer in job.shape.layers:
         width = inner
-        if each.num_experts:
+        if layer.num_experts:
             width = job.shape.num_experts_per_token * (job.shape.moe_intermediate_size + 2 * h)
         total += norm * norms + rotation + 6 * b * h + 5 * b * width
     return total * job.local_tokens
@@ -122,7 +122,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     memory = gpu.memory_gb_s * GIGA * share.memory
     levers, steps = job.levers, job.accumulation
     recomputes = levers.gradient_checkpointing is not False
-    # A frozen weight needs no gradient of its own: half of the backward.
+    # A frozen weight needs no gradient, which saves half of the backward.
     passes = 1 + recomputes + (2 if job.adapters is None else 1)
     attention = compute_attention_flops(job)
     forwards = 1 + (levers.gradient_checkpointing == "full")
@@ -136,7 +136,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts["attention"] += attention * BACKWARD_ATTENTION / (peak * gpu.attention_backward)
     parts["other"] = (3 + recomputes) * compute_elementwise_bytes(job) / memory
     parts["exchange"] = _compute_exchange_seconds(job, gpu, memory)
-    room = sum(parts.values())  # a second of computing hides one of moving, of whichever kind
+    room = sum(parts.values())  # a second of computation hides a second of transfers of any kind
     hidden = {}
     for part, seconds in (
         ("gather_reduce", _compute_gather_seconds(job, gpu)),
@@ -161,8 +161,8 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
 
 
 def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> float:
-    """To ranks of the same machine over NVLink or PCIe, to others over the network, at the same time; and two copies
-    that put heads in order, each read and written. In the attention's way, so never hidden."""
+    """To ranks of the same machine over NVLink or PCIe and to others over the network, at the same time; and two copies
+    that reorder heads, each read and written. Attention waits for the exchange, so it is never hidden."""
     num_bytes, sp_size = compute_exchange_bytes(job), job.layout.sp_size
     near = num_bytes * (min(sp_size, gpu.gpus_per_node) - 1) / max(1, sp_size - 1)
     inside = near / (gpu.link_gb_s * GIGA * gpu.efficiency.link)
@@ -171,9 +171,9 @@ def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> float:
 
 
 def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
-    """Per micro-step: stage 3 gathers b (N + F) for the forward and for the backward and scatters the sums of N
-    gradients. Across machines every byte enters a machine once and is shared out there; a second shard keeps the
-    backward's gather inside a replica. Fetched ahead, so hidden as far as there is computing."""
+    """Per micro-step: stage 3 gathers b (N + F) for the forward and for the backward, and reduce-scatters N gradients.
+    Across machines every byte enters a machine once and is distributed there; a second shard keeps the backward's
+    gather inside a replica. Weights are prefetched, so the gather is hidden as far as there is computation."""
     weights, ranks = job.weights, job.world_size
     if ranks == 1:
         return 0.0
@@ -192,22 +192,22 @@ def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
 
 
 def _compute_offload(job: Job, gpu: Gpu) -> float:
-    """Per micro-step: what is kept goes to the host and comes back, shards of offloaded weights come twice. Those on a
-    disk, of which none is kept, come for each run of a module; ranks of a machine share its disk."""
+    """Per micro-step: offloaded activations go to the host and back; shards of offloaded weights are read twice. Those
+    on a disk are read for each run of a module, because none is kept; ranks of a machine share its disk."""
     rate = gpu.host_gb_s * GIGA * gpu.efficiency.host
-    kept = 2.0 * host.compute_saved_pinned(job) / rate
+    activations = 2.0 * host.compute_saved_pinned(job) / rate
     weights = job.dtype_bytes * job.weights.num_elements / job.world_size
     if job.levers.offload_param == "none":
-        return kept
+        return activations
     if job.levers.offload_param == "cpu":
-        return kept + 2 * weights / rate
+        return activations + 2 * weights / rate
     num_runs = 2 + (job.levers.gradient_checkpointing is not False)
     disk = gpu.efficiency.disk_gb_s * GIGA
-    return kept + num_runs * weights * (1 / rate + job.ranks_per_node / disk)
+    return activations + num_runs * weights * (1 / rate + job.ranks_per_node / disk)
 
 
 def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float, float]:
-    """(Adam, what it moves to the host, a disk and back) once per step; neither is hidden."""
+    """Seconds of (Adam, its transfers to the host or a disk and back) once per step; neither is hidden."""
     shard = count_shard(job.weights.num_trained, job.world_size)
     # Files of states are read and written once, those of trained weights written; ranks of a machine share its disk.
     written = 2 * compute_state_file_bytes(job) + job.dtype_bytes * shard * (job.levers.offload_param == "nvme")
@@ -220,7 +220,7 @@ def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float
 
 
 def compute_cost(seconds: float, num_gpus: int, gpu: Gpu) -> tuple[float, float] | None:
-    """USD from the low to the high price of its GPUs for that time; None where no price is known."""
+    """USD at the low and at the high price of the GPUs for that time; None where no price is known."""
     if gpu.usd_low is None or gpu.usd_high is None:
         return None
     hours = seconds / 3600 * num_gpus

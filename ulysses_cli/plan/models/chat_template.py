@@ -1,6 +1,6 @@
-"""The chat template that a recipe asks for: of the shipped set, from a file, or written in place.
+"""Reads and parses the chat template that a recipe names: a shipped one, a file, or text in the recipe.
 
-Reads and parses; renders nothing and knows no tokenizer.
+Renders nothing and loads no tokenizer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ IM = ("<|im_start|>", "<|im_end|>")
 
 @dataclass(frozen=True)
 class Shipped:
-    """`markers`: tokens that the template writes by itself. `end`: the one that ends a turn, where it is not the
-    tokenizer's own end of text."""
+    """`markers`: tokens that the template itself writes. `end`: the token that ends a turn; '' if that is the
+    tokenizer's end of text."""
 
     markers: tuple[str, ...]
     end: str = ""
@@ -52,7 +52,7 @@ class Template:
 
 
 def read_template(value: str) -> Template:
-    """What `data.chat_template` says -> a template that can be parsed. Raises RecipeError."""
+    """Takes the value of `data.chat_template`, returns a template that parses. Raises RecipeError."""
     if "{{" in value or "{%" in value:
         return Template(_check_syntax(value, "the template, line "))
     if value in SHIPPED:
@@ -69,9 +69,9 @@ def read_template(value: str) -> Template:
 
 
 def find_end_marker(text: str) -> str:
-    """The token that ends a turn in a shipped template; '' where that is not known."""
-    found = (each.end for name, each in SHIPPED.items() if _read_file(FOLDER / f"{name}.jinja") == text)
-    return next(found, "")
+    """The token that ends a turn in a shipped template; '' for other templates."""
+    ends = (shipped.end for name, shipped in SHIPPED.items() if _read_file(FOLDER / f"{name}.jinja") == text)
+    return next(ends, "")
 
 
 def _read_file(file: Path) -> str:
@@ -85,7 +85,7 @@ def _read_file(file: Path) -> str:
 
 
 def _check_syntax(text: str, where: str) -> str:
-    """As transformers would compile it: with loop controls, `generation` blocks and its own filters."""
+    """Compiles the template as transformers would: with loop controls, `generation` blocks and its own filters."""
     from jinja2 import TemplateSyntaxError, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -104,7 +104,7 @@ def _check_syntax(text: str, where: str) -> str:
     try:
         environment.compile(text)
     except TemplateSyntaxError as error:
-        hint = "mend it: a chat template is Jinja, as transformers reads it"
+        hint = "fix it: a chat template is Jinja, as transformers reads it"
         raise RecipeError([Problem(KEY, f"{where}{error.lineno}: {error.message}", hint)]) from None
     return text
 
@@ -120,7 +120,7 @@ def find_missing_markers(template: Template, tokens: Collection[str]) -> list[st
 
 
 def explain_markers(template: Template, missing: Sequence[str], added: Sequence[str], tokenizer: str) -> Problem:
-    """The line to write is the whole line: what is added already stays."""
+    """The hint is the whole line, with the tokens that are added already."""
     line = ", ".join(f'"{token}"' for token in (*added, *missing))
     message = f"{template.name} marks turns with {', '.join(missing)}, which the tokenizer of {tokenizer} does not have"
     return Problem(KEY, message, f"write data.added_tokens: [{line}]")

@@ -1,7 +1,7 @@
-"""The model families that are exact under sequence parallelism, and what their config.json leaves unsaid.
+"""The model families that are exact under sequence parallelism, with the facts that their config.json leaves out.
 
-Facts only: transformers' own defaults (a test compares them with the installed version) and which weights a layer
-has. A family that is not here may train on one rank per row; split over ranks it is refused by name.
+Facts only: transformers' own defaults (a test compares them with the installed version) and the weights of a layer. A
+family that is not listed can be trained on one rank per row; splitting its rows over ranks is refused.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any, Literal
 
 SPLIT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 SPLIT_MLP = ("gate_proj", "up_proj", "down_proj")
-# peft adapts experts and routers too, told all-linear or the MLP's names (utils/transformers_weight_conversion.py)
+# Given all-linear or the MLP's names, peft adapts experts and routers too (utils/transformers_weight_conversion.py).
 EXPERTS_ADAPTED = frozenset({"mixtral", "qwen3_moe"})
 
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`. `windows` says which layers use sliding_window where config.json has no layer_types."""
+    """One `model_type`. `windows`: which layers use sliding_window if config.json has no layer_types."""
 
     defaults: Mapping[str, Any]
     attention_modules: tuple[str, ...] = SPLIT_PROJECTIONS
     mlp_modules: tuple[str, ...] = SPLIT_MLP
-    has_qkv_bias: bool | None = None  # None: attention_bias says
+    has_qkv_bias: bool | None = None  # None: attention_bias of the config decides
     has_out_bias: bool | None = None
     query_key_norm: Literal["", "head", "full"] = ""  # normalised per head, or over all heads at once
     norms_per_layer: int = 2
@@ -164,7 +164,7 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(_list_defaults(max_position_embeddings=2048), attention_scale="attention_multiplier"),
 }
 
-# What makes a model inexact when a row is split over ranks. Read from config.json: a key or a layer type gives it away.
+# What makes a model inexact when a row is split over ranks, recognized by a key or a layer type of config.json.
 LINEAR = "linear attention carries a state from token to token"
 CONVOLUTION = "convolution layers read their neighbours' tokens"
 MAMBA = "mamba layers carry a state from token to token"
@@ -192,7 +192,7 @@ INEXACT_KEYS = {
     "attention_chunk_size": CHUNKED,
     "use_bidirectional_attention": AHEAD,
 }
-# Layers that pass the bound between two documents of a row: what they carry over is not attention's to stop.
+# Layers that carry something from one document of a row into the next, which attention's masks cannot prevent.
 CROSSING = frozenset({LINEAR, CONVOLUTION, MAMBA, STATE_SPACE, RECURRENT})
 # Attention that no kernel here computes, on one rank or on many.
 UNSERVED = frozenset({CHUNKED, AHEAD})

@@ -1,6 +1,6 @@
-"""A Hugging Face config.json -> the shape that matters: heads, layer kinds, windows, number of parameters.
+"""Reads a Hugging Face config.json into a ModelShape: heads, layer kinds, windows, number of parameters.
 
-Plain JSON in, a ModelShape or a Problem out; no file is opened and no default is guessed beyond transformers' own.
+Takes plain JSON, returns a ModelShape or raises RecipeError. Opens no file; assumes only transformers' own defaults.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLIDING_ATTENTION = "sliding_attention"
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: how far its attention looks back (None: to the document's start) and which MLP it has."""
+    """One decoder layer: its attention window (None: back to the document's start) and its number of experts."""
 
     window_tokens: int | None
     num_experts: int
@@ -75,17 +75,17 @@ class ModelShape:
 
     @property
     def adapts_experts(self) -> bool:
-        """Whether adapters of all linear layers would be those of experts too."""
+        """Whether adapters on all linear layers would include the experts."""
         return self.model_type in EXPERTS_ADAPTED and any(layer.num_experts for layer in self.layers)
 
     def __hash__(self) -> int:
-        """Cheap: what is cached by shape is asked for in every ledger."""
+        """Cheap, because every ledger looks up caches by shape."""
         return hash((self.name, self.num_layers, self.num_parameters))
 
     @cached_property
     def layer_kinds(self) -> tuple[Layer, ...]:
-        """The layers that differ in memory, each once: windows do not."""
-        return tuple(Layer(None, num_experts) for num_experts in sorted({each.num_experts for each in self.layers}))
+        """The kinds of layers that differ in memory, each once; windows make no difference."""
+        return tuple(Layer(None, num_experts) for num_experts in sorted({layer.num_experts for layer in self.layers}))
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class ModelShape:
 
 
 def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.name_or_path") -> ModelShape:
-    """config.json's content -> shape. What cannot be read raises RecipeError, naming the recipe's `key`."""
+    """Takes config.json's content. Raises RecipeError, with the recipe's `key`, if it cannot be used."""
     facts = _Facts(_find_text_part(config), name, key)
     model_type = facts.get_text("model_type")
     family = FAMILIES.get(model_type)
@@ -150,7 +150,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
 
 @dataclass
 class _Facts:
-    """config.json with the family's defaults behind it; complains in the user's terms."""
+    """config.json with the family's defaults for missing fields; errors name the model and the field."""
 
     values: Mapping[str, Any]
     name: str
@@ -161,36 +161,36 @@ class _Facts:
         return self.values[field] if field in self.values else (self.defaults or {}).get(field)
 
     def find_number(self, field: str) -> float | None:
-        found = self.find(field)
-        if found is None or (isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)):
-            return found
-        raise self.complain(f"{field} is {found!r}, not a number")
+        value = self.find(field)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
+            return value
+        raise self.complain(f"{field} is {value!r}, not a number")
 
     def find_count(self, field: str) -> int | None:
-        found = self.find_number(field)
-        if found is None:
+        number = self.find_number(field)
+        if number is None:
             return None
-        if found != int(found) or found < 0 or found > 2**40:
-            raise self.complain(f"{field} is {found}, not a count")
-        return int(found)
+        if number != int(number) or number < 0 or number > 2**40:
+            raise self.complain(f"{field} is {number}, not a count")
+        return int(number)
 
     def find_list(self, field: str) -> list[Any]:
-        found = self.find(field)
-        if found is None or isinstance(found, list | tuple):
-            return list(found or ())
-        raise self.complain(f"{field} is {found!r}, not a list")
+        items = self.find(field)
+        if items is None or isinstance(items, list | tuple):
+            return list(items or ())
+        raise self.complain(f"{field} is {items!r}, not a list")
 
     def get_count(self, field: str) -> int:
-        found = self.find_count(field)
-        if not found:
-            raise self.complain(f"{field} is missing" if found is None else f"{field} is {found}")
-        return found
+        count = self.find_count(field)
+        if not count:
+            raise self.complain(f"{field} is missing" if count is None else f"{field} is {count}")
+        return count
 
     def get_text(self, field: str) -> str:
-        found = self.find(field)
-        if not isinstance(found, str) or not found:
-            raise self.complain(f"{field} is {'missing' if found is None else repr(found)}")
-        return found
+        text = self.find(field)
+        if not isinstance(text, str) or not text:
+            raise self.complain(f"{field} is {'missing' if text is None else repr(text)}")
+        return text
 
     def complain(self, what: str) -> RecipeError:
         hint = "a model's config.json gives model_type, sizes and head counts"
@@ -235,7 +235,7 @@ def _list_layers(facts: _Facts, family: Family | None, num_layers: int, num_expe
 
 
 def _read_expert_size(facts: _Facts, family: Family | None) -> int | None:
-    """Families without a size of their own for experts ignore the key."""
+    """Families without their own size for experts ignore the key."""
     has_own = family is None or "moe_intermediate_size" in family.defaults
     return facts.find_count("moe_intermediate_size") if has_own else None
 
@@ -255,24 +255,24 @@ def _compute_scale(facts: _Facts, family: Family | None, head_dim: int) -> float
 def _read_rope(facts: _Facts) -> Mapping[str, Any]:
     """The stretch that is already part of the model. transformers 5 writes rope_parameters, older files rope_scaling;
     both may hold one entry for each kind of layer."""
-    found = facts.find("rope_parameters") or facts.find("rope_scaling")
-    if not isinstance(found, Mapping):
+    rope = facts.find("rope_parameters") or facts.find("rope_scaling")
+    if not isinstance(rope, Mapping):
         return {}
-    inner = found.get(FULL_ATTENTION)
-    return inner if isinstance(inner, Mapping) else found
+    inner = rope.get(FULL_ATTENTION)
+    return inner if isinstance(inner, Mapping) else rope
 
 
 def _read_original_positions(facts: _Facts) -> int | None:
-    """How many positions the model knew before its own stretch, where it says so."""
-    found = _read_rope(facts).get("original_max_position_embeddings")
-    found = facts.find("original_max_position_embeddings") if found is None else found
-    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+    """How many positions the model had before its own stretch; None if the config does not say."""
+    count = _read_rope(facts).get("original_max_position_embeddings")
+    count = facts.find("original_max_position_embeddings") if count is None else count
+    return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
 
 
 def _read_quantization(config: Mapping[str, Any]) -> str:
     """The method by which the stored weights are quantized, or ''."""
-    found = config.get("quantization_config")
-    return str(found.get("quant_method") or "an unnamed method") if isinstance(found, Mapping) else ""
+    section = config.get("quantization_config")
+    return str(section.get("quant_method") or "an unnamed method") if isinstance(section, Mapping) else ""
 
 
 def _find_inexact(facts: _Facts, family: Family | None) -> str:
