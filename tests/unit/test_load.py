@@ -143,7 +143,7 @@ def test_an_override_wins_over_any_name_of_its_setting() -> None:
         (
             VALID + "run: {seed: !!python/object/apply:os.system [ls]}\n",
             "r.yaml:11:13: run.seed: the tag tag:yaml.org,2002:python/object/apply:os.system is refused: "
-            "a recipe is plain data\n\nhint: take the tag away",
+            "a recipe is plain data\n\nhint: remove the tag",
         ),
         (
             VALID + "parallel: {context_parallel_size: 2, sp_size: 2}\n",
@@ -468,7 +468,7 @@ def test_a_key_that_lacks_its_value_is_told_how_to_get_one() -> None:
             "a list is not `adamw` or `adamw_8bit`",
             "write one value without brackets",
         ),
-        ("run.seed=\x00", "character '\\x00' is not allowed", "take it out"),
+        ("run.seed=\x00", "character '\\x00' is not allowed", "remove it"),
     ],
 )
 def test_what_to_write_instead(override: str, message: str, hint: str) -> None:

@@ -1,7 +1,7 @@
-"""What differs between the recipe that wrote a checkpoint and the one that would go on from it. Plain data in.
+"""Lists the differences between the recipe that wrote a checkpoint and the one that resumes from it, as plain data.
 
-Layout, levers and bookkeeping are free to change; so is the length of the run, which changes no step that is done.
-Rows per step are compared as a product, elsewhere.
+Layout, levers and bookkeeping may change; so may the length of the run, which changes no finished step. Rows per step
+are compared elsewhere, as a product.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LENGTHS = ("train.max_steps", "train.num_train_epochs")  # a run may become long
 def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """`key: was X, is Y` for each setting that decides values."""
     free = FREE | set(LENGTHS)
-    found = [change for name in DECIDING for change in _compare(old.get(name), new.get(name), name, 0, free)]
-    return [*found, *_compare(old["run"]["seed"], new["run"]["seed"], "run.seed", 0, free)]
+    changes = [change for name in DECIDING for change in _compare(old.get(name), new.get(name), name, 0, free)]
+    return [*changes, *_compare(old["run"]["seed"], new["run"]["seed"], "run.seed", 0, free)]
 
 
 def list_length_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """`key: was X, is Y` for each setting of the run's length: the schedule of learning rates follows it."""
+    """`key: was X, is Y` for each setting of the run's length, on which the learning rate's schedule depends."""
     pairs = [(key, *(recipe["train"].get(key.removeprefix("train.")) for recipe in (old, new))) for key in LENGTHS]
     return [f"{key}: was {_show(before)}, is {_show(now)}" for key, before, now in pairs if before != now]
 
@@ -48,7 +48,7 @@ def _compare(old: Any, new: Any, key: str, depth: int = 1, free: Collection[str]
     if key in free or old == new or _may_be(old, new):
         return
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        # a setting that only one version of this tool knows is no change of the user's
+        # a setting that only one version of this tool has is not the user's change
         names = old.keys() & new.keys() if depth == 0 else old.keys() | new.keys()
         for name in sorted(names):
             yield from _compare(old.get(name), new.get(name), f"{key}.{name}", depth + 1, free)
@@ -60,14 +60,15 @@ def _compare(old: Any, new: Any, key: str, depth: int = 1, free: Collection[str]
 
 
 def _may_be(old: Any, new: Any) -> bool:
-    """A checkpoint holds no secrets: what was masked may be anything now, a new password too."""
+    """Whether a masked old value may be equal to the new one. A checkpoint holds no secrets, so masked parts match
+    anything, also a new password."""
     if not isinstance(old, str) or MASK not in old or new is None:
         return False
     first, *middle, last = old.split(MASK)
     text, at = str(new), len(first)
     if not text.startswith(first) or not text.endswith(last) or len(first) + len(last) > len(text):
         return False
-    for part in middle:  # each as early as it comes: time grows with the text alone, whatever a checkpoint holds
+    for part in middle:  # each at its first occurrence: time is linear in the text, for any content of a checkpoint
         at = text.find(part, at, len(text) - len(last)) + len(part)
         if at < len(part):
             return False

@@ -1,4 +1,4 @@
-"""What is wrong with a key or a value of a recipe, in words, and what to write instead. Finds nothing itself."""
+"""Messages and hints for wrong keys and values of a recipe. loader.py detects the mistakes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHOWN_LETTERS = 80
 
 
 def explain_unknown(name: str, section: type[Section], prefix: str) -> str:
-    """What an unknown key may have meant: another tool's name, a key of another section, or a slip of this one's."""
+    """A hint for an unknown key: another tool's name, a key of another section, or a misspelled key of this one."""
     if name in FOREIGN_KEYS:
         return FOREIGN_KEYS[name]
     if homes := list_homes(name):
@@ -74,11 +74,11 @@ def find_settings(key: str) -> list[Setting]:
             raise RecipeError([Problem("SECTION", f"no section or setting is called {key}", hint)])
         own.append(list_names(section)[part])
         section = list_settings(section)[own[-1]].accepts.inner
-    return [each for each in walk_settings() if each.key.replace("[]", "").split(".")[: len(own)] == own]
+    return [setting for setting in walk_settings() if setting.key.replace("[]", "").split(".")[: len(own)] == own]
 
 
 def is_key(word: str) -> bool:
-    """Whether a word that is no file and has no value names a setting, or nearly so."""
+    """Whether a word that is neither a file nor an override names a setting, perhaps misspelled."""
     section, dot, _ = word.partition(".")
     if not dot or "/" in word or word.endswith((".yaml", ".yml", ".json")):
         return bool(list_homes(word))
@@ -86,7 +86,7 @@ def is_key(word: str) -> bool:
 
 
 def explain_missing(setting: Setting, accepts: Accepts) -> tuple[str, str]:
-    """(message, hint) for a required key that nobody wrote."""
+    """(message, hint) for a required key that is missing."""
     if accepts.inner:
         what = "a list, each element" if accepts.item is not None else "a section"
         hint = f"write {setting.key}, {what} with {', '.join(list_settings(accepts.inner))}"
@@ -96,8 +96,8 @@ def explain_missing(setting: Setting, accepts: Accepts) -> tuple[str, str]:
 
 
 def explain_value(setting: Setting, accepts: Accepts, value: Any, typed: str) -> tuple[str, str]:
-    """(message, hint) for a value that cannot stand where it does. `typed` is a plain scalar as it was written, and ''
-    for what was quoted and for lists and mappings."""
+    """(message, hint) for a value that its setting does not accept. `typed` is a plain scalar as it was written, and ''
+    for quoted values, lists and mappings."""
     if str(value) in setting.refused:
         return f"{value} is refused", setting.refused[str(value)]
     if value in ("", (), {}):
@@ -127,11 +127,11 @@ def explain_value(setting: Setting, accepts: Accepts, value: Any, typed: str) ->
 
 
 def _suggest_section(setting: Setting, accepts: Accepts, value: Any) -> str:
-    """The value itself as the first setting of the section, where it could be one."""
+    """Suggests the value as the first setting of the section, if that setting accepts it."""
     name, first = next(iter(list_settings(accepts.inner).items())) if accepts.inner else ("", setting)
     fits = type(value) in first.accepts.scalars or value in first.accepts.literals
     inner = list_settings(accepts.inner).values() if accepts.inner else ()
-    is_plain = accepts.is_optional and not any(each.is_required for each in inner)
+    is_plain = accepts.is_optional and not any(inner_setting.is_required for inner_setting in inner)
     section = f"{{{name}: {value}}}" if fits else "{}" if is_plain else f"{{{name}: ...}}"
     if accepts.item is not None:
         return f"write {setting.key}: [{section}]"

@@ -1,6 +1,6 @@
-"""A recipe file and overrides -> Recipe, or a RecipeError with every mistake and its place.
+"""Loads a recipe file and overrides into a Recipe, or raises a RecipeError with every mistake and its place.
 
-Walks YAML nodes beside the schema. No input makes this raise anything else. Rules across fields are check.py's.
+Walks YAML nodes and the schema in parallel. No input raises anything else. Rules across fields are in rules/.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_DEPTH = 50
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe, where each of its values was written, and what was understood by an alias."""
+    """A recipe, the place of each of its values, and notes about keys that were written as an alias."""
 
     recipe: Recipe
     file: str
@@ -39,7 +39,7 @@ class Loaded:
 
 
 def locate(key: str, places: dict[str, Where], file: str) -> Where:
-    """Where a key, or else the nearest section that holds it, was written."""
+    """The place where a key, or else the nearest section that holds it, was written."""
     while key:
         if key in places:
             return places[key]
@@ -48,7 +48,7 @@ def locate(key: str, places: dict[str, Where], file: str) -> Where:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a recipe file and lay `section.key=value` overrides over it."""
+    """Reads a recipe file and applies `section.key=value` overrides to it."""
     file = str(path)
     try:
         with open(path, "rb") as stream:
@@ -68,7 +68,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def parse_recipe(text: str, file: str = "recipe", overrides: Sequence[str] = ()) -> Loaded:
-    """The same from text; `file` is what problems call it."""
+    """The same from text; `file` is its name in problems."""
     tree = compose(text, file) or yaml.MappingNode("tag:yaml.org,2002:map", [])
     if not isinstance(tree, yaml.MappingNode):
         where = read_place(tree, file)
@@ -93,7 +93,7 @@ def parse_recipe(text: str, file: str = "recipe", overrides: Sequence[str] = ())
 
 
 def _load_readable(values: Any, reader: _Reader) -> Loaded | None:
-    """The recipe without its bad values, where that is still a recipe."""
+    """The recipe without its bad values; None if that is not a recipe."""
     for problem in reader.problems:
         holder = values
         for part in problem.key.split("."):
@@ -110,7 +110,7 @@ def _load_readable(values: Any, reader: _Reader) -> Loaded | None:
 
 @dataclass
 class _Reader:
-    """Walks nodes beside the schema; collects places, notes and problems."""
+    """Walks nodes and the schema in parallel; collects places, notes and problems."""
 
     file: str
     problems: list[Problem] = field(default_factory=list)
@@ -120,7 +120,7 @@ class _Reader:
     num_values: int = 0
 
     def read(self, node: yaml.Node, accepts: Accepts, key: str, setting: Setting | None = None) -> Any:
-        """Node -> plain value. Whether the value fits is left to the schema."""
+        """The node's plain value. Whether the setting accepts it is left to the schema."""
         self.num_values += 1
         if self.num_values > MAX_VALUES or key.count(".") > MAX_DEPTH:
             where = read_place(node, self.file)
@@ -128,7 +128,7 @@ class _Reader:
         if key:
             self.places[key] = read_place(node, self.file)
         if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
-            self.add(key, f"the tag {node.tag} is refused: a recipe is plain data", "take the tag away", node)
+            self.add(key, f"the tag {node.tag} is refused: a recipe is plain data", "remove the tag", node)
             return None
         if isinstance(node, yaml.MappingNode) and accepts.is_text and node.flow_style:
             what = "begins with {, which YAML reads as a mapping"
@@ -183,7 +183,7 @@ class _Reader:
         return {name: self.read(child, value, _join(prefix, name)) for name, _, child in pairs}
 
     def walk_pairs(self, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-        """Each key once; what `<<` merges in comes behind the written keys and gives way to them."""
+        """Yields each key once; keys that `<<` merges come after the written ones, which take precedence."""
         first: dict[str, yaml.Node] = {}
         merged: list[tuple[yaml.Node, yaml.Node]] = []
         for key_node, child in node.value:
@@ -211,7 +211,7 @@ class _Reader:
         return []
 
     def add_validation(self, error: ValidationError) -> None:
-        """The schema's complaints in our words: one for each key, none above a key that has one already."""
+        """Turns the schema's errors into problems: one for each key, and none for a section with a problem inside."""
         known = {problem.key for problem in self.problems}
         for item in error.errors(include_url=False, include_context=False):
             key, setting, accepts = _follow(item["loc"])
@@ -233,17 +233,17 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _resolve(node: yaml.Node, accepts: Accepts, setting: Setting | None) -> Any:
-    """A scalar, read as what may stand here: `1e5` is a number for a rate and text for a commit."""
+    """A scalar's value as its setting accepts it: `1e5` is a number for a rate and text for a commit."""
     plain = parse_plain(node)
     known = {} if setting is None else setting.spellings
-    for spelling, meant in [*known.items(), *((literal, literal) for literal in accepts.literals)]:
+    for spelling, value in [*known.items(), *((literal, literal) for literal in accepts.literals)]:
         if spelling == node.value or (type(spelling) is type(plain) and spelling == plain):
-            return meant
+            return value
     takes_text = str in accepts.scalars
     if plain is None:
         return None
     if accepts.literals and isinstance(plain, bool | float) and type(plain) not in accepts.scalars:
-        return node.value  # `true` equals 1 in Python, and is not meant
+        return node.value  # `true` equals the literal 1 in Python, but does not mean it
     if type(plain) is int and int not in accepts.scalars and float in accepts.scalars:
         return float(plain)
     if type(plain) is float and int in accepts.scalars and float not in accepts.scalars and plain.is_integer():
@@ -252,8 +252,8 @@ def _resolve(node: yaml.Node, accepts: Accepts, setting: Setting | None) -> Any:
 
 
 def _follow(loc: tuple[int | str, ...]) -> tuple[str, Setting, Accepts]:
-    """pydantic's location -> our key, its setting and what may stand there. A union's branch, which stands behind a
-    key, is dropped."""
+    """Takes pydantic's location, returns our key, its setting and what it accepts. The name of a union's branch, which
+    follows a key, is dropped."""
     key, setting, accepts = "", None, Accepts(section=Recipe)
     for part in loc:
         if isinstance(part, int):

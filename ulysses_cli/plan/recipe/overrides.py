@@ -1,7 +1,7 @@
-"""`section.key=value` words of a command line, laid over the tree of a recipe before anything is read.
+"""Applies `section.key=value` words of a command line to a recipe's YAML tree, before the tree is read.
 
-How a value is read depends on what its key takes: text is what was typed, so that a pattern such as *.jsonl needs no
-quotes; lists and mappings are written as in YAML.
+How a value is read depends on its setting: text is taken as typed, so that a pattern such as *.jsonl needs no quotes;
+lists and mappings are written as in YAML.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ulysses_cli.plan.recipe.yaml_tree import COMMAND_LINE, MAP_TAG, SEQ_TAG, TE
 
 HERE = Where(COMMAND_LINE)
 QUOTES, BRACKETS = ("'", '"'), ("[", "{")
-SPECIAL = ("*", "&", "!", "@", "%", "`", "#", "|", ">")  # to YAML; no value of a setting begins with one
+SPECIAL = ("*", "&", "!", "@", "%", "`", "#", "|", ">")  # special to YAML; no setting's value begins with one
 
 
 def apply_override(tree: yaml.MappingNode, override: str) -> None:
-    """Lay one `a.b.c=value` over the tree, over any alias of the same setting, making sections that are not there."""
+    """Applies one `a.b.c=value`. Replaces any alias of the same setting; adds sections that are missing."""
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals:
@@ -52,7 +52,7 @@ def apply_override(tree: yaml.MappingNode, override: str) -> None:
 
 def _read_value(text: str, accepts: Accepts | None, key: str) -> yaml.Node:
     if odd := yaml.reader.Reader.NON_PRINTABLE.search(text):
-        raise RecipeError([Problem(key, f"character {odd[0]!r} is not allowed", "take it out", HERE)])
+        raise RecipeError([Problem(key, f"character {odd[0]!r} is not allowed", "remove it", HERE)])
     is_quoted, is_bracket = text.startswith(QUOTES), text.startswith(BRACKETS) and not (accepts and accepts.is_text)
     holds_more = accepts is None or accepts.section is not None or accepts.value is not None
     if is_quoted or is_bracket or (holds_more and not text.startswith(SPECIAL)):
@@ -78,7 +78,7 @@ def _explain_miss(node: yaml.Node, reached: str, rest: str) -> Problem:
 
 
 def _find(node: yaml.Node, part: str, known: Accepts | None) -> int | None:
-    """Where a node holds the setting called `part`, whichever of its names was written."""
+    """The index in a node of the setting called `part`, under any of its names."""
     if isinstance(node, yaml.MappingNode):
         names = list_names(known.section) if known is not None and known.section else {}
         own = names.get(part, part)
@@ -97,13 +97,13 @@ def _get(node: yaml.Node, index: int | None) -> yaml.Node | None:
 
 
 def _make_room(child: yaml.Node | None, known: Accepts | None, part: str) -> yaml.Node:
-    """What holds `part`: a node that is there, or a new one. An element that stands for a list of one becomes one."""
+    """The node that holds `part`: the existing one, or a new one. A single value in place of a list becomes a list."""
     is_list = known is not None and known.item is not None and known.value is None and part.isdigit()
     if child is None or (isinstance(child, yaml.ScalarNode) and parse_plain(child) is None):
         return yaml.SequenceNode(SEQ_TAG, []) if is_list else yaml.MappingNode(MAP_TAG, [])
     if is_list and not isinstance(child, yaml.SequenceNode):
         return yaml.SequenceNode(SEQ_TAG, [child], child.start_mark, child.end_mark)
-    if isinstance(child, yaml.CollectionNode):  # an anchor may stand in several places; only this one is meant
+    if isinstance(child, yaml.CollectionNode):  # an anchor may be used in several places; change only this one
         return type(child)(child.tag, list(child.value), child.start_mark, child.end_mark)
     return child
 
@@ -125,7 +125,7 @@ def _put(node: yaml.Node, index: int | None, name: str, value: yaml.Node, *, is_
 
 def _mark(node: yaml.Node) -> None:
     if node.start_mark is not None and node.start_mark.name == COMMAND_LINE:
-        return  # an anchor that holds itself
+        return  # marked already: an anchor may contain itself
     node.start_mark = node.end_mark = yaml.Mark(COMMAND_LINE, 0, 0, 0, None, 0)
     for child in node.value if isinstance(node, yaml.CollectionNode) else ():
         for part in child if isinstance(child, tuple) else (child,):

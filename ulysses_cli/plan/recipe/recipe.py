@@ -1,7 +1,7 @@
 """The recipe's schema: every setting with one doc line, a unit and a bound.
 
-A Recipe is never changed after loading; what follows from it lives in Layout, Resolved or a value of its own.
-Reading YAML is load.py's work; rules across fields are check.py's.
+A Recipe is never changed after loading; derived values are in Layout, Resolved or a value of their own. loader.py reads
+YAML; rules/ holds the rules across fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_TOKENS = 2**40  # far beyond any run; keeps products of a few settings inside 64 bits
+MAX_TOKENS = 2**40  # far more than any run has; keeps products of a few settings inside 64 bits
 
 
 def setting(
@@ -25,8 +25,8 @@ def setting(
     refused: dict[str, str] | None = None,
     **bounds: Any,
 ) -> Any:
-    """One field. `aliases`: other names of the key. `spellings`: other ways to write a value, with the value meant.
-    `refused`: values that people try, each with the reason why it is not offered."""
+    """One field. `aliases`: other names of the key. `spellings`: other ways to write a value, each with the value it
+    means. `refused`: values that people try, each with the reason why it is not offered."""
     extra: dict[str, Any] = {
         "unit": unit,
         "aliases": list(aliases),
@@ -389,8 +389,8 @@ class Recipe(Section):
 
 
 def compute_recipe_hash(recipe: Recipe) -> str:
-    """Hash of what decides a run's values: the sections model, data, train and lora and the seed. Memory levers,
-    bookkeeping and the layout are left out: a run may go on with others, if its rows per step are kept."""
+    """Hash of the settings that decide a run's values: the sections model, data, train and lora, and the seed. Memory
+    levers, bookkeeping and the layout are left out: a run may continue with others if its rows per step stay."""
     deciding = recipe.model_dump(mode="json", include={"model", "data", "train", "lora"})
     deciding["data"] = {k: v for k, v in deciding["data"].items() if k not in ("store_dir", "num_workers")}
     deciding["seed"] = recipe.run.seed

@@ -1,6 +1,6 @@
-"""Reads the recipe's schema: which kinds of value a setting takes, in words and for the loader.
+"""Inspects the recipe's schema: which values a setting accepts, in words and for the loader.
 
-Knows pydantic's field objects, so that nobody else has to. Holds no setting of its own.
+The only file that reads pydantic's field objects. Defines no setting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCALAR_WORDS = {bool: "true or false", int: "a whole number", float: "a number",
 
 @dataclass(frozen=True)
 class Accepts:
-    """What may stand at one place of a recipe. `item`, `value`: annotations of list elements and mapping values."""
+    """What one place of a recipe accepts. `item`, `value`: annotations of list elements and of mapping values."""
 
     section: type[Section] | None = None
     item: Any = None
@@ -32,7 +32,7 @@ class Accepts:
 
     @property
     def inner(self) -> type[Section] | None:
-        """The section that stands here, or the one that each element of a list is."""
+        """The section at this place, or the section of a list's elements."""
         return self.section or (inspect_annotation(self.item).section if self.item is not None else None)
 
     @property
@@ -87,20 +87,20 @@ def list_settings(section: type[Section]) -> dict[str, Setting]:
 
 @cache
 def list_names(section: type[Section]) -> dict[str, str]:
-    """Every name that a section understands, aliases included -> the setting's own name."""
+    """By every name that a section accepts, aliases included, the setting's own name."""
     names = {name: name for name in list_settings(section)}
-    for name, found in list_settings(section).items():
-        names.update(dict.fromkeys(found.aliases, name))
+    for name, setting in list_settings(section).items():
+        names.update(dict.fromkeys(setting.aliases, name))
     return names
 
 
 def descend(accepts: Accepts | None, part: str) -> Accepts | None:
-    """What may stand one name or one number below; None where the schema does not say."""
+    """What is accepted one name or one index below; None where the schema does not say."""
     if accepts is None:
         return None
     if accepts.section:
-        found = list_settings(accepts.section).get(list_names(accepts.section).get(part, ""))
-        return found.accepts if found else None
+        setting = list_settings(accepts.section).get(list_names(accepts.section).get(part, ""))
+        return setting.accepts if setting else None
     if accepts.item is not None and accepts.value is None:
         return inspect_annotation(accepts.item)
     return inspect_annotation(accepts.value) if accepts.value is not None else None
@@ -108,16 +108,16 @@ def descend(accepts: Accepts | None, part: str) -> Accepts | None:
 
 def walk_settings(section: type[Section] = Recipe, prefix: str = "") -> Iterator[Setting]:
     """Every setting with its full dotted key, sections before their content, list elements as `[]`."""
-    for name, found in list_settings(section).items():
-        yield replace(found, key=prefix + name)
-        if found.accepts.inner:
-            below = f"{prefix}{name}." if found.accepts.section else f"{prefix}{name}[]."
-            yield from walk_settings(found.accepts.inner, below)
+    for name, setting in list_settings(section).items():
+        yield replace(setting, key=prefix + name)
+        if setting.accepts.inner:
+            below = f"{prefix}{name}." if setting.accepts.section else f"{prefix}{name}[]."
+            yield from walk_settings(setting.accepts.inner, below)
 
 
 def make_json_schema(key: str = "") -> dict[str, Any]:
-    """For editors: sizes such as 64Ki are text to them, and a setting may be written by any of its names. `key`: of
-    that section or setting alone."""
+    """The JSON schema for editors. Sizes such as 64Ki are text there, and a setting may be written by any of its names.
+    `key`: only that section or setting."""
     schema = Recipe.model_json_schema()
     for part in (schema, *schema["$defs"].values()):
         for name, setting in list(part.get("properties", {}).items()):
@@ -128,17 +128,17 @@ def make_json_schema(key: str = "") -> dict[str, Any]:
                     place["anyOf"] = [bounds, size]
             for alias in setting.get("aliases", ()):
                 part["properties"][alias] = {**setting, "description": f"see {name}", "aliases": []}
-    found = schema
+    part = schema
     for name in key.split(".") if key else ():
-        found = _follow_references(found, schema["$defs"])["properties"][name.removesuffix("[]")]
-    return found if not key else {**_follow_references(found, schema["$defs"]), "$defs": schema["$defs"]}
+        part = _follow_references(part, schema["$defs"])["properties"][name.removesuffix("[]")]
+    return part if not key else {**_follow_references(part, schema["$defs"]), "$defs": schema["$defs"]}
 
 
 def _follow_references(part: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """What a property holds: its own section, that of its elements, or itself."""
-    for each in (part, part.get("items", {}), *part.get("anyOf", [])):
-        if "$ref" in each:
-            section: dict[str, Any] = definitions[each["$ref"].rpartition("/")[2]]
+    """The schema of a property's section, of its elements' section, or the property itself."""
+    for branch in (part, part.get("items", {}), *part.get("anyOf", [])):
+        if "$ref" in branch:
+            section: dict[str, Any] = definitions[branch["$ref"].rpartition("/")[2]]
             return section
     return part
 
@@ -161,7 +161,7 @@ def _read_field(name: str, info: FieldInfo) -> Setting:
 
 
 def inspect_annotation(annotation: Any) -> Accepts:
-    """What a Python annotation admits. The schema uses few forms; any other is a mistake in the schema."""
+    """What a Python annotation accepts. The schema uses few forms; any other is a mistake in the schema."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return replace(inspect_annotation(args[0]), bounds=_read_bounds(args[1:]))

@@ -1,6 +1,6 @@
-"""YAML text -> nodes that know their place, and what a plain scalar says.
+"""Parses YAML text into nodes that know their place, and reads plain scalars.
 
-Every way in which YAML can fail becomes a RecipeError here. No tag is ever constructed, so no text runs code.
+Every error of YAML becomes a RecipeError here. No tag is constructed, so no text runs code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_NUMBER_DIGITS = 40
 YAML_HINTS = {
     "'\\t'": "indent with spaces; YAML takes no tabs",
     "expected ':'": "a setting is written key: value",
-    "mapping values are not allowed": "quote a value that holds a colon, or mend the indentation",
+    "mapping values are not allowed": "quote a value that holds a colon, or fix the indentation",
     "end of stream": "close the quote or bracket",
     "expected the node content": "close the bracket, or write what is missing here",
     "cannot start any token": "quote a value that begins with @, % or a backquote",
@@ -30,7 +30,7 @@ BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": F
 
 
 def compose(text: str, file: str) -> yaml.Node | None:
-    """Text -> its one document's node, or None where there is nothing."""
+    """The node of the text's single document; None for empty text."""
     hint = ""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -59,7 +59,7 @@ def read_place(node: yaml.Node, file: str) -> Where:
 
 
 def parse_plain(node: yaml.Node) -> Any:
-    """A scalar node by YAML 1.2's rules, plus underscores and size suffixes. What is quoted is text."""
+    """A scalar node's value by YAML 1.2's rules, with underscores and size suffixes. Quoted scalars are text."""
     if not isinstance(node, yaml.ScalarNode) or node.style is not None:
         return node.value
     if node.value in NULLS:
