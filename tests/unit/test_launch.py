@@ -137,18 +137,18 @@ def test_a_key_is_waited_for_until_it_is_whole(tmp_path: Path, monkeypatch: pyte
     file.write_text("")
     monkeypatch.setattr(run_key, "WRITE_SECONDS", 0.0)
     monkeypatch.setattr(run_key.time, "sleep", lambda _: None)
-    with pytest.raises(RecipeError, match="is not whole"):
+    with pytest.raises(RecipeError, match="is not complete"):
         run_key.share_key(tmp_path)
 
 
 def test_a_master_that_only_this_machine_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where /etc/hosts says 127.0.1.1 of the machine's own name."""
-    assert network.find_way("127.0.0.1") == network.Way("127.0.0.1", "lo")
-    assert network.find_way("localhost").interface == "lo"
+    assert network.find_route("127.0.0.1") == network.Route("127.0.0.1", "lo")
+    assert network.find_route("localhost").interface == "lo"
     found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with pytest.raises(RecipeError) as refused:
-        network.find_way("gpu01")
+        network.find_route("gpu01")
     assert refused.value.problems[0].message == (
         "gpu01 is 127.0.1.1 on this machine, where no other machine can reach it"
     )
@@ -160,7 +160,7 @@ def test_a_master_that_only_this_machine_reaches_is_refused(monkeypatch: pytest.
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     with pytest.raises(RecipeError, match="gpu01 is the name of no machine"):
-        network.find_way("gpu01")
+        network.find_route("gpu01")
 
 
 def test_what_the_user_has_set_stays() -> None:

@@ -171,7 +171,7 @@ def test_a_run_is_exported_from_its_newest_valid_checkpoint(tmp_path: Path) -> N
     (steps[2] / "state.json").write_text("{")
     told: list[str] = []
     assert archive.choose_checkpoint(tmp_path, told.append) == steps[1]
-    assert f"{steps[2]} is passed over" in told[0]
+    assert f"{steps[2]} is skipped" in told[0]
     assert told[1] == f"the newest valid checkpoint is {steps[1]}"
     assert archive.choose_checkpoint(steps[0], told.append) == steps[0]
     with pytest.raises(archive.CheckpointError, match="cannot be exported"):

@@ -139,7 +139,7 @@ def test_damage_is_named_and_passed_over(tmp_path: Path, name: str) -> None:
     resume_point = find_resume_point(tmp_path, "auto", 0, said.append)
     assert (resume_point.path, resume_point.step, resume_point.position) == (good, 3, 12)
     assert len(said) == 1
-    assert said[0].startswith(f"{bad} is passed over: ")
+    assert said[0].startswith(f"{bad} is skipped: ")
     with pytest.raises(CheckpointError, match=r"step-6 cannot be resumed from: .*--resume auto takes the newest valid"):
         find_resume_point(tmp_path, str(bad), 0, said.append)
     truncate(good)
@@ -163,7 +163,7 @@ def test_a_run_may_become_longer_and_says_what_that_does(tmp_path: Path) -> None
     old = load("train.max_steps=6").recipe.model_dump(mode="json")
     new = load("train.max_steps=20").recipe.model_dump(mode="json")
     state = {"recipe": old, "data": "d", "step": 6, "num_steps": 6}
-    check_changes(state, new, "d", anyway=False, tell=pytest.fail)
+    check_changes(state, new, "d", anyway=False, report=pytest.fail)
     begin = ResumePoint(tmp_path, state)
     said = describe_longer_run(begin, new, 20, lambda num_steps: lambda step: step / num_steps)
     assert said == (
@@ -172,7 +172,7 @@ def test_a_run_may_become_longer_and_says_what_that_does(tmp_path: Path) -> None
     )
     assert describe_longer_run(begin, old, 6, pytest.fail) == ""
     with pytest.raises(ResumeError, match=r"train\.max_steps: is 5, but step 6 is done"):
-        check_changes(state, load("train.max_steps=5").recipe.model_dump(mode="json"), "d", anyway=False, tell=print)
+        check_changes(state, load("train.max_steps=5").recipe.model_dump(mode="json"), "d", anyway=False, report=print)
 
 
 def test_a_checkpoint_of_this_run_knows_its_last_evaluation_and_model(tmp_path: Path) -> None:
@@ -294,13 +294,13 @@ def test_a_masked_setting_may_be_anything_now() -> None:
 
 def test_a_changed_recipe_is_an_error_or_a_warning() -> None:
     state = {"recipe": dump(), "data": "abc"}
-    check_changes(state, dump(), "abc", anyway=False, tell=pytest.fail)
+    check_changes(state, dump(), "abc", anyway=False, report=pytest.fail)
     with pytest.raises(ResumeError, match=r"changed since .*\n  data.max_length: was \d+, is 512\n.*--resume-anyway"):
-        check_changes(state, dump("data.max_length=512"), "other", anyway=False, tell=pytest.fail)
+        check_changes(state, dump("data.max_length=512"), "other", anyway=False, report=pytest.fail)
     with pytest.raises(ResumeError, match=r"the prepared data: was abc, is other"):
-        check_changes(state, dump(), "other", anyway=False, tell=pytest.fail)
+        check_changes(state, dump(), "other", anyway=False, report=pytest.fail)
     said: list[str] = []
-    check_changes(state, dump("data.max_length=512"), "other", anyway=True, tell=said.append)
+    check_changes(state, dump("data.max_length=512"), "other", anyway=True, report=said.append)
     assert "data.max_length" in said[0]
 
 

@@ -1,1 +1,1 @@
-"""This machine, looked at without torch: its network, the builds of operators, child processes."""
+"""This machine, without torch: its network, the builds of operators, child processes."""

@@ -1,6 +1,5 @@
-"""Starts this package's own processes: each ends with whoever started it, however that one ends, and finds the system's
-limits as wide as they go. What a child says beside its answer goes to a file or the terminal, never into a pipe that
-nobody reads.
+"""Starts child processes of this package. Each ends with its parent, in whatever way the parent ends, and gets enough
+open files. A child's output besides its answer goes to a file or the terminal, never into a pipe that nobody reads.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 
 INTERRUPT_SECONDS = 20
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-CORE_FILES = "ULYSSES_CORE_FILES"  # 1: a crash may write one, as the user's limit says
+CORE_FILES = "ULYSSES_CORE_FILES"  # 1: a crash may write a core file, up to the user's limit
 OPEN_FILES, OPEN_FILES_PER_RANK = 128, 8  # pipes, sockets to the others in several groups, weight files, libraries
 
 
 def start_module(module: str, words: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """`python -m module words...` with text on its pipes. SIGTERM reaches it when this process is no more. Raises
-    RecipeError where it could not work."""
+    """Starts `python -m module words...` with text on its pipes. The child gets SIGTERM when this process ends. Raises
+    RecipeError if too few files may be open."""
     if shortage := find_file_shortage(1):
         raise RecipeError([shortage])
     bind = partial(_end_with_parent, os.getpid(), ctypes.CDLL(None))
@@ -37,15 +36,15 @@ def start_module(module: str, words: Sequence[str], **options: Any) -> subproces
 
 
 def _end_with_parent(parent: int, libc: ctypes.CDLL) -> None:
-    """Between fork and exec: only calls of the system, since other threads' locks may be held for good."""
+    """Runs between fork and exec: only system calls, since locks of other threads may be held forever."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # which has died since
+    if os.getppid() != parent:  # the parent has ended since the fork
         os._exit(128 + signal.SIGTERM)
 
 
 @contextmanager
 def ending(child: subprocess.Popen[str]) -> Iterator[None]:
-    """Whatever ends this process ends the child too, which removes what it has half made."""
+    """Ends the child together with this block, in whatever way the block ends; the child removes its partial output."""
 
     def stop(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -67,7 +66,7 @@ def ending(child: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def find_file_shortage(num_ranks: int) -> Problem | None:
-    """Raises the limit of open files where that is needed and the system lets it; children inherit it."""
+    """Raises the limit of open files if needed and allowed; children inherit it. The problem if it is too low."""
     needed = OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks
     soft, hard = (limit if limit != resource.RLIM_INFINITY else sys.maxsize for limit in _get_limits())
     if soft >= needed:
@@ -84,8 +83,8 @@ def _get_limits() -> tuple[int, int]:
 
 
 def refuse_core_files(environ: Mapping[str, str]) -> None:
-    """For this process and all that it starts: a crash must not write memory (weights, documents, tokens of services)
-    to a file, nor hand it to the system's collector. A limit of 1 byte does both; 0 would stop files alone."""
+    """For this process and its children: a crash must neither write memory (weights, documents, access tokens) to a
+    file nor pass it to the system's collector. A limit of 1 byte prevents both; 0 would prevent only files."""
     if environ.get(CORE_FILES) not in (None, "", "0"):
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
@@ -94,8 +93,8 @@ def refuse_core_files(environ: Mapping[str, str]) -> None:
 
 
 def narrow_umask(folder: Path) -> int:
-    """The user's umask, and what the folder denies to others: a file that is copied out of it is as private as it was
-    within. For processes that write there."""
+    """The user's umask together with the permissions that the folder denies to others, so that a file copied out of it
+    stays as private as it was inside. For processes that write there."""
     mask = os.umask(0o077)
     os.umask(mask)
     while not folder.is_dir():

@@ -1,4 +1,4 @@
-"""By which of its addresses and interfaces this machine reaches another one. Sends nothing, and asks only for names."""
+"""Finds the address and interface by which this machine reaches another one. Sends nothing but name look-ups."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 from ulysses_cli.plan.problem import Problem, RecipeError
 
-NAME_SECONDS = 60.0  # clusters make names of machines while these start
-ANY_PORT = 9  # of an address that is only routed, never sent to
+NAME_SECONDS = 60.0  # clusters register the names of machines while these start
+ANY_PORT = 9  # the address is only routed; nothing is sent to the port
 
 
 @dataclass(frozen=True)
-class Way:
-    """This machine's own end of the way to another one."""
+class Route:
+    """This machine's address and interface on the route to another one."""
 
     address: str
     interface: str
 
 
-def find_way(host: str) -> Way:
-    """Raises RecipeError where there is none, or one that others cannot take."""
+def find_route(host: str) -> Route:
+    """Raises RecipeError if there is no route, or if it leads to this machine itself."""
     family, address = _resolve(host)
     if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback and not _means_loopback(host):
         message = f"{host} is {address[0]} on this machine, where no other machine can reach it"
@@ -31,38 +31,42 @@ def find_way(host: str) -> Way:
         try:
             probe.connect(address)  # only routes
         except OSError as error:
-            raise _refuse(f"no way leads to {host} ({address[0]}): {error.strerror}", "look at the network") from None
+            raise _refuse(f"no route to {host} ({address[0]}): {error.strerror}", "check the network") from None
         own = probe.getsockname()[0]
-    return Way(own, find_interface(own))
+    return Route(own, find_interface(own))
 
 
 def find_interface(address: str) -> str:
-    """The one that has the address; '' when none says so."""
+    """The interface that has the address; '' if none has it."""
     import psutil  # slow to import, and only several machines need it
 
     for name, known in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address.partition("%")[0] for each in known):
+        if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in known):
             return str(name)
     return ""
 
 
 def _resolve(host: str) -> tuple[int, tuple[str, int]]:
-    """Its first address beyond the loopback, if it has one: a machine often calls itself 127.0.1.1 as well."""
+    """The host's first address that is not a loopback one, if there is one: a machine often has 127.0.1.1 as well."""
     end = time.monotonic() + NAME_SECONDS
     while True:
         try:
-            found = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)
+            entries = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)
             break
         except socket.gaierror as error:
             if time.monotonic() > end:
-                raise _refuse(f"{host} is the name of no machine: {error.strerror}", "look at --master-addr") from None
+                raise _refuse(f"{host} is the name of no machine: {error.strerror}", "check --master-addr") from None
         time.sleep(0.5)
-    family, _, _, _, address = min(found, key=lambda one: str(one[4][0]).startswith("127.") or one[4][0] == "::1")
+    family, _, _, _, address = min(entries, key=lambda entry: _is_loopback(str(entry[4][0])))
     return family, address  # type: ignore[return-value]
 
 
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
 def _means_loopback(host: str) -> bool:
-    """Somebody has written it, for machines that are all on this one."""
+    """Whether the user wrote a loopback name or address, for a run whose machines are all this one."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,5 +1,5 @@
-"""The folder in which torch builds DeepSpeed's operators at their first use, looked at before anything waits for it:
-locks that dead builders left, and whether this user may write there. No torch.
+"""Checks the folder in which torch builds DeepSpeed's operators at their first use: locks that killed builders left,
+and whether this user may write there. Runs before anything waits for a build. No torch.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ HINT = "name a folder of your own that you can write: TORCH_EXTENSIONS_DIR=FOLDE
 
 
 def get_builds_folder(environ: Mapping[str, str]) -> Path:
-    """As torch finds it."""
+    """The folder that torch would use."""
     cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"))
 
 
 def find_write_problem(environ: Mapping[str, str]) -> str:
     """What keeps an operator from being built, or ''."""
-    folder = there = get_builds_folder(environ)
-    while not os.path.lexists(there):
-        there = there.parent
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+    folder = existing = get_builds_folder(environ)
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return ""
-    why = "cannot be written" if there == folder else f"cannot be made in {there}"
+    why = "cannot be written" if existing == folder else f"cannot be made in {existing}"
     return f"{folder}, where operators of DeepSpeed are built, {why}"
 
 
 def list_dead_locks(environ: Mapping[str, str]) -> list[Path]:
-    """Whoever builds an operator keeps its lock open, which tells more than an age does: the clock may have jumped. The
-    age speaks for builders on other machines, whose files are not seen here."""
+    """Old locks that no process here holds open. A builder keeps its lock open, which is surer than the lock's age,
+    since the clock may have jumped. The age is for builders on other machines, whose open files are not visible."""
     locks = [lock for lock in sorted(get_builds_folder(environ).rglob("lock")) if _is_old(lock)]
     held = _list_open_files() if locks else set()
     return [lock for lock in locks if _identify(lock) not in held]
@@ -47,14 +47,14 @@ def _is_old(lock: Path) -> bool:
 
 def _identify(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _list_open_files() -> set[tuple[int, int] | None]:
-    """Of all processes that this user may look into."""
+    """Open files of all processes that this user may inspect."""
     return {_identify(handle) for folder in Path("/proc").glob("[0-9]*/fd") for handle in _list(folder)}
 
 

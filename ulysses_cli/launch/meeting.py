@@ -34,10 +34,10 @@ def open_meeting(nodes: Nodes, run_dir: Path, environ: Mapping[str, str]) -> Ite
             key = given or secrets.token_hex(run_key.NUM_BYTES)
             yield Meeting(key, "localhost", "lo", str(Path(folder) / "launcher"), Path(folder))
         return
-    way = network.find_way(nodes.master_addr)
+    route = network.find_route(nodes.master_addr)
     key = given or run_key.share_key(run_dir)
     try:
-        yield Meeting(key, way.address, way.interface, f"{nodes.master_addr}:{nodes.master_port}")
+        yield Meeting(key, route.address, route.interface, f"{nodes.master_addr}:{nodes.master_port}")
     finally:
         if given is None and nodes.rank == 0:
             run_key.drop_key(run_dir, key)

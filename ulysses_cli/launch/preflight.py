@@ -101,7 +101,7 @@ def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Found:
             continue  # the ranks pass over it with a word of what is wrong
         state = load_state(path)
         try:
-            check_changes(state, recipe.model_dump(mode="json"), state["data"], anyway=False, tell=lambda _: None)
+            check_changes(state, recipe.model_dump(mode="json"), state["data"], anyway=False, report=lambda _: None)
         except ResumeError as error:
             if find_damage(path):
                 continue

@@ -1,1 +1,1 @@
-"""What a run leaves in its folder, read and judged without torch: checkpoints, manifests, lines, failures."""
+"""Reads and checks the files of a run folder, without torch: checkpoints, manifests, line files, failure records."""

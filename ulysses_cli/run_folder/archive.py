@@ -1,6 +1,6 @@
-"""A run's checkpoints on disk: which there are, what is wrong with one, the newest valid, which go. No torch.
+"""A run's checkpoints on disk: lists them, checks them, finds the newest valid one, deletes old ones. No torch.
 
-A folder counts by its name and its manifest; whatever a dead process left half done is recognised and put right.
+A folder is a checkpoint by its name and its manifest. Recognizes and repairs what a killed process left unfinished.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_HASH_THREADS = 8
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or one that must not be read."""
+    """A checkpoint cannot be written, or must not be read."""
 
 
 def get_folder(run_dir: Path) -> Path:
@@ -35,20 +35,21 @@ def get_step(path: Path) -> int:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Newest first; whole or not."""
-    found = [path for path in get_folder(run_dir).glob("step-*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: -get_step(path))
+    """Newest first, valid or not."""
+    paths = [path for path in get_folder(run_dir).glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: -get_step(path))
 
 
 def find_run_dir(path: Path) -> Path | None:
-    """The run that a folder is, or whose checkpoints it holds; None for any other folder."""
+    """The run directory that `path` is, or whose `checkpoints` folder it is; None for any other folder."""
     if (folder := get_folder(path)).is_dir():
         return folder.parent
     return path.parent if path.name == folder.name and list_checkpoints(path.parent) else None
 
 
 def tidy_folder(run_dir: Path) -> None:
-    """What a process left that died in the middle of a save, a replacement or a removal. On one rank, before a run."""
+    """Repairs what a process left that was killed during a save, a replacement or a removal. On one rank, before a
+    run."""
     for old in get_folder(run_dir).glob(f"step-*{REPLACED}"):
         final = old.with_name(old.name.removesuffix(REPLACED))
         if not final.exists():
@@ -58,41 +59,41 @@ def tidy_folder(run_dir: Path) -> None:
             shutil.rmtree(stale, ignore_errors=True)
 
 
-def put_in_place(beside: Path, final: Path) -> None:
-    """A checkpoint gets its name. An older one of that name stays until then."""
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Renames a finished checkpoint to its final name. An older one of that name stays until then."""
     replaced = final.with_name(f"{final.name}{REPLACED}")
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(final, replaced)
-    os.replace(beside, final)
+    os.replace(temporary, final)
     sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def prune_checkpoints(run_dir: Path, keep: int | None) -> None:
-    """The newest `keep` stay. Called after a save, so that the newest one is valid."""
+    """Deletes all but the newest `keep`. Called after a save, so that the newest one is valid."""
     for old in list_checkpoints(run_dir)[keep:] if keep is not None else []:
         gone = old.with_name(f"{old.name}{GONE}")
         shutil.rmtree(gone, ignore_errors=True)
-        os.replace(old, gone)  # no checkpoint from here on, whatever happens
+        os.replace(old, gone)  # from here on it does not count as a checkpoint, even if the deletion is interrupted
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def set_aside(run_dir: Path, path: Path, tell: Callable[[str], None]) -> None:
-    """A run that goes on from `path` writes its own later checkpoints: older attempts at them, and damaged ones, must
-    neither be found by the next resume nor push good ones out."""
-    is_here = path.resolve().parent == get_folder(run_dir).resolve()
-    last = get_step(path) if is_here else -1
+def set_aside(run_dir: Path, path: Path, report: Callable[[str], None]) -> None:
+    """Renames checkpoints later than `path`, from which a run resumes. The run writes its own later checkpoints: older
+    attempts at them, and damaged ones, must neither be resumed from nor cause good ones to be deleted."""
+    is_own = path.resolve().parent == get_folder(run_dir).resolve()
+    last = get_step(path) if is_own else -1
     for other in list_checkpoints(run_dir):
         if get_step(other) > last:
             aside = other.with_name(f"{other.name}{ASIDE}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(other, aside)
-            tell(f"{other} is of another train_state than {path}: it is kept as {aside.name}, and not used")
+            report(f"{other} is of another train_state than {path}: it is kept as {aside.name}, and not used")
 
 
 def find_damage(path: Path, *, is_quick: bool = False) -> str:
-    """What is wrong with a checkpoint, or ''. Reads every byte, or, when it must be quick, all but the shares."""
+    """What is wrong with a checkpoint, or ''. Reads every byte; if `is_quick`, all but the ranks' files."""
     try:
         entries = load_manifest(path)
     except FileNotFoundError:
@@ -113,8 +114,9 @@ def find_damage(path: Path, *, is_quick: bool = False) -> str:
             return f"{name} has {size:,} bytes instead of {entry.num_bytes:,}"
     hashed = {STATE: entries[STATE]} if is_quick else entries
     with ThreadPoolExecutor(NUM_HASH_THREADS) as pool:
-        found = pool.map(_compare_hash, [path / name for name in hashed], [entry.sha256 for entry in hashed.values()])
-        if problem := next(filter(None, found), ""):
+        hashes = [entry.sha256 for entry in hashed.values()]
+        problems = pool.map(_compare_hash, [path / name for name in hashed], hashes)
+        if problem := next(filter(None, problems), ""):
             return problem
     try:
         world_size = load_state(path)["world_size"]
@@ -124,8 +126,8 @@ def find_damage(path: Path, *, is_quick: bool = False) -> str:
     return "" if world_size == num_shares else f"{MANIFEST} names the files of {num_shares} ranks, not of {world_size}"
 
 
-def _compare_hash(file: Path, wanted: str) -> str:
-    """'' when the file has this sha256."""
+def _compare_hash(file: Path, expected: str) -> str:
+    """'' if the file has this sha256, else what is wrong."""
     digest, why = hashlib.sha256(), "sha256 differs"
     try:
         with open_regular(file) as stream:
@@ -134,7 +136,7 @@ def _compare_hash(file: Path, wanted: str) -> str:
     except OSError as error:
         why = error.strerror or str(error)
     else:
-        if digest.hexdigest() == wanted:
+        if digest.hexdigest() == expected:
             return ""
     return f"{file.name} does not have the content that was written ({why})"
 
@@ -144,30 +146,31 @@ def list_shares(path: Path) -> list[Path]:
     return [path / name for name in sorted(load_manifest(path)) if name != STATE]
 
 
-def find_newest_valid(run_dir: Path, tell: Callable[[str], None]) -> Path | None:
+def find_newest_valid(run_dir: Path, report: Callable[[str], None]) -> Path | None:
+    """`report` gets a line for each newer checkpoint that is damaged."""
     for path in list_checkpoints(run_dir):
         damage = find_damage(path)
         if not damage:
             return path
-        tell(f"{path} is passed over: {damage}")
+        report(f"{path} is skipped: {damage}")
     return None
 
 
-def choose_checkpoint(path: Path, tell: Callable[[str], None]) -> Path:
-    """A whole checkpoint: the one that is named, or the newest of the run that is. Raises CheckpointError."""
+def choose_checkpoint(path: Path, report: Callable[[str], None]) -> Path:
+    """A valid checkpoint: `path` itself, or the newest one if `path` is a run. Raises CheckpointError."""
     run_dir = find_run_dir(path)
     if run_dir is None:
         if damage := find_damage(path):
             raise CheckpointError(f"{path} cannot be exported: {damage}")
         return path
-    if (newest := find_newest_valid(run_dir, tell)) is None:
+    if (newest := find_newest_valid(run_dir, report)) is None:
         raise CheckpointError(f"{path} has no valid checkpoint")
-    tell(f"the newest valid checkpoint is {newest}")
+    report(f"the newest valid checkpoint is {newest}")
     return newest
 
 
 def sync(path: Path) -> None:
-    """A file's content is durable then; a rename is once its folder is."""
+    """Makes a file's content durable; for a folder, the renames in it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,7 @@
-"""What ended a rank, as a small file that the command reads. There is room for it on a disk that is full by then."""
+"""A rank's failure record: a small file that says what ended the rank, which the command reads.
+
+Disk space for it is reserved before the run, in case the disk is full by then.
+"""
 
 from __future__ import annotations
 
@@ -15,37 +18,37 @@ def keep_room(logs: Path, rank: int) -> None:
     try:
         (logs / f"rank-{rank}.room").write_bytes(b" " * ROOM_BYTES)
     except OSError:
-        return  # the disk is full already, which the run will find out
+        return  # the disk is full already, and the run will fail with that
 
 
 def give_room(logs: Path, rank: int) -> None:
     (logs / f"rank-{rank}.room").unlink(missing_ok=True)
 
 
-def write_failure_record(logs: Path, rank: int, told: Mapping[str, object]) -> None:
-    """What ended this rank, for the command to show. The first one's counts."""
-    beside = logs / f"rank-{rank}.error.part"
-    text = json.dumps({**told, "time": time.time(), "boot": _read_boot(), "uptime": time.monotonic()})
-    logs.mkdir(parents=True, exist_ok=True)  # somebody may have removed the run's folder
+def write_failure_record(logs: Path, rank: int, failure: Mapping[str, object]) -> None:
+    """Writes what ended this rank. The command shows the first record of all ranks."""
+    temporary = logs / f"rank-{rank}.error.part"
+    text = json.dumps({**failure, "time": time.time(), "boot": _read_boot(), "uptime": time.monotonic()})
+    logs.mkdir(parents=True, exist_ok=True)  # the run's folder may have been removed
     try:
-        beside.write_text(text)
+        temporary.write_text(text)
     except OSError:
         give_room(logs, rank)
-        beside.write_text(text)
-    beside.rename(logs / f"rank-{rank}.error.json")
+        temporary.write_text(text)
+    temporary.rename(logs / f"rank-{rank}.error.json")
 
 
-def choose_first(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What was written first: by a clock that nobody sets where one machine wrote all, else by the time of day. {} for
-    none."""
-    is_one = len({one.get("boot") for one in told if one.get("boot")}) == 1 and all("uptime" in one for one in told)
-    key = "uptime" if is_one else "time"
-    first = min(told, key=lambda one: float(one.get(key, 0)), default=None)
+def choose_first(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The record that was written first: by the monotonic clock if one machine wrote all, else by the time of day. {}
+    for none."""
+    boots = {record.get("boot") for record in records if record.get("boot")}
+    key = "uptime" if len(boots) == 1 and all("uptime" in record for record in records) else "time"
+    first = min(records, key=lambda record: float(record.get(key, 0)), default=None)
     return dict(first) if first else {}
 
 
 def _read_boot() -> str:
-    """Names a machine from one start to the next, which is as long as its uptime means anything."""
+    """Identifies a machine's boot. Uptimes are comparable only within one boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

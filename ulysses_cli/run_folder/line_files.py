@@ -1,5 +1,6 @@
-"""Files of one JSON object per line: metrics.jsonl, eval.jsonl. Each line is on disk at once; what a crash has left is
-read as far as it goes, and cut on resume.
+"""Files with one JSON object per line: metrics.jsonl, eval.jsonl.
+
+Each line is written to disk at once. After a crash, readers take the complete lines, and a resumed run cuts the rest.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from ulysses_cli.plan.files.whole_files import write_whole
 
 
 class LineFile:
-    """One JSON object a line, on disk at once. NaN and infinity are null: they are no JSON. What a full disk does not
-    take waits for the next line: a run that goes on without room for its checkpoints goes on here, too."""
+    """Writes one JSON object per line, at once. NaN and infinity become null, because JSON has neither. Bytes that a
+    full disk refuses wait for the next line: a run that continues without room for its checkpoints continues here too.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.waiting = path, b""
@@ -28,7 +30,7 @@ class LineFile:
 
     @property
     def is_gone(self) -> bool:
-        """Somebody has removed it."""
+        """Whether the file was removed."""
         return not os.fstat(self.handle).st_nlink
 
     def begin_anew(self) -> None:
@@ -60,7 +62,7 @@ def _clean(value: Any) -> Any:
 
 
 def cut_lines(path: Path, last_step: int) -> None:
-    """On resume: steps that will be done again are taken out, so that each appears once; so is a torn last line."""
+    """On resume: removes steps that will be done again, so that each appears once, and a torn last line."""
     if not path.exists():
         return
     write_whole(path, "".join(f"{line}\n" for _, line in _read_lines(path, last_step)))
@@ -72,7 +74,7 @@ def find_last_step(path: Path, last_step: int) -> int:
 
 
 def _read_lines(path: Path, last_step: int) -> Iterator[tuple[int, str]]:
-    """(step, line) of each whole line up to `last_step`."""
+    """(step, line) of each complete line up to `last_step`."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

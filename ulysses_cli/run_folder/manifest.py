@@ -1,5 +1,5 @@
-"""What manifest.json and state.json of a checkpoint must hold. Whatever they hold instead is one ValueError that says
-what is wrong: nothing in them is believed before it has passed here.
+"""Reads and checks manifest.json and state.json of a checkpoint. Any other content raises a ValueError that says what
+is wrong. No other code may read these files unchecked.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ulysses_cli.plan.files.regular_files import read_regular
 MANIFEST, STATE = "manifest.json", "state.json"
 SHARE = re.compile(r"rank-(\d{5,})\.safetensors", re.ASCII)
 MODEL_FACTS = "ulysses.json"  # in an exported model
-MAX_BYTES = 16 << 20  # a manifest names a file for each rank, a state holds a recipe
+MAX_BYTES = 16 << 20  # a manifest names a file for each rank; a state contains a recipe
 SHOWN_CHARS = 120
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Several = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
 class _Part(BaseModel):
-    """Types as they were written; what other versions add is kept."""
+    """Strict types; keys that other versions add are kept."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -33,7 +33,7 @@ class FileEntry(_Part):
 
 
 class Manifest(_Part):
-    """Names of the checkpoint's files -> their sizes and hashes."""
+    """Sizes and hashes of the checkpoint's files, by name."""
 
     files: dict[str, FileEntry]
 
@@ -56,7 +56,7 @@ class _Recipe(_Part):
 
 
 class State(_Part):
-    """Where a run stood, and the recipe that brought it there."""
+    """A run's progress, and its recipe."""
 
     world_size: Several
     step: Count
@@ -74,7 +74,7 @@ def name_share(rank: int) -> str:
 
 
 def load_manifest(path: Path) -> dict[str, FileEntry]:
-    """Name -> size and hash: state.json and the shares of ranks 0 to n - 1, no more and no less."""
+    """Size and hash by name: of state.json and of the files of ranks 0 to n - 1, no more and no less."""
     entries = _load(path / MANIFEST, Manifest).files
     for name in entries:
         if name != STATE and not SHARE.fullmatch(name):
@@ -88,13 +88,13 @@ def load_manifest(path: Path) -> dict[str, FileEntry]:
 
 
 class ModelFacts(_Part):
-    """What an exported model was made of."""
+    """The checkpoint that an exported model was made from."""
 
     step: Count
 
 
 def read_model_step(model: Path) -> int | None:
-    """The step that an exported model was made after. None: there is no model, or it is not this tool's."""
+    """The step after which a model was exported. None: there is no model, or this tool did not export it."""
     try:
         return ModelFacts.model_validate_json(read_regular(model / MODEL_FACTS, MAX_BYTES)).step
     except (OSError, ValueError):
@@ -102,7 +102,7 @@ def read_model_step(model: Path) -> int | None:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Plain data."""
+    """The checked content of state.json, as plain data."""
     return _load(path / STATE, State).model_dump()
 
 

@@ -1,5 +1,6 @@
-"""Where a run begins: at step 1 or at a checkpoint, and whether the present recipe may go on from it. Plain values; one
-process looks, before the model is loaded, and tells the others.
+"""Decides where a run starts: at step 1 or at a checkpoint, and whether the present recipe may resume from it.
+
+Plain values. Rank 0 decides before the model is loaded, and its result is broadcast.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ WIDTHS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 class ResumeError(ValueError):
-    """The recipe does not go on from this checkpoint: the user decides what to change."""
+    """The recipe cannot resume from this checkpoint; the user decides what to change."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What rank 0 finds on disk and tells all. `state` is empty without a checkpoint."""
+    """The checkpoint that rank 0 chose, and its state. `state` is empty without a checkpoint."""
 
     path: Path | None
     state: Mapping[str, Any]
-    is_own: bool = False  # the checkpoint is of this run's folder
+    is_own: bool = False  # the checkpoint is in this run's folder
     last_eval_step: int = -1
-    model_step: int | None = None  # of the model that stands in the run's folder
+    model_step: int | None = None  # of the exported model in the run's folder
 
     @property
     def step(self) -> int:
@@ -51,8 +52,8 @@ class ResumePoint:
         return int(self.state.get("position", 0))
 
     def count_ahead(self, max_steps: int | None, num_rows: int, rows_per_step: int) -> tuple[int, int]:
-        """-> (position where the stream of rows ends, number of the last step), also where rows per step have
-        changed. `num_rows`: of the whole run."""
+        """Returns (position where the stream of rows ends, number of the last step), also if rows per step have
+        changed. `num_rows`: rows of the whole run."""
         end = num_rows if max_steps is None else self.position + max(0, max_steps - self.step) * rows_per_step
         return end, self.step - (-max(0, end - self.position) // rows_per_step)
 
@@ -61,7 +62,7 @@ FRESH = ResumePoint(None, {})
 
 
 def count_restarts(logs: Path) -> int:
-    """On rank 0: how often this launch's ranks have been started before. The launcher's own count is each machine's."""
+    """On rank 0: how often this launch's ranks have been started before. The launcher counts only its own machine's."""
     launch, file = os.environ.get("ULYSSES_LAUNCH", ""), logs / "launch.json"
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
@@ -73,15 +74,14 @@ def count_restarts(logs: Path) -> int:
 
 
 def describe_restart(logs: Path, num_restarts: int, max_restarts: int) -> str:
-    """Why all ranks were started again. A rank that was killed has said nothing; one that lost its peer says less."""
-    told: list[Mapping[str, Any]] = []
+    """Why all ranks were started again. A killed rank leaves no record; a rank that lost its peer is not the cause."""
+    records: list[Mapping[str, Any]] = []
     for file in (*logs.glob("rank-*.error.json"), *logs.glob(f"rank-*.error-{num_restarts - 1}.json")):
         try:
-            told.append(json.loads(file.read_text(encoding="utf-8")))
+            records.append(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError):
-            continue  # its rank has just put it away under the other name
-    causes = [one for one in told if one.get("is_cause")]
-    first = choose_first(causes)
+            continue  # its rank has just renamed it to the other name
+    first = choose_first([record for record in records if record.get("is_cause")])
     why = f"rank {first['rank']} failed: {first['message']}" if first else "a rank was lost"
     return f"restart {num_restarts} of {max_restarts} (run.max_restarts): {why}"
 
@@ -92,8 +92,8 @@ def describe_longer_run(
     num_steps: int,
     make_schedule: Callable[[int], Callable[[int], float]],
 ) -> str:
-    """A run of another length does no step anew; its schedule of learning rates is another one from here on. '' where
-    nothing has changed, or no step is ahead."""
+    """A run whose length has changed repeats no step, but follows another learning rate schedule from here on. '' if
+    nothing has changed, or if no step is left."""
     state, step = resume_point.state, resume_point.step
     changes = list_length_changes(state["recipe"], recipe) if state and step < num_steps else []
     if not changes:
@@ -105,12 +105,14 @@ def describe_longer_run(
     return text
 
 
-def find_resume_point(run_dir: Path, wanted: str | None, num_restarts: int, tell: Callable[[str], None]) -> ResumePoint:
-    """On one rank. `wanted` is a folder or `auto`. A run that was restarted in place looks for its own newest first."""
+def find_resume_point(
+    run_dir: Path, wanted: str | None, num_restarts: int, report: Callable[[str], None]
+) -> ResumePoint:
+    """On one rank. `wanted` is a folder or `auto`. A restarted run tries its own newest checkpoint first."""
     tidy_folder(run_dir)
     path: Path | None = None
     if num_restarts or wanted == "auto":
-        path = find_newest_valid(run_dir, tell)
+        path = find_newest_valid(run_dir, report)
     if path is None and wanted not in (None, "auto"):
         path = Path(os.path.expanduser(str(wanted)))
         if damage := find_damage(path):
@@ -122,7 +124,7 @@ def find_resume_point(run_dir: Path, wanted: str | None, num_restarts: int, tell
         )
     if path is None:
         if wanted == "auto":
-            tell("no checkpoint to resume from: starting at step 1")
+            report("no checkpoint to resume from: starting at step 1")
         return FRESH
     try:
         state = load_state(path)
@@ -140,21 +142,21 @@ def adapt(
     layout: Layout,
     *,
     anyway: bool,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> int:
-    """-> gradient_accumulation_steps with which this recipe goes on from a checkpoint on the present layout."""
-    check_changes(state, recipe, data, anyway=anyway, tell=tell)
+    """Returns gradient_accumulation_steps with which this recipe resumes from a checkpoint on the present layout."""
+    check_changes(state, recipe, data, anyway=anyway, report=report)
     width, before = (recipe["train"][name] for name in WIDTHS)
     fitted = fit_accumulation(state, width, before, layout.dp_size, layout.sp_size, anyway=anyway)
     if fitted != before:
-        tell(f"{WIDTHS[1]}: {before} -> {fitted}, to keep {state['rows_per_step']} rows per step")
+        report(f"{WIDTHS[1]}: {before} -> {fitted}, to keep {state['rows_per_step']} rows per step")
     return fitted
 
 
 def check_changes(
-    state: Mapping[str, Any], recipe: Mapping[str, Any], data: str, *, anyway: bool, tell: Callable[[str], None]
+    state: Mapping[str, Any], recipe: Mapping[str, Any], data: str, *, anyway: bool, report: Callable[[str], None]
 ) -> None:
-    """Differences that decide values are an error, or, when the user insists, a warning."""
+    """Changes of settings that decide values are an error; with `anyway` (--resume-anyway), a warning."""
     changes = list_changes(state["recipe"], recipe)
     most, done = recipe["train"]["max_steps"], int(state.get("step", 0))
     if most is not None and most < done:
@@ -166,13 +168,13 @@ def check_changes(
     text = "\n  ".join(["the recipe has changed since the checkpoint was written:", *changes])
     if not anyway:
         raise ResumeError(f"{text}\nput it back, start anew in another run.output_dir, or insist with --resume-anyway")
-    tell(text)
+    report(text)
 
 
 def fit_accumulation(
     state: Mapping[str, Any], rows_per_device: int, accumulation: int, dp_size: int, sp_size: int, *, anyway: bool
 ) -> int:
-    """-> gradient_accumulation_steps that keep the checkpoint's rows per optimizer step on the present layout."""
+    """Returns gradient_accumulation_steps that keep the checkpoint's rows per optimizer step on the present layout."""
     wanted, width = int(state["rows_per_step"]), rows_per_device * dp_size
     if width * accumulation == wanted:
         return accumulation

@@ -1,5 +1,5 @@
-"""The key of a run on several machines: the environment's, or a file in the run's folder on the disk that they share.
-It never stands in a command line.
+"""The secret key of a run on several machines: from the environment, or from a file in the run's folder, which is on a
+disk that the machines share. It is never part of a command line.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ulysses_cli.run_folder.seal import KEY
 FILE = "key"
 MIN_LETTERS = 32
 NUM_BYTES = 32
-WRITE_SECONDS = 10.0  # another machine has made the file, and its content is not here yet
+WRITE_SECONDS = 10.0  # wait this long for the content of a file that another machine has created
 
 
 def read_given_key(environ: Mapping[str, str]) -> str | None:
-    """None when the environment names none."""
+    """None if the environment holds no key."""
     key = environ.get(KEY, "").strip()
     if key and len(key) < MIN_LETTERS:
         message = f"{KEY} has {len(key)} letters; {MIN_LETTERS} are needed"
@@ -30,7 +30,7 @@ def read_given_key(environ: Mapping[str, str]) -> str | None:
 
 
 def share_key(run_dir: Path) -> str:
-    """Machines that begin at once agree: one of them makes the file, and the others find it there."""
+    """Makes or reads the key file. Machines that start at the same time agree, because only one can create it."""
     file = run_dir / FILE
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -47,7 +47,7 @@ def share_key(run_dir: Path) -> str:
 
 
 def drop_key(run_dir: Path, key: str) -> None:
-    """At the end of the run. Another run's key stays."""
+    """Deletes the key file at the end of the run, unless it holds another run's key."""
     file = run_dir / FILE
     try:
         if file.read_text(encoding="utf-8") == key:
@@ -60,13 +60,13 @@ def _read(file: Path) -> str:
     end = time.monotonic() + WRITE_SECONDS
     while len(key := _read_private(file)) < 2 * NUM_BYTES:
         if time.monotonic() > end:
-            raise _refuse(file, "is not whole", f"delete it, or set {KEY} to the same secret on every machine")
+            raise _refuse(file, "is not complete", f"delete it, or set {KEY} to the same secret on every machine")
         time.sleep(0.05)
     return key
 
 
 def _read_private(file: Path) -> str:
-    """A key that others can read or have written is none."""
+    """Reads the file. Raises RecipeError if other users own it or may read it, since it is then no secret."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

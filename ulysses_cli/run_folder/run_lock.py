@@ -1,5 +1,6 @@
-"""The lock of a run's folder, which every process of the run holds: as long as one of them lives, no second run begins
-there. Where somebody removes the folder, the lock is put back. No torch.
+"""The lock of a run's folder. Every process of the run holds it, so no second run starts there while one of them lives.
+
+If the folder is removed, the lock is written again. No torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class LostFolderError(RuntimeError):
 
 
 class RunLock:
-    """Held shared from the beginning to the end of this process."""
+    """Held shared from the start to the end of this process."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -25,14 +26,14 @@ class RunLock:
         fcntl.flock(self.handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def put_back(self) -> None:
-        """On one rank of a machine: where the file is gone, a new one with what the old one said. Raises
-        LostFolderError where a second run holds its place."""
+        """On one rank of a machine: if the file is gone, writes a new one with the old content. Raises LostFolderError
+        if a second run holds a lock there."""
         if _is_at(self.file, self.handle):
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # alone: a run that began there holds it shared
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # exclusive: fails if a second run holds it shared
         except BlockingIOError:
             os.close(handle)
             raise LostFolderError(
@@ -53,6 +54,6 @@ def _is_at(file: Path, handle: int) -> bool:
 
 
 def hold_lock() -> RunLock | None:
-    """None for a rank that was not started by the command."""
+    """None for a rank that the command did not start."""
     file = os.environ.get(VARIABLE)
     return RunLock(Path(file)) if file else None

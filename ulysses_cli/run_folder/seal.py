@@ -1,6 +1,7 @@
-"""What processes of one run tell each other, under a code of the run's key (HMAC-SHA256): whoever reaches a port can
-send bytes, and only a process of the run can send bytes that are read. It proves where something comes from, and
-neither hides it nor says when it was sent.
+"""Authenticates messages between the processes of one run with a code of the run's key (HMAC-SHA256).
+
+Anyone who reaches a port can send bytes, but only bytes from a process of the run are accepted. The code proves the
+origin; it neither hides the content nor says when it was sent.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from dataclasses import dataclass, field
 
 KEY = "ULYSSES_RUN_KEY"
 CODE_BYTES = hashlib.sha256().digest_size
-LONE = secrets.token_hex(32)  # of a process that nobody has launched, and its forks
+LONE = secrets.token_hex(32)  # the key of a process without a launcher, and of its forks
 
 
 class ForgedError(RuntimeError):
-    """Bytes that no process of this run has sent."""
+    """Received bytes that no process of this run has sent."""
 
 
 @dataclass(frozen=True)
 class Seal:
-    """`purpose`: where something may be read. What was sealed for one place is no good in another."""
+    """Seals and checks messages. `purpose`: what a message is for; it is refused for any other purpose."""
 
     key: str = field(repr=False)
 
@@ -32,11 +33,11 @@ class Seal:
     def open(self, purpose: str, sealed: bytes) -> bytes:
         code, content = sealed[:CODE_BYTES], sealed[CODE_BYTES:]
         if not hmac.compare_digest(code, self._compute_code(purpose, content)):
-            raise ForgedError(f"{purpose}: what stands there comes from no process of this run")
+            raise ForgedError(f"{purpose}: the message comes from no process of this run")
         return content
 
     def name_run(self) -> str:
-        """A name that tells nothing of the key: it is seen in `ps`."""
+        """A name that does not reveal the key, because `ps` shows it."""
         return self._compute_code("name", b"").hex()[:16]
 
     def _compute_code(self, purpose: str, content: bytes) -> bytes:
@@ -45,5 +46,5 @@ class Seal:
 
 
 def find_seal() -> Seal:
-    """This process's, from its environment."""
+    """This process's seal, with the key from its environment."""
     return Seal(os.environ.get(KEY) or LONE)

@@ -152,7 +152,7 @@ def plan_remaining(
     if state := resume_point.state:
         fitted = adapt(
             state, recipe.model_dump(mode="json"), options.data.name, resolved.layout,
-            anyway=options.resume_anyway, tell=tell,
+            anyway=options.resume_anyway, report=tell,
         )  # fmt: skip
         train = recipe.train.model_copy(update={"gradient_accumulation_steps": fitted})
         recipe = recipe.model_copy(update={"train": train})
