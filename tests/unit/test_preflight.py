@@ -97,7 +97,7 @@ def test_weight_files_are_read_by_their_headers_without_torch(tmp_path: Path) ->
     file.write_bytes(b"\xff" * 40)
     assert "do not hold the header that they announce" in look(run_dir, name)[0]
     file.write_bytes((2).to_bytes(8, "little") + b"[]")
-    with pytest.raises(ValueError, match="no table of tensors"):
+    with pytest.raises(ValueError, match="not a table of tensors"):
         read_header(file)
     write_weights(file, "I8")
     assert look(run_dir, name)[0].startswith(f"command line: model.name_or_path: {file} holds a as I8: quantized")
