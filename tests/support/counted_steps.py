@@ -20,7 +20,7 @@ from support.byte_counter import ByteCounter
 from ulysses_cli.plan import tiles
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.ledger import walk_moments
+from ulysses_cli.plan.ledger.snapshots import walk_snapshots
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.train.attention.documents import make_documents
@@ -159,6 +159,6 @@ def _predict(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: i
     job = Job(shape, Layout(1, 1, sp_size), num_tokens * sp_size, levers)
     return max(
         sum(size for name, size in snapshot.lines.items() if name not in ENGINE_LINES)
-        for snapshot in walk_moments(job)
+        for snapshot in walk_snapshots(job)
         if snapshot.phase in ("forward", "backward")
     )

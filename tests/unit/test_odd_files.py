@@ -162,7 +162,7 @@ def test_an_arrow_file_that_is_cut_while_it_is_read(tmp_path: Path, is_stream: b
         (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}', "a.data_offsets: List should have at least 2"),
         (b'{"a": {"dtype": 1, "shape": [2], "data_offsets": [0, 8]}}', "a.dtype"),
         (b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', "a.shape.0"),
-        (json.dumps({"__metadata__": 3}).encode(), "no table of tensors"),
+        (json.dumps({"__metadata__": 3}).encode(), "not a table of tensors"),
     ],
 )
 def test_a_header_that_makes_no_sense(tmp_path: Path, header: bytes, words: str) -> None:
