@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -20,15 +21,19 @@ from canvas import ROOT, THEMES
 from ulysses_cli.report.page import drawing, page
 
 RECIPE = ROOT / "recipes" / "tiny-cpu.yaml"
-SIZE, SCALE = (896, 741), 1.5  # two charts side by side, and nothing below them
+SIZE, SCALE = (896, 772), 1.5  # two charts side by side
+# The picture shows the top of the page: the figures and the first two charts.
+ONLY_TOP = "<style>section:nth-of-type(n+3),figure:nth-of-type(n+3),footer{display:none!important}</style>"
+POLICY = re.compile('<meta http-equiv="Content-Security-Policy"[^>]*>')  # which allows no style but the page's
 PREFERRED = {"dark": 0, "light": 1}  # Chromium's numbers
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
+PAGE = "top.html"
 TITLE = "The report page of a run"
 KEYS = ("Title", "Description", "Inputs")
 
 
 def compute_inputs() -> str:
-    text = RECIPE.read_text() + page.PAGE_STYLE + drawing.STYLE + repr((SIZE, SCALE))
+    text = RECIPE.read_text() + page.PAGE_STYLE + drawing.STYLE + repr((SIZE, SCALE, ONLY_TOP))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -49,6 +54,8 @@ def take_pictures() -> dict[str, bytes]:
         run = next((folder / "runs").glob("*/logs")).parent
         summary = json.loads(_run_ulysses(folder, "report", str(run), "--format", "json", "--output", "report.html"))
         description = _describe(summary)
+        whole = POLICY.sub("", (folder / "report.html").read_text())
+        (folder / PAGE).write_text(whole.replace("</head>", ONLY_TOP + "</head>"))
         return {
             theme.name: write_texts(
                 _take_picture(chromium, folder, theme.name),
@@ -99,7 +106,7 @@ def _take_picture(chromium: str, folder: Path, theme: str) -> bytes:
     command = [
         *(chromium, "--headless", "--disable-gpu", "--hide-scrollbars", f"--force-device-scale-factor={SCALE}"),
         *(f"--blink-settings=preferredColorScheme={PREFERRED[theme]}", f"--window-size={width},{height}"),
-        *(f"--user-data-dir={folder / 'browser'}", f"--screenshot={picture}", (folder / "report.html").as_uri()),
+        *(f"--user-data-dir={folder / 'browser'}", f"--screenshot={picture}", (folder / PAGE).as_uri()),
     ]
     if os.geteuid() == 0:
         command.insert(1, "--no-sandbox")  # which Chromium refuses to set up for root
