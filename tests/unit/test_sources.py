@@ -21,7 +21,7 @@ from ulysses_cli.data.sources.folder import walk_tree
 from ulysses_cli.data.sources.hub_sets import HubSet
 from ulysses_cli.data.sources.sources import Source, open_source
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.plan.recipe.recipe import Dataset
+from ulysses_cli.plan.recipe.data_section import Dataset
 
 ROWS = [{"text": f"row {number}\nä"} for number in range(5)]
 

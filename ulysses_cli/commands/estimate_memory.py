@@ -216,7 +216,7 @@ def find_shape(model: str, *, online: bool) -> ModelShape:
 def read_length(key: str, text: str | None) -> int:
     """A number of tokens, as in a recipe."""
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.plan.recipe.recipe import MAX_TOKENS
+    from ulysses_cli.plan.recipe.setting import MAX_TOKENS
     from ulysses_cli.plan.recipe.yaml_tree import parse_number
 
     hint = "write a number of tokens, such as 131072, 128Ki or 1M"

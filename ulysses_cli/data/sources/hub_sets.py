@@ -15,7 +15,7 @@ from ulysses_cli.data.problems import DataError
 from ulysses_cli.data.sources.blocks import Block, drop_nulls
 from ulysses_cli.data.sources.fingerprint import hash_parts
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
-from ulysses_cli.plan.recipe.recipe import Dataset
+from ulysses_cli.plan.recipe.data_section import Dataset
 
 ROWS_PER_BLOCK = 200
 

@@ -19,7 +19,7 @@ from ulysses_cli.data.sources.fingerprint import FileHashes, hash_parts
 from ulysses_cli.plan.files.regular_files import describe_special
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
-from ulysses_cli.plan.recipe.recipe import Dataset
+from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.plan.rules.files import is_local
 
 KINDS: dict[str, Kind] = {

@@ -8,7 +8,8 @@ from typing import Any
 from ulysses_cli.plan.models.chat_template import explain_markers, find_missing_markers, read_template
 from ulysses_cli.plan.models.vocabulary import BYTE_SPECIALS, list_letters
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.recipe.recipe import Data, Model
+from ulysses_cli.plan.recipe.data_section import Data
+from ulysses_cli.plan.recipe.recipe import Model
 
 BEGIN, END, PADDING = BYTE_SPECIALS
 BYTES_TEMPLATE = (

@@ -24,7 +24,8 @@ from ulysses_cli.data.tokenizing.encoder import Encoder, EncoderSettings
 from ulysses_cli.data.tokenizing.renderer import TemplateOutOfBounds
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.problem import Problem
-from ulysses_cli.plan.recipe.recipe import Data, Model
+from ulysses_cli.plan.recipe.data_section import Data
+from ulysses_cli.plan.recipe.recipe import Model
 
 BLOCKS_PER_WORKER = 2  # submitted at a time, so that no worker waits for its next block
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.recipe.recipe import Recipe, Section
+from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.schema import (
     Accepts,
     Setting,
@@ -17,6 +17,7 @@ from ulysses_cli.plan.recipe.schema import (
     list_settings,
     walk_settings,
 )
+from ulysses_cli.plan.recipe.setting import Section
 from ulysses_cli.plan.recipe.yaml_tree import BOOLEANS, parse_number
 
 FOREIGN_KEYS = {

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from ulysses_cli.plan.problem import Problem, RecipeError, Where
 from ulysses_cli.plan.recipe.complaints import explain_missing, explain_unknown, explain_value
 from ulysses_cli.plan.recipe.overrides import apply_override
-from ulysses_cli.plan.recipe.recipe import Recipe, Section
+from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.schema import Accepts, Setting, inspect_annotation, list_names, list_settings
+from ulysses_cli.plan.recipe.setting import Section
 from ulysses_cli.plan.recipe.yaml_tree import compose, parse_plain, read_place
 
 MAX_RECIPE_BYTES = 1 << 20

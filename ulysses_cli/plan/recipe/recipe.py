@@ -1,4 +1,4 @@
-"""The recipe's schema: every setting with one doc line, a unit and a bound.
+"""The recipe's schema: every setting with one doc line, a unit and a bound. The data section is in data_section.py.
 
 A Recipe is never changed after loading; derived values are in Layout, Resolved or a value of their own. loader.py reads
 YAML; rules/ holds the rules across fields.
@@ -10,38 +10,10 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-MAX_TOKENS = 2**40  # far more than any run has; keeps products of a few settings inside 64 bits
-
-
-def setting(
-    default: Any,
-    doc: str,
-    *,
-    unit: str = "",
-    aliases: tuple[str, ...] = (),
-    spellings: dict[Any, Any] | None = None,
-    refused: dict[str, str] | None = None,
-    **bounds: Any,
-) -> Any:
-    """One field. `aliases`: other names of the key. `spellings`: other ways to write a value, each with the value it
-    means. `refused`: values that people try, each with the reason why it is not offered."""
-    extra: dict[str, Any] = {
-        "unit": unit,
-        "aliases": list(aliases),
-        "spellings": spellings or {},
-        "refused": refused or {},
-    }
-    return Field(default, description=doc, json_schema_extra=extra, **bounds)
-
-
-def text(default: str | None, doc: str, *, unit: str = "name", **more: Any) -> Any:
-    return setting(default, doc, unit=unit, min_length=1, max_length=4096, **more)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=(), defer_build=True)
+from ulysses_cli.plan.recipe.data_section import Data
+from ulysses_cli.plan.recipe.setting import MAX_TOKENS, Section, setting, text
 
 
 class RopeScaling(Section):
@@ -146,97 +118,6 @@ class Parallel(Section):
     )
 
 
-DatasetType = Literal[
-    "auto", "text", "chat", "completion", "conversations", "instruction", "tokens", "folder", "synthetic"
-]
-
-
-class Dataset(Section):
-    """One source of documents."""
-
-    path: str | None = text(None, "file, folder, glob or hub data set", unit="path", aliases=("dataset_name",))
-    name: str | None = text(None, "configuration of a hub data set")
-    split: str = text("train", "split of a hub data set")
-    type: DatasetType = setting(
-        "auto",
-        "columns to expect; auto = by the first row; folder = a tree of files; synthetic = generated",
-        spellings={"chat_template": "chat", "sharegpt": "conversations", "alpaca": "instruction"},
-    )
-    data_files: tuple[str, ...] | None = setting(
-        None, "files below path", unit="paths", min_length=1, max_length=100_000
-    )
-    weight: float = setting(
-        1.0,
-        "copies of each document in an epoch; the fraction adds one for that share of them, chosen by the seed",
-        unit="copies",
-        gt=0,
-        le=1000,
-    )
-    join_files: bool = setting(True, "folder: the whole tree is one document; false = each file is one")
-    streaming: bool = setting(False, "read without a local copy, for what does not fit on disk")
-
-
-class Data(Section):
-    """From documents to rows of tokens."""
-
-    datasets: tuple[Dataset, ...] = setting(..., "training sources", unit="sources", min_length=1, max_length=1000)
-    eval_datasets: tuple[Dataset, ...] = setting((), "evaluation sources", unit="sources", max_length=1000)
-    eval_split: float = setting(
-        0.0, "share of the training documents held out for evaluation", unit="share", ge=0, le=0.5
-    )
-    max_length: int = setting(
-        ...,
-        "tokens per row",
-        unit="tokens",
-        aliases=("seq_length", "sequence_len", "cutoff_len", "max_seq_len", "max_seq_length"),
-        ge=2,
-        le=MAX_TOKENS,
-    )
-    pad_to_multiple_of: Annotated[int, Field(ge=1, le=1 << 20)] | Literal["auto"] = setting(
-        "auto",
-        "rows are padded to a multiple of this; auto = the right number for sp_size",
-        unit="tokens",
-        aliases=("div_length",),
-    )
-    excess_length_strategy: Literal["auto", "split", "truncate", "drop", "raise"] = setting(
-        "auto",
-        "what happens to a document longer than max_length; auto = split text, raise for chats and completions",
-        aliases=("truncation_strategy",),
-    )
-    packing: Literal["documents", "stream", "off"] = setting(
-        "documents",
-        "whole documents per row, one endless stream cut at max_length, or one document per row",
-        aliases=("sample_packing", "pack_samples"),
-        spellings={True: "documents", False: "off"},
-    )
-    attend_across_documents: bool = setting(False, "attention may look into earlier documents of the row")
-    assistant_only_loss: bool = setting(False, "chat: only what the assistant says is a target")
-    chat_template: str | None = setting(
-        None,
-        "how chats become text: chatml, llama-3, mistral, gemma, phi or qwen, a Jinja file, or a template; left out: "
-        "the tokenizer's own",
-        unit="name, path or template",
-        aliases=("chat_template_path", "chat_template_jinja", "template"),
-        spellings={"llama3": "llama-3", "phi-3": "phi", "phi3": "phi", "qwen2": "qwen", "qwen2.5": "qwen"},
-        min_length=1,
-        max_length=1 << 17,
-    )
-    added_tokens: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = setting(
-        (),
-        "tokens that the vocabulary lacks, such as a template's markers; the embedding grows where it has no room",
-        unit="tokens",
-        aliases=("add_tokens", "add_special_tokens", "additional_special_tokens"),
-        max_length=10_000,
-    )
-    completion_only_loss: bool = setting(True, "prompt + completion: only the completion is a target")
-    store_dir: str = text("runs/store", "where token stores are kept", unit="path")
-    num_workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = setting(
-        "auto", "processes that tokenize; auto = one per core", unit="processes"
-    )
-    on_bad_row: Literal["raise", "skip"] = setting("raise", "what happens to a row that cannot be read")
-    skip_untrainable: bool = setting(False, "count and skip rows without a single target, instead of stopping")
-
-
 SchedulerName = Literal[
     "linear",
     "cosine",
@@ -298,8 +179,8 @@ class Memory(Section):
     )
     activation_offloading: bool | Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = setting(
         "auto",
-        "layers, from the first, whose kept tensors wait in pinned host memory; true = all but the last two, auto = as "
-        "few as needed",
+        "layers, from the first, whose saved tensors are held in pinned host memory; true = all but the last two, "
+        "auto = as few as needed",
         unit="layers",
         aliases=("activation_checkpoint_cpu_offload",),
     )
@@ -308,10 +189,10 @@ class Memory(Section):
     )
     tiled_loss: bool | Literal["auto"] = setting("auto", "head and loss in tiles of tokens")
     offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = setting(
-        "auto", "where optimizer states live when not on the GPU", spellings={None: "none", False: "none"}
+        "auto", "where optimizer states are kept if not on the GPU", spellings={None: "none", False: "none"}
     )
     offload_param: Literal["auto", "none", "cpu", "nvme"] = setting(
-        "auto", "where parameters live when not on the GPU", spellings={None: "none", False: "none"}
+        "auto", "where parameters are kept if not on the GPU", spellings={None: "none", False: "none"}
     )
     nvme_path: str | None = text(None, "folder on a fast local disk, for nvme", unit="path")
 
@@ -355,10 +236,12 @@ class Run(Section):
         None, "checkpoint folder, or `auto` for the newest valid one", unit="path"
     )
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = setting(
-        (), "trackers beside metrics.jsonl", unit="names", max_length=2, spellings={"none": ()}
+        (), "trackers in addition to metrics.jsonl", unit="names", max_length=2, spellings={"none": ()}
     )
     rehearsal: bool = setting(True, "one step, evaluation and save at the longest row before step 1, without effect")
-    price_per_gpu_hour: float | None = setting(None, "shown as money while training", unit="USD", ge=0, le=10_000)
+    price_per_gpu_hour: float | None = setting(
+        None, "price of one GPU for an hour; the run then shows its cost", unit="USD", ge=0, le=10_000
+    )
     max_hours: float | None = setting(None, "stop with a checkpoint after this time", unit="hours", gt=0, le=100_000)
     max_cost: float | None = setting(None, "stop with a checkpoint at this cost", unit="USD", gt=0, le=1e9)
     max_bad_steps: int = setting(
@@ -367,7 +250,7 @@ class Run(Section):
     max_restarts: int = setting(
         0, "restarts from the newest checkpoint after a lost rank", unit="restarts", ge=0, le=10_000
     )
-    step_timeout: float = setting(1800.0, "a step that takes longer is taken for a hang", unit="seconds", gt=0, le=1e6)
+    step_timeout: float = setting(1800.0, "a step that takes longer counts as a hang", unit="seconds", gt=0, le=1e6)
 
 
 class Recipe(Section):

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from ulysses_cli.plan.recipe.recipe import Recipe, Section
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.recipe.setting import Section
 
 SCALAR_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 

@@ -14,7 +14,8 @@ from ulysses_cli.plan.models.chat_template import (
 )
 from ulysses_cli.plan.models.vocabulary import TokenizerFacts
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.plan.recipe.recipe import Dataset, Recipe
+from ulysses_cli.plan.recipe.data_section import Dataset
+from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.files import CHAT_TYPES
 
 MAX_ROW_BYTES = 4 << 20

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ulysses_cli.plan.files.patterns import expand_pattern
 from ulysses_cli.plan.problem import Problem
-from ulysses_cli.plan.recipe.recipe import Dataset, Recipe, compute_recipe_hash
+from ulysses_cli.plan.recipe.data_section import Dataset
+from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 DATA_SUFFIXES = (

@@ -22,7 +22,8 @@ from ulysses_cli.data.steps import plan_step
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.recipe.recipe import Dataset, Recipe
+from ulysses_cli.plan.recipe.data_section import Dataset
+from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout, resolve
 from ulysses_cli.prove.ranks.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.prove.results import Findings, Row, Tell

@@ -1,0 +1,99 @@
+"""The recipe's `data` section: sources of documents, and how they become rows of tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ulysses_cli.plan.recipe.setting import MAX_TOKENS, Section, setting, text
+
+DatasetType = Literal[
+    "auto", "text", "chat", "completion", "conversations", "instruction", "tokens", "folder", "synthetic"
+]
+
+
+class Dataset(Section):
+    """One source of documents."""
+
+    path: str | None = text(None, "file, folder, glob or hub data set", unit="path", aliases=("dataset_name",))
+    name: str | None = text(None, "configuration of a hub data set")
+    split: str = text("train", "split of a hub data set")
+    type: DatasetType = setting(
+        "auto",
+        "columns to expect; auto = by the first row; folder = a tree of files; synthetic = generated",
+        spellings={"chat_template": "chat", "sharegpt": "conversations", "alpaca": "instruction"},
+    )
+    data_files: tuple[str, ...] | None = setting(
+        None, "files below path", unit="paths", min_length=1, max_length=100_000
+    )
+    weight: float = setting(
+        1.0,
+        "copies of each document in an epoch; the fraction adds one for that share of them, chosen by the seed",
+        unit="copies",
+        gt=0,
+        le=1000,
+    )
+    join_files: bool = setting(True, "folder: the whole tree is one document; false = each file is one")
+    streaming: bool = setting(False, "read without a local copy, for what does not fit on disk")
+
+
+class Data(Section):
+    """From documents to rows of tokens."""
+
+    datasets: tuple[Dataset, ...] = setting(..., "training sources", unit="sources", min_length=1, max_length=1000)
+    eval_datasets: tuple[Dataset, ...] = setting((), "evaluation sources", unit="sources", max_length=1000)
+    eval_split: float = setting(
+        0.0, "share of the training documents held out for evaluation", unit="share", ge=0, le=0.5
+    )
+    max_length: int = setting(
+        ...,
+        "tokens per row",
+        unit="tokens",
+        aliases=("seq_length", "sequence_len", "cutoff_len", "max_seq_len", "max_seq_length"),
+        ge=2,
+        le=MAX_TOKENS,
+    )
+    pad_to_multiple_of: Annotated[int, Field(ge=1, le=1 << 20)] | Literal["auto"] = setting(
+        "auto",
+        "rows are padded to a multiple of this; auto = the right number for sp_size",
+        unit="tokens",
+        aliases=("div_length",),
+    )
+    excess_length_strategy: Literal["auto", "split", "truncate", "drop", "raise"] = setting(
+        "auto",
+        "what happens to a document longer than max_length; auto = split text, raise for chats and completions",
+        aliases=("truncation_strategy",),
+    )
+    packing: Literal["documents", "stream", "off"] = setting(
+        "documents",
+        "whole documents per row, one endless stream cut at max_length, or one document per row",
+        aliases=("sample_packing", "pack_samples"),
+        spellings={True: "documents", False: "off"},
+    )
+    attend_across_documents: bool = setting(False, "attention may look into earlier documents of the row")
+    assistant_only_loss: bool = setting(False, "chat: only what the assistant says is a target")
+    chat_template: str | None = setting(
+        None,
+        "how chats become text: chatml, llama-3, mistral, gemma, phi or qwen, a Jinja file, or a template; left out: "
+        "the tokenizer's own",
+        unit="name, path or template",
+        aliases=("chat_template_path", "chat_template_jinja", "template"),
+        spellings={"llama3": "llama-3", "phi-3": "phi", "phi3": "phi", "qwen2": "qwen", "qwen2.5": "qwen"},
+        min_length=1,
+        max_length=1 << 17,
+    )
+    added_tokens: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = setting(
+        (),
+        "tokens that the vocabulary lacks, such as a template's markers; the embedding grows where it has no room",
+        unit="tokens",
+        aliases=("add_tokens", "add_special_tokens", "additional_special_tokens"),
+        max_length=10_000,
+    )
+    completion_only_loss: bool = setting(True, "prompt + completion: only the completion is a target")
+    store_dir: str = text("runs/store", "where token stores are kept", unit="path")
+    num_workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = setting(
+        "auto", "processes that tokenize; auto = one per core", unit="processes"
+    )
+    on_bad_row: Literal["raise", "skip"] = setting("raise", "what happens to a row that cannot be read")
+    skip_untrainable: bool = setting(False, "count and skip rows without a single target, instead of stopping")

@@ -1,0 +1,38 @@
+"""setting(): a field of a recipe with doc line, unit, bounds and other spellings. Section: the base of all sections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_TOKENS = 2**40  # far more than any run has; keeps products of a few settings inside 64 bits
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    aliases: tuple[str, ...] = (),
+    spellings: dict[Any, Any] | None = None,
+    refused: dict[str, str] | None = None,
+    **bounds: Any,
+) -> Any:
+    """One field. `aliases`: other names of the key. `spellings`: other ways to write a value, each with the value it
+    means. `refused`: values that people try, each with the reason why it is not offered."""
+    extra: dict[str, Any] = {
+        "unit": unit,
+        "aliases": list(aliases),
+        "spellings": spellings or {},
+        "refused": refused or {},
+    }
+    return Field(default, description=doc, json_schema_extra=extra, **bounds)
+
+
+def text(default: str | None, doc: str, *, unit: str = "name", **more: Any) -> Any:
+    return setting(default, doc, unit=unit, min_length=1, max_length=4096, **more)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=(), defer_build=True)
