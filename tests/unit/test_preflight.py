@@ -110,7 +110,7 @@ def test_a_recipe_that_does_not_go_on_from_the_newest_checkpoint(tmp_path: Path)
     for wanted in ("auto", str(folder)):
         (found,) = look(tmp_path, f"run.resume_from_checkpoint={wanted}")
         assert "the recipe has changed since the checkpoint was written:\n  data.max_length: was 4096, is 8192" in found
-        assert "hint: put it back, start anew" in found
+        assert "hint: put it back, start over" in found
         assert look(tmp_path, f"run.resume_from_checkpoint={wanted}", anyway=True) == []
     assert look(tmp_path, "run.resume_from_checkpoint=auto", "data.max_length=4Ki") == []
     (folder / "state.json").write_text("{")

@@ -120,7 +120,7 @@ def find_resume_point(
     elif path is None and wanted == "auto" and (damaged := list_checkpoints(run_dir)):
         raise CheckpointError(
             f"none of the {len(damaged)} checkpoints in {damaged[0].parent} is valid, the newest: "
-            f"{find_damage(damaged[0])}; name an older copy with --resume PATH, or start anew with --overwrite"
+            f"{find_damage(damaged[0])}; name an older copy with --resume PATH, or start over with --overwrite"
         )
     if path is None:
         if wanted == "auto":
@@ -167,7 +167,7 @@ def check_changes(
         return
     text = "\n  ".join(["the recipe has changed since the checkpoint was written:", *changes])
     if not anyway:
-        raise ResumeError(f"{text}\nput it back, start anew in another run.output_dir, or insist with --resume-anyway")
+        raise ResumeError(f"{text}\nput it back, start over in another run.output_dir, or insist with --resume-anyway")
     report(text)
 
 

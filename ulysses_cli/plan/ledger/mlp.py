@@ -84,7 +84,7 @@ def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
         down = k * b * inner * tokens + experts
         gate_up = 2 * experts - k * b * (hidden + 2 * inner) * tokens
         return max(
-            3 * k * _count_weighed_bytes(job) * hidden * tokens, down, k * b * (2 * inner - hidden) * tokens, gate_up
+            3 * k * _count_weighted_bytes(job) * hidden * tokens, down, k * b * (2 * inner - hidden) * tokens, gate_up
         )
     matrix = b * shape.hidden_size * shape.intermediate_size * trained
     return b * shape.intermediate_size * tokens + max(b * shape.intermediate_size * tokens, matrix)
@@ -117,7 +117,7 @@ def compute_mlp_forward(job: Job, layer: Layer) -> int:
     shape, b, tile = job.shape, job.dtype_bytes, count_mlp_tile_tokens(job)
     around = (3 if is_tiled(job) else 2) * b * shape.hidden_size * job.local_tokens
     if layer.num_experts:
-        copies = (b * (2 + job.family.experts_have_bias) + 2 * _count_weighed_bytes(job)) * shape.hidden_size
+        copies = (b * (2 + job.family.experts_have_bias) + 2 * _count_weighted_bytes(job)) * shape.hidden_size
         inner = EXPERT_INNER_AT_ONCE.get(shape.model_type, 4) * shape.moe_intermediate_size
         widest = max(copies, b * (shape.hidden_size + inner))
         return around + shape.num_experts_per_token * (widest + EXPERT_INDEX_BYTES) * tile
@@ -130,7 +130,7 @@ def _is_fused_mlp(job: Job) -> bool:
     return "gate_up_proj" in job.family.mlp_modules
 
 
-def _count_weighed_bytes(job: Job) -> int:
+def _count_weighted_bytes(job: Job) -> int:
     """Of one element of an expert's result times its routing weight."""
     return 4 if job.shape.model_type in PRECISE_EXPERTS else job.dtype_bytes
 

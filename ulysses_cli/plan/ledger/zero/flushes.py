@@ -66,7 +66,7 @@ def _walk_gradients(weights: Weights, leaves: frozenset[int]) -> Iterator[tuple[
         yield from reversed(gradients) if is_leaf else gradients
 
 
-class Filled(NamedTuple):
+class FilledBucket(NamedTuple):
     """Elements in the bucket when it is sent, those of its largest weight, and those sent before it."""
 
     num_elements: int
@@ -75,7 +75,7 @@ class Filled(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def list_last_filled(weights: Weights, bucket: int) -> tuple[Filled, Filled]:
+def list_last_filled(weights: Weights, bucket: int) -> tuple[FilledBucket, FilledBucket]:
     """What is sent when the embedding's gradient is made (nothing where it fits into the bucket), and at the end."""
     sizes = {name: size for module in weights.modules if module.is_trained for name, size in module.weights}
     embedding = sizes.pop("embedding", 0)
@@ -85,5 +85,5 @@ def list_last_filled(weights: Weights, bucket: int) -> tuple[Filled, Filled]:
             sent, filled, largest = sent + filled, 0, 0
         filled, largest = filled + size, max(largest, size)
     if filled and embedding and filled + embedding > bucket:
-        return Filled(filled, largest, sent), Filled(embedding, embedding, sent + filled)
-    return Filled(0, 0, sent), Filled(filled + embedding, max(largest, embedding), sent)
+        return FilledBucket(filled, largest, sent), FilledBucket(embedding, embedding, sent + filled)
+    return FilledBucket(0, 0, sent), FilledBucket(filled + embedding, max(largest, embedding), sent)

@@ -17,43 +17,43 @@ from ulysses_cli.plan.ledger.zero.gathering import Gathered, find_leaves
 from ulysses_cli.plan.models.shape import Layer
 
 SENT, FIRST_SENT = "gradients are reduced", "the first gradients are reduced"
-COMING = {  # the order in which the gradients of a layer are made
+GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
     NORM_BEHIND: 0, "down_proj": 1, "up_proj": 2, "gate_up_proj": 2, "gate_proj": 3, "router": 3, "o_proj": 5,
     "q_proj": 6, INPUT_NORM: 7,
 }  # fmt: skip
-COME_BEFORE = {
+SNAPSHOT_PLACES = {
     "recomputation": 0, "norm behind the MLP": 0, "the MLP's last matrix": 1, "mlp": 2, "gate and up": 3, "norm": 4,
     "exchange": 6, "attention": 6, "query norm": 6, "input norm": 7,
 }  # fmt: skip
 
 
-def count_come(job: Job, weight: str) -> int:
+def get_gradient_place(weight: str) -> int:
     """A weight's place in the order in which a layer's gradients are made."""
     name = weight.partition(".")[0]
     if weight.startswith("experts"):
         return 2 if weight == "experts.gate_up" else 1
     if name.startswith("norm"):
         return 4
-    return COMING.get(name, COMING["q_proj"])
+    return GRADIENT_PLACES.get(name, GRADIENT_PLACES["q_proj"])
 
 
-def count_come_before(job: Job, kind: Layer, name: str) -> int:
+def get_snapshot_place(job: Job, kind: Layer, name: str) -> int:
     """At this snapshot of a layer the gradients with a smaller place exist. In tiles those of an MLP are made together,
     after the MLP; those of experts within one snapshot."""
     if name == "mlp" and (kind.num_experts or layer.is_tiled(job)):
-        return COMING["down_proj"]
+        return GRADIENT_PLACES["down_proj"]
     if name == "gate and up" and "gate_up_proj" in job.family.mlp_modules:
-        return COMING["gate_up_proj"]
-    return COME_BEFORE[name]
+        return GRADIENT_PLACES["gate_up_proj"]
+    return SNAPSHOT_PLACES[name]
 
 
 def walk_sent(job: Job, kind: Layer, snapshot: MemorySnapshot) -> Iterator[MemorySnapshot]:
     """Below ZeRO-3, the same snapshot when gradients have been sent for the first time: in that layer, or in the
     next."""
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
-    place = count_come_before(job, kind, snapshot.name)
+    place = get_snapshot_place(job, kind, snapshot.name)
     number = min(sent.layer, job.shape.num_layers - 1)
-    if sent.layer < job.shape.num_layers and count_come(job, sent.weight) >= place:
+    if sent.layer < job.shape.num_layers and get_gradient_place(sent.weight) >= place:
         number -= 1
     if number < 0:
         return
@@ -61,7 +61,7 @@ def walk_sent(job: Job, kind: Layer, snapshot: MemorySnapshot) -> Iterator[Memor
         (
             flush.num_sent
             for flush in list_flushes(job.weights, job.engine.reduce_bucket)
-            if flush.layer > number or (flush.layer == number and count_come(job, flush.weight) < place)
+            if flush.layer > number or (flush.layer == number and get_gradient_place(flush.weight) < place)
         ),
         default=0,
     )
