@@ -667,7 +667,7 @@ def share_store(folder: Path) -> str:
     ports = {"MASTER_PORT": "29777"}
     runs = [start(folder, name, "train", recipe, f"run.output_dir={name}-run", **ports) for name in ("a", "b")]
     wait_for(runs[0], (folder / "a-run" / "lock-0").exists)
-    third = ulysses(folder, "train", recipe, "run.output_dir=a-run").judge("belongs to a run that goes on", codes=(2,))
+    third = ulysses(folder, "train", recipe, "run.output_dir=a-run").judge("is in use by a run that", codes=(2,))
     found = third or judge(runs[0], folder / "a", "done") or judge(runs[1], folder / "b", "done")
     for each in runs:
         each.kill()
@@ -684,7 +684,11 @@ def share_export(folder: Path) -> str:
     both = [start(folder, name, "export", "run", "--to", "model") for name in ("a", "b")]
     codes = sorted(process.wait(SECONDS) for process in both)
     said = (folder / "a").read_text() + (folder / "b").read_text()
-    is_told = "another process writes model right now" in said or "model is there already" in said
+    is_told = (
+        "another process writes model right now" in said
+        or "model is there already" in said
+        or "model already exists" in said
+    )
     return "" if codes[0] == 0 and codes[1] in (1, 2) and is_told else f"{codes}: {said[-300:]}"
 
 

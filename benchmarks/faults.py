@@ -197,7 +197,7 @@ def start_twice(shop: Range) -> Ends:
     wait_for_steps(shop, "twice", first, 2)
     code, said = end(shop.start("twice", "--resume", "auto"))
     ends = [("two runs in one folder", "refused")]
-    if code != 2 or "belongs to a run that goes on right now" not in said:
+    if code != 2 or "is in use by a run that is still going on" not in said:
         ends = lose(*ends[0][:1], said)
     for rank in range(2):
         first.strike(rank)

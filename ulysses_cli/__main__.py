@@ -1,4 +1,4 @@
-"""`python -m ulysses_cli` is the `ulysses` command."""
+"""`python -m ulysses_cli` runs the `ulysses` command."""
 
 from ulysses_cli.cli import run
 

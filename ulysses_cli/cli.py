@@ -1,4 +1,4 @@
-"""The command line as a whole: which commands there are. What each does stands in commands/."""
+"""The Typer app: the list of commands, and how errors that no command handles end the program."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ recipes_app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         from ulysses_cli.report import printing
 
         printing.print_data(f"ulysses {__version__}")
@@ -61,16 +61,16 @@ def main(
     pass
 
 
-# One line each, short enough to stand whole in `ulysses --help`. A command's own help says more.
+# One line each, short enough for one line of `ulysses --help`. A command's own --help says more.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "validate-config": (validate_config.validate_config, "Find every mistake in a recipe before a GPU is rented."),
-    "config-schema": (config_schema.config_schema, "Print every setting of a recipe, or of a section."),
+    "config-schema": (config_schema.config_schema, "Print all settings of a recipe, or of one section."),
     "prepare": (prepare.prepare, "Turn a recipe's data into packed rows of tokens."),
     "train": (train.train, "Fine-tune a model as a recipe says."),
-    "export": (export.export, "Make a Hugging Face folder of a checkpoint."),
-    "verify": (verify.verify, "Prove that ranks that share rows train like one process."),
-    "doctor": (doctor.doctor, "Say if this machine is fit to train, and what to fix."),
-    "bench": (bench.bench, "Measure speed, memory and communication here."),
+    "export": (export.export, "Turn a checkpoint into a Hugging Face folder."),
+    "verify": (verify.verify, "Prove that ranks train like one process."),
+    "doctor": (doctor.doctor, "Check that this machine can train; list what to fix."),
+    "bench": (bench.bench, "Measure a recipe's speed and memory on this machine."),
     "estimate-memory": (estimate_memory.estimate_memory, "Predict the memory, time and price of a recipe."),
     "plan": (plan.plan, "Find the GPUs and the layout that fit and cost least."),
     "report": (report.report, "Make one HTML page of a run."),
@@ -91,7 +91,7 @@ def run() -> None:
     children.refuse_core_files(os.environ)
     try:
         app()
-    except RecipeError as error:  # of the machine: a command tells those of its recipe itself
+    except RecipeError as error:  # about the machine: a command reports problems of its recipe itself
         from ulysses_cli.report import printing
 
         printing.print_problems(error.problems)

@@ -1,5 +1,7 @@
-"""The hardware table of this machine's user: the shipped one, then what `bench` measured on these very GPUs, then the
-user's own hardware.yaml of ~/.config/ulysses. A calibration counts only where its GPUs are."""
+"""Loads the hardware table: the shipped one, overridden by what `bench` measured on this machine's GPUs, overridden by
+the user's own ~/.config/ulysses/hardware.yaml. A calibration is used only on the machine with the GPUs it was measured
+on.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parent / "plan" / "hardware.yaml"
 DRIVER = Path("/proc/driver/nvidia/gpus")
 MAX_BYTES = 1 << 20
-ASK_SECONDS = 10
+SMI_SECONDS = 10
 HEADER = (
-    "# Written by `ulysses bench --save-calibration`; read only on the machine that has these GPUs. May be deleted.\n"
+    "# Written by `ulysses bench --save-calibration`; used only on the machine that has these GPUs. May be deleted.\n"
 )
 
 
@@ -43,45 +45,45 @@ def get_calibration_file() -> Path:
 
 
 def find_calibration() -> dict[str, Any]:
-    """{gpus, measured, rates} of the GPUs that are here; {} where none was measured."""
+    """{gpus, measured, rates} of this machine's GPUs; {} where they were not measured."""
     file = get_calibration_file()
     here = set(list_gpu_uuids()) if file.exists() else set()
-    return next((found for found in _read_machines(file) if set(found["gpus"]) == here), {}) if here else {}
+    return next((entry for entry in _read_machines(file) if set(entry["gpus"]) == here), {}) if here else {}
 
 
 def describe_calibration() -> list[str]:
-    """What an estimate that uses measured rates says about them."""
-    found = find_calibration()
-    return [f"rates measured on this machine ({found['measured']}): {get_calibration_file()}"] if found else []
+    """A note for estimates that use measured rates; [] where the rates are the shipped ones."""
+    entry = find_calibration()
+    return [f"rates measured on this machine ({entry['measured']}): {get_calibration_file()}"] if entry else []
 
 
 def save_calibration(rates: dict[str, Any], measured: str) -> Path:
-    """For the GPUs that are here; those of other machines that share the home directory stay."""
+    """Saves the rates of this machine's GPUs. Entries of other machines that share the home directory are kept."""
     import yaml
 
     file, here = get_calibration_file(), list_gpu_uuids()
-    others = [found for found in _read_machines(file) if set(found["gpus"]) != set(here)] if file.exists() else []
+    others = [entry for entry in _read_machines(file) if set(entry["gpus"]) != set(here)] if file.exists() else []
     machines = [*others, {"gpus": here, "measured": measured, "rates": rates}]
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".part")
-    beside.write_text(HEADER + yaml.safe_dump({"machines": machines}, sort_keys=False))
-    beside.replace(file)
+    part = file.with_suffix(".part")
+    part.write_text(HEADER + yaml.safe_dump({"machines": machines}, sort_keys=False))
+    part.replace(file)
     return file
 
 
 def list_gpu_uuids() -> list[str]:
-    """The GPUs of this machine by the driver's names, whatever CUDA_VISIBLE_DEVICES says; [] without a driver."""
-    found = []
+    """The UUIDs of all GPUs of this machine, also of those that CUDA_VISIBLE_DEVICES hides; [] without a driver."""
+    uuids = []
     for file in sorted(DRIVER.glob("*/information")):
         line = re.search(r"^GPU UUID:\s*(\S+)", file.read_text(errors="replace"), re.MULTILINE)
-        found += [line[1]] if line else []
-    if found:
-        return sorted(found)
+        uuids += [line[1]] if line else []
+    if uuids:
+        return sorted(uuids)
     try:
-        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=ASK_SECONDS).stdout
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_SECONDS).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return sorted(re.findall(r"UUID: (GPU-[\w-]+)", said))
+    return sorted(re.findall(r"UUID: (GPU-[\w-]+)", listing))
 
 
 def _read_machines(file: Path) -> list[dict[str, Any]]:
@@ -91,8 +93,8 @@ def _read_machines(file: Path) -> list[dict[str, Any]]:
     machines: Any = content.get("machines") if isinstance(content, dict) else None
     keys = {"gpus": list, "measured": str, "rates": dict}
     if isinstance(machines, list) and all(
-        isinstance(each, dict) and all(isinstance(each.get(name), kind) for name, kind in keys.items())
-        for each in machines
+        isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in keys.items())
+        for entry in machines
     ):
         return machines
     raise RecipeError([Problem("machines", "is not a list of measured machines", f"delete {file}", Where(str(file)))])
@@ -103,7 +105,7 @@ def _read_yaml(file: Path) -> Any:
 
     from ulysses_cli.plan.problem import Problem, RecipeError, Where
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was built
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is there
     try:
         with open(file, encoding="utf-8") as stream:
             return yaml.load(stream.read(MAX_BYTES), loader)

@@ -1,6 +1,7 @@
 """Where a model's config.json comes from: a local folder, the Hugging Face cache, the shipped table, or the hub.
 
-The only network in the light half, and only when asked. A config that cannot be had is a Problem, never a guess.
+The only network access outside of training, and only if asked for. A config that cannot be read is a Problem, never
+a guess.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ REACH_SECONDS = 10
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's shape and where its facts come from, in words."""
+    """A model's shape, and in words where its config.json comes from."""
 
     shape: ModelShape
     source: str
 
 
 def find_model_shape(recipe: Recipe, *, online: bool = False) -> ModelSource:
-    """The shape of a recipe's model. Raises RecipeError with one problem that says what to do."""
+    """The shape of a recipe's model. Raises RecipeError with a problem that says what to do."""
     _refuse_special_files(recipe)
     config, source = find_model_config(recipe, online=online)
     if recipe.model.config is not None:
@@ -49,15 +50,15 @@ def find_model_shape(recipe: Recipe, *, online: bool = False) -> ModelSource:
 
 
 def _refuse_special_files(recipe: Recipe) -> None:
-    """A FIFO or a device in a model's folder, which the libraries that read it would wait for."""
+    """Refuses a FIFO or a device in a model's folder, since the libraries that read the folder would hang on it."""
     for key in ("name_or_path", "tokenizer"):
         folder = Path(os.path.expanduser(getattr(recipe.model, key) or ""))
-        if getattr(recipe.model, key) and folder.is_dir() and (found := find_special(folder)):
-            raise RecipeError([Problem(f"model.{key}", found, "take it out of the folder")])
+        if getattr(recipe.model, key) and folder.is_dir() and (problem := find_special(folder)):
+            raise RecipeError([Problem(f"model.{key}", problem, "remove it from the folder")])
 
 
 def find_tokenizer(recipe: Recipe) -> TokenizerFacts | None:
-    """What the tokenizer's files say; None where they are not on disk."""
+    """Facts from the tokenizer's files; None where they are not on this machine."""
     model = recipe.model
     name = model.tokenizer or model.name_or_path
     if name is None or name == "bytes":
@@ -84,7 +85,7 @@ def _find_own_config(recipe: Recipe, *, online: bool) -> tuple[Mapping[str, Any]
         return model.config, "the recipe itself"
     name = model.name_or_path
     if name is None:
-        raise RecipeError([])  # check_model_source says what is missing
+        raise RecipeError([])  # check_model_source reports what is missing
     if os.path.isdir(os.path.expanduser(name)):
         file = Path(os.path.expanduser(name)) / "config.json"
         return _read_config(file), str(file)
@@ -105,7 +106,7 @@ def _find_own_config(recipe: Recipe, *, online: bool) -> tuple[Mapping[str, Any]
 
 
 def _find_in_table(name: str) -> Mapping[str, Any] | None:
-    """By file name when that answers, so that the whole table is read only for a model's other names."""
+    """Looks for a file of this name first, so that the whole table is read only for a model's other names."""
     own = get_user_folder() / "models"
     file = SHIPPED_TABLE / f"{name.replace('/', '--')}.json"
     if not own.is_dir() and os.path.isfile(file):
@@ -114,25 +115,25 @@ def _find_in_table(name: str) -> Mapping[str, Any] | None:
 
 
 def load_table() -> dict[str, Mapping[str, Any]]:
-    """Well-known models by lower-case name. A file in the user's own folder wins over a shipped one."""
+    """Well-known models by lower-case name. A file in the user's folder overrides a shipped one."""
     table: dict[str, Mapping[str, Any]] = {}
     for folder in (SHIPPED_TABLE, get_user_folder() / "models"):
         for file in sorted(folder.glob("*.json")):
             entry = _read_config(file)
             if not isinstance(entry.get("repo"), str) or not isinstance(entry.get("config"), dict):
                 raise RecipeError([Problem(KEY, f"{file} has no `repo` and `config`", "see the shipped models/*.json")])
-            also = entry.get("also") or []
-            if not isinstance(also, list):
+            other_names = entry.get("also") or []
+            if not isinstance(other_names, list):
                 raise RecipeError(
                     [Problem(KEY, f"{file}: `also` is not a list of names", "see the shipped models/*.json")]
                 )
-            for name in (entry["repo"], *also):
+            for name in (entry["repo"], *other_names):
                 table[str(name).lower()] = entry
     return table
 
 
 def get_user_folder() -> Path:
-    """Where a user's own models and hardware live."""
+    """The folder of a user's own models and hardware table."""
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(base) / "ulysses"
 
@@ -162,22 +163,22 @@ def _find_cached(name: str, revision: str | None) -> Path | None:
 
 
 def _find_snapshot(name: str, revision: str | None) -> Path | None:
-    """A model's folder in the hub's cache, by the cache's own layout: refs/<branch> names a snapshot."""
+    """A model's folder in the hub's cache. The layout is the cache's: refs/<branch> names a snapshot."""
     general = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(general, "huggingface")
     cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
     repo = cache / f"models--{name.replace('/', '--')}"
-    wanted = revision or "main"
+    snapshot = revision or "main"
     try:
-        wanted = (repo / "refs" / wanted).read_text(encoding="utf-8").strip()
+        snapshot = (repo / "refs" / snapshot).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         pass  # not a branch or tag: perhaps a commit
-    folder = repo / "snapshots" / wanted
-    return folder if folder.is_dir() and ".." not in Path(wanted).parts else None
+    folder = repo / "snapshots" / snapshot
+    return folder if folder.is_dir() and ".." not in Path(snapshot).parts else None
 
 
 def _fetch_config(name: str, revision: str | None) -> dict[str, Any]:
-    """Download config.json through huggingface_hub, which keeps it in the cache."""
+    """Downloads config.json with huggingface_hub, which stores it in the cache."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -191,22 +192,22 @@ def _fetch_config(name: str, revision: str | None) -> dict[str, Any]:
     )
 
     if constants.HF_HUB_OFFLINE:
-        hint = "unset it, fetch the model where there is a network, or name a local folder"
-        raise RecipeError([Problem(KEY, f"{name} is not on disk, and HF_HUB_OFFLINE forbids to ask the hub", hint)])
+        hint = "unset it, download the model on a machine with network access, or name a local folder"
+        raise RecipeError([Problem(KEY, f"{name} is not on disk, and HF_HUB_OFFLINE forbids downloads", hint)])
     try:
-        _reach(constants.ENDPOINT)  # the library itself would try for half a minute
+        _reach(constants.ENDPOINT)  # the library alone would retry for half a minute
         return _read_config(Path(hf_hub_download(name, "config.json", revision=revision)))
     except GatedRepoError:
         hint = f"accept its licence at https://huggingface.co/{name}, then set HF_TOKEN or run `hf auth login`"
         raise RecipeError(
-            [Problem(KEY, f"{name} is gated: the hub wants an account that accepted its licence", hint)]
+            [Problem(KEY, f"{name} is gated: the hub requires an account that accepted its licence", hint)]
         ) from None
     except RepositoryNotFoundError:
         hint = _suggest_names(name) or "check the name; a private model needs HF_TOKEN"
         raise RecipeError([Problem(KEY, f"the hub has no model {name}", hint)]) from None
     except RevisionNotFoundError:
         raise RecipeError(
-            [Problem("model.revision", f"{name} has no revision {revision}", "leave it out for main")]
+            [Problem("model.revision", f"{name} has no revision {revision}", "leave it out to use main")]
         ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
         hint = "check the connection and its proxy, or name a local folder"
@@ -228,17 +229,17 @@ def _reach(endpoint: str) -> None:
     try:
         urlopen(Request(endpoint, method="HEAD"), timeout=REACH_SECONDS).close()
     except HTTPError:
-        pass  # it answered
+        pass  # the hub can be reached
     except (URLError, OSError, ValueError) as error:
         raise ConnectionError(endpoint) from error
 
 
 def _explain_missing(name: str, revision: str | None) -> Problem:
     at = f" at revision {revision}" if revision not in (None, "main") else ""
-    ways = "add --online to ask the hub, or name a local folder"
+    ways = "add --online to download its config.json, or name a local folder"
     close = "" if revision not in (None, "main") else _find_close_name(name)
-    message = f"the shape of {name}{at} is not known here: not a folder, not in the Hugging Face cache or the table"
-    return Problem(KEY, message, f"{ways}; known here is {close}" if close else ways)
+    message = f"config.json of {name}{at} is not on this machine: not in a folder, the Hugging Face cache or the table"
+    return Problem(KEY, message, f"{ways}; a similar model that is known is {close}" if close else ways)
 
 
 def _suggest_names(name: str) -> str:
@@ -247,9 +248,10 @@ def _suggest_names(name: str) -> str:
 
 
 def _find_close_name(name: str) -> str:
-    known = load_table()
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
+    table = load_table()
+    close = difflib.get_close_matches(name.lower(), table, n=1, cutoff=0.75)
     if not close:
         return ""
-    entry = known[close[0]]
-    return str(next(n for n in (entry["repo"], *(entry.get("also") or ())) if n.lower() == close[0]))
+    entry = table[close[0]]
+    names = (entry["repo"], *(entry.get("also") or ()))
+    return str(next(known_name for known_name in names if known_name.lower() == close[0]))

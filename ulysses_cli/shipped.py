@@ -1,4 +1,4 @@
-"""The recipes that come with this tool: in the wheel beside this file, in a checkout at its root."""
+"""The recipes that come with this tool: in a wheel next to this file, in a checkout at its root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def get_folder() -> Path:
 
 
 def list_recipes() -> list[tuple[str, str]]:
-    """(name, first line of the header) of each."""
+    """(name, first line of its header) of each recipe."""
     return [(file.stem, _read_summary(file)) for file in sorted(get_folder().glob("*.yaml"))]
 
 
@@ -31,7 +31,9 @@ def copy_recipe(name: str, to: Path | None, *, force: bool) -> Path:
         if target.is_dir():
             target = target / source.name
         if target.exists() and not force:
-            raise RecipeError([Problem("", f"{target} exists", "add --force to overwrite it, or name another file")])
+            raise RecipeError(
+                [Problem("", f"{target} already exists", "add --force to overwrite it, or name another file")]
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
@@ -40,11 +42,11 @@ def copy_recipe(name: str, to: Path | None, *, force: bool) -> Path:
 
 
 def _find(name: str) -> Path:
-    wanted = name.removesuffix(".yaml")
+    stem = name.removesuffix(".yaml")
     names = [known for known, _ in list_recipes()]
-    if wanted in names:
-        return get_folder() / f"{wanted}.yaml"
-    close = difflib.get_close_matches(wanted, names, n=1)
+    if stem in names:
+        return get_folder() / f"{stem}.yaml"
+    close = difflib.get_close_matches(stem, names, n=1)
     hint = f"did you mean {close[0]}?" if close else "`ulysses recipes list` shows them all"
     raise RecipeError([Problem("", f"no recipe is called {name}", hint)])
 

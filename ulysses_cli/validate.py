@@ -1,6 +1,6 @@
-"""A recipe file and overrides -> its problems, or its resolved plan. What every command does first.
+"""Takes a recipe file and overrides, returns its problems or its resolved plan. Every command calls this first.
 
-Joins load, hub, check and resolve; holds no rule and prints nothing.
+Loads the recipe, finds the model's shape, checks the rules and resolves the plan. Holds no rule and prints nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECIPE_SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Validated:
-    """Either problems, or everything that is known about a valid recipe."""
+    """Either problems, or a valid recipe with its model's shape and its resolved plan."""
 
     file: str
     problems: tuple[Problem, ...]
@@ -33,7 +33,7 @@ class Validated:
     resolved: Resolved | None = None
 
     def list_problems(self, *, is_alone: bool) -> list[Problem]:
-        """With several recipes, one on the command line says whose it is."""
+        """With several recipes, a problem of the command line names the recipe that it belongs to."""
         return [
             problem
             if is_alone or problem.where.line
@@ -53,9 +53,9 @@ def validate_recipe(
     text: str | None = None,
     starts_anew: bool = False,
 ) -> Validated:
-    """Every mistake at once: the rules look at what is left of a recipe without its unreadable values. `text` stands
-    in for a file that nobody wrote; `file` is what problems call it. A run that `starts_anew` overwrites an older one,
-    whatever its recipe was."""
+    """Collects all mistakes at once: rules also check a recipe in which some values could not be read. `text` replaces
+    the content of the file; `file` is then only the name in problems. A run that `starts_anew` overwrites an earlier
+    one, so that the earlier run's recipe may differ."""
     problems: list[Problem] = []
     try:
         loaded = load_recipe(file, overrides) if text is None else parse_recipe(text, file, overrides)
@@ -63,29 +63,32 @@ def validate_recipe(
         if not isinstance(error.readable, Loaded):
             return Validated(file, error.problems)
         loaded, problems = error.readable, list(error.problems)
-    known = {problem.key for problem in problems}
-    found: hub.ModelSource | None = None
+    known_keys = {problem.key for problem in problems}
+    source: hub.ModelSource | None = None
     try:
-        found = hub.find_model_shape(loaded.recipe, online=online)
+        source = hub.find_model_shape(loaded.recipe, online=online)
     except RecipeError as error:
         problems += [replace(problem, where=loaded.locate(problem.key)) for problem in error.problems]
-    broken = check_recipe(loaded, found.shape if found else None, num_processes, hub.find_tokenizer(loaded.recipe))
-    known |= {"run.output_dir"} if starts_anew else set()
-    problems += [problem for problem in broken if not _follows(problem, known)]
-    if problems or found is None:
+    broken_rules = check_recipe(
+        loaded, source.shape if source else None, num_processes, hub.find_tokenizer(loaded.recipe)
+    )
+    known_keys |= {"run.output_dir"} if starts_anew else set()
+    problems += [problem for problem in broken_rules if not _follows(problem, known_keys)]
+    if problems or source is None:
         return Validated(file, tuple(sorted(problems, key=lambda problem: problem.where)), loaded)
-    return Validated(file, (), loaded, found.shape, found.source, resolve(loaded.recipe, found.shape, loaded.places))
+    return Validated(file, (), loaded, source.shape, source.source, resolve(loaded.recipe, source.shape, loaded.places))
 
 
-def _follows(problem: Problem, known: set[str]) -> bool:
-    """Whether a rule complains of a value that has a problem of its own, or speaks of what stands in for it."""
+def _follows(problem: Problem, known_keys: set[str]) -> bool:
+    """Whether a rule's problem follows from another one: it is about a value that already has a problem, or names
+    one."""
     words = set(re.findall(r"[\w.]+[\w]", f"{problem.message} {problem.hint}"))
-    return problem.key in known or any(key in words for key in known)
+    return problem.key in known_keys or any(key in words for key in known_keys)
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Recipe files and `section.key=value` overrides, in any order. A key without `=value` stays with the words that
-    may have been meant as its value: loading says what is missing."""
+    """Splits the command line into recipe files and `section.key=value` overrides, in any order. A key without `=value`
+    is joined with the next word, which may have been meant as its value: loading then reports what is missing."""
     files: list[str] = []
     overrides: list[str] = []
     lacks_value = False

@@ -33,8 +33,8 @@ from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.prove.bench import bench as subject
 from ulysses_cli.prove.bench.calibration import calibrate
 from ulysses_cli.prove.bench.speed import Timed
-from ulysses_cli.prove.ranks.interleaving import Turn, compare_pairs
-from ulysses_cli.prove.ranks.ranks import RankFailureError, run_in_turns
+from ulysses_cli.prove.ranks.interleaving import Interleaving, compare_pairs
+from ulysses_cli.prove.ranks.ranks import RankFailureError, run_interleaved
 from ulysses_cli.report.proofs import make_findings_page
 
 BIG = {**CONFIG, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 128, "num_hidden_layers": 16}
@@ -45,15 +45,17 @@ def make_timed(parts: dict[str, float], seconds: float = 1.0, loss: float = 2.0)
     return Timed(steps, 100, 1e12, 989.0, 1 << 30, 1 << 30, loss, parts, 0.1)
 
 
-def run_sweep(monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.BenchDevice | None = None, **more: Any) -> Any:
+def run_sweep(
+    monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.BenchDevice | None = None, **more: Any
+) -> Any:
     """A sweep whose ranks are not started: `outcomes(recipe, is_ours, num_sides)` says how a side fares."""
 
     def run(world: int, calls: Any, **_: Any) -> list[Any]:
         return [outcomes(args[0], function is subject.time_steps, len(calls)) for function, args in calls]
 
-    monkeypatch.setattr(subject, "run_in_turns", run)
+    monkeypatch.setattr(subject, "run_interleaved", run)
     if place is not None:
-        monkeypatch.setattr(subject, "find_place", lambda *_: place)
+        monkeypatch.setattr(subject, "find_device", lambda *_: place)
     options = {"lengths": (32, 64), "sp_sizes": (1, 2), "levers": "auto", "num_steps": 4, "against_trainer": False}
     sweep = subject.BenchSweep(**{**options, "time_limit_seconds": 60.0, **more})
     recipe = make_recipe("parallel.sp_size=2")
@@ -132,14 +134,14 @@ def test_sequence_parallelism_off_and_on(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_pairs_are_of_the_same_step() -> None:
     found = compare_pairs({4: 1.0, 5: 10.0, 6: 1.0}, {4: 2.0, 5: 20.0, 7: 1.0})
     assert found is not None
-    assert (found.num_pairs, found.middle, found.low, found.high) == (2, 2.0, 2.0, 2.0)
+    assert (found.num_pairs, found.median, found.low, found.high) == (2, 2.0, 2.0, 2.0)
     assert compare_pairs({1: 1.0}, {2: 1.0}) is None
 
 
 @pytest.mark.check
 def test_two_worlds_take_steps_in_turns_and_one_goes_on_alone(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
-    found = run_in_turns(
+    found = run_interleaved(
         2, [(mark_steps, (marks, "a", 5, 99)), (mark_steps, (marks, "b", 5, 3))], device="cpu", time_limit=120
     )
     assert found[0] == "a"
@@ -150,11 +152,11 @@ def test_two_worlds_take_steps_in_turns_and_one_goes_on_alone(tmp_path: Path) ->
     assert said.count("a<a>") == 5
 
 
-def mark_steps(device: Any, turn: Turn, marks: Path, name: str, num_steps: int, fails_at: int) -> str:
+def mark_steps(device: Any, interleaving: Interleaving, marks: Path, name: str, num_steps: int, fails_at: int) -> str:
     """What happens inside a step and between two, written by rank 0 of each world into one file."""
     is_first = torch.distributed.get_rank() == 0
     for step in range(num_steps):
-        turn.take()
+        interleaving.wait_for_turn()
         if step == fails_at:
             raise ValueError(f"{name} is tired")
         for text in (f"{name}<", f"{name}>"):
@@ -163,7 +165,7 @@ def mark_steps(device: Any, turn: Turn, marks: Path, name: str, num_steps: int, 
                     stream.write(text)
             time.sleep(0.01)
             torch.distributed.barrier()
-        turn.hand_over()
+        interleaving.pass_turn()
     return name
 
 
@@ -234,7 +236,7 @@ def test_a_calibration_is_read_where_its_gpus_are_and_the_users_own_file_wins(
         (["--max-length", "8Kx"], "8Kx is not a whole number"),
         (["--sp-size", "4", "--max-length", "2"], "shorter than sp_size"),
         (["--sp-on-off", "--sp-size", "2"], "chooses the sizes itself"),
-        (["--sp-on-off", "--against", "trainer"], "is one comparison, --against another"),
+        (["--sp-on-off", "--against", "trainer"], "and --against are two comparisons"),
         (["--sp-on-off", "parallel.sp_size=1"], "the recipe has sp_size 1"),
     ],
 )

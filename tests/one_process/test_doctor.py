@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -19,9 +20,8 @@ from support.training import make_recipe
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.prove.doctor import device_checks as wires
-from ulysses_cli.prove.doctor import machine, software
-from ulysses_cli.prove.doctor.checkup import Finding, Patient, run_checks
+from ulysses_cli.prove.doctor import device_checks, doctor, machine, software
+from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding, run_checks
 from ulysses_cli.prove.results import Findings
 from ulysses_cli.train.processes import host_memory
 
@@ -53,8 +53,8 @@ def draw_topology(kinds: list[list[str]]) -> str:
     return "\n".join(["\t" + "\t".join(names), *("\t".join([n, *row]) for n, row in zip(names, kinds, strict=True))])
 
 
-def make_patient(*overrides: str) -> Patient:
-    return Patient(make_recipe(*overrides) if overrides else None, None, load_hardware(), 0)
+def make_target(*overrides: str) -> CheckTarget:
+    return CheckTarget(make_recipe(*overrides) if overrides else None, None, load_hardware(), 0)
 
 
 def test_sp_groups_that_leave_their_island_are_named() -> None:
@@ -80,7 +80,7 @@ def test_machines_of_eight(link: str, other: str, sp_size: int, num_slow: int) -
 def test_why_torch_sees_no_gpu() -> None:
     assert "nvidia-smi does not answer" in machine.explain_no_gpus("", "2.13.0+cu128")[0]
     text, fix = machine.explain_no_gpus(SMI, "2.13.0+cpu")
-    assert text == "torch 2.13.0+cpu is built for CPUs alone, beside driver 535.183.01 (up to CUDA 12.2)"
+    assert text == "torch 2.13.0+cpu is built for CPUs only, but there is driver 535.183.01 (up to CUDA 12.2)"
     assert "a torch for CUDA 12.2 or older" in fix
     assert "newer driver" in machine.explain_no_gpus(SMI, "2.13.0+cu128")[1]
 
@@ -119,7 +119,7 @@ def test_an_operator_that_cannot_be_built_fails_only_where_it_is_needed(
     monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder", Builder)
 
     def look(*overrides: str) -> Finding:
-        return next(iter(software.check_operators(make_patient(*overrides))))
+        return next(iter(software.check_operators(make_target(*overrides))))
 
     assert look().verdict == "SKIP"
     needed = look("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
@@ -134,15 +134,17 @@ def test_an_operator_that_cannot_be_built_fails_only_where_it_is_needed(
 
 def test_what_the_recipe_alone_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "find_spec", lambda name: None)
-    patient = make_patient("run.report_to=[wandb]")
-    assert [(each.name, each.verdict) for each in software._check_wishes(patient)] == [("wandb", "FAIL")]
-    assert list(software._check_wishes(make_patient())) == []
+    target = make_target("run.report_to=[wandb]")
+    assert [(each.name, each.verdict) for each in software._check_recipe_needs(target)] == [("wandb", "FAIL")]
+    assert list(software._check_recipe_needs(make_target())) == []
 
 
 def test_disks_and_memory_against_the_need(tmp_path: Path) -> None:
     recipe = make_recipe(f"run.output_dir={tmp_path}/run", f"data.store_dir={tmp_path}/store")
     shape = read_model_shape(CONFIG, "test")
-    small, huge = (Patient(recipe, replace(shape, num_parameters=size), load_hardware(), 0) for size in (1_000, 10**15))
+    small, huge = (
+        CheckTarget(recipe, replace(shape, num_parameters=size), load_hardware(), 0) for size in (1_000, 10**15)
+    )
     assert {each.verdict for each in machine.check_disks(small)} == {"PASS"}
     found = {each.name: each for each in machine.check_disks(huge)}
     assert found[f"{tmp_path}/run"].verdict == "FAIL"
@@ -172,11 +174,11 @@ def test_processes_against_gpus(world: int, gpus: int, verdict: str) -> None:
 def test_all_ranks_of_a_recipe_are_counted() -> None:
     ranks = {("parallel.sp_size=2", "parallel.dp_shard_size=4"): 8, ("parallel.sp_size=2",): 2}
     for sizes, wanted in ranks.items():
-        assert machine.count_ranks_here(make_patient(*sizes)) == wanted
+        assert machine.count_ranks_here(make_target(*sizes)) == wanted
     eight = ("parallel.sp_size=2", "parallel.dp_shard_size=4", "run.device=auto")
-    assert machine.count_ranks_here(replace(make_patient(*eight), num_gpus=4)) == 4
-    assert machine.count_ranks_here(replace(make_patient(), recipe=None, num_gpus=0)) == 1
-    (cores,) = [each for each in machine.check_limits(make_patient("parallel.sp_size=2")) if each.name == "cores"]
+    assert machine.count_ranks_here(replace(make_target(*eight), num_gpus=4)) == 4
+    assert machine.count_ranks_here(replace(make_target(), recipe=None, num_gpus=0)) == 1
+    (cores,) = [each for each in machine.check_limits(make_target("parallel.sp_size=2")) if each.name == "cores"]
     assert " for the 2 ranks of this machine" in cores.text
 
 
@@ -208,33 +210,40 @@ def test_a_stale_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         lock = tmp_path / name / "lock"
         lock.touch()
         os.utime(lock, (time.time() - age,) * 2)
-    found = list(software.check_locks(make_patient()))
+    found = list(software.check_locks(make_target()))
     adam = tmp_path / "old" / "cpu_adam"
     adam.mkdir()
     (tmp_path / "old" / "lock").rename(adam / "lock")
-    (waiting,) = software.check_cpu_adam(make_patient("memory.offload_optimizer=cpu"))
+    (waiting,) = software.check_cpu_adam(make_target("memory.offload_optimizer=cpu"))
     assert (waiting.verdict, waiting.fix) == ("FAIL", f"rm {adam / 'lock'}")
     assert [(each.verdict, each.fix) for each in found] == [("WARN", f"rm {tmp_path / 'old' / 'lock'}")]
 
 
 def test_a_check_that_breaks_does_not_end_the_others_and_failures_come_first() -> None:
-    def breaks(_: Patient) -> Iterator[Finding]:
+    def breaks(_: CheckTarget) -> Iterator[Finding]:
         yield Finding("first", "WARN", "slow", "later")
         raise OSError("no such device")
 
-    def fails(_: Patient) -> Iterator[Finding]:
+    def fails(_: CheckTarget) -> Iterator[Finding]:
         yield Finding("second", "FAIL", "missing", "now")
 
     findings = Findings("doctor", "test")
-    run_checks(make_patient(), [("a", breaks), ("b", fails)], findings, lambda _: None)
+    run_checks(make_target(), [("a", breaks), ("b", fails)], findings, lambda _: None)
     assert [row.verdict for row in findings.rows] == ["WARN", "WARN", "FAIL"]
     assert "no such device" in findings.rows[1].text
     assert [how for _, how in findings.fixes] == ["now", "later"]
     assert not findings.passed
 
 
+def test_checks_that_are_loaded_late_exist() -> None:
+    names = {name for name in vars(device_checks) if name.startswith("check_")}
+    for group, check in doctor.CHECKS:
+        if check.__qualname__.startswith("_load_check"):
+            assert inspect.getclosurevars(check).nonlocals["name"] in names, group
+
+
 def test_a_recipe_for_gpus_fails_without_them() -> None:
-    found = list(machine.check_gpus(make_patient("run.device=auto")))
+    found = list(machine.check_gpus(make_target("run.device=auto")))
     assert [each.verdict for each in found] == ["FAIL"]
     assert "run.device=cpu" in found[0].fix
 
@@ -242,7 +251,7 @@ def test_a_recipe_for_gpus_fails_without_them() -> None:
 def test_a_kernel_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from ulysses_cli.train.attention.kernels import operators
 
-    assert {each.name: each.verdict for each in wires.check_kernels(make_patient())}["sdpa"] == "PASS"
+    assert {each.name: each.verdict for each in device_checks.check_kernels(make_target())}["sdpa"] == "PASS"
     right = operators.KERNELS["sdpa"]
 
     def wrong(*args: object, **more: object) -> object:
@@ -250,7 +259,7 @@ def test_a_kernel_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         return out * 1.5, lse
 
     monkeypatch.setitem(operators.KERNELS, "sdpa", right._replace(forward=wrong))
-    found = {each.name: each for each in wires.check_kernels(make_patient())}
+    found = {each.name: each for each in device_checks.check_kernels(make_target())}
     assert found["sdpa"].verdict == "WARN"
     assert "differs from the reference" in found["sdpa"].text
     assert found["attention"].verdict == "FAIL"

@@ -39,7 +39,11 @@ def test_help_shows_two_examples(command: str) -> None:
         (["nowhere.yaml"], "", "cannot be read"),
         ([RECIPE, "parallel.sp_size=3"], "parallel.sp_size", "3 does not divide the 4 attention heads"),
         ([RECIPE, "train.max_step=3"], "train.max_step", "unknown key"),
-        ([RECIPE, "model.config=null", "model.name_or_path=some/unknown"], "model.name_or_path", "is not known here"),
+        (
+            [RECIPE, "model.config=null", "model.name_or_path=some/unknown"],
+            "model.name_or_path",
+            "is not on this machine",
+        ),
         ([RECIPE, RECIPE], "", "2 recipes"),
         ([RECIPE, "--html", "/proc/nowhere/page.html"], "--html", "cannot be written"),
     ],
@@ -62,7 +66,7 @@ def test_what_breaks_inside_is_told_without_a_trace(tmp_path: Path, capfd: pytes
     task = {"command": "nothing", "recipe": "", "overrides": [], "config": {}, "options": {}, "device": "cuda"}
     findings, code = prove(task, lambda _: None, tmp_path / "log")
     assert code == FAILED
-    assert findings["problems"][0]["message"] == "nothing broke: AssertionError: no proof is called nothing"
+    assert findings["problems"][0]["message"] == "nothing failed: AssertionError: no proof is called nothing"
     assert findings["problems"][0]["hint"] == f"the whole trace: {tmp_path / 'log'}"
     assert "Traceback" in capfd.readouterr().err  # which is the log by then
     wrong = {**task, "recipe": RECIPE, "overrides": ["train.max_step=3"]}

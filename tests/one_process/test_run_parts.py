@@ -326,7 +326,7 @@ def test_a_folder_that_is_removed_during_the_run_is_said(tmp_path: Path) -> None
     (warning,) = [event["message"] for event in said if event["event"] == "warning"]
     assert warning.startswith(f"{run_dir / 'metrics.jsonl'} was removed while the run goes on: what it held is lost")
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
-    with pytest.raises(RecipeError, match="belongs to a run that goes on right now"):
+    with pytest.raises(RecipeError, match="is in use by a run that is still going on"):
         lock_run(run_dir, 0)
     record.close()
     shutil.rmtree(run_dir)

@@ -162,7 +162,7 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_
 
     code, _, err = shop.train("run.output_dir=stopped", "run.save_steps=null")
     assert code == 2
-    assert "hint: go on with --resume auto, choose another run.output_dir, or replace them with --overwrite" in err
+    assert "hint: continue it with --resume auto, choose another run.output_dir, or replace it with --overwrite" in err
     code, _, err = shop.train("run.output_dir=stopped", "run.save_steps=null", "--resume", "auto")
     assert code == 0, err
     assert f"resumed from stopped/checkpoints/step-{stopped[1]} after step {stopped[1]}" in err
@@ -178,7 +178,7 @@ def test_a_killed_rank_is_named_once_and_the_others_end(shop: Shop) -> None:
     shop.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
     second = shop.train("run.output_dir=killed", "train.max_steps=100000")
     assert second[0] == 2
-    assert "killed belongs to a run that goes on right now" in second[2]
+    assert "killed is in use by a run that is still going on" in second[2]
     assert "; its recipe is the same" in second[2]
     process.strike(1)
     _, err = process.communicate(timeout=TIME_LIMIT)

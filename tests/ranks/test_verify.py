@@ -45,11 +45,11 @@ def make_proof(*overrides: str) -> Recipe:
 
 
 def prove_with(fault: str, folder: Path, *overrides: str) -> list[Row]:
-    from ulysses_cli.prove.verify.verify import judge, make_reference, set_task
+    from ulysses_cli.prove.verify.verify import judge, make_reference, make_task
 
     proof = make_proof(*overrides)
     shape = read_model_shape(proof.model.config or {}, "test")
-    task = set_task(proof, shape, folder)
+    task = make_task(proof, shape, folder)
     found = run_on_ranks(2, trace_with, fault, task)
     return judge("sp 2", found[0], make_reference(task), shape)
 

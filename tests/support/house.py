@@ -62,7 +62,7 @@ ORDER: dict[str, list[str]] = {
         *("failure_record", "line_files", "manifest", "archive", "resume", "run_lock", "seal", "run_key"),
     ],
     "host": ["network", "operator_builds", "children"],
-    "launch": ["nodes", "meeting", "start_lock", "results", "failures", "launcher", "preflight"],
+    "launch": ["nodes", "rendezvous", "start_lock", "results", "failures", "launcher", "preflight"],
     "data": [
         *("problems", "selection", "sources", "steps", "batching", "transaction", "store", "rows", "packer", "facts"),
         *("tokenizing", "prepare", "__main__"),

@@ -50,8 +50,8 @@ def test_the_text_of_an_estimate() -> None:
 def test_without_a_recipe_what_was_assumed_is_said() -> None:
     done = run("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "256Ki", "--num-processes", "16")
     assert done.returncode == 0
-    assert "sp_size 8, the largest legal one inside a node; levers are auto" in done.stdout
-    assert "positions are stretched by yarn: the model knows 40,960" in done.stdout
+    assert "sp_size 8, the largest valid one inside a machine; levers are auto" in done.stdout
+    assert "positions are stretched by yarn: the model was trained on 40,960" in done.stdout
     assert "dp_shard 2 x sp 8" in done.stdout
     with_lora = run(
         "estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "lora.r=8", "--format", "json"
@@ -91,12 +91,15 @@ def test_it_answers_in_half_a_second() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("estimate-memory",), "there is neither a recipe nor --model"),
+        (("estimate-memory",), "neither a recipe nor --model is given"),
         (("estimate-memory", RECIPE, "--gpu", "h1000"), "--gpu: no GPU is called h1000"),
-        (("estimate-memory", RECIPE, "--model", "Qwen/Qwen3-8B"), "is given beside"),
-        (("estimate-memory", RECIPE, "--max-length", "8Ki"), "--max-length: belongs to --model"),
+        (("estimate-memory", RECIPE, "--model", "Qwen/Qwen3-8B"), "cannot be combined with"),
+        (("estimate-memory", RECIPE, "--max-length", "8Ki"), "--max-length: is for --model only"),
         (("estimate-memory", "--model", "Qwen/Qwen3-8B"), "--max-length: required with --model"),
-        (("estimate-memory", "--model", "Qwen/Qwen3-8", "--max-length", "8Ki"), "known here is Qwen/Qwen3-8B"),
+        (
+            ("estimate-memory", "--model", "Qwen/Qwen3-8", "--max-length", "8Ki"),
+            "a similar model that is known is Qwen/Qwen3-8B",
+        ),
         (("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "-3"), "-3 is not a whole number from 2"),
         (("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "lots"), "lots is not a whole number"),
         (("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "1T"), "past the 2^31"),
@@ -118,7 +121,7 @@ def test_it_answers_in_half_a_second() -> None:
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--gpus", ""), "--gpus: names no GPU"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--deadline", "soon"), "soon is not a time"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--budget", "-1"), "Invalid value"),
-        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--longest"), "leave one of them out"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--longest"), "leave out one of them"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--budget", "100"), "--budget: bounds a plan for rows"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--deadline", "1h"), "--deadline: bounds a plan for rows"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "64Mi", "--gpus", "h100:8"), "no plan (heads)"),

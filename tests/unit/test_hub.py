@@ -58,13 +58,13 @@ def test_the_cache_by_branch_tag_and_commit(tmp_path: Path) -> None:
     (repo / "refs" / "main").write_text("abc123")
     assert find("owner/own").source == "the Hugging Face cache"
     assert find("owner/own", "model.revision=abc123").source == "the Hugging Face cache"
-    assert "at revision v2 is not known here" in complain("owner/own", "model.revision=v2")
+    assert "at revision v2 is not on this machine" in complain("owner/own", "model.revision=v2")
 
 
 def test_the_table_by_any_of_its_names_and_the_users_own() -> None:
     assert find("meta-llama/Llama-3.1-8B").shape.num_parameters == 8030261248
     assert find("meta-llama/llama-3.1-8b-instruct").source == "the table of well-known models"
-    assert "at revision x is not known" in complain("meta-llama/Llama-3.1-8B", "model.revision=x")
+    assert "at revision x is not on this machine" in complain("meta-llama/Llama-3.1-8B", "model.revision=x")
     own = hub.get_user_folder() / "models"
     own.mkdir(parents=True)
     (own / "a.json").write_text(json.dumps({"repo": "meta-llama/Llama-3.1-8B", "config": LLAMA}))
@@ -75,12 +75,13 @@ def test_the_table_by_any_of_its_names_and_the_users_own() -> None:
 
 def test_a_slip_of_the_pen() -> None:
     assert complain("owner/none") == (
-        "model.name_or_path: the shape of owner/none is not known here: not a folder, not in the Hugging Face cache or "
-        "the table\n\nhint: add --online to ask the hub, or name a local folder"
+        "model.name_or_path: config.json of owner/none is not on this machine: not in a folder, the Hugging Face cache "
+        "or the table\n\nhint: add --online to download its config.json, or name a local folder"
     )
     assert "is an address, not a name" in complain("https://huggingface.co/Qwen/Qwen3-8B")
     assert complain("Qwen/Qwen-14B").endswith(
-        "hint: add --online to ask the hub, or name a local folder; known here is Qwen/Qwen3-14B"
+        "hint: add --online to download its config.json, or name a local folder; a similar model that is known is "
+        "Qwen/Qwen3-14B"
     )
 
 
@@ -90,8 +91,8 @@ def test_a_hub_that_may_not_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError) as caught:
         hub.find_model_shape(load("model.name_or_path=owner/real").recipe, online=True)
     assert str(caught.value.problems[0]).strip() == (
-        "model.name_or_path: owner/real is not on disk, and HF_HUB_OFFLINE forbids to ask the hub\n\n"
-        "hint: unset it, fetch the model where there is a network, or name a local folder"
+        "model.name_or_path: owner/real is not on disk, and HF_HUB_OFFLINE forbids downloads\n\n"
+        "hint: unset it, download the model on a machine with network access, or name a local folder"
     )
 
 
@@ -173,7 +174,7 @@ def validate_online(address: str, name: str, tmp_path: Path) -> subprocess.Compl
     ("name", "code", "words"),
     [
         ("owner/fine", 0, "shape from the hub"),
-        ("owner/gated", 2, "owner/gated is gated: the hub wants an account that accepted its licence"),
+        ("owner/gated", 2, "owner/gated is gated: the hub requires an account that accepted its licence"),
         ("owner/missing", 2, "the hub has no model owner/missing"),
         ("owner/empty", 2, "owner/empty has no config.json"),
     ],

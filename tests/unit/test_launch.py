@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ulysses_cli.host import network
-from ulysses_cli.launch import launcher, meeting, nodes, results, start_lock
+from ulysses_cli.launch import launcher, nodes, rendezvous, results, start_lock
 from ulysses_cli.launch.failures import find_first_failure
 from ulysses_cli.launch.launcher import make_environment, make_launcher_args
 from ulysses_cli.launch.nodes import Nodes, find_nodes
@@ -66,7 +66,7 @@ def test_machines_that_do_not_fit_are_refused(world_size: int, environ: dict[str
 
 def test_the_launchers_command_line(tmp_path: Path) -> None:
     alone_here = Nodes(processes_here=2)
-    with meeting.open_meeting(alone_here, tmp_path, {}) as place:
+    with rendezvous.open_rendezvous(alone_here, tmp_path, {}) as place:
         folder = place.folder
         assert folder is not None
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -83,7 +83,8 @@ def test_the_launchers_command_line(tmp_path: Path) -> None:
 
 def test_several_machines_share_a_key_that_no_command_line_shows(tmp_path: Path) -> None:
     both = [Nodes(2, rank, "127.0.0.1", 1234, 8) for rank in range(2)]
-    with meeting.open_meeting(both[1], tmp_path, {}) as second, meeting.open_meeting(both[0], tmp_path, {}) as first:
+    open_rendezvous = rendezvous.open_rendezvous
+    with open_rendezvous(both[1], tmp_path, {}) as second, open_rendezvous(both[0], tmp_path, {}) as first:
         args = [make_launcher_args(node, 3, each) for node, each in zip(both, (first, second), strict=True)]
         environ = make_environment({"NCCL_SOCKET_IFNAME": "ib0"}, "cuda", 8, first)
         assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
@@ -97,7 +98,7 @@ def test_several_machines_share_a_key_that_no_command_line_shows(tmp_path: Path)
     assert not any(first.key[at : at + 8] in word for word in args[0] for at in range(56))
     assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
     given = {KEY: "g" * 40}
-    with meeting.open_meeting(both[0], tmp_path, given) as place:
+    with rendezvous.open_rendezvous(both[0], tmp_path, given) as place:
         assert make_environment(given, "cpu", 8, place)[KEY] == "g" * 40
         assert not (tmp_path / "key").exists()
     assert f"--rdzv-id={Seal('g' * 40).name_run()}" not in args[0]
@@ -107,7 +108,7 @@ def test_a_key_that_is_none_is_refused(tmp_path: Path) -> None:
     nodes, file = Nodes(2, 0, "localhost"), tmp_path / "key"
 
     def refuse(environ: dict[str, str]) -> Problem:
-        with pytest.raises(RecipeError) as found, meeting.open_meeting(nodes, tmp_path, environ):
+        with pytest.raises(RecipeError) as found, rendezvous.open_rendezvous(nodes, tmp_path, environ):
             pass
         return found.value.problems[0]
 
@@ -200,7 +201,7 @@ def test_a_folder_belongs_to_one_run_as_long_as_a_process_of_it_lives(tmp_path: 
     lock = start_lock.lock_run(tmp_path / "run", 0)
     rank = RunLock(lock.file)
     for end in (lambda: os.close(lock.handle), lambda: os.close(rank.handle)):
-        with pytest.raises(RecipeError, match="belongs to a run that goes on right now"):
+        with pytest.raises(RecipeError, match="is in use by a run that is still going on"):
             start_lock.lock_run(tmp_path / "run", 0)
         end()
     os.close(start_lock.lock_run(tmp_path / "run", 0).handle)
@@ -212,7 +213,7 @@ def test_a_lock_that_was_removed_with_its_folder_is_put_back(tmp_path: Path) -> 
     rank.put_back()
     shutil.rmtree(run_dir)
     rank.put_back()
-    with pytest.raises(RecipeError, match=r"goes on right now \(process .*its recipe is the same"):
+    with pytest.raises(RecipeError, match=r"still going on \(process .*its recipe is the same"):
         start_lock.lock_run(run_dir, 0, {"run": {"seed": 3}})
     shutil.rmtree(run_dir)
     second = start_lock.lock_run(run_dir, 0)
@@ -232,12 +233,12 @@ def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:
         start_lock.lock_run(tmp_path, 0, second)
     said = found.value.problems[0].message
     assert f"(process {os.getpid()} on " in said
-    assert said.endswith("this recipe differs from its in:\n  train.max_steps: was 6, is 9")
+    assert said.endswith("this recipe differs from its recipe in:\n  train.max_steps: was 6, is 9")
     with pytest.raises(RecipeError, match="; its recipe is the same"):
         start_lock.lock_run(tmp_path, 0, first)
     assert "hf_" not in lock.file.read_text()
     lock.file.write_text("[]")
-    with pytest.raises(RecipeError, match="goes on right now"):
+    with pytest.raises(RecipeError, match="still going on"):
         start_lock.lock_run(tmp_path, 0, first)
 
 
@@ -259,16 +260,16 @@ def test_a_first_signal_asks_and_a_second_ends(first: signal.Signals, monkeypatc
     agent, now, alarms = Agent(), [0.0], []
     monkeypatch.setattr(signal, "alarm", alarms.append)
     signals = launcher.StopSignals(agent, lambda: now[0])  # type: ignore[arg-type]
-    signals.hear(first, None)
+    signals.handle(first, None)
     assert agent.heard == [signal.SIGTERM]
     now[0] = 0.1
-    signals.hear(signal.SIGTERM, None)
+    signals.handle(signal.SIGTERM, None)
     assert agent.heard == [signal.SIGTERM], "to the process and then to its group: one signal"
     now[0] = 1.0
-    signals.hear(first, None)
+    signals.handle(first, None)
     assert agent.heard == [signal.SIGTERM, signal.SIGINT]
     assert alarms == [launcher.AGENT_SECONDS]
-    signals.hear(signal.SIGALRM, None)
+    signals.handle(signal.SIGALRM, None)
     assert agent.heard[-1] == signal.SIGKILL
     assert signals.first == first
 

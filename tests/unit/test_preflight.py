@@ -43,7 +43,7 @@ def look(run_dir: Path, *overrides: str, processes_here: int = 1, anyway: bool =
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "count_places", lambda _: 2)
+    monkeypatch.setattr(preflight, "count_rank_slots", lambda _: 2)
     monkeypatch.setattr(preflight, "OTHER_GPUS", ())
 
 
@@ -68,7 +68,7 @@ def test_fewer_gpus_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "run.device: 4 processes on this machine, but 2 GPUs\n\nhint: use fewer processes" in found
     assert look(tmp_path, processes_here=4, dry=True) == []
     assert look(tmp_path, "run.device=cpu", processes_here=4) == []
-    monkeypatch.setattr(preflight, "count_places", lambda _: 0)
+    monkeypatch.setattr(preflight, "count_rank_slots", lambda _: 0)
     assert "1 process on this machine, but no GPU" in look(tmp_path)[0]
     monkeypatch.setattr(preflight, "OTHER_GPUS", ("/dev/null",))
     assert look(tmp_path) == []
@@ -152,8 +152,8 @@ def test_what_cannot_be_exported_is_told_before_torch_is_loaded(tmp_path: Path) 
         run_dir / "checkpoints" / "step-3": f"does not exist\n\nhint: {run_dir / 'checkpoints'} holds step-4, step-2",
         tmp_path / "nowhere": "does not exist\n\nhint: name a run's output_dir, or one of its checkpoints/step-N",
         file: "is not a folder",
-        model: "is a model already, which transformers loads as it is",
-        tmp_path: "is not a checkpoint, nor a run",
+        model: "is already a model that transformers can load",
+        tmp_path: "is neither a checkpoint nor a run",
         tmp_path / "fresh": "holds no checkpoint",
     }
     for path, words in told.items():
@@ -163,7 +163,7 @@ def test_what_cannot_be_exported_is_told_before_torch_is_loaded(tmp_path: Path) 
     for path in (run_dir, run_dir / "checkpoints", newest):
         assert list(preflight.check_export(path, tmp_path / "to")) == []
     (found,) = preflight.check_export(newest, model)
-    assert str(found) == f"--to: {model} is there already\n\nhint: name a folder that is not\n"
+    assert str(found) == f"--to: {model} already exists\n\nhint: name a folder that does not exist\n"
 
 
 def test_a_run_is_exported_from_its_newest_valid_checkpoint(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_folder_of_builds_that_cannot_be_written_is_an_obstacle_where_operator
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "find_write_problem", lambda _: "FOLDER cannot be written")
-    monkeypatch.setattr(preflight, "count_places", lambda _: 8)
+    monkeypatch.setattr(preflight, "count_rank_slots", lambda _: 8)
     for overrides in (("run.device=cpu",), ("memory.offload_optimizer=cpu",)):
         (found,) = look(tmp_path, *overrides)
         assert found == f"FOLDER cannot be written\n\nhint: {preflight.HINT}"

@@ -1,1 +1,1 @@
-"""What each command does: parse, call, hand to report, exit code. Heavy ones start child processes."""
+"""One file per command: parse, call, print with report/, exit code. Commands that need torch start child processes."""

@@ -1,4 +1,4 @@
-"""`ulysses bench`: how fast and how large a recipe is here, at several lengths and sp sizes, beside its prediction."""
+"""`ulysses bench`: measures speed and memory of a recipe on this machine, at several lengths and sp sizes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import Format, FormatOption, or_exit
+from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, PageOption, RecipeWords, or_exit
 
 
-class LeverWish(StrEnum):
+class BenchLevers(StrEnum):
     auto = "auto"
     all = "all"
     none = "none"
@@ -24,33 +24,39 @@ class Peer(StrEnum):
 
 
 def bench(
-    words: Annotated[
-        list[str], typer.Argument(metavar="RECIPE [KEY=VALUE ...]", help="a recipe file, and settings laid over it")
-    ],
+    words: RecipeWords,
     max_length: Annotated[
-        str | None, typer.Option(help="lengths, such as 8Ki,32Ki,128Ki; the recipe's when left out")
+        str | None, typer.Option(help="tokens per row, such as 8Ki,32Ki,128Ki  [default: the recipe's data.max_length]")
     ] = None,
-    sp_size: Annotated[str | None, typer.Option(help="sizes, such as 1,2,4; the recipe's when left out")] = None,
+    sp_size: Annotated[
+        str | None, typer.Option(help="sizes, such as 1,2,4  [default: the recipe's parallel.sp_size]")
+    ] = None,
     on_off: Annotated[
-        bool, typer.Option("--sp-on-off", help="one row per rank against rows shared by all, on the same ranks")
+        bool, typer.Option("--sp-on-off", help="compare sp_size 1 with the recipe's sp_size, on the same ranks")
     ] = False,
-    levers: Annotated[LeverWish, typer.Option(help="memory levers: as training would choose, all, or none")] = (
-        LeverWish.auto
+    levers: Annotated[BenchLevers, typer.Option(help="memory levers: chosen as train does, all, or none")] = (
+        BenchLevers.auto
     ),
-    against: Annotated[Peer | None, typer.Option(help="run the Hugging Face Trainer's own Ulysses path too")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="timed steps, after three to warm up")] = 5,
-    time_limit: Annotated[float, typer.Option(min=10, max=86400, help="seconds that one row may take")] = 1800.0,
+    against: Annotated[
+        Peer | None, typer.Option(help="also run the Hugging Face Trainer with its own Ulysses sequence parallelism")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="timed steps, after three warm-up steps")] = 5,
+    time_limit: Annotated[float, typer.Option(min=10, max=86400, help="seconds for each measurement")] = 1800.0,
     save: Annotated[
-        bool, typer.Option("--save-calibration", help="let estimate-memory use the rates that were measured here")
+        bool,
+        typer.Option(
+            "--save-calibration", help="save the measured rates, for estimate-memory and plan on this machine"
+        ),
     ] = False,
-    html: Annotated[Path | None, typer.Option("--html", help="write curves and tables to this file")] = None,
-    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
+    html: PageOption = None,
+    online: OnlineOption = False,
     output: FormatOption = Format.text,
 ) -> None:
     """Measure tokens/s, TFLOPS, memory and communication of a recipe on this machine's GPUs, or on CPU ranks.
 
-    Rows are made up and full. All rows run on the same number of ranks: what is not sp is dp. A row that runs out of
-    memory is told with its cause and the sweep goes on. With a GPU, each row stands beside its prediction.
+    Trains on full rows of random tokens, once for each length and sp_size. The number of ranks is always the same:
+    ranks that do not share a row train on rows of their own. A measurement that runs out of memory is reported with its
+    cause, and the next one starts. On GPUs, each measurement is compared with its prediction.
 
     \b
     Examples:
@@ -60,21 +66,16 @@ def bench(
     from ulysses_cli.commands.proving import prove, read_subject
 
     subject = read_subject(words, output, online=online)
-    recipe = subject.recipe
-    or_exit(lambda: _check_weights(recipe.model.name_or_path), output)
-    sizes = [recipe.parallel.sp_size]
-    if sp_size is not None:
-        sizes = or_exit(lambda: [_read_number("--sp-size", each) for each in sp_size.split(",")], output)
-    elif on_off:
-        sizes = [1, *sizes]
-    or_exit(lambda: _check_comparison(recipe.parallel.sp_size, sp_size, against, on_off=on_off), output)
-    lengths = [recipe.data.max_length]
-    if max_length is not None:
-        lengths = or_exit(lambda: [_read_number("--max-length", each) for each in max_length.split(",")], output)
+    parallel, model = subject.recipe.parallel, subject.recipe.model
+    or_exit(lambda: _check_weights(model.name_or_path), output)
+    or_exit(lambda: _check_comparison(parallel.sp_size, sp_size, against, on_off=on_off), output)
+    own_sizes = [1, parallel.sp_size] if on_off else [parallel.sp_size]
+    sizes = or_exit(lambda: _read_numbers("--sp-size", sp_size, own_sizes), output)
+    lengths = or_exit(lambda: _read_numbers("--max-length", max_length, [subject.recipe.data.max_length]), output)
     or_exit(lambda: _check_sizes(subject.shape, sizes, lengths), output)
     options: dict[str, Any] = {
-        "lengths": list(dict.fromkeys(lengths)),
-        "sp_sizes": list(dict.fromkeys(sizes)),
+        "lengths": lengths,
+        "sp_sizes": sizes,
         "levers": levers.value,
         "num_steps": steps,
         "against_trainer": against is Peer.trainer,
@@ -84,21 +85,21 @@ def bench(
     prove("bench", subject, options, output, html, save_calibration if save else None)
 
 
-def save_calibration(found: dict[str, Any]) -> None:
-    """Rates of this machine's GPUs, for estimates that are made here."""
+def save_calibration(findings: dict[str, Any]) -> None:
+    """Saves the measured rates of this machine's GPUs, which later estimates on this machine use."""
     import time
 
     from ulysses_cli import hardware_table
     from ulysses_cli.report import printing
 
-    if not found.get("calibration"):
-        printing.print_message("nothing to calibrate: rates are those of GPUs, and no row ran on one")
+    if not findings.get("calibration"):
+        printing.print_message("nothing saved: rates are measured on GPUs only, and nothing ran on a GPU")
         return
     if not hardware_table.list_gpu_uuids():
-        printing.print_message("nothing saved: the driver does not name its GPUs, to which these rates belong")
+        printing.print_message("nothing saved: the driver does not name its GPUs, and rates are saved for named GPUs")
         return
-    measured = f"{time.strftime('%Y-%m-%d')}, {found['subject']}"
-    file = or_exit(lambda: hardware_table.save_calibration(found["calibration"], measured))
+    measured = f"{time.strftime('%Y-%m-%d')}, {findings['subject']}"
+    file = or_exit(lambda: hardware_table.save_calibration(findings["calibration"], measured))
     printing.print_message(f"wrote {file}; delete it to go back to the shipped rates")
 
 
@@ -106,18 +107,21 @@ def _check_comparison(own_size: int, sizes: str | None, against: Peer | None, *,
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     if on_off and sizes is not None:
-        raise RecipeError([Problem("--sp-on-off", "chooses the sizes itself", "leave --sp-size out")])
+        raise RecipeError([Problem("--sp-on-off", "chooses the sizes itself", "leave out --sp-size")])
     if on_off and against is not None:
-        raise RecipeError([Problem("--sp-on-off", "is one comparison, --against another", "run one after the other")])
+        raise RecipeError([Problem("--sp-on-off", "and --against are two comparisons", "run one after the other")])
     if on_off and own_size == 1:
-        raise RecipeError([Problem("--sp-on-off", "the recipe has sp_size 1", "lay parallel.sp_size=4 over it")])
+        raise RecipeError(
+            [Problem("--sp-on-off", "the recipe has sp_size 1", "add parallel.sp_size=4 after the recipe")]
+        )
     if against is not None and importlib.util.find_spec("accelerate") is None:
         hint = "pip install 'ulysses-cli[compare]'"
         raise RecipeError([Problem("--against", "the Trainer needs accelerate, which is not installed", hint)])
 
 
 def _check_weights(name: str | None) -> None:
-    """A local model is loaded as it is; one of the hub is drawn at random, whose speed is the same."""
+    """The weight files of a local model can be loaded. A model of the hub gets random weights: its speed is the
+    same."""
     from ulysses_cli.plan.files.weight_files import find_weight_problem
     from ulysses_cli.plan.problem import Problem, RecipeError
 
@@ -126,16 +130,19 @@ def _check_weights(name: str | None) -> None:
         raise RecipeError([Problem("model.name_or_path", problem, "copy the model's folder again, or name another")])
 
 
-def _read_number(key: str, text: str) -> int:
+def _read_numbers(key: str, text: str | None, default: list[int]) -> list[int]:
+    """Reads numbers with commas between them; each is kept once."""
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.recipe.yaml_tree import parse_number
 
-    found = parse_number(text.strip())
-    if not isinstance(found, int) or not 1 <= found <= 1 << 40:
-        raise RecipeError(
-            [Problem(key, f"{text or 'nothing'} is not a whole number above 0", "write numbers with commas: 8Ki,32Ki")]
-        )
-    return found
+    numbers = []
+    for word in default if text is None else text.split(","):
+        number = word if isinstance(word, int) else parse_number(word.strip())
+        if not isinstance(number, int) or not 1 <= number <= 1 << 40:
+            message = f"{word or 'nothing'} is not a whole number above 0"
+            raise RecipeError([Problem(key, message, "write numbers with commas: 8Ki,32Ki")])
+        numbers.append(number)
+    return list(dict.fromkeys(numbers))
 
 
 def _check_sizes(shape: Any, sizes: list[int], lengths: list[int]) -> None:
@@ -143,10 +150,10 @@ def _check_sizes(shape: Any, sizes: list[int], lengths: list[int]) -> None:
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     legal = ", ".join(str(size) for size in list_divisors(shape.num_heads))
-    wrong = [size for size in sizes if shape.num_heads % size]
     problems = [
         Problem("--sp-size", f"{size} does not divide the {shape.num_heads} attention heads", f"use {legal}")
-        for size in wrong
+        for size in sizes
+        if shape.num_heads % size
     ]
     problems += [
         Problem("--sp-size", f"{shape.name} cannot be split over ranks: {shape.inexact}", "use --sp-size 1")

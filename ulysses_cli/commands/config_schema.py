@@ -1,4 +1,4 @@
-"""`ulysses config-schema`."""
+"""`ulysses config-schema`: prints the settings of a recipe."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def config_schema(
     ] = "",
     output: FormatOption = Format.text,
 ) -> None:
-    """Print every setting of a recipe: what it means, its unit, what it takes, its default and its aliases.
+    """Print every setting of a recipe: its meaning, unit, allowed values, default and aliases.
 
-    Of a section its settings alone, one below the other; `[]` stands for each element of a list.
+    With a section or a setting, print that one in detail. `[]` in a name stands for each element of a list.
 
     \b
     Examples:
@@ -28,10 +28,11 @@ def config_schema(
     """
     from ulysses_cli.plan.recipe.complaints import find_settings
     from ulysses_cli.plan.recipe.schema import make_json_schema
-    from ulysses_cli.report import printing, settings
+    from ulysses_cli.report import printing
+    from ulysses_cli.report.settings import describe_settings, tabulate_settings
 
-    found = or_exit(lambda: find_settings(key), output)
+    settings = or_exit(lambda: find_settings(key), output)
     if output is Format.json:
-        printing.print_json(make_json_schema(found[0].key if key else ""))
+        printing.print_json(make_json_schema(settings[0].key if key else ""))
     else:
-        printing.print_data(settings.describe_settings(found) if key else settings.tabulate_settings(found))
+        printing.print_data(describe_settings(settings) if key else tabulate_settings(settings))

@@ -1,27 +1,21 @@
-"""`ulysses doctor`: is this machine fit to train, and what to fix first."""
+"""`ulysses doctor`: checks whether this machine can train, and lists what to fix first."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from ulysses_cli.commands.options import Format, FormatOption
+from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, OptionalRecipeWords, PageOption
 
 
 def doctor(
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="a recipe, and settings laid over it")
-    ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="write the result to this file as a page")] = None,
-    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
+    words: OptionalRecipeWords = None,
+    html: PageOption = None,
+    online: OnlineOption = False,
     output: FormatOption = Format.text,
 ) -> None:
-    """Execute what training needs on this machine: exchanges between ranks, attention kernels, DeepSpeed's operators.
+    """Check that this machine can train: packages, GPUs, data exchange between ranks, attention kernels, disks.
 
-    With a recipe, also whether its memory, disks, GPUs and kernels are there. Ends with what to fix, in order; exit
-    code 1 when the recipe cannot run here. Takes about a minute.
+    Each check runs what training runs. With a recipe, also checks that this machine has the GPUs, kernels, memory and
+    disk space that it needs. The output ends with a list of what to fix, the most urgent first. Exit code 1 when a
+    check fails. Takes about a minute.
 
     \b
     Examples:

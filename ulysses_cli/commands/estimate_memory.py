@@ -1,4 +1,4 @@
-"""`ulysses estimate-memory`: will it fit, how long, how much, and what to change."""
+"""`ulysses estimate-memory`: predicts memory, time and price of a recipe, and what to change if it does not fit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import Format, FormatOption, check_page, or_exit, write_page
-from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
+from ulysses_cli.commands.options import (
+    Format,
+    FormatOption,
+    OnlineOption,
+    OptionalRecipeWords,
+    check_page,
+    end_with,
+    or_exit,
+    write_page,
+)
+from ulysses_cli.plan.exit_codes import DONE, FAILED
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.hardware import Gpu
@@ -23,28 +32,39 @@ MAX_PROCESSES = 1 << 20
 
 
 def estimate_memory(
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="a recipe, and settings laid over it")
+    words: OptionalRecipeWords = None,
+    model: Annotated[
+        str | None, typer.Option(help="instead of a recipe: a model on the hub (owner/name) or a local folder")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="instead of a recipe: hub name or local folder")] = None,
     max_length: Annotated[str | None, typer.Option(help="with --model: tokens per row, such as 128Ki or 1M")] = None,
     num_processes: Annotated[
-        int | None, typer.Option(min=1, max=MAX_PROCESSES, help="with --model: GPUs of the run; 8 when left out")
+        int | None, typer.Option(min=1, max=MAX_PROCESSES, help="with --model: GPUs of the run  [default: 8]")
     ] = None,
-    gpu: Annotated[list[str] | None, typer.Option(help="GPU kind; may be repeated; h100-80gb when left out")] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="memory against length, for several layouts")] = False,
-    html: Annotated[Path | None, typer.Option(help="with --sweep: write the picture to this file")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="exit code 1 when it does not fit for sure")] = False,
-    trace: Annotated[
-        bool, typer.Option("--trace", help="also run the real model and engine without data, and compare; minutes")
+    gpu: Annotated[
+        list[str] | None, typer.Option(help="kind of GPU; repeat to compare several  [default: h100-80gb]")
+    ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="memory against row length, for several layouts, instead of one estimate")
     ] = False,
-    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="also write the curves of --sweep to this file, as an HTML page")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="exit code 1 unless it fits with a safety margin")] = False,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="also run a step on tensors without data, count its allocations and compare; takes minutes",
+        ),
+    ] = False,
+    online: OnlineOption = False,
     output: FormatOption = Format.text,
 ) -> None:
-    """Predict the memory of every phase, the time and the price of a recipe before a GPU is rented.
+    """Predict the memory, time and price of a recipe before a GPU is rented. Needs no GPU.
 
-    Per rank on the GPU and per node on the host, line by line, with the longest row that fits and the cheapest change
-    that would make this one fit. Without a recipe, sp_size is the largest legal one inside a node and levers are auto.
+    Shows GPU memory per rank and host memory per machine, item by item, and the longest row that fits. When the recipe
+    does not fit, shows the cheapest change that makes it fit. With --model instead of a recipe, sp_size is the largest
+    valid one inside a machine, and memory levers are auto.
 
     \b
     Examples:
@@ -57,40 +77,46 @@ def estimate_memory(
     from ulysses_cli.hardware_table import describe_calibration, load_hardware
     from ulysses_cli.plan.ledger.job import is_known
     from ulysses_cli.plan.planner.estimate import compute_estimate
-    from ulysses_cli.report import ledger, printing, traced
 
     or_exit(lambda: check_page(html))
     table = or_exit(load_hardware)
     gpus = or_exit(lambda: [table.get_gpu(name) for name in dict.fromkeys(gpu or [DEFAULT_GPU])])
-    valid, said = or_exit(lambda: _find_recipe(words or [], model, max_length, num_processes, online=online))
+    valid, notes = or_exit(lambda: _find_recipe(words or [], model, max_length, num_processes, online=online))
     if valid.problems or valid.loaded is None or valid.shape is None:
-        if output is Format.json:
-            printing.print_json({"problems": [problem.as_json() for problem in valid.problems]})
-        else:
-            printing.print_problems(valid.problems)
-        raise typer.Exit(USAGE)
+        end_with(valid.problems, output)
     if not gpu:
-        said.append(f"no --gpu is named: {DEFAULT_GPU}")
-    said += describe_calibration()
+        notes.append(f"no --gpu is named: {DEFAULT_GPU}")
+    notes += describe_calibration()
     recipe, shape = valid.loaded.recipe, valid.shape
     if trace and not is_known(shape):
         raise typer.Exit(_show_trace_alone(valid, gpus, output, strict=strict, online=online))
     results = or_exit(lambda: [compute_estimate(recipe, shape, kind) for kind in gpus])
     if sweep or html is not None:
         _show_sweep(results, html, output)
-    elif output is Format.json:
-        described = [ledger.describe_estimate(each, said) for each in results]
-        for each, told in zip(results, described, strict=True) if trace else ():
-            told["trace"] = traced.describe_trace(_trace(valid, each.job.levers, online=online), each.ledger)
-        printing.print_json({"results": described})
     else:
-        for number, each in enumerate(results):
-            text = ledger.format_estimate(each, valid.file, said)
-            printing.print_data(f"\n{text}" if number else text)
-            if trace:
-                found = _trace(valid, each.job.levers, online=online)
-                printing.print_data("\n" + traced.format_trace(found, each.ledger))
-    raise typer.Exit(FAILED if strict and any(each.fit.verdict != "fits" for each in results) else DONE)
+        _show_estimates(valid, results, notes, output, trace=trace, online=online)
+    raise typer.Exit(FAILED if strict and any(result.fit.verdict != "fits" for result in results) else DONE)
+
+
+def _show_estimates(
+    valid: Validated, results: list[Estimate], notes: list[str], output: Format, *, trace: bool, online: bool
+) -> None:
+    """Prints one estimate per kind of GPU, each with a trace if one is asked for."""
+    from ulysses_cli.report import ledger, printing, traced
+
+    if output is Format.json:
+        described = [ledger.describe_estimate(result, notes) for result in results]
+        for result, description in zip(results, described, strict=True) if trace else ():
+            peaks = _trace(valid, result.job.levers, online=online)
+            description["trace"] = traced.describe_trace(peaks, result.ledger)
+        printing.print_json({"results": described})
+        return
+    for number, result in enumerate(results):
+        text = ledger.format_estimate(result, valid.file, notes)
+        printing.print_data(f"\n{text}" if number else text)
+        if trace:
+            peaks = _trace(valid, result.job.levers, online=online)
+            printing.print_data("\n" + traced.format_trace(peaks, result.ledger))
 
 
 def _trace(valid: Validated, levers: Levers, *, online: bool) -> dict[str, Any]:
@@ -104,37 +130,37 @@ def _trace(valid: Validated, levers: Levers, *, online: bool) -> dict[str, Any]:
 
 
 def _show_trace_alone(valid: Validated, gpus: list[Gpu], output: Format, *, strict: bool, online: bool) -> int:
-    """A model that no formula describes: what a trace says, with levers that are left open off."""
+    """For a model that the ledger has no formulas for: the trace alone, with levers that are `auto` switched off."""
     from ulysses_cli.plan.planner.lever_choice import read_levers
     from ulysses_cli.report import printing, traced
 
     if valid.loaded is None or valid.shape is None:
         raise AssertionError("no recipe")
-    found = _trace(valid, read_levers(valid.loaded.recipe, valid.shape)[0], online=online)
-    results = [traced.judge_trace(found, gpu) for gpu in gpus]
+    peaks = _trace(valid, read_levers(valid.loaded.recipe, valid.shape)[0], online=online)
+    results = [traced.judge_trace(peaks, gpu) for gpu in gpus]
     if output is Format.json:
         printing.print_json({"results": results})
     else:
-        printing.print_data(traced.format_verdicts(results) + "\n\n" + traced.format_trace(found, None))
-    return FAILED if strict and any(each["verdict"] != "fits" for each in results) else DONE
+        printing.print_data(traced.format_verdicts(results) + "\n\n" + traced.format_trace(peaks, None))
+    return FAILED if strict and any(result["verdict"] != "fits" for result in results) else DONE
 
 
 def _show_sweep(results: list[Estimate], html: Path | None, output: Format) -> None:
     from ulysses_cli.report import printing, sweep
 
-    found = sweep.compute_sweeps(results)
+    sweeps = sweep.compute_sweeps(results)
     if output is Format.json:
-        printing.print_json({"sweeps": [sweep.describe_sweep(*each) for each in found]})
+        printing.print_json({"sweeps": [sweep.describe_sweep(*pair) for pair in sweeps]})
     else:
-        printing.print_data("\n\n".join(sweep.format_sweep(*each) for each in found))
+        printing.print_data("\n\n".join(sweep.format_sweep(*pair) for pair in sweeps))
     if html is not None:
-        write_page(html, sweep.make_sweep_page(found))
+        write_page(html, sweep.make_sweep_page(sweeps))
 
 
 def _find_recipe(
     words: list[str], model: str | None, max_length: str | None, num_processes: int | None, *, online: bool
 ) -> tuple[Validated, list[str]]:
-    """The recipe that is asked about, and what was taken for granted to have one."""
+    """The recipe to estimate, and notes on what was assumed to make one from --model."""
     from ulysses_cli import validate
     from ulysses_cli.plan.problem import Problem, RecipeError
 
@@ -142,24 +168,26 @@ def _find_recipe(
     if model is None:
         if max_length is not None:
             raise RecipeError(
-                [Problem("--max-length", "belongs to --model", "write data.max_length=... after a recipe")]
+                [Problem("--max-length", "is for --model only", "with a recipe, write data.max_length=... after it")]
             )
         if not files:
             hint = "name a recipe file, or --model NAME --max-length N --num-processes P"
-            raise RecipeError([Problem("", "there is neither a recipe nor --model", hint)])
+            raise RecipeError([Problem("", "neither a recipe nor --model is given", hint)])
         if len(files) > 1:
             raise RecipeError([Problem("", f"one recipe at a time, not {', '.join(files)}")])
         return validate.validate_recipe(files[0], overrides, num_processes, online=online), []
     if files:
-        raise RecipeError([Problem("--model", f"is given beside {files[0]}", "name a recipe or a model, not both")])
+        raise RecipeError(
+            [Problem("--model", f"cannot be combined with {files[0]}", "name a recipe or a model, not both")]
+        )
     return draft_and_validate(model, max_length, num_processes or 8, overrides, online=online)
 
 
 def draft_and_validate(
     model: str, max_length: str | None, num_processes: int, overrides: list[str], *, online: bool
 ) -> tuple[Validated, list[str]]:
-    """A recipe from a model's name and a length, checked like any other. Sizes that overrides give are kept, and the
-    others made to fit."""
+    """Makes and checks a recipe from a model's name and a length. Sizes in overrides are kept; the others are chosen to
+    match them."""
     from ulysses_cli import validate
     from ulysses_cli.plan.layout import Layout
     from ulysses_cli.plan.planner.draft import (
@@ -178,25 +206,25 @@ def draft_and_validate(
     given = parse_recipe(write_draft(Draft(model, tokens, Layout())), "the command line", overrides)
     parallel = given.recipe.parallel
     replicas = parallel.dp_replicate_size
-    said = []
+    notes = []
     if "parallel.sp_size" in given.places:
         sp_size = parallel.sp_size
     else:
         sp_size = find_sp_size(shape, num_processes // replicas or 1, tokens)
-        said.append(f"sp_size {sp_size}, the largest legal one inside a node; levers are auto")
+        notes.append(f"sp_size {sp_size}, the largest valid one inside a machine; levers are auto")
         if tokens % GPUS_PER_NODE and num_processes > sp_size and not find_obstacle(shape):
             below = tokens // GPUS_PER_NODE * GPUS_PER_NODE
-            said.append(f"{tokens:,} divides by few sp_sizes; {below:,} would leave more of them")
+            notes.append(f"few sp_sizes divide {tokens:,}; more of them divide {below:,}")
     shards = max(1, num_processes // (sp_size * replicas))
     layout = Layout(replicas, parallel.dp_shard_size if "parallel.dp_shard_size" in given.places else shards, sp_size)
     if stretches:
-        said.append(f"positions are stretched by yarn: the model knows {shape.max_position_embeddings:,}")
+        notes.append(f"positions are stretched by yarn: the model was trained on {shape.max_position_embeddings:,}")
     text = write_draft(Draft(model, tokens, layout, needs_stretch=stretches, is_packed=not shape.crosses_documents))
-    return validate.validate_recipe("the command line", overrides, num_processes, online=online, text=text), said
+    return validate.validate_recipe("the command line", overrides, num_processes, online=online, text=text), notes
 
 
 def find_shape(model: str, *, online: bool) -> ModelShape:
-    """A model's shape by its name, without a recipe."""
+    """A model's shape from its name, without a recipe."""
     from dataclasses import replace
 
     from ulysses_cli import hub
@@ -210,11 +238,11 @@ def find_shape(model: str, *, online: bool) -> ModelShape:
     try:
         return hub.find_model_shape(parse_recipe(text).recipe, online=online).shape
     except RecipeError as error:
-        raise RecipeError([replace(each, key="--model", where=Where()) for each in error.problems]) from None
+        raise RecipeError([replace(problem, key="--model", where=Where()) for problem in error.problems]) from None
 
 
 def read_length(key: str, text: str | None) -> int:
-    """A number of tokens, as in a recipe."""
+    """Reads a number of tokens, written as in a recipe."""
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.recipe.setting import MAX_TOKENS
     from ulysses_cli.plan.recipe.yaml_tree import parse_number
@@ -222,7 +250,7 @@ def read_length(key: str, text: str | None) -> int:
     hint = "write a number of tokens, such as 131072, 128Ki or 1M"
     if text is None:
         raise RecipeError([Problem(key, "required with --model", hint)])
-    found = parse_number(re.sub("B$", "G", text.strip()))
-    if not isinstance(found, int) or not 2 <= found <= MAX_TOKENS:
+    number = parse_number(re.sub("B$", "G", text.strip()))
+    if not isinstance(number, int) or not 2 <= number <= MAX_TOKENS:
         raise RecipeError([Problem(key, f"{text} is not a whole number from 2 to {MAX_TOKENS:,}", hint)])
-    return found
+    return number

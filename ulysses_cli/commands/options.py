@@ -1,4 +1,4 @@
-"""Exit codes, options that several commands share, and the end of a command that a user's mistake brings."""
+"""Options that several commands share, exit codes, and how a command ends on a user's mistake."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 EXIT_CODES = """\
 Exit codes:
-  0         done; also a run that was stopped early and left a checkpoint
-  1         the run or the proof failed; does not fit for sure (--strict)
+  0         done; also a run that was stopped early and saved a checkpoint
+  1         the run or the proof failed; may not fit in memory (--strict)
   2         a mistake in the recipe or the command; no plan fits
-  130, 143  ended by Ctrl-C or SIGTERM before there was a checkpoint
+  130, 143  ended by Ctrl-C or SIGTERM before a checkpoint was saved
 """
 T = TypeVar("T")
 
@@ -30,10 +30,21 @@ class Format(StrEnum):
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="text for people, json for programs")]
+OnlineOption = Annotated[
+    bool, typer.Option("--online", help="download the model's config.json if it is not on this machine")
+]
+PageOption = Annotated[Path | None, typer.Option("--html", help="also write the result to this file, as an HTML page")]
+RecipeWords = Annotated[
+    list[str], typer.Argument(metavar="RECIPE [KEY=VALUE ...]", help="a recipe file, and settings that override it")
+]
+OptionalRecipeWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="a recipe file, and settings that override it"),
+]
 
 
 def write_page(file: Path, text: str) -> None:
-    """The file of an --html; its folder is made."""
+    """Writes the page of --html; its folder is made."""
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.report import printing
 
@@ -50,7 +61,7 @@ def write_page(file: Path, text: str) -> None:
 
 
 def or_exit(call: Callable[[], T], output: Format = Format.text) -> T:
-    """A user's mistake ends the command with its problems and no trace."""
+    """Returns the call's result. Problems with the user's input are printed without a trace and end the command."""
     from ulysses_cli.plan.problem import RecipeError
 
     try:
@@ -60,7 +71,7 @@ def or_exit(call: Callable[[], T], output: Format = Format.text) -> T:
 
 
 def end_with(problems: Sequence[Problem], output: Format) -> NoReturn:
-    """For people on stderr, for programs on stdout."""
+    """Prints problems and exits: as text to stderr, or as JSON to stdout."""
     from ulysses_cli.report import printing
 
     if output is Format.json:
@@ -71,7 +82,7 @@ def end_with(problems: Sequence[Problem], output: Format) -> NoReturn:
 
 
 def check_page(file: Path | None) -> None:
-    """Before long work: its page can be written. Raises RecipeError."""
+    """Checks before long work that its page can be written. Raises RecipeError."""
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     if file is None:

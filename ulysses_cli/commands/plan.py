@@ -1,4 +1,4 @@
-"""`ulysses plan`: which GPUs, which layout, which levers; what it costs and how long it takes."""
+"""`ulysses plan`: finds GPUs, layouts and memory levers for a model and a row length, with their cost and time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ulysses_cli.commands.estimate_memory import find_shape, read_length
-from ulysses_cli.commands.options import Format, FormatOption, or_exit
+from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
 from ulysses_cli.plan.exit_codes import DONE, USAGE
 
 if TYPE_CHECKING:
@@ -36,26 +36,31 @@ class Order(StrEnum):
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="hub name or local folder")],
+    model: Annotated[str, typer.Option(help="a model on the hub (owner/name) or a local folder")],
     max_length: Annotated[str | None, typer.Option(help="tokens per row, such as 128Ki or 1M")] = None,
-    tokens: Annotated[str | None, typer.Option(help="tokens to train on in all; 1B when left out")] = None,
+    tokens: Annotated[str | None, typer.Option(help="tokens to train on in all  [default: 1B]")] = None,
     gpus: Annotated[
-        str | None, typer.Option(help="what could be had: KIND:MOST,...; every kind, 64 machines, when left out")
+        str | None,
+        typer.Option(help="the GPUs you can get, as KIND:MOST,...  [default: every kind, up to 64 machines]"),
     ] = None,
-    budget: Annotated[float | None, typer.Option(min=0.01, max=1e12, help="USD at most, at middle prices")] = None,
-    deadline: Annotated[str | None, typer.Option(help="time at most, such as 24h or 3d")] = None,
-    method: Annotated[Method, typer.Option(help="train all weights, or adapters of rank 16")] = Method.full,
-    longest: Annotated[bool, typer.Option("--longest", help="the longest row on all GPUs of --gpus instead")] = False,
-    by: Annotated[Order, typer.Option(help="which of the best --write takes")] = Order.cost,
-    write: Annotated[Path | None, typer.Option(help="write the best as a recipe to this file")] = None,
-    force: Annotated[bool, typer.Option("--force", help="overwrite a file that is there")] = False,
-    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
+    budget: Annotated[
+        float | None, typer.Option(min=0.01, max=1e12, help="highest cost in USD, at mid-range prices")
+    ] = None,
+    deadline: Annotated[str | None, typer.Option(help="longest time, such as 24h or 3d")] = None,
+    method: Annotated[Method, typer.Option(help="train all weights, or LoRA adapters of rank 16")] = Method.full,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="instead: find the longest row that fits on all GPUs of --gpus")
+    ] = False,
+    by: Annotated[Order, typer.Option(help="whether --write takes the cheapest plan or the fastest")] = Order.cost,
+    write: Annotated[Path | None, typer.Option(help="write the best plan as a recipe to this file")] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
+    online: OnlineOption = False,
     output: FormatOption = Format.text,
 ) -> None:
-    """Search GPUs, machine counts, layouts and levers for what fits, what is cheapest and what is fastest.
+    """Find the cheapest and the fastest GPUs, machine counts and settings that can train a model at a row length.
 
-    Each result has its memory margin, hours, a range of money and what limits it. When nothing fits, the wall that is
-    hit and how far away it is. Exit code 2 when there is no plan.
+    Each plan shows its memory margin, its hours, a range of its cost, and what limits its speed. When nothing fits, the
+    limit that stops it and how far away it is are shown. Exit code 2 when there is no plan.
 
     \b
     Examples:
@@ -69,30 +74,23 @@ def plan(
 
     table = or_exit(load_hardware)
     offers = or_exit(lambda: _read_offers(gpus, table))
-    wish, said = or_exit(lambda: _read_wish(model, max_length, tokens, budget, deadline, method, longest, online))
+    request, notes = or_exit(
+        lambda: _read_request(model, max_length, tokens, budget, deadline, method, longest, online)
+    )
     if write is not None:
         or_exit(lambda: _check_writable(write, force, longest))
     if longest:
-        found = or_exit(lambda: search.search_longest(wish, offers))
-        title = f"{wish.shape.name}: the longest row that fits for sure"
-        if output is Format.json:
-            printing.print_json(planner.describe_longest(found, said))
-        else:
-            printing.print_data(planner.format_longest(found, title, said))
-            for offer in offers:
-                if offer.gpu.key not in {each.candidate.gpu.key for each in found}:
-                    printing.print_message(f"{offer.max_gpus} x {offer.gpu.key}: no row fits, whatever the levers")
-        raise typer.Exit(DONE if found else USAGE)
-    said += [*search.list_limits(wish, offers), *describe_calibration()]
-    said += [f"a budget of USD {budget:,.2f} is held against middle prices"] if budget is not None else []
-    result = or_exit(lambda: search.search(wish, offers, max(search.SHOWN, len(offers) if gpus else 0)))
-    result = result if gpus else replace(result, left_out={})  # of kinds that nobody asked for
+        raise typer.Exit(_show_longest(request, offers, notes, output))
+    notes += [*search.list_limits(request, offers), *describe_calibration()]
+    notes += [f"the budget of USD {budget:,.2f} is compared with mid-range prices"] if budget is not None else []
+    result = or_exit(lambda: search.search(request, offers, max(search.SHOWN, len(offers) if gpus else 0)))
+    result = result if gpus else replace(result, left_out={})  # nobody asked for these kinds of GPU
     if output is Format.json:
-        printing.print_json(planner.describe_search(result, said))
+        printing.print_json(planner.describe_search(result, notes))
     elif result.by_cost:
-        rows = f"{wish.max_length:,} tokens per row, {wish.num_tokens:,} tokens in all"
-        title = f"{wish.shape.name}, {rows}, {method} training"
-        printing.print_data(planner.format_search(result, title, said))
+        rows = f"{request.max_length:,} tokens per row, {request.num_tokens:,} tokens in all"
+        title = f"{request.shape.name}, {rows}, {method} training"
+        printing.print_data(planner.format_search(result, title, notes))
     if not result.by_cost:
         _explain_walls(result)
         if budget is not None:
@@ -100,11 +98,28 @@ def plan(
         raise typer.Exit(USAGE)
     if write is not None:
         best = result.by_cost[0] if by is Order.cost else result.by_time[0]
-        or_exit(lambda: _write_recipe(best, wish, model, write, online=online))
+        or_exit(lambda: _write_recipe(best, request, model, write, online=online))
         printing.print_message(f"wrote {write}: put your data in it, then ulysses validate-config {write}")
 
 
-def _read_wish(
+def _show_longest(request: PlanRequest, offers: list[Offer], notes: list[str], output: Format) -> int:
+    """Prints the longest row of each offer. Returns the exit code."""
+    from ulysses_cli.plan.planner import search
+    from ulysses_cli.report import planner, printing
+
+    rows = or_exit(lambda: search.search_longest(request, offers))
+    if output is Format.json:
+        printing.print_json(planner.describe_longest(rows, notes))
+    else:
+        title = f"{request.shape.name}: the longest row that fits for sure"
+        printing.print_data(planner.format_longest(rows, title, notes))
+        for offer in offers:
+            if offer.gpu.key not in {row.candidate.gpu.key for row in rows}:
+                printing.print_message(f"{offer.max_gpus} x {offer.gpu.key}: no row fits, with any memory levers")
+    return DONE if rows else USAGE
+
+
+def _read_request(
     model: str,
     max_length: str | None,
     tokens: str | None,
@@ -120,12 +135,12 @@ def _read_wish(
 
     if longest and max_length is not None:
         raise RecipeError(
-            [Problem("--longest", "finds the length, but --max-length gives one", "leave one of them out")]
+            [Problem("--longest", "finds the length, but --max-length gives one", "leave out one of them")]
         )
     bounds = {"--budget": budget, "--deadline": deadline}
     ruled_out = [name for name, bound in bounds.items() if longest and bound is not None]
     if ruled_out:
-        message, hint = "bounds a plan for rows of --max-length; --longest has none", "leave one of them out"
+        message, hint = "bounds a plan for rows of --max-length; --longest has none", "leave out one of them"
         raise RecipeError([Problem(name, message, hint) for name in ruled_out])
     shape = find_shape(model, online=online)
     length = 0 if longest else read_length("--max-length", max_length)
@@ -133,18 +148,18 @@ def _read_wish(
     if not longest and num_tokens < length:
         hint = f"write at least {length:,}"
         raise RecipeError([Problem("--tokens", f"{num_tokens:,} are less than one row of {length:,}", hint)])
-    said = [] if tokens is not None or longest else [f"--tokens {DEFAULT_TOKENS:,}"]
+    notes = [] if tokens is not None or longest else [f"--tokens {DEFAULT_TOKENS:,}"]
     _check_model(model, shape, length or 2)
     if find_obstacle(shape):
-        said.append(f"one GPU for each row: {find_obstacle(shape)}")
+        notes.append(f"one GPU for each row: {find_obstacle(shape)}")
     if needs_stretch(shape, length):
-        said.append(f"positions are stretched by yarn: the model knows {shape.max_position_embeddings:,}")
+        notes.append(f"positions are stretched by yarn: the model was trained on {shape.max_position_embeddings:,}")
     seconds = None if deadline is None else _read_time(deadline)
-    return PlanRequest(shape, length, num_tokens, method is Method.lora, budget, seconds), said
+    return PlanRequest(shape, length, num_tokens, method is Method.lora, budget, seconds), notes
 
 
 def _check_model(model: str, shape: ModelShape, length: int) -> None:
-    """What no layout could mend: weights, dropout, positions."""
+    """Raises RecipeError for what no layout can fix: weights, dropout, positions."""
     from ulysses_cli.plan.layout import Layout
     from ulysses_cli.plan.planner.draft import Draft, needs_stretch, write_draft
     from ulysses_cli.plan.problem import RecipeError
@@ -176,7 +191,7 @@ def _read_time(text: str) -> float:
 
 
 def _read_offers(text: str | None, table: Hardware) -> list[Offer]:
-    """`h100-80gb:8,h200` -> offers; without a number, up to 64 machines."""
+    """Reads `h100-80gb:8,h200`; a kind without a number means up to 64 machines."""
     from ulysses_cli.plan.planner.candidates import Offer
     from ulysses_cli.plan.problem import Problem, RecipeError
 
@@ -197,7 +212,7 @@ def _check_writable(file: Path, force: bool, longest: bool) -> None:
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     if longest:
-        raise RecipeError([Problem("--write", "belongs to a plan with --max-length", "leave --longest out")])
+        raise RecipeError([Problem("--write", "is for a plan with --max-length", "leave out --longest")])
     if file.is_dir():
         raise RecipeError([Problem("--write", f"{file} is a folder", "name a file")])
     if file.exists() and not force:
@@ -206,14 +221,14 @@ def _check_writable(file: Path, force: bool, longest: bool) -> None:
         raise RecipeError([Problem("--write", f"{file.parent} is not a folder", "make it, or name another file")])
 
 
-def _write_recipe(best: Candidate, wish: PlanRequest, model: str, file: Path, *, online: bool) -> None:
-    """The recipe passes its checks before it is written."""
+def _write_recipe(best: Candidate, request: PlanRequest, model: str, file: Path, *, online: bool) -> None:
+    """Writes the recipe of a plan, after checking it."""
     from ulysses_cli import validate
     from ulysses_cli.plan.planner.draft import write_draft
     from ulysses_cli.plan.planner.search import draft_candidate
     from ulysses_cli.plan.problem import Problem, RecipeError
 
-    draft, header = draft_candidate(best, wish, model, str(file))
+    draft, header = draft_candidate(best, request, model, str(file))
     text = write_draft(draft, header)
     valid = validate.validate_recipe(str(file), online=online, text=text)
     if valid.problems:
@@ -224,8 +239,8 @@ def _write_recipe(best: Candidate, wish: PlanRequest, model: str, file: Path, *,
         raise RecipeError([Problem("--write", f"{file} cannot be written: {error.strerror}")]) from None
 
 
-def _explain_walls(found: SearchResult) -> None:
+def _explain_walls(result: SearchResult) -> None:
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing
 
-    printing.print_problems([Problem(f"no plan ({wall.kind})", wall.message, wall.hint) for wall in found.walls])
+    printing.print_problems([Problem(f"no plan ({wall.kind})", wall.message, wall.hint) for wall in result.walls])

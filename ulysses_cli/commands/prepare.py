@@ -1,4 +1,4 @@
-"""`ulysses prepare`: tokenize and pack a recipe's data, without GPUs. `train` calls prepare_recipe for the same."""
+"""`ulysses prepare`: tokenizes and packs a recipe's data, without GPUs. `train` calls prepare_recipe too."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import Format, FormatOption, write_page
+from ulysses_cli.commands.options import Format, FormatOption, RecipeWords, write_page
 from ulysses_cli.plan.exit_codes import DONE, USAGE
 
-ENDED_BY_HAND = (130, 143, -signal.SIGINT, -signal.SIGTERM)
+ENDED_BY_USER = (130, 143, -signal.SIGINT, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What the child process said. `report["path"]` is the folder for data.rows.open_rows."""
+    """The child process's exit code and report. `report["path"]` is the folder for data.rows.open_rows."""
 
     exit_code: int
     report: dict[str, Any]
 
 
 def prepare(
-    words: Annotated[
-        list[str], typer.Argument(metavar="RECIPE [KEY=VALUE ...]", help="a recipe file, and settings laid over it")
-    ],
-    html: Annotated[Path | None, typer.Option("--html", help="write the report with its pictures to this file")] = None,
-    samples: Annotated[int, typer.Option(min=0, max=1000, help="documents of each source to show, with targets")] = 1,
+    words: RecipeWords,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="also write the report, with charts, to this file")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=0, max=1000, help="documents of each source to print, with their targets marked")
+    ] = 1,
     output: FormatOption = Format.text,
 ) -> None:
-    """Turn a recipe's data into packed rows of tokens on disk, and account for every token.
+    """Tokenize and pack a recipe's data into rows on disk, and account for every token.
 
-    No GPU is used. What is prepared already is found and not made again; train finds it too. The hub is asked for a
-    model whose shape is not known here.
+    Uses no GPU. Data that is already prepared is used again, by train too. The model's config.json is downloaded if it
+    is not on this machine.
 
     \b
     Examples:
@@ -74,8 +76,8 @@ def prepare(
 
 
 def prepare_recipe(file: str, overrides: Sequence[str] = (), num_samples: int = 1) -> PreparedData:
-    """For a recipe that passed validation. `num_samples`: shown of each source. Progress and problems go to stderr;
-    nothing is written to stdout."""
+    """For a recipe that passed validation. `num_samples`: documents shown of each source. Progress and problems go to
+    stderr; nothing is written to stdout."""
     import json
 
     from ulysses_cli.host import children
@@ -83,19 +85,19 @@ def prepare_recipe(file: str, overrides: Sequence[str] = (), num_samples: int = 
     from ulysses_cli.report import printing, run_end
 
     words = [file, *overrides, "--format", "json", f"--samples={num_samples}"]
-    with tempfile.TemporaryFile() as place:
+    with tempfile.TemporaryFile() as place:  # the key of the source that is read now, for a child that is killed
         words.append(f"--place={place.fileno()}")
         pipes = {"stdout": subprocess.PIPE, "pass_fds": (place.fileno(),)}
         with children.start_module("ulysses_cli.data", words, **pipes) as child, children.ending(child):
-            said, _ = child.communicate()
+            answer, _ = child.communicate()
         key = place.read().decode().strip()
     try:
-        report = json.loads(said)
+        report = json.loads(answer)
     except ValueError:
         problems = []
-        if child.returncode not in (DONE, *ENDED_BY_HAND):
-            what = f"the process that {'read it' if key else 'prepares the data'}"
-            problems = [Problem(key, f"{what} {run_end.describe_end(child.returncode)}")]
+        if child.returncode not in (DONE, *ENDED_BY_USER):
+            process = f"the process that {'read it' if key else 'prepares the data'}"
+            problems = [Problem(key, f"{process} {run_end.describe_end(child.returncode)}")]
             printing.print_problems(problems)
         report = {"problems": [problem.as_json() for problem in problems]}
     return PreparedData(child.returncode if child.returncode >= 0 else 128 - child.returncode, report)

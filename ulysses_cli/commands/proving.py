@@ -1,4 +1,4 @@
-"""What verify, bench and doctor share: the recipe is checked, a child process proves, its findings are shown."""
+"""What verify, bench and doctor share: check the recipe, run the proof in a child process, print its findings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from ulysses_cli.plan.recipe.recipe import Recipe
 
 
-TIDY_SECONDS = 3.0
+CLEANUP_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be proven."""
+    """The recipe that a proof is about, and its model."""
 
     file: str
     overrides: list[str]
@@ -37,7 +37,7 @@ class Subject:
 
 
 def read_subject(words: Sequence[str], output: Format, *, online: bool) -> Subject:
-    """A valid recipe with its model's config.json, or the end of the command."""
+    """A valid recipe with its model's config.json. Problems are printed and end the command."""
     from ulysses_cli import hub, validate
 
     files, overrides = validate.split_words(words)
@@ -58,16 +58,16 @@ def prove(
     options: dict[str, Any],
     output: Format,
     html: Path | None,
-    keep: Callable[[dict[str, Any]], None] | None = None,
+    save: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Ends the command with the proof's exit code."""
+    """Runs a proof, prints its findings, and exits with its exit code."""
     from ulysses_cli.launch import launcher, preflight
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, proofs
 
     or_exit(lambda: check_page(html), output)
     wants_cpu = subject is not None and subject.recipe.run.device == "cpu"
-    device = "cuda" if launcher.count_places("cuda") and not wants_cpu else "cpu"
+    device = "cuda" if launcher.count_rank_slots("cuda") and not wants_cpu else "cpu"
     if command != "doctor" and device == "cpu" and (problems := list(preflight.check_builds_folder())):
         end_with(problems, output)
     task = {
@@ -79,31 +79,33 @@ def prove(
         "options": options,
     }
     environ = launcher.make_environment(os.environ, device, 1)
-    if command != "doctor":  # which tells of them
+    if command != "doctor":  # doctor reports them
         launcher.clear_build_locks(environ)
-    findings, code = _ask(task, environ)
+    findings, code = _run_child(task, environ)
     if not findings:
-        printing.print_message(f"{command} ended early with exit code {code}")
+        printing.print_message(f"{command} ended without a result, with exit code {code}")
         raise typer.Exit(code if code > 0 else FAILED)
     if output is Format.json:
         printing.print_json(findings)
     elif "problems" in findings:
-        printing.print_problems([Problem(each["key"], each["message"], each["hint"]) for each in findings["problems"]])
+        printing.print_problems(
+            [Problem(entry["key"], entry["message"], entry["hint"]) for entry in findings["problems"]]
+        )
     else:
         printing.print_data(proofs.format_findings(findings))
     if html is not None and "problems" not in findings:
         write_page(html, proofs.make_findings_page(findings))
-    if keep is not None and "problems" not in findings:
-        keep(findings)
+    if save is not None and "problems" not in findings:
+        save(findings)
     raise typer.Exit(code)
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """A moment to put away what lies about, and then the end of the child and all of its ranks."""
+    """Gives the child time to remove its temporary files, then ends it and all of its ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child.terminate()
     try:
-        child.wait(TIDY_SECONDS)
+        child.wait(CLEANUP_SECONDS)
     except subprocess.TimeoutExpired:
         pass
     try:
@@ -113,8 +115,9 @@ def _end(child: subprocess.Popen[str]) -> None:
     child.wait()
 
 
-def _ask(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any], int]:
-    """The child in a session of its own: whatever ends this process ends it and its ranks."""
+def _run_child(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any], int]:
+    """Runs the child in a session of its own, so that it and its ranks are ended together when this process ends.
+    Returns its findings ({} when it wrote none) and its exit code."""
     from ulysses_cli.host import children
 
     child = children.start_module(
@@ -126,13 +129,13 @@ def _ask(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any],
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        said, _ = child.communicate(json.dumps(task))
+        answer, _ = child.communicate(json.dumps(task))
     except BaseException:
         _end(child)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
     try:
-        return json.loads(said), child.returncode
+        return json.loads(answer), child.returncode
     except ValueError:
         return {}, child.returncode

@@ -1,4 +1,4 @@
-"""`ulysses recipes list | show | copy`."""
+"""`ulysses recipes list | show | copy`: the recipes that come with this tool."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def list_recipes(output: FormatOption = Format.text) -> None:
     from ulysses_cli import shipped
     from ulysses_cli.report import printing
 
-    found = shipped.list_recipes()
+    shipped_recipes = shipped.list_recipes()
     if output is Format.json:
-        printing.print_json([{"name": name, "summary": summary} for name, summary in found])
+        printing.print_json([{"name": name, "summary": summary} for name, summary in shipped_recipes])
     else:
-        printing.print_data(printing.format_table(("recipe", "what it is for"), found))
+        printing.print_data(printing.format_table(("recipe", "what it is for"), shipped_recipes))
 
 
 def show_recipe(name: Annotated[str, typer.Argument(help="a name from `ulysses recipes list`")]) -> None:
@@ -44,8 +44,10 @@ def show_recipe(name: Annotated[str, typer.Argument(help="a name from `ulysses r
 
 def copy_recipe(
     name: Annotated[str, typer.Argument(help="a name from `ulysses recipes list`")],
-    to: Annotated[Path | None, typer.Argument(help="file or folder; left out: here, under its own name")] = None,
-    force: Annotated[bool, typer.Option("--force", help="overwrite a file that is there")] = False,
+    to: Annotated[
+        Path | None, typer.Argument(help="file or folder  [default: the current folder, under its own name]")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> None:
     """Copy a recipe, to change it.
 

@@ -1,4 +1,4 @@
-"""`ulysses report`."""
+"""`ulysses report`: makes an HTML page of a run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ PAGE_NAME = "report.html"
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="the directory that run.output_dir of the recipe names")],
+    run_dir: Annotated[Path, typer.Argument(help="the run's folder: run.output_dir of its recipe")],
     to: Annotated[
-        Path | None, typer.Option("--output", "-o", help="file or folder; left out: report.html in the run directory")
+        Path | None, typer.Option("--output", "-o", help="file or folder  [default: report.html in RUN_DIR]")
     ] = None,
     output: FormatOption = Format.text,
 ) -> None:
-    """Make one HTML page of a run: loss, speed, memory, money, and what it was made of.
+    """Make one HTML page of a run: loss, speed, memory, cost, and the recipe, data and software it used.
 
-    Works while the run goes on. The page needs no network and shows no secrets. With --format json the summary goes to
-    stdout, and a page is written only where --output names one.
+    Works during a run too. The page needs no network and shows no secrets. With --format json the summary is printed
+    as JSON, and a page is written only if --output names one.
 
     \b
     Examples:
@@ -37,9 +37,8 @@ def report(
     summary = run_summary.summarize_run(run)
     target = to or (run_dir / PAGE_NAME if output is Format.text else None)
     if target is not None:
-        wanted = target
-        page = run_page.make_run_page(run, summary)
-        target = or_exit(lambda: run_files.save_page(wanted, page))
+        target_path, page = target, run_page.make_run_page(run, summary)
+        target = or_exit(lambda: run_files.save_page(target_path, page))
     if output is Format.json:
         printing.print_json(summary)
     else:

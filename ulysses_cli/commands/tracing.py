@@ -1,4 +1,4 @@
-"""Starts a trace in a process of its own and remembers what it found by all that it depends on."""
+"""Runs a trace in a child process and caches its result under a hash of all that it depends on."""
 
 from __future__ import annotations
 
@@ -21,49 +21,50 @@ SHOWN_CHARS = 2000
 
 
 def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> dict[str, Any]:
-    """For a recipe that passed its checks. Found again at once when nothing has changed that it depends on; otherwise
-    minutes. Raises RecipeError where the trace itself fails."""
+    """For a recipe that passed its checks. Takes minutes, or no time where the result is in the cache. Raises
+    RecipeError where the trace fails."""
     from ulysses_cli.host import children
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.resolved import make_layout
 
     for name in ("offload_optimizer", "offload_param"):
         if getattr(levers, name) == "nvme":
-            what = "nvme cannot be traced: what lives on a disk are files, not tensors"
-            hint = f"leave --trace out, or trace with memory.{name}=cpu: the GPU holds as much or a little more"
+            what = "nvme cannot be traced: states on a disk are files, not tensors"
+            hint = f"leave out --trace, or trace with memory.{name}=cpu: the GPU holds as much or a little more"
             raise RecipeError([Problem(f"memory.{name}", what, hint)])
-    wish = {
+    request = {
         "recipe": recipe.model_dump(mode="json"),
         "config": dict(config),
         "levers": vars(levers),
         "world_size": make_layout(recipe).world_size,
     }
-    file = _get_folder() / f"{compute_key(wish)}.json"
+    file = _get_folder() / f"{compute_key(request)}.json"
     try:
         return {**json.loads(file.read_text(encoding="utf-8")), "from_cache": True}
     except (OSError, ValueError):
         pass
     with children.start_module("ulysses_cli.prove.trace", [], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        answer, _ = child.communicate(json.dumps(wish))
+        answer, _ = child.communicate(json.dumps(request))
     if child.returncode:
-        said = answer.strip()[-SHOWN_CHARS:] or f"it ended with code {child.returncode}"
-        raise RecipeError([Problem("--trace", f"the traced step failed: {said}", "see what it said above")])
-    found: dict[str, Any] = json.loads(answer)
+        reason = answer.strip()[-SHOWN_CHARS:] or f"it ended with code {child.returncode}"
+        raise RecipeError([Problem("--trace", f"the traced step failed: {reason}", "see its output above")])
+    result: dict[str, Any] = json.loads(answer)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_suffix(f".{os.getpid()}.part")
-        beside.write_text(json.dumps(found), encoding="utf-8")
-        beside.replace(file)
+        part = file.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(result), encoding="utf-8")
+        part.replace(file)
     except OSError:
-        pass  # nothing is lost but time
-    return {**found, "from_cache": False}
+        pass  # without a cache the next trace only takes longer
+    return {**result, "from_cache": False}
 
 
-def compute_key(wish: Mapping[str, Any]) -> str:
-    """A hash of the wish, of the code that is traced and of the packages below it. Names and paths do not count."""
-    recipe = {name: value for name, value in wish["recipe"].items() if name != "run"}
+def compute_key(request: Mapping[str, Any]) -> str:
+    """A hash of the request, of the code that is traced and of the packages that it uses. Paths of data and of the run
+    do not count."""
+    recipe = {name: value for name, value in request["recipe"].items() if name != "run"}
     recipe["data"] = {name: value for name, value in recipe["data"].items() if name not in ("datasets", "store_dir")}
-    digest = hashlib.sha256(json.dumps({**wish, "recipe": recipe}, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps({**request, "recipe": recipe}, sort_keys=True, default=str).encode())
     for package in DEPENDS_ON:
         try:
             digest.update(f"{package} {version(package)}".encode())

@@ -1,4 +1,4 @@
-"""`ulysses train`: validate, prepare, launch, and say how it ended."""
+"""`ulysses train`: validates the recipe, prepares its data, launches the ranks, and reports how the run ended."""
 
 from __future__ import annotations
 
@@ -29,41 +29,53 @@ def train(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="RECIPE [KEY=VALUE ...] [-- LAUNCHER ARGS]", help="a recipe file, and settings laid over it"
+            metavar="RECIPE [KEY=VALUE ...] [-- LAUNCHER ARGS]",
+            help="a recipe file, settings that override it, and after -- arguments for torch's elastic launcher",
         ),
     ],
     num_processes: Annotated[
-        int | None, typer.Option(min=1, max=1 << 20, help="processes of the run; left out: the recipe's own product")
+        int | None,
+        typer.Option(
+            min=1,
+            max=1 << 20,
+            help="processes of the run, one per GPU  [default: the product of the recipe's parallel sizes]",
+        ),
     ] = None,
     resume: Annotated[
         str | None, typer.Option(help="a checkpoint folder, or `auto` for the newest valid one in output_dir")
     ] = None,
     resume_anyway: Annotated[
-        bool, typer.Option("--resume-anyway", help="resume although model, data or lengths have changed")
+        bool, typer.Option("--resume-anyway", help="resume even if model, data or lengths have changed")
     ] = False,
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite", help="start anew; an earlier run's results in output_dir go once the new model stands"
+            "--overwrite",
+            help="start a new run; the earlier results in output_dir are deleted when its model is complete",
         ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="everything but the steps")] = False,
-    nnodes: Annotated[int | None, typer.Option(min=1, help="machines of the run [NNODES]")] = None,
-    node_rank: Annotated[int | None, typer.Option(min=0, help="which of them this is [NODE_RANK]")] = None,
-    master_addr: Annotated[str | None, typer.Option(help="where machines meet [MASTER_ADDR]")] = None,
-    master_port: Annotated[int | None, typer.Option(min=1, max=65535, help="[MASTER_PORT], 29400")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="do everything but the training steps")] = False,
+    nnodes: Annotated[int | None, typer.Option(min=1, help="machines of the run; also NNODES")] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="number of this machine, from 0; also NODE_RANK")] = None,
+    master_addr: Annotated[
+        str | None, typer.Option(help="host name of the machine with number 0; also MASTER_ADDR")
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="port on that machine; also MASTER_PORT  [default: 29400]")
+    ] = None,
 ) -> None:
-    """Fine-tune a model as a recipe says, and leave a Hugging Face folder in output_dir/model.
+    """Fine-tune a model as a recipe says, and save it as a Hugging Face folder in output_dir/model.
 
-    One process per GPU; with run.device: cpu, one CPU process per rank. A first Ctrl-C or SIGTERM stops after the
-    present step, with a checkpoint, exit code 0; a second one stops at once, exit code 130 or 143. While the model is
-    loading there is nothing to save, and the first one stops at once. The hub is asked for a model whose shape is not
-    known here.
+    Starts one process per GPU, or per CPU rank with run.device: cpu. Downloads the model's config.json and weights if
+    they are not on this machine.
 
-    Machines of one run share a key: ULYSSES_RUN_KEY, or a file in run.output_dir on a disk that all of them see. One
-    with another key is refused.
+    Ctrl-C or SIGTERM stops the run after the current step, with a checkpoint and exit code 0. A second one stops it at
+    once, with exit code 130 or 143; so does the first one while the model is loading, when there is nothing to save.
 
-    --resume goes on from a checkpoint with the rows and losses of a run that was never stopped. What may change then:
+    On several machines, start the command on each with its own --node-rank. They share a key: ULYSSES_RUN_KEY, or a
+    file in run.output_dir on a disk that all machines can read. A machine with another key is refused.
+
+    --resume continues from a checkpoint, with the same rows and losses as a run that never stopped. What may change:
     train.max_steps and train.num_train_epochs (a longer run; the learning rate follows the longer schedule from there
     on), model.attn_implementation, model.trust_remote_code, data.store_dir, data.num_workers, data.pad_to_multiple_of,
     train.gradient_accumulation_steps and train.per_device_train_batch_size (if rows per step stay the same), and all of
@@ -79,18 +91,18 @@ def train(
       ulysses train my.yaml --dry-run parallel.dp_shard_size=8
     """
     extra = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-    request = Request(resume_anyway, overwrite, dry_run, tuple(extra))
+    options = TrainOptions(resume_anyway, overwrite, dry_run, tuple(extra))
     valid = _validate(words[: len(words) - len(extra)], resume, num_processes, starts_anew=overwrite)
     machine = Machine(nnodes, node_rank, master_addr, master_port)
-    place = _take_place(valid, machine, request)
+    place = _lock_run_dir(valid, machine, options)
     rows = _prepare_rows(valid)
-    outcome = _launch(valid, place, rows, request)
+    outcome = _launch(valid, place, rows, options)
     raise typer.Exit(outcome.exit_code)
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the command line asks for beside the recipe."""
+class TrainOptions:
+    """Options of the command line that are not settings of the recipe."""
 
     resume_anyway: bool
     overwrite: bool
@@ -100,7 +112,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Machine:
-    """Which machine of the run this is, as far as options say it."""
+    """Which machine of the run this is; None where no option gives it."""
 
     nnodes: int | None
     node_rank: int | None
@@ -110,7 +122,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class ValidRecipe:
-    """A recipe that passed its checks, and the words that gave it."""
+    """A recipe that passed its checks, and the file and overrides that it comes from."""
 
     file: str
     overrides: list[str]
@@ -129,7 +141,7 @@ class ValidRecipe:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where a run takes place: this machine among the run's, and the run's locked folder."""
+    """Where the run runs: its machines, and its locked folder."""
 
     nodes: Nodes
     lock: NewLock
@@ -153,8 +165,8 @@ def _validate(words: list[str], resume: str | None, num_processes: int | None, *
     return ValidRecipe(files[0], overrides, result, result.loaded, result.resolved)
 
 
-def _take_place(valid: ValidRecipe, machine: Machine, request: Request) -> RunPlace:
-    """Finds this machine's part, locks the run's folder, and looks for what would stop the run later."""
+def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions) -> RunPlace:
+    """Finds this machine's part in the run, locks the run's folder, and reports what would stop the run later."""
     from ulysses_cli.launch import preflight
     from ulysses_cli.launch.nodes import find_nodes
     from ulysses_cli.launch.results import check_run_dir
@@ -165,15 +177,15 @@ def _take_place(valid: ValidRecipe, machine: Machine, request: Request) -> RunPl
     nodes = or_exit(lambda: find_nodes(world_size, os.environ, **vars(machine)))
     printing.print_message(run_end.format_start(valid.result, nodes.count))
     lock = or_exit(lambda: lock_run(valid.run_dir, nodes.rank, recipe.model_dump(mode="json")))
-    starts_anew = not recipe.run.resume_from_checkpoint and not request.dry_run and nodes.rank == 0
-    inputs = [path for path in (recipe.model.name_or_path, *(each.path for each in recipe.data.datasets)) if path]
+    starts_anew = not recipe.run.resume_from_checkpoint and not options.dry_run and nodes.rank == 0
+    inputs = [path for path in (recipe.model.name_or_path, *(dataset.path for dataset in recipe.data.datasets)) if path]
     if starts_anew:
-        or_exit(lambda: check_run_dir(valid.run_dir, inputs, overwrite=request.overwrite))
+        or_exit(lambda: check_run_dir(valid.run_dir, inputs, overwrite=options.overwrite))
     obstacles = preflight.find_obstacles(
         valid.loaded,
         processes_here=nodes.processes_here,
-        resumes_anyway=request.resume_anyway,
-        is_rehearsal=request.dry_run,
+        resumes_anyway=options.resume_anyway,
+        is_rehearsal=options.dry_run,
     )
     if obstacles:
         printing.print_problems(obstacles)
@@ -182,7 +194,7 @@ def _take_place(valid: ValidRecipe, machine: Machine, request: Request) -> RunPl
 
 
 def _prepare_rows(valid: ValidRecipe) -> Path:
-    """-> the prepared rows, whose tokens the model knows."""
+    """Prepares the data. Returns the folder of rows; all their tokens are in the model's vocabulary."""
     from ulysses_cli.commands.prepare import prepare_recipe
     from ulysses_cli.report import printing, run_end
 
@@ -197,47 +209,47 @@ def _prepare_rows(valid: ValidRecipe) -> Path:
     return Path(data.report["path"])
 
 
-def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, request: Request) -> Outcome:
-    """Starts the ranks, waits for them, and says how the run ended."""
+def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptions) -> Outcome:
+    """Starts the ranks, waits for them, and reports how the run ended."""
     from ulysses_cli.launch import launcher
-    from ulysses_cli.launch.meeting import open_meeting
     from ulysses_cli.launch.nodes import Nodes
+    from ulysses_cli.launch.rendezvous import open_rendezvous
     from ulysses_cli.launch.results import set_results_aside
 
     run, nodes, device = valid.recipe.run, place.nodes, valid.recipe.run.device
     rank_args = ["--recipe", valid.file, "--data", str(rows), *(f"--set={text}" for text in valid.overrides)]
     rank_args += [f"--resume={run.resume_from_checkpoint}"] if run.resume_from_checkpoint else []
-    rank_args += ["--resume-anyway"] if request.resume_anyway else []
-    if request.dry_run:
+    rank_args += ["--resume-anyway"] if options.resume_anyway else []
+    if options.dry_run:
         rank_args.append("--dry-run")
-        if valid.resolved.layout.world_size > launcher.count_places(device):
+        if valid.resolved.layout.world_size > launcher.count_rank_slots(device):
             rank_args.append("--pretend")
             nodes, device = Nodes(), "cpu"
     with ExitStack() as stack:
-        meeting = or_exit(lambda: stack.enter_context(open_meeting(nodes, valid.run_dir, os.environ)))
+        rendezvous = or_exit(lambda: stack.enter_context(open_rendezvous(nodes, valid.run_dir, os.environ)))
         aside = set_results_aside(valid.run_dir) if place.starts_anew else None
-        launcher_args = launcher.make_launcher_args(nodes, run.max_restarts, meeting, request.launcher_args)
-        environ = launcher.make_environment(os.environ, device, nodes.processes_here, meeting)
+        launcher_args = launcher.make_launcher_args(nodes, run.max_restarts, rendezvous, options.launcher_args)
+        environ = launcher.make_environment(os.environ, device, nodes.processes_here, rendezvous)
         outcome = launcher.launch(launcher_args, rank_args, environ, valid.run_dir / "logs", place.lock)
-    _report_end(valid.run_dir, outcome, aside, is_rehearsal=request.dry_run)
+    _report_end(valid.run_dir, outcome, aside, is_rehearsal=options.dry_run)
     return outcome
 
 
 def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_rehearsal: bool) -> None:
-    """An earlier run's results go once the new model stands, and come back where there is none."""
+    """Deletes an earlier run's results when the new model is complete, or restores them; then reports the end."""
     from ulysses_cli.launch import results
     from ulysses_cli.report import printing, run_end
 
-    is_whole = outcome.exit_code == DONE and not is_rehearsal and results.is_model_of_newest(run_dir)
-    if is_whole:
+    is_complete = outcome.exit_code == DONE and not is_rehearsal and results.is_model_of_newest(run_dir)
+    if is_complete:
         results.drop_replaced_results(run_dir)
     elif aside is not None:
-        is_back = results.restore_results(run_dir, aside)
-        kept = "are back in their place" if is_back else f"are kept in {aside} until a new model stands"
-        printing.print_message(f"the earlier run's results {kept}")
+        is_restored = results.restore_results(run_dir, aside)
+        where = "are restored" if is_restored else f"are kept in {aside} until a new model is complete"
+        printing.print_message(f"the earlier run's results {where}")
     if outcome.exit_code > FAILED + USAGE:
         printing.print_message(run_end.format_interruption(outcome.failure, results.find_newest_checkpoint(run_dir)))
     elif outcome.exit_code != DONE:
         printing.print_message(run_end.format_failure(outcome.failure, run_dir / "logs"))
-    elif is_whole:
+    elif is_complete:
         printing.print_data(str(run_dir / "model"))

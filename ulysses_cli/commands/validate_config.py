@@ -1,4 +1,4 @@
-"""`ulysses validate-config`."""
+"""`ulysses validate-config`: prints every mistake of recipes, and the plan of valid ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import Format, FormatOption, or_exit
+from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
 from ulysses_cli.plan.exit_codes import DONE, USAGE
 
 if TYPE_CHECKING:
@@ -15,21 +15,33 @@ if TYPE_CHECKING:
 
 def validate_config(
     words: Annotated[
-        list[str], typer.Argument(metavar="RECIPE... [KEY=VALUE ...]", help="recipe files, and settings laid over them")
+        list[str],
+        typer.Argument(metavar="RECIPE... [KEY=VALUE ...]", help="recipe files, and settings that override them"),
     ],
     num_processes: Annotated[
-        int | None, typer.Option(min=1, max=1 << 20, help="processes of the run; left out: the recipe's own product")
+        int | None,
+        typer.Option(
+            min=1,
+            max=1 << 20,
+            help="processes of the run, one per GPU  [default: the product of the recipe's parallel sizes]",
+        ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="also say whether it fits this GPU kind, and with which levers")
+        str | None,
+        typer.Option(
+            help="also predict whether it fits this kind of GPU, such as h200, and which memory levers it needs"
+        ),
     ] = None,
-    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="problems, and what does not fit --gpu")] = False,
+    online: OnlineOption = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="print problems only, and recipes that do not fit --gpu")
+    ] = False,
     output: FormatOption = Format.text,
 ) -> None:
     """Find every mistake in a recipe before a GPU is rented.
 
-    Nothing is launched. Exit code 2 when there is a problem, each with its place and what to write instead.
+    Starts no training. Prints all problems at once, each with its line in the recipe and what to write instead. Exit
+    code 2 when there is a problem.
 
     \b
     Examples:
@@ -46,42 +58,41 @@ def validate_config(
     problems = [problem for result in results for problem in result.list_problems(is_alone=len(files) == 1)]
     plans = [resolved_plan.describe_plan(result) for result in results if not result.problems]
     if gpu is not None:
-        memory = or_exit(lambda: _judge_all(gpu, [result for result in results if not result.problems]))
-        plans = [{**plan, "memory": found} for plan, found in zip(plans, memory, strict=True)]
+        verdicts = or_exit(lambda: _predict_memory(gpu, [result for result in results if not result.problems]))
+        plans = [{**plan, "memory": verdict} for plan, verdict in zip(plans, verdicts, strict=True)]
     if not files:
         problems = [validate.no_recipe(words)]
     if output is Format.json:
-        printing.print_json(
-            {
-                "valid": not problems,
-                "problems": [problem.as_json() for problem in problems],
-                "plans": [] if quiet else plans,
-            }
-        )
+        described = [problem.as_json() for problem in problems]
+        printing.print_json({"valid": not problems, "problems": described, "plans": [] if quiet else plans})
     else:
-        if quiet:
-            for plan in plans:
-                if plan.get("memory", {}).get("verdict", "fits") != "fits":
-                    memory = plan["memory"]
-                    printing.print_data(f"{plan['recipe']}: {memory['gpu']}: {memory['text']}")
-        elif plans:
-            printing.print_data(
-                "\n\n".join(resolved_plan.format_plan(plan, with_defaults=len(files) == 1) for plan in plans)
-            )
+        _print_plans(plans, quiet=quiet, with_defaults=len(files) == 1)
         if problems:
             printing.print_problems(problems)
     raise typer.Exit(USAGE if problems else DONE)
 
 
-def _judge_all(gpu: str, valid: list[Validated]) -> list[dict[str, Any]]:
-    """The ledger's verdict and the levers that it chooses, for recipes that are valid."""
+def _print_plans(plans: list[dict[str, Any]], *, quiet: bool, with_defaults: bool) -> None:
+    from ulysses_cli.report import printing, resolved_plan
+
+    if quiet:
+        for plan in plans:
+            memory = plan.get("memory")
+            if memory and memory["verdict"] != "fits":
+                printing.print_data(f"{plan['recipe']}: {memory['gpu']}: {memory['text']}")
+    elif plans:
+        printing.print_data("\n\n".join(resolved_plan.format_plan(plan, with_defaults=with_defaults) for plan in plans))
+
+
+def _predict_memory(gpu: str, valid: list[Validated]) -> list[dict[str, Any]]:
+    """The ledger's verdict, and the levers that it chooses, for each valid recipe."""
     from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.plan.planner.estimate import compute_estimate
     from ulysses_cli.report.ledger import describe_verdict
 
     kind = load_hardware().get_gpu(gpu)
     return [
-        describe_verdict(compute_estimate(each.loaded.recipe, each.shape, kind))
-        for each in valid
-        if each.loaded is not None and each.shape is not None
+        describe_verdict(compute_estimate(result.loaded.recipe, result.shape, kind))
+        for result in valid
+        if result.loaded is not None and result.shape is not None
     ]

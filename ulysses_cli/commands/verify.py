@@ -1,29 +1,27 @@
-"""`ulysses verify`: sequence parallelism changes nothing for this model, shown number by number."""
+"""`ulysses verify`: compares training on several ranks with training on one process, number by number."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ulysses_cli.commands.options import Format, FormatOption
+from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, PageOption, RecipeWords
 
 
 def verify(
-    words: Annotated[
-        list[str], typer.Argument(metavar="RECIPE [KEY=VALUE ...]", help="a recipe file, and settings laid over it")
-    ],
-    is_all: Annotated[bool, typer.Option("--all", help="every legal sp_size that this machine has room for")] = False,
-    html: Annotated[Path | None, typer.Option("--html", help="write the result to this file as a page")] = None,
-    online: Annotated[bool, typer.Option("--online", help="ask the hub for shapes that are not known here")] = False,
+    words: RecipeWords,
+    is_all: Annotated[bool, typer.Option("--all", help="every valid sp_size that this machine can run")] = False,
+    html: PageOption = None,
+    online: OnlineOption = False,
     output: FormatOption = Format.text,
 ) -> None:
-    """Prove on this machine that ranks that share rows train like one process does.
+    """Prove on this machine that training with sequence parallelism gives the same numbers as one process.
 
-    The recipe's model, shrunk to a few layers of the same kinds with random weights, takes two steps with plain
-    transformers, and on ranks with the recipe's levers, packing and adapters. Loss, every gradient, the weights, an
-    evaluation and leaks between documents are compared. Exit code 1 when one differs. Needs no GPU and no data.
+    The recipe's model is shrunk to a few layers of the same kinds, with random weights. It trains two steps with plain
+    transformers, and two steps on several ranks with the recipe's memory settings, packing and adapters. Compared are
+    the loss, every gradient, the weights, an evaluation, and leaks between documents. Exit code 1 when one of them
+    differs. Needs no GPU and no data.
 
     \b
     Examples:

@@ -1,1 +1,2 @@
-"""Layout -> the launcher's command line and environment, its run folder, and what became of the run."""
+"""Turns a layout into the launcher's command line and environment, locks the run's folder, and reports how a run
+ended."""

@@ -1,4 +1,4 @@
-"""The launcher's command line and environment; starts it, and says how the run ended.
+"""Makes the launcher's command line and environment, starts it, waits, and returns how the run ended.
 
 Imports nothing heavy: the launcher and the ranks are child processes.
 """
@@ -18,67 +18,68 @@ from typing import Any
 from ulysses_cli.host.children import narrow_umask
 from ulysses_cli.host.operator_builds import list_dead_locks
 from ulysses_cli.launch.failures import find_first_failure
-from ulysses_cli.launch.meeting import Meeting
 from ulysses_cli.launch.nodes import Nodes
+from ulysses_cli.launch.rendezvous import Rendezvous
 from ulysses_cli.launch.start_lock import NewLock
 from ulysses_cli.run_folder.seal import KEY, Seal
 
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
-SAME_SIGNAL_SECONDS = 0.5  # some senders signal a process and then its group
-AGENT_SECONDS = 5  # the launcher has this long to end its ranks at once
-PEER_SHUTDOWN_SECONDS = "10"  # after one rank has failed, the others wait in a collective that never ends
+SAME_SIGNAL_SECONDS = 0.5  # some programs signal a process and then its group
+AGENT_SECONDS = 5  # after a second signal, the launcher is killed when it has not ended by then
+PEER_SHUTDOWN_SECONDS = "10"  # after one rank has failed, the others hang in a collective
 
 
-def make_launcher_args(nodes: Nodes, max_restarts: int, meeting: Meeting, extra: Sequence[str] = ()) -> list[str]:
-    """For torch's elastic launcher. Of several machines any may start first: they meet at the master's address."""
+def make_launcher_args(nodes: Nodes, max_restarts: int, rendezvous: Rendezvous, extra: Sequence[str] = ()) -> list[str]:
+    """Arguments of torch's elastic launcher. Several machines may start in any order: they meet at the master's
+    address."""
     args = [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.processes_here}", f"--max-restarts={max_restarts}"]
-    store = "file" if meeting.folder else "tcp"
-    args += ["--rdzv-backend=ulysses", f"--rdzv-endpoint={meeting.endpoint}"]
+    store = "file" if rendezvous.folder else "tcp"
+    args += ["--rdzv-backend=ulysses", f"--rdzv-endpoint={rendezvous.endpoint}"]
     args += [f"--rdzv-conf=store_type={store},node_rank={nodes.rank}"]
-    args += [f"--rdzv-id={Seal(meeting.key).name_run()}", f"--local-addr={meeting.address}"]
+    args += [f"--rdzv-id={Seal(rendezvous.key).name_run()}", f"--local-addr={rendezvous.address}"]
     return [*args, *extra]
 
 
-def count_places(device: str) -> int:
-    """Ranks that this machine can really run: one per GPU, or per core."""
+def count_rank_slots(device: str) -> int:
+    """Ranks that this machine can run: one per GPU, or per core."""
     if device == "cpu":
         return max(4, len(os.sched_getaffinity(0)))
     return sum(file.name.removeprefix("nvidia").isdecimal() for file in Path("/dev").glob("nvidia*"))
 
 
 def make_environment(
-    environ: Mapping[str, str], device: str, processes_here: int, meeting: Meeting | None = None
+    environ: Mapping[str, str], device: str, processes_here: int, rendezvous: Rendezvous | None = None
 ) -> dict[str, str]:
-    """What ranks must find before torch is imported. What the user has set stays."""
+    """The environment of the ranks, set before torch is imported. Variables that the user has set are kept."""
     ours = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": PEER_SHUTDOWN_SECONDS,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes_here)),
-        # ranks that are started again must not meet at the addresses of the dead, which a shared store still holds
+        # restarted ranks must not use the addresses of the ended ones, which a shared store still holds
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
-    if meeting is not None and meeting.folder is not None:
-        ours["ULYSSES_MEETING"] = str(meeting.folder)
-    if meeting is not None and meeting.interface:  # ranks of one machine talk over its loopback alone
-        ours |= {"GLOO_SOCKET_IFNAME": meeting.interface, "NCCL_SOCKET_IFNAME": f"={meeting.interface}"}
+    if rendezvous is not None and rendezvous.folder is not None:
+        ours["ULYSSES_MEETING"] = str(rendezvous.folder)
+    if rendezvous is not None and rendezvous.interface:  # ranks of one machine use its loopback interface only
+        ours |= {"GLOO_SOCKET_IFNAME": rendezvous.interface, "NCCL_SOCKET_IFNAME": f"={rendezvous.interface}"}
     if device == "cpu":
         ours["DS_ACCELERATOR"] = "cpu"
-    else:
-        if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the same setting
-            ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    return {**ours, **environ} | ({KEY: meeting.key} if meeting is not None else {})
+    elif "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the same setting
+        ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return {**ours, **environ} | ({KEY: rendezvous.key} if rendezvous is not None else {})
 
 
 def clear_build_locks(environ: Mapping[str, str]) -> None:
-    """A process that was killed while it built one of DeepSpeed's operators leaves a lock that all others wait for."""
+    """Deletes locks of builds that were killed. A process killed while it built one of DeepSpeed's operators leaves a
+    lock that all others would wait for."""
     for lock in list_dead_locks(environ):
         lock.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `failure`: what the first failing rank said, or {}."""
+    """How a run ended. `failure`: the record of the first rank that failed, or {}."""
 
     exit_code: int
     failure: dict[str, Any]
@@ -91,8 +92,9 @@ def launch(
     logs: Path,
     lock: NewLock,
 ) -> Outcome:
-    """Start the launcher and wait. Ranks write the display to this process's stderr and everything else to logs."""
-    mask = narrow_umask(logs.parent)  # what the run writes is no more open than its folder
+    """Starts the launcher and waits. Ranks write their display to this process's stderr and all other output to
+    logs."""
+    mask = narrow_umask(logs.parent)  # the run's files get no wider permissions than its folder
     logs.mkdir(parents=True, exist_ok=True, mode=0o777 & ~mask)
     clear_build_locks(environ)
     failure_file = logs / "failure.json"
@@ -110,15 +112,15 @@ def launch(
             env={**environ, **ours},
             pass_fds=(lock.handle,),
             umask=mask,
-            start_new_session=True,  # a Ctrl-C in the terminal reaches this process alone, which hands it on once
+            start_new_session=True,  # so that Ctrl-C in the terminal reaches this process only, which forwards it once
         )
         signals = StopSignals(agent)
-        kept = {number: signal.signal(number, signals.hear) for number in (*INTERRUPTED, signal.SIGALRM)}
+        handlers = {number: signal.signal(number, signals.handle) for number in (*INTERRUPTED, signal.SIGALRM)}
         try:
             code = agent.wait()
         finally:
             signal.alarm(0)
-            for number, handler in kept.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
     if code == 0:
         return Outcome(0, {})
@@ -129,19 +131,19 @@ def launch(
 
 
 class StopSignals:
-    """The command's ear: a first signal asks for a checkpoint, a second one ends all at once."""
+    """Forwards signals to the launcher: the first one asks for a checkpoint, a second one ends the run at once."""
 
     def __init__(self, agent: subprocess.Popen[bytes], clock: Callable[[], float] = time.monotonic) -> None:
         self.agent, self.clock = agent, clock
         self.first: signal.Signals | None = None
-        self.at = 0.0
+        self.first_time = 0.0
 
-    def hear(self, number: int, frame: Any) -> None:
-        if number == signal.SIGALRM:  # the launcher does not even end its ranks; they end with it
+    def handle(self, number: int, frame: Any) -> None:
+        if number == signal.SIGALRM:  # the launcher has not ended its ranks; they end with it
             self.agent.kill()
         elif self.first is None:
-            self.first, self.at = signal.Signals(number), self.clock()
+            self.first, self.first_time = signal.Signals(number), self.clock()
             self.agent.send_signal(signal.SIGTERM)
-        elif number == signal.SIGINT or self.clock() - self.at > SAME_SIGNAL_SECONDS:
+        elif number == signal.SIGINT or self.clock() - self.first_time > SAME_SIGNAL_SECONDS:
             self.agent.send_signal(signal.SIGINT)
             signal.alarm(AGENT_SECONDS)

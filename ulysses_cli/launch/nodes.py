@@ -1,4 +1,4 @@
-"""The machines of a run, and which of them this is: from options, the environment, or SLURM."""
+"""The machines of a run, and which of them this is: read from options, the environment, or SLURM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_nodes(
     address = master_addr or environ.get("MASTER_ADDR") or _first_host(slurm.get("SLURM_STEP_NODELIST", ""))
     if count == 1:
         if node_rank:
-            raise refuse(f"node rank {node_rank} is outside 1 machine", "add --nnodes, or leave --node-rank out")
+            raise refuse(f"node rank {node_rank} is outside 1 machine", "add --nnodes, or leave out --node-rank")
         here = _read_count(environ, "NPROC_PER_NODE") or world_size
         if here != world_size:
             raise refuse(
@@ -56,7 +56,7 @@ def find_nodes(
     if here * count != world_size:
         raise refuse(
             f"{count} machines with {here} processes each are {here * count}, but the recipe has {world_size}",
-            "machines are alike: the number of processes is a multiple of theirs",
+            "every machine runs the same number of processes: change --nnodes, NPROC_PER_NODE or the parallel sizes",
         )
     port = master_port or _read_count(environ, "MASTER_PORT") or DEFAULT_PORT
     return Nodes(count, rank, address, port, here)
@@ -69,7 +69,7 @@ def refuse(message: str, hint: str) -> RecipeError:
 def _read_rank(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "")
     if text and not text.isdecimal():
-        raise refuse(f"{name} is {text}", "it is a whole number")
+        raise refuse(f"{name} is {text}", "write a whole number")
     return int(text) if text else None
 
 
@@ -79,5 +79,5 @@ def _read_count(environ: Mapping[str, str], name: str) -> int | None:
 
 def _first_host(nodes: str) -> str:
     """The first name of SLURM's compressed list: gpu[07-09,12],login1 -> gpu07."""
-    found = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
-    return (found[1] + (found[2] or "")) if found else ""
+    match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
+    return (match[1] + (match[2] or "")) if match else ""

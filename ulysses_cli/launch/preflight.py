@@ -1,5 +1,7 @@
-"""What a run of a valid recipe still needs from this machine, looked at before data is prepared and ranks are started:
-packages, GPUs, whole weight files, a checkpoint that the recipe may go on from. Light; ranks look again, more closely.
+"""Checks what a valid recipe needs from this machine, before data is prepared and ranks are started: packages, GPUs,
+complete weight files, a checkpoint that the recipe can resume from.
+
+Imports nothing heavy; ranks check again in more detail.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from ulysses_cli.host.children import find_file_shortage
 from ulysses_cli.host.operator_builds import HINT, find_write_problem
-from ulysses_cli.launch.launcher import count_places
+from ulysses_cli.launch.launcher import count_rank_slots
 from ulysses_cli.plan.files.weight_files import find_weight_problem
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
@@ -23,43 +25,43 @@ from ulysses_cli.run_folder.archive import NAME, find_damage, find_run_dir, get_
 from ulysses_cli.run_folder.manifest import MANIFEST, load_state
 from ulysses_cli.run_folder.resume import ResumeError, check_changes
 
-OTHER_GPUS = ("/dev/kfd", "/dev/dxg")  # AMD's, and those of Windows' Linux: counted by torch alone
-Found = Iterator[Problem]
+OTHER_GPUS = ("/dev/kfd", "/dev/dxg")  # of AMD, and of WSL: only torch can count them
+Problems = Iterator[Problem]
 
 
 def find_obstacles(
     loaded: Loaded, *, processes_here: int, resumes_anyway: bool = False, is_rehearsal: bool = False
 ) -> list[Problem]:
-    """All at once, each with its place in the recipe. A dry run may be larger than this machine."""
+    """All problems at once, each with its place in the recipe. A dry run may need more GPUs than this machine has."""
     recipe = loaded.recipe
-    found = [*check_trackers(recipe), *check_weight_files(recipe)]
+    problems = [*check_trackers(recipe), *check_weight_files(recipe)]
     if not is_rehearsal:
-        found += check_gpus(recipe, processes_here)
-    found += check_builds(recipe)
+        problems += check_gpus(recipe, processes_here)
+    problems += check_builds(recipe)
     if (shortage := find_file_shortage(make_layout(recipe).world_size)) is not None:
-        found.append(shortage)
-    found += check_newest_checkpoint(recipe, anyway=resumes_anyway)
-    return [replace(each, where=loaded.locate(each.key)) if each.key else each for each in found]
+        problems.append(shortage)
+    problems += check_newest_checkpoint(recipe, anyway=resumes_anyway)
+    return [replace(problem, where=loaded.locate(problem.key)) if problem.key else problem for problem in problems]
 
 
-def check_trackers(recipe: Recipe) -> Found:
-    """Packages of the trackers that the run reports to."""
+def check_trackers(recipe: Recipe) -> Problems:
+    """The packages of the trackers in run.report_to are installed."""
     for name in recipe.run.report_to:
         if find_spec(name) is None:
             yield Problem(
                 "run.report_to",
                 f"{name} is not installed",
-                f"pip install ulysses-cli[{name}], or leave it out: metrics.jsonl and `ulysses report` remain",
+                f"pip install ulysses-cli[{name}], or leave it out: metrics.jsonl and `ulysses report` work without it",
             )
 
 
-def check_gpus(recipe: Recipe, processes_here: int) -> Found:
+def check_gpus(recipe: Recipe, processes_here: int) -> Problems:
     """One GPU for each process of this machine."""
     if recipe.run.device == "cpu" or any(os.path.exists(path) for path in OTHER_GPUS):
         return
-    found = count_places("cuda")
-    if found < processes_here:
-        gpus = format_count(found, "GPU") if found else "no GPU"
+    num_gpus = count_rank_slots("cuda")
+    if num_gpus < processes_here:
+        gpus = format_count(num_gpus, "GPU") if num_gpus else "no GPU"
         yield Problem(
             "run.device",
             f"{format_count(processes_here, 'process')} on this machine, but {gpus}",
@@ -68,37 +70,38 @@ def check_gpus(recipe: Recipe, processes_here: int) -> Found:
         )
 
 
-def check_builds(recipe: Recipe) -> Found:
-    """A folder to build operators in, where some are needed: for exchanges between CPU ranks, or for offload."""
+def check_builds(recipe: Recipe) -> Problems:
+    """A folder to build DeepSpeed's operators in, where the recipe needs one: for CPU ranks, or for offload."""
     offload = {recipe.memory.offload_optimizer, recipe.memory.offload_param}
     if recipe.run.device == "cpu" or offload & {"cpu", "nvme"}:
         yield from check_builds_folder()
 
 
-def check_builds_folder() -> Found:
-    """This user may build operators."""
+def check_builds_folder() -> Problems:
+    """This user can write to the folder in which operators are built."""
     if problem := find_write_problem(os.environ):
         yield Problem("", problem, HINT)
 
 
-def check_weight_files(recipe: Recipe) -> Found:
-    """A local model's weights are there, whole, and of a kind that can be trained."""
+def check_weight_files(recipe: Recipe) -> Problems:
+    """The weight files of a local model exist, are complete, and have a dtype that can be trained."""
     folder = Path(os.path.expanduser(recipe.model.name_or_path or ""))
     if recipe.model.name_or_path and folder.is_dir() and (problem := find_weight_problem(folder)):
         yield Problem("model.name_or_path", problem, "copy the model's folder again, or name another")
 
 
-def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Found:
-    """With --resume, the recipe goes on from its run's newest valid checkpoint, as ranks will find it. Every byte is
-    read before one may refuse a recipe, and not where it has nothing against it."""
-    wanted = recipe.run.resume_from_checkpoint
-    if wanted is None or anyway:
+def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Problems:
+    """With --resume, the recipe can resume from the newest valid checkpoint, which is the one that ranks will choose.
+    Before a checkpoint refuses the recipe, every byte of it is checked; one that accepts the recipe is not read
+    whole."""
+    source = recipe.run.resume_from_checkpoint
+    if source is None or anyway:
         return
     run_dir = Path(os.path.expanduser(recipe.run.output_dir))
-    paths = list_checkpoints(run_dir) if wanted == "auto" else [Path(os.path.expanduser(wanted))]
+    paths = list_checkpoints(run_dir) if source == "auto" else [Path(os.path.expanduser(source))]
     for path in paths:
         if find_damage(path, is_quick=True):
-            continue  # the ranks pass over it with a word of what is wrong
+            continue  # ranks skip it and report what is wrong
         state = load_state(path)
         try:
             check_changes(state, recipe.model_dump(mode="json"), state["data"], anyway=False, report=lambda _: None)
@@ -110,8 +113,8 @@ def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Found:
         return
 
 
-def check_export(checkpoint: Path, to: Path) -> Found:
-    """A checkpoint, or a run that has some, and a folder to make."""
+def check_export(checkpoint: Path, to: Path) -> Problems:
+    """CHECKPOINT is a checkpoint, or a run that has some; --to does not exist yet."""
     key, hint = "CHECKPOINT", "name a run's output_dir, or one of its checkpoints/step-N"
     if not checkpoint.exists():
         yield Problem(key, f"{checkpoint} does not exist", _list_steps(checkpoint.parent) or hint)
@@ -119,15 +122,15 @@ def check_export(checkpoint: Path, to: Path) -> Found:
         yield Problem(key, f"{checkpoint} is not a folder", hint)
     elif (run_dir := find_run_dir(checkpoint)) is not None:
         if not list_checkpoints(run_dir):
-            yield Problem(key, f"{checkpoint} holds no checkpoint: the run has written none", "name another run")
+            yield Problem(key, f"{checkpoint} holds no checkpoint: the run has not written one", "name another run")
     elif not (checkpoint / MANIFEST).exists() and not NAME.fullmatch(checkpoint.resolve().name):
         is_model = (checkpoint / "config.json").exists()
-        what = "is a model already, which transformers loads as it is" if is_model else "is not a checkpoint, nor a run"
+        what = "is already a model that transformers can load" if is_model else "is neither a checkpoint nor a run"
         yield Problem(key, f"{checkpoint} {what}", hint)
     if to.exists() or to.is_symlink():
-        yield Problem("--to", f"{to} is there already", "name a folder that is not")
+        yield Problem("--to", f"{to} already exists", "name a folder that does not exist")
 
 
 def _list_steps(folder: Path) -> str:
-    found = [path.name for path in list_checkpoints(folder.parent)]
-    return f"{folder} holds {', '.join(found)}" if found and folder == get_folder(folder.parent) else ""
+    names = [path.name for path in list_checkpoints(folder.parent)]
+    return f"{folder} holds {', '.join(names)}" if names and folder == get_folder(folder.parent) else ""

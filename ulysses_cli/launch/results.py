@@ -1,4 +1,4 @@
-"""What an earlier run left in the folder: looked for, set aside while a new run trains, put back or dropped."""
+"""The results of an earlier run in the run folder: set aside while a new run trains, then restored or deleted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLACED = "replaced"
 
 
 def check_run_dir(run_dir: Path, inputs: Sequence[str], *, overwrite: bool) -> None:
-    """A run that starts anew finds no older one's results in its folder, and deletes nothing unless told to."""
+    """Refuses to start a new run over the results of an earlier one, unless `overwrite`."""
     for name in RESULTS:
         folder = run_dir / name
         inside = [path for path in inputs if Path(os.path.expanduser(path)).resolve().is_relative_to(folder.resolve())]
@@ -28,49 +28,50 @@ def check_run_dir(run_dir: Path, inputs: Sequence[str], *, overwrite: bool) -> N
             problem = Problem(
                 "run.output_dir",
                 f"{folder} holds the results of an earlier run",
-                "go on with --resume auto, choose another run.output_dir, or replace them with --overwrite",
+                "continue it with --resume auto, choose another run.output_dir, or replace it with --overwrite",
             )
             raise RecipeError([problem])
 
 
 def set_results_aside(run_dir: Path) -> Path | None:
-    """What an earlier run left is kept until the new one has a model: a run that fails at its first step has then
-    destroyed nothing. -> where it is kept, None when there was nothing."""
+    """Moves the results of an earlier run into a folder, so that a new run that fails at its first step has destroyed
+    nothing. Returns the folder, or None when there were no results."""
     shutil.rmtree(run_dir / "rehearsal", ignore_errors=True)
-    there = [run_dir / name for name in (*RESULTS, *RECORDS) if (run_dir / name).exists()]
-    if not any(path.is_dir() and any(path.iterdir()) for path in there):
+    results = [run_dir / name for name in (*RESULTS, *RECORDS) if (run_dir / name).exists()]
+    if not any(path.is_dir() and any(path.iterdir()) for path in results):
         return None
-    aside = next(path for at in itertools.count(1) if not (path := run_dir / REPLACED / str(at)).exists())
+    aside = next(path for number in itertools.count(1) if not (path := run_dir / REPLACED / str(number)).exists())
     aside.mkdir(parents=True)
-    for path in there:
+    for path in results:
         path.rename(aside / path.name)
     return aside
 
 
 def restore_results(run_dir: Path, aside: Path) -> bool:
-    """After a run that failed: put an earlier run's results back, unless the new one has left some of its own."""
+    """After a run that failed: moves the earlier run's results back. Returns False where the new run left results
+    too."""
     if any((run_dir / name).is_dir() and any((run_dir / name).iterdir()) for name in RESULTS):
         return False
     for path in aside.iterdir():
-        mine = run_dir / path.name
-        shutil.rmtree(mine) if mine.is_dir() else mine.unlink(missing_ok=True)
-        path.rename(mine)
+        target = run_dir / path.name
+        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+        path.rename(target)
     aside.rmdir()
     return True
 
 
 def drop_replaced_results(run_dir: Path) -> None:
-    """The new run's model stands."""
+    """Call when the new run's model is complete."""
     shutil.rmtree(run_dir / REPLACED, ignore_errors=True)
 
 
 def find_newest_checkpoint(run_dir: Path) -> Path | None:
-    """By name: what is in it, the ranks judge."""
-    found = [path for path in run_dir.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
-    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    """By its name; whether it is valid, the ranks check."""
+    checkpoints = [path for path in run_dir.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
+    return max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
 def is_model_of_newest(run_dir: Path) -> bool:
-    """The run's last checkpoint has become its model."""
+    """Whether the run's model was made from its last checkpoint."""
     newest = find_newest_checkpoint(run_dir)
     return newest is not None and read_model_step(run_dir / "model") == int(newest.name.removeprefix("step-"))

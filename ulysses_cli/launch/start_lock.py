@@ -1,4 +1,4 @@
-"""A run begins by holding its folder's lock alone. A second run is refused, with what differs between the two."""
+"""Locks a run's folder at the start. A second run in the folder is refused, with the differences of their recipes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MAX_DIFFERENCES = 12
 
 @dataclass(frozen=True)
 class NewLock:
-    """The open lock that a run begins with. The ranks hold the same file: run_folder/run_lock.py."""
+    """The lock file, open and locked. The ranks hold a lock on the same file: run_folder/run_lock.py."""
 
     file: Path
     handle: int
 
 
 def lock_run(run_dir: Path, node_rank: int, recipe: Mapping[str, Any] | None = None) -> NewLock:
-    """`recipe`: what a second run is told of this one."""
+    """`recipe` is written into the lock file, so that a second run can name the differences."""
     file = run_dir / f"lock-{node_rank}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -51,16 +51,16 @@ def lock_run(run_dir: Path, node_rank: int, recipe: Mapping[str, Any] | None = N
 
 
 def _describe_live_run(run_dir: Path, facts: Any, recipe: Mapping[str, Any] | None) -> Problem:
-    """Who holds the folder, and what of the recipe that would begin there differs from theirs."""
-    message = f"{run_dir} belongs to a run that goes on right now"
-    hint = "wait for it, or choose another run.output_dir"
+    """Who holds the folder, and where the new recipe differs from that run's recipe."""
+    message = f"{run_dir} is in use by a run that is still going on"
+    hint = "wait for that run to end, or choose another run.output_dir"
     if not isinstance(facts, dict) or not isinstance(facts.get("started"), float):
         return Problem("run.output_dir", message, hint)
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["started"]))
     message += f" (process {facts.get('process')} on {facts.get('host')}, since {since})"
     if isinstance(facts.get("recipe"), dict) and recipe is not None:
         differs = list_differences(facts["recipe"], mask_secrets(recipe, known=collect_secrets(recipe, os.environ)))
-        message += "; this recipe differs from its in:" if differs else "; its recipe is the same"
+        message += "; this recipe differs from its recipe in:" if differs else "; its recipe is the same"
         message = "\n  ".join([message, *differs[:MAX_DIFFERENCES]])
         if len(differs) > MAX_DIFFERENCES:
             message += f"\n  and {len(differs) - MAX_DIFFERENCES} more"

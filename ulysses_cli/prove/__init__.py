@@ -1,1 +1,1 @@
-"""Claims proven: the same numbers as one process, what a step takes, how fast it is, a machine that is fit."""
+"""Commands that prove a claim: verify (exactness), trace (memory), bench (speed), doctor (a healthy machine)."""

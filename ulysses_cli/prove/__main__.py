@@ -1,5 +1,5 @@
-"""`python -m ulysses_cli.prove`: a proof in a process of its own. What is to be done comes as JSON on stdin; progress
-goes to stderr, findings as JSON to stdout. The command has validated the recipe before.
+"""`python -m ulysses_cli.prove`: runs one proof in a process of its own. The task is read as JSON from stdin; progress
+goes to stderr, findings go as JSON to stdout. The command has already validated the recipe.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Findings = dict[str, Any]
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, end_on_signal)
     task: dict[str, Any] = json.load(sys.stdin)
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    talk = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace")
-    log = take_output(task["command"])
+    progress = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace")
+    log = redirect_output(task["command"])
     try:
-        findings, code = prove(task, partial(printing.write_to, talk), log)
+        findings, code = prove(task, partial(printing.write_to, progress), log)
     except SystemExit:
         log.unlink(missing_ok=True)
         raise
@@ -43,14 +43,14 @@ def main() -> int:
     return code
 
 
-def leave(number: int, _: object) -> None:
-    """By an exception, so that ranks are ended and temporary folders removed."""
+def end_on_signal(number: int, _: object) -> None:
+    """Ends by an exception, so that ranks are ended and temporary folders removed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
-def take_output(command: str) -> Path:
-    """Libraries and their C++ say much, which is for nobody unless something breaks."""
+def redirect_output(command: str) -> Path:
+    """Sends stdout and stderr to a log: what libraries and their C++ code print is of use only when something fails."""
     handle, name = tempfile.mkstemp(prefix=f"ulysses-{command}-", suffix=".log")
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -58,47 +58,47 @@ def take_output(command: str) -> Path:
     return Path(name)
 
 
-def prove(task: dict[str, Any], tell: Callable[[str], None], log: Path) -> tuple[Findings, int]:
-    """-> findings or problems, and the exit code that belongs to them."""
+def prove(task: dict[str, Any], report: Callable[[str], None], log: Path) -> tuple[Findings, int]:
+    """Returns findings or problems, and their exit code."""
     try:
         recipe = load_recipe(task["recipe"], task["overrides"]).recipe if task["recipe"] else None
-        findings = run(task, recipe, tell)
+        findings = run(task, recipe, report)
     except RecipeError as error:
         return {"problems": [problem.as_json() for problem in error.problems]}, USAGE
-    except Exception as error:  # noqa: BLE001 - whatever breaks is told without a trace
+    except Exception as error:  # noqa: BLE001 - every error becomes a problem; its trace goes to the log
         if type(error).__name__ == "BuildError":
             return {"problems": [Problem("model", str(error)).as_json()]}, USAGE
         traceback.print_exc()
         sys.stderr.flush()
         first = (str(error).strip().splitlines() or [""])[0][:300]
-        message = f"{task['command']} broke: {type(error).__name__}: {first}"
+        message = f"{task['command']} failed: {type(error).__name__}: {first}"
         return {"problems": [Problem("", message, f"the whole trace: {log}").as_json()]}, FAILED
     return findings, DONE if findings["passed"] else FAILED
 
 
-def run(task: dict[str, Any], recipe: Recipe | None, tell: Callable[[str], None]) -> Findings:
+def run(task: dict[str, Any], recipe: Recipe | None, report: Callable[[str], None]) -> Findings:
     options: dict[str, Any] = task["options"]
     subject: str = task["recipe"]
     if task["device"] == "cpu":
-        tell("loading torch and DeepSpeed")
+        report("loading torch and DeepSpeed")
         warm_up()
     if task["command"] == "verify" and recipe is not None:
         from ulysses_cli.prove.verify.verify import verify
 
-        return verify(recipe, task["config"], subject, tell, is_all=options["all"]).describe()
+        return verify(recipe, task["config"], subject, report, is_all=options["all"]).describe()
     if task["command"] == "bench" and recipe is not None:
         from ulysses_cli.hardware_table import load_hardware
         from ulysses_cli.prove.bench.bench import BenchSweep, bench
 
         sweep = BenchSweep(tuple(options.pop("lengths")), tuple(options.pop("sp_sizes")), **options)
-        return bench(recipe, task["config"], subject, load_hardware(), sweep, tell).describe()
+        return bench(recipe, task["config"], subject, load_hardware(), sweep, report).describe()
     if task["command"] == "doctor":
         from ulysses_cli.hardware_table import load_hardware
         from ulysses_cli.plan.models.shape import read_model_shape
         from ulysses_cli.prove.doctor.doctor import examine
 
         shape = read_model_shape(task["config"], subject) if recipe is not None else None
-        return examine(recipe, shape, load_hardware(), subject, tell).describe()
+        return examine(recipe, shape, load_hardware(), subject, report).describe()
     raise AssertionError(f"no proof is called {task['command']}")
 
 

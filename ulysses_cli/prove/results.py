@@ -1,4 +1,4 @@
-"""The one format of what proofs find: rows of plain values, notes, what to fix. report/proofs.py shows it."""
+"""The format of all findings: rows of plain values, notes, and what to fix. report/proofs.py prints it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any, Literal
 from ulysses_cli.train.processes.host_memory import count_host_bytes
 
 Verdict = Literal["PASS", "FAIL", "WARN", "SKIP", "OOM", ""]
-Tell = Callable[[str], None]
+Report = Callable[[str], None]  # takes a line of progress
 PACKAGES = ("ulysses-cli", "torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One finding. `group` says what it is part of; `values` are numbers with their unit in the name."""
+    """One finding. `group` names the check or layout that it belongs to; `values` are numbers with their unit in the
+    name."""
 
     group: str
     name: str
@@ -30,7 +31,7 @@ class Row:
 
 @dataclass
 class Findings:
-    """What a command found. `fixes`: (what is wrong, what to do), the most urgent first."""
+    """All results of a command. `fixes`: (what is wrong, what to do), the most urgent first."""
 
     command: str
     subject: str
@@ -59,12 +60,12 @@ class Findings:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Facts that a number depends on."""
+    """The facts of this machine and its software that measured numbers depend on."""
     try:
         import torch
 
-        gpus = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
-    except Exception:  # noqa: BLE001 - doctor says what is wrong with it
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    except Exception:  # noqa: BLE001 - doctor reports what is wrong with torch
         gpus = []
     return {
         "system": platform.platform(),
@@ -77,7 +78,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def find_version(package: str) -> str:
-    """'' where it is not installed."""
+    """The installed version; '' where the package is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,6 +1,7 @@
-"""Made-up documents: for proofs written as a file of tokens, which the real `prepare` packs; for timing as full rows.
+"""Synthetic documents. For proofs they are written to a file of tokens, which `prepare` packs; for timing they are
+rows.
 
-What a row must hold is cut from the documents once more here, so that a proof has something to compare rows with.
+`cut_row` computes what a row must hold from the documents alone, so that a proof can compare it with the packed row.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from ulysses_cli.data.rows import PackedRows
 from ulysses_cli.data.steps import IGNORE_INDEX
 
 Numbers = NDArray[np.int64]
-Labelled = tuple[Numbers, Numbers]  # tokens, and what each position is to predict
+Labelled = tuple[Numbers, Numbers]  # tokens, and the label of each position
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """Tokens, and which of them are to be learned."""
+    """Tokens, and which of them are targets of the loss."""
 
     tokens: Numbers
     is_target: NDArray[np.bool_]
@@ -31,7 +32,7 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some tokens of a row."""
+    """A slice of a row."""
 
     input_ids: Numbers
     labels: Numbers
@@ -50,17 +51,17 @@ def make_documents(
             first, second = row_tokens * 5 // 8 + number % 5, row_tokens // 8 - 1
             lengths += [first, second, 2, max(2, row_tokens - first - second - 2 - number % 4)]
     generator = np.random.default_rng(seed)
-    made = []
+    documents = []
     for number, length in enumerate(lengths):
         is_target = np.ones(length, np.bool_)
         if number % 3 == 2:
-            is_target[: length * 3 // 4] = False  # a prompt: only what follows is learned
-        made.append(Document(generator.integers(0, vocabulary, length), is_target))
-    return made
+            is_target[: length * 3 // 4] = False  # a prompt: only the tokens after it are targets
+        documents.append(Document(generator.integers(0, vocabulary, length), is_target))
+    return documents
 
 
 def write_documents(file: Path, documents: Sequence[Document]) -> None:
-    """One JSON object a line, as `prepare` reads it: labels stand beside their own tokens."""
+    """One JSON object per line, as `prepare` reads it: each label is at the position of its own token."""
     with open(file, "w", encoding="utf-8") as stream:
         for document in documents:
             labels = np.where(document.is_target, document.tokens, IGNORE_INDEX)
@@ -68,23 +69,24 @@ def write_documents(file: Path, documents: Sequence[Document]) -> None:
 
 
 def cut_row(rows: PackedRows, row: int, documents: Sequence[Document]) -> list[Labelled]:
-    """What stands in a row, from the documents themselves: the packer says which parts, the rest is done again."""
+    """The content of a row, computed from the documents. Of the packer only its choice of pieces is used."""
     parts = [
-        (documents[at].tokens[start:stop], documents[at].is_target[start:stop]) for at, start, stop in rows.pieces(row)
+        (documents[index].tokens[start:stop], documents[index].is_target[start:stop])
+        for index, start, stop in rows.pieces(row)
     ]
     if rows.is_joined:
-        tokens, flags = zip(*parts, strict=True)
-        parts = [(np.concatenate(tokens), np.concatenate(flags))]
-    found = []
-    for own, is_target in parts:
-        labels = np.full(len(own), IGNORE_INDEX)
-        labels[:-1] = np.where(is_target[1:], own[1:], IGNORE_INDEX)
-        found.append((own, labels))
-    return found
+        pieces, flags = zip(*parts, strict=True)
+        parts = [(np.concatenate(pieces), np.concatenate(flags))]
+    labelled = []
+    for tokens, is_target in parts:
+        labels = np.full(len(tokens), IGNORE_INDEX)
+        labels[:-1] = np.where(is_target[1:], tokens[1:], IGNORE_INDEX)
+        labelled.append((tokens, labels))
+    return labelled
 
 
 class ChangedRows:
-    """Rows of which one has other tokens at [start, stop); what positions are to predict stays."""
+    """The same rows, but one has other tokens at [start, stop). All labels are unchanged."""
 
     def __init__(self, rows: PackedRows, row: int, start: int, stop: int, vocabulary: int) -> None:
         self.rows, self.row, self.start, self.stop, self.vocabulary = rows, row, start, stop, vocabulary
@@ -99,17 +101,17 @@ class ChangedRows:
         return self.rows.count_targets(row)
 
     def read(self, row: int, start: int, stop: int) -> Any:
-        found = self.rows.read(row, start, stop)
+        part = self.rows.read(row, start, stop)
         if row != self.row:
-            return found
-        at = np.arange(start, stop)
-        is_hit = (at >= self.start) & (at < self.stop)
-        other = (found.input_ids + 1 + self.vocabulary // 2) % self.vocabulary
-        return Part(np.where(is_hit, other, found.input_ids), found.labels, found.positions)
+            return part
+        index = np.arange(start, stop)
+        is_changed = (index >= self.start) & (index < self.stop)
+        other = (part.input_ids + 1 + self.vocabulary // 2) % self.vocabulary
+        return Part(np.where(is_changed, other, part.input_ids), part.labels, part.positions)
 
 
 class FullRows:
-    """Rows of one document each, as long as they may be: the most work that a length can mean."""
+    """Rows of one document each, as long as the row: the most attention work that a length can have."""
 
     def __init__(self, row_tokens: int, vocabulary: int, seed: int = 5) -> None:
         self.tokens = np.random.default_rng(seed).integers(0, vocabulary, row_tokens)
@@ -124,13 +126,13 @@ class FullRows:
         return len(self.tokens) - 1
 
     def read(self, row: int, start: int, stop: int) -> Any:
-        """Behind the row's own tokens stands padding, a document of its own."""
-        at = np.arange(start, stop)
-        is_inside, has_next = at < len(self.tokens), at + 1 < len(self.tokens)
-        own = self.tokens[np.minimum(at, len(self.tokens) - 1)]
-        following = self.tokens[np.minimum(at + 1, len(self.tokens) - 1)]
+        """Padding follows the row's tokens, as a document of its own."""
+        index = np.arange(start, stop)
+        is_inside, has_next = index < len(self.tokens), index + 1 < len(self.tokens)
+        own = self.tokens[np.minimum(index, len(self.tokens) - 1)]
+        following = self.tokens[np.minimum(index + 1, len(self.tokens) - 1)]
         return Part(
             np.where(is_inside, own, 0),
             np.where(has_next, following, IGNORE_INDEX),
-            np.where(is_inside, at, at - len(self.tokens)),
+            np.where(is_inside, index, index - len(self.tokens)),
         )

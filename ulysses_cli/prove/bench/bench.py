@@ -1,5 +1,6 @@
-"""Speed and memory of a recipe at several lengths and sp sizes, each beside its prediction. A row that does not fit is
-told with its cause, and the sweep goes on.
+"""Measures speed and memory of a recipe at several lengths and sp sizes, and compares each with its prediction.
+
+A cell of the sweep that runs out of memory is reported with its cause, and the sweep continues.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.prove.bench.calibration import calibrate
 from ulysses_cli.prove.bench.speed import Timed, time_steps
 from ulysses_cli.prove.ranks.interleaving import compare_pairs
-from ulysses_cli.prove.ranks.ranks import RankFailureError, run_in_turns
-from ulysses_cli.prove.results import Findings, Row, Tell
+from ulysses_cli.prove.ranks.ranks import RankFailureError, run_interleaved
+from ulysses_cli.prove.results import Findings, Report, Row
 from ulysses_cli.train.processes.host_memory import count_host_bytes
 
-LeverWish = Literal["auto", "all", "none"]
-NUM_WARMUP = 3  # the last of them is clocked by parts, which costs a little
+LeverMode = Literal["auto", "all", "none"]
+NUM_WARMUP = 3  # the last one is timed by parts, which costs a little time
 LARGEST_CPU_WORLD = 8
 MEMORY_WORDS = ("OutOfMemoryError", "MemoryError", "killed")
 SAME_LOSS = 5e-3  # relative; bfloat16 and another order of sums
@@ -39,12 +40,12 @@ SAME_LOSS = 5e-3  # relative; bfloat16 and another order of sums
 
 @dataclass(frozen=True)
 class BenchSweep:
-    """What is to be measured. With `is_paired`, all sp sizes of a length take steps in turns, the first one's time by
-    the others'."""
+    """What to measure. With `is_paired`, the steps of the first sp size of a length are interleaved with those of each
+    other sp size, and the ratio of their times is reported."""
 
     lengths: tuple[int, ...]
     sp_sizes: tuple[int, ...]
-    levers: LeverWish
+    levers: LeverMode
     num_steps: int
     against_trainer: bool
     time_limit_seconds: float
@@ -53,16 +54,16 @@ class BenchSweep:
 
 @dataclass(frozen=True)
 class BenchDevice:
-    """What ranks run on here."""
+    """What ranks run on here, and how many this machine can run."""
 
     device: str
-    num_places: int
+    num_slots: int
     gpu: Gpu | None
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the sweep: a length and a layout, with everything settled."""
+    """One length and one layout of the sweep, with the recipe, levers and job that belong to them."""
 
     group: str
     recipe: Recipe
@@ -76,7 +77,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Side:
-    """Someone who takes a cell's steps: this tool, or the Trainer."""
+    """Who runs a cell's steps: this tool, or the Trainer."""
 
     cell: Cell
     call: tuple[Callable[..., Any], tuple[Any, ...]]
@@ -94,11 +95,11 @@ class Side:
         return f"{self.cell.length:,}"
 
 
-Outcome = Timed | RankFailureError
+SideResult = Timed | RankFailureError
 
 
-def find_place(recipe: Recipe, hardware: Hardware) -> BenchDevice:
-    """The recipe's device where it is there; CPU ranks otherwise."""
+def find_device(recipe: Recipe, hardware: Hardware) -> BenchDevice:
+    """The recipe's device where this machine has it; CPU ranks otherwise."""
     count = torch.cuda.device_count() if recipe.run.device != "cpu" else 0
     if not count:
         return BenchDevice("cpu", LARGEST_CPU_WORLD, None)
@@ -108,39 +109,39 @@ def find_place(recipe: Recipe, hardware: Hardware) -> BenchDevice:
 
 
 def bench(
-    recipe: Recipe, config: Mapping[str, Any], subject: str, hardware: Hardware, sweep: BenchSweep, tell: Tell
+    recipe: Recipe, config: Mapping[str, Any], subject: str, hardware: Hardware, sweep: BenchSweep, report: Report
 ) -> Findings:
-    """For a recipe that passed its checks. All rows use the same number of ranks: what is not sp is dp."""
-    findings, place = Findings("bench", subject), find_place(recipe, hardware)
+    """For a recipe that passed its checks. All cells use the same number of ranks: dp_size is the world by sp_size."""
+    findings, device = Findings("bench", subject), find_device(recipe, hardware)
     shape = read_model_shape(config, subject)
-    sizes = tuple(size for size in sweep.sp_sizes if size <= place.num_places)
+    sizes = tuple(size for size in sweep.sp_sizes if size <= device.num_slots)
     for size in sorted(set(sweep.sp_sizes) - set(sizes)):
-        text = f"this machine has places for {format_count(place.num_places, 'rank')}"
+        text = f"this machine can run {format_count(device.num_slots, 'rank')}"
         findings.rows.append(Row(f"sp {size}", "all lengths", "SKIP", {}, text))
-    world = min(place.num_places, max(sizes, default=1) * make_layout(recipe).dp_size)
+    world = min(device.num_slots, max(sizes, default=1) * make_layout(recipe).dp_size)
     world -= world % max(sizes, default=1)
     measured: list[tuple[Job, Timed]] = []
     ratios: list[Row] = []
-    settled = partial(settle, recipe, config, shape, world=world, place=place, wish=sweep.levers)
-    cells = [settled(length, size) for size in sizes for length in sweep.lengths]
-    for sides in list_turns(cells, shape, place, sweep):
+    settle = partial(settle_cell, recipe, config, shape, world=world, device=device, mode=sweep.levers)
+    cells = [settle(length, size) for size in sizes for length in sweep.lengths]
+    for sides in list_matches(cells, shape, device, sweep):
         names = " and ".join(f"{side.group}, {side.name} tokens" for side in sides)
-        tell(f"{names}: {format_count(world, 'rank')}" + (" each, step by step in turns" if len(sides) > 1 else ""))
-        found, is_paired = measure(sides, world, place, sweep)
-        for side, outcome in zip(sides, found, strict=True):
-            findings.rows.append(describe(side, outcome, shape, place))
-            if side.is_ours and isinstance(outcome, Timed):
-                measured.append((side.cell.job, outcome))
-        if len(sides) > 1 and isinstance(found[0], Timed) and isinstance(found[1], Timed):
-            ratios.append(compare(sides, found[0], found[1], is_paired=is_paired))
+        report(f"{names}: {format_count(world, 'rank')}" + (" each, with alternating steps" if len(sides) > 1 else ""))
+        results, is_paired = measure(sides, world, device, sweep)
+        for side, result in zip(sides, results, strict=True):
+            findings.rows.append(describe(side, result, shape, device))
+            if side.is_ours and isinstance(result, Timed):
+                measured.append((side.cell.job, result))
+        if len(sides) > 1 and isinstance(results[0], Timed) and isinstance(results[1], Timed):
+            ratios.append(compare(sides, results[0], results[1], is_paired=is_paired))
     findings.rows += ratios
-    _add_notes(findings, sweep, place, world)
-    if place.gpu is not None:
-        findings.calibration = calibrate(measured, place.gpu)
+    _add_notes(findings, sweep, device, world)
+    if device.gpu is not None:
+        findings.calibration = calibrate(measured, device.gpu)
     return findings
 
 
-def settle(
+def settle_cell(
     recipe: Recipe,
     config: Mapping[str, Any],
     shape: ModelShape,
@@ -148,33 +149,33 @@ def settle(
     sp_size: int,
     *,
     world: int,
-    place: BenchDevice,
-    wish: LeverWish,
+    device: BenchDevice,
+    mode: LeverMode,
 ) -> Cell:
     dp_size = world // sp_size
-    wanted = make_bench_recipe(recipe, config, length, sp_size, dp_size, place.device)
-    levers = settle_levers(wanted, shape, place.gpu, wish)
-    job = make_job(wanted, shape, levers, gpus_per_node=place.gpu.gpus_per_node if place.gpu else 8)
-    return Cell(f"sp {sp_size} x dp {dp_size}", wanted, levers, job)
+    bench_recipe = make_bench_recipe(recipe, config, length, sp_size, dp_size, device.device)
+    levers = settle_levers(bench_recipe, shape, device.gpu, mode)
+    job = make_job(bench_recipe, shape, levers, gpus_per_node=device.gpu.gpus_per_node if device.gpu else 8)
+    return Cell(f"sp {sp_size} x dp {dp_size}", bench_recipe, levers, job)
 
 
-def list_turns(
-    cells: Sequence[Cell], shape: ModelShape, place: BenchDevice, sweep: BenchSweep
+def list_matches(
+    cells: Sequence[Cell], shape: ModelShape, device: BenchDevice, sweep: BenchSweep
 ) -> Iterator[tuple[Side, ...]]:
-    """What runs side by side: a cell alone, with the Trainer, or with the same length at another sp size."""
-    peak = place.gpu.tflops if place.gpu else None
+    """The sides that run at once: a cell alone, with the Trainer, or with the same length at another sp size."""
+    peak = device.gpu.tflops if device.gpu else None
 
-    def take(cell: Cell) -> Side:
+    def make_side(cell: Cell) -> Side:
         args = (cell.recipe, shape, cell.levers, peak, NUM_WARMUP, sweep.num_steps)
         return Side(cell, (time_steps, args))
 
     if sweep.is_paired:
         for length in sweep.lengths:
             first, *others = [cell for cell in cells if cell.length == length]
-            yield from ((take(other), take(first)) for other in others) if others else [(take(first),)]
+            yield from ((make_side(other), make_side(first)) for other in others) if others else [(make_side(first),)]
         return
     for cell in cells:
-        own = take(cell)
+        own = make_side(cell)
         if sweep.against_trainer:
             from ulysses_cli.prove.bench.trainer import time_trainer
 
@@ -184,21 +185,21 @@ def list_turns(
             yield (own,)
 
 
-def measure(sides: Sequence[Side], world: int, place: BenchDevice, sweep: BenchSweep) -> tuple[list[Outcome], bool]:
-    """-> how each side fared, and whether they took turns to the end. Two models at once may be too much for the
-    memory: then each runs by itself."""
-    run = partial(run_in_turns, world, device=place.device, time_limit=sweep.time_limit_seconds)
-    found = run([side.call for side in sides])
-    if len(sides) == 1 or not any(isinstance(outcome, RankFailureError) and is_memory(outcome) for outcome in found):
-        return found, True
+def measure(sides: Sequence[Side], world: int, device: BenchDevice, sweep: BenchSweep) -> tuple[list[SideResult], bool]:
+    """Returns each side's result, and whether their steps were interleaved. Where two models at once do not fit in
+    memory, the sides run one after the other."""
+    run = partial(run_interleaved, world, device=device.device, time_limit=sweep.time_limit_seconds)
+    results = run([side.call for side in sides])
+    if len(sides) == 1 or not any(isinstance(result, RankFailureError) and is_memory(result) for result in results):
+        return results, True
     return [run([side.call])[0] for side in sides], False
 
 
 def make_bench_recipe(
     recipe: Recipe, config: Mapping[str, Any], length: int, sp_size: int, dp_size: int, device: str
 ) -> Recipe:
-    """The recipe at another length and layout. A model that is not a local folder, or that grows, starts from random
-    weights, whose speed is the same. `config` has room for added tokens."""
+    """The recipe at another length and layout. A model that is not a local folder, or that gets added tokens,
+    starts from random weights: its speed is the same. `config` has room for the added tokens."""
     model = recipe.model
     is_here = os.path.isdir(os.path.expanduser(str(model.name_or_path)))
     if not is_here or recipe.data.added_tokens:
@@ -216,13 +217,15 @@ def make_bench_recipe(
     )
 
 
-def settle_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, wish: LeverWish) -> Levers:
-    if wish == "auto":
+def settle_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, mode: LeverMode) -> Levers:
+    if mode == "auto":
         return choose_levers(recipe, shape, gpu).levers
-    if wish == "none":
+    if mode == "none":
         return Levers(gradient_checkpointing=False)
-    strongest = list_strongest(make_job(recipe, shape, Levers()))[-1]  # recomputing keeps attention, weights stay
-    if gpu is None:  # CPU Adam would be the optimizer that runs there anyway
+    strongest = list_strongest(make_job(recipe, shape, Levers()))[
+        -1
+    ]  # checkpointing saves the output of attention; weights are not offloaded
+    if gpu is None:  # the optimizer already runs on the CPU
         strongest = replace(strongest, offload_optimizer="none")
     return strongest
 
@@ -231,54 +234,54 @@ def is_memory(failure: RankFailureError) -> bool:
     return failure.kind in MEMORY_WORDS or "allocate memory" in failure.message
 
 
-def describe(side: Side, found: Outcome, shape: ModelShape, place: BenchDevice) -> Row:
-    """One side of one cell as a row; ours beside its prediction."""
+def describe(side: Side, result: SideResult, shape: ModelShape, device: BenchDevice) -> Row:
+    """One side of one cell as a row; the row of our side holds its prediction too."""
     cell = side.cell
-    if isinstance(found, RankFailureError):
-        return _explain(found, side, shape, place)
-    values: dict[str, Any] = {"max_length": cell.length, **found.describe()}
+    if isinstance(result, RankFailureError):
+        return _explain(result, side, shape, device)
+    values: dict[str, Any] = {"max_length": cell.length, **result.describe()}
     if not side.is_ours:
         return Row(side.group, side.name, "", values)
-    if place.gpu is not None:
-        values |= dict(_compare_prediction(found, cell.job, place.gpu))
-    parts = sorted(found.parts.items(), key=lambda part: -part[1])[:3]
-    total = sum(found.parts.values()) or 1.0
+    if device.gpu is not None:
+        values |= dict(_compare_prediction(result, cell.job, device.gpu))
+    parts = sorted(result.parts.items(), key=lambda part: -part[1])[:3]
+    total = sum(result.parts.values()) or 1.0
     return Row(cell.group, side.name, "", values, ", ".join(f"{name} {time / total:.0%}" for name, time in parts))
 
 
-def _compare_prediction(found: Timed, job: Job, gpu: Gpu) -> Iterator[tuple[str, Any]]:
-    """What `estimate-memory` says of this row. An error is the prediction's: above zero it was too high."""
+def _compare_prediction(timed: Timed, job: Job, gpu: Gpu) -> Iterator[tuple[str, Any]]:
+    """What `estimate-memory` predicts for this cell. An error above 0 means that the prediction was too high."""
     seconds, ledger = compute_speed(job, gpu).step_seconds, compute_ledger(job)
     yield "predicted_step_seconds", seconds
-    yield "step_error", seconds / found.step_seconds - 1
-    if found.peak_memory_bytes:
+    yield "step_error", seconds / timed.step_seconds - 1
+    if timed.peak_memory_bytes:
         yield "predicted_memory_bytes", ledger.gpu_allocated_bytes
-        yield "memory_error", ledger.gpu_allocated_bytes / found.peak_memory_bytes - 1
+        yield "memory_error", ledger.gpu_allocated_bytes / timed.peak_memory_bytes - 1
     host_bytes = ledger.host_peak_bytes // min(job.world_size, gpu.gpus_per_node)  # a node's, shared by its ranks
     yield "predicted_host_memory_bytes", host_bytes
-    yield "host_memory_error", host_bytes / found.host_peak_memory_bytes - 1
+    yield "host_memory_error", host_bytes / timed.host_peak_memory_bytes - 1
 
 
-def _explain(failure: RankFailureError, side: Side, shape: ModelShape, place: BenchDevice) -> Row:
-    """A row that was too long is no failure of the sweep; the peer's failures are not this tool's."""
+def _explain(failure: RankFailureError, side: Side, shape: ModelShape, device: BenchDevice) -> Row:
+    """Out of memory is a result of the sweep, not a failure; a failure of the Trainer is not a failure of this tool."""
     cell, text, values = side.cell, str(failure), {"max_length": side.cell.length}
     if not is_memory(failure):
         return Row(side.group, side.name, "FAIL" if side.is_ours else "WARN", values, text)
-    if side.is_ours and place.gpu is not None and failure.kind == "OutOfMemoryError":
-        cause = " ".join(explain_memory(cell.recipe, shape, cell.levers, place.gpu).split())
+    if side.is_ours and device.gpu is not None and failure.kind == "OutOfMemoryError":
+        cause = " ".join(explain_memory(cell.recipe, shape, cell.levers, device.gpu).split())
         text = f"rank {failure.rank}: {cause}"
     return Row(side.group, side.name, "OOM", values, text)
 
 
 def compare(sides: Sequence[Side], ours: Timed, theirs: Timed, *, is_paired: bool) -> Row:
-    """The second side by the first. Above 1: the first is faster, or needs less."""
+    """Ratios of the second side to the first. Above 1: the first is faster, or needs less."""
     first, second = sides
     group = "the Trainer's time by ours" if first.cell is second.cell else "time with sp off by time with sp on"
     pairs = compare_pairs(ours.seconds_per_token, theirs.seconds_per_token)
     values: dict[str, Any] = {}
     if pairs is not None:
         spread = {"ratio_low": pairs.low, "ratio_high": pairs.high, "num_pairs": pairs.num_pairs} if is_paired else {}
-        values = {"speed_ratio": pairs.middle, **spread}
+        values = {"speed_ratio": pairs.median, **spread}
     values["host_memory_ratio"] = theirs.host_peak_memory_bytes / ours.host_peak_memory_bytes
     if ours.peak_memory_bytes and theirs.peak_memory_bytes:
         values["memory_ratio"] = theirs.peak_memory_bytes / ours.peak_memory_bytes
@@ -288,18 +291,18 @@ def compare(sides: Sequence[Side], ours: Timed, theirs: Timed, *, is_paired: boo
     difference = abs(ours.first_loss - theirs.first_loss) / max(abs(theirs.first_loss), 1e-12)
     values["first_loss_difference"] = difference
     text = "above 1: the first is faster, or needs less"
-    text += "" if is_paired else "; one after the other, since both at once do not fit"
+    text += "" if is_paired else "; the sides ran one after the other, since both at once do not fit"
     name = f"{first.cell.group}, {first.name}"
     if not difference <= SAME_LOSS:
         return Row(group, name, "WARN", values, f"the sides do not compute the same loss; {text}")
     return Row(group, name, "", values, text)
 
 
-def _add_notes(findings: Findings, sweep: BenchSweep, place: BenchDevice, world: int) -> None:
+def _add_notes(findings: Findings, sweep: BenchSweep, device: BenchDevice, world: int) -> None:
     medians = f"median of {format_count(sweep.num_steps, 'step')} after {NUM_WARMUP}"
-    where = f"{format_count(world, 'rank')} on {place.gpu.name if place.gpu else 'CPU'}"
+    where = f"{format_count(world, 'rank')} on {device.gpu.name if device.gpu else 'CPU'}"
     findings.notes.append(f"{where}; levers {sweep.levers}; each row is one document; {medians}")
     if sweep.against_trainer or sweep.is_paired:
         findings.notes.append("ratios are medians of pairs of neighbouring steps; low and high are their quartiles")
-    if place.gpu is None:
-        findings.notes.append("CPU ranks: nothing is predicted for them, and nothing can be calibrated")
+    if device.gpu is None:
+        findings.notes.append("CPU ranks: there is no prediction for them, and no calibration from them")

@@ -1,4 +1,4 @@
-"""What was measured -> the rates that the estimator takes for this kind of GPU from then on. Pure."""
+"""Turns measured steps into the rates that the estimator then uses for this kind of GPU. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.prove.bench.speed import Timed
 
-# Which parts of a step tell which rate; the rate is a share of a datasheet's number.
+# The parts of a step that each rate is derived from; a rate is a share of the datasheet's number.
 PARTS_OF_RATE = {
     "matmul": ("projections", "mlp", "head_loss"),
     "memory": ("other",),
@@ -21,30 +21,30 @@ LEAST_SHARE, LEAST_SECONDS = 0.02, 1e-4
 
 
 def calibrate(measured: Sequence[tuple[Job, Timed]], gpu: Gpu) -> dict[str, Any]:
-    """A table to be laid over the shipped hardware.yaml, about this kind of GPU alone; {} when nothing was measured.
-    The median over the rows."""
-    found: dict[str, Any] = {}
+    """A table in the form of hardware.yaml that overrides the rates of this kind of GPU; {} when nothing was measured.
+    Each rate is the median over the measured steps."""
+    rates: dict[str, Any] = {}
     shares = {}
     for rate, parts in PARTS_OF_RATE.items():
         ratio = _find_ratio(measured, gpu, parts)
         if ratio is not None:
             shares[rate] = _bound(getattr(gpu.efficiency, rate) * ratio)
     if shares:
-        found["efficiency"] = shares
+        rates["efficiency"] = shares
     ratio = _find_ratio(measured, gpu, ("attention",))
     if ratio is not None:
-        found["attention"] = [_bound(gpu.attention_forward * ratio), _bound(gpu.attention_backward * ratio)]
-    return {"gpus": {gpu.key: found}} if found else {}
+        rates["attention"] = [_bound(gpu.attention_forward * ratio), _bound(gpu.attention_backward * ratio)]
+    return {"gpus": {gpu.key: rates}} if rates else {}
 
 
 def _find_ratio(measured: Sequence[tuple[Job, Timed]], gpu: Gpu, parts: Sequence[str]) -> float | None:
-    """Predicted by measured seconds."""
+    """Median of predicted / measured seconds; None where no step spent long enough in these parts."""
     ratios = []
     for job, timed in measured:
         predicted = compute_speed(job, gpu).parts
-        wanted, found = sum(predicted[part] for part in parts), sum(timed.parts.get(part, 0.0) for part in parts)
-        if wanted > LEAST_SECONDS and found > LEAST_SECONDS:
-            ratios.append(wanted / found)
+        expected, seconds = sum(predicted[part] for part in parts), sum(timed.parts.get(part, 0.0) for part in parts)
+        if expected > LEAST_SECONDS and seconds > LEAST_SECONDS:
+            ratios.append(expected / seconds)
     return statistics.median(ratios) if ratios else None
 
 

@@ -1,4 +1,4 @@
-"""Steps of the real loop on a rank, timed: the real meter and clock, rows of one document each."""
+"""Times steps of the training loop on a rank, with the meter and clock of a real run. Each row is one document."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import settle
-from ulysses_cli.prove.ranks.interleaving import Turn
+from ulysses_cli.prove.ranks.interleaving import Interleaving
 from ulysses_cli.prove.rows import FullRows
 from ulysses_cli.train.assembly.run import assemble_run
 from ulysses_cli.train.hooks.metrics import Meter
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.processes.groups import make_groups
 
-GROUP_TIMEOUT = timedelta(days=1)  # whoever started the ranks ends them when their time is over
+GROUP_TIMEOUT = timedelta(days=1)  # the process that started the ranks ends them at its own time limit
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What the timed steps were; peaks are the worst rank's. `seconds`: of each timed step by its number; `parts`:
-    seconds of one clocked step before them; `first_loss`: before any update."""
+    """Measurements of the timed steps; peaks are those of the fullest rank. `seconds`: of each timed step by its
+    number; `parts`: seconds of the parts of one warm-up step; `first_loss`: before any update."""
 
     seconds: dict[int, float]
     tokens_per_step: int
-    flops_per_step: float  # the model's own, of one rank
+    flops_per_step: float  # of the model, per rank; recomputed operations do not count
     peak_tflops: float | None
     peak_memory_bytes: int | None
     host_peak_memory_bytes: int
@@ -54,7 +54,7 @@ class Timed:
 
     def describe(self) -> dict[str, Any]:
         tflops = self.flops_per_step / self.step_seconds / 1e12
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "tokens_per_second": self.tokens_per_step / self.step_seconds,
             "step_seconds": self.step_seconds,
             "slowest_seconds": max(self.seconds.values()),
@@ -67,12 +67,12 @@ class Timed:
             "unhidden_offload_share": self.get_share("offload"),
             "first_loss": self.first_loss,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def time_steps(
     device: torch.device,
-    turn: Turn,
+    interleaving: Interleaving,
     recipe: Recipe,
     shape: ModelShape,
     levers: Levers,
@@ -87,8 +87,8 @@ def time_steps(
     state = assemble_run(plan, groups, device, rows, num_warmup + num_steps).state
     lines: list[dict[str, Any]] = []
     meter = Meter(partial(compute_model_flops, shape), peak_tflops, lines.append)
-    state.before = (lambda _: turn.take(groups.host_group), meter.start)
-    state.after = (meter.record, lambda *_: turn.hand_over())
+    state.before = (lambda _: interleaving.wait_for_turn(groups.host_group), meter.start)
+    state.after = (meter.record, lambda *_: interleaving.pass_turn())
     train(state)
     clocked = next((line for line in lines if "step_parts" in line), {})
     return Timed(

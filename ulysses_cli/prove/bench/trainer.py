@@ -1,5 +1,5 @@
-"""The peer: the Hugging Face Trainer's own Ulysses path, by accelerate's ParallelismConfig, with the same model, rows
-and ZeRO config. Used as its makers document it; nothing of this tool runs inside its steps.
+"""Times the Hugging Face Trainer with its own Ulysses sequence parallelism (accelerate's ParallelismConfig), on the
+same model, rows and ZeRO config. It is set up as its documentation says; no code of this tool runs inside its steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout, resolve
 from ulysses_cli.prove.bench.speed import GROUP_TIMEOUT, Timed
-from ulysses_cli.prove.ranks.interleaving import Turn
+from ulysses_cli.prove.ranks.interleaving import Interleaving
 from ulysses_cli.prove.rows import FullRows
 from ulysses_cli.train.assembly.adapters import make_adapter_config
 from ulysses_cli.train.assembly.loading import ModelOptions, load_pretrained, start_from_random
@@ -32,23 +32,23 @@ OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
 
 
 class _StepTimer(TrainerCallback):
-    """Takes turns with the other side, and times what lies between."""
+    """Interleaves steps with the other side, and times each step."""
 
-    def __init__(self, turn: Turn, group: Any) -> None:
-        self.turn, self.group = turn, group
+    def __init__(self, interleaving: Interleaving, group: Any) -> None:
+        self.interleaving, self.group = interleaving, group
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.begun = 0.0
+        self.start_time = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.turn.take(self.group)
+        self.interleaving.wait_for_turn(self.group)
         _synchronize()
-        self.begun = time.perf_counter()
+        self.start_time = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         _synchronize()
-        self.seconds.append(time.perf_counter() - self.begun)
-        self.turn.hand_over()
+        self.seconds.append(time.perf_counter() - self.start_time)
+        self.interleaving.pass_turn()
 
     def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
         if logs and "loss" in logs:
@@ -62,7 +62,7 @@ def _synchronize() -> None:
 
 def time_trainer(
     device: torch.device,
-    turn: Turn,
+    interleaving: Interleaving,
     recipe: Recipe,
     shape: ModelShape,
     levers: Levers,
@@ -76,7 +76,7 @@ def time_trainer(
     row = FullRows(recipe.data.max_length, shape.vocab_size).read(0, 0, recipe.data.max_length)
     tokens, places = torch.from_numpy(row.input_ids), torch.from_numpy(row.positions)
     rows: Any = [{"input_ids": tokens, "labels": tokens, "position_ids": places}] * (total * rows_per_step)
-    timer = _StepTimer(turn, make_groups(layout, GROUP_TIMEOUT).host_group)
+    timer = _StepTimer(interleaving, make_groups(layout, GROUP_TIMEOUT).host_group)
     with tempfile.TemporaryDirectory() as folder:
         arguments = make_arguments(folder, recipe, levers, total, device)
         model = make_model(recipe, shape, device)
@@ -107,10 +107,10 @@ def make_arguments(folder: str, recipe: Recipe, levers: Levers, num_steps: int, 
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
     parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=layout.sp_size, sp_handler=handler)
     if device.type == "cpu":
-        # use_cpu=True would switch DeepSpeed off, and without it CPU ranks are no world to accelerate
+        # use_cpu=True would switch DeepSpeed off, and without use_cpu accelerate does not start a world of CPU ranks
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
-        training_args.is_torch_bf16_gpu_available = lambda: True  # asked wherever use_cpu is not set
+        training_args.is_torch_bf16_gpu_available = lambda: True  # called wherever use_cpu is not set
     return TrainingArguments(
         output_dir=folder,
         accelerator_config={"use_configured_state": True} if device.type == "cpu" else None,
@@ -141,8 +141,8 @@ def make_arguments(folder: str, recipe: Recipe, levers: Levers, num_steps: int, 
 
 
 def make_model(recipe: Recipe, shape: ModelShape, device: torch.device) -> Any:
-    """The same weights as our side's, from the files or drawn by the same seed; the Trainer's arguments have told
-    transformers of ZeRO-3."""
+    """The same weights as our side's, from the files or drawn with the same seed. Making the Trainer's arguments has
+    already switched transformers to ZeRO-3."""
     config = load_model_config(recipe)
     stretch_positions(config, recipe, resolve(recipe, shape))
     options = ModelOptions(config, getattr(torch, recipe.model.dtype), "sdpa", recipe.model.trust_remote_code)
@@ -162,9 +162,9 @@ def _stack(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def make_peer_config(recipe: Recipe, levers: Levers) -> dict[str, Any]:
-    """The same ZeRO config; batch sizes are the Trainer's to fill in."""
-    made = make_ds_config(recipe, make_layout(recipe), levers.offload_optimizer, levers.offload_param)
-    config = merge_user_config(made, recipe.deepspeed)
+    """The same ZeRO config; the Trainer fills in the batch sizes."""
+    own_config = make_ds_config(recipe, make_layout(recipe), levers.offload_optimizer, levers.offload_param)
+    config = merge_user_config(own_config, recipe.deepspeed)
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         config[name] = "auto"
     return {**config, "zero_force_ds_cpu_optimizer": False}

@@ -1,5 +1,6 @@
-"""What a check of doctor gets and gives: one machine, perhaps one recipe -> rows, and what to fix. Nothing is checked
-here; a check that itself breaks is a finding too.
+"""What doctor's checks take (a machine, and a recipe if one is named) and return (findings), and the loop over them.
+
+Nothing is checked here. A check that raises becomes a finding, and the other checks still run.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 from ulysses_cli.plan.hardware import Hardware
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.prove.results import Findings, Row, Tell, Verdict
+from ulysses_cli.prove.results import Findings, Report, Row, Verdict
 
 COMMAND_SECONDS = 20
 
 
 @dataclass(frozen=True)
-class Patient:
-    """`num_gpus` is what torch sees; recipe and shape are None when only the machine is asked about."""
+class CheckTarget:
+    """What is checked. `num_gpus` is what torch sees; recipe and shape are None when the machine alone is checked."""
 
     recipe: Recipe | None
     shape: ModelShape | None
@@ -48,15 +49,16 @@ class Finding:
     values: dict[str, Any] | None = None
 
 
-Check = Callable[[Patient], Iterator[Finding]]
+Check = Callable[[CheckTarget], Iterator[Finding]]
 
 
-def run_checks(patient: Patient, checks: Sequence[tuple[str, Check]], findings: Findings, tell: Tell) -> None:
+def run_checks(target: CheckTarget, checks: Sequence[tuple[str, Check]], findings: Findings, report: Report) -> None:
+    """Runs every check and adds its results to `findings`, with the fixes of failures before those of warnings."""
     for group, check in checks:
-        tell(f"checking {group}")
+        report(f"checking {group}")
         try:
-            for found in check(patient):
-                _add(findings, group, found)
+            for finding in check(target):
+                _add(findings, group, finding)
         except Exception as error:  # noqa: BLE001 - a machine may lack anything; the other checks go on
             lines = str(error).strip().splitlines() or [""]
             text = f"{type(error).__name__}: {lines[0][:200]}"
@@ -66,14 +68,14 @@ def run_checks(patient: Patient, checks: Sequence[tuple[str, Check]], findings: 
     findings.fixes = [(what.partition(" ")[2], how) for what, how in urgent]
 
 
-def _add(findings: Findings, group: str, found: Finding) -> None:
-    findings.rows.append(Row(group, found.name, found.verdict, found.values or {}, found.text))
-    if found.fix and found.verdict in ("FAIL", "WARN"):
-        findings.fixes.append((f"{found.verdict} {found.name}: {found.text}", found.fix))
+def _add(findings: Findings, group: str, finding: Finding) -> None:
+    findings.rows.append(Row(group, finding.name, finding.verdict, finding.values or {}, finding.text))
+    if finding.fix and finding.verdict in ("FAIL", "WARN"):
+        findings.fixes.append((f"{finding.verdict} {finding.name}: {finding.text}", finding.fix))
 
 
-def ask(*command: str) -> str:
-    """What a program of the system says on stdout; '' when it is not there or does not answer."""
+def run_command(*command: str) -> str:
+    """The stdout of a system program; '' when it is not installed, fails or does not end in time."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMMAND_SECONDS, env={**os.environ, "LC_ALL": "C"}

@@ -1,4 +1,4 @@
-"""Is this machine fit to train, and this recipe on it: every check is executed, what is wrong comes with its remedy."""
+"""`doctor`: runs every check on this machine (and on a recipe, if one is named) and lists what to fix."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from ulysses_cli.plan.hardware import Hardware
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.prove.doctor import machine, software
-from ulysses_cli.prove.doctor.checkup import Check, Finding, Patient, run_checks
-from ulysses_cli.prove.results import Findings, Tell
+from ulysses_cli.prove.doctor.checkup import Check, CheckTarget, Finding, run_checks
+from ulysses_cli.prove.results import Findings, Report
 
 
-def _take(room: str, name: str) -> Check:
-    """A check whose module needs what may be broken here: its import is part of the check."""
+def _load_check(name: str) -> Check:
+    """A check of device_checks.py. That module imports torch, which may be broken on this machine, so its import is
+    part of the check."""
 
-    def check(patient: Patient) -> Iterator[Finding]:
-        yield from getattr(importlib.import_module(f"ulysses_cli.prove.{room}"), name)(patient)
+    def check(target: CheckTarget) -> Iterator[Finding]:
+        yield from getattr(importlib.import_module("ulysses_cli.prove.doctor.device_checks"), name)(target)
 
     return check
 
@@ -25,28 +26,31 @@ def _take(room: str, name: str) -> Check:
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("packages", software.check_packages),
     ("GPUs", machine.check_gpus),
-    ("arithmetic", _take("wires", "check_arithmetic")),
+    ("arithmetic", _load_check("check_arithmetic")),
     ("topology", machine.check_topology),
-    ("exchange", _take("wires", "check_exchange")),
-    ("attention", _take("wires", "check_kernels")),
+    ("exchange", _load_check("check_exchange")),
+    ("attention", _load_check("check_kernels")),
     ("compilers", software.check_compilers),
     ("build locks", software.check_locks),
     ("DeepSpeed's operators", software.check_operators),
     ("CPU Adam", software.check_cpu_adam),
-    ("page-locked memory", _take("wires", "check_pinned")),
+    ("page-locked memory", _load_check("check_pinned")),
     ("memory", machine.check_memory),
     ("disks", machine.check_disks),
     ("limits", machine.check_limits),
 )
 
 
-def examine(recipe: Recipe | None, shape: ModelShape | None, hardware: Hardware, subject: str, tell: Tell) -> Findings:
+def examine(
+    recipe: Recipe | None, shape: ModelShape | None, hardware: Hardware, subject: str, report: Report
+) -> Findings:
     findings = Findings("doctor", subject or "this machine")
-    run_checks(Patient(recipe, shape, hardware, count_gpus()), CHECKS, findings, tell)
+    run_checks(CheckTarget(recipe, shape, hardware, count_gpus()), CHECKS, findings, report)
     return findings
 
 
 def count_gpus() -> int:
+    """The GPUs that torch sees; 0 where torch or the driver is broken."""
     try:
         torch = importlib.import_module("torch")
         return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0

@@ -1,5 +1,7 @@
-"""Two worlds of ranks on one machine that take steps in turns, so that what disturbs one disturbs the other; and what
-their pairs of steps say."""
+"""Two worlds of ranks on one machine that take steps in turns, and the comparison of their step times.
+
+Steps alternate so that another load on the machine slows both sides alike.
+"""
 
 from __future__ import annotations
 
@@ -12,44 +14,47 @@ from typing import Any
 
 
 @dataclass(eq=False)
-class Turn:
-    """One side's hold on the machine. Rank 0 holds the wire to the other side; a side that is alone never waits."""
+class Interleaving:
+    """One side's turns. Rank 0 has the pipe to the other side; a side without a pipe never waits."""
 
-    wire: Connection | None = None
-    is_held: bool = False
+    pipe: Connection | None = None
+    has_turn: bool = False
 
-    def take(self, group: Any = None) -> None:
-        """Collective over the group: all ranks begin when the other side has ended its step."""
-        if self.wire is not None and not self.is_held:
+    def wait_for_turn(self, group: Any = None) -> None:
+        """Collective over the group: all ranks start when the other side has ended its step."""
+        if self.pipe is not None and not self.has_turn:
             try:
-                self.wire.recv_bytes()
+                self.pipe.recv_bytes()
             except (EOFError, OSError):
-                self.wire = None  # the other side is done, or failed
-        importlib.import_module("torch.distributed").barrier(group=group)  # torch may be broken where this is imported
+                self.pipe = None  # the other side has ended or failed
+        importlib.import_module("torch.distributed").barrier(
+            group=group
+        )  # doctor imports this module where torch may be broken
 
-    def hand_over(self) -> None:
-        self.is_held = False
-        if self.wire is not None:
+    def pass_turn(self) -> None:
+        """The other side takes its next step."""
+        self.has_turn = False
+        if self.pipe is not None:
             try:
-                self.wire.send_bytes(b"turn")
+                self.pipe.send_bytes(b"turn")
             except OSError:
-                self.wire = None
+                self.pipe = None
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """How many times as long a step of the other side takes as the step of ours beside it: median and spread."""
+    """Seconds of their step / seconds of our step next to it, over all pairs of steps: median and spread."""
 
     num_pairs: int
-    middle: float
-    low: float  # a quarter of the pairs lies below
-    high: float  # and a quarter above
+    median: float
+    low: float  # lower quartile
+    high: float  # upper quartile
 
 
 def compare_pairs(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Pairs | None:
-    """Seconds of a unit of work by step; steps that both sides have are pairs."""
+    """Takes seconds per unit of work by step number; a pair is a step that both sides took. None without pairs."""
     ratios = sorted(theirs[step] / ours[step] for step in ours.keys() & theirs.keys())
     if not ratios:
         return None
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    return Pairs(len(ratios), middle, low, high)
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Pairs(len(ratios), median, low, high)

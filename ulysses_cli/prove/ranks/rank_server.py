@@ -1,7 +1,7 @@
-"""Processes for ranks. On the CPU they are forked from one server that has torch and DeepSpeed loaded, so that eight
-of them cost one import; a GPU's context cannot be forked, so ranks on GPUs begin anew. The server computes nothing.
+"""Starts the processes of ranks. On the CPU they are forked from one server that has torch and DeepSpeed loaded, so
+that eight of them cost one import. A GPU's context cannot be forked, so each rank on a GPU is a new process.
 
-No rank outlives the process that asked for it, however that one ends.
+The server computes nothing. No rank outlives the process that started it, however that process ends.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ ABANDONED = 143
 
 
 def warm_up() -> None:
-    """Start the server, which then imports while the caller does other things."""
+    """Starts the server. Its imports then run while the caller does other things."""
     forkserver.set_forkserver_preload(PRELOADED)
     with _environment(ON_CPU):
         forkserver.ensure_running()
 
 
 def start_process(target: Callable[..., None], args: tuple[Any, ...], device: str = "cpu") -> BaseProcess:
-    """`target(*args)` in a process of its own."""
+    """Runs `target(*args)` in a process of its own."""
     if device == "cpu":
         warm_up()
     context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-    process = context.Process(target=_live, args=(target, args, find_seal().key), daemon=True)
+    process = context.Process(target=_run, args=(target, args, find_seal().key), daemon=True)
     process.start()
     return process
 
 
-def _live(target: Callable[..., None], args: tuple[Any, ...], key: str) -> None:
-    """Ranks of one parent have one key."""
+def _run(target: Callable[..., None], args: tuple[Any, ...], key: str) -> None:
+    """All ranks of one parent share its run key."""
     os.environ[KEY] = key
     threading.Thread(target=_end_with_parent, daemon=True).start()
     target(*args)
@@ -50,18 +50,18 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-    os._exit(ABANDONED)  # whatever this rank waits for will not come
+    os._exit(ABANDONED)  # what this rank may be waiting for will not come
 
 
 @contextmanager
-def _environment(wanted: dict[str, str]) -> Iterator[None]:
-    """The server inherits this process's environment as it is when it starts."""
-    kept = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables while the server starts: it inherits the environment of this process at that moment."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -1,5 +1,7 @@
-"""Starts ranks on this machine for one function and brings back what rank 0 returns, or the first trace; and two such
-worlds side by side, whose steps take turns."""
+"""Runs a function on ranks of this machine and returns rank 0's result, or raises the first rank's failure.
+
+Also runs two functions on two worlds of ranks at once, whose steps are interleaved.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.files.whole_files import write_whole
-from ulysses_cli.prove.ranks.interleaving import Turn
+from ulysses_cli.prove.ranks.interleaving import Interleaving
 from ulysses_cli.prove.ranks.rank_server import start_process
 
-LAST_WORDS_SECONDS = 2.0  # after a rank has failed, the one that is the cause may still be about to end
-OUT_OF_MEMORY_EXIT = -9  # killed: on Linux, nearly always for memory
+CAUSE_WAIT_SECONDS = 2.0  # after one rank has failed, the rank that caused the failure may still be ending
+OUT_OF_MEMORY_EXIT = -9  # killed: on Linux, nearly always for want of memory
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class RankFailureError(Exception):
 def run_on_ranks(
     num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", time_limit: float = 600.0
 ) -> Any:
-    """`function(device, *args)` on every rank of a new world -> what rank 0 returned. No rank outlives this call."""
+    """Runs `function(device, *args)` on every rank of a new world and returns rank 0's result. No rank outlives this
+    call."""
     world = World(num_ranks, device, time_limit)
     try:
         world.start(function, args)
@@ -53,19 +56,20 @@ def run_on_ranks(
         world.end()
 
 
-def run_in_turns(
+def run_interleaved(
     num_ranks: int, sides: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], *, device: str, time_limit: float
 ) -> list[Any]:
-    """`function(device, turn, *args)` of one side or two on worlds of their own, side by side -> for each what its rank
-    0 returned, or its RankFailureError. A side whose other one fails goes on alone."""
+    """Runs `function(device, interleaving, *args)` of one or two sides at once, each on a world of its own. Returns for
+    each side rank 0's result or its RankFailureError. When one side fails, the other continues alone."""
     worlds = [World(num_ranks, device, time_limit) for _ in sides]
-    wires = multiprocessing.Pipe() if len(sides) > 1 else (None, None)
+    pipes = multiprocessing.Pipe() if len(sides) > 1 else (None, None)
     try:
         for number, (world, (function, args)) in enumerate(zip(worlds, sides, strict=True)):
-            world.start(function, args, [Turn(wires[number], is_held=not number), *[Turn()] * (num_ranks - 1)])
-        for wire in wires:
-            if wire is not None:
-                wire.close()  # only ranks hold it now: when one ends, the other sees it
+            others = [Interleaving()] * (num_ranks - 1)
+            world.start(function, args, [Interleaving(pipes[number], has_turn=not number), *others])
+        for pipe in pipes:
+            if pipe is not None:
+                pipe.close()  # only the ranks have it open now, so that each side sees the other's end
         with ThreadPoolExecutor(len(worlds)) as pool:
             try:
                 return list(pool.map(World.wait_or_fail, worlds))
@@ -79,23 +83,25 @@ def run_in_turns(
 
 
 class World:
-    """Some ranks of one function, in a folder of their own."""
+    """The ranks that run one function, and the temporary folder that they share."""
 
     def __init__(self, num_ranks: int, device: str, time_limit: float) -> None:
         self.num_ranks, self.device, self.time_limit = num_ranks, device, time_limit
         self.folder = Path(tempfile.mkdtemp(prefix="ulysses-ranks-"))
         self.processes: list[Any] = []
 
-    def start(self, function: Callable[..., Any], args: tuple[Any, ...], turns: Sequence[Turn] = ()) -> None:
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], interleavings: Sequence[Interleaving] = ()
+    ) -> None:
         for rank in range(self.num_ranks):
-            own = (turns[rank], *args) if turns else args
+            own = (interleavings[rank], *args) if interleavings else args
             place = RankPlace(rank, self.num_ranks, str(self.folder), self.device, self.time_limit)
             self.processes.append(start_process(_serve, (place, function, own), self.device))
 
     def wait(self) -> Any:
         _wait(self.processes, self.folder, self.time_limit)
         with open(self.folder / "result", "rb") as stream:
-            return pickle.load(stream)  # noqa: S301 - written by our own rank, in a folder of our own
+            return pickle.load(stream)  # noqa: S301 - written by our own rank, in our own temporary folder
 
     def wait_or_fail(self) -> Any:
         try:
@@ -115,7 +121,7 @@ class World:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank stands."""
+    """A rank's number and what all ranks of its world share."""
 
     rank: int
     num_ranks: int
@@ -137,13 +143,13 @@ def _wait(processes: list[Any], folder: Path, time_limit: float) -> None:
             process.join()
             del open_ranks[rank]
             if process.exitcode:
-                if process.exitcode > 0:  # one that a signal ended is the cause by itself
-                    time.sleep(LAST_WORDS_SECONDS)
+                if process.exitcode > 0:  # a rank that a signal ended is itself the cause
+                    time.sleep(CAUSE_WAIT_SECONDS)
                 raise _find_killed(processes, folder) or _find_first(folder) or _describe_end(process, rank, folder)
 
 
 def _find_killed(processes: list[Any], folder: Path) -> RankFailureError | None:
-    """A rank that a signal ended wrote nothing; others then fail for want of it."""
+    """A rank that a signal ended wrote no failure; the others then fail because it is gone."""
     for rank, process in enumerate(processes):
         if process.exitcode is not None and process.exitcode < 0:
             return _describe_end(process, rank, folder)
@@ -157,12 +163,12 @@ def _describe_end(process: Any, rank: int, folder: Path) -> RankFailureError:
 
 
 def _find_first(folder: Path) -> RankFailureError | None:
-    """The failure that came first; those of ranks that waited for it come later."""
-    told = [pickle.loads(file.read_bytes()) for file in folder.glob("error-*")]  # noqa: S301 - likewise
-    if not told:
+    """The earliest failure; ranks that waited for the failed one fail later."""
+    failures = [pickle.loads(file.read_bytes()) for file in folder.glob("error-*")]  # noqa: S301 - likewise
+    if not failures:
         return None
-    _, rank, *said = min(told)
-    return RankFailureError(rank, *said)
+    _, rank, *details = min(failures)
+    return RankFailureError(rank, *details)
 
 
 def _read_log(folder: Path, rank: int) -> str:
@@ -173,7 +179,7 @@ def _read_log(folder: Path, rank: int) -> str:
 
 
 def _serve(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """One rank. What it and its libraries say goes to its log."""
+    """Runs one rank. The output of the rank and its libraries goes to its log."""
     rank, num_ranks, folder = place.rank, place.num_ranks, place.folder
     log = os.open(Path(folder) / f"log-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
@@ -193,16 +199,16 @@ def _serve(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...]
             store=store,
             rank=rank,
             world_size=num_ranks,
-            timeout=timedelta(seconds=place.time_limit),  # whoever started this ends it then
+            timeout=timedelta(seconds=place.time_limit),  # the caller ends the rank then
         )
         result = function(device, *args)
         if rank == 0:
             write_whole(Path(folder) / "result", pickle.dumps(result))
         dist.barrier()
-    except BaseException as error:  # noqa: BLE001 - whoever started this is told
+    except BaseException as error:  # noqa: BLE001 - the caller raises it
         lines = str(error).strip().splitlines() or [""]
-        said = (time.monotonic(), rank, type(error).__name__, lines[0][:400], traceback.format_exc())
-        write_whole(Path(folder) / f"error-{rank}", pickle.dumps(said))
+        failure = (time.monotonic(), rank, type(error).__name__, lines[0][:400], traceback.format_exc())
+        write_whole(Path(folder) / f"error-{rank}", pickle.dumps(failure))
         sys.stderr.flush()
-        os._exit(1)  # others may wait in a collective; nothing here may wait for them
-    os._exit(0)  # libraries' threads and exit handlers have nothing left to do
+        os._exit(1)  # other ranks may hang in a collective; this one must not wait for them
+    os._exit(0)  # without waiting for threads and exit handlers of libraries

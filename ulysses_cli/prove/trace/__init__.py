@@ -1,1 +1,1 @@
-"""A training step on tensors without data: every allocation is counted."""
+"""A training step on tensors without data, which counts every allocation."""

@@ -1,5 +1,5 @@
-"""`python -m ulysses_cli.prove.trace`: what is to be traced comes as JSON on stdin, findings leave as JSON on stdout,
-progress goes to stderr. Patches this whole process.
+"""`python -m ulysses_cli.prove.trace`: reads what to trace as JSON from stdin, writes the result as JSON to stdout and
+progress to stderr. Patches this whole process.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ulysses_cli.prove.trace.trace import prepare_process, trace
 
 
 def main() -> int:
-    wish = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries say is talk
+    os.dup2(2, 1)  # what libraries print must not mix with the result
     warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's use of torch
-    warnings.filterwarnings("ignore", "Accessing the data pointer")  # ZeRO-2 asks whether it is even
+    warnings.filterwarnings("ignore", "Accessing the data pointer")  # ZeRO-2 checks the alignment of data pointers
     with ExitStack() as stack:
         stack.callback(out.close)
-        prepare_process(wish)
-        talk = sys.stderr
-        out.write(json.dumps(trace(wish, lambda words: talk.write(f"{words}\n"))) + "\n")
+        prepare_process(request)
+        progress = sys.stderr
+        out.write(json.dumps(trace(request, lambda line: progress.write(f"{line}\n"))) + "\n")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""A small model of torch's caching allocator: births and deaths of storages -> bytes held from the device.
+"""A small model of torch's caching allocator: takes allocations and frees of storages, returns the bytes reserved.
 
-From c10/cuda/CUDACachingAllocator.cpp: sizes round to 512; up to 1 MiB is a pool of its own; the smallest free block
-of the same stream that is large enough is used and split. Knows no tensors.
+Rules from c10/cuda/CUDACachingAllocator.cpp: sizes are rounded up to 512; sizes up to 1 MiB have a pool of their own;
+the smallest free block of the same stream that is large enough is used and split. Works on sizes, not on tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ALIGN = 2 * MIB  # of segments made for one large tensor
 
 @dataclass(eq=False)
 class SegmentBlock:
-    """A stretch of a segment."""
+    """A free or allocated part of a segment."""
 
     size: int
     is_free: bool
@@ -98,18 +98,18 @@ class Pool:
 
 
 def count_segment(size: int) -> int:
-    """What is asked of the device for a block that no free one serves."""
+    """Bytes of the segment that is allocated on the device when no free block is large enough."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < LARGE_ALLOC else -(-size // ALIGN) * ALIGN
 
 
-def replay(moves: Iterable[tuple[int, int, int]], *, expandable: bool) -> int:
-    """(storage, its bytes at birth and less than 0 at death, stream) in order -> the most bytes ever held, when nothing
-    is ever handed back to the device."""
+def replay(events: Iterable[tuple[int, int, int]], *, expandable: bool) -> int:
+    """Takes (storage, its bytes when allocated or a number below 0 when freed, stream) in order. Returns the most bytes
+    ever reserved, if nothing is ever returned to the device."""
     pools: dict[tuple[int, bool], Pool] = {}
     blocks: dict[int, tuple[Pool, SegmentBlock]] = {}
-    for storage, num_bytes, stream in moves:
+    for storage, num_bytes, stream in events:
         if num_bytes > 0:
             size = -(-num_bytes // ROUND) * ROUND
             is_small = size <= SMALL

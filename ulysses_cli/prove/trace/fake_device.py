@@ -1,6 +1,6 @@
-"""A GPU that is not there: tensors without data on `meta`, host memory on `cpu`, streams that only have numbers.
+"""A fake GPU: tensors without data on `meta`, host memory on `cpu`, streams that are only numbers.
 
-What DeepSpeed and torch would ask a real device is answered here, for this whole process: run it in a child. Holds no
+It replaces what DeepSpeed and torch call on a real device, in this whole process: use it in a child process. Holds no
 model and counts no bytes.
 """
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")
 DEFAULT_STREAM = 0
-DEFAULT_KERNEL = "flash_attention_2"  # of those that a GPU may have, the one that takes most
+DEFAULT_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the one that needs most memory
 _current = DEFAULT_STREAM
 _move = torch.nn.Module.to
 _multiply_groups = _meta_registrations._meta_grouped_mm_common
 
 
 def get_current_stream() -> int:
-    """The number of the stream that work is now issued to: memory is reused within a stream."""
+    """The number of the current stream: the allocator reuses memory within one stream only."""
     return _current
 
 
 class Stream:
-    """Order is that of the program; only the number matters."""
+    """Work runs in program order; only the stream's number is used."""
 
     num_made = DEFAULT_STREAM
 
@@ -84,7 +84,7 @@ def enter_stream(stream: Stream | None) -> Iterator[None]:
 
 
 class FakeAccelerator(CPU_Accelerator):
-    """What DeepSpeed asks of a GPU. Asynchronous, as a GPU is: the paths that use streams are taken."""
+    """The accelerator interface of DeepSpeed. It is asynchronous, as a GPU is, so that DeepSpeed uses its streams."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class FakeAccelerator(CPU_Accelerator):
     max_memory_allocated = memory_cached = max_memory_cached = memory_reserved = max_memory_reserved = memory_allocated
 
     def available_memory(self, device_index: Any = None) -> int:
-        return 1 << 60  # what takes more than a GPU has is to be seen
+        return 1 << 60  # a recipe that needs more than a GPU has must be traced too
 
     def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
         return tensor
@@ -148,59 +148,61 @@ class FakeAccelerator(CPU_Accelerator):
 
 
 def install() -> None:
-    """From here on this process has the fake device and no other."""
+    """Makes the fake device the only device of this process."""
     set_accelerator(FakeAccelerator())
     from deepspeed.runtime.zero import linear, partition_parameters, partitioned_param_coordinator, stage_1_and_2
 
-    # Ranks compare lists of numbers; there are no others.
+    # It compares numbers between ranks; this process is the only rank.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
-    partition_parameters.zero_wrapper_for_fp_tensor_constructor = cast_what_is_made
+    partition_parameters.zero_wrapper_for_fp_tensor_constructor = cast_new_tensors
     _meta_registrations._meta_grouped_mm_common = multiply_groups
-    linear.get_accelerator = CPU_Accelerator  # asked for its autocast alone, which the fake device does not have
+    linear.get_accelerator = CPU_Accelerator  # used only for its autocast, which the fake device does not have
     stage_1_and_2.torch = ShapesWithoutBytes()
-    # Gradients without values are in order.
+    # Gradients without values cannot overflow.
     stage_1_and_2.DeepSpeedZeroOptimizer.has_overflow = lambda self, partition_gradients=True: False
     Tensor.record_stream = lambda self, stream: None
     torch.nn.Module.to = stay_or_move
 
 
 def forget_groups() -> None:
-    """After a model: DeepSpeed makes the groups of replicas once in a process."""
+    """Call after each model: DeepSpeed makes the replica groups once per process."""
     from deepspeed.utils import groups
 
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def stay_or_move(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """A module is made on its device: torch would make its parameters anew there, which their watchers do not allow."""
+    """A module is already made on its device. Moving it there would make new parameters, which the weak references of
+    the tracer do not allow."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     return module if device == DEVICE and dtype is None else _move(module, *args, **kwargs)
 
 
-def cast_what_is_made(
+def cast_new_tensors(
     fn: Callable[..., Tensor], target_fp_dtype: torch.dtype | None, target_device: Any
 ) -> Callable[..., Tensor]:
-    """As DeepSpeed does, which exchanges a tensor's data: a tensor without data has none to exchange."""
+    """As DeepSpeed's function of this place, which replaces `tensor.data`: a tensor without data has none to
+    replace."""
 
-    def made(*args: Any, **kwargs: Any) -> Tensor:
+    def make_tensor(*args: Any, **kwargs: Any) -> Tensor:
         if target_device is not None and kwargs.get("device") is None:
             kwargs["device"] = target_device
         tensor = fn(*args, **kwargs)
         return tensor.to(target_fp_dtype) if target_fp_dtype is not None and tensor.is_floating_point() else tensor
 
-    return made
+    return make_tensor
 
 
 def multiply_groups(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch's shapes of a grouped product are those of a GPU, for bfloat16 alone; a CPU rank has float32 too."""
+    """torch computes the shapes of a grouped product for bfloat16 only, as on a GPU; a CPU rank uses float32 too."""
     if a.dtype != torch.float32:
         return _multiply_groups(a, b, *args, **kwargs)
     return _multiply_groups(a.bfloat16(), b.bfloat16(), *args, **kwargs).float()
 
 
 class ShapesWithoutBytes:
-    """torch as DeepSpeed's stages 1 and 2 see it: they keep the shapes of weights as tensors on `meta`, where the fake
-    device has its bytes and a GPU has none."""
+    """torch as DeepSpeed's stages 1 and 2 use it: they keep the shapes of weights as tensors on `meta`. A GPU spends no
+    bytes on those, but this fake device counts tensors on `meta`, so they are made without storage."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -213,7 +215,7 @@ class ShapesWithoutBytes:
 
 
 class HostAdam(torch.optim.Optimizer):
-    """What DeepSpeed's Adam for the host holds: two float32 moments of each tensor, from the first step on."""
+    """The state of DeepSpeed's CPU Adam: two float32 moments of each tensor, allocated at the first step."""
 
     def __init__(self, groups: Any, lr: float = 1e-3, adamw_mode: bool = True, **numbers: Any) -> None:
         super().__init__(groups, {"lr": lr, **numbers})
@@ -229,7 +231,7 @@ class HostAdam(torch.optim.Optimizer):
 
 
 def replace_everywhere(function: Callable[..., Any], stand_in: Callable[..., Any], package: str) -> None:
-    """In each loaded module of a package that imported a function by name."""
+    """Replaces a function in each loaded module of a package that imported it by name."""
     for name, module in list(sys.modules.items()):
         if name.startswith(package):
             for key, value in list(vars(module).items()):
@@ -238,7 +240,8 @@ def replace_everywhere(function: Callable[..., Any], stand_in: Callable[..., Any
 
 
 def copy_on_streams() -> None:
-    """Offloading keeps what leaves the device until its copies are done: it is told of streams, and that one waits."""
+    """Gives the offloader streams. It keeps a tensor on the device until the copy on its stream is done, so that
+    streams change the peak."""
     from ulysses_cli.train.assembly import levers
     from ulysses_cli.train.memory import offload
 
@@ -253,16 +256,16 @@ def copy_on_streams() -> None:
 
 
 def drop_as_a_gpu_does() -> None:
-    """With a mask of a byte; torch keeps factors of the input's own type elsewhere."""
+    """Dropout with a mask of one byte per element, as on a GPU; elsewhere torch saves factors of the input's dtype."""
 
-    def drop(given: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return torch.native_dropout(given, p, training)[0] if p and training else given
+    def drop(hidden: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return torch.native_dropout(hidden, p, training)[0] if p and training else hidden
 
     torch.nn.functional.dropout = drop
 
 
 def make_parts() -> Parts:
-    """Weights are made and not read, and the kernel is the one that every GPU has."""
+    """Parts of a build for the fake device: weights are made instead of loaded, and the attention kernel is fixed."""
     from transformers import AutoModelForCausalLM
 
     from ulysses_cli.train.assembly import adapters
@@ -275,24 +278,26 @@ def make_parts() -> Parts:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
     def add_adapters(recipe: Any, model: Any) -> Any:
-        """peft gives adapters the base's dtype when it moves them to its device, and never moves to this one."""
-        usual = torch.get_default_dtype()
+        """peft casts adapters to the base model's dtype when it moves them to a device. It never moves them to this
+        one, so that they are made in that dtype."""
+        default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(getattr(torch, recipe.model.dtype))
         try:
             with torch.device(DEVICE):
                 return adapters.add_adapters(recipe, model)
         finally:
-            torch.set_default_dtype(usual)
+            torch.set_default_dtype(default_dtype)
 
     def choose(plan: RunPlan, *_: Any) -> KernelChoice:
-        wanted = plan.recipe.model.attn_implementation
-        return KernelChoice(DEFAULT_KERNEL if wanted == "auto" else wanted, "traced")
+        name = plan.recipe.model.attn_implementation
+        return KernelChoice(DEFAULT_KERNEL if name == "auto" else name, "traced")
 
     return RealParts(make_weights, add_adapters, choose)
 
 
 def replace_parts(max_tiles: int) -> None:
-    """Parts of the project that need values or a real device: of many equal tiles a few are enough."""
+    """Replaces code of the project that needs values or a real device. Tiles are alike, so that a few of them are
+    enough."""
     import torch.optim.optimizer as optimizers
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -307,10 +312,10 @@ def replace_parts(max_tiles: int) -> None:
 
     @torch.no_grad()
     def compute_losses(loss: Any, hidden: Tensor, labels: Tensor, rule: Any) -> Tensor:
-        """As many losses as there are tokens, from a few tiles."""
+        """One loss per token, though only a few tiles are computed."""
         parts = loss.walk_tiles(labels.numel())
-        found = [tiled_loss.compute_losses(loss.compute_logits(hidden[part]), labels[part], rule)[0] for part in parts]
-        return found[0].new_empty(labels.numel())
+        losses = [tiled_loss.compute_losses(loss.compute_logits(hidden[part]), labels[part], rule)[0] for part in parts]
+        return losses[0].new_empty(labels.numel())
 
     offload.count_free_bytes = lambda: 1 << 60  # type: ignore[attr-defined]
     for tiled in (tiled_mlp, tiled_norm):

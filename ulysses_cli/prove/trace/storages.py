@@ -1,6 +1,7 @@
-"""Every storage's birth and death while real code runs on tensors without data, by phase, stream and place.
+"""Records when each storage is allocated and freed while training code runs on tensors without data, by phase, stream
+and device or host.
 
-Sees operators and nothing else: knows no model. Values that code reads from a tensor are answered with ones.
+It sees operators and no model. A value that code reads from a tensor is 1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HOST = "cpu"
 
 @dataclass(frozen=True)
 class StorageEvent:
-    """A storage is born (its size) or dies (less than 0). Host memory has no stream."""
+    """A storage is allocated (its size) or freed (minus its size). Host memory has no stream."""
 
     storage: int
     num_bytes: int
@@ -32,8 +33,8 @@ class StorageEvent:
 
 
 @dataclass(eq=False)
-class Fullest:
-    """Bytes alive, and the most there were in each phase."""
+class LiveBytes:
+    """Bytes allocated now, and their peak in each phase."""
 
     now: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
@@ -44,23 +45,23 @@ class Fullest:
 
 
 class Storages(TorchDispatchMode):
-    """Counts while it is entered. Entered inside a FakeTensorMode, so that it sees an operator first."""
+    """Records while it is entered. Enter it inside a FakeTensorMode, so that it sees each operator first."""
 
     def __init__(self, get_stream: Callable[[], int] = lambda: 0, *, sees_kernels: bool = True) -> None:
-        """`sees_kernels`: what attention kernels of a GPU, and others, take inside is added."""
+        """`sees_kernels`: add the temporary memory inside a GPU's kernels, which operators do not show."""
         super().__init__()
         self.sees_kernels = sees_kernels
         self.get_stream, self.phase = get_stream, "load"
         self.events: list[StorageEvent] = []
-        self.device, self.host = Fullest(), Fullest()
+        self.device, self.host = LiveBytes(), LiveBytes()
         self._numbers: dict[int, int] = {}
 
     @property
-    def places(self) -> tuple[Fullest, Fullest]:
+    def places(self) -> tuple[LiveBytes, LiveBytes]:
         return self.device, self.host
 
     def forget_peaks(self, *kept: str) -> None:
-        """Of all phases but those."""
+        """Forgets the peaks of all phases but these."""
         for place in self.places:
             place.peaks = {phase: size for phase, size in place.peaks.items() if phase in kept}
 
@@ -75,7 +76,7 @@ class Storages(TorchDispatchMode):
             self.phase = before
 
     def track(self, tensor: Tensor) -> None:
-        """Also for what was there before."""
+        """Records a tensor's storage, once; also one that was allocated before."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._numbers:
@@ -87,8 +88,8 @@ class Storages(TorchDispatchMode):
         self._note(StorageEvent(number, num_bytes, stream, is_host, self.phase))
         weakref.finalize(storage, self._forget, key, number, num_bytes, stream, is_host)
 
-    def allocate_for_a_moment(self, num_bytes: int) -> None:
-        """What an operator takes and gives back inside, unseen."""
+    def add_temporary(self, num_bytes: int) -> None:
+        """Memory that an operator allocates and frees inside, which cannot be seen here."""
         number, stream = len(self.events), self.get_stream()
         self._note(StorageEvent(number, num_bytes, stream, False, self.phase))
         self._note(StorageEvent(number, -num_bytes, stream, False, self.phase))
@@ -107,27 +108,27 @@ class Storages(TorchDispatchMode):
         if op is aten.equal.default:
             return True
         if self.sees_kernels and op is torch.ops.ulysses.attend_backward.default:
-            found = op(*args, **(kwargs or {}))
-            for leaf in found:
+            outputs = op(*args, **(kwargs or {}))
+            for leaf in outputs:
                 self.track(leaf)
-            self.allocate_for_a_moment(count_kernel_bytes(*args[1:3], kernel=args[8]))
-            return found
+            self.add_temporary(count_kernel_bytes(*args[1:3], kernel=args[8]))
+            return outputs
         if self.sees_kernels and op is aten.logsumexp.default:  # all exponentials (ReduceOps.cpp: logsumexp_out_impl)
-            self.allocate_for_a_moment(args[0].nbytes)
-        found = op(*args, **(kwargs or {}))
-        if isinstance(found, Tensor):
-            self.track(found)
+            self.add_temporary(args[0].nbytes)
+        outputs = op(*args, **(kwargs or {}))
+        if isinstance(outputs, Tensor):
+            self.track(outputs)
         else:
-            for leaf in tree_leaves(found):
+            for leaf in tree_leaves(outputs):
                 if isinstance(leaf, Tensor):
                     self.track(leaf)
-        return found
+        return outputs
 
 
 def count_kernel_bytes(q: Tensor, k: Tensor, *, kernel: str) -> int:
-    """Inside flash attention's backward, [tokens, heads, dim]: dq in float32, a number per token and head, and where
-    heads share keys, dk and dv of each query head (FlashAttention 2, flash_api.cpp) or of each key head in float32
-    (3 and newer)."""
+    """Temporary memory of flash attention's backward, tensors of [tokens, heads, dim]: dq in float32, one number per
+    token and head, and where heads share keys, dk and dv of each query head (FlashAttention 2, flash_api.cpp) or of
+    each key head in float32 (3 and newer)."""
     num_bytes = 4 * q.numel() + 4 * q.size(0) * q.size(1)
     if k.size(1) == q.size(1):
         return num_bytes
@@ -137,5 +138,5 @@ def count_kernel_bytes(q: Tensor, k: Tensor, *, kernel: str) -> int:
 
 def _make_one(dtype: torch.dtype) -> bool | int | float:
     if dtype == torch.bool:
-        return False  # the question is always whether something went wrong
+        return False  # code only reads booleans to ask whether something went wrong
     return 1.0 if dtype.is_floating_point else 1

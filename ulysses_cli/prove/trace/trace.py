@@ -1,5 +1,6 @@
-"""A recipe's real model, levers and engine run a step on tensors without data; every allocation is counted. Patches
-the whole process that it runs in (see __main__.py); computes no value.
+"""Runs a step of a recipe's model, levers and engine on tensors without data and counts every allocation.
+
+Patches the whole process that it runs in (see __main__.py); computes no value.
 """
 
 from __future__ import annotations
@@ -19,45 +20,48 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.recipe import Recipe
 
 FEW_LAYERS, MORE_LAYERS = 8, 4
-Layers = tuple[int, int]  # offloaded ones, and those above them that are not
-LIVE_ELEMENTS = 2_200_000_000  # what ZeRO-3 may gather at both ends: each layer between them adds the same
-BETWEEN = "between"  # steps: what is alive there is alive in every phase
-HELD = "held"  # what is alive when the optimizer's step begins
-SUMS = ("data_types", "communication_data_type")  # what a run that accumulates says to DeepSpeed of its sums
-MAX_TILES = 3  # tiles are alike: the first, one more, and the last
+Layers = tuple[int, int]  # numbers of layers: offloaded, and those above them that are not offloaded
+LIVE_ELEMENTS = 2_200_000_000  # what ZeRO-3 may gather at both ends; each layer between them adds the same
+BETWEEN = "between"  # between steps: what is allocated there is allocated in every phase
+HELD = "held"  # what is allocated when the optimizer's step starts
+SUMS = (
+    "data_types",
+    "communication_data_type",
+)  # DeepSpeed's settings for the sums of a run that accumulates gradients
+MAX_TILES = 3  # tiles are alike, so that the first, one more and the last are enough
 
 
 @dataclass(frozen=True)
 class TracedPeaks:
-    """Peaks of one traced model, bytes of a rank: by phase on the device and on the host, and what the allocator
-    would hold."""
+    """Peak bytes of one rank of a traced model: by phase on the device and on the host, and what the allocator would
+    reserve."""
 
     device: dict[str, int]
     host: dict[str, int]
     reserved: dict[str, int]
 
 
-def trace(wish: Mapping[str, Any], tell: Any = lambda _: None) -> dict[str, Any]:
-    """`wish`: recipe, model config, levers and kernel as plain data -> findings as plain data."""
-    num_layers = int(wish["config"]["num_hidden_layers"])
-    a_layer, in_groups = count_layer_elements(wish["config"]), count_grouped_elements(wish)
-    if in_groups >= num_layers * a_layer:  # all are stepped at once, however many
+def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str, Any]:
+    """`request`: recipe, model config, levers and world size as plain data. Returns peaks as plain data."""
+    num_layers = int(request["config"]["num_hidden_layers"])
+    layer_elements, in_groups = count_layer_elements(request["config"]), count_grouped_elements(request)
+    if in_groups >= num_layers * layer_elements:  # one group holds all weights
         in_groups = 0
-    few = max(FEW_LAYERS, -(-max(LIVE_ELEMENTS, in_groups) // a_layer))
-    num_offloaded = min(num_layers, int(wish["levers"]["offloaded_layers"]))
+    few = max(FEW_LAYERS, -(-max(LIVE_ELEMENTS, in_groups) // layer_elements))
+    num_offloaded = min(num_layers, int(request["levers"]["offloaded_layers"]))
     whole = num_offloaded, num_layers - num_offloaded
-    found: dict[Layers, TracedPeaks] = {}
+    peaks: dict[Layers, TracedPeaks] = {}
     for layers in list_cuts(whole, few):
-        tell(f"tracing {sum(layers)} of {format_count(num_layers, 'layer')}, {layers[0]} of them offloaded")
-        found[layers] = trace_layers(wish, layers)
-    reached = extrapolate(found, whole, steps_in_groups=in_groups > 0)
-    for place in (reached.device, reached.host):
-        place.pop(HELD)
-    return {"num_layers": num_layers, "traced_layers": [sum(layers) for layers in found], **vars(reached)}
+        report(f"tracing {sum(layers)} of {format_count(num_layers, 'layer')}, {layers[0]} of them offloaded")
+        peaks[layers] = trace_layers(request, layers)
+    reached = extrapolate(peaks, whole, steps_in_groups=in_groups > 0)
+    for by_phase in (reached.device, reached.host):
+        by_phase.pop(HELD)
+    return {"num_layers": num_layers, "traced_layers": [sum(layers) for layers in peaks], **vars(reached)}
 
 
 def list_cuts(whole: Layers, few: int) -> list[Layers]:
-    """Numbers of layers to trace: few, and a few more of each kind of which there are more."""
+    """The numbers of layers to trace: a few, and then a few more of each kind that the model has more of."""
     if sum(whole) <= few + MORE_LAYERS:
         return [whole]
     above = min(whole[1], max(few // 2, few - whole[0]))
@@ -67,22 +71,23 @@ def list_cuts(whole: Layers, few: int) -> list[Layers]:
     return [base, *(cut for cut in grown if cut != base)]
 
 
-def count_grouped_elements(wish: Mapping[str, Any]) -> int:
-    """Of how many weights ZeRO-3 steps the first group: with as many, a group is as large as in the whole model."""
-    recipe, levers = Recipe.model_validate_json(json.dumps(wish["recipe"])), Levers(**wish["levers"])
+def count_grouped_elements(request: Mapping[str, Any]) -> int:
+    """Weights in the first group that ZeRO-3 steps. A cut with as many weights has groups as large as the whole
+    model's."""
+    recipe, levers = Recipe.model_validate_json(json.dumps(request["recipe"])), Levers(**request["levers"])
     if recipe.parallel.zero_stage < 3 or recipe.lora is not None or levers.offload_optimizer != "none":
         return 0
-    return make_engine(recipe, levers).sub_group * int(wish["world_size"])
+    return make_engine(recipe, levers).sub_group * int(request["world_size"])
 
 
-def extrapolate(found: Mapping[Layers, TracedPeaks], whole: Layers, *, steps_in_groups: bool = False) -> TracedPeaks:
-    """A straight line from the first cut through each of the others. What a step in groups takes beside what is held
-    does not grow, but for a weight more or less in the largest group."""
-    base, first = next(iter(found.items()))
+def extrapolate(peaks: Mapping[Layers, TracedPeaks], whole: Layers, *, steps_in_groups: bool = False) -> TracedPeaks:
+    """A straight line from the first cut through each of the others. The memory of an optimizer step in groups, apart
+    from what is held before it, does not grow with the layers, but for one weight more or less in the largest group."""
+    base, first = next(iter(peaks.items()))
 
     def reach(place: str) -> dict[str, int]:
         reached = dict(getattr(first, place))
-        for layers, traced in found.items():
+        for layers, traced in peaks.items():
             for kind in (0, 1):
                 if more := layers[kind] - base[kind]:
                     for name, low in getattr(first, place).items():
@@ -91,33 +96,33 @@ def extrapolate(found: Mapping[Layers, TracedPeaks], whole: Layers, *, steps_in_
 
     device = reach("device")
     if steps_in_groups:
-        work = (traced.device["optimizer_step"] - traced.device[HELD] for traced in found.values())
+        work = (traced.device["optimizer_step"] - traced.device[HELD] for traced in peaks.values())
         device["optimizer_step"] = device[HELD] + max(work)
     return TracedPeaks(device, reach("host"), reach("reserved"))
 
 
-def trace_layers(wish: Mapping[str, Any], layers: Layers) -> TracedPeaks:
+def trace_layers(request: Mapping[str, Any], layers: Layers) -> TracedPeaks:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ulysses_cli.prove.trace.allocator import replay
     from ulysses_cli.prove.trace.fake_device import forget_groups, get_current_stream
     from ulysses_cli.prove.trace.storages import Storages
 
-    storages = Storages(get_current_stream, sees_kernels=wish["recipe"]["run"]["device"] != "cpu")
+    storages = Storages(get_current_stream, sees_kernels=request["recipe"]["run"]["device"] != "cpu")
     with FakeTensorMode(allow_non_fake_inputs=True), storages:
-        run_steps(wish, layers, storages)
+        run_steps(request, layers, storages)
     forget_groups()
-    moves = [(event.storage, event.num_bytes, event.stream) for event in storages.events if not event.is_host]
+    events = [(event.storage, event.num_bytes, event.stream) for event in storages.events if not event.is_host]
     reserved = {
-        "expandable_segments": replay(moves, expandable=True),
-        "fixed_segments": replay(moves, expandable=False),
+        "expandable_segments": replay(events, expandable=True),
+        "fixed_segments": replay(events, expandable=False),
     }
     device, host = ({name: size for name, size in place.peaks.items() if name != BETWEEN} for place in storages.places)
     return TracedPeaks(device, host, reserved)
 
 
-def run_steps(wish: Mapping[str, Any], layers: Layers, storages: Any) -> None:
-    """A step, an evaluation, and the step that counts: every later one is like it, after an evaluation or not."""
+def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any) -> None:
+    """One step, an evaluation, and the step whose peaks count: all later steps are like it."""
     import numpy as np
 
     from ulysses_cli.data.steps import MicroBatch
@@ -127,24 +132,24 @@ def run_steps(wish: Mapping[str, Any], layers: Layers, storages: Any) -> None:
     from ulysses_cli.train.assembly.build import build
     from ulysses_cli.train.processes.groups import make_groups
 
-    config = cut_layers(wish["config"], sum(layers))
-    asked = {**wish["recipe"], "model": {**wish["recipe"]["model"], "config": config, "name_or_path": None}}
-    recipe = Recipe.model_validate_json(json.dumps(asked))
-    layout, levers = make_layout(recipe), Levers(**{**wish["levers"], "offloaded_layers": layers[0]})
-    num_steps = asked["train"]["gradient_accumulation_steps"]
-    if num_steps > 1:  # under ZeRO-3 one micro-step is like the next, but for replicas; else two are enough
-        alike = asked["parallel"]["zero_stage"] == 3 and asked["parallel"]["dp_replicate_size"] == 1
-        num_steps = 1 if alike else 2
-        asked["train"] = {**asked["train"], "gradient_accumulation_steps": num_steps}
-        if asked["model"]["dtype"] == "bfloat16" and asked["parallel"]["zero_stage"] > 1:
+    config = cut_layers(request["config"], sum(layers))
+    settings = {**request["recipe"], "model": {**request["recipe"]["model"], "config": config, "name_or_path": None}}
+    recipe = Recipe.model_validate_json(json.dumps(settings))
+    layout, levers = make_layout(recipe), Levers(**{**request["levers"], "offloaded_layers": layers[0]})
+    num_steps = settings["train"]["gradient_accumulation_steps"]
+    if num_steps > 1:  # under ZeRO-3 without replicas all micro-steps are alike; else two are enough
+        are_alike = settings["parallel"]["zero_stage"] == 3 and settings["parallel"]["dp_replicate_size"] == 1
+        num_steps = 1 if are_alike else 2
+        settings["train"] = {**settings["train"], "gradient_accumulation_steps": num_steps}
+        if settings["model"]["dtype"] == "bfloat16" and settings["parallel"]["zero_stage"] > 1:
             whole = make_ds_config(recipe, layout)
-            asked["deepspeed"] = {**{name: whole[name] for name in SUMS}, **asked["deepspeed"]}
-        recipe = Recipe.model_validate_json(json.dumps(asked))
+            settings["deepspeed"] = {**{name: whole[name] for name in SUMS}, **settings["deepspeed"]}
+        recipe = Recipe.model_validate_json(json.dumps(settings))
     tokens, batch = compute_row_tokens(recipe), recipe.train.per_device_train_batch_size
     local = tokens // layout.sp_size
     groups = make_groups(layout, timedelta(minutes=1))
     plan, parts = settle(recipe, read_model_shape(config, "the traced model"), levers), make_parts()
-    if recipe.parallel.zero_stage < 3:  # the model is made in host memory, and moved (train/assembly/loading.py)
+    if recipe.parallel.zero_stage < 3:  # the model is made in host memory, then moved (train/assembly/loading.py)
         parts = replace(parts, load_weights=_in_phases(storages, (BETWEEN,), parts.load_weights))
     built = build(plan, groups, DEVICE, 2, parts=parts)
     engine, wrapped = built.engine, built.engine.wrapped
@@ -172,7 +177,7 @@ def run_step(engine: Any, micro_steps: list[Any], num_targets: int, storages: An
 
 
 def count_layer_elements(config: Mapping[str, Any]) -> int:
-    """Of the last layer."""
+    """Weights of one layer, from models of one and of two layers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -185,7 +190,7 @@ def count_layer_elements(config: Mapping[str, Any]) -> int:
 
 
 def cut_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The same model with its first layers alone; lists of one entry per layer are cut alike."""
+    """The config of the same model with only its first layers. Lists with one entry per layer are cut too."""
     whole = int(config["num_hidden_layers"])
     cut = {
         name: value[:num_layers] if isinstance(value, list) and len(value) == whole else value
@@ -195,8 +200,8 @@ def cut_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 def _in_phases(storages: Any, phases: tuple[str, ...], function: Any, after: str = "") -> Any:
-    """Runs in the last one; of the others, what is alive as they begin is noted. What follows is `after`: a forward
-    ends where the backward begins."""
+    """Wraps a function so that it runs in the last of `phases`. Of the others, what is allocated when they start is
+    recorded. After the call the phase is `after`, so that a forward ends where its backward starts."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -209,21 +214,26 @@ def _in_phases(storages: Any, phases: tuple[str, ...], function: Any, after: str
     return call
 
 
-def find_widest_rank(wish: Mapping[str, Any]) -> int:
-    """The first of an sp group's ranks that gets most key/value heads in a chunk: they may not be shared out evenly."""
+def find_widest_rank(request: Mapping[str, Any]) -> int:
+    """The first rank of an sp group with the most key/value heads in a chunk: heads may not divide evenly over
+    ranks."""
     from ulysses_cli.plan.models.shape import read_model_shape
     from ulysses_cli.train.attention.heads import plan_heads
 
-    shape, sp_size = read_model_shape(wish["config"], "the traced model"), int(wish["recipe"]["parallel"]["sp_size"])
-    chunks = plan_heads(shape.num_heads, shape.num_kv_heads, sp_size, int(wish["levers"]["head_chunks"])).chunks
+    shape, sp_size = (
+        read_model_shape(request["config"], "the traced model"),
+        int(request["recipe"]["parallel"]["sp_size"]),
+    )
+    chunks = plan_heads(shape.num_heads, shape.num_kv_heads, sp_size, int(request["levers"]["head_chunks"])).chunks
     return max(range(sp_size), key=lambda rank: max(chunk.keys[rank].num_heads for chunk in chunks))
 
 
-def prepare_process(wish: Mapping[str, Any]) -> None:
-    """The fake device, and what cannot run on it replaced. Before anything else of the project is imported. Below
-    ZeRO-3 the last rank needs most: its share of the gradients is that of the last layers, and comes first."""
-    world_size, recipe = int(wish["world_size"]), wish["recipe"]
-    rank = find_widest_rank(wish) if recipe["parallel"]["zero_stage"] == 3 else world_size - 1
+def prepare_process(request: Mapping[str, Any]) -> None:
+    """Installs the fake device and replaces code that cannot run on it. Call it before anything else of the project is
+    imported. Below ZeRO-3 the last rank needs most memory: it holds the gradients of the last layers, which are
+    computed first."""
+    world_size, recipe = int(request["world_size"]), request["recipe"]
+    rank = find_widest_rank(request) if recipe["parallel"]["zero_stage"] == 3 else world_size - 1
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     import torch.distributed as dist
     from torch.distributed._tools import fake_collectives  # noqa: F401 - collectives of tensors without data

@@ -1,5 +1,6 @@
-"""A small run on ranks, as `train` runs it: prepared rows, the build, the loop, the evaluation. All that can be
-compared is gathered whole: losses, gradients, weights, an evaluation, and what a changed token changes.
+"""Runs a small training run on ranks, with the code that `train` uses, and records what verify compares.
+
+Recorded on rank 0, gathered from all ranks: losses, gradients, weights, an evaluation, and leaks between documents.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ GROUP_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Probe:
-    """Some tokens of a row are changed -> how far losses moved at most, where they may not and where they must."""
+    """Some tokens of a row are changed. `outside`: the largest change where nothing may change; `inside`: where it
+    must."""
 
     name: str
     outside: float
@@ -45,7 +47,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """What rank 0 hands back; everything is whole and the same on all ranks."""
+    """What rank 0 returns; all values are gathered, and the same on all ranks."""
 
     kernel: str
     losses: list[float]
@@ -67,23 +69,23 @@ def trace_steps(
     built, held_out, batching = run.built, open_rows(prepared, "eval"), make_eval_batching(shape, plan.resolved)
     evaluated = evaluate(built.engine, groups, held_out, batching)
     probes = _probe_documents(built, groups, held_out, batching, shape.vocab_size)
-    witness = Witness(built)
-    run.state.after = (lambda _, result: witness.results.append((result.loss, result.update.grad_norm)),)
+    recorder = StepRecorder(built)
+    run.state.after = (lambda _, result: recorder.results.append((result.loss, result.update.grad_norm)),)
     train(run.state)
     return RecordedSteps(
         kernel=built.kernel.name,
-        losses=[loss for loss, _ in witness.results],
-        norms=[norm for _, norm in witness.results],
-        grads=witness.grads,
-        weights=witness.read_weights(),
+        losses=[loss for loss, _ in recorder.results],
+        norms=[norm for _, norm in recorder.results],
+        grads=recorder.grads,
+        weights=recorder.read_weights(),
         eval_loss=float(evaluated["loss"]),
         eval_tokens=int(evaluated["tokens"]),
         probes=[*probes, *_probe_window(shape, groups, built.kernel.name, device)],
     )
 
 
-class Witness:
-    """Looks at gradients between the last backward of a step and its update, when they are whole, and at weights."""
+class StepRecorder:
+    """Records gradients between the last backward of a step and its update, when they are complete, and weights."""
 
     def __init__(self, built: Built) -> None:
         self.trained = {
@@ -94,21 +96,21 @@ class Witness:
         wrapped = built.engine.wrapped
         real_step = wrapped.step
 
-        def look_and_step() -> None:
+        def record_and_step() -> None:
             if wrapped.is_gradient_accumulation_boundary():
                 self.grads.append(self.read_grads())
             real_step()
 
-        wrapped.step = look_and_step
+        wrapped.step = record_and_step
 
     def read_grads(self) -> dict[str, Tensor]:
         """Collective over all ranks."""
         from deepspeed.utils import safe_get_full_grad
 
-        own = {name: safe_get_full_grad(p) for name, p in self.trained.items()}
+        grads = {name: safe_get_full_grad(p) for name, p in self.trained.items()}
         return {
             name: torch.zeros_like(self.trained[name]).cpu() if grad is None else grad.detach().cpu().clone()
-            for name, grad in own.items()
+            for name, grad in grads.items()
         }
 
     def read_weights(self) -> dict[str, Tensor]:
@@ -118,65 +120,65 @@ class Witness:
         return {name: safe_get_full_fp32_param(p).detach().cpu().clone() for name, p in self.trained.items()}
 
 
-def _list_losses(built: Built, groups: Groups, rows: Rows, batching: Batching, row: int) -> Tensor:
-    """Losses of a row, token by token, 0 where there is no target; slices of an sp group in order. Collective over all
-    ranks."""
+def _gather_losses(built: Built, groups: Groups, rows: Rows, batching: Batching, row: int) -> Tensor:
+    """Losses of a row, token by token, 0 where there is no target; the slices of an sp group in order. Collective over
+    all ranks."""
     engine, axis = built.engine, groups.sp_axis
     plan = plan_step(rows, batching, row, row + 1)
     holder = next(group for group, share in enumerate(plan.shares) if max(share[0]) >= 0)
     batch = read_micro_batch(rows, plan, holder, 0, axis.rank, axis.size)
     losses, _ = engine.evaluate_micro_batch(batch)
-    kept = torch.from_numpy(batch.labels >= 0)
-    whole = torch.zeros(kept.shape)
-    if losses.numel() == int(kept.sum()):
-        whole[kept] = losses.float().cpu()
-    else:  # more or fewer than this slice's: as they came, which the count shows
-        whole = losses.float().cpu()[None]
-    parts = gather_values(whole.flatten(), groups.host_group)
+    is_target = torch.from_numpy(batch.labels >= 0)
+    local = torch.zeros(is_target.shape)
+    if losses.numel() == int(is_target.sum()):
+        local[is_target] = losses.float().cpu()
+    else:  # more or fewer losses than targets: kept as they are, so that the caller sees the wrong count
+        local = losses.float().cpu()[None]
+    parts = gather_values(local.flatten(), groups.host_group)
     return torch.cat(parts[: axis.size])
 
 
 def find_learned(rows: PackedRows, row: int) -> list[tuple[int, int, int]]:
-    """(first token, end, last position with something to predict) of each document of a row that has such a one."""
-    lengths, found, start = rows.get_lengths(row), [], 0
+    """(first token, end, last position with a target) of each document of a row that has a target."""
+    lengths, documents, start = rows.get_lengths(row), [], 0
     labels = rows.read(row, 0, sum(lengths)).labels
     for length in lengths:
         learned = np.flatnonzero(labels[start : start + length] >= 0)
         if len(learned):
-            found.append((start, start + length, start + int(learned[-1])))
+            documents.append((start, start + length, start + int(learned[-1])))
         start += length
-    return found
+    return documents
 
 
 def _probe_documents(
     built: Built, groups: Groups, rows: PackedRows, batching: Batching, vocabulary: int
 ) -> list[Probe]:
-    """In the row with the most documents the first is changed, then the last, and then late tokens of the first. Only
-    where something is to be predicted can a change be seen."""
-    row = max(range(len(rows)), key=lambda each: len(find_learned(rows, each)))
+    """Changes the first document of the row with the most documents, then the last, and then late tokens of the first.
+    A change shows only in documents that have targets."""
+    row = max(range(len(rows)), key=lambda index: len(find_learned(rows, index)))
     documents, total = find_learned(rows, row), sum(rows.get_lengths(row))
     (start, end, last), spans = documents[0], {}
     if len(rows.get_lengths(row)) > 1:
         spans = {"the first document": (start, end), "the last document": documents[-1][:2]}
     spans["late tokens"] = ((start + last + 1) // 2, end)
-    before = _list_losses(built, groups, rows, batching, row)
-    found = []
+    before = _gather_losses(built, groups, rows, batching, row)
+    probes = []
     for name, (start, stop) in spans.items():
         changed = ChangedRows(rows, row, start, stop, vocabulary)
-        after = _list_losses(built, groups, changed, batching, row)
+        after = _gather_losses(built, groups, changed, batching, row)
         if after.shape != before.shape or len(before) < total:
-            found.append(Probe(name, float("nan"), float("nan")))
+            probes.append(Probe(name, float("nan"), float("nan")))
             continue
         moved = (after - before).abs()
         is_inside = torch.zeros(len(before), dtype=torch.bool)
         is_inside[start:stop] = True
-        found.append(Probe(name, moved[~is_inside].max().item(), moved[is_inside].max().item()))
-    return found
+        probes.append(Probe(name, moved[~is_inside].max().item(), moved[is_inside].max().item()))
+    return probes
 
 
 def _probe_window(shape: ModelShape, groups: Groups, kernel: str, device: torch.device) -> list[Probe]:
-    """Attention alone, in one document as long as the row: the first token's key and value are changed, and only the
-    window that begins with it may see that. Collective over all ranks."""
+    """Attention alone, on one document as long as the row: changes the key and value of the first token. Only outputs
+    in the window that starts there may change. Collective over all ranks."""
     if not shape.windows:
         return []
     window, axis = shape.windows[0], groups.sp_axis
@@ -196,5 +198,9 @@ def _probe_window(shape: ModelShape, groups: Groups, kernel: str, device: torch.
         with torch.no_grad():
             outs.append(ulysses_attention(q, key, value, documents, rule, axis=axis, kernel=kernel))
     moved: Any = (outs[1] - outs[0]).abs().amax((0, 2, 3)).cpu()
-    whole = torch.cat(gather_values(moved, groups.host_group)[: axis.size])
-    return [Probe(f"the token before a window of {window}", whole[window:].max().item(), whole[:window].min().item())]
+    row_moved = torch.cat(gather_values(moved, groups.host_group)[: axis.size])
+    return [
+        Probe(
+            f"the token before a window of {window}", row_moved[window:].max().item(), row_moved[:window].min().item()
+        )
+    ]

@@ -1,6 +1,7 @@
-"""What training is, with plain torch and plain transformers on one process: eager attention, document by document.
+"""The reference of `verify`: training with plain torch and transformers on one process, document by document, with
+eager attention.
 
-Shares the config's making with the run and nothing else: no engine, no kernel, no loss, no sharding of this tool's.
+It shares the making of the model config with a real run and nothing else: no engine, kernel, loss or sharding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ulysses_cli.train.assembly.model_config import load_model_config, stretch_p
 
 @dataclass(frozen=True)
 class ReferenceSteps:
-    """What happened in each step. `eval_losses` and `eval_tokens`: before the first."""
+    """The results of each step. `eval_loss` and `eval_tokens`: before the first step."""
 
     losses: list[float]
     norms: list[float]
@@ -34,7 +35,7 @@ class ReferenceSteps:
 
 
 def make_plain_model(recipe: Recipe, shape: ModelShape) -> Any:
-    """The weights that a run starts from: drawn in float32 by the seed."""
+    """The model with the weights that a run starts from: drawn in float32 with the recipe's seed."""
     config = load_model_config(recipe)
     stretch_positions(config, recipe, resolve(recipe, shape))
     torch.manual_seed(recipe.run.seed)
@@ -55,19 +56,20 @@ def make_plain_model(recipe: Recipe, shape: ModelShape) -> Any:
 
 
 def compute_document(model: Any, document: Labelled, z_loss_weight: float) -> tuple[Tensor, Tensor]:
-    """-> (float64 sum of what is learned from, sum of cross-entropies alone)."""
+    """Returns (sum of losses with the z-loss, sum of cross-entropies without it), both in float64."""
     tokens, labels = document
     logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].double()
-    wanted = torch.from_numpy(labels)
-    losses = functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="none")
-    squares = torch.where(wanted >= 0, logits.logsumexp(-1).square(), 0.0)
+    targets = torch.from_numpy(labels)
+    losses = functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+    squares = torch.where(targets >= 0, logits.logsumexp(-1).square(), 0.0)
     return (losses + z_loss_weight * squares).sum(), losses.sum()
 
 
 def train_plainly(
     recipe: Recipe, shape: ModelShape, steps: Sequence[Sequence[Labelled]], held_out: Sequence[Labelled]
 ) -> ReferenceSteps:
-    """Each step is one mean over all of its targets; clipped by the norm; AdamW."""
+    """The loss of a step is the mean over all its targets; gradients are clipped by their norm; the optimizer is
+    AdamW."""
     model, train = make_plain_model(recipe, shape), recipe.train
     model.eval()
     with torch.no_grad():
@@ -94,9 +96,9 @@ def train_plainly(
             loss = compute_document(model, document, train.z_loss_weight)[0] / max(1, count)
             loss.backward()
             total += loss.item()
-        own = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}
+        step_grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}
         losses.append(total)
-        grads.append({name: grad.clone() for name, grad in own.items()})
+        grads.append({name: grad.clone() for name, grad in step_grads.items()})
         limit = train.max_grad_norm or float("inf")
         norms.append(torch.nn.utils.clip_grad_norm_(list(trained.values()), limit).item())
         optimizer.step()

@@ -1,5 +1,7 @@
-"""Sequence parallelism changes nothing: a small model of the same kinds, trained on ranks and with plain torch,
-compared number by number. Starts the ranks, judges, and says by which tolerance and why.
+"""`verify`: trains a small model with the recipe's kinds of layers on ranks and with plain torch, and compares all
+numbers.
+
+Starts the ranks, compares, and gives each tolerance with its reason.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout, resolve
 from ulysses_cli.prove.ranks.ranks import RankFailureError, run_on_ranks
-from ulysses_cli.prove.results import Findings, Row, Tell
+from ulysses_cli.prove.results import Findings, Report, Row
 from ulysses_cli.prove.rows import Document, cut_row, make_documents, write_documents
 from ulysses_cli.prove.verify.recorded_run import RecordedSteps, trace_steps
 from ulysses_cli.prove.verify.reference import ReferenceSteps, train_plainly
@@ -38,22 +40,22 @@ LARGEST_CPU_WORLD = 8
 CPU_RANK_BYTES = 1 << 30
 TIME_LIMIT_SECONDS = 900.0  # the first run may build DeepSpeed's CPU Adam
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4, 1e-3
-MOVED_AT_LEAST = 1e-6  # of a loss: a changed token must be seen by those that may
+MOVED_AT_LEAST = 1e-6  # of a loss: a changed token must change the losses of tokens that attend to it
 EXPERT_NOISE = 1e-5
-ORDER = "float32 adds in another order on ranks; faults move it by 1e-2 and more"
+ORDER = "float32 adds in another order on ranks; real faults change it by 1e-2 or more"
 REASONS = {
     "loss": ORDER,
     "gradient norm": ORDER,
-    "gradients": f"per tensor, length of the difference by its length; {ORDER}",
-    "weights": "largest difference in steps of the learning rate; Adam divides a gradient's noise by its size",
+    "gradients": f"per tensor, norm of the difference by the norm of the gradient; {ORDER}",
+    "weights": "largest difference by the learning rate; Adam divides a gradient's rounding error by its size",
     "evaluation loss": ORDER,
-    "evaluation tokens": "each target counts once; an evaluation that is not sharded counts it on every rank",
+    "evaluation tokens": "each target is counted once; an evaluation that is not sharded would count it on every rank",
 }
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """One layout to be proven."""
+    """One layout to verify."""
 
     sp_size: int
     dp_size: int
@@ -63,41 +65,40 @@ class LayoutCase:
         return f"sp {self.sp_size}" + (f" x dp {self.dp_size}" if self.dp_size > 1 else "")
 
 
-def count_places() -> tuple[int, str]:
-    """How many ranks can be run here, and on what."""
+def count_rank_slots() -> tuple[int, str]:
+    """How many ranks this machine can run, and on which device."""
     gpus = torch.cuda.device_count()
     if gpus > 1:
         return gpus, "cuda"
     return max(1, min(LARGEST_CPU_WORLD, count_free_bytes() // CPU_RANK_BYTES)), "cpu"
 
 
-def list_cases(recipe: Recipe, shape: ModelShape, places: int, *, is_all: bool) -> tuple[list[LayoutCase], list[str]]:
-    """sp 1, and the recipe's sp or every legal one; what does not fit on this machine is named."""
+def list_cases(recipe: Recipe, shape: ModelShape, slots: int, *, is_all: bool) -> tuple[list[LayoutCase], list[str]]:
+    """sp 1, and the recipe's sp size or every legal one. The notes name sizes that this machine cannot run."""
     legal = [1] if shape.inexact else list_divisors(shape.num_heads)
-    wanted, notes = recipe.parallel.sp_size, []
+    own_size, notes = recipe.parallel.sp_size, []
     if is_all:
-        sizes = [size for size in legal if size <= places]
-        beyond = [str(size) for size in legal if size > places]
-        if beyond:
-            notes.append(f"sp {', '.join(beyond)}: not run, this machine has places for {format_count(places, 'rank')}")
-    elif wanted <= places:
-        sizes = sorted({1, wanted})
+        sizes = [size for size in legal if size <= slots]
+        too_large = [str(size) for size in legal if size > slots]
+        if too_large:
+            notes.append(f"sp {', '.join(too_large)}: not run, this machine can run {format_count(slots, 'rank')}")
+    elif own_size <= slots:
+        sizes = sorted({1, own_size})
     else:
-        sizes = sorted({1, max(size for size in legal if size <= places)})
+        sizes = sorted({1, max(size for size in legal if size <= slots)})
         notes.append(
-            f"sp {wanted}: not run, this machine has places for {format_count(places, 'rank')}; "
-            f"sp {sizes[-1]} stands in for it"
+            f"sp {own_size}: not run, this machine can run {format_count(slots, 'rank')}; sp {sizes[-1]} is run instead"
         )
     dp = min(2, make_layout(recipe).dp_size)
-    return [LayoutCase(size, dp if size * dp <= places else 1) for size in sizes], notes
+    return [LayoutCase(size, dp if size * dp <= slots else 1) for size in sizes], notes
 
 
-def verify(recipe: Recipe, config: Mapping[str, Any], subject: str, tell: Tell, *, is_all: bool) -> Findings:
+def verify(recipe: Recipe, config: Mapping[str, Any], subject: str, report: Report, *, is_all: bool) -> Findings:
     """For a recipe that passed its checks."""
     findings = Findings("verify", subject)
     shape = read_model_shape(config, subject)
-    places, device = count_places()
-    cases, notes = list_cases(recipe, shape, places, is_all=is_all)
+    slots, device = count_rank_slots()
+    cases, notes = list_cases(recipe, shape, slots, is_all=is_all)
     picked = pick_layers(shape)
     findings.notes += notes
     findings.notes.append(
@@ -110,27 +111,28 @@ def verify(recipe: Recipe, config: Mapping[str, Any], subject: str, tell: Tell, 
         if number == len(cases) - 1:
             findings.notes += changes
         ranks = format_count(case.sp_size * case.dp_size, "rank")
-        tell(f"{case.name}: {NUM_STEPS} steps with plain torch, then on {ranks}")
+        report(f"{case.name}: {NUM_STEPS} steps with plain torch, then on {ranks}")
         findings.rows += prove_case(case, proof, device)
     return findings
 
 
 def prove_case(case: LayoutCase, proof: Recipe, device: str) -> list[Row]:
+    """Runs one layout on ranks and compares it with the reference."""
     shape = read_model_shape(proof.model.config or {}, "the small model")
     with tempfile.TemporaryDirectory(prefix="ulysses-verify-") as folder:
-        task = set_task(proof, shape, Path(folder))
+        task = make_task(proof, shape, Path(folder))
         try:
-            found = run_on_ranks(
+            recorded = run_on_ranks(
                 case.sp_size * case.dp_size, trace_on_rank, task, device=device, time_limit=TIME_LIMIT_SECONDS
             )
         except RankFailureError as failure:
             return [Row(case.name, "run", "FAIL", {}, str(failure))]
-        return judge(case.name, found, make_reference(task), shape)
+        return judge(case.name, recorded, make_reference(task), shape)
 
 
 @dataclass(frozen=True)
 class VerifyTask:
-    """What both sides do: the small recipe on the same prepared rows, whose documents the reference has by itself."""
+    """What both sides train: the small recipe on the same prepared rows. The reference uses the documents directly."""
 
     proof: Recipe
     shape: ModelShape
@@ -139,13 +141,13 @@ class VerifyTask:
 
     @property
     def end(self) -> int:
-        """The last step lacks a row wherever a step has several: what it is filled up with has no weight."""
+        """Where a step has several rows, the last step lacks one: the padding row in its place must have no weight."""
         per_step = make_batching(self.proof, self.shape, resolve(self.proof, self.shape)).rows_per_step
         return NUM_STEPS * per_step - (per_step > 1)
 
 
-def set_task(proof: Recipe, shape: ModelShape, folder: Path) -> VerifyTask:
-    """Documents as files, prepared as `train` has them prepared."""
+def make_task(proof: Recipe, shape: ModelShape, folder: Path) -> VerifyTask:
+    """Writes documents to files and prepares them as `train` does."""
     data, tokens = proof.data, compute_row_tokens(proof.parallel.sp_size)
     is_packed, has_long = data.packing != "off", data.excess_length_strategy != "raise"
     make = partial(make_documents, tokens, vocabulary=NUM_BYTES, is_packed=is_packed, has_long=has_long)
@@ -153,12 +155,12 @@ def set_task(proof: Recipe, shape: ModelShape, folder: Path) -> VerifyTask:
     sources = {"train": make(NUM_STEPS * per_step, seed=5), "eval": make(NUM_EVAL_ROWS, seed=6)}
     for name, documents in sources.items():
         write_documents(folder / f"{name}.jsonl", documents)
-    read = {
+    sources_here = {
         "datasets": (data.datasets[0].model_copy(update=describe_source(folder / "train.jsonl")),),
         "eval_datasets": (data.datasets[0].model_copy(update=describe_source(folder / "eval.jsonl")),),
         "store_dir": str(folder / "store"),
     }
-    proof = proof.model_copy(update={"data": data.model_copy(update=read)})
+    proof = proof.model_copy(update={"data": data.model_copy(update=sources_here)})
     prepared = prepare_data(proof, proof.parallel.sp_size, lambda _: None)
     return VerifyTask(proof, shape, prepared.path, [*sources["train"], *sources["eval"]])
 
@@ -181,29 +183,29 @@ def make_reference(task: VerifyTask) -> ReferenceSteps:
     return train_plainly(task.proof, task.shape, steps, evaluated)
 
 
-def judge(group: str, found: RecordedSteps, right: ReferenceSteps, shape: ModelShape) -> list[Row]:
-    """Every comparison as a row."""
-    worst_gradient, gradient_name = find_worst_gradient(found.grads, right.grads)
-    worst_weight, weight_name = find_worst_weight(found.weights, right.weights)
+def judge(group: str, recorded: RecordedSteps, expected: ReferenceSteps, shape: ModelShape) -> list[Row]:
+    """Every comparison as one row."""
+    worst_gradient, gradient_name = find_worst_gradient(recorded.grads, expected.grads)
+    worst_weight, weight_name = find_worst_weight(recorded.weights, expected.weights)
     compared = [
-        ("loss", _share(found.losses, right.losses), LOSS_TOLERANCE, ""),
-        ("gradient norm", _share(found.norms, right.norms), GRADIENT_TOLERANCE, ""),
+        ("loss", _compute_difference(recorded.losses, expected.losses), LOSS_TOLERANCE, ""),
+        ("gradient norm", _compute_difference(recorded.norms, expected.norms), GRADIENT_TOLERANCE, ""),
         ("gradients", worst_gradient, GRADIENT_TOLERANCE, gradient_name),
         ("weights", worst_weight, WEIGHT_TOLERANCE, weight_name),
-        ("evaluation loss", _share([found.eval_loss], [right.eval_loss]), LOSS_TOLERANCE, ""),
-        ("evaluation tokens", float(abs(found.eval_tokens - right.eval_tokens)), 0.0, ""),
+        ("evaluation loss", _compute_difference([recorded.eval_loss], [expected.eval_loss]), LOSS_TOLERANCE, ""),
+        ("evaluation tokens", float(abs(recorded.eval_tokens - expected.eval_tokens)), 0.0, ""),
     ]
     rows = [_compare(group, name, value, limit, REASONS[name], where) for name, value, limit, where in compared]
     limit = EXPERT_NOISE if shape.num_experts else 0.0
     reason = (
-        "experts get other numbers of tokens, and float32 rounds otherwise"
+        "experts get other numbers of tokens, so that float32 rounds differently"
         if limit
-        else "the same arithmetic on the same numbers: not a bit may differ"
+        else "the same arithmetic on the same numbers: results must be bitwise identical"
     )
-    for probe in found.probes:
+    for probe in recorded.probes:
         row = _compare(group, f"leak: {probe.name}", probe.outside, limit, reason, "")
         if not probe.inside > MOVED_AT_LEAST:
-            row = Row(group, row.name, "FAIL", row.values, "those that may see the change do not")
+            row = Row(group, row.name, "FAIL", row.values, "tokens that attend to the change do not notice it")
         rows.append(row)
     return rows
 
@@ -214,34 +216,36 @@ def _compare(group: str, name: str, value: float, limit: float, reason: str, whe
     return Row(group, name, "PASS" if is_fine else "FAIL", {"difference": value, "tolerance": limit}, text)
 
 
-def _share(ours: list[float], right: list[float]) -> float:
-    if len(ours) != len(right):
+def _compute_difference(ours: list[float], expected: list[float]) -> float:
+    """The largest relative difference; NaN where one cannot be computed."""
+    if len(ours) != len(expected):
         return math.nan
-    shares = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, right, strict=True)]
+    shares = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, expected, strict=True)]
     return max(shares) if all(map(math.isfinite, shares)) else math.nan
 
 
-def find_worst_gradient(ours: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> tuple[float, str]:
-    """The worst tensor of any step. Tensors with next to no gradient are measured against a thousandth of the mean."""
+def find_worst_gradient(ours: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> tuple[float, str]:
+    """The worst tensor of any step. Tensors with almost no gradient are compared with a thousandth of the mean norm."""
     worst, name = 0.0, ""
-    if len(ours) != len(right):
-        return math.nan, f"{len(ours)} updates instead of {len(right)}"
-    for found, wanted in zip(ours, right, strict=True):
-        if found.keys() != wanted.keys():
-            return math.nan, f"trained are others: {', '.join(sorted(found.keys() ^ wanted.keys())[:3])}"
-        whole = math.sqrt(sum(grad.double().square().sum().item() for grad in wanted.values()))
-        floor = 1e-3 * whole / math.sqrt(max(1, len(wanted)))
-        for key, grad in wanted.items():
-            difference = (found[key].double() - grad.double()).norm().item()
+    if len(ours) != len(expected):
+        return math.nan, f"{len(ours)} updates instead of {len(expected)}"
+    for own, reference in zip(ours, expected, strict=True):
+        if own.keys() != reference.keys():
+            return math.nan, f"other tensors are trained: {', '.join(sorted(own.keys() ^ reference.keys())[:3])}"
+        whole = math.sqrt(sum(grad.double().square().sum().item() for grad in reference.values()))
+        floor = 1e-3 * whole / math.sqrt(max(1, len(reference)))
+        for key, grad in reference.items():
+            difference = (own[key].double() - grad.double()).norm().item()
             share = difference / max(grad.double().norm().item(), floor, 1e-30)
             if not share <= worst:
                 worst, name = share, key
     return worst, name
 
 
-def find_worst_weight(ours: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, str]:
+def find_worst_weight(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The tensor with the largest difference, in steps of the learning rate; NaN where it is missing."""
     worst, name = 0.0, ""
-    for key, weight in right.items():
+    for key, weight in expected.items():
         steps = ((ours[key].double() - weight.double()).abs().max() / LEARNING_RATE).item() if key in ours else math.nan
         if not steps <= worst:
             worst, name = steps, key

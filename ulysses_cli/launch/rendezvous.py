@@ -1,0 +1,44 @@
+"""The address at which the processes of a run find each other, and the run's key, which they authenticate with."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ulysses_cli.host import network
+from ulysses_cli.launch.nodes import Nodes
+from ulysses_cli.run_folder import run_key
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The address at which the processes of a run find each other, and the run's key, which they authenticate with."""
+
+    key: str = field(repr=False)
+    address: str  # of this machine; its processes listen there
+    interface: str
+    endpoint: str  # of the launchers: a file, or host:port
+    folder: Path | None = None  # the ranks of a single machine meet here
+
+
+@contextmanager
+def open_rendezvous(nodes: Nodes, run_dir: Path, environ: Mapping[str, str]) -> Iterator[Rendezvous]:
+    """Processes of one machine meet in a new folder that only the user can read; those of several machines meet at the
+    master's port."""
+    own_key = run_key.read_given_key(environ)
+    if nodes.master_addr is None or nodes.count == 1:
+        with tempfile.TemporaryDirectory(prefix="ulysses-meeting-", ignore_cleanup_errors=True) as folder:
+            key = own_key or secrets.token_hex(run_key.NUM_BYTES)
+            yield Rendezvous(key, "localhost", "lo", str(Path(folder) / "launcher"), Path(folder))
+        return
+    route = network.find_route(nodes.master_addr)
+    key = own_key or run_key.share_key(run_dir)
+    try:
+        yield Rendezvous(key, route.address, route.interface, f"{nodes.master_addr}:{nodes.master_port}")
+    finally:
+        if own_key is None and nodes.rank == 0:
+            run_key.drop_key(run_dir, key)
