@@ -170,7 +170,7 @@ def test_a_chat_is_not_cut_without_a_word(tmp_path: Path) -> None:
     counts = torn.report["splits"]["train"]["sources"][0]
     assert counts["cut_off_pieces"] == counts["untrainable_pieces"] > 0
     assert counts["kept_tokens"] + counts["untrainable_tokens"] == counts["tokens"]
-    left_out = f"{counts['cut_off_pieces']} pieces of documents that were cut, left out: no target is in them"
+    left_out = f"left out {counts['cut_off_pieces']} pieces of cut documents, because they hold no target"
     assert left_out in torn.report["notes"]
     assert torn.report["splits"]["train"]["sources"][0]["torn_turns"] > 0
     assert any("inside a turn of a chat" in note for note in torn.report["notes"])

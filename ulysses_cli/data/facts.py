@@ -170,40 +170,41 @@ def list_notes(report: Mapping[str, Any], recipe: Recipe) -> list[str]:
     seen: dict[str, str] = {}
     for source in report["sources"]:
         if source["num_whole"]:
-            why = f"the tokenizer offers no safe place to cut: {source['whole_because']}"
-            why = why if source["whole_because"] else "no safe place to cut was found in them"
-            notes.append(f"{source['name']}: long documents that were tokenized whole: {source['num_whole']:,}; {why}")
-        for why in ("text file beside files of rows, not read", "file named twice, read once"):
-            if why in source.get("left_out", {}):
-                count, example = source["left_out"][why].values()
-                notes.append(f"{source['name']}: {format_count(count, why)}, such as {example}")
+            reason = "they have no place for an exact cut"
+            if source["whole_because"]:
+                reason = f"the tokenizer allows no exact cut: {source['whole_because']}"
+            documents = format_count(source["num_whole"], "long document")
+            notes.append(f"{source['name']}: {documents} tokenized whole, not in pieces: {reason}")
+        for reason in ("text file beside files of rows, not read", "file named twice, read once"):
+            if reason in source.get("left_out", {}):
+                count, example = source["left_out"][reason].values()
+                notes.append(f"{source['name']}: {format_count(count, reason)}, such as {example}")
         if source["fingerprint"] in seen and source["key"].startswith("data.datasets."):
             notes.append(f"{source['key']} is the same data as {seen[source['fingerprint']]}; both are trained on")
         seen.setdefault(source["fingerprint"], source["key"])
         if source["kind"] == "instruction":
-            notes.append(f"{source['name']}: instructions are shown as a chat where the tokenizer has a chat template")
+            notes.append(f"{source['name']}: instructions become chats if the tokenizer has a chat template")
     train = report["splits"]["train"]
     torn = sum(counts["torn_turns"] for counts in train["sources"])
     if torn:
         cuts = format_count(torn, "cut")
-        notes.append(f"{cuts} inside a turn of a chat, because the turn is longer than a row")
+        notes.append(f"{cuts} inside a turn of a chat: the turn is longer than a row")
     cut_off = sum(counts.get("cut_off_pieces", 0) for counts in train["sources"])
     if cut_off:
-        notes.append(f"{format_count(cut_off, 'piece')} of documents that were cut, left out: no target is in them")
+        notes.append(f"left out {format_count(cut_off, 'piece')} of cut documents, because they hold no target")
     if recipe.data.packing == "stream" and any(s["kind"] not in ("text", "tokens") for s in report["sources"]):
-        notes.append("packing: stream cuts chats wherever a row ends, also inside a turn")
+        notes.append("packing: stream cuts chats where a row ends, also inside a turn")
     if any(sample["is_masked"] for sample in report["samples"]):
         notes.append(
-            "a sample holds what looks like a key or a password: it is masked here, and trained on as it stands; "
-            "take it out of the data"
+            "a sample holds what looks like a key or a password: it is masked here, and trained on unmasked; "
+            "remove it from the data"
         )
     if report["leaked_documents"]:
-        leaked = format_count(report["leaked_documents"], "document of the evaluation")
-        notes.append(f"trained on too, word for word: {leaked}")
+        notes.append(
+            f"{format_count(report['leaked_documents'], 'evaluation document')} also trained on, word for word"
+        )
     layout = report["layout"]
     if train["num_rows"] < layout["rows_per_step"]:
         rows = format_count(train["num_rows"], "row")
-        notes.append(
-            f"{rows} in all; an optimizer step takes {layout['rows_per_step']:,}: rows without weight fill it up"
-        )
+        notes.append(f"{rows} in all, but an optimizer step takes {layout['rows_per_step']:,}: rows of padding fill it")
     return notes

@@ -66,8 +66,8 @@ class Counts:
 
 
 @dataclass
-class _Part:
-    """Pieces of one split, source after source, with their number of targets."""
+class _SplitPieces:
+    """The pieces of one split, source after source, the counts of each source, and the pieces without a target."""
 
     pieces: list[Piece] = field(default_factory=list)
     counts: list[Counts] = field(default_factory=list)
@@ -99,12 +99,12 @@ def make_rows(
         "eval": np.concatenate([chosen.is_eval.astype(np.int64), np.ones(num_more, np.int64)]),
     }
     facts: dict[str, Any] = {}
-    for split, wanted in copies.items():
-        part = _Part()
+    for split, split_copies in copies.items():
+        part = _SplitPieces()
         for index, store in enumerate(stores):
             at = slice(int(bases[index]), int(bases[index + 1]))
-            is_member = ~chosen.is_eval[at] if split == "train" and index < num_train else wanted[at] > 0
-            _add_source(part, store, wanted[at], is_member, int(bases[index]), settings)
+            is_member = ~chosen.is_eval[at] if split == "train" and index < num_train else split_copies[at] > 0
+            _add_source(part, store, split_copies[at], is_member, int(bases[index]), settings)
         if part.num_untrainable and not settings.skip_untrainable:
             raise DataError(_explain_untrainable(part))
         rows = _pack(part.pieces, settings)
@@ -113,7 +113,7 @@ def make_rows(
         if split == "train" and not len(rows):
             raise DataError([_explain_nothing(part, skipped)])
         if split == "eval" and (settings.eval_share or num_more) and not len(rows):
-            hint = "see what was dropped and why, or evaluate on other documents"
+            hint = "use a larger data.max_length, or evaluate on other documents"
             raise RecipeError([Problem("data.eval_split", "no row is left to evaluate on", hint)])
         save_rows(folder, split, rows, targets)
         facts[split] = {
@@ -130,7 +130,7 @@ def make_rows(
 
 
 def _add_source(
-    part: _Part,
+    part: _SplitPieces,
     store: TokenStore,
     copies: NDArray[np.int64],
     is_member: NDArray[np.bool_],
@@ -284,12 +284,12 @@ def _describe_untrainable(store: TokenStore, document: int, piece: Piece) -> Pro
     return Problem("", message, "", store.locate(document))
 
 
-def _explain_untrainable(part: _Part) -> list[Problem]:
+def _explain_untrainable(part: _SplitPieces) -> list[Problem]:
     hint = "fix the data or the loss mask, or set data.skip_untrainable: true to leave such rows out and count them"
     return shorten(part.untrainable, part.num_untrainable, hint)
 
 
-def _explain_nothing(part: _Part, skipped: tuple[int, int]) -> Problem:
+def _explain_nothing(part: _SplitPieces, skipped: tuple[int, int]) -> Problem:
     """The problem when no row is left to train on, with the reasons counted."""
     names = {
         "documents": "documents",

@@ -36,19 +36,22 @@ def format_report(report: Report) -> str:
 
 def _format_head(report: Report) -> str:
     layout, train = report["layout"], report["splits"]["train"]
-    across = "looks across documents" if report["attend_across_documents"] else "keeps documents apart"
     padding = f"{format_share(layout['padding_share'])} of the tokens is padding"
     steps = f"{format_count(layout['steps_per_epoch'], 'step')} of {format_count(layout['rows_per_step'], 'row')}"
     supervised = format_share(train["num_targets"] / train["num_tokens"])
     lines = [
         ("prepared", report["path"]),
-        ("rows", f"of {report['max_length']:,} tokens, packing {report['packing']}; attention {across}"),
+        ("rows", f"of {report['max_length']:,} tokens, packing {report['packing']}; {format_attention(report)}"),
         ("", f"{format_share(train['efficiency'])} full; {padding} to a multiple of {layout['pad_to_multiple_of']:,}"),
         ("epoch", f"{format_count(train['num_rows'], 'row')} in {steps}, {train['num_tokens']:,} tokens"),
         ("targets", f"{format_count(train['num_targets'], 'token')}, {supervised}"),
         ("balance", format_balance(layout)),
     ]
     return "\n".join(f"{name:<9} {value}" for name, value in lines)
+
+
+def format_attention(report: Report) -> str:
+    return f"attention {'looks across documents' if report['attend_across_documents'] else 'keeps documents apart'}"
 
 
 def format_balance(layout: Mapping[str, Any]) -> str:
@@ -142,9 +145,12 @@ def _format_histogram(report: Report) -> str:
     totals = sum_histogram(report)
     most = max(totals.values(), default=1)
     rows = [(f"to {to:,}", f"{totals[to]:,}", "#" * round(BAR_CELLS * totals[to] / most)) for to in totals]
+    return format_table(("length", "documents", format_quantiles(report)), rows)
+
+
+def format_quantiles(report: Report) -> str:
     quantiles = report["facts"]["quantiles"]
-    middle = f"half of them have at most {quantiles['0.5']:,} tokens, the longest {quantiles['1']:,}"
-    return format_table(("length", "documents", middle), rows)
+    return f"half of the documents have at most {quantiles['0.5']:,} tokens, the longest has {quantiles['1']:,}"
 
 
 def _format_lengths(report: Report) -> str:

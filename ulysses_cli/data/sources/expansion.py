@@ -46,9 +46,9 @@ class Expansion:
         """Limits the address space of this process while a library decodes, so that it fails with MemoryError instead
         of taking all memory. The limit is what the process has now, plus the file's bound, plus LIBRARY_BYTES."""
         with open("/proc/self/statm", encoding="ascii") as stream:
-            own = int(stream.read().split()[0]) * resource.getpagesize()
+            current = int(stream.read().split()[0]) * resource.getpagesize()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit = own + LIBRARY_BYTES + self.limit
+        limit = current + LIBRARY_BYTES + self.limit
         resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
         try:
             yield

@@ -53,7 +53,7 @@ class Renderer:
     process. Announced chats are sent together, and the child renders them while this process works on earlier ones."""
 
     def __init__(self, tokenizer: Any, specials: Sequence[str] = ()) -> None:
-        self.tokenizer, self.specials, self.broken = tokenizer, tuple(specials), ""
+        self.tokenizer, self.specials, self.failure = tokenizer, tuple(specials), ""
         self.connection: Connection | None = None
         self.end: Callable[[], object] = lambda: None
         self.announced: deque[RenderRequest] = deque()
@@ -67,16 +67,16 @@ class Renderer:
         """Raises TemplateRefusal for this chat alone, TemplateOutOfBounds for this and every later chat."""
         answer: dict[str, Any] = {}
         is_answered = False
-        while not is_answered and not self.broken:
+        while not is_answered and not self.failure:
             if not self.sent:
                 self._send(request)
             answer = self._receive()
             is_answered = self.sent.popleft() is request
-        if "broken" in answer:
-            self.broken = f"the chat template {answer['broken']}"
-        if self.broken:
+        if "failure" in answer:
+            self.failure = f"the chat template {answer['failure']}"
+        if self.failure:
             self.end()
-            raise TemplateOutOfBounds(self.broken)
+            raise TemplateOutOfBounds(self.failure)
         if "error" in answer:
             raise TemplateRefusal(answer["error"])
         text, answers, turn_ends, reason, (marked_text, marked) = answer["chat"]
@@ -98,7 +98,7 @@ class Renderer:
         try:
             connection.send([(request.messages, request.tools, request.is_marked) for request in self.sent])
         except OSError:
-            self.broken = GONE
+            self.failure = GONE
 
     def _receive(self) -> dict[str, Any]:
         try:
@@ -106,9 +106,9 @@ class Renderer:
                 encoded = self.connection.recv_bytes(MAX_ANSWER_BYTES)
                 answer: dict[str, Any] = json.loads(encoded.decode("utf-8", "surrogatepass"))
                 return answer
-            self.broken = self.broken or f"the chat template does not come to an end in {SECONDS:.0f} s"
+            self.failure = self.failure or f"the chat template does not come to an end in {SECONDS:.0f} s"
         except (OSError, EOFError, MemoryError):  # the answer is too long, or the child has ended
-            self.broken = GONE
+            self.failure = GONE
         return {}
 
     def _start(self) -> Connection:
@@ -140,8 +140,8 @@ def _serve(connection: Connection, tokenizer: Any, specials: Sequence[str]) -> N
             if int(name) > 2 and int(name) != connection.fileno() and os.path.exists(f"/proc/self/fd/{name}"):
                 os.close(int(name))
         with open("/proc/self/statm", encoding="ascii") as stream:
-            own = int(stream.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (own + MEMORY_BYTES, own + MEMORY_BYTES))
+            limit = int(stream.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         while True:
             for messages, tools, is_marked in connection.recv():
@@ -153,33 +153,34 @@ def _serve(connection: Connection, tokenizer: Any, specials: Sequence[str]) -> N
 
 
 def _answer(tokenizer: Any, messages: Messages, tools: Any, specials: Sequence[str], is_marked: bool) -> bytes:
-    broken = ""
+    failure = ""
     plain = make_render(tokenizer, tools)
 
     def render(messages: Messages, *, prompt: bool = False) -> str:
         """Records an exceeded bound even if the caller catches the error and can do without this rendering."""
-        nonlocal broken
+        nonlocal failure
         text = ""
         try:
             text = plain(messages, prompt=prompt)
         except MemoryError:
-            broken = TOO_LARGE
+            failure = TOO_LARGE
         if len(text) > MAX_CHARS:
-            text, broken = "", f"writes more than {MAX_CHARS:,} characters"
+            text, failure = "", f"writes more than {MAX_CHARS:,} characters"
         return text
 
     answer: dict[str, Any] = {}
     try:
         answer["chat"] = astuple(render_chat(tokenizer, render, messages, tools, specials, is_marked=is_marked))
     except MemoryError:
-        broken = TOO_LARGE
+        failure = TOO_LARGE
     except Exception as error:  # noqa: BLE001 - a template may raise any exception
         answer["error"] = str(error)
     try:
-        return json.dumps({"broken": broken} if broken else answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        encoded = json.dumps({"failure": failure} if failure else answer, ensure_ascii=False)
+        return encoded.encode("utf-8", "surrogatepass")
     except MemoryError:
         answer.clear()  # frees memory for the answer below
-        return json.dumps({"broken": TOO_LARGE}).encode()
+        return json.dumps({"failure": TOO_LARGE}).encode()
 
 
 def _count_chars(request: RenderRequest) -> int:

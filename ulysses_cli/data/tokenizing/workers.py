@@ -71,10 +71,10 @@ def encode_block(encoder: Encoder, kind: Kind, block: Block) -> EncodedBlock:
                 encoded.append(encoder.encode(sample))
             lines.append(line)
         except (BadRow, TemplateOutOfBounds) as error:
-            if encoder.renderer.broken:
+            if encoder.renderer.failure:
                 hint = "name another template with data.chat_template, or check what the template does with this row"
                 where = make_where(block.file, line, has_lines=block.kind == "lines")
-                raise DataError([Problem("", encoder.renderer.broken, hint, where)]) from None
+                raise DataError([Problem("", encoder.renderer.failure, hint, where)]) from None
             bad.append((block.file, line, str(error)))
     encoded += [(ids, None) for ids in encoder.encode_texts(texts)] if texts else []
     documents = [ids for ids, _ in encoded]

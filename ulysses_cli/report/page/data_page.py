@@ -7,8 +7,10 @@ from typing import Any
 
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.report.data_report import (
+    format_attention,
     format_bad,
     format_balance,
+    format_quantiles,
     format_sample,
     sum_histogram,
     tabulate_sources,
@@ -62,10 +64,10 @@ def _describe_rows(report: Report) -> Sequence[Figures | Facts | Note]:
             ),
         ]
     )
-    across = "looks across documents" if report["attend_across_documents"] else "keeps documents apart"
+
     facts = Facts(
         [
-            ("row", f"{report['max_length']:,} tokens; attention {across}"),
+            ("row", f"{report['max_length']:,} tokens; {format_attention(report)}"),
             ("padding", f"{format_share(layout['padding_share'])} to a multiple of {layout['pad_to_multiple_of']:,}"),
             ("balance", format_balance(layout)),
         ]
@@ -77,10 +79,10 @@ def _draw_lengths(report: Report) -> Chart:
     totals = sum_histogram(report)
     labels = [f"to {format_binary(to)}" for to in totals]
     counts = list(totals.values())
-    quantiles = report["facts"]["quantiles"]
-    note = f"half of the documents have at most {quantiles['0.5']:,} tokens, the longest {quantiles['1']:,}"
     data = Table(("length", "documents"), [(label, f"{n:,}") for label, n in zip(labels, counts, strict=True)])
-    return Chart(draw_bars("Documents by length in tokens", labels, counts, "documents"), note, data)
+    return Chart(
+        draw_bars("Documents by length in tokens", labels, counts, "documents"), format_quantiles(report), data
+    )
 
 
 def _draw_choices(report: Report) -> Chart:
