@@ -108,11 +108,11 @@ def test_a_signal_ends_a_run_in_every_phase(shop: Workshop, event: str) -> None:
     assert "Traceback" not in said
     if event in BEFORE_STEPS:
         assert command.returncode == 143, said
-        assert "before a checkpoint was written: the same command starts anew" in said
+        assert "before a checkpoint was written: the same command starts from the beginning" in said
         assert shop.list_checkpoints(run) == []
     elif event in AFTER_STEPS:
         assert command.returncode == 143, said
-        assert f"the newest checkpoint is {run}/checkpoints/step-4: go on from it with" in said
+        assert f"the newest checkpoint is {run}/checkpoints/step-4: continue from it with" in said
     else:
         assert command.returncode == 0, said
         assert "warning: stopping after this step; Ctrl-C again, or a second signal, stops now" in said

@@ -54,7 +54,7 @@ def select_documents(
 
 
 def _hold_out(hashes: Keys, share: float, seed: int, *, has_joined: bool) -> NDArray[np.bool_]:
-    """Marks the documents to hold out: the share of them, rounded, and at least one. More where the last one chosen has
+    """Marks the documents to hold out: a share of them, rounded, and at least one. More if the last one chosen has
     copies."""
     if not share or not len(hashes):
         return np.zeros(len(hashes), bool)

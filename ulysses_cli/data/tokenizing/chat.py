@@ -55,7 +55,7 @@ def find_spans(render: Render, messages: Messages, text: str, specials: Sequence
 
 
 class _TurnFinder:
-    """Finds the bounds of turns. The text between two contents recurs in a chat, so each kind of it is analysed once:
+    """Finds the bounds of turns. The text between two contents recurs in a chat, so each variant is analysed once:
     rendering every prefix of the chat would take time quadratic in the number of turns. If the template changes
     contents, `places` is None and each turn is analysed by itself."""
 

@@ -134,10 +134,10 @@ class Encoder:
         return self._encode_chat(sample)
 
     def _encode_tokens(self, sample: Tokens) -> tuple[Ids, Flags | None]:
-        top = max(sample.ids)
+        top = max(sample.ids)  # columns.py has refused an empty list
         if top >= len(self.tokenizer) or min(sample.ids) < 0:
-            wrong = top if top >= len(self.tokenizer) else min(sample.ids)
-            raise BadRow(f"input_ids holds {wrong}, but the tokenizer has ids 0 to {len(self.tokenizer) - 1:,}")
+            outside = top if top >= len(self.tokenizer) else min(sample.ids)
+            raise BadRow(f"input_ids holds {outside}, but the tokenizer has ids 0 to {len(self.tokenizer) - 1:,}")
         flags = None if sample.targets is None else np.asarray(sample.targets, np.uint8) * np.uint8(TARGET)
         return np.asarray(sample.ids, self.dtype), flags
 
@@ -197,7 +197,7 @@ class Encoder:
 
     def _encode_bounds(self, text: str) -> tuple[Ids, Bounds]:
         if self.backend is None:
-            raise BadRow(f"a loss mask needs a tokenizer that gives the offsets of tokens; {self.rule.reason}")
+            raise BadRow(f"a loss mask needs token offsets, which the tokenizer does not give: {self.rule.reason}")
         return self.encode_long(text, with_bounds=True)
 
     def _add_specials(self, ids: Ids) -> Ids:

@@ -93,7 +93,8 @@ class _NotProven(Exception):
 
 
 def find_cut_rule(backend: str) -> CutRule:
-    """Derives the rule from `backend`, the text of a tokenizer.json. A stage that is not known here allows no cuts."""
+    """Derives the rule from `backend`, the text of a tokenizer.json. With a stage that is unknown here, no cuts are
+    allowed."""
     spec: dict[str, Any] = json.loads(backend)
     try:
         _check_added_tokens(spec.get("added_tokens") or [])
@@ -144,7 +145,7 @@ def _check_normalizer(part: Mapping[str, Any]) -> bool:
             return content == "▁"
         if pattern.get("String") in ("``", "''", "\n", "\t"):
             return False
-    raise _NotProven(f"its normalizer {kind} is not known to work place by place")
+    raise _NotProven(f"its normalizer {kind} is not known to change each place by itself")
 
 
 def _check_pretokenizer(stage: Mapping[str, Any] | None) -> str | None:

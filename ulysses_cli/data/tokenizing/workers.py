@@ -42,7 +42,7 @@ class TokenizingTask:
 
 @dataclass
 class EncodedBlock:
-    """A block's documents as tokens, and the counts of its rows that are no documents."""
+    """A block's documents as tokens, its bad rows, and the number of its blank rows."""
 
     batch: Batch
     num_bytes: int
