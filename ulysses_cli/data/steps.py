@@ -22,16 +22,9 @@ NO_ROW = -1  # in StepPlan.shares: a row of padding, which has no label
 Numbers = NDArray[np.int64]
 
 
-class Slice(Protocol):
-    """A slice of a row: token ids, labels (already shifted), positions within each document."""
-
-    input_ids: Numbers
-    labels: Numbers
-    positions: Numbers
-
-
 class Rows(Protocol):
-    """Rows of tokens with the lengths of their documents. PackedRows is one; tests and proofs have others."""
+    """Rows of tokens with the lengths of their documents, such as PackedRows. `read` returns an object with the fields
+    of RowSlice."""
 
     def __len__(self) -> int: ...
 
