@@ -76,7 +76,7 @@ def main() -> None:
     rows = MemoryRows([[(128, 0)]] * 4, 8192)
 
     def start() -> RunHarness:
-        return RunHarness(recipe, rows, 10**6, str(folder), policy=SavePolicy(keep=1, is_async=True))
+        return RunHarness(recipe, rows, 10**6, str(folder), policy=SavePolicy(total_limit=1, is_async=True))
 
     def step(harness: RunHarness) -> None:
         harness.train_state.num_steps = harness.train_state.step + 1
@@ -106,7 +106,7 @@ def main() -> None:
         began = time.perf_counter()
         harness.saves.save(harness.train_state)
         stalls.append(time.perf_counter() - began)
-        harness.saves.settle()
+        harness.saves.wait_for_pending()
 
     sides = {
         "torch.save + fsync": save_plainly,

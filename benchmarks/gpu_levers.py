@@ -77,7 +77,7 @@ class Run:
     def use_ours(self) -> Any:
         for tile in (tile_mlps, tile_norms):
             tile(self.model, lambda tokens: -(-tokens // SHAPE["hidden_size"]))  # type: ignore[operator]
-        checkpoint_layers(self.model, "keep_attention", self.offloader and self.offloader.make_storage)
+        checkpoint_layers(self.model, "save_attention", self.offloader and self.offloader.make_storage)
         return make_tiled_loss(self.model.lm_head, HeadRule(), LOSS_TILE)
 
     def use_deepspeed(self, offloads: bool) -> Any:

@@ -35,7 +35,7 @@ CHECKED = 2048  # tokens of the row that is computed
 class Variant:
     """Which levers are on. `is_deepspeed` is (b)."""
 
-    recompute: str = "full"
+    checkpointing: str = "full"
     tiles_loss: bool = False
     tiles_mlp: bool = False
     offloads: bool = False
@@ -48,11 +48,11 @@ VARIANTS = {
     "(b) DeepSpeed, all of its": Variant(is_deepspeed=True),
     "tiled loss": Variant(tiles_loss=True),
     "tiled MLP and norms": Variant(tiles_mlp=True),
-    "attention kept": Variant("keep_attention"),
-    "offload": Variant("keep_attention", offloads=True),
+    "attention kept": Variant("save_attention"),
+    "offload": Variant("save_attention", offloads=True),
     "4 head chunks": Variant(chunks=4),
-    "all": Variant("keep_attention", tiles_loss=True, tiles_mlp=True, offloads=True),
-    "all, 4 head chunks": Variant("keep_attention", tiles_loss=True, tiles_mlp=True, offloads=True, chunks=4),
+    "all": Variant("save_attention", tiles_loss=True, tiles_mlp=True, offloads=True),
+    "all, 4 head chunks": Variant("save_attention", tiles_loss=True, tiles_mlp=True, offloads=True, chunks=4),
 }
 
 THEIRS, OURS = "(b) DeepSpeed, all of its", "all, 4 head chunks"
@@ -94,7 +94,7 @@ def use_ours(model: Any, variant: Variant, meter: Meter) -> Any:
         offloader = Offloader(torch.device("cpu"), len(model.model.layers))
         offloader.pool.take = meter.mark_host(offloader.pool.take)  # type: ignore[method-assign]
         make_storage = offloader.make_storage
-    checkpoint_layers(model, variant.recompute, make_storage)  # type: ignore[arg-type]
+    checkpoint_layers(model, variant.checkpointing, make_storage)  # type: ignore[arg-type]
     if variant.tiles_loss:
         return make_tiled_loss(model.lm_head, HeadRule(), LOSS_TILE)
     return lambda hidden, labels: nn.functional.cross_entropy(

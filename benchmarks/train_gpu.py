@@ -65,7 +65,10 @@ def measure(length: int, num_steps: int, device_name: str) -> dict[str, Any]:
     harness = RunHarness(recipe, MemoryRows([[(length, 0)]] * 2, CONFIG["vocab_size"]), 10**6, device=device, gpu=gpu)
     lines: list[dict[str, Any]] = []
     meter = Meter(partial(compute_model_flops, shape), gpu.tflops if is_known else None, lines.append)
-    harness.train_state.before, harness.train_state.after = (meter.start,), (meter.record, *harness.train_state.after)
+    harness.train_state.pre_step_hooks, harness.train_state.post_step_hooks = (
+        (meter.start,),
+        (meter.record, *harness.train_state.post_step_hooks),
+    )
     harness.train_state.num_steps = NUM_WARMUP + num_steps
     train(harness.train_state)
     kept = [line for line in lines[NUM_WARMUP:] if "step_parts" not in line]

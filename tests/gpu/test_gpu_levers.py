@@ -22,7 +22,7 @@ def run(levers: Levers, offloaded: int | None, steps: int) -> list[list[Tensor]]
     offloader = None
     if offloaded is not None:
         offloader = Offloader(torch.device("cuda"), offloaded)
-        checkpoint_layers(model.model, "keep_attention", offloader.make_storage)
+        checkpoint_layers(model.model, "save_attention", offloader.make_storage)
     found = []
     for _ in range(steps):
         batch = {name: tensor.cuda().repeat(1, 16) for name, tensor in make_row(LENGTHS).items()}
@@ -39,7 +39,7 @@ def run(levers: Levers, offloaded: int | None, steps: int) -> list[list[Tensor]]
 
 @pytest.mark.parametrize("offloaded", [1, 5, 6])
 def test_offload_changes_no_value(offloaded: int) -> None:
-    levers = Levers(loss_tile=64, mlp_tiles=3, recompute="keep_attention")
+    levers = Levers(loss_tile=64, mlp_tiles=3, checkpointing="save_attention")
     expected = run(levers, None, 1)[0]
     for grads in run(levers, offloaded, 4):
         for ours, right in zip(grads, expected, strict=True):
@@ -52,11 +52,11 @@ def test_what_is_kept_does_not_grow_with_layers() -> None:
         case = Case("llama", dtype=torch.bfloat16, changes={**SHAPE, "num_hidden_layers": num_layers})
         model = make_loss_model(case, make_sequence_axis(None)).cuda()
         offloader = Offloader(torch.device("cuda"), num_layers)
-        checkpoint_layers(model.model, "keep_attention", offloader.make_storage)
+        checkpoint_layers(model.model, "save_attention", offloader.make_storage)
         batch = {name: tensor.cuda().repeat(1, 64) for name, tensor in make_row(LENGTHS).items()}
         before = torch.cuda.memory_allocated()
         loss = model(**batch, documents=make_documents(LENGTHS * 64, "cuda"))
-        offloader.let_go_all()
+        offloader.release_all()
         held.append(torch.cuda.memory_allocated() - before)
         loss.backward()
     assert held[1] <= 1.05 * held[0]

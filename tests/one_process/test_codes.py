@@ -97,7 +97,7 @@ def test_a_tensor_that_32_bits_cannot_count_is_updated_in_parts(monkeypatch: pyt
     numel = 7 * BLOCK + 9
     grads = [torch.randn(numel) for _ in range(3)]
     whole, state = step_some(numel, grads)
-    monkeypatch.setattr(eight_bits, "CALL", 2 * BLOCK)
+    monkeypatch.setattr(eight_bits, "CALL_NUMEL", 2 * BLOCK)
     parts, other = step_some(numel, grads)
     assert torch.equal(whole, parts)
     assert all(torch.equal(state[name], other[name]) for name in state if name != "step")

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ulysses_cli.hub import SHIPPED_TABLE
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.train.assembly.loading import find_strangers
+from ulysses_cli.train.assembly.loading import find_unused_weights
 
 LAYERS = {"num_hidden_layers": 6}  # with fewer, no family has layers of both kinds
 
@@ -88,7 +88,7 @@ def test_a_saved_model_of_each_family_has_no_weight_without_a_place(model_type: 
     """transformers saves some families under other names than its modules have (experts, one by one)."""
     AutoModelForCausalLM.from_config(make_config(model_type)).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert find_strangers(model, str(tmp_path)) == []
+    assert find_unused_weights(model, str(tmp_path)) == []
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "model.layers.0.extra.weight": torch.zeros(1)}, file, {"format": "pt"})
-    assert find_strangers(model, str(tmp_path)) == ["model.layers.0.extra.weight"]
+    assert find_unused_weights(model, str(tmp_path)) == ["model.layers.0.extra.weight"]

@@ -17,7 +17,7 @@ from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.checkpoint.format import index_sources, read_range
 from ulysses_cli.train.export.weights import export_model
-from ulysses_cli.train.finiteness import find_file, find_spoilt, is_finite
+from ulysses_cli.train.finiteness import find_file, find_nonfinite, is_finite
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -33,9 +33,9 @@ def test_what_is_a_number(dtype: torch.dtype) -> None:
         spoilt[2, 1] = value
         assert not is_finite(spoilt)
         module = nn.Linear(5, 3, dtype=dtype)
-        assert find_spoilt(module) == ""
+        assert find_nonfinite(module) == ""
         module.weight.data.copy_(spoilt)
-        assert find_spoilt(module) == "weight"
+        assert find_nonfinite(module) == "weight"
 
 
 def test_the_file_of_a_tensor_is_found(tmp_path: Path) -> None:

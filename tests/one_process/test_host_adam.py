@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ulysses_cli.train.optimizer.states import forget_powers
+from ulysses_cli.train.optimizer.states import reset_beta_powers
 
 BETAS = (0.85, 0.97)
 NUM_STEPS = 12
@@ -19,7 +19,7 @@ def make(weight: torch.Tensor, forgets: bool) -> tuple[Any, torch.nn.Parameter]:
     parameter = torch.nn.Parameter(weight.clone())
     optimizer = DeepSpeedCPUAdam([parameter], lr=0.01, betas=BETAS, eps=1e-8, weight_decay=0.1, adamw_mode=True)
     if forgets:
-        optimizer.register_step_pre_hook(forget_powers)
+        optimizer.register_step_pre_hook(reset_beta_powers)
     return optimizer, parameter
 
 
@@ -51,7 +51,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped() -> None:
     right, ours = resume(forgets=True)
     assert torch.equal(ours, right)
     right, theirs = resume(forgets=False)
-    assert not torch.equal(theirs, right), "DeepSpeed keeps no powers any more: forget_powers has no purpose"
+    assert not torch.equal(theirs, right), "DeepSpeed keeps no powers any more: reset_beta_powers has no purpose"
     assert torch.allclose(theirs, right)
 
 

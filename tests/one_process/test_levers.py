@@ -29,12 +29,12 @@ from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.memory import offload
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers, list_layers
 from ulysses_cli.train.memory.offload import LEFT_FREE_BYTES, HostPool, Offloader
-from ulysses_cli.train.memory.saved_results import SavedResults, keep
+from ulysses_cli.train.memory.saved_results import SavedResults, save_for_recompute
 from ulysses_cli.train.memory.tiled_mlp import TiledBlock, tile_mlps
 from ulysses_cli.train.memory.tiling import split_tokens
 from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
-ALL = Levers(loss_tile=9, mlp_tiles=5, recompute="keep_attention", offloaded=1, chunks=2)
+ALL = Levers(loss_tile=9, mlp_tiles=5, checkpointing="save_attention", offloaded=1, chunks=2)
 # float32 stands in some models' float64 paths (norms, the router's softmax); rounding there depends on the shapes that
 # are computed together, which tiles change.
 TOLERANCE = 1e-6
@@ -49,7 +49,7 @@ def compare(case: Case, **changes: Any) -> float:
 
 @pytest.mark.parametrize(
     "levers",
-    [ALL, pytest.param(Levers(recompute="full", offloaded=9, mlp_tiles=500), marks=pytest.mark.check)],
+    [ALL, pytest.param(Levers(checkpointing="full", offloaded=9, mlp_tiles=500), marks=pytest.mark.check)],
     ids=["all", "full"],
 )
 @pytest.mark.parametrize("kind", SHAPES)
@@ -64,10 +64,10 @@ def test_a_family(kind: str, levers: Levers) -> None:
         Levers(loss_tile=1000),
         Levers(mlp_tiles=64),
         Levers(mlp_tiles=1000),
-        Levers(recompute="keep_attention"),
-        Levers(recompute="keep_attention", mlp_tiles=3),
-        Levers(recompute="full", mlp_tiles=3),
-        Levers(recompute="keep_attention", offloaded=2, chunks=4),
+        Levers(checkpointing="save_attention"),
+        Levers(checkpointing="save_attention", mlp_tiles=3),
+        Levers(checkpointing="full", mlp_tiles=3),
+        Levers(checkpointing="save_attention", offloaded=2, chunks=4),
     ],
     ids=str,
 )
@@ -88,7 +88,7 @@ def test_a_row_shorter_than_a_tile(lengths: tuple[int, ...]) -> None:
         Levers,
         st.sampled_from([None, 1, 6]),
         st.sampled_from([None, 2, 7]),
-        st.sampled_from(["keep_attention", "full"]),
+        st.sampled_from(["save_attention", "full"]),
         st.sampled_from([None, 0, 1, 2]),
         st.sampled_from([1, 2]),
     ),
@@ -141,17 +141,17 @@ class CountedMlps:
 @pytest.mark.parametrize(
     ("kind", "mode", "tiles", "attention", "mlps"),
     [
-        ("llama", "keep_attention", 5, 1, 2),
+        ("llama", "save_attention", 5, 1, 2),
         ("llama", "full", 5, 2, 2),
-        ("llama", "keep_attention", None, 1, 2),
-        ("gemma2", "keep_attention", 5, 1, 2),
-        ("gemma3_text", "keep_attention", 5, 1, 2),
-        ("olmo2", "keep_attention", 5, 1, 2),
-        ("phi3", "keep_attention", 5, 1, 2),
+        ("llama", "save_attention", None, 1, 2),
+        ("gemma2", "save_attention", 5, 1, 2),
+        ("gemma3_text", "save_attention", 5, 1, 2),
+        ("olmo2", "save_attention", 5, 1, 2),
+        ("phi3", "save_attention", 5, 1, 2),
     ],
 )
 def test_work_is_done_once(kind: str, mode: str, tiles: int | None, attention: int, mlps: int, chunks: int) -> None:
-    levers = Levers(recompute=mode, mlp_tiles=tiles, chunks=chunks)
+    levers = Levers(checkpointing=mode, mlp_tiles=tiles, chunks=chunks)
     model = make_loss_model(Case(kind, levers), make_sequence_axis(None))
     counted = CountedMlps(model)
     with count_attention() as calls:
@@ -275,27 +275,27 @@ def test_a_model_without_layers_is_refused() -> None:
 
 
 def test_results_are_handed_back_once_and_in_order() -> None:
-    kept = SavedResults(Offloader(torch.device("cpu"), 1).make_storage(0))
+    results = SavedResults(Offloader(torch.device("cpu"), 1).make_storage(0))
     made = []
 
     def layer() -> list[Tensor]:
-        return [keep(lambda n=n: (made.append(n), (torch.full((2,), n),))[1])[0] for n in (1.0, 2.0)]
+        return [save_for_recompute(lambda n=n: (made.append(n), (torch.full((2,), n),))[1])[0] for n in (1.0, 2.0)]
 
-    first = kept.call(layer)
-    again = kept.call(layer)
+    first = results.call(layer)
+    again = results.call(layer)
     assert made == [1.0, 2.0]
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one, other)
     with pytest.raises(RuntimeError, match="has had"):
-        kept.call(layer)
-    assert keep(lambda: (torch.ones(1),))[0] == 1
+        results.call(layer)
+    assert save_for_recompute(lambda: (torch.ones(1),))[0] == 1
 
 
 def run_with_offload(offloaded: int, num_layers: int = 4) -> tuple[Offloader, int]:
     """Two steps of a model -> the offloader, and the bytes that one step keeps in host memory."""
     offloader = Offloader(torch.device("cpu"), offloaded)
     model = make_loss_model(Case("llama", changes={"num_hidden_layers": num_layers}), make_sequence_axis(None))
-    checkpoint_layers(model.model, "keep_attention", offloader.make_storage)
+    checkpoint_layers(model.model, "save_attention", offloader.make_storage)
     held = []
     for _ in range(2):
         model(**make_row(LENGTHS), documents=make_documents(LENGTHS)).backward()
@@ -315,7 +315,7 @@ def test_host_memory_is_what_layers_keep() -> None:
 def test_a_forward_without_backward_gives_its_buffers_back() -> None:
     offloader, held = run_with_offload(4)
     model = make_loss_model(Case("llama", changes={"num_hidden_layers": 4}), make_sequence_axis(None))
-    checkpoint_layers(model.model, "keep_attention", offloader.make_storage)
+    checkpoint_layers(model.model, "save_attention", offloader.make_storage)
     for _ in range(3):
         model(**make_row(LENGTHS), documents=make_documents(LENGTHS))
         gc.collect()
@@ -330,7 +330,7 @@ def test_two_forwards_before_their_backwards() -> None:
     rows = [make_row((9, 4)), make_row((5, 11, 2))]
     documents = [make_documents((9, 4)), make_documents((5, 11, 2))]
     grads = []
-    for levers in (Levers(), Levers(recompute="keep_attention", offloaded=2)):
+    for levers in (Levers(), Levers(checkpointing="save_attention", offloaded=2)):
         model = make_loss_model(Case("llama", levers, changes=changes), make_sequence_axis(None))
         losses = [model(**row, documents=documents[at]) for at, row in enumerate(rows)]
         losses[0].backward()
@@ -357,7 +357,7 @@ def test_the_pool_is_bounded_and_grows_with_rows(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_second_backward_through_a_layer_is_refused() -> None:
-    model = make_loss_model(Case("llama", Levers(recompute="keep_attention")), make_sequence_axis(None))
+    model = make_loss_model(Case("llama", Levers(checkpointing="save_attention")), make_sequence_axis(None))
     loss = model(**make_row(LENGTHS), documents=make_documents(LENGTHS))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="has had"):

@@ -105,7 +105,7 @@ def test_a_launcher_waits_no_longer_when_the_meeting_is_spoilt() -> None:
     store, told = dist.HashStore(), list[MeetingError]()
     backend = SealedBackend(store, OURS, "x", told.append)
     launchers = SealedStore(store, OURS, "round 1", backend.get_state)
-    with pytest.raises(dist.DistStoreError, match="waited in vain for the others"):
+    with pytest.raises(dist.DistStoreError, match="timed out waiting for the others"):
         launchers.wait(["the others"], timedelta(seconds=0.1))
     store.set(backend.key, "spoilt")
     with pytest.raises(MeetingError):
@@ -165,7 +165,7 @@ def test_machines_with_one_key_meet_in_their_order_and_another_is_refused(machin
 def test_two_machines_with_one_rank_are_told(machines: Machines) -> None:
     master = open_store(f"127.0.0.1:{machines.port}", OURS, "127.0.0.1")
     machines.start(1, 1)
-    assert str(machines.found.get(timeout=60)) == "two machines say --node-rank 1"
+    assert str(machines.found.get(timeout=60)) == "two machines have --node-rank 1"
     assert master.port == machines.port
 
 
@@ -175,7 +175,7 @@ def test_what_is_no_master_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MeetingError, match=r"nothing answers at 127.0.0.1:[0-9]+ within"):
         open_store(f"127.0.0.1:{find_port()}", OURS, None)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        with pytest.raises(MeetingError, match="is no master of a run"):
+        with pytest.raises(MeetingError, match="is not the master of a run"):
             open_store(f"127.0.0.1:{silent.getsockname()[1]}", OURS, None)
         with pytest.raises(MeetingError, match=r"no store can listen at .*: Address already in use") as told:
             open_store(f"x:{silent.getsockname()[1]}", OURS, "127.0.0.1")

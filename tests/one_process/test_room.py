@@ -13,8 +13,8 @@ from ulysses_cli.train.checkpoint.saves import compute_needed_bytes, find_shorta
 GIB = 2**30
 
 
-def count(keep: int | None, num_saves: int, num_there: int = 0) -> int:
-    return compute_needed_bytes(10**9, 2 * 10**9, keep, num_saves, num_there)
+def count(keep: int | None, num_saves: int, num_existing: int = 0) -> int:
+    return compute_needed_bytes(10**9, 2 * 10**9, keep, num_saves, num_existing)
 
 
 def test_the_fullest_moment_is_counted() -> None:
@@ -22,7 +22,7 @@ def test_the_fullest_moment_is_counted() -> None:
     assert count(2, 10) == 3 * one  # a third is written before the oldest goes
     assert count(2, 1) == one + model  # the model beside the last one
     assert count(None, 5) == 5 * one + model
-    assert count(2, 10, num_there=2) == one  # a resumed run's are there already
+    assert count(2, 10, num_existing=2) == one  # a resumed run's are there already
     assert count(1, 10) == 2 * one
 
 

@@ -182,7 +182,7 @@ def test_ranks_without_a_display_say_nothing(tmp_path: Path) -> None:
     record = Record(tmp_path)
     record.start_files(0)
     record.write_step({"step": 1})
-    record.say("hello")
+    record.report("hello")
     record.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -324,7 +324,7 @@ def test_a_folder_that_is_removed_during_the_run_is_said(tmp_path: Path) -> None
     for step in (2, 3):
         record.write_step({"step": step})
     (warning,) = [event["message"] for event in said if event["event"] == "warning"]
-    assert warning.startswith(f"{run_dir / 'metrics.jsonl'} was removed while the run goes on: what it held is lost")
+    assert warning.startswith(f"{run_dir / 'metrics.jsonl'} was removed during the run: its content is lost")
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
     with pytest.raises(RecipeError, match="is in use by a run that is still going on"):
         lock_run(run_dir, 0)

@@ -19,18 +19,18 @@ import torch.distributed as dist
 
 from ulysses_cli.train.guard.watchdog import (
     WRITING,
-    Sighting,
+    RankStatus,
     Watchdog,
     ask_others,
+    compute_timeout_factor,
     explain_hang,
-    find_odd_one,
-    find_patience,
+    find_odd_rank,
     find_place,
     walk_frames,
 )
 
-WAITS = Sighting(0, 7, "update", "ulysses_cli/train/engine.py:50", is_waiting=True)
-HANGS = Sighting(1, 7, "micro-step 1 of 2", "ulysses_cli/data/rows.py:9", is_waiting=False)
+WAITS = RankStatus(0, 7, "update", "ulysses_cli/train/engine.py:50", is_waiting=True)
+HANGS = RankStatus(1, 7, "micro-step 1 of 2", "ulysses_cli/data/rows.py:9", is_waiting=False)
 
 
 def test_the_rank_that_others_wait_for_is_named() -> None:
@@ -54,8 +54,8 @@ def test_a_rank_that_waits_where_no_other_does_is_named() -> None:
     alone = replace(WAITS, rank=2, phase="evaluation", place="ulysses_cli/train/evaluation.py:54")
     message = str(explain_hang([*others, alone], others[0], 4, 60.0)["message"])
     assert message.endswith("rank 2 waits alone in evaluation at ulysses_cli/train/evaluation.py:54")
-    assert find_odd_one([WAITS, alone]) is None, "of two, neither is the odd one"
-    assert find_odd_one([*others, alone, replace(alone, rank=4, step=9)]) is None
+    assert find_odd_rank([WAITS, alone]) is None, "of two, neither is the odd one"
+    assert find_odd_rank([*others, alone, replace(alone, rank=4, step=9)]) is None
 
 
 def stop_at(code: str, file: Path) -> Iterator[FrameType]:
@@ -98,9 +98,9 @@ def test_a_stack_that_reads_a_number_from_the_device_waits(tmp_path: Path) -> No
 
 
 def test_only_the_rank_that_writes_the_model_is_watched_meanwhile() -> None:
-    assert find_patience(WRITING, 0) == find_patience("saving", 3) == 10
-    assert find_patience(WRITING, 1) == float("inf")
-    assert find_patience("update", 0) == 1
+    assert compute_timeout_factor(WRITING, 0) == compute_timeout_factor("saving", 3) == 10
+    assert compute_timeout_factor(WRITING, 1) == float("inf")
+    assert compute_timeout_factor("update", 0) == 1
 
 
 @pytest.mark.check

@@ -95,7 +95,7 @@ def save_and_go_on(recipe: Recipe, folder: str, policy: SavePolicy) -> tuple[lis
     harness.saves.save(harness.train_state)
     harness.train_state.num_steps = NUM_STEPS
     train(harness.train_state)
-    harness.saves.settle()
+    harness.saves.wait_for_pending()
     return harness.losses[3:], states
 
 

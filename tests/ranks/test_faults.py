@@ -43,7 +43,7 @@ def save_beside_steps(recipe: Recipe, folder: str) -> tuple[list[float], list[fl
     )
     harness.train_state.num_steps = 6
     train(harness.train_state)
-    harness.saves.settle()
+    harness.saves.wait_for_pending()
     ahead = harness.losses[2:]
     again = RunHarness(recipe, MemoryRows(ROWS), 6, folder)
     again.saves.resume(again.train_state, ResumePoint(Path(folder) / "checkpoints" / "step-2", {}, is_own=True))
@@ -115,7 +115,7 @@ def fail_to_save(recipe: Recipe, folder: str, policy: SavePolicy, bad_rank: int)
             harness.train_state.num_steps = step
             train(harness.train_state)
             harness.saves.save(harness.train_state)
-        harness.saves.settle()
+        harness.saves.wait_for_pending()
     finally:
         checkpoint.write_share = background.write_share = real
     return harness.warnings, harness.losses
@@ -128,12 +128,12 @@ def test_a_disk_that_is_full_on_one_rank_is_told_to_all(tmp_path: Path, is_async
     recipe = make_recipe("parallel.sp_size=2")
     words = rf"checkpoint step-1 was not written: rank {bad_rank}: No space left on device"
     for warnings, losses in run_on_ranks(
-        2, fail_to_save, recipe, str(tmp_path), SavePolicy(is_async=is_async, goes_on=True), bad_rank
+        2, fail_to_save, recipe, str(tmp_path), SavePolicy(is_async=is_async, continue_on_error=True), bad_rank
     ):
         assert len(losses) == 2
         assert len(warnings) == 1
         assert words in warnings[0]
-        assert warnings[0].endswith("the run goes on (run.on_save_error: continue)")
+        assert warnings[0].endswith("the run continues (run.on_save_error: continue)")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
     assert find_damage(tmp_path / "checkpoints" / "step-2") == ""
     if not is_async and bad_rank:
@@ -199,7 +199,7 @@ def test_a_rank_that_stands_still_is_named(shop: Workshop) -> None:
     _, said = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "takes longer than run.step_timeout (8 s): rank 1 does not answer, the others wait for it in " in said
-    assert "hint: every rank's stack is in its log; --resume auto goes on" in said
+    assert "hint: every rank's stack is in its log; continue with --resume auto" in said
     assert "Current thread" in (shop.folder / "hanging" / "logs" / "rank-0.log").read_text()
 
 

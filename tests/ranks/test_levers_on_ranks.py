@@ -11,7 +11,7 @@ from support.levers import Case, Levers, measure_difference, run_split, run_zero
 from support.rank_pool import RankError, run_on_ranks
 from support.tiers import sample
 
-ALL = Levers(loss_tile=7, mlp_tiles=5, recompute="keep_attention", offloaded=1, chunks=2)
+ALL = Levers(loss_tile=7, mlp_tiles=5, checkpointing="save_attention", offloaded=1, chunks=2)
 ADAPTED = ("q_proj", "down_proj", "gate_proj", "lm_head")
 
 
@@ -27,7 +27,7 @@ def compare_zero3(case: Case, sp_size: int) -> float:
     return max(measure_difference(found, expected).values())
 
 
-@pytest.mark.parametrize("levers", [ALL, Levers(recompute="keep_attention")], ids=["all", "kept"])
+@pytest.mark.parametrize("levers", [ALL, Levers(checkpointing="save_attention")], ids=["all", "kept"])
 @pytest.mark.parametrize("kind", sample(["llama", "gemma2", "gpt_oss"], quick=["gemma2"]))
 def test_split_rows_in_float64(kind: str, levers: Levers) -> None:
     assert max(run_on_ranks(2, compare_split, Case(kind, levers))) < 1e-6
@@ -55,10 +55,10 @@ def count_exchanges(levers: Levers) -> float:
     ("levers", "exchanges"),
     [
         (Levers(), 4),
-        (Levers(recompute="full"), 6),
-        (Levers(recompute="keep_attention"), 5),
-        pytest.param(Levers(recompute="keep_attention", chunks=2), 8, marks=pytest.mark.check),
-        pytest.param(Levers(recompute="full", chunks=2), 12, marks=pytest.mark.check),
+        (Levers(checkpointing="full"), 6),
+        (Levers(checkpointing="save_attention"), 5),
+        pytest.param(Levers(checkpointing="save_attention", chunks=2), 8, marks=pytest.mark.check),
+        pytest.param(Levers(checkpointing="full", chunks=2), 12, marks=pytest.mark.check),
     ],
     ids=str,
 )
@@ -93,8 +93,8 @@ def test_zero3(kind: str, sp_size: int, lora: tuple[str, ...]) -> None:
         ALL,
         Levers(loss_tile=7),
         Levers(mlp_tiles=5),
-        Levers(recompute="keep_attention"),
-        Levers(recompute="full", mlp_tiles=3, offloaded=2),
+        Levers(checkpointing="save_attention"),
+        Levers(checkpointing="full", mlp_tiles=3, offloaded=2),
     ],
     ids=["all", "loss", "mlp", "kept", "full"],
 )
@@ -119,9 +119,9 @@ def test_gathers_do_not_grow_with_tiles() -> None:
     few, many, plain = (
         run_on_ranks(2, count_gathers_of, Case("llama", levers, dtype=torch.float32), (".mlp.", "lm_head"))[0]
         for levers in (
-            Levers(loss_tile=40, mlp_tiles=2, recompute="keep_attention"),
-            Levers(loss_tile=3, mlp_tiles=9, recompute="keep_attention"),
-            Levers(recompute="keep_attention"),
+            Levers(loss_tile=40, mlp_tiles=2, checkpointing="save_attention"),
+            Levers(loss_tile=3, mlp_tiles=9, checkpointing="save_attention"),
+            Levers(checkpointing="save_attention"),
         )
     )
     assert few == many

@@ -166,7 +166,7 @@ def test_two_machines_train_and_believe_no_third(tmp_path: Path, lan: list[str])
     said = first.communicate(timeout=240)[1]
     second.communicate(timeout=240)
     assert first.returncode == 1, said
-    assert "what stands where machines meet was not written by this run" in said
+    assert "the state in the machines' store was not written by this run" in said
     assert not loot.exists(), "a payload was run"
     assert not (tmp_path / "run" / "key").exists()
 

@@ -55,7 +55,7 @@ def count_gathers(recipe: Recipe) -> tuple[list[float], dict[str, Tensor], list[
         gathers.append(tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)))
         return real(source, target, group)
 
-    harness.train_state.before = (lambda _: gathers.clear(),)
+    harness.train_state.pre_step_hooks = (lambda _: gathers.clear(),)
     partition_parameters._dist_allgather_fn = count
     try:
         train(harness.train_state)

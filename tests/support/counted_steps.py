@@ -107,7 +107,7 @@ def _apply_levers(model: Any, levers: Levers, num_tokens: int) -> Any:
     if levers.gradient_checkpointing == "full" and not levers.tiled_mlp:
         model._set_gradient_checkpointing(True, functools.partial(checkpoint, use_reentrant=False))
     elif levers.gradient_checkpointing is not False:
-        checkpoint_layers(model, "keep_attention" if levers.gradient_checkpointing is True else "full")
+        checkpoint_layers(model, "save_attention" if levers.gradient_checkpointing is True else "full")
     if levers.tiled_mlp:
         hidden = model.config.hidden_size
         tile_mlps(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden))

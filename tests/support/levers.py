@@ -47,7 +47,7 @@ class Levers:
 
     loss_tile: int | None = None
     mlp_tiles: int | None = None
-    recompute: str | None = None
+    checkpointing: str | None = None
     offloaded: int | None = None
     chunks: int = 1
 
@@ -99,11 +99,11 @@ def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossMode
         num_tiles = levers.mlp_tiles
         assert tile_mlps(model, lambda _: num_tiles, gather_whole) == config.num_hidden_layers
         assert tile_norms(model, lambda _: num_tiles) >= 2 * config.num_hidden_layers + 1
-    if levers.recompute is not None:
+    if levers.checkpointing is not None:
         offloader = None
         if levers.offloaded is not None:
             offloader = Offloader(torch.device("cpu"), levers.offloaded)
-        checkpoint_layers(model, levers.recompute, offloader and offloader.make_storage)  # type: ignore[arg-type]
+        checkpoint_layers(model, levers.checkpointing, offloader and offloader.make_storage)  # type: ignore[arg-type]
     return LossModel(model, loss)
 
 

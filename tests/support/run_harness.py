@@ -48,7 +48,7 @@ class RunHarness:
         self.results: list[StepResult] = []
         self.warnings: list[str] = []
         self.bad_steps = BadSteps(recipe.run.max_bad_steps, self.warnings.append)
-        self.train_state.after = (lambda _, result: self.results.append(result), self.bad_steps.judge)
+        self.train_state.post_step_hooks = (lambda _, result: self.results.append(result), self.bad_steps.check)
         facts = {
             "world_size": plan.layout.world_size,
             "rows_per_step": self.train_state.batching.rows_per_step,

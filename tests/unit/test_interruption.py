@@ -21,28 +21,28 @@ class Rank:
 
     def __init__(self) -> None:
         self.now, self.ended, self.said = 100.0, [], []
-        self.told = Interruption(self.ended.append, self.said.append, lambda: self.now)
+        self.interruption = Interruption(self.ended.append, self.said.append, lambda: self.now)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.told.look()
+        self.interruption.check()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, ORPHANED])
 def test_while_nothing_can_be_lost_the_end_is_at_once(number: int) -> None:
     rank = Rank()
-    rank.told.hear(number)
+    rank.interruption.receive(number)
     assert rank.ended == [number]
     assert rank.said == []
 
 
 def test_a_loop_is_asked_and_has_its_time() -> None:
     rank = Rank()
-    rank.told.wait_for_boundary(600.0, lambda: False)
-    assert not rank.told.is_asked
-    rank.told.hear(signal.SIGTERM)
-    rank.told.hear(signal.SIGTERM)  # from the launcher, and from a scheduler that tells every process
-    assert rank.told.is_asked
+    rank.interruption.wait_for_boundary(600.0, lambda: False)
+    assert not rank.interruption.is_asked
+    rank.interruption.receive(signal.SIGTERM)
+    rank.interruption.receive(signal.SIGTERM)  # from the launcher, and from a scheduler that tells every process
+    assert rank.interruption.is_asked
     assert rank.said == ["stopping after this step; Ctrl-C again, or a second signal, stops now"]
     rank.wait(STOP_SECONDS - 1)
     assert rank.ended == []
@@ -52,36 +52,36 @@ def test_a_loop_is_asked_and_has_its_time() -> None:
 
 def test_a_short_time_out_of_steps_is_a_short_time_to_stop() -> None:
     rank = Rank()
-    rank.told.wait_for_boundary(8.0, lambda: False)
-    rank.told.hear(signal.SIGTERM)
+    rank.interruption.wait_for_boundary(8.0, lambda: False)
+    rank.interruption.receive(signal.SIGTERM)
     rank.wait(6.1)
     assert rank.ended == [signal.SIGTERM]
 
 
 def test_a_save_takes_its_time_unless_the_launcher_is_dead() -> None:
     rank = Rank()
-    rank.told.wait_for_boundary(600.0, lambda: True)
-    rank.told.hear(signal.SIGTERM)
+    rank.interruption.wait_for_boundary(600.0, lambda: True)
+    rank.interruption.receive(signal.SIGTERM)
     rank.wait(10 * STOP_SECONDS)
     assert rank.ended == []
-    rank.told.hear(ORPHANED)
+    rank.interruption.receive(ORPHANED)
     rank.wait(ORPHAN_SECONDS + 0.1)
     assert rank.ended == [signal.SIGTERM]
 
 
 def test_one_that_was_told_before_ends_when_nothing_is_left_to_save() -> None:
     rank = Rank()
-    rank.told.wait_for_boundary(600.0, lambda: False)
-    rank.told.hear(signal.SIGINT)
+    rank.interruption.wait_for_boundary(600.0, lambda: False)
+    rank.interruption.receive(signal.SIGINT)
     assert rank.ended == []
-    rank.told.end_at_once()
+    rank.interruption.end_at_once()
     assert rank.ended == [signal.SIGINT]
 
 
 CHILD = """
     import os, sys, time
-    from ulysses_cli.train.guard.interruption import Listener
-    Listener(lambda number: os.write(1, f"{number}\\n".encode())).start()
+    from ulysses_cli.train.guard.interruption import SignalListener
+    SignalListener(lambda number: os.write(1, f"{number}\\n".encode())).start()
     os.write(1, f"{os.getpid()}\\n".encode())
     (r, w) = os.pipe()
     os.read(r, 1)  # inside C, as in a collective: no handler of Python's runs

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ulysses_cli.train.optimizer import swap_folder
-from ulysses_cli.train.optimizer.swap_folder import leave_folder, name_folder, open_folder
+from ulysses_cli.train.optimizer.swap_folder import name_folder, open_folder, remove_rank_files
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ def test_the_last_rank_closes_the_door(folder: Path, tmp_path: Path, monkeypatch
     for rank in (1, 0):
         monkeypatch.setenv("RANK", str(rank))
         assert folder.exists()
-        leave_folder(folder)
+        remove_rank_files(folder)
     assert not folder.exists()
-    leave_folder(folder)
-    leave_folder(None)
+    remove_rank_files(folder)
+    remove_rank_files(None)
 
 
 def test_a_disk_without_room_is_told_with_what_others_left(

@@ -1,4 +1,4 @@
-"""One rank's life: read what is wanted, meet the others, build, rehearse, train, leave a model, tear down."""
+"""The process of one rank: parses arguments, redirects output, handles signals, runs the worker, records a failure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
 from ulysses_cli.run_folder.failure_record import give_room, keep_room, write_failure_record
 from ulysses_cli.run_folder.run_lock import hold_lock
-from ulysses_cli.train.guard.interruption import Interruption, Listener, end_process
+from ulysses_cli.train.guard.interruption import Interruption, SignalListener, end_process
 from ulysses_cli.train.guard.masked_log import MaskedStream, open_masked
 from ulysses_cli.train.telemetry.record import Record
 
 
-def read_arguments(words: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ulysses_cli.train", description=__doc__)
     parser.add_argument("--recipe", required=True)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
@@ -29,71 +29,71 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume")
     parser.add_argument("--resume-anyway", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--pretend", action="store_true", help="be rank 0 of a world that is not there")
-    return parser.parse_args(words)
+    parser.add_argument("--pretend", action="store_true", help="run rank 0 alone, with simulated other ranks")
+    return parser.parse_args(arguments)
 
 
-def take_screen(logs: Path, rank: int, known: Collection[str]) -> int | None:
-    """Rank 0's stdout is the person's terminal, for the display alone. All else that this process, its libraries and
-    their C++ say goes to its log, without secrets."""
+def redirect_output(logs: Path, rank: int, secrets: Collection[str]) -> int | None:
+    """Sends all that this process, its libraries and their C++ write to the rank's log, with secrets masked. Returns
+    rank 0's former stdout, the user's terminal, which only the display writes to; None on other ranks."""
     logs.mkdir(parents=True, exist_ok=True)
-    screen = os.dup(1) if rank == 0 else None
-    log = open_masked(os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), known)
+    terminal = os.dup(1) if rank == 0 else None
+    log = open_masked(os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), secrets)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    return screen
+    return terminal
 
 
-def read_former_end(logs: Path, rank: int) -> int | None:
-    """After a restart in place: the exit code of a failure that would come again, or None. What was said last time is
-    put away, so that the next failure is not taken for it."""
+def read_final_failure(logs: Path, rank: int) -> int | None:
+    """After a restart in place: the exit code of a failure that would happen again, or None. This rank's own record of
+    the last failure is renamed, so that it is not mistaken for the next one's."""
     num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not num_restarts:
         return None
     for file in sorted(logs.glob("rank-*.error*.json")):
         try:
-            told = json.loads(file.read_text())
+            failure = json.loads(file.read_text())
         except (OSError, ValueError):
-            continue  # another rank has just put it away
-        if told.get("is_final"):
-            return int(told["exit_code_wanted"])
+            continue  # another rank has just renamed it
+        if failure.get("is_final"):
+            return int(failure["exit_code_wanted"])
     own = logs / f"rank-{rank}.error.json"
     if own.exists():
         own.rename(logs / f"rank-{rank}.error-{num_restarts - 1}.json")
     return None
 
 
-def leave_failure_record(logs: Path, rank: int, number: int, record: Record, leftovers: ExitStack) -> None:
-    """Of a rank that ends before its work: where it was, for the command to say. The display is put in order."""
+def write_interruption_record(logs: Path, rank: int, number: int, record: Record, leftovers: ExitStack) -> None:
+    """Records where an interrupted rank was, for the command to report. Closes the display."""
     code = 128 + (number or signal.SIGTERM)
-    told = {"rank": rank, "phase": record.describe_phase(), "is_interruption": True, "exit_code_wanted": code}
-    write_failure_record(logs, rank, told)
+    failure = {"rank": rank, "phase": record.describe_phase(), "is_interruption": True, "exit_code_wanted": code}
+    write_failure_record(logs, rank, failure)
     leftovers.close()
     record.close()
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     from ulysses_cli.plan.recipe.loader import load_recipe
 
-    options = read_arguments(words)
+    options = parse_arguments(arguments)
     loaded = load_recipe(options.recipe, options.set)
     rank = int(os.environ.get("RANK", "0"))
     logs = Path(os.path.expanduser(loaded.recipe.run.output_dir)) / "logs"
-    known = collect_secrets(loaded.recipe.model_dump(mode="json"), os.environ)
-    screen = take_screen(logs, rank, known)
+    secrets = collect_secrets(loaded.recipe.model_dump(mode="json"), os.environ)
+    terminal = redirect_output(logs, rank, secrets)
     keep_room(logs, rank)
     record, leftovers = Record(logs.parent, loaded.recipe.run.logging_steps, hold_lock()), ExitStack()
 
     def end(number: int) -> None:
-        end_process(number, lambda: leave_failure_record(logs, rank, number, record, leftovers))
+        end_process(number, lambda: write_interruption_record(logs, rank, number, record, leftovers))
 
     interruption = Interruption(end, record.warn)
-    Listener(interruption.hear, interruption.look).start()
-    warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's use of torch: several a step, in a log for people
-    if (code := read_former_end(logs, rank)) is not None:
+    SignalListener(interruption.receive, interruption.check).start()
+    warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed's use of torch raises several a step
+    if (code := read_final_failure(logs, rank)) is not None:
         return code
-    # heavy imports come after signals are heard
+    # heavy imports come after the listener has started
     from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.report.live.progress import RunDisplay, make_display
     from ulysses_cli.train.inputs import Launch
@@ -101,25 +101,25 @@ def main(words: Sequence[str]) -> int:
 
     def open_display(num_steps: int) -> RunDisplay:
         run, world_size = loaded.recipe.run, int(os.environ.get("WORLD_SIZE", "1"))
-        binary = os.fdopen(screen if screen is not None else 2, "wb")
+        binary = os.fdopen(terminal if terminal is not None else 2, "wb")
         stream = MaskedStream(binary, encoding="utf-8", errors="backslashreplace")
-        stream.known = known
+        stream.secrets = secrets
         return make_display(stream, num_steps, run.price_per_gpu_hour, world_size, logging_steps=run.logging_steps)
 
     try:
         run_worker(Launch(loaded, options, open_display, load_hardware, interruption, leftovers), record)
-    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
+    except BaseException as error:  # noqa: BLE001 - any end of a rank is recorded
         from ulysses_cli.train.failure import describe_failure
 
         traceback.print_exc()
-        told = mask_secrets(describe_failure(error), known=known)
-        if not told["is_cause"]:
-            interruption.end_if_told()  # the others have ended, as this rank was about to
-        told |= {"rank": rank, "phase": record.describe_phase()}
-        write_failure_record(logs, rank, told)
+        failure = mask_secrets(describe_failure(error), known=secrets)
+        if not failure["is_cause"]:
+            interruption.end_if_asked()  # the others have ended, as this rank was about to
+        failure |= {"rank": rank, "phase": record.describe_phase()}
+        write_failure_record(logs, rank, failure)
         leftovers.close()
         sys.stderr.flush()
-        os._exit(told["exit_code_wanted"])  # others may wait in a collective; nothing here may wait for them
+        os._exit(failure["exit_code_wanted"])  # others may wait in a collective; nothing here may wait for them
     give_room(logs, rank)
     return 0
 

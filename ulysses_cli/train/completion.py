@@ -1,4 +1,4 @@
-"""Last stage of a rank: the last save, the last evaluation, and the model that rank 0 writes."""
+"""Last stage of a rank: the last save, the last evaluation, and the export of the model on rank 0."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def finish(
     state, recipe = run.state, run.plan.recipe
     saves.save_last(state)
     if not reason and state.last_eval_step != state.step:
-        signals = StopConditions(is_asked=state.stop.is_asked)  # all steps are done: time and money end nothing now
+        signals = StopConditions(is_asked=state.stop.is_asked)  # all steps are done: max_hours and max_cost are over
         evaluation.run(state, signals)
-        reason = signals.agree(state.groups.host_group)
+        reason = signals.decide(state.groups.host_group)
     if reason:
-        record.tell(event="stopped", reason=f"by {reason} after step {state.step} of {state.num_steps}")
+        record.emit(event="stopped", reason=f"by {reason} after step {state.step} of {state.num_steps}")
         return
-    record.enter(WRITING)
+    record.set_phase(WRITING)
     state.phase = WRITING
     launch.interruption.end_at_once()
     if state.groups.is_first:
         write_model(launch, inputs, run, saves, record)
     run.context.wait()
-    for text in list_base_warnings(recipe.model.model_dump()) if run.built.adapter is not None else []:
-        record.warn(text)
-    record.tell(event="done", model_dir=str(launch.run_dir / "model"))
+    for warning in list_base_warnings(recipe.model.model_dump()) if run.built.adapter is not None else []:
+        record.warn(warning)
+    record.emit(event="done", model_dir=str(launch.run_dir / "model"))
 
 
 def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, saves: Saves, record: Record) -> None:
-    """On rank 0, from the last checkpoint: no other rank takes part."""
+    """Runs on rank 0 alone, from the last checkpoint."""
     recipe, built = run.plan.recipe, run.built
     last, dtype = saves.get_last_path(), getattr(torch, recipe.model.dtype)
-    check = partial(check_model, last, config=built.config, dtype=dtype, tell=record.enter)
+    check = partial(check_model, last, config=built.config, dtype=dtype, report=record.set_phase)
     export_model(
         last,
         launch.run_dir / "model",

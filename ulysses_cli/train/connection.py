@@ -1,4 +1,4 @@
-"""Second stage of a rank: it meets the others. From here on all ranks share one resume point and one plan."""
+"""Second stage of a rank: connects it to the other ranks. All ranks then share one resume point and one plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ START_TIMEOUT = timedelta(minutes=30)  # loading, compiling
 
 @dataclass(frozen=True, eq=False)
 class Connected:
-    """What all ranks have agreed on."""
+    """The process groups, and the plan, length and resume point that all ranks share."""
 
     groups: Groups
     plan: RunPlan
@@ -39,7 +39,7 @@ class Connected:
 
     @property
     def is_finished(self) -> bool:
-        """Nothing is left to do. The same on all ranks: it comes from what rank 0 has told."""
+        """Nothing is left to do. The same on all ranks: the resume point is rank 0's."""
         point = self.resume_point
         return point.path is not None and point.step == self.length.num_steps == point.model_step
 
@@ -50,21 +50,21 @@ class Connected:
 
 def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:
     """Collective over all ranks."""
-    record.enter("meeting the other ranks")
-    layout, is_alone = inputs.resolved.layout, launch.options.pretend
-    if is_alone:
+    record.set_phase("meeting the other ranks")
+    layout, is_simulated = inputs.resolved.layout, launch.options.pretend
+    if is_simulated:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
     else:
         join_ranks(inputs.device, START_TIMEOUT)
-        compare_facts_of_machines(launch, inputs)
+        check_machines(launch, inputs)
     groups = make_groups(layout, START_TIMEOUT)
     resume_point = inputs.resume_point
-    if not is_alone:
+    if not is_simulated:
         resume_point = gather_values(resume_point, groups.host_group)[0]
     remaining = plan_remaining(launch, inputs, resume_point)
-    # memories differ a little from rank to rank; levers must not
+    # GPU memory differs a little from rank to rank; levers must not
     forecast = gather_values(inputs.forecast, groups.host_group)[0]
     resolved = settle_rows_per_step(inputs.resolved, remaining.batching)
     plan = RunPlan(remaining.recipe, inputs.shape, resolved, forecast.choice.levers)
@@ -74,7 +74,7 @@ def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:
     return Connected(groups, plan, remaining.batching, remaining.length, resume_point, forecast, stop)
 
 
-def compare_facts_of_machines(launch: Launch, inputs: Inputs) -> None:
+def check_machines(launch: Launch, inputs: Inputs) -> None:
     """Collective over all ranks. Machines with other versions, recipes or data would train something else."""
     facts = {
         "processes per machine": os.environ.get("LOCAL_WORLD_SIZE"),

@@ -1,6 +1,6 @@
-"""The engine as the loop sees it: forward and backward of a micro-batch, an update, an evaluation.
+"""Wraps DeepSpeed's engine for the loop: forward and backward of a micro-batch, an update, an evaluation.
 
-Owns the arithmetic of the loss: sums travel, one division by the step's number of targets. Knows no recipe.
+Holds the arithmetic of the loss: ranks exchange sums, divided once by the step's number of targets. Takes no Recipe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ulysses_cli.train.telemetry.clock import part_of_step
 
 @dataclass(frozen=True)
 class Update:
-    """What an optimizer step did."""
+    """The effect of an optimizer step."""
 
     was_applied: bool
     grad_norm: float
@@ -31,7 +31,7 @@ class Update:
 
 
 class Engine:
-    """One rank's end of the sharded model. `learning_rate_at` is a pure function of the step's number."""
+    """One rank's part of the sharded model. `learning_rate_at` is a pure function of the step's number."""
 
     def __init__(
         self,
@@ -39,15 +39,16 @@ class Engine:
         groups: Groups,
         device: torch.device,
         learning_rate_at: Callable[[int], float],
-        tidy_up: Callable[[], None],
+        clean_up: Callable[[], None],
     ) -> None:
         self.wrapped, self.groups, self.device = wrapped, groups, device
-        self.learning_rate_at, self.tidy_up = learning_rate_at, tidy_up
+        self.learning_rate_at, self.clean_up = learning_rate_at, clean_up
 
     def train_micro_step(self, batch: MicroBatch, num_targets: int) -> Tensor:
-        """Forward and backward -> this rank's sum of token losses, on the device.
+        """Forward and backward. Returns this rank's sum of token losses, on the device.
 
-        DeepSpeed averages gradients over all ranks; the step's loss is one sum over one count, so that is undone here.
+        DeepSpeed averages gradients over all ranks; the step's loss is one sum over one count, so the average is undone
+        here.
         """
         loss = self.wrapped(**self._load(batch))
         scale = self.groups.layout.world_size / max(1, num_targets)
@@ -62,20 +63,20 @@ class Engine:
 
     def read_update(self, learning_rate: float) -> Update:
         """After the last micro-step. A gradient that is not finite leaves the weights as they are."""
-        self.tidy_up()
+        self.clean_up()
         norm = self.wrapped.get_global_grad_norm()
         norm = float(norm) if norm is not None else math.nan
         return Update(bool(self.wrapped.was_step_applied()) and math.isfinite(norm), norm, learning_rate)
 
     def evaluate_micro_batch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The same sharded forward -> (losses, positions) of this slice's targets."""
+        """The same sharded forward as in training. Returns (losses, positions) of this slice's targets."""
         losses, loaded = self.compute_token_losses(batch)
-        kept = loaded["labels"] >= 0
-        return losses[kept], loaded["positions"][kept]
+        is_target = loaded["labels"] >= 0
+        return losses[is_target], loaded["positions"][is_target]
 
     @torch.no_grad()
     def compute_token_losses(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-        """-> a loss for every token of this slice, and the slice as it was loaded."""
+        """Returns a loss for every token of this slice, and the slice's tensors on the device."""
         self.wrapped.eval()
         loaded = self._load(batch)
         losses = self.wrapped(**loaded, per_token=True)
@@ -89,23 +90,23 @@ class Engine:
         dist.all_reduce(values)
         return values
 
-    def forget(self) -> None:
-        """Moments and step count as before the first step."""
+    def reset_optimizer(self) -> None:
+        """Sets moments and step count to what they are before the first step."""
         reset_moments(self.wrapped.optimizer)
 
     def _load(self, batch: MicroBatch) -> dict[str, Any]:
-        numbers = {"input_ids": batch.input_ids, "positions": batch.positions, "labels": batch.labels}
-        moved: dict[str, Any] = {}
-        for name, value in numbers.items():
-            tensor = torch.from_numpy(value)
+        arrays = {"input_ids": batch.input_ids, "positions": batch.positions, "labels": batch.labels}
+        tensors: dict[str, Any] = {}
+        for name, array in arrays.items():
+            tensor = torch.from_numpy(array)
             pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
-            moved[name] = pinned.to(self.device, non_blocking=True)
-        return {**moved, "documents": make_documents(batch.lengths, self.device)}
+            tensors[name] = pinned.to(self.device, non_blocking=True)
+        return {**tensors, "documents": make_documents(batch.lengths, self.device)}
 
 
 def release_gathered(wrapped: Any) -> None:
-    """After a forward without a backward ZeRO-3 still holds what the backward would use first, and no longer counts it:
-    the next step would gather as much again beside it."""
+    """After a forward without a backward ZeRO-3 still holds the weights that the backward would use first, and no
+    longer counts them: the next step would gather as many again in addition."""
     offload = getattr(wrapped.optimizer, "parameter_offload", None)
     if offload is None:
         return

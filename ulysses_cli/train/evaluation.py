@@ -1,6 +1,7 @@
-"""Loss on the held-out split by the same sharded forward: one sum over one count, whole and by position in a document.
+"""Loss on the held-out split by the same sharded forward: one sum over one count, in total and by position in a
+document.
 
-What a longer context is worth shows in the later buckets.
+The later buckets show what a longer context is worth.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_PERPLEXITY_LOSS = 700.0  # beyond, exp overflows
 
 
 def list_bounds(longest: int) -> list[int]:
-    """2K, 8K, 32K, ...: upper bounds of the buckets, the last one beyond the longest position."""
+    """Upper bounds of the buckets: 2K, 8K, 32K, ...; the last one is beyond the longest position."""
     bounds = [FIRST_BOUND]
     while bounds[-1] < longest:
         bounds.append(bounds[-1] * 4)
@@ -40,26 +41,26 @@ def evaluate(
     groups: Groups,
     rows: Rows,
     batching: Batching,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     stop: StopConditions | None = None,
 ) -> dict[str, Any]:
-    """Collective over all ranks. Every row once, in order. Empty when a rank is to stop before the end."""
+    """Collective over all ranks. Reads every row once, in order. Empty when any rank has a reason to stop early."""
     stop = stop or StopConditions()
     longest = max(max(rows.get_lengths(row)) for row in range(len(rows)))
     bounds = torch.tensor(list_bounds(longest))
     sums = torch.zeros(len(bounds), 2, dtype=torch.float64, device=engine.device)
     position = 0
     while position < len(rows):
-        tell(f"evaluation, row {position + 1} of {len(rows)}")
+        report(f"evaluation, row {position + 1} of {len(rows)}")
         plan = plan_step(rows, batching, position, len(rows))
         if stop.name(compare_facts(plan.list_facts(), groups.host_group, *stop.read_flags())):
             return {}
         for micro_step in range(plan.num_micro_steps):
             batch = read_micro_batch(rows, plan, groups.dp_index, micro_step, groups.sp_axis.rank, groups.sp_axis.size)
             losses, positions = engine.evaluate_micro_batch(batch)
-            at = torch.bucketize(positions, bounds.to(positions.device), right=True)
-            sums[:, 0].index_add_(0, at, losses.double())
-            sums[:, 1].index_add_(0, at, torch.ones_like(losses, dtype=torch.float64))
+            buckets = torch.bucketize(positions, bounds.to(positions.device), right=True)
+            sums[:, 0].index_add_(0, buckets, losses.double())
+            sums[:, 1].index_add_(0, buckets, torch.ones_like(losses, dtype=torch.float64))
         position = plan.next_position
     sums = engine.sum_over_ranks(sums).cpu()
     return summarize(sums, bounds.tolist())
@@ -82,18 +83,18 @@ def summarize(sums: torch.Tensor, bounds: list[int]) -> dict[str, Any]:
 
 
 class Evaluation:
-    """A hook: the held-out rows, and where their losses are written. Without such rows it does nothing."""
+    """A post-step hook that evaluates the held-out rows and writes their losses. Without such rows it does nothing."""
 
     def __init__(self, rows: Rows | None, batching: Batching, write: Callable[[dict[str, Any]], None]) -> None:
         self.rows, self.batching, self.write = rows, batching, write
 
     def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
-        """Collective over all ranks. `stop`: what it may be left for; by default the run's own."""
+        """Collective over all ranks. `stop`: reasons to end it early; by default the run's own."""
         if self.rows is None:
             return
         state.phase = "evaluation"
-        tell = partial(setattr, state, "phase")
-        losses = evaluate(state.engine, state.groups, self.rows, self.batching, tell, stop or state.stop)
+        set_phase = partial(setattr, state, "phase")
+        losses = evaluate(state.engine, state.groups, self.rows, self.batching, set_phase, stop or state.stop)
         if losses:
             self.write({"step": state.step, **losses})
             state.last_eval_step = state.step

@@ -1,4 +1,4 @@
-"""An exception of a rank -> what the person is shown: one line, a hint, the exit code."""
+"""Turns an exception of a rank into what the user is shown: one line, a hint, the exit code."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ANTICIPATED = (BadStepsError, CheckpointError, DisagreementError, LostFolderErro
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:
-    """`is_cause`: what was anticipated is why the run ended, while anything else may be another rank's death, seen from
-    here. It would happen again (`is_final`): a restart in its place is of no use."""
-    told = _describe(error)
-    is_anticipated = "is_unforeseen" not in told
-    return {**told, "is_cause": is_anticipated, "is_final": is_anticipated}
+    """`is_cause`: an anticipated error is why the run ended; any other may follow from another rank's death.
+    `is_final`: an anticipated error would happen again, so a restart in place is of no use."""
+    failure = _describe(error)
+    is_anticipated = "is_unforeseen" not in failure
+    return {**failure, "is_cause": is_anticipated, "is_final": is_anticipated}
 
 
 def _describe(error: BaseException) -> dict[str, Any]:

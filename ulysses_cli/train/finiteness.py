@@ -1,5 +1,5 @@
-"""Whether tensors hold numbers: one NaN or infinity in a weight spoils all that is computed from it, hours before it is
-seen. One pass over a tensor, without a copy of it.
+"""Checks that tensors are finite: one NaN or infinity in a weight spoils all that is computed from it, hours before
+anyone sees it. One pass over a tensor, without a copy of it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ def is_finite(tensor: Tensor) -> bool:
     return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor.detach()))
 
 
-def find_spoilt(module: nn.Module) -> str:
-    """The first parameter whose part on this rank holds something else than numbers, or ''. A part that is on a disk
-    is not looked at."""
+def find_nonfinite(module: nn.Module) -> str:
+    """The first parameter whose part on this rank holds NaN or infinity, or ''. Parts on a disk are not checked."""
     return next((name for name, part in _walk_parts(module) if not is_finite(part)), "")
 
 
 def _walk_parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters():
-        held = getattr(parameter, "ds_tensor", None)
-        yield name, parameter.data if held is None else held.data
+        shard = getattr(parameter, "ds_tensor", None)
+        yield name, parameter.data if shard is None else shard.data
 
 
 def find_file(path: str, name: str, revision: str | None = None) -> Path | None:
-    """The weight file that holds a tensor of this name. None where files name it otherwise."""
+    """The weight file that holds a tensor of this name. None where the files use another name."""
     try:
         folder = Path(str(cached_file(os.path.expanduser(path), "config.json", revision=revision))).parent
         return next((file for file in list_weight_files(folder) if name in read_header(file)), None)

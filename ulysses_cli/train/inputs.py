@@ -1,4 +1,4 @@
-"""First stage of a rank: whatever a file, a package or the machine can spoil is found here, before ranks meet."""
+"""First stage of a rank: reads files, packages and the machine, and reports their faults before the ranks connect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ulysses_cli.run_folder.resume import (
 from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
 from ulysses_cli.train.assembly.run import RunLength
 from ulysses_cli.train.guard.interruption import Interruption
-from ulysses_cli.train.optimizer.swap_folder import leave_folder, name_folder, open_folder
+from ulysses_cli.train.optimizer.swap_folder import name_folder, open_folder, remove_rank_files
 from ulysses_cli.train.processes.device import StartError, choose_device, recognise_gpu
 from ulysses_cli.train.processes.requirements import find_missing_operator, find_missing_package
 from ulysses_cli.train.telemetry.forecast import Forecast
@@ -43,7 +43,7 @@ from ulysses_cli.train.telemetry.record import Display, Record, make_trackers
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """What the process hands to its run. `leftovers`: closed however the rank ends."""
+    """What the process gives to its run. `leftovers` is closed however the rank ends."""
 
     loaded: Loaded
     options: argparse.Namespace
@@ -59,13 +59,13 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What this rank has read. `resume_point` is rank 0's; the others hear of it when ranks meet."""
+    """What this rank has read. `resume_point` is set on rank 0 alone; the others receive it when ranks connect."""
 
     rows: PackedRows
     eval_rows: PackedRows | None
     tokenizer: Any
     shape: ModelShape
-    num_own_tokens: int  # rows of the model's embedding as it comes
+    num_own_tokens: int  # rows of the model's embedding in its files
     resolved: Resolved
     device: Any
     forecast: Forecast
@@ -75,7 +75,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class RemainingRun:
-    """What is ahead of a resume point: the recipe as it goes on from there, its rows per step, and its length."""
+    """The run from a resume point on: the recipe as it continues, its rows per step, and its length."""
 
     recipe: Recipe
     batching: Batching
@@ -105,18 +105,18 @@ def read_inputs(launch: Launch, record: Record) -> Inputs:
     forecast = Forecast(choose_levers(recipe, shape, gpu), gpu, is_known)
     swap_folder = _open_swap_folder(launch, shape, forecast.choice.levers)
     is_first = int(os.environ.get("RANK", "0")) == 0
-    said: list[str] = []
-    resume_point = _look_for_checkpoint(launch, said.append) if is_first and not options.dry_run else FRESH
+    warnings: list[str] = []  # shown once the display is open
+    resume_point = _find_checkpoint(launch, warnings.append) if is_first and not options.dry_run else FRESH
     inputs = Inputs(
         rows, held_out if len(held_out) else None, tokenizer, shape, config.vocab_size, resolved, device, forecast,
         swap_folder, resume_point,
     )  # fmt: skip
-    remaining = plan_remaining(launch, inputs, resume_point, said.append)
+    remaining = plan_remaining(launch, inputs, resume_point, warnings.append)
     if is_first:
         trackers = make_trackers(recipe.run.report_to, launch.run_dir, get_run_name(launch))
         record.open(launch.open_display(remaining.length.num_steps), trackers)
-        for text in said:
-            record.warn(text)
+        for warning in warnings:
+            record.warn(warning)
     return inputs
 
 
@@ -129,40 +129,40 @@ def _open_swap_folder(launch: Launch, shape: ModelShape, levers: Levers) -> Path
     if recipe.memory.nvme_path is None:
         return None
     folder = name_folder(str(recipe.memory.nvme_path), launch.run_dir)
-    launch.leftovers.callback(leave_folder, folder)
+    launch.leftovers.callback(remove_rank_files, folder)
     sizes = compute_swap_need(recipe, shape, levers)
     if problem := find_missing_operator() or open_folder(folder, launch.run_dir, *sizes):
         raise StartError(problem)
     return folder
 
 
-def _look_for_checkpoint(launch: Launch, tell: Callable[[str], None]) -> ResumePoint:
+def _find_checkpoint(launch: Launch, warn: Callable[[str], None]) -> ResumePoint:
     logs = launch.run_dir / "logs"
     restarts = count_restarts(logs)
     if restarts:
-        tell(describe_restart(logs, restarts, launch.loaded.recipe.run.max_restarts))
-    return find_resume_point(launch.run_dir, launch.options.resume, restarts, tell)
+        warn(describe_restart(logs, restarts, launch.loaded.recipe.run.max_restarts))
+    return find_resume_point(launch.run_dir, launch.options.resume, restarts, warn)
 
 
 def plan_remaining(
-    launch: Launch, inputs: Inputs, resume_point: ResumePoint, tell: Callable[[str], None] = lambda _: None
+    launch: Launch, inputs: Inputs, resume_point: ResumePoint, warn: Callable[[str], None] = lambda _: None
 ) -> RemainingRun:
-    """How many rows and steps are ahead of the resume point. Accumulation follows the checkpoint's rows per step."""
+    """Computes the rows and steps after the resume point. Accumulation follows the checkpoint's rows per step."""
     recipe, options, resolved = launch.loaded.recipe, launch.options, inputs.resolved
     if state := resume_point.state:
-        fitted = adapt(
+        accumulation_steps = adapt(
             state, recipe.model_dump(mode="json"), options.data.name, resolved.layout,
-            anyway=options.resume_anyway, report=tell,
+            anyway=options.resume_anyway, report=warn,
         )  # fmt: skip
-        train = recipe.train.model_copy(update={"gradient_accumulation_steps": fitted})
+        train = recipe.train.model_copy(update={"gradient_accumulation_steps": accumulation_steps})
         recipe = recipe.model_copy(update={"train": train})
     batching = make_batching(recipe, inputs.shape, resolved)
-    whole = count_rows(recipe, len(inputs.rows), batching.rows_per_step)
-    end, num_steps = resume_point.count_ahead(recipe.train.max_steps, whole, batching.rows_per_step)
+    total_rows = count_rows(recipe, len(inputs.rows), batching.rows_per_step)
+    end, num_steps = resume_point.count_ahead(recipe.train.max_steps, total_rows, batching.rows_per_step)
     return RemainingRun(recipe, batching, RunLength(num_steps, end))
 
 
 def settle_rows_per_step(resolved: Resolved, batching: Batching) -> Resolved:
-    """The resolved plan with the rows per step that the run goes on with."""
+    """The resolved plan with the rows per step that the run continues with."""
     rows = batching.rows_per_step
     return replace(resolved, rows_per_step=rows, tokens_per_step=rows * resolved.row_tokens)

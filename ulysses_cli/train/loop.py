@@ -17,67 +17,63 @@ LONG_STEP_SECONDS = 10  # a step that takes longer can be left between its micro
 
 
 def train(state: TrainState) -> str:
-    """-> why it ended; '' when all steps are done. Collective over all ranks."""
+    """Collective over all ranks. Returns why training stopped early, or '' when all steps are done."""
     while state.step < state.num_steps:
         plan = plan_step(state.rows, state.batching, state.position, state.end)
-        reason, seconds = agree(state, plan)
+        reason, seconds = compare_plans(state, plan)
         if reason:
             return reason
-        for hook in state.before:
+        for hook in state.pre_step_hooks:
             hook(state)
         started = time.monotonic()
-        result = run_step(
-            state,
-            plan,
-            state.engine.learning_rate_at(state.step),
-            may_leave=seconds >= LONG_STEP_SECONDS,
-        )
+        learning_rate = state.engine.learning_rate_at(state.step)
+        result = run_step(state, plan, learning_rate, may_leave=seconds >= LONG_STEP_SECONDS)
         if isinstance(result, str):
             return result
         state.step_seconds = time.monotonic() - started
         state.step += 1
         state.position = plan.next_position
         state.optimizer_steps += int(result.update.was_applied)
-        for follow_up in state.after:
-            follow_up(state, result)
+        for post_step_hook in state.post_step_hooks:
+            post_step_hook(state, result)
     return ""
 
 
-def agree(state: TrainState, plan: StepPlan) -> tuple[str, int]:
-    """All ranks are about to do the same -> why all stop here, since one of them wishes it, and the seconds that the
-    step before took on the slowest."""
+def compare_plans(state: TrainState, plan: StepPlan) -> tuple[str, int]:
+    """Collective over all ranks: checks that all are about to run the same step. Returns the reason to stop here that
+    any rank has, or '', and the previous step's seconds on the slowest rank."""
     state.phase = "comparing plans"
     facts: dict[str, Any] = {"step": state.step, **plan.list_facts()}
-    mine = (*state.stop.read_flags(), int(state.step_seconds))
-    *flags, seconds = compare_facts(facts, state.groups.host_group, *mine)
+    local_flags = (*state.stop.read_flags(), int(state.step_seconds))
+    *flags, seconds = compare_facts(facts, state.groups.host_group, *local_flags)
     return state.stop.name(flags), seconds
 
 
 def run_step(state: TrainState, plan: StepPlan, learning_rate: float, *, may_leave: bool = False) -> StepResult | str:
-    """Every rank of the world runs the same number of micro-steps; the engine's collectives match by that. With
-    `may_leave`, the same on all ranks, a wish to stop is heard between micro-steps too -> its reason: nothing of the
-    step has happened to the weights."""
+    """Collective over all ranks: each runs the same number of micro-steps, so the engine's collectives match. With
+    `may_leave`, the same on all ranks, stop conditions are checked between micro-steps too; the step then ends before
+    its update and the reason is returned."""
     engine, axis = state.engine, state.groups.sp_axis
     engine.set_learning_rate(learning_rate)
     losses = []
     for micro_step in range(plan.num_micro_steps):
         state.phase = f"micro-step {micro_step + 1} of {plan.num_micro_steps}"
-        if may_leave and micro_step and (reason := state.stop.agree(state.groups.host_group)):
+        if may_leave and micro_step and (reason := state.stop.decide(state.groups.host_group)):
             return reason
         with part_of_step("data"):
             batch = read_micro_batch(state.rows, plan, state.groups.dp_index, micro_step, axis.rank, axis.size)
         losses.append(engine.train_micro_step(batch, plan.num_targets))
     state.phase = "update"
-    own = torch.stack(losses)
-    total = engine.sum_over_ranks(own.sum()).item() / max(1, plan.num_targets)
-    return StepResult(plan, total, engine.read_update(learning_rate), tuple(own.tolist()))
+    local_losses = torch.stack(losses)
+    loss = engine.sum_over_ranks(local_losses.sum()).item() / max(1, plan.num_targets)
+    return StepResult(plan, loss, engine.read_update(learning_rate), tuple(local_losses.tolist()))
 
 
 def every(period: int, hook: Callable[[TrainState], None]) -> Callable[[TrainState, StepResult | None], None]:
-    """A hook of each `period`-th step; the last step's is done at the end of the run."""
+    """A post-step hook that runs `hook` each `period`-th step. The last step's run is left to completion.finish."""
 
-    def due(state: TrainState, _: StepResult | None) -> None:
+    def run_if_due(state: TrainState, _: StepResult | None) -> None:
         if state.step % period == 0 and state.step < state.num_steps:
             hook(state)
 
-    return due
+    return run_if_due

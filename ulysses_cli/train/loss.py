@@ -1,6 +1,6 @@
 """The loss, from hidden states: a float32 sum of token losses, never a mean. Labels arrive shifted; -100 is no target.
 
-Whoever sums over ranks and micro-steps divides once, by the number of targets of the whole step.
+The caller sums over ranks and micro-steps and divides once, by the number of targets of the whole step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class HeadRule:
-    """What a model does to its logits after the head: divides them, bends them; and the weight of the z-loss."""
+    """What a model applies to its logits after the head: a divisor, a softcap; and the weight of the z-loss."""
 
     softcap: float | None = None
     divisor: float = 1.0
@@ -26,7 +26,7 @@ class HeadRule:
 
 
 class Loss(Protocol):
-    """Hidden states [B, S, H] and shifted labels [B, S] -> losses."""
+    """Takes hidden states [B, S, H] and shifted labels [B, S], returns losses."""
 
     def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Float32 sum over targets, part of the graph even when there is none."""
@@ -36,7 +36,7 @@ class Loss(Protocol):
 
 
 def apply_rule(logits: Tensor, rule: HeadRule) -> Tensor:
-    """What comes out of the head -> the model's logits."""
+    """Turns the head's output into the model's logits."""
     if rule.divisor != 1.0:
         logits = logits / rule.divisor
     if rule.softcap is not None:
@@ -45,7 +45,7 @@ def apply_rule(logits: Tensor, rule: HeadRule) -> Tensor:
 
 
 def compute_token_losses(logits: Tensor, labels: Tensor, rule: HeadRule) -> Tensor:
-    """[N, vocabulary] and [N] -> float32 [N] (float64 stays)."""
+    """Takes logits [N, vocabulary] and labels [N], returns losses [N] in float32 (float64 stays float64)."""
     logits = apply_rule(logits.to(torch.promote_types(logits.dtype, torch.float32)), rule)
     losses = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
     if rule.z_loss_weight:

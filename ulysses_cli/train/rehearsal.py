@@ -1,7 +1,7 @@
-"""One step, evaluation and save at the heaviest rows before anything counts, without effect: an out-of-memory error or
-a disk that is full comes in minute one.
+"""Runs one step, evaluation and save at the heaviest rows before training, without effect: an out-of-memory error or a
+full disk shows in the first minute.
 
-The learning rate is 0; moments, step count and random numbers are put back: losses are bitwise those without it.
+The learning rate is 0; moments, step count and random numbers are restored: losses are bitwise those without it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 from ulysses_cli.data.steps import Batching, Rows, plan_longest
 from ulysses_cli.train.checkpoint.format import CheckpointContext, save_checkpoint
 from ulysses_cli.train.evaluation import evaluate
-from ulysses_cli.train.loop import agree, run_step
-from ulysses_cli.train.processes.randomness import keep_all, restore_all
+from ulysses_cli.train.guard.stop_conditions import StopConditions
+from ulysses_cli.train.loop import compare_plans, run_step
+from ulysses_cli.train.processes.randomness import get_rng_states, set_rng_states
 from ulysses_cli.train.train_state import TrainState
 
 
 class HeaviestRow:
-    """The heaviest row of a split, alone: what evaluation needs most memory for."""
+    """The heaviest row of a split, alone: the one for which evaluation needs most memory."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -42,18 +43,18 @@ class HeaviestRow:
 
 def rehearse(
     state: TrainState, eval_rows: Rows | None, eval_batching: Batching, context: CheckpointContext, scratch: Path,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> int:  # fmt: skip
-    """Collective over all ranks -> tokens of the longest row that was tried."""
+    """Collective over all ranks. Returns the tokens of the longest row that was tried."""
     device = state.engine.device
-    kept = keep_all(device)
-    stop, state.stop = state.stop, replace_wishes(state)
+    rng_states = get_rng_states(device)
+    stop, state.stop = state.stop, StopConditions()  # no rank stops during a rehearsal
     plan = plan_longest(state.rows, state.batching)
     longest = max(max(part) for part in plan.row_tokens)
     try:
-        tell(f"a step at {longest:,} tokens per row")
+        report(f"a step at {longest:,} tokens per row")
         state.phase = "rehearsal: step"
-        agree(state, plan)
+        compare_plans(state, plan)
         run_step(state, plan, learning_rate=0.0)
         if eval_rows is not None and len(eval_rows):
             state.phase = "rehearsal: evaluation"
@@ -64,12 +65,7 @@ def rehearse(
             shutil.rmtree(path.parent.parent, ignore_errors=True)
     finally:
         state.stop = stop
-    state.engine.forget()
-    restore_all(kept, device)
+    state.engine.reset_optimizer()
+    set_rng_states(rng_states, device)
     state.phase = ""
     return longest
-
-
-def replace_wishes(state: TrainState) -> Any:
-    """Nobody stops in a rehearsal: what was wished for counts from the first step."""
-    return type(state.stop)()

@@ -1,6 +1,6 @@
-"""safetensors files written one tensor at a time, hashed on the way and durable: host memory holds one tensor, not all.
+"""Writes safetensors files one tensor at a time, hashed and synced: host memory holds one tensor, not all.
 
-The format is the library's own; it is read back with the library.
+The format is the library's own; files are read back with the library.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ MAX_CHUNKS = 2
 
 
 @dataclass(frozen=True)
-class Later:
-    """A float32 vector that is made when it is needed, since there is no room for all at once."""
+class LazyTensor:
+    """A float32 vector that is made when it is written, since memory has no room for all at once."""
 
     numel: int
     make: Callable[[], Tensor]
 
 
-def get_tensor(found: Tensor | Later) -> Tensor:
-    return found.make() if isinstance(found, Later) else found
+def get_tensor(tensor: Tensor | LazyTensor) -> Tensor:
+    return tensor.make() if isinstance(tensor, LazyTensor) else tensor
 
 
-def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor | Later]], metadata: Mapping[str, str]) -> str:
-    """Written, synced -> sha256 of the file. Tensors may be views on any device."""
+def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor | LazyTensor]], metadata: Mapping[str, str]) -> str:
+    """Writes and syncs the file. Returns its sha256. Tensors may be views on any device."""
     listed = list(tensors)
     header: dict[str, object] = {"__metadata__": dict(metadata)}
-    at = 0
+    offset = 0
     for name, tensor in listed:
-        if isinstance(tensor, Later):
+        if isinstance(tensor, LazyTensor):
             dtype, shape, size = torch.float32, [tensor.numel], 4 * tensor.numel
         else:
             dtype, shape, size = tensor.dtype, list(tensor.shape), tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [at, at + size]}
-        at += size
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     digest = hashlib.sha256()
-    # Hashing, writing and syncing go on side by side: all three let go of the interpreter.
+    # Hashing, writing and syncing run in parallel: all three release the interpreter's lock.
     with open(file, "wb") as stream, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as syncing:
         hashed: deque[Future[None]] = deque()
         synced, num_unsynced = syncing.submit(_do_nothing), 0
@@ -73,8 +73,8 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor | Later]], met
                 synced, num_unsynced = syncing.submit(os.fdatasync, stream.fileno()), 0
             if len(hashed) > MAX_CHUNKS:  # each is held in memory until then
                 hashed.popleft().result()
-        for one in (*hashed, synced):
-            one.result()
+        for future in (*hashed, synced):
+            future.result()
         stream.flush()
         os.fsync(stream.fileno())
     return digest.hexdigest()
@@ -83,6 +83,6 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor | Later]], met
 def _do_nothing() -> None: ...
 
 
-def _walk_bytes(tensors: Iterable[tuple[str, Tensor | Later]]) -> Iterator[Any]:
+def _walk_bytes(tensors: Iterable[tuple[str, Tensor | LazyTensor]]) -> Iterator[Any]:
     for _, tensor in tensors:
         yield memoryview(get_tensor(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

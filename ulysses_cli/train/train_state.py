@@ -1,4 +1,4 @@
-"""Where a run stands: what does not change while it trains, the numbers that do, and what one step was."""
+"""The training loop's state: fixed parts, counters that change with each step, and the result of one step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ulysses_cli.train.processes.groups import Groups
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step was."""
+    """The result of one optimizer step."""
 
     plan: StepPlan
     loss: float
@@ -23,7 +23,7 @@ class StepResult:
 
 @dataclass(eq=False)
 class TrainState:
-    """A run on its way: what does not change, and the three numbers that do."""
+    """One rank's training run: fixed parts first, then counters that change with each step."""
 
     engine: Engine
     groups: Groups
@@ -32,11 +32,11 @@ class TrainState:
     num_steps: int
     end: int  # rows of the whole run
     stop: StopConditions
-    before: Sequence[Callable[[TrainState], None]] = ()
-    after: Sequence[Callable[[TrainState, StepResult], None]] = ()
+    pre_step_hooks: Sequence[Callable[[TrainState], None]] = ()
+    post_step_hooks: Sequence[Callable[[TrainState, StepResult], None]] = ()
     step: int = 0
     position: int = 0
     optimizer_steps: int = 0
     last_eval_step: int = -1
-    step_seconds: float = 0.0  # of the step before, on this rank
+    step_seconds: float = 0.0  # of the previous step, on this rank
     phase: str = ""

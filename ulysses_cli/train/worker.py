@@ -1,6 +1,6 @@
 """Runs one rank from start-up to teardown, as stages: inputs -> connected ranks -> assembled run -> training -> model.
 
-Each stage takes the values of those before it. What a stage does stands in a file of its own; here is the order.
+Each stage takes the values of those before it. This file holds the order; each stage has a file of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ulysses_cli.train.hooks.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.hooks.metrics import Meter
 from ulysses_cli.train.inputs import Inputs, Launch, get_run_name, read_inputs
 from ulysses_cli.train.loop import every, train
-from ulysses_cli.train.optimizer.shards import count_held
+from ulysses_cli.train.optimizer.shards import count_parameters
 from ulysses_cli.train.processes.device import GpuMemoryError, StartError
 from ulysses_cli.train.rehearsal import rehearse
 from ulysses_cli.train.telemetry.record import Record
@@ -45,16 +45,16 @@ def run_worker(launch: Launch, record: Record) -> None:
     connected = connect(launch, inputs, record)
     if connected.is_finished:
         steps = connected.length.num_steps
-        record.tell(event="done", note=f"already finished: all {steps} steps are done, the model stands")
+        record.emit(event="done", note=f"already finished: all {steps} steps are done and the model is written")
         record.close()
         dist.destroy_process_group()
         return
     try:
         run = assemble(launch, inputs, connected, record)
         if launch.options.dry_run:
-            record.tell(event="done", note="dry run: everything but the steps")
+            record.emit(event="done", note="dry run: everything but the steps")
         else:
-            train_to_the_end(launch, inputs, connected, run, record)
+            train_and_finish(launch, inputs, connected, run, record)
     except torch.OutOfMemoryError as error:
         raise explain_out_of_memory(connected, error) from error
     record.phase = "tear down"
@@ -66,31 +66,31 @@ def run_worker(launch: Launch, record: Record) -> None:
 
 def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Record) -> AssembledRun:
     """Collective over all ranks."""
-    record.enter("loading the model")
-    connected.forecast.say(record)
+    record.set_phase("loading the model")
+    connected.forecast.report_to(record)
     point, recipe = connected.resume_point, connected.plan.recipe
     run = assemble_run(
         connected.plan, connected.groups, inputs.device, inputs.rows, connected.length,
-        batching=connected.batching, stop=connected.stop, tell=record.say, swap_folder=inputs.swap_folder,
+        batching=connected.batching, stop=connected.stop, report=record.report, swap_folder=inputs.swap_folder,
     )  # fmt: skip
     record.describe_step = partial(describe_step, run.state)
     assert_sharded(run, record)
     num_steps = connected.length.num_steps
-    make = partial(make_schedule, recipe.train)
-    if text := describe_longer_run(point, recipe.model_dump(mode="json"), num_steps, make):
-        record.warn(text)
+    schedule = partial(make_schedule, recipe.train)
+    if warning := describe_longer_run(point, recipe.model_dump(mode="json"), num_steps, schedule):
+        record.warn(warning)
     if connected.has_steps_ahead:
         first = plan_step(inputs.rows, connected.batching, point.position, connected.length.end)
-        record.say(
+        record.report(
             f"step {point.step + 1}: {len(first.rows)} rows, {first.num_tokens:,} tokens, "
             f"{first.num_targets:,} targets; {run.built.num_trained:,} trained parameters"
         )
     return run
 
 
-def train_to_the_end(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:
-    """Collective over all ranks. From here on things are written. The rehearsal comes before the checkpoint's state is
-    loaded."""
+def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:
+    """Collective over all ranks. Nothing is written to the run folder before this stage. The rehearsal comes before
+    the checkpoint's state is loaded."""
     settings, state, point = connected.plan.recipe.run, run.state, connected.resume_point
     bad_steps = BadSteps(settings.max_bad_steps, record.warn)
     policy = SavePolicy(settings.save_total_limit, settings.async_save, settings.on_save_error == "continue")
@@ -99,64 +99,66 @@ def train_to_the_end(launch: Launch, inputs: Inputs, connected: Connected, run: 
     if connected.has_steps_ahead:
         check_disk(launch, inputs, connected, run, record)
         if settings.rehearsal:
-            rehearse_and_tell(launch, inputs, connected, run, record)
+            rehearse_and_report(launch, inputs, connected, run, record)
     if point.path is not None:
-        record.enter("loading the checkpoint")
+        record.set_phase("loading the checkpoint")
         saves.resume(state, point)
     record.start_files(state.step)
     if connected.groups.is_first:
         write_run_file(launch.run_dir, list_run_facts(launch, inputs, connected, run))
     meter = Meter(partial(compute_model_flops, inputs.shape), connected.forecast.peak_tflops, record.write_step)
-    after: list[Callable[[TrainState, StepResult], None]] = [meter.record, bad_steps.judge]
-    after += [every(settings.eval_steps, evaluation.run)] if settings.eval_steps else []
-    after += [every(settings.save_steps, saves.save)] if settings.save_steps else []
-    after += [saves.look] if settings.async_save else []
-    state.before, state.after = (meter.start,), tuple(after)
-    record.enter("training")
+    post_step_hooks: list[Callable[[TrainState, StepResult], None]] = [meter.record, bad_steps.check]
+    post_step_hooks += [every(settings.eval_steps, evaluation.run)] if settings.eval_steps else []
+    post_step_hooks += [every(settings.save_steps, saves.save)] if settings.save_steps else []
+    post_step_hooks += [saves.check_pending] if settings.async_save else []
+    state.pre_step_hooks, state.post_step_hooks = (meter.start,), tuple(post_step_hooks)
+    record.set_phase("training")
     connected.groups.wait_without_limit()
     launch.interruption.wait_for_boundary(settings.step_timeout, lambda: state.phase == SAVING)
     context = run.context
     watchdog = Watchdog(state, settings.step_timeout, context.rank, context.world_size, launch.run_dir)
     if settings.eval_steps and 0 < state.step < state.num_steps and state.last_eval_step < state.step:
-        every(settings.eval_steps, evaluation.run)(state, None)  # which a signal ended
+        every(settings.eval_steps, evaluation.run)(state, None)  # a signal had ended this evaluation
     try:
         reason = train(state)
     except BadStepsError:
-        saves.save_last(state)  # bad steps were not applied: what stands is good
+        saves.save_last(state)  # bad steps were not applied: the weights are good
         raise
     finish(launch, inputs, run, saves, evaluation, record, reason)
     watchdog.stop()
 
 
 def check_disk(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:
-    """Collective over all ranks: rank 0 looks, all follow. A disk that will be full is known before the first step."""
+    """Collective over all ranks: rank 0 checks, all follow. Reports a disk that will be full before the first step."""
     recipe, built = connected.plan.recipe, run.built
     settings, width = recipe.run, getattr(torch, recipe.model.dtype).itemsize
     steps = connected.length.num_steps - connected.resume_point.step
     num_saves = -(-steps // settings.save_steps) if settings.save_steps else 1
     model_bytes = width * (built.num_trained if built.adapter is not None else inputs.shape.num_parameters)
-    look = partial(find_shortage, launch.run_dir, built.num_trained, model_bytes, settings.save_total_limit)
-    shortage = run.context.tell_all(look(num_saves) if connected.groups.is_first else "")[0]
+    find = partial(find_shortage, launch.run_dir, built.num_trained, model_bytes, settings.save_total_limit)
+    shortage = run.context.gather(find(num_saves) if connected.groups.is_first else "")[0]
     if shortage and settings.on_save_error == "stop":
         raise StartError(shortage)
     if shortage:
         record.warn(shortage)
 
 
-def rehearse_and_tell(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:
+def rehearse_and_report(
+    launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record
+) -> None:
     """Collective over all ranks."""
-    record.enter("rehearsal")
+    record.set_phase("rehearsal")
     started = time.perf_counter()
     eval_batching = make_eval_batching(inputs.shape, inputs.resolved)
     scratch = launch.run_dir / "rehearsal"
-    longest = rehearse(run.state, inputs.eval_rows, eval_batching, run.context, scratch, record.enter)
+    longest = rehearse(run.state, inputs.eval_rows, eval_batching, run.context, scratch, record.set_phase)
     memory = ""
     if inputs.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(inputs.device) / GIB
         memory = f", peak {peak:.2f} GiB{connected.forecast.format_peak()}"
         torch.cuda.reset_peak_memory_stats(inputs.device)
     seconds = time.perf_counter() - started
-    record.say(f"rehearsed step, evaluation and save at {longest:,} tokens per row in {seconds:.1f} s{memory}")
+    record.report(f"rehearsed step, evaluation and save at {longest:,} tokens per row in {seconds:.1f} s{memory}")
 
 
 def assert_sharded(run: AssembledRun, record: Record) -> None:
@@ -164,10 +166,10 @@ def assert_sharded(run: AssembledRun, record: Record) -> None:
     if run.plan.recipe.parallel.zero_stage != 3:
         return
     layout = run.plan.layout
-    held, whole, small = count_held(run.built.module)
-    if held > whole / layout.world_size * SHARD_SLACK + small:
-        raise AssertionError(f"this rank holds {held:,} of {whole:,} parameters, its share is 1 in {layout}")
-    record.say(f"each rank holds {held:,} of {whole:,} parameters")
+    local, total, small = count_parameters(run.built.module)
+    if local > total / layout.world_size * SHARD_SLACK + small:
+        raise AssertionError(f"this rank holds {local:,} of {total:,} parameters, its share is 1 in {layout}")
+    record.report(f"each rank holds {local:,} of {total:,} parameters")
 
 
 def describe_step(state: TrainState) -> str:
@@ -175,7 +177,7 @@ def describe_step(state: TrainState) -> str:
 
 
 def list_checkpoint_facts(launch: Launch, inputs: Inputs, connected: Connected) -> dict[str, Any]:
-    """What of a checkpoint's state never changes while a run trains."""
+    """The part of a checkpoint's state that does not change during a run."""
     plan = connected.plan
     return {
         "world_size": plan.layout.world_size,
@@ -191,7 +193,7 @@ def list_checkpoint_facts(launch: Launch, inputs: Inputs, connected: Connected) 
 
 
 def list_run_facts(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun) -> dict[str, Any]:
-    """What run.json holds."""
+    """The content of run.json."""
     plan, forecast = connected.plan, connected.forecast
     recipe, shape = plan.recipe, plan.shape
     return {
@@ -213,11 +215,11 @@ def list_run_facts(launch: Launch, inputs: Inputs, connected: Connected, run: As
 
 
 def explain_out_of_memory(connected: Connected, error: BaseException) -> GpuMemoryError:
-    """The row, and the smallest change of the recipe that fits."""
-    first = (str(error).strip().splitlines() or ["out of memory"])[0][:300]
+    """Names the rows that did not fit and the smallest change of the recipe that does."""
+    first_line = (str(error).strip().splitlines() or ["out of memory"])[0][:300]
     plan, gpu = connected.plan, connected.forecast.gpu
     rows = f"rows of {plan.resolved.row_tokens:,} tokens, {plan.resolved.local_tokens:,} per rank"
     hint = "shorter rows (data.max_length), or a larger sp_size"
     if gpu is not None:
         hint = explain_memory(plan.recipe, plan.shape, plan.levers, gpu)
-    return GpuMemoryError(f"out of memory with {rows}: {first}", hint)
+    return GpuMemoryError(f"out of memory with {rows}: {first_line}", hint)

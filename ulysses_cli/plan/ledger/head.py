@@ -55,7 +55,7 @@ def compute_final_norm_backward(job: Job) -> int:
 
 def compute_proof_logits(job: Job) -> int:
     """Before training the head is checked on a few tokens: the model's logits and those of the loss, in float32, and
-    those in the model's dtype or transformed (train/assembly/build.py: _prove_head)."""
+    those in the model's dtype or transformed (train/assembly/head.py: check_head)."""
     return PROOF_TOKENS * job.shape.vocab_size * (8 + (4 if _transforms_logits(job) else job.dtype_bytes % 4))
 
 

@@ -87,8 +87,8 @@ def time_steps(
     state = assemble_run(plan, groups, device, rows, num_warmup + num_steps).state
     lines: list[dict[str, Any]] = []
     meter = Meter(partial(compute_model_flops, shape), peak_tflops, lines.append)
-    state.before = (lambda _: interleaving.wait_for_turn(groups.host_group), meter.start)
-    state.after = (meter.record, lambda *_: interleaving.pass_turn())
+    state.pre_step_hooks = (lambda _: interleaving.wait_for_turn(groups.host_group), meter.start)
+    state.post_step_hooks = (meter.record, lambda *_: interleaving.pass_turn())
     train(state)
     clocked = next((line for line in lines if "step_parts" in line), {})
     return Timed(

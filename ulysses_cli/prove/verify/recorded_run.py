@@ -70,7 +70,7 @@ def trace_steps(
     evaluated = evaluate(built.engine, groups, held_out, batching)
     probes = _probe_documents(built, groups, held_out, batching, shape.vocab_size)
     recorder = StepRecorder(built)
-    run.state.after = (lambda _, result: recorder.results.append((result.loss, result.update.grad_norm)),)
+    run.state.post_step_hooks = (lambda _, result: recorder.results.append((result.loss, result.update.grad_norm)),)
     train(run.state)
     return RecordedSteps(
         kernel=built.kernel.name,

@@ -1,1 +1,1 @@
-"""Recipe -> model, loss, optimizer and engine on this rank."""
+"""Builds model, loss, optimizer and engine of a recipe on this rank."""

@@ -1,4 +1,4 @@
-"""LoRA adapters of a recipe: peft's config, and peft's layers in the model."""
+"""LoRA adapters of a recipe: makes peft's config and adds peft's layers to the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_adapter_config(recipe: Recipe) -> Any:
 
 
 def add_adapters(recipe: Recipe, model: Any) -> Any:
-    """peft puts adapters into the model, which keeps its own class; the base is frozen."""
+    """peft adds adapters to the model in place and freezes the base; the model keeps its own class."""
     from peft import get_peft_model
 
     settings = make_adapter_config(recipe)

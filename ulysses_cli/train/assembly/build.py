@@ -1,5 +1,5 @@
-"""A settled plan -> model, loss, optimizer and engine on this rank. deepspeed is started here; the rest of train/ is
-handed what it needs.
+"""Builds model, loss, optimizer and engine of a resolved plan on this rank. Initializes DeepSpeed; the rest of train/
+takes plain arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ulysses_cli.plan.ledger.weights import list_weights
 from ulysses_cli.plan.ledger.zero.swapping import size_weight_buffers
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import RunPlan
-from ulysses_cli.train.assembly.head import prove_head, read_head_rule
+from ulysses_cli.train.assembly.head import check_head, read_head_rule
 from ulysses_cli.train.assembly.levers import apply_levers
 from ulysses_cli.train.assembly.loading import BuildError, grow_embeddings, sharded_loading
 from ulysses_cli.train.assembly.loss_model import LossModel
@@ -30,7 +30,7 @@ from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
 from ulysses_cli.train.engine import Engine
-from ulysses_cli.train.finiteness import WORDS, find_file, find_spoilt
+from ulysses_cli.train.finiteness import WORDS, find_file, find_nonfinite
 from ulysses_cli.train.optimizer.shards import get_shape
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
@@ -59,23 +59,23 @@ def build(
     num_steps: int,
     *,
     parts: Parts = REAL_PARTS,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     row_lengths: Sequence[int] = (),
     swap_folder: Path | None = None,
 ) -> Built:
-    """Collective over all ranks. `row_lengths`: documents of a row of the run, for kernels to be timed on.
-    `swap_folder`: where optimizer states and weights live that are on a disk."""
+    """Collective over all ranks. `row_lengths`: document lengths of one row of the run, on which kernels are timed.
+    `swap_folder`: the folder for optimizer states and weights that are offloaded to a disk."""
     import deepspeed
 
     recipe = plan.recipe
     deepspeed.init_distributed(dist_backend=dist.get_backend())  # takes over torch's groups
     ds_config = _make_engine_config(plan, swap_folder)
     kernel = parts.choose_kernel(plan, groups, device, row_lengths)
-    tell(f"attention {kernel.name}: {kernel.reason}")
+    report(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
     stretch_positions(config, recipe, plan.resolved)
     attention = register_attention(groups.sp_axis, kernel.name, plan.levers.head_chunks)
-    model = _load_model(plan, groups, config, attention, device, ds_config, parts, tell)
+    model = _load_model(plan, groups, config, attention, device, ds_config, parts, report)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
     head_rule = read_head_rule(config, recipe.train.z_loss_weight)
     module = LossModel(model, apply_levers(model, plan, head_rule, device))
@@ -84,18 +84,18 @@ def build(
     optimizer = make_optimizer(recipe.train, trained, plan.levers.offload_optimizer)
     wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config, dist_init_required=False)
     if hasattr(wrapped.optimizer, "check_grad_overflow"):
-        wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 look for NaN in float32 only when told
-    prove_head(model, head_rule, groups, device)
+        wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 check float32 gradients for NaN only with this
+    check_head(model, head_rule, groups, device)
     _watch(wrapped, module)
-    engine = Engine(wrapped, groups, device, make_schedule(recipe.train, num_steps), _forget_modules)
+    engine = Engine(wrapped, groups, device, make_schedule(recipe.train, num_steps), _clear_module_stack)
     num_trained = sum(math.prod(get_shape(parameter)) for _, parameter in trained)
     return Built(engine, module, config, adapter, kernel, num_trained)
 
 
 def _make_engine_config(plan: RunPlan, swap_folder: Path | None) -> dict[str, Any]:
     levers, recipe = plan.levers, plan.recipe
-    made = make_ds_config(recipe, plan.layout, levers.offload_optimizer, levers.offload_param)
-    ds_config = merge_user_config(made, recipe.deepspeed)
+    own_config = make_ds_config(recipe, plan.layout, levers.offload_optimizer, levers.offload_param)
+    ds_config = merge_user_config(own_config, recipe.deepspeed)
     if swap_folder is None:
         return ds_config
     zero = ds_config["zero_optimization"]
@@ -116,31 +116,31 @@ def _load_model(
     device: torch.device,
     ds_config: dict[str, Any],
     parts: Parts,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Any:
-    """The model with its weights, and with rows for tokens that the recipe adds."""
+    """Loads the model with its weights and grows it by rows for tokens that the recipe adds."""
     recipe, vocab_size = plan.recipe, plan.shape.vocab_size
     sharding = ds_config if recipe.parallel.zero_stage == 3 else None
     num_own_tokens = config.vocab_size
     if recipe.model.config is not None:
-        config.vocab_size = vocab_size  # drawn as large as it is to be
+        config.vocab_size = vocab_size  # random weights are drawn at the final size
     with sharded_loading(sharding):
         model = parts.load_weights(recipe, config, attention, device)
-        _check_numbers(model, recipe, groups)
+        _check_finite(model, recipe, groups)
         if vocab_size > config.vocab_size:
             grow_embeddings(model, vocab_size, sharding)
             config.vocab_size = vocab_size
     if vocab_size > num_own_tokens:
         fate = "frozen, as all of the model is under lora" if recipe.lora is not None else "trained"
-        tell(f"embedding and head grew from {num_own_tokens:,} to {vocab_size:,} tokens; new rows are {fate}")
+        report(f"embedding and head grew from {num_own_tokens:,} to {vocab_size:,} tokens; new rows are {fate}")
     return model
 
 
-def _check_numbers(model: Any, recipe: Recipe, groups: Groups) -> None:
-    """Collective over all ranks: each looks at what it holds of the model's own weights."""
+def _check_finite(model: Any, recipe: Recipe, groups: Groups) -> None:
+    """Collective over all ranks: each checks its part of the model's own weights."""
     if dist.get_backend() == "fake":  # nothing was read
         return
-    name = next(filter(None, gather_values(find_spoilt(model), groups.host_group)), "")
+    name = next(filter(None, gather_values(find_nonfinite(model), groups.host_group)), "")
     if name:
         source = recipe.model.name_or_path
         file = find_file(source, name, recipe.model.revision) if source else None
@@ -149,15 +149,16 @@ def _check_numbers(model: Any, recipe: Recipe, groups: Groups) -> None:
         )
 
 
-def _forget_modules() -> None:
-    """A recomputation that ends early leaves modules that DeepSpeed thinks are still running: one list, for ever."""
+def _clear_module_stack() -> None:
+    """A recomputation that stops early leaves modules on DeepSpeed's stack of running modules, which would grow without
+    bound."""
     from deepspeed.runtime.zero import parameter_offload
 
     del parameter_offload.FWD_MODULE_STACK[1:]
 
 
 def _watch(wrapped: Any, module: LossModel) -> None:
-    """Let the clock see the parts of a step."""
+    """Registers the clock's hooks for the parts of a step."""
     for name, part in module.model.named_modules():
         last = name.rpartition(".")[2]
         if last in ATTENTION_NAMES:

@@ -1,4 +1,4 @@
-"""The output head: what a family does to its logits, proven against the loaded model on a few tokens."""
+"""The output head: the rule that a family applies to its logits, checked against the loaded model on a few tokens."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ HEAD_TOLERANCE = 0.02  # bfloat16 keeps 8 bits; a lost scale or softcap costs fa
 
 
 def read_head_rule(config: PretrainedConfig, z_loss_weight: float) -> HeadRule:
-    """What the families do to their logits; what another model does is found by prove_head."""
+    """The rule of known families. check_head detects a model that does anything else."""
     softcap, divisor = getattr(config, "final_logit_softcapping", None), getattr(config, "logits_scaling", None)
     return HeadRule(softcap, float(divisor or 1.0), z_loss_weight)
 
 
 @torch.no_grad()
-def prove_head(model: Any, rule: HeadRule, groups: Groups, device: torch.device) -> None:
-    """The loss starts from hidden states: its logits are compared with the model's own, on a few tokens. Collective
-    over all ranks."""
+def check_head(model: Any, rule: HeadRule, groups: Groups, device: torch.device) -> None:
+    """Collective over all ranks. The loss computes logits from hidden states; they are compared with the model's own
+    logits on a few tokens."""
     axis = groups.sp_axis
     model.eval()
     ids = torch.arange(PROBE_TOKENS, device=device)[None] % model.config.vocab_size
-    given = {
+    inputs = {
         "input_ids": ids,
         "position_ids": torch.arange(PROBE_TOKENS, device=device)[None] + axis.rank * PROBE_TOKENS,
         "documents": make_documents([PROBE_TOKENS * axis.size], device),
         "use_cache": False,
     }
-    right = model(**given).logits.float()
-    ours = apply_rule(model.get_output_embeddings()(model.get_decoder()(**given).last_hidden_state).float(), rule)
+    expected = model(**inputs).logits.float()
+    hidden = model.get_decoder()(**inputs).last_hidden_state
+    logits = apply_rule(model.get_output_embeddings()(hidden).float(), rule)
     model.train()
-    share = ((ours - right).norm() / right.norm()).item() if dist.get_backend() != "fake" else 0.0
-    worst = max(gather_values(share, groups.host_group)) if dist.get_backend() != "fake" else share
+    error = ((logits - expected).norm() / expected.norm()).item() if dist.get_backend() != "fake" else 0.0
+    worst = max(gather_values(error, groups.host_group)) if dist.get_backend() != "fake" else error
     if math.isnan(worst):
         raise BuildError("the model's logits are not numbers: its weights hold NaN or infinity")
     if not worst <= HEAD_TOLERANCE:

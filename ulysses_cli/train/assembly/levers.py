@@ -1,4 +1,4 @@
-"""The memory levers of a plan, applied to a loaded model. Each changes how a part of it runs, none what it computes."""
+"""Applies the memory levers of a plan to a loaded model. They change how its parts run, not what they compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ulysses_cli.train.memory.tiled_norm import tile_norms
 
 
 def apply_levers(model: Any, plan: RunPlan, rule: HeadRule, device: torch.device) -> Loss:
-    """-> the loss, whose tiles are a lever too."""
+    """Changes the model in place and returns the loss, which is tiled where the plan says so."""
     from deepspeed.utils import set_z3_leaf_module
 
     levers = plan.levers
@@ -35,7 +35,7 @@ def apply_levers(model: Any, plan: RunPlan, rule: HeadRule, device: torch.device
             tile_norms(model, count_tiles)
         if levers.gradient_checkpointing:
             make_storage = Offloader(device, levers.offloaded_layers).make_storage if levers.offloaded_layers else None
-            mode: Mode = "full" if levers.gradient_checkpointing == "full" else "keep_attention"
+            mode: Mode = "full" if levers.gradient_checkpointing == "full" else "save_attention"
             checkpoint_layers(model, mode, make_storage)
     except ValueError as error:
         raise BuildError(f"{error}: turn memory.tiled_mlp or memory.gradient_checkpointing off") from error

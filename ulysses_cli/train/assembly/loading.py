@@ -1,6 +1,6 @@
-"""A model with its weights, from files or drawn from a seed. Under ZeRO-3 each rank receives its part of every weight
-as it is read; no rank ever holds the model. deepspeed is imported here for that. What the files and the model's config
-disagree about is an error: a weight left out or left over would be a silently different model.
+"""Loads a model's weights from files or draws them from a seed. Under ZeRO-3 each rank receives its part of every
+weight as it is read, through DeepSpeed; no rank ever holds the model. A difference between the files and the model's
+config is an error: a missing or an unused weight would silently make another model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ulysses_cli.plan.files.weight_files import list_weight_names
 
 
 class BuildError(ValueError):
-    """The model cannot be made as the recipe says: a mistake of the user's or of the files."""
+    """The model cannot be built as the recipe says: the recipe or the files are wrong."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How transformers is to make the model, wherever its weights come from."""
+    """Options for transformers to build the model with, from files or from a seed."""
 
     config: PretrainedConfig
     dtype: torch.dtype
@@ -51,42 +51,42 @@ class ModelOptions:
 def load_pretrained(options: ModelOptions, path: str, revision: str | None = None) -> Any:
     """The weights of a folder or of the hub's cache."""
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, output_loading_info=True, **options.list_options()
         )
     except UnpicklingError as error:
-        what = "its pickle holds more than tensors, and is not run; convert the weights to safetensors"
-        raise BuildError(f"{path} cannot be loaded: {what}") from error
+        reason = "its pickle holds more than tensors, and is not run; convert the weights to safetensors"
+        raise BuildError(f"{path} cannot be loaded: {reason}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise BuildError(f"{path} cannot be loaded: {first_line(error)}") from error
-    found["unexpected_keys"] = find_strangers(model, path, revision)
-    if problem := describe_mismatch(found, is_tied=bool(options.config.tie_word_embeddings)):
+    loading_info["unexpected_keys"] = find_unused_weights(model, path, revision)
+    if problem := describe_mismatch(loading_info, is_tied=bool(options.config.tie_word_embeddings)):
         raise BuildError(f"{path} {problem}")
-    mend_frequencies(model)
+    fix_rotary_frequencies(model)
     return model
 
 
-def describe_mismatch(found: Mapping[str, Any], *, is_tied: bool) -> str:
+def describe_mismatch(loading_info: Mapping[str, Any], *, is_tied: bool) -> str:
     """'' when every weight of the model was read and every weight of the files has a place."""
     tied = {"lm_head.weight"} if is_tied else set()
-    missing = sorted(set(found["missing_keys"]) - tied)
-    if missing or found["mismatched_keys"]:
-        names = [*missing, *sorted(map(str, found["mismatched_keys"]))]
+    missing = sorted(set(loading_info["missing_keys"]) - tied)
+    if missing or loading_info["mismatched_keys"]:
+        names = [*missing, *sorted(map(str, loading_info["mismatched_keys"]))]
         return f"lacks weights of the model that its config.json describes: {_list_some(names)}"
-    strange = sorted(set(found["unexpected_keys"]) - tied)
-    if strange:
+    unused = sorted(set(loading_info["unexpected_keys"]) - tied)
+    if unused:
         return (
-            f"holds weights that the model of its config.json has no place for: {_list_some(strange)}; they would be "
+            f"holds weights that the model of its config.json has no place for: {_list_some(unused)}; they would be "
             "missing from the trained model"
         )
     return ""
 
 
-def find_strangers(model: Any, path: str, revision: str | None = None) -> list[str]:
-    """Weights of the files that the model has no place for, by transformers' own rules of renaming. Under ZeRO-3 it
-    takes them for granted (from_pretrained says that there are none) and drops them."""
+def find_unused_weights(model: Any, path: str, revision: str | None = None) -> list[str]:
+    """Weights of the files that the model has no place for, by transformers' own rules of renaming. Under ZeRO-3
+    from_pretrained drops such weights and reports none."""
     folder = Path(str(cached_file(path, "config.json", revision=revision))).parent
     rules = getattr(model, "_weight_conversions", None) or []
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -108,8 +108,8 @@ def _list_some(names: Sequence[str]) -> str:
 
 
 def start_from_random(options: ModelOptions, seed: int, device: torch.device) -> Any:
-    """The same weights for a seed, whatever the layout: drawn in whole on rank 0 and shared out. Collective over all
-    ranks."""
+    """Collective over all ranks. Gives the same weights for a seed at any layout: rank 0 draws each whole weight and
+    sends it to the others."""
     import deepspeed
 
     model = AutoModelForCausalLM.from_config(**options.list_options())
@@ -131,21 +131,21 @@ def start_from_random(options: ModelOptions, seed: int, device: torch.device) ->
                 dist.broadcast(sent, 0)
                 parameter.copy_(sent)
     torch.manual_seed(seed)
-    mend_frequencies(model)
+    fix_rotary_frequencies(model)
     return model
 
 
 def grow_rows(rows: Tensor, num_rows: int) -> Tensor:
-    """A matrix with one row for each token, and rows for new tokens: the mean of the others, so that none of them is
-    more likely than a token is on average."""
+    """Appends rows for new tokens to a matrix with one row per token. Each is the mean of the old rows, so that no new
+    token is more likely than a token is on average."""
     mean = rows.mean(0, dtype=torch.float64).to(rows.dtype)
     return torch.cat([rows, mean.expand(num_rows - len(rows), -1)])
 
 
 @torch.no_grad()
 def grow_embeddings(model: Any, vocab_size: int, ds_config: Mapping[str, Any] | None = None) -> None:
-    """Rows for added tokens in embedding and head. Collective over all ranks where the model is sharded, with the
-    config that it was sharded by: no rank then keeps a whole matrix."""
+    """Adds rows for added tokens to embedding and head. Collective over all ranks where the model is sharded; then
+    `ds_config` is the config that it was sharded by, and no rank keeps a whole matrix."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise BuildError("the model's head has a bias, which data.added_tokens cannot grow")
@@ -172,32 +172,32 @@ def _grow(old: nn.Parameter, num_rows: int, ds_config: Mapping[str, Any] | None)
 
 
 @torch.no_grad()
-def mend_frequencies(model: Any) -> None:
-    """Rotary frequencies as the model's own class computes them in float32. Under zero.Init every float tensor that a
+def fix_rotary_frequencies(model: Any) -> None:
+    """Recomputes rotary frequencies in float32 by the model's own class. Under zero.Init every float tensor that a
     model makes has the weights' dtype: in bfloat16 an angle at position 100,000 is off by whole turns."""
     for module in model.modules():
         names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
         if not names:
             continue
         with sharded_loading(None):
-            right = dict(type(module)(module.config).named_buffers())
+            buffers = dict(type(module)(module.config).named_buffers())
         for name in names:
-            own = getattr(module, name)
-            own.data = right[name].to(own.device)
+            buffer = getattr(module, name)
+            buffer.data = buffers[name].to(buffer.device)
 
 
 @contextlib.contextmanager
 def sharded_loading(ds_config: Mapping[str, Any] | None) -> Iterator[None]:
-    """While it loads a model, transformers looks for DeepSpeed's config in a global of its own: under ZeRO-3 it then
-    shards each weight as it is made."""
-    kept = integration._hf_deepspeed_config_weak_ref
+    """Inside, transformers shards each weight as it makes it, if `ds_config` is one of ZeRO-3. It reads DeepSpeed's
+    config from a global of its own."""
+    previous = integration._hf_deepspeed_config_weak_ref
     integration.unset_hf_deepspeed_config()
     holder = HfDeepSpeedConfig(dict(ds_config)) if ds_config else None
     try:
         yield
     finally:
         del holder
-        integration._hf_deepspeed_config_weak_ref = kept
+        integration._hf_deepspeed_config_weak_ref = previous
 
 
 def first_line(error: Exception) -> str:

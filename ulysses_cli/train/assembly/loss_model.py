@@ -1,4 +1,5 @@
-"""The module that DeepSpeed wraps: a slice of a row -> its loss, by the model's own decoder and a loss of train/."""
+"""The module that DeepSpeed wraps: computes the loss of a slice of a row by the model's own decoder and a given
+loss."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ulysses_cli.train.telemetry.clock import part_of_step, watch_backward
 
 
 class LossModel(nn.Module):
-    """What the engine wraps: tokens of a slice -> its loss. The decoder is the model's own; the head is the loss's."""
+    """Takes the tokens of a slice, returns its loss. The decoder is the model's own; the loss applies the head."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()

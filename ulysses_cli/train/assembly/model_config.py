@@ -1,4 +1,4 @@
-"""The transformers config of a recipe's model: read, given rows for added tokens, stretched to the recipe's length."""
+"""The transformers config of a recipe's model: loads it, adds rows for added tokens, extends positions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_model_config(recipe: Recipe) -> PretrainedConfig:
 
 
 def read_shape(recipe: Recipe, config: PretrainedConfig, tokenizer: Any) -> ModelShape:
-    """The shape of the model with rows for the tokens that the recipe adds to its tokenizer."""
+    """The shape of the model, with embedding rows for the tokens that the recipe adds to its tokenizer."""
     content, name = config.to_dict(), str(recipe.model.name_or_path or "the model of model.config")
     size = read_model_shape(content, name).vocab_size
     size = compute_vocab_size(size, tokenizer.convert_tokens_to_ids(list(recipe.data.added_tokens)))
@@ -39,19 +39,19 @@ def read_shape(recipe: Recipe, config: PretrainedConfig, tokenizer: Any) -> Mode
 
 
 def stretch_positions(config: PretrainedConfig, recipe: Recipe, resolved: Resolved) -> None:
-    """Write the recipe's stretch and length into the config, which goes with the exported model."""
+    """Writes the recipe's rope scaling and length into the config, which is exported with the model."""
     model = recipe.model
     if model.rope_scaling is not None:
         written = model.rope_scaling.model_dump(exclude_none=True, exclude={"type", "factor"})
-        # llama3's own number of original positions is part of its formula and stays as written in the model.
-        stretch = {"rope_type": model.rope_scaling.type, "factor": resolved.rope_factor, **written}
+        # The number of original positions is part of llama3's formula and stays as written in the model.
+        scaling = {"rope_type": model.rope_scaling.type, "factor": resolved.rope_factor, **written}
         if model.rope_scaling.type in ("yarn", "llama3"):
-            stretch.setdefault("original_max_position_embeddings", resolved.original_positions)
-        config.rope_parameters = {**_get_rope_base(config), **stretch}
+            scaling.setdefault("original_max_position_embeddings", resolved.original_positions)
+        config.rope_parameters = {**_get_rope_base(config), **scaling}
     config.max_position_embeddings = max(config.max_position_embeddings, recipe.data.max_length)
 
 
 def _get_rope_base(config: PretrainedConfig) -> dict[str, Any]:
-    """The rotary base and how much of a head turns: what a stretch leaves alone."""
-    own = getattr(config, "rope_parameters", None) or {}
-    return {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if name in own}
+    """The rotary base and the rotated part of a head, which rope scaling does not change."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}

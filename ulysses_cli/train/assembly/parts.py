@@ -1,5 +1,5 @@
 """The parts of a model that depend on files, values or a real device: its weights, its adapters, its attention kernel.
-They are handed to the assembler, so that a step without data can be given others.
+They are arguments of the assembler, so that a traced step without data can use others.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, devic
 
 
 def choose_common_kernel(plan: RunPlan, groups: Groups, device: torch.device, lengths: Sequence[int]) -> KernelChoice:
-    """Collective over all ranks. Rank 0 tries and times; all use what it chose, since times differ from rank to rank.
-    `lengths`: documents of a row of the run, for kernels to be timed on."""
+    """Collective over all ranks. Rank 0 tries and times the kernels; all use its choice, since times differ from rank
+    to rank. `lengths`: document lengths of one row of the run, on which kernels are timed."""
     shape, recipe = plan.shape, plan.recipe
     need = Need(
         head_dim=shape.head_dim,

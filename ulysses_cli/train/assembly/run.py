@@ -1,5 +1,5 @@
-"""The one assembler of a run: groups, a settled plan and rows -> engine, train state, and what a checkpoint needs.
-`train`, `verify`, `bench` and the tests all start here.
+"""Assembles a run from process groups, a resolved plan and rows: engine, train state and checkpoint context. `train`,
+`verify`, `bench` and the tests all use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ulysses_cli.train.train_state import TrainState
 
 @dataclass(frozen=True)
 class RunLength:
-    """How far a run goes: its last step, and the position in the stream of rows where it ends."""
+    """The number of steps, and the position in the stream of rows where the run ends."""
 
     num_steps: int
     end: int
@@ -52,18 +52,18 @@ def assemble_run(
     batching: Batching | None = None,
     stop: StopConditions | None = None,
     parts: Parts = REAL_PARTS,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     swap_folder: Path | None = None,
 ) -> AssembledRun:
-    """Collective over all ranks. `length`: a number of steps alone takes as many rows as they need. All ranks draw the
-    model from one seed, and train with seeds of their own."""
+    """Collective over all ranks. A `length` that is a number of steps takes as many rows as they need. All ranks draw
+    the model from one seed and train with seeds of their own."""
     batching = batching or make_batching(plan.recipe, plan.shape, plan.resolved)
     if isinstance(length, int):
         length = RunLength(length, length * batching.rows_per_step)
     seed_all(plan.recipe.run.seed)
     built = build(
         plan, groups, device, length.num_steps,
-        parts=parts, tell=tell, row_lengths=rows.get_lengths(0) if len(rows) else (), swap_folder=swap_folder,
+        parts=parts, report=report, row_lengths=rows.get_lengths(0) if len(rows) else (), swap_folder=swap_folder,
     )  # fmt: skip
     state = TrainState(built.engine, groups, rows, batching, length.num_steps, length.end, stop or StopConditions())
     context = CheckpointContext(
@@ -72,7 +72,7 @@ def assemble_run(
         groups.rank,
         plan.layout.world_size,
         wait=lambda: dist.barrier(group=groups.host_group),
-        tell_all=lambda value: gather_values(value, groups.host_group),
+        gather=lambda value: gather_values(value, groups.host_group),
     )
     seed_all(plan.recipe.run.seed + groups.rank)
     return AssembledRun(plan, built, state, context)

@@ -1,1 +1,1 @@
-"""Ulysses attention: the exchange, the heads of each rank, and the kernels. Takes tensors and a group."""
+"""Ulysses attention: the exchange, the heads of each rank, the kernels. Takes tensors and a process group."""

@@ -1,6 +1,6 @@
-"""Where documents begin in the tokens of a row: prepared once per row, handed to every layer.
+"""The bounds of documents in the tokens of a row: made once per row, passed to every layer.
 
-Boundaries are data. They are never guessed from positions, and reading them never waits for the device.
+Bounds are data: they are never derived from positions, and reading them never waits for the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Lengths of the documents that fill the global tokens, on the host, and their bounds on the device.
+    """Lengths of the documents in the tokens of all ranks, on the host, and their bounds on the device.
 
     With several rows in a batch, the rows' documents follow each other: row 0's, then row 1's.
     """
@@ -31,14 +31,14 @@ class Documents:
         return max(self.lengths)
 
     def walk(self) -> Iterator[tuple[int, int]]:
-        """(first token, one past the last) of each document."""
+        """Yields (first token, one past the last) of each document."""
         return walk_bounds(self.lengths)
 
 
 def make_documents(lengths: Sequence[int], device: torch.device | str = "cpu") -> Documents:
-    """Documents of these lengths, one after another. Padding is a document of its own."""
+    """Makes documents of these lengths, one after another. Padding is a document of its own."""
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"document lengths must be positive, found {list(lengths)}")
+        raise ValueError(f"document lengths must be positive, not {list(lengths)}")
     bounds = [0, *accumulate(lengths)]
     if bounds[-1] >= 2**31:
         raise ValueError(f"{bounds[-1]} tokens in one call: bounds are 32-bit integers")

@@ -1,4 +1,4 @@
-"""The exchange: slices of rows with all heads <-> whole rows with this rank's heads, in one collective each way.
+"""The exchange between slices of rows with all heads and whole rows with this rank's heads: one collective each way.
 
 Tensors are copied once into the send buffer and read in place where they arrive. No attention here.
 """
@@ -20,28 +20,31 @@ from ulysses_cli.train.telemetry.clock import part_of_step
 
 
 def exchange_in(slices: list[Tensor], spans: Sequence[Spans], axis: SequenceAxis) -> list[Tensor]:
-    """Each [B, S, all heads, D] -> [T, h, D], views of one buffer. `spans` says which heads of it each rank gets.
+    """Takes tensors [B, S, all heads, D], returns tensors [T, h, D], views of one buffer. `spans` lists which heads of
+    each tensor each rank gets.
 
-    `slices` is emptied: each is let go as soon as it is copied.
+    `slices` is emptied: each tensor is released as soon as it is copied.
     """
     if axis.group is None:
-        parts = [part[:, :, own[0].start : own[0].stop] for part, own in zip(slices, spans, strict=True)]
+        parts = [
+            part[:, :, rank_spans[0].start : rank_spans[0].stop] for part, rank_spans in zip(slices, spans, strict=True)
+        ]
         return [(part if part.stride(-1) == 1 else part.contiguous()).flatten(0, 1) for part in parts]
     batch, tokens, _, dim = slices[0].shape
-    widths = [sum(own[rank].num_heads for own in spans) for rank in range(axis.size)]
+    widths = [sum(rank_spans[rank].num_heads for rank_spans in spans) for rank in range(axis.size)]
     send = slices[0].new_empty(sum(widths) * batch * tokens * dim)
     segments = _split(send, widths, batch, tokens, dim)
     offsets = [0] * axis.size
-    for own in spans:
-        _pack(slices.pop(0), segments, own, offsets)
-        offsets = [at + span.num_heads for at, span in zip(offsets, own, strict=True)]
+    for rank_spans in spans:
+        _pack(slices.pop(0), segments, rank_spans, offsets)
+        offsets = [offset + span.num_heads for offset, span in zip(offsets, rank_spans, strict=True)]
     width = widths[axis.rank]
     received = send.new_empty(axis.size, batch, tokens, width, dim)
     _all_to_all(received, send, [width] * axis.size, widths, axis)
     del send, segments
     # With one row in the batch, tokens arrive in the row's order and nothing is moved.
     rows = received.transpose(0, 1).reshape(-1, width, dim)
-    return list(rows.split([own[axis.rank].num_heads for own in spans], dim=1))
+    return list(rows.split([rank_spans[axis.rank].num_heads for rank_spans in spans], dim=1))
 
 
 def exchange_out(
@@ -54,17 +57,17 @@ def exchange_out(
     *,
     adds: Sequence[bool] = (),
 ) -> Sequence[Tensor]:
-    """The way back: each [T, h, D] -> [B, S, all heads, D], written or (where `adds` says so) added into `into`.
+    """The reverse: takes tensors [T, h, D], returns [B, S, all heads, D], written or, with `adds`, added into `into`.
 
-    Heads that went to several ranks come back as a sum. `parts` is emptied: each is let go as soon as it is copied.
+    Heads that went to several ranks come back as a sum. `parts` is emptied: each is released as soon as it is copied.
     """
     adds = adds or [False] * len(parts)
     if axis.group is None:
         if into is None:
             return [part.unflatten(0, (batch, -1)) for part in parts]
-        for part, own, whole, add in zip(parts, spans, into, adds, strict=True):
-            held, arrived = whole[:, :, own[0].start : own[0].stop], part.unflatten(0, (batch, -1))
-            held.add_(arrived) if add else held.copy_(arrived)
+        for part, rank_spans, whole, add in zip(parts, spans, into, adds, strict=True):
+            target, received = whole[:, :, rank_spans[0].start : rank_spans[0].stop], part.unflatten(0, (batch, -1))
+            target.add_(received) if add else target.copy_(received)
         return into
     counts = [part.size(1) for part in parts]
     total, _, dim = parts[0].shape
@@ -73,7 +76,7 @@ def exchange_out(
     rows = _join(parts)
     send = rows.unflatten(0, (batch, axis.size, tokens)).transpose(0, 1).contiguous()
     del rows
-    widths = [sum(own[rank].num_heads for own in spans) for rank in range(axis.size)]
+    widths = [sum(rank_spans[rank].num_heads for rank_spans in spans) for rank in range(axis.size)]
     received = send.new_empty(sum(widths) * batch * tokens * dim)
     _all_to_all(received, send, widths, [sum(counts)] * axis.size, axis)
     del send
@@ -81,16 +84,16 @@ def exchange_out(
         into = [torch.empty(batch, tokens, heads, dim, dtype=dtype, device=device) for heads in num_heads]
     segments = _split(received, widths, batch, tokens, dim)
     offsets = [0] * axis.size
-    for own, whole, add in zip(spans, into, adds, strict=True):
-        _unpack(whole, segments, own, offsets, add=add)
-        offsets = [at + span.num_heads for at, span in zip(offsets, own, strict=True)]
+    for rank_spans, whole, add in zip(spans, into, adds, strict=True):
+        _unpack(whole, segments, rank_spans, offsets, add=add)
+        offsets = [offset + span.num_heads for offset, span in zip(offsets, rank_spans, strict=True)]
     return into
 
 
 def _all_to_all(
     received: Tensor, send: Tensor, widths_in: list[int], widths_out: list[int], axis: SequenceAxis
 ) -> None:
-    """One collective on the axis. All its ranks are here: they run the same layers on slices of the same rows."""
+    """One collective on the axis. All its ranks reach it: they run the same layers on slices of the same rows."""
     splits: tuple[list[int], ...] = ()
     if len(set(widths_in)) > 1 or len(set(widths_out)) > 1:
         unit = send.numel() // sum(widths_out)
@@ -100,7 +103,7 @@ def _all_to_all(
 
 
 def _split(buffer: Tensor, widths: list[int], batch: int, tokens: int, dim: int) -> list[Tensor] | Tensor:
-    """A flat buffer as one [B, S, w, D] segment for each rank; as a single [P, B, S, w, D] where all are equal."""
+    """Views a flat buffer as one [B, S, w, D] segment per rank, or as one [P, B, S, w, D] where all are equal."""
     if len(set(widths)) == 1:
         return buffer.view(len(widths), batch, tokens, widths[0], dim)
     sizes = [width * batch * tokens * dim for width in widths]
@@ -109,35 +112,35 @@ def _split(buffer: Tensor, widths: list[int], batch: int, tokens: int, dim: int)
 
 
 def _pack(part: Tensor, segments: list[Tensor] | Tensor, spans: Spans, offsets: list[int]) -> None:
-    """Copy each rank's heads of a slice to its segment: one copy in all where the spans follow a pattern."""
+    """Copies each rank's heads of a slice to its segment, in a single copy where the spans follow a pattern."""
     pattern = find_pattern(spans)
     if isinstance(segments, Tensor) and pattern is not None:
-        room = segments[..., offsets[0] : offsets[0] + pattern.num_heads, :]
-        room = room.unflatten(0, (pattern.num_distinct, pattern.num_copies))
-        room.copy_(_view_heads(part, spans)[:, None].expand_as(room))
+        target = segments[..., offsets[0] : offsets[0] + pattern.num_heads, :]
+        target = target.unflatten(0, (pattern.num_distinct, pattern.num_copies))
+        target.copy_(_view_heads(part, spans)[:, None].expand_as(target))
         return
-    for segment, span, at in zip(segments, spans, offsets, strict=True):
-        segment[:, :, at : at + span.num_heads] = part[:, :, span.start : span.stop]
+    for segment, span, offset in zip(segments, spans, offsets, strict=True):
+        segment[:, :, offset : offset + span.num_heads] = part[:, :, span.start : span.stop]
 
 
 def _unpack(whole: Tensor, segments: list[Tensor] | Tensor, spans: Spans, offsets: list[int], *, add: bool) -> None:
-    """The reverse; heads that stand in several segments are summed, in float32 or better."""
+    """The reverse of _pack. Heads that are in several segments are summed, in float32 or better."""
     pattern = find_pattern(spans)
     if isinstance(segments, Tensor) and pattern is not None:
-        arrived = segments[..., offsets[0] : offsets[0] + pattern.num_heads, :]
-        arrived = arrived.unflatten(0, (pattern.num_distinct, pattern.num_copies))
-        precise = torch.promote_types(whole.dtype, torch.float32)
-        summed = arrived[:, 0] if pattern.num_copies == 1 else arrived.sum(1, dtype=precise)
-        room = _view_heads(whole, spans)
-        room.add_(summed) if add else room.copy_(summed)
+        received = segments[..., offsets[0] : offsets[0] + pattern.num_heads, :]
+        received = received.unflatten(0, (pattern.num_distinct, pattern.num_copies))
+        precision = torch.promote_types(whole.dtype, torch.float32)
+        summed = received[:, 0] if pattern.num_copies == 1 else received.sum(1, dtype=precision)
+        target = _view_heads(whole, spans)
+        target.add_(summed) if add else target.copy_(summed)
         return
-    for segment, span, at in zip(segments, spans, offsets, strict=True):
-        room, part = whole[:, :, span.start : span.stop], segment[:, :, at : at + span.num_heads]
-        room.add_(part) if add else room.copy_(part)
+    for segment, span, offset in zip(segments, spans, offsets, strict=True):
+        target, part = whole[:, :, span.start : span.stop], segment[:, :, offset : offset + span.num_heads]
+        target.add_(part) if add else target.copy_(part)
 
 
 def _view_heads(whole: Tensor, spans: Spans) -> Tensor:
-    """[B, S, all heads, D] -> [distinct spans, B, S, h, D] without a copy."""
+    """Views [B, S, all heads, D] as [distinct spans, B, S, h, D] without a copy."""
     pattern = find_pattern(spans)
     if pattern is None:
         raise AssertionError(f"no pattern in {spans}")
@@ -146,14 +149,14 @@ def _view_heads(whole: Tensor, spans: Spans) -> Tensor:
 
 
 def _join(parts: list[Tensor]) -> Tensor:
-    """[T, h, D] side by side. Empties the list, so that each part is let go once it is copied."""
+    """Joins tensors [T, h, D] along the heads. Empties the list, so that each part is released once it is copied."""
     if len(parts) == 1:
         return parts.pop()
     width = sum(part.size(1) for part in parts)
     joined = parts[0].new_empty(parts[0].size(0), width, parts[0].size(2))
-    at = 0
+    offset = 0
     while parts:
         part = parts.pop(0)
-        joined[:, at : at + part.size(1)] = part
-        at += part.size(1)
+        joined[:, offset : offset + part.size(1)] = part
+        offset += part.size(1)
     return joined

@@ -1,9 +1,9 @@
-"""Ulysses attention as an attention implementation of transformers. No model is patched.
+"""Registers Ulysses attention as an attention implementation of transformers. No model is patched.
 
-A model whose config names the registered implementation calls it in every layer. Documents come as an argument of the
-model's forward, which transformers hands on to every layer and activation checkpointing keeps for the recomputation.
-No mask function is registered: transformers then builds none at all, and does not look for documents by itself, which
-would wait for the device in every step.
+A model whose config names the implementation calls it in every layer. Documents are an argument of the model's forward,
+which transformers passes to every layer and activation checkpointing saves for the recomputation. No mask function is
+registered: transformers then builds no mask and does not search for documents, which would wait for the device in every
+step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ulysses_cli.train.attention.ulysses import ulysses_attention
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 
 _numbers = itertools.count()
-# What transformers' layers pass that is part of what this attention computes, or that does not concern it.
+# Arguments of transformers' layers that this attention computes anyway, or that do not concern it.
 IGNORED = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "position_embeddings"}
     | {"return_dict", "num_items_in_batch", "output_router_logits", "labels"}
@@ -29,10 +29,10 @@ IGNORED = frozenset(
 
 
 def register_attention(axis: SequenceAxis, kernel: str, num_head_chunks: int = 1) -> str:
-    """Register one more attention implementation -> its name, for `attn_implementation`. Each call makes its own, so
-    that models of different groups live side by side. Heads are read from the tensors."""
+    """Registers an attention implementation. Returns its name, for `attn_implementation`. Each call registers another,
+    so that one process can hold models of different groups. Heads are read from the tensors."""
 
-    @torch.compiler.disable  # a break in the graph; values stay
+    @torch.compiler.disable  # breaks the graph; values do not change
     def attention(
         module: torch.nn.Module,
         query: Tensor,
@@ -47,20 +47,20 @@ def register_attention(axis: SequenceAxis, kernel: str, num_head_chunks: int = 1
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         is_causal: bool | None = None,
-        **others: Any,
+        **other_arguments: Any,
     ) -> tuple[Tensor, None]:
         layer = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
         if documents is None:
             raise ValueError(f"{layer} got no documents: pass documents=make_documents(...) to the model's forward")
         if attention_mask is not None:
-            raise ValueError(f"{layer} got an attention mask; documents say what a token may look at")
+            raise ValueError(f"{layer} got an attention mask; documents decide which tokens a token attends to")
         if dropout:
             raise ValueError(f"{layer} asks for attention dropout {dropout}, which this tool does not offer")
-        unknown = {name for name, given in others.items() if given is not None} - IGNORED
+        unknown = {name for name, value in other_arguments.items() if value is not None} - IGNORED
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if unknown or not causal:
-            what = ", ".join(sorted(unknown)) or "attention that is not causal"
-            raise ValueError(f"{layer} asks for {what}, which this tool is not known to compute exactly")
+            features = ", ".join(sorted(unknown)) or "attention that is not causal"
+            raise ValueError(f"{layer} asks for {features}, which this tool is not known to compute exactly")
         rule = Rule(scaling if scaling is not None else query.size(-1) ** -0.5, sliding_window, softcap)
         out = ulysses_attention(
             query.transpose(1, 2),

@@ -1,8 +1,8 @@
 """Ulysses attention: one all-to-all trades each rank's slice of the row for a subset of the heads, a second trades the
 result back. Two collectives forward, two backward (per chunk of heads), nothing else. Values are those of one rank; a
-key/value head that several ranks use gets its gradient as a sum of theirs.
+key/value head that several ranks use gets the sum of their gradients.
 
-Takes tensors and an axis. Knows no recipe and no model, and keeps no state between calls.
+Takes tensors and an axis, no recipe and no model. Keeps no state between calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ulysses_cli.train.attention.exchange import exchange_in, exchange_out
 from ulysses_cli.train.attention.heads import Chunk, HeadPlan, Span, plan_heads
 from ulysses_cli.train.attention.kernels.operators import attend, compute_sink_gradient, run_backward
 from ulysses_cli.train.attention.kernels.rule import Rule
-from ulysses_cli.train.memory.saved_results import is_saving_results, keep
+from ulysses_cli.train.memory.saved_results import is_saving_results, save_for_recompute
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 
 
@@ -39,8 +39,8 @@ def ulysses_attention(
 ) -> Tensor:
     """Exact causal attention inside documents of rows that are split over the ranks of `axis`.
 
-    q [B, S, heads, D], k and v [B, S, kv_heads, D], any strides -> [B, S, heads, D]. `documents` describes the whole
-    rows. Ranks of the axis call this together and with the same shapes: each call is two collectives on it.
+    Takes q [B, S, heads, D], k and v [B, S, kv_heads, D], any strides; returns [B, S, heads, D]. `documents` describes
+    the whole rows. Collective over the axis, with the same shapes on all its ranks: each call is two all-to-alls.
     """
     batch, tokens, heads, dim = q.shape
     for name, tensor in (("k", k), ("v", v)):
@@ -61,14 +61,14 @@ def ulysses_attention(
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What a call is made of besides its tensors."""
+    """The arguments of a call besides its tensors."""
 
     documents: Documents
     rule: Rule
     axis: SequenceAxis
     kernel: str
     plan: HeadPlan
-    is_kept: bool  # the layer is computed again in the backward and gets the output back
+    saves_output: bool  # the layer is recomputed in the backward and gets the saved output
 
     def list_options(self) -> tuple[Any, ...]:
         documents, rule = self.documents, self.rule
@@ -76,19 +76,19 @@ class _Call:
 
 
 class _Attention(torch.autograd.Function):
-    """In one chunk, what the kernel saw is kept for the backward. In several, and in a layer that is computed again,
-    only the rank's own slices are kept and the backward exchanges them: whole rows exist for one chunk of heads at a
-    time, and a recomputation needs neither the kernel nor a collective."""
+    """With one chunk, the kernel's whole rows are saved for the backward. With several chunks, and in a checkpointed
+    layer, only this rank's slices are saved and the backward exchanges them: whole rows exist for one chunk of heads at
+    a time, and a recomputation needs neither the kernel nor a collective."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         ctx.call, ctx.num_kv_heads = call, k.size(2)
-        ctx.keeps_rows = len(call.plan.chunks) == 1 and not call.is_kept
-        if ctx.keeps_rows:
+        ctx.saves_rows = len(call.plan.chunks) == 1 and not call.saves_output
+        if ctx.saves_rows:
             rows, result, lse = _attend_at_once(q, k, v, sinks, call)
             ctx.save_for_backward(*rows, result, lse, sinks)
             return exchange_out([result], [call.plan.chunks[0].queries], call.axis, q.size(0), num_heads=[q.size(2)])[0]
-        out, *all_lse = keep(lambda: _attend_by_chunks(q, k, v, sinks, call))
+        out, *all_lse = save_for_recompute(lambda: _attend_by_chunks(q, k, v, sinks, call))
         ctx.save_for_backward(q, k, v, out, sinks, *all_lse)
         return out
 
@@ -127,7 +127,7 @@ def _backward_at_once(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     call: _Call = ctx.call
     chunk, batch, counts = call.plan.chunks[0], dout.size(0), [dout.size(2), ctx.num_kv_heads, ctx.num_kv_heads]
     spans = [chunk.queries, chunk.keys, chunk.keys]
-    if ctx.keeps_rows:
+    if ctx.saves_rows:
         *rows, result, lse, sinks = ctx.saved_tensors
         (drows,) = exchange_in([dout], [chunk.queries], call.axis)
     else:
@@ -139,12 +139,12 @@ def _backward_at_once(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         drows, result = exchange_in(results, [chunk.queries, chunk.queries], call.axis)
     wanted_sinks = sinks if ctx.needs_input_grad[3] else None
     grads, dsinks = _attend_backward(rows, drows, result, lse, wanted_sinks, chunk, call)
-    # What the kernel saw is not needed to send gradients home. Letting go of it here is what keeps the peak low.
+    # Returning gradients needs none of the kernel's inputs. Releasing them here keeps the peak low.
     ctx.maybe_clear_saved_tensors()
     del rows, result, drows
     if not call.plan.adds_up:
         return *exchange_out(grads, spans, call.axis, batch, num_heads=counts), dsinks, None
-    into = _make_room(dout, counts, adds=True)
+    into = _make_gradients(dout, counts, adds=True)
     exchange_out(grads, spans, call.axis, batch, into, adds=[False, True, True])
     return *(grad.to(dout.dtype) for grad in into), dsinks, None
 
@@ -153,7 +153,7 @@ def _backward_by_chunks(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     call: _Call = ctx.call
     q, k, v, out, sinks, *all_lse = ctx.saved_tensors
     counts, adds = [q.size(2), k.size(2), k.size(2)], call.plan.adds_up
-    into = _make_room(dout, counts, adds=adds)
+    into = _make_gradients(dout, counts, adds=adds)
     wanted_sinks = sinks if ctx.needs_input_grad[3] else None
     total_dsinks: Tensor | None = None
     for chunk, lse in zip(call.plan.chunks, all_lse, strict=True):
@@ -162,17 +162,17 @@ def _backward_by_chunks(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         grads, dsinks = _attend_backward(rows, drows, result, lse, wanted_sinks, chunk, call)
         del rows, drows, result
         exchange_out(grads, spans, call.axis, q.size(0), into, adds=[False, adds, adds])
-        del grads  # else they wait beside those of the next chunk
+        del grads  # else they stay allocated together with those of the next chunk
         if dsinks is not None:
             total_dsinks = dsinks if total_dsinks is None else total_dsinks + dsinks
     return *(grad.to(dout.dtype) for grad in into), total_dsinks, None
 
 
-def _make_room(dout: Tensor, counts: Sequence[int], *, adds: bool) -> list[Tensor]:
-    """For gradients; those of key/value heads that arrive piecemeal are summed in float32 or better."""
+def _make_gradients(dout: Tensor, counts: Sequence[int], *, adds: bool) -> list[Tensor]:
+    """Allocates gradients. With `adds`, those of keys and values are sums, in float32 or better."""
     batch, tokens, _, dim = dout.shape
-    precise = torch.promote_types(dout.dtype, torch.float32) if adds else dout.dtype
-    dtypes = (dout.dtype, precise, precise)
+    precision = torch.promote_types(dout.dtype, torch.float32) if adds else dout.dtype
+    dtypes = (dout.dtype, precision, precision)
     make = torch.zeros if adds else torch.empty
     return [
         make(batch, tokens, n, dim, dtype=dtype, device=dout.device) for n, dtype in zip(counts, dtypes, strict=True)
@@ -180,16 +180,16 @@ def _make_room(dout: Tensor, counts: Sequence[int], *, adds: bool) -> list[Tenso
 
 
 def _attend(rows: Sequence[Tensor], sinks: Tensor | None, chunk: Chunk, call: _Call) -> tuple[Tensor, Tensor]:
-    """The kernel on whole rows and this rank's heads -> result [T, h, D] and log-sum-exp [h, T]."""
+    """Runs the kernel on whole rows and this rank's heads. Returns result [T, h, D] and log-sum-exp [h, T]."""
     first = chunk.queries[call.axis.rank].start
-    found = []
+    outputs = []
     for queries, keys in call.plan.list_runs(chunk, call.axis.rank):
         q, k, v = _cut(rows, queries, keys)
         own_sinks = None if sinks is None else sinks[first + queries.start : first + queries.stop]
-        found.append(attend(q, k, v, own_sinks, *call.list_options()))
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([result for result, _ in found], 1), torch.cat([lse for _, lse in found], 0)
+        outputs.append(attend(q, k, v, own_sinks, *call.list_options()))
+    if len(outputs) == 1:
+        return outputs[0]
+    return torch.cat([result for result, _ in outputs], 1), torch.cat([lse for _, lse in outputs], 0)
 
 
 def _attend_backward(
@@ -201,13 +201,15 @@ def _attend_backward(
     chunk: Chunk,
     call: _Call,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Gradients of the rows' queries, keys and values; of the sinks, for this rank's heads and zero elsewhere."""
-    found = []
+    """Returns gradients of the rows' queries, keys and values, and of the sinks: zero but for this rank's heads."""
+    run_grads = []
     for queries, keys in call.plan.list_runs(chunk, call.axis.rank):
         own = slice(*queries)
         parts = (drows[:, own], *_cut(rows, queries, keys), result[:, own], lse[own])
-        found.append(run_backward(*parts, *call.list_options()))
-    grads = list(found[0]) if len(found) == 1 else [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
+        run_grads.append(run_backward(*parts, *call.list_options()))
+    grads = list(run_grads[0])
+    if len(run_grads) > 1:
+        grads = [torch.cat(parts, 1) for parts in zip(*run_grads, strict=True)]
     if sinks is None:
         return grads, None
     dsinks, heads = torch.zeros_like(sinks), slice(*chunk.queries[call.axis.rank])

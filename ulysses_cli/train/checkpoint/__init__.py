@@ -1,1 +1,1 @@
-"""Checkpoints: their format, the folders of a run, when they are written, how a run resumes."""
+"""Checkpoints: their format, when they are written, saves in the background, how a run resumes."""

@@ -1,7 +1,7 @@
-"""A checkpoint that is written while steps go on: states are copied to the host, a thread does the rest.
+"""Writes a checkpoint while steps continue: states are copied to the host, a thread does the rest.
 
-No collective happens in the thread. Ranks tell rank 0 by small files that theirs is written; rank 0's thread then gives
-the checkpoint its name. As long as it has none, it does not exist.
+No collective happens in the thread. Each rank writes a small file when its share is written; rank 0's thread waits for
+all of them and gives the checkpoint its final name. Before that no reader sees the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from torch import Tensor
 
 from ulysses_cli.plan.files.whole_files import write_whole
 from ulysses_cli.train.checkpoint.format import CheckpointContext, Entries, Share, finish_folder, write_share
-from ulysses_cli.train.tensor_file import Later, get_tensor
+from ulysses_cli.train.tensor_file import LazyTensor, get_tensor
 
-TOLD = ".told"
+WRITTEN = ".written"
 POLL_SECONDS = 0.02
 
 
 @dataclass(eq=False)
 class HostCopies:
-    """Buffers for one share, made once: pinned where they are filled by a device."""
+    """Buffers for one share, made once; pinned where a device fills them."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def copy(self, share: Share) -> Share:
         """Returns when the engine may change its states again."""
-        copied: list[tuple[str, Tensor | Later]] = []
-        for name, found in share.tensors:
-            tensor = get_tensor(found)
+        copies: list[tuple[str, Tensor | LazyTensor]] = []
+        for name, source in share.tensors:
+            tensor = get_tensor(source)
             buffer = self.buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self.buffers[name] = buffer
-            copied.append((name, buffer.copy_(tensor, non_blocking=True)))
+            copies.append((name, buffer.copy_(tensor, non_blocking=True)))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return Share(copied, share.facts)
+        return Share(copies, share.facts)
 
 
 class BackgroundSave:
-    """One save on its way. `problem` is '' until something has gone wrong."""
+    """One save in progress. `problem` is '' until something has gone wrong."""
 
     def __init__(
         self,
         context: CheckpointContext,
-        beside: Path,
+        folder: Path,
         step: int,
         share: Share,
         state: Mapping[str, Any],
-        tidy: Callable[[], None],
+        prune: Callable[[], None],
     ) -> None:
-        self.context, self.beside, self.step, self.tidy = context, beside, step, tidy
+        self.context, self.folder, self.step, self.prune = context, folder, step, prune
         self.problem, self.seconds = "", 0.0
-        self.is_given_up = threading.Event()
+        self.is_cancelled = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(share, state), name="save")  # ends before the process
         self.thread.start()
 
@@ -70,43 +70,39 @@ class BackgroundSave:
         return not self.thread.is_alive()
 
     def wait(self) -> str:
-        """Collective over all ranks -> what went wrong on any of them, or ''."""
+        """Collective over all ranks. Returns what went wrong on any of them, or ''."""
         is_first = self.context.rank == 0
         if not is_first:
             self.thread.join()
-        problem = next((text for text in self.context.tell_all("" if is_first else self.problem) if text), "")
+        problem = next((text for text in self.context.gather("" if is_first else self.problem) if text), "")
         if is_first:
             if problem:
-                self.is_given_up.set()
+                self.is_cancelled.set()
             self.thread.join()
-        problem = problem or str(self.context.tell_all(self.problem)[0])
+        problem = problem or str(self.context.gather(self.problem)[0])
         if problem and is_first:  # not before: others may still be writing in it
-            shutil.rmtree(self.beside, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
         return problem
 
     def _run(self, share: Share, state: Mapping[str, Any]) -> None:
         started = time.perf_counter()
         try:
-            entries = write_share(self.beside, self.context.rank, share)
+            entries = write_share(self.folder, self.context.rank, share)
             if self.context.rank == 0:
                 self._finish(entries, state)
             else:
-                _tell(self.beside / f"{self.context.rank}{TOLD}", entries)
+                write_whole(self.folder / f"{self.context.rank}{WRITTEN}", json.dumps(entries))
         except OSError as error:
-            self.problem = f"rank {self.context.rank}: {error.strerror or error} ({self.beside})"
+            self.problem = f"rank {self.context.rank}: {error.strerror or error} ({self.folder})"
         self.seconds = time.perf_counter() - started
 
     def _finish(self, entries: Entries, state: Mapping[str, Any]) -> None:
         for rank in range(1, self.context.world_size):
-            file = self.beside / f"{rank}{TOLD}"
+            file = self.folder / f"{rank}{WRITTEN}"
             while not file.exists():
-                if self.is_given_up.wait(POLL_SECONDS):
+                if self.is_cancelled.wait(POLL_SECONDS):
                     return
             entries |= json.loads(file.read_text(encoding="utf-8"))
             file.unlink()
-        finish_folder(self.beside, state, entries)
-        self.tidy()
-
-
-def _tell(file: Path, entries: Entries) -> None:
-    write_whole(file, json.dumps(entries))
+        finish_folder(self.folder, state, entries)
+        self.prune()

@@ -1,7 +1,8 @@
-"""What a checkpoint holds: save it, load it on any number of ranks. archive.py knows the folders around it.
+"""The checkpoint format: saves a checkpoint, and loads it on any number of ranks. run_folder/archive.py manages
+folders.
 
-step-N/rank-R.safetensors (this rank's shares of float32 weights and moments, no gathering), state.json, and last of all
-manifest.json with sizes and hashes. The folder has its final name only when it is whole.
+step-N/ holds rank-R.safetensors (this rank's shares of float32 weights and moments, no gathering), state.json, and,
+written last, manifest.json with sizes and hashes. The folder gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -35,30 +36,30 @@ from ulysses_cli.run_folder.manifest import MANIFEST, STATE, load_state, name_sh
 from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.optimizer.shards import Shard, list_shards
 from ulysses_cli.train.optimizer.states import KINDS, Flat, list_flats, set_step_count, walk_chunks
-from ulysses_cli.train.optimizer.swap_files import is_file, write_weight
+from ulysses_cli.train.optimizer.swap_files import is_on_disk, write_weight
 from ulysses_cli.train.telemetry.run_file import mask_facts
-from ulysses_cli.train.tensor_file import Later, get_tensor, write_tensors
+from ulysses_cli.train.tensor_file import LazyTensor, get_tensor, write_tensors
 
-Entries = dict[str, dict[str, Any]]  # file name -> bytes and sha256
+Entries = dict[str, dict[str, Any]]  # by file name: bytes and sha256
 
 
 @dataclass(frozen=True, eq=False)
 class CheckpointContext:
-    """Whose state it is: the engine's module and optimizer on this rank, and how to wait for the others."""
+    """The engine's module and optimizer on this rank, and the collectives of a save."""
 
     module: nn.Module
     optimizer: Any
     rank: int
     world_size: int
     wait: Callable[[], None]  # a barrier of all ranks
-    tell_all: Callable[[Any], list[Any]]  # everyone's plain value
+    gather: Callable[[Any], list[Any]]  # every rank's plain value; collective over all ranks
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank writes. `tensors` are views of the engine, or copies of them on the host, or come later."""
+    """What one rank writes. `tensors` are views of the engine's, copies of them on the host, or made when written."""
 
-    tensors: list[tuple[str, Tensor | Later]]
+    tensors: list[tuple[str, Tensor | LazyTensor]]
     facts: dict[str, str]
 
 
@@ -69,60 +70,60 @@ def take_share(context: CheckpointContext) -> Share:
 
 
 def open_folder(context: CheckpointContext, run_dir: Path, step: int) -> Path:
-    """Collective over all ranks -> the folder to write in, beside the place where it will be."""
-    beside = get_folder(run_dir) / f"step-{step}{WRITING}"
+    """Collective over all ranks. Returns the folder to write in, which is renamed to its final name later."""
+    folder = get_folder(run_dir) / f"step-{step}{WRITING}"
     problem = ""
     if context.rank == 0:
         try:
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
         except OSError as error:
-            problem = f"{error.strerror or error} ({beside})"
-    problem = context.tell_all(problem)[0]
+            problem = f"{error.strerror or error} ({folder})"
+    problem = context.gather(problem)[0]
     if problem:
         raise CheckpointError(f"checkpoint step-{step} was not written: {problem}")
-    return beside
+    return folder
 
 
-def write_share(beside: Path, rank: int, share: Share) -> Entries:
-    file = beside / name_share(rank)
+def write_share(folder: Path, rank: int, share: Share) -> Entries:
+    file = folder / name_share(rank)
     digest = write_tensors(file, share.tensors, share.facts)
     return {file.name: {"bytes": file.stat().st_size, "sha256": digest}}
 
 
-def finish_folder(beside: Path, state: Mapping[str, Any], entries: Entries) -> Path:
-    """On one rank, when all have written: the manifest last, then the name."""
+def finish_folder(folder: Path, state: Mapping[str, Any], entries: Entries) -> Path:
+    """Runs on one rank when all have written: writes the manifest last, then renames the folder."""
     text = json.dumps(mask_facts(dict(state)), indent=1, default=str)
-    _write_text(beside / STATE, text)
+    _write_text(folder / STATE, text)
     files = entries | {STATE: {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
-    _write_text(beside / MANIFEST, json.dumps({"format": 1, "files": files}, indent=1))
-    sync(beside)
-    final = beside.with_name(beside.name.removesuffix(WRITING))
-    put_in_place(beside, final)
+    _write_text(folder / MANIFEST, json.dumps({"format": 1, "files": files}, indent=1))
+    sync(folder)
+    final = folder.with_name(folder.name.removesuffix(WRITING))
+    put_in_place(folder, final)
     return final
 
 
 def save_checkpoint(context: CheckpointContext, run_dir: Path, step: int, state: Mapping[str, Any]) -> Path:
-    """Collective over all ranks. Each writes its own file; rank 0 the rest. A failure on one is a failure on all."""
-    beside = open_folder(context, run_dir, step)
-    problem, entry = "", {}
+    """Collective over all ranks. Each writes its own file; rank 0 the rest. A failure on one rank fails on all."""
+    folder = open_folder(context, run_dir, step)
+    problem, entries = "", {}
     try:
-        entry = write_share(beside, context.rank, take_share(context))
+        entries = write_share(folder, context.rank, take_share(context))
     except OSError as error:
-        problem = f"rank {context.rank}: {error.strerror or error} ({beside})"
-    told = context.tell_all((problem, entry))
-    problem = next((found for found, _ in told if found), "")
+        problem = f"rank {context.rank}: {error.strerror or error} ({folder})"
+    results = context.gather((problem, entries))
+    problem = next((rank_problem for rank_problem, _ in results if rank_problem), "")
     if not problem and context.rank == 0:
         try:
-            finish_folder(beside, state, {name: one for _, entries in told for name, one in entries.items()})
+            finish_folder(folder, state, {name: entry for _, part in results for name, entry in part.items()})
         except OSError as error:
-            problem = f"{error.strerror or error} ({beside})"
-    problem = context.tell_all(problem)[0]
+            problem = f"{error.strerror or error} ({folder})"
+    problem = context.gather(problem)[0]
     if problem:
         if context.rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         raise CheckpointError(f"checkpoint step-{step} was not written: {problem}")
-    return beside.with_name(f"step-{step}")
+    return folder.with_name(f"step-{step}")
 
 
 def _write_text(file: Path, text: str) -> None:
@@ -132,7 +133,7 @@ def _write_text(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def _walk_tensors(context: CheckpointContext, shards: list[Shard]) -> Iterator[tuple[str, Tensor | Later]]:
+def _walk_tensors(context: CheckpointContext, shards: list[Shard]) -> Iterator[tuple[str, Tensor | LazyTensor]]:
     flats = list_flats(context.optimizer)
     for shard in shards:
         for kind in KINDS:
@@ -154,7 +155,7 @@ _PIECES = TypeAdapter(list[tuple[str, list[Count], Count, Count]])  # name, shap
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where elements [start, start + numel) of a parameter lie."""
+    """The file that holds elements [start, start + numel) of a parameter."""
 
     file: Path
     start: int
@@ -169,7 +170,7 @@ def index_sources(path: Path) -> tuple[dict[str, list[TensorSource]], dict[str, 
         try:
             pieces = _PIECES.validate_json(read_metadata(file)["shards"])
         except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{file} does not say what it holds of which parameter: {error}") from None
+            raise CheckpointError(f"{file} has no valid list of the parameters it holds: {error}") from None
         for name, shape, start, numel in pieces:
             sources.setdefault(name, []).append(TensorSource(file, start, numel))
             shapes[name] = tuple(shape)
@@ -177,7 +178,7 @@ def index_sources(path: Path) -> tuple[dict[str, list[TensorSource]], dict[str, 
 
 
 def read_range(sources: list[TensorSource], key: str, start: int, numel: int) -> Tensor:
-    """Elements [start, start + numel) of a flattened parameter, from whichever files hold them."""
+    """Reads elements [start, start + numel) of a flattened parameter from the files that hold them."""
     out = torch.empty(numel)
     filled = 0
     for source in sources:
@@ -195,7 +196,7 @@ def read_range(sources: list[TensorSource], key: str, start: int, numel: int) ->
 
 
 def load_checkpoint(context: CheckpointContext, path: Path) -> dict[str, Any]:
-    """Collective over all ranks -> the saved state. Any layout, stage or offload may have written it."""
+    """Collective over all ranks. Returns the saved state. A run of any layout, stage or offload may have written it."""
     sources, shapes = index_sources(path)
     shards = list_shards(context.module, context.optimizer, context.rank)
     for shard in shards:
@@ -213,7 +214,8 @@ def load_checkpoint(context: CheckpointContext, path: Path) -> dict[str, Any]:
 
 
 def _fill(flat: Flat, shards: list[Shard], sources: dict[str, list[TensorSource]]) -> None:
-    """In parts: what makes codes of them or puts them on a disk wants neighbours together, and not all at once."""
+    """Writes in chunks: quantization needs whole blocks, a disk whole ranges, and memory has no room for all at
+    once."""
     for start, numel in walk_chunks(flat):
         for kind in KINDS:
             values = torch.zeros(numel)
@@ -221,13 +223,13 @@ def _fill(flat: Flat, shards: list[Shard], sources: dict[str, list[TensorSource]
                 low, high = max(start, shard.offset), min(start + numel, shard.offset + shard.numel)
                 if low < high:
                     begin = shard.start + low - shard.offset
-                    found = read_range(sources[shard.name], f"{shard.name}|{kind}", begin, high - low)
-                    values[low - start : high - start] = found
+                    part = read_range(sources[shard.name], f"{shard.name}|{kind}", begin, high - low)
+                    values[low - start : high - start] = part
             flat.write(kind, start, values)
 
 
 def _refresh_weights(context: CheckpointContext, sources: dict[str, list[TensorSource]]) -> None:
-    """The weights that layers compute with follow the float32 ones."""
+    """Copies the float32 weights into those that layers compute with."""
     flats = list_flats(context.optimizer)
     shards = {shard.name: shard for shard in list_shards(context.module, context.optimizer, context.rank)}
     for name, parameter in context.module.named_parameters():
@@ -237,7 +239,7 @@ def _refresh_weights(context: CheckpointContext, sources: dict[str, list[TensorS
             if name in shards:
                 shard = shards[name]
                 values = get_tensor(flats[shard.flat].read("master", shard.offset, shard.numel))
-                if is_file(parameter):
+                if is_on_disk(parameter):
                     write_weight(parameter, values)
                 else:
                     parameter.ds_tensor.data.view(-1).narrow(0, 0, shard.numel).copy_(values)
@@ -245,7 +247,7 @@ def _refresh_weights(context: CheckpointContext, sources: dict[str, list[TensorS
             whole = read_range(sources[name], f"{name}|master", 0, parameter.numel())
             parameter.data.copy_(whole.view(parameter.shape))
     small = getattr(context.optimizer, "persistent_parameters", [])
-    if small:  # kept whole on every rank: let go and fetched anew
+    if small:  # whole on every rank: released and gathered again
         small[0].partition(small)
         small[0].all_gather(small)
     if hasattr(context.optimizer, "invalidate_secondary_tensor"):

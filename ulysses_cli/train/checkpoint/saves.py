@@ -1,4 +1,4 @@
-"""When a run writes and reads checkpoints, and what of the run goes into them. The format is checkpoint.py's."""
+"""Decides when a run writes and reads checkpoints, and what state goes into them. format.py holds the format."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from ulysses_cli.train.hooks.bad_steps import BadSteps
 from ulysses_cli.train.telemetry.record import Record
 from ulysses_cli.train.train_state import StepResult, TrainState
 
-STATE_BYTES = 12  # of a trained parameter: its float32 value and two moments
+STATE_BYTES = 12  # per trained parameter: its float32 value and two moments
 HEADER_SHARE = 1.01
 SAVING = "saving"  # a phase
 
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """How a run saves. `keep`: None for all. `goes_on`: a save that fails is a warning, but the last one."""
+    """How a run saves. `total_limit`: checkpoints to keep; None keeps all. `continue_on_error`: a failed save is only a
+    warning, except the last one."""
 
-    keep: int | None = None
+    total_limit: int | None = None
     is_async: bool = False
-    goes_on: bool = False
+    continue_on_error: bool = False
 
 
 class Saves:
@@ -62,40 +63,40 @@ class Saves:
         self.copies = HostCopies()
 
     def save(self, state: TrainState) -> None:
-        """A hook. Collective over all ranks. One that failed before does not hinder the next."""
+        """A post-step hook. Collective over all ranks. A failed earlier save does not prevent this one."""
         state.phase = SAVING
-        for part in (self.settle, partial(self._begin if self.policy.is_async else self._save, state)):
+        for part in (self.wait_for_pending, partial(self._start if self.policy.is_async else self._save, state)):
             try:
                 part()
             except CheckpointError as error:
-                if not self.policy.goes_on:
+                if not self.policy.continue_on_error:
                     raise
-                self.record.warn(f"{error}; the run goes on (run.on_save_error: continue)")
+                self.record.warn(f"{error}; the run continues (run.on_save_error: continue)")
 
     def save_last(self, state: TrainState) -> None:
         """Collective over all ranks. When it returns, the present step is on disk."""
         state.phase = SAVING
         try:
-            self.settle()
+            self.wait_for_pending()
         except CheckpointError as error:
             self.record.warn(str(error))
         self._save(state)
 
-    def look(self, state: TrainState, _: StepResult) -> None:
-        """A hook of each step while saves are in the background: on this rank, without a collective."""
+    def check_pending(self, state: TrainState, _: StepResult) -> None:
+        """A post-step hook while saves are in the background: on this rank, without a collective."""
         pending = self.pending
-        if pending is not None and pending.is_done and pending.problem and not self.policy.goes_on:
+        if pending is not None and pending.is_done and pending.problem and not self.policy.continue_on_error:
             raise CheckpointError(f"checkpoint step-{pending.step} was not written: {pending.problem}")
 
-    def settle(self) -> None:
-        """Collective over all ranks: a save on its way is durable, or an error, when this returns."""
+    def wait_for_pending(self) -> None:
+        """Collective over all ranks. When it returns, a save in progress is durable; raises if the save failed."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
         if problem := pending.wait():
             raise CheckpointError(f"checkpoint step-{pending.step} was not written: {problem}")
         self.last_step = pending.step
-        self.record.tell(event="saved", path=str(self.get_last_path()), seconds=pending.seconds)
+        self.record.emit(event="saved", path=str(self.get_last_path()), seconds=pending.seconds)
 
     def _save(self, state: TrainState) -> None:
         if self.last_step == state.step:
@@ -103,16 +104,16 @@ class Saves:
         started = time.perf_counter()
         path = save_checkpoint(self.context, self.record.run_dir, state.step, self.read_state(state))
         if self.context.rank == 0:
-            prune_checkpoints(self.record.run_dir, self.policy.keep)
+            prune_checkpoints(self.record.run_dir, self.policy.total_limit)
         self.last_step = state.step
-        self.record.tell(event="saved", path=str(path), seconds=time.perf_counter() - started)
+        self.record.emit(event="saved", path=str(path), seconds=time.perf_counter() - started)
 
-    def _begin(self, state: TrainState) -> None:
-        beside = open_folder(self.context, self.record.run_dir, state.step)
+    def _start(self, state: TrainState) -> None:
+        folder = open_folder(self.context, self.record.run_dir, state.step)
         share = self.copies.copy(take_share(self.context))
         self.pending = BackgroundSave(
-            self.context, beside, state.step, share, self.read_state(state),
-            lambda: prune_checkpoints(self.record.run_dir, self.policy.keep),
+            self.context, folder, state.step, share, self.read_state(state),
+            lambda: prune_checkpoints(self.record.run_dir, self.policy.total_limit),
         )  # fmt: skip
 
     def read_state(self, state: TrainState) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class Saves:
         """Collective over all ranks."""
         path = resume_point.path
         if path is None:
-            raise AssertionError("a run that starts anew has nothing to resume from")
+            raise AssertionError("a fresh run has nothing to resume from")
         saved = load_checkpoint(self.context, path)
         if self.context.rank == 0:
             set_aside(self.record.run_dir, path, self.record.warn)
@@ -140,7 +141,7 @@ class Saves:
         state.last_eval_step = resume_point.last_eval_step
         if resume_point.is_own:
             self.last_step = state.step
-        self.record.say(f"resumed from {path} after step {state.step}")
+        self.record.report(f"resumed from {path} after step {state.step}")
 
     def get_path(self, step: int) -> Path:
         return get_folder(self.record.run_dir) / f"step-{step}"
@@ -149,23 +150,29 @@ class Saves:
         return self.get_path(self.last_step or 0)
 
 
-def compute_needed_bytes(num_trained: int, model_bytes: int, keep: int | None, num_saves: int, num_there: int) -> int:
-    """What a run will still put on disk at its fullest: one checkpoint more than it keeps, or the model beside them."""
-    one = int(STATE_BYTES * num_trained * HEADER_SHARE)
-    kept = num_saves if keep is None else min(keep, num_saves)
-    while_saving = min(kept + 1, num_saves) if keep is not None else num_saves
-    return max(max(1, while_saving - num_there) * one, max(0, kept - num_there) * one + model_bytes)
+def compute_needed_bytes(
+    num_trained: int, model_bytes: int, total_limit: int | None, num_saves: int, num_existing: int
+) -> int:
+    """The most that a run will still write to disk: one checkpoint more than it keeps, or the kept ones and the
+    model."""
+    checkpoint_bytes = int(STATE_BYTES * num_trained * HEADER_SHARE)
+    num_kept = num_saves if total_limit is None else min(total_limit, num_saves)
+    num_while_saving = min(num_kept + 1, num_saves) if total_limit is not None else num_saves
+    return max(
+        max(1, num_while_saving - num_existing) * checkpoint_bytes,
+        max(0, num_kept - num_existing) * checkpoint_bytes + model_bytes,
+    )
 
 
-def find_shortage(run_dir: Path, num_trained: int, model_bytes: int, keep: int | None, num_saves: int) -> str:
-    """'' when there is room for what will be saved."""
+def find_shortage(run_dir: Path, num_trained: int, model_bytes: int, total_limit: int | None, num_saves: int) -> str:
+    """'' when the disk has room for what will be saved; else what is wrong and what to do."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    needed = compute_needed_bytes(num_trained, model_bytes, keep, num_saves, len(list_checkpoints(run_dir)))
+    needed = compute_needed_bytes(num_trained, model_bytes, total_limit, num_saves, len(list_checkpoints(run_dir)))
     free = shutil.disk_usage(run_dir).free
     if needed <= free:
         return ""
-    one = STATE_BYTES * num_trained / GIB
+    size = STATE_BYTES * num_trained / GIB
     return (
-        f"{run_dir} has {free / GIB:.2f} GiB free, checkpoints of {one:.2f} GiB each and the model will take "
+        f"{run_dir} has {free / GIB:.2f} GiB free, checkpoints of {size:.2f} GiB each and the model will take "
         f"{needed / GIB:.2f} GiB: make room, choose another run.output_dir, or lower run.save_total_limit"
     )

@@ -1,1 +1,1 @@
-"""A checkpoint -> a Hugging Face model folder."""
+"""Exports a checkpoint as a Hugging Face model folder."""

@@ -1,5 +1,5 @@
-"""`python -m ulysses_cli.train.export`: a checkpoint -> a model folder, in a process of its own and without the run's
-ranks. Tells the command that started it what happens as JSON lines through a pipe.
+"""`python -m ulysses_cli.train.export`: exports a checkpoint as a model folder, in one process, without the run's
+ranks. Reports progress to the command that started it, as JSON lines through a pipe.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ulysses_cli.run_folder.manifest import load_state
 from ulysses_cli.train.export.job import ExportError, ExportJob
 
 
-def _give_way(to: Path) -> None:
+def _refuse(to: Path) -> None:
     raise CheckpointError(f"another process writes {to} right now: wait for it, or name another folder")
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ulysses_cli.train.export")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--to", required=True, type=Path)
@@ -33,27 +33,27 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--merge-lora", action="store_true")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--events", required=True, type=int, help="a pipe for JSON lines")
-    options = parser.parse_args(words)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is half made goes on the way out
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unfinished files are removed on exit
     with os.fdopen(options.events, "w", encoding="utf-8") as events:
 
-        def tell(**event: Any) -> None:
+        def emit(**event: Any) -> None:
             events.write(json.dumps(event) + "\n")
             events.flush()
 
         try:
-            tell(phase="checking the checkpoint")
-            checkpoint = choose_checkpoint(options.checkpoint, lambda phase: tell(phase=phase))
+            emit(phase="checking the checkpoint")
+            checkpoint = choose_checkpoint(options.checkpoint, lambda phase: emit(phase=phase))
             job = ExportJob(
                 checkpoint, load_state(checkpoint), options.dtype, options.merge_lora,
                 trusts_code=options.trust_remote_code,
             )  # fmt: skip
             options.to.parent.mkdir(parents=True, exist_ok=True)
-            with lock(options.to.with_name(f".{options.to.name}.lock"), lambda: _give_way(options.to)):
-                tell(result=job.run(options.to, lambda phase: tell(phase=phase)))
+            with lock(options.to.with_name(f".{options.to.name}.lock"), lambda: _refuse(options.to)):
+                emit(result=job.run(options.to, lambda phase: emit(phase=phase)))
         except (CheckpointError, ExportError, OSError) as error:
-            said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else error
-            tell(problem=mask_text(str(said), collect_secrets({}, os.environ)))
+            problem = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.strerror else error
+            emit(problem=mask_text(str(problem), collect_secrets({}, os.environ)))
             return USAGE if isinstance(error, ExportError) else FAILED
     return 0
 

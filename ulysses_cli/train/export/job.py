@@ -1,4 +1,4 @@
-"""A checkpoint exported without its run: config, tokenizer and adapters come from the recipe that lies in it."""
+"""Exports a checkpoint without its run: config, tokenizer and adapters come from the recipe in the checkpoint."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from ulysses_cli.train.telemetry.run_file import make_card
 
 
 class ExportError(ValueError):
-    """What was asked for cannot be had: the user changes the command."""
+    """The command's arguments do not fit the checkpoint: the user must change them."""
 
 
 class ExportJob:
-    """`trusts_code`: whether code that comes with the model may run here. What the run allowed on its machines does not
-    count: a checkpoint is data, and may be anyone's."""
+    """`trusts_code`: whether code that comes with the model may run here. The run's own setting does not count: a
+    checkpoint is data, and may come from anyone."""
 
     def __init__(
         self, checkpoint: Path, state: Mapping[str, Any], dtype: str | None, is_merged: bool, *, trusts_code: bool
     ) -> None:
         self.checkpoint, self.dumped, self.is_merged = checkpoint, state["recipe"], is_merged
         self.step = int(state["step"])
-        wants_code = self.dumped["model"].get("trust_remote_code", False)
+        needs_code = self.dumped["model"].get("trust_remote_code", False)
         dumped = {**self.dumped, "model": {**self.dumped["model"], "trust_remote_code": trusts_code}}
         try:
             self.recipe = parse_recipe(yaml.safe_dump(dumped), "the checkpoint's recipe").recipe
@@ -43,7 +43,7 @@ class ExportJob:
             self.num_own_tokens = self.config.vocab_size
             self.tokenizer = _load_tokenizer(self.recipe, state)
         except (RecipeError, BuildError) as error:
-            hint = "; its code may run here with --trust-remote-code" if wants_code and not trusts_code else ""
+            hint = "; its code may run here with --trust-remote-code" if needs_code and not trusts_code else ""
             raise ExportError(f"{checkpoint}: {error}{hint}") from error
         self.dtype = getattr(torch, dtype or self.recipe.model.dtype)
         shape = read_shape(self.recipe, self.config, self.tokenizer)
@@ -56,8 +56,8 @@ class ExportJob:
         if is_merged and self.recipe.model.name_or_path is None:
             raise ExportError("--merge-lora: the base model was random and is not on disk; export the adapters alone")
 
-    def run(self, to: Path, tell: Callable[[str], None]) -> dict[str, str]:
-        """-> what was done, in words."""
+    def run(self, to: Path, report: Callable[[str], None]) -> dict[str, str]:
+        """Returns the folder and what was checked."""
         if to.exists():
             raise ExportError(f"{to} is there already: name a folder that is not")
         from transformers import AutoModelForCausalLM
@@ -70,15 +70,15 @@ class ExportJob:
                 adapter_config = add_adapters(AutoModelForCausalLM.from_config(self.config), adapter_config)
 
         def check(folder: Path) -> None:
-            tell("checking")
+            report("checking")
             if merging is not None:
                 checked.append(merging.check(folder, self.config))
             elif adapter_config is not None:
                 checked.append(check_adapter(self.checkpoint, folder, self.dtype))
             else:
-                checked.append(check_model(self.checkpoint, folder, self.config, self.dtype, tell))
+                checked.append(check_model(self.checkpoint, folder, self.config, self.dtype, report))
 
-        tell("merging" if merging is not None else "writing")
+        report("merging" if merging is not None else "writing")
         export_model(
             self.checkpoint, to, config=self.config, tokenizer=self.tokenizer, adapter_config=adapter_config,
             dtype=self.dtype, card=self.card, step=self.step, check=check,
@@ -99,7 +99,7 @@ class ExportJob:
 
 
 def _load_tokenizer(recipe: Any, state: Mapping[str, Any]) -> Any:
-    """With the template that the run used: its file may have changed, or be gone."""
+    """Loads the tokenizer with the template that the run used: the template's file may have changed or be gone."""
     if "chat_template" not in state:
         return load_tokenizer(recipe.model, recipe.data)
     tokenizer = load_tokenizer(recipe.model, recipe.data.model_copy(update={"chat_template": None}))

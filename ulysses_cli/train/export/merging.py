@@ -1,6 +1,6 @@
-"""Adapters added to their base model, one tensor of the base's files after another: host memory holds one shard.
+"""Merges adapters into their base model, one tensor of the base's files after another: host memory holds one shard.
 
-What an adapter adds is peft's arithmetic, in float32, and cut as transformers cuts the weight that it is added to.
+peft computes each adapter's delta in float32; transformers splits it as it splits the weight that it is added to.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ulysses_cli.plan.files.weight_files import find_weight_problem, list_weight
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.assembly.loading import grow_embeddings, grow_rows
 from ulysses_cli.train.checkpoint.format import index_sources
-from ulysses_cli.train.export.check import MEMORY_SHARE, PROBE_TOKENS
+from ulysses_cli.train.export.check import MEMORY_SHARE, PROBE_TOKENS, check_loading
 from ulysses_cli.train.export.weights import PREFIX, ShardWriter, read_parameter
 from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.processes.host_memory import count_free_bytes
 
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
-TEXT_PART = "language_model."  # what models of several kinds of input call the part that reads text
+TEXT_PART = "language_model."  # the name of the text model inside multimodal models
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}  # of a probe's logits, by rounding alone
 
 
 def find_base_files(name: str, revision: str | None) -> list[Path]:
-    """The base model's weight files, in a folder or in the hub's cache; fetched when they are in neither."""
+    """The base model's weight files, in a folder or in the hub's cache; downloaded when they are in neither."""
     folder = Path(os.path.expanduser(name))
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -42,13 +42,13 @@ def find_base_files(name: str, revision: str | None) -> list[Path]:
         raise ValueError(problem)
     files = list_weight_files(folder)
     if not files:
-        raise ValueError(f"{folder} holds no safetensors, which alone are read piece by piece")
+        raise ValueError(f"{folder} holds no safetensors files; only those can be read one tensor at a time")
     return files
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """peft's module of one adapter, its name in the checkpoint, the parameter it changes, and that one's names in
+    """peft's module of one adapter, its name in the checkpoint, the parameter it changes, and the parameter's names in
     files."""
 
     module: Any
@@ -58,8 +58,8 @@ class Adapter:
 
 
 class Merging:
-    """`adapter_config`: peft's own. `trained_dtype`: of the base's weights while the adapters were trained.
-    `num_own_tokens`: rows of the base's embedding in its files, where the run has added some."""
+    """Merges one checkpoint's adapters. `adapter_config`: peft's own. `trained_dtype`: dtype of the base's weights
+    during training. `num_own_tokens`: rows of the base's embedding in its files, where the run has added some."""
 
     def __init__(
         self,
@@ -75,84 +75,84 @@ class Merging:
         self.sources, self.shapes = index_sources(checkpoint)
 
     def write(self, to: Path, skeleton: Any) -> list[str]:
-        """-> the names written: those of the model without weights, as transformers writes them."""
+        """Writes the merged weights. Returns the names written: those that transformers writes for this model.
+        `skeleton`: the model on the meta device."""
         wanted = _name_in_files(skeleton, dict(skeleton.state_dict()))
         if skeleton.config.tie_word_embeddings:
             wanted.pop("lm_head.weight", None)
         adapters = self._find_adapters(skeleton)
-        place = {name: at for at, adapter in enumerate(adapters) for name in adapter.names}
-        if odd := sorted(place.keys() - wanted.keys()):
-            raise CheckpointError(f"the adapters of {odd[0]} have no weight of their own in the base model's files")
+        adapter_of = {name: index for index, adapter in enumerate(adapters) for name in adapter.names}
+        if missing := sorted(adapter_of.keys() - wanted.keys()):
+            raise CheckpointError(f"the adapters of {missing[0]} have no weight of their own in the base model's files")
         tables = _name_in_files(skeleton, _find_tables(skeleton))
         writer = ShardWriter(to, "model", self.dtype)
         for file in self.files:
             with safe_open(file, "pt") as opened:
-                found = [(ours, name) for name in opened.keys() if (ours := _match(name, wanted))]  # noqa: SIM118
-                found.sort(key=lambda pair: (place.get(pair[0], -1), pair[0]))  # an adapter's tensors come together
-                at, deltas = -1, {}
-                for ours, name in found:
+                names = [(target, name) for name in opened.keys() if (target := _match(name, wanted))]  # noqa: SIM118
+                names.sort(key=lambda pair: (adapter_of.get(pair[0], -1), pair[0]))  # groups an adapter's tensors
+                current, deltas = -1, {}
+                for target, name in names:
                     tensor = opened.get_tensor(name)
                     if not is_finite(tensor):
                         raise CheckpointError(f"{file} holds {WORDS} in {name}")
-                    if ours in tables and len(tensor) == self.num_own_tokens:
-                        tensor = grow_rows(tensor.to(self.trained_dtype), len(wanted[ours]))
-                    if tensor.shape != wanted[ours].shape:
-                        shapes = f"{tuple(tensor.shape)}, the model has it as {tuple(wanted[ours].shape)}"
+                    if target in tables and len(tensor) == self.num_own_tokens:
+                        tensor = grow_rows(tensor.to(self.trained_dtype), len(wanted[target]))
+                    if tensor.shape != wanted[target].shape:
+                        shapes = f"{tuple(tensor.shape)}, the model has it as {tuple(wanted[target].shape)}"
                         raise CheckpointError(f"{file} holds {name} as {shapes}")
-                    if ours in place:
-                        if place[ours] != at:
-                            at = place[ours]
-                            deltas = self._compute_deltas(skeleton, adapters[at])
-                        tensor = tensor.to(self.trained_dtype).float() + deltas[ours]
-                    writer.add(ours, tensor)
+                    if target in adapter_of:
+                        if adapter_of[target] != current:
+                            current = adapter_of[target]
+                            deltas = self._compute_deltas(skeleton, adapters[current])
+                        tensor = tensor.to(self.trained_dtype).float() + deltas[target]
+                    writer.add(target, tensor)
         written = writer.finish()
         if missing := sorted(wanted.keys() - set(written)):
             raise CheckpointError(f"the base model's files lack {', '.join(missing[:3])}")
         return written
 
     def _find_adapters(self, skeleton: Any) -> list[Adapter]:
-        """In the order of the model's layers."""
+        """The adapters in the order of the model's layers."""
         adapted = copy.deepcopy(skeleton)
         add_adapters(adapted, self.adapter_config)
-        found, held = [], dict(skeleton.named_parameters())
+        adapters, parameters = [], dict(skeleton.named_parameters())
         for name, module in adapted.named_modules():
             if "default" in getattr(module, "lora_A", {}):
-                part = getattr(
-                    module, "parameter_name", "weight"
-                )  # of an expert's adapter: the parameter that it is of
+                part = getattr(module, "parameter_name", "weight")  # an expert's adapter names its parameter
                 parameter = f"{name.replace('.base_layer', '')}.{part}"
-                found.append(Adapter(module, PREFIX + name, parameter, tuple(
-                    _name_in_files(skeleton, {parameter: held[parameter]}))))  # fmt: skip
-        ours = {adapter.layer + end for adapter in found for end in (A, B)}
-        if odd := sorted(ours ^ self.sources.keys()):
-            raise CheckpointError(f"the adapters do not fit the base model: {', '.join(odd[:3])}")
-        return found
+                file_names = tuple(_name_in_files(skeleton, {parameter: parameters[parameter]}))
+                adapters.append(Adapter(module, PREFIX + name, parameter, file_names))
+        expected = {adapter.layer + end for adapter in adapters for end in (A, B)}
+        if unmatched := sorted(expected ^ self.sources.keys()):
+            raise CheckpointError(f"the adapters do not fit the base model: {', '.join(unmatched[:3])}")
+        return adapters
 
     def _compute_deltas(self, skeleton: Any, adapter: Adapter) -> dict[str, Tensor]:
-        """What one adapter adds, by the name in the files."""
-        module, kept = adapter.module, []
+        """What one adapter adds to the base, by name in the files."""
+        module, originals = adapter.module, []
         for part, end in ((module.lora_A, A), (module.lora_B, B)):
-            kept.append((part["default"], part["default"].weight))
+            originals.append((part["default"], part["default"].weight))
             value = read_parameter(adapter.layer + end, self.sources, self.shapes)
             part["default"].weight = torch.nn.Parameter(value, requires_grad=False)
-        module.get_param = lambda: torch.empty(0)  # whose device and precision peft gives to an expert's
+        module.get_param = lambda: torch.empty(0)  # peft reads the device and dtype of an expert's delta from it
         delta = module.get_delta_weight("default")
-        for linear, weight in kept:
+        for linear, weight in originals:
             linear.weight = weight
         return _name_in_files(skeleton, {adapter.parameter: delta})
 
     def check(self, folder: Path, config: Any) -> str:
-        """The merged folder as anyone loads it, beside base and adapters as they were trained: one after the other."""
+        """Compares the merged folder, loaded as a user would, with base and adapters as they were trained. Loads one
+        after the other."""
         from transformers import AutoModelForCausalLM
 
         if sum(file.stat().st_size for file in self.files) > MEMORY_SHARE * count_free_bytes():
             return "not reloaded: host memory is too small for the model"
         options: dict[str, Any] = {"dtype": self.trained_dtype, "attn_implementation": "eager"}
         probe = torch.arange(PROBE_TOKENS)[None] % config.vocab_size
-        own = copy.deepcopy(config)
-        own.vocab_size = self.num_own_tokens or config.vocab_size
-        base = AutoModelForCausalLM.from_pretrained(self.files[0].parent, config=own, **options)
-        if own.vocab_size < config.vocab_size:
+        base_config = copy.deepcopy(config)
+        base_config.vocab_size = self.num_own_tokens or config.vocab_size
+        base = AutoModelForCausalLM.from_pretrained(self.files[0].parent, config=base_config, **options)
+        if base_config.vocab_size < config.vocab_size:
             grow_embeddings(base, config.vocab_size)
         add_adapters(base, self.adapter_config)
         trained = {PREFIX + name: value for name, value in base.named_parameters() if ".lora_" in name}
@@ -160,25 +160,23 @@ class Merging:
             raise CheckpointError(f"the adapters do not fit: {sorted(trained.keys() ^ self.sources.keys())[:3]}")
         for name, value in trained.items():
             value.data.copy_(read_parameter(name, self.sources, self.shapes))
-        right = _read_logits(base, probe)
+        expected = _compute_logits(base, probe)
         del base, trained
         options["dtype"] = self.dtype
-        merged, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-        spoilt = [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]
-        if spoilt:
-            raise CheckpointError(f"{folder} was not exported rightly: {', '.join(sorted(map(str, spoilt))[:3])}")
-        share = ((_read_logits(merged, probe) - right).norm() / right.norm()).item()
-        bar = max(TOLERANCES[self.dtype], TOLERANCES[self.trained_dtype])
-        if not share <= bar:
+        merged, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        check_loading(folder, loading_info)
+        error = ((_compute_logits(merged, probe) - expected).norm() / expected.norm()).item()
+        tolerance = max(TOLERANCES[self.dtype], TOLERANCES[self.trained_dtype])
+        if not error <= tolerance:
             raise CheckpointError(
-                f"{folder} was not exported rightly: logits differ by {share:.1e} from those with adapters, more than "
-                f"rounding explains ({bar:g})"
+                f"{folder} was not exported correctly: logits differ by {error:.1e} from those with adapters, more "
+                f"than rounding explains ({tolerance:g})"
             )
-        return f"logits of a probe differ from those with adapters by {share:.1e}, as {self.dtype} rounds"
+        return f"logits of a probe differ from those with adapters by {error:.1e}, as {self.dtype} rounds"
 
 
 def add_adapters(model: Any, adapter_config: Any) -> Any:
-    """-> peft's config with everything settled that the recipe's leaves open."""
+    """Adds adapters to the model. Returns peft's config with the values that peft has filled in."""
     from peft import get_peft_model
 
     adapted = get_peft_model(model, copy.deepcopy(adapter_config), autocast_adapter_dtype=False)
@@ -186,16 +184,16 @@ def add_adapters(model: Any, adapter_config: Any) -> Any:
 
 
 @torch.no_grad()
-def _read_logits(model: Any, probe: Tensor) -> Tensor:
+def _compute_logits(model: Any, probe: Tensor) -> Tensor:
     logits: Tensor = model.eval()(probe, use_cache=False).logits.float()
     return logits
 
 
-def _name_in_files(skeleton: Any, held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As transformers names and cuts this family's tensors in files. Without weights: shapes alone."""
+def _name_in_files(skeleton: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Renames and splits tensors as transformers does in this family's files. Tensors may be on the meta device."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    named: dict[str, Tensor] = revert_weight_conversion(skeleton, held)
+    named: dict[str, Tensor] = revert_weight_conversion(skeleton, tensors)
     return named
 
 
@@ -207,7 +205,8 @@ def _find_tables(skeleton: Any) -> dict[str, Tensor]:
 
 
 def _match(name: str, wanted: Collection[str]) -> str:
-    """A model of several kinds of input holds the part that reads text below a name of its own; others are left out."""
+    """The wanted name of a tensor, or ''. A multimodal model's files hold the text model under a prefix; tensors of its
+    other parts are left out."""
     if name in wanted:
         return name
     before, mark, rest = name.partition(TEXT_PART)

@@ -1,6 +1,6 @@
-"""Checkpoint -> a Hugging Face folder, layer by layer: host memory holds one shard of the result.
+"""Exports a checkpoint as a Hugging Face folder, layer by layer: host memory holds one shard of the result.
 
-Works from the files alone, on one process, whatever number of ranks wrote them.
+Works from the files alone, in one process. Any number of ranks may have written them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ulysses_cli.train.telemetry.run_file import TOOL
 from ulysses_cli.train.tensor_file import write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
-BASE_CONFIG = "base_config"  # beside adapters: the base as it was trained, with its stretch of positions
+BASE_CONFIG = "base_config"  # next to adapters: the base's config as trained, with its rope scaling
 PREFIX = "model."  # the engine wraps the model under this name
 LAYER = re.compile(r"(.*?\.layers\.\d+\.)")
 
 
 class ShardWriter:
-    """Tensors -> STEM.safetensors, or numbered shards with an index. Holds one shard at a time."""
+    """Writes tensors to STEM.safetensors, or to numbered shards with an index. Holds one shard at a time."""
 
     def __init__(self, to: Path, stem: str, dtype: torch.dtype) -> None:
         self.to, self.stem, self.dtype = to, stem, dtype
@@ -52,11 +52,11 @@ class ShardWriter:
         self.total_bytes += num_bytes
 
     def finish(self) -> list[str]:
-        """-> the names written."""
+        """Writes the last shard and the index. Returns the names written."""
         self._flush()
         index: dict[str, str] = {}
-        for at, (part, names) in enumerate(self.files, 1):
-            number = "" if len(self.files) == 1 else f"-{at:05d}-of-{len(self.files):05d}"
+        for position, (part, names) in enumerate(self.files, 1):
+            number = "" if len(self.files) == 1 else f"-{position:05d}-of-{len(self.files):05d}"
             part.rename(self.to / f"{self.stem}{number}.safetensors")
             index |= dict.fromkeys(names, f"{self.stem}{number}.safetensors")
         if len(self.files) > 1:
@@ -73,19 +73,19 @@ class ShardWriter:
 
 
 def convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers stay numbers: float16 ends at 65504."""
-    written = tensor.to(dtype)
-    if not is_finite(written):
+    """Converts a tensor; a value that is not finite afterwards is an error (float16 ends at 65504)."""
+    converted = tensor.to(dtype)
+    if not is_finite(converted):
         reason = f" as {dtype}: its largest value is {tensor.abs().max():g}" if is_finite(tensor) else ""
         raise CheckpointError(f"{name} holds {WORDS}{reason}")
-    return written
+    return converted
 
 
 def export_weights(
     checkpoint: Path, to: Path, dtype: torch.dtype, left_out: frozenset[str], is_adapter: bool, skeleton: Any = None
 ) -> list[str]:
-    """Every trained tensor -> model*.safetensors, or adapter_model.safetensors -> the names written. `skeleton` is the
-    model without weights: transformers reads from it how this family's tensors are named and cut in files."""
+    """Writes every trained tensor to model*.safetensors or adapter_model.safetensors. Returns the names written.
+    `skeleton` is the model on the meta device: it tells transformers how this family's files name and split tensors."""
     sources, shapes = index_sources(checkpoint)
     names = sorted(name for name in sources if rename(name, is_adapter) not in left_out)
     if not names:
@@ -98,11 +98,11 @@ def export_weights(
 
 
 def _group_by_layer(names: Sequence[str]) -> list[list[str]]:
-    """A file's tensor may be made of several parameters of one layer, and of no other."""
+    """A tensor in a file may be made of several parameters of one layer, but never of several layers."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        found = LAYER.match(name)
-        groups.setdefault(found[1] if found else name, []).append(name)
+        layer = LAYER.match(name)
+        groups.setdefault(layer[1] if layer else name, []).append(name)
     return list(groups.values())
 
 
@@ -114,13 +114,13 @@ def _read(
     is_adapter: bool,
     skeleton: Any,
 ) -> Iterator[tuple[str, Tensor]]:
-    held = {rename(name, is_adapter): convert(name, read_parameter(name, sources, shapes), dtype) for name in names}
+    tensors = {rename(name, is_adapter): convert(name, read_parameter(name, sources, shapes), dtype) for name in names}
     if skeleton is not None:
         from transformers.core_model_loading import revert_weight_conversion
 
-        held = revert_weight_conversion(skeleton, held)
-    for name in sorted(held):
-        yield name, held[name].contiguous()
+        tensors = revert_weight_conversion(skeleton, tensors)
+    for name in sorted(tensors):
+        yield name, tensors[name].contiguous()
 
 
 def read_parameter(
@@ -131,7 +131,7 @@ def read_parameter(
 
 
 def rename(name: str, is_adapter: bool) -> str:
-    """As the model calls it, or as peft expects it in a file."""
+    """The model's own name of a parameter, or the name that peft expects in a file."""
     name = name.removeprefix(PREFIX)
     return f"base_model.model.{name.replace('.default.', '.')}" if is_adapter else name
 
@@ -149,80 +149,81 @@ def export_model(
     check: Callable[[Path], object] = lambda _: None,
     merge: Callable[[Path, Any], object] | None = None,
 ) -> Path:
-    """The whole folder, under its final name only when it is whole and `check` has nothing to say against it. `merge`
-    writes the weights instead, into a folder, for the model without weights that it is given."""
+    """Writes the whole folder. It gets its final name only when it is complete and `check` has raised nothing. `merge`,
+    if given, writes the weights instead; it takes the folder and the model on the meta device."""
     from transformers import AutoModelForCausalLM
 
-    with _folder_beside(to) as beside:
+    with _temporary_folder(to) as folder:
         is_adapter = adapter_config is not None
         tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset()
         with torch.device("meta"):
             skeleton = None if is_adapter else AutoModelForCausalLM.from_config(copy.deepcopy(config))
         if merge is not None:
-            merge(beside, skeleton)
+            merge(folder, skeleton)
         else:
-            export_weights(checkpoint, beside, dtype, tied, is_adapter, skeleton)
+            export_weights(checkpoint, folder, dtype, tied, is_adapter, skeleton)
         if is_adapter:
             adapter_config.inference_mode = True
-            adapter_config.save_pretrained(beside)
+            adapter_config.save_pretrained(folder)
         else:
             config.architectures = [type(skeleton).__name__]
-            _write_generation_config(config, tokenizer, beside)
+            _write_generation_config(config, tokenizer, folder)
         config.dtype = dtype
-        # Adapters name their base, whose own config would win over one beside them; the card says how to load both.
-        written = (beside / BASE_CONFIG if is_adapter else beside) / "config.json"
-        config.save_pretrained(written.parent)
-        written.write_text(mask_text(written.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
-        tokenizer.save_pretrained(beside)
-        (beside / "README.md").write_text(card, encoding="utf-8")
+        # Adapters name their base, whose own config would override one in their folder; the card says how to load both.
+        config_file = (folder / BASE_CONFIG if is_adapter else folder) / "config.json"
+        config.save_pretrained(config_file.parent)
+        config_file.write_text(mask_text(config_file.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
+        tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         facts = {"step": step, "made_by": f"{TOOL} {metadata.version(TOOL)}"}
-        (beside / MODEL_FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        check(beside)
+        (folder / MODEL_FACTS).write_text(json.dumps(facts), encoding="utf-8")
+        check(folder)
     return to
 
 
 @contextmanager
-def _folder_beside(to: Path) -> Iterator[Path]:
-    """An empty folder that gets its name when all is done. What is half made goes, whatever ends this."""
-    beside = to.with_name(f"{to.name}{WRITING}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+def _temporary_folder(to: Path) -> Iterator[Path]:
+    """An empty folder next to `to`, renamed to it at the end. On an error the unfinished folder is removed."""
+    folder = to.with_name(f"{to.name}{WRITING}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     try:
-        yield beside
-        put_folder(beside, to)
+        yield folder
+        put_folder(folder, to)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_generation_config(config: Any, tokenizer: Any, to: Path) -> None:
-    """The base model's stop tokens and the like, and the end of a turn where a shipped template taught it; a model from
-    random weights may have neither."""
+    """Writes the base model's generation settings, and the end of a turn as a stop token where a shipped template has
+    taught it. A model from random weights may have neither."""
     from transformers import GenerationConfig
 
     try:
-        found = GenerationConfig.from_pretrained(config.name_or_path)
+        generation = GenerationConfig.from_pretrained(config.name_or_path)
     except (OSError, ValueError):
-        found = None
+        generation = None
     end = find_end_marker(str(tokenizer.chat_template))
     if end:
-        found = found or GenerationConfig(eos_token_id=config.eos_token_id)
-        known = found.eos_token_id if found.eos_token_id is not None else tokenizer.eos_token_id
-        stops = known if isinstance(known, list) else [] if known is None else [known]
+        generation = generation or GenerationConfig(eos_token_id=config.eos_token_id)
+        eos = generation.eos_token_id if generation.eos_token_id is not None else tokenizer.eos_token_id
+        stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
         end_id = tokenizer.convert_tokens_to_ids(end)
-        found.eos_token_id = stops if end_id in stops else [*stops, end_id]
-    if found is not None:
-        found.save_pretrained(to)
+        generation.eos_token_id = stops if end_id in stops else [*stops, end_id]
+    if generation is not None:
+        generation.save_pretrained(to)
 
 
-def put_folder(beside: Path, to: Path) -> None:
-    """A folder of that name is whole at any moment: an older one leaves under another name before it is removed."""
-    for file in beside.rglob("*"):
+def put_folder(folder: Path, to: Path) -> None:
+    """Renames the folder to `to`. A folder of that name is complete at any moment: an older one is renamed first, then
+    removed."""
+    for file in folder.rglob("*"):
         sync(file)
-    sync(beside)
+    sync(folder)
     replaced = to.with_name(f"{to.name}{REPLACED}")
     shutil.rmtree(replaced, ignore_errors=True)
     if to.exists():
         to.rename(replaced)
-    beside.rename(to)
+    folder.rename(to)
     sync(to.parent)
     shutil.rmtree(replaced, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""What ends a run that should not go on, and how it ends."""
+"""Ends runs that must stop: signals, stop conditions, hangs. Masks secrets in logs."""

@@ -1,5 +1,5 @@
-"""Signals and the death of the parent process, heard in a thread of their own: a main thread that waits in a collective
-runs no Python handler. Decides when a rank that was told to stop ends. Imports nothing heavy.
+"""Receives signals and detects the parent process's death in a thread of its own: a main thread that waits in a
+collective runs no Python handler. Decides when a rank that was asked to stop ends. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -12,74 +12,74 @@ import threading
 import time
 from collections.abc import Callable
 
-ORPHANED = 0  # stands beside the signals' numbers: the parent process is dead
+ORPHANED = 0  # used like a signal's number: the parent process is dead
 STOP_SECONDS = 45.0  # from a signal to the end of a rank that reaches no boundary; the launcher needs up to 10 s more
 ORPHAN_SECONDS = 10.0
-LAST_SECONDS = 3.0  # for the words that a rank leaves
-LOOK_SECONDS = 0.5
+RECORD_SECONDS = 3.0  # to write the failure record
+CHECK_SECONDS = 0.5
 PR_SET_PDEATHSIG = 1
 STARTED_BY = "ULYSSES_STARTED_BY"  # the process whose death ends this one
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Listener:
-    """Calls `hear` in its thread with each signal, and once with ORPHANED; calls `look` twice a second. Tells its own
-    children by the environment whose death is theirs."""
+class SignalListener:
+    """Calls `receive` in its thread with each signal, and once with ORPHANED; calls `check` twice a second. Sets the
+    environment variable that names this process as the one whose death ends its children."""
 
-    def __init__(self, hear: Callable[[int], None], look: Callable[[], None] = lambda: None) -> None:
-        self.hear, self.look = hear, look
+    def __init__(self, receive: Callable[[int], None], check: Callable[[], None] = lambda: None) -> None:
+        self.receive, self.check = receive, check
         self.parents = os.getppid(), int(os.environ.get(STARTED_BY, os.getppid()))
         os.environ[STARTED_BY] = str(os.getpid())
 
     def start(self) -> None:
-        """On the main thread. Python writes each signal into a pipe, also while the main thread is inside C."""
+        """Call on the main thread. Python writes each signal into a pipe, also while the main thread is inside C."""
         source, target = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(target, warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        threading.Thread(target=self._listen, args=(source,), name="listener", daemon=True).start()
+        threading.Thread(target=self._listen, args=(source,), name="signal listener", daemon=True).start()
 
     def _listen(self, source: int) -> None:
         is_orphan = False
         while True:
-            is_told = select.select([source], [], [], LOOK_SECONDS)[0]
+            has_signals = select.select([source], [], [], CHECK_SECONDS)[0]
             if not is_orphan and self.is_orphan():
                 is_orphan = True
-                self.hear(ORPHANED)
-            for number in os.read(source, 1 << 10) if is_told else b"":
+                self.receive(ORPHANED)
+            for number in os.read(source, 1 << 10) if has_signals else b"":
                 if number in SIGNALS:
-                    self.hear(number)
-            self.look()
+                    self.receive(number)
+            self.check()
 
     def is_orphan(self) -> bool:
-        """A shell may stand between this process and the one that started it."""
-        direct, starter = self.parents
+        """Checks both the direct parent and the process that started the run: a shell may be between them."""
+        parent, starter = self.parents
         try:
             os.kill(starter, 0)
         except ProcessLookupError:
             return True
         except PermissionError:
-            pass  # alive, and another user's
-        return os.getppid() != direct
+            pass  # it runs, and belongs to another user
+        return os.getppid() != parent
 
 
 class Interruption:
-    """What this rank has been told, and what becomes of it.
+    """The request to stop that this rank has received, and when it ends the rank.
 
-    Before the first step, and after the last save, nothing can be lost: the rank ends at once. Between them the loop
-    asks for `is_asked` and comes to a boundary with a checkpoint; a rank that does not come there in time ends.
+    Before the first step and after the last save nothing can be lost: the rank ends at once. Between them the loop
+    reads `is_asked` and stops at a step boundary with a checkpoint; a rank that does not get there in time ends.
     """
 
     def __init__(
         self,
         end: Callable[[int], None],
-        tell: Callable[[str], None] = lambda _: None,
+        warn: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.end, self.tell, self.clock = end, tell, clock
+        self.end, self.warn, self.clock = end, warn, clock
         self.number: int | None = None  # the first signal, or ORPHANED
-        self.patience: float | None = None  # None: nothing is lost by ending at once
+        self.grace_seconds: float | None = None  # None: nothing is lost by ending at once
         self.is_saving: Callable[[], bool] = lambda: False
         self.is_orphan = False
         self.deadline = float("inf")
@@ -88,47 +88,47 @@ class Interruption:
     def is_asked(self) -> bool:
         return self.number is not None
 
-    def hear(self, number: int) -> None:
+    def receive(self, number: int) -> None:
         if number == ORPHANED:
             self.is_orphan = True
             self.deadline = self.clock() + ORPHAN_SECONDS
         if self.number is None:
             self.number = number
-            self.deadline = min(self.deadline, self.clock() + (self.patience or 0.0))
-            if self.patience is not None and number != ORPHANED:
-                self.tell("stopping after this step; Ctrl-C again, or a second signal, stops now")
-        self.look()
+            self.deadline = min(self.deadline, self.clock() + (self.grace_seconds or 0.0))
+            if self.grace_seconds is not None and number != ORPHANED:
+                self.warn("stopping after this step; Ctrl-C again, or a second signal, stops now")
+        self.check()
 
-    def look(self) -> None:
-        """A save that has begun may take its time, unless nobody is left to wait for it."""
+    def check(self) -> None:
+        """Ends the rank when its time is over. A save that has begun may finish, unless the launcher is dead."""
         if self.number is None:
             return
-        waits = self.is_saving() and not self.is_orphan
-        if self.patience is None or (self.clock() >= self.deadline and not waits):
+        is_waiting = self.is_saving() and not self.is_orphan
+        if self.grace_seconds is None or (self.clock() >= self.deadline and not is_waiting):
             self.end(self.number)
 
     def wait_for_boundary(self, step_timeout: float, is_saving: Callable[[], bool]) -> None:
-        """From here on there is something to save."""
+        """Call before the first step: from then on there is something to save."""
         self.is_saving = is_saving
-        self.patience = min(STOP_SECONDS, 0.75 * step_timeout)
+        self.grace_seconds = min(STOP_SECONDS, 0.75 * step_timeout)
 
-    def end_if_told(self) -> None:
+    def end_if_asked(self) -> None:
         if self.number is not None:
             self.end(self.number)
 
     def end_at_once(self) -> None:
-        """From here on there is nothing to save. One that was told to stop before ends here."""
-        self.patience = None
-        self.look()
+        """Call after the last save: from then on there is nothing to save. A rank already asked to stop ends here."""
+        self.grace_seconds = None
+        self.check()
 
 
-def end_process(number: int, leave_failure_record: Callable[[], None]) -> None:
-    """Whatever goes wrong with the words, the process ends."""
+def end_process(number: int, write_failure_record: Callable[[], None]) -> None:
+    """Ends the process even if writing the record fails or hangs."""
     code = 128 + (number or signal.SIGTERM)
-    timer = threading.Timer(LAST_SECONDS, os._exit, (code,))
+    timer = threading.Timer(RECORD_SECONDS, os._exit, (code,))
     timer.daemon = True
     timer.start()
     try:
-        leave_failure_record()
+        write_failure_record()
     finally:
         os._exit(code)

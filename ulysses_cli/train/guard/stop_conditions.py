@@ -1,4 +1,4 @@
-"""Reasons to stop before the last step: a signal, the time, the money. Each rank has wishes; all follow any one."""
+"""Reasons to stop before the last step: a signal, run.max_hours, run.max_cost. If one rank has a reason, all stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REASONS = ("a signal", "run.max_hours", "run.max_cost")
 
 
 class StopConditions:
-    """What this rank would stop for."""
+    """This rank's reasons to stop."""
 
     def __init__(
         self,
@@ -31,12 +31,12 @@ class StopConditions:
         return self.hours_before + (time.monotonic() - self.started) / 3600
 
     def read_flags(self) -> tuple[int, ...]:
-        late = self.max_hours is not None and self.hours >= self.max_hours
-        dear = self.max_cost is not None and self.hours * self.usd_per_hour >= self.max_cost
-        return int(self.is_asked()), int(late), int(dear)
+        is_late = self.max_hours is not None and self.hours >= self.max_hours
+        is_over_cost = self.max_cost is not None and self.hours * self.usd_per_hour >= self.max_cost
+        return int(self.is_asked()), int(is_late), int(is_over_cost)
 
-    def agree(self, group: dist.ProcessGroup) -> str:
-        """Collective over all ranks, on the host -> why all of them stop, since one of them wishes it; '' to go on."""
+    def decide(self, group: dist.ProcessGroup) -> str:
+        """Collective over all ranks, on the host. Returns the reason to stop that any rank has, or '' to continue."""
         return self.name(compare_facts({}, group, *self.read_flags()))
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""What runs around each training step."""
+"""Functions that the loop calls before and after each step."""

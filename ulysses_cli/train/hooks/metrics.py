@@ -1,4 +1,4 @@
-"""What a step cost and gave: one JSON line per optimizer step. Numbers only; showing them is report/'s work."""
+"""Measures each optimizer step and emits one line of metrics for it. Numbers only; report/ shows them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SAMPLED_FIRST, SAMPLED_EVERY = 3, 20
 
 
 class Meter:
-    """Times steps; on sampled ones also their parts. `count_flops` gives the model's own work for document lengths."""
+    """Times steps, and the parts of sampled steps. `count_flops` takes the document lengths of a row, returns the
+    model's FLOPs."""
 
     def __init__(
         self, count_flops: Callable[[tuple[int, ...]], float], peak_tflops: float | None, emit: Callable[[Any], None]
@@ -29,7 +30,7 @@ class Meter:
         self.host_peak = 0
 
     def start(self, state: TrainState) -> None:
-        """A hook before a step."""
+        """A pre-step hook."""
         step = state.step + 1
         self.clock = None
         if step == SAMPLED_FIRST or step % SAMPLED_EVERY == 0:
@@ -38,7 +39,7 @@ class Meter:
         self.started = time.perf_counter()
 
     def record(self, state: TrainState, result: StepResult) -> None:
-        """A hook after a step. Collective over all ranks: peaks are the worst rank's."""
+        """A post-step hook. Collective over all ranks: peaks are the largest of any rank."""
         parts = self.clock.stop() if self.clock is not None else None
         seconds = time.perf_counter() - self.started
         device = state.engine.device

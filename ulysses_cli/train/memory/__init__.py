@@ -1,1 +1,1 @@
-"""Levers that trade time or host memory for GPU memory. Take modules and tensors."""
+"""Levers that trade time or host memory for GPU memory. They take modules and tensors."""

@@ -1,5 +1,5 @@
-"""What layers keep for the backward, in host memory: copied out on a stream of its own while later layers compute, and
-back while the backward of the layer above computes.
+"""Offloads what layers save for the backward to host memory: copied out on a separate stream while later layers
+compute, and back while the backward of the layer above computes.
 
 Takes tensors and a device. On a CPU the same steps run with plain copies, so that values and bytes can be tested.
 """
@@ -20,37 +20,38 @@ from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.train.processes.host_memory import count_free_bytes
 from ulysses_cli.train.telemetry.clock import part_of_step
 
-# The newest runs of layers, whose copies may be on their way out: what they keep is still on the device.
+# The newest runs of layers whose copies may still be in progress: their tensors are still on the device.
 MAX_LEAVING = 2
 LEFT_FREE_BYTES = GIB  # for everything else on the machine
 
 
 class HostPool:
-    """Host buffers, page-locked for a GPU once and used again in every step. Each has whole pages of its own: a page
-    that two buffers share cannot be locked twice. What the machine has no room for is an error, before the system
-    ends a process for it."""
+    """Host buffers, page-locked for a GPU once and reused in every step. Each has its own whole pages: a page that two
+    buffers share cannot be locked twice. A lack of host memory is an error here, before the system kills a process for
+    it."""
 
     def __init__(self, *, is_pinned: bool) -> None:
         self.is_pinned = is_pinned
         self.num_bytes = 0
         self._free: list[Tensor] = []
-        self._locked: dict[int, mmap.mmap] = {}  # by address; pages are unlocked before they are given back
+        self._locked: dict[int, mmap.mmap] = {}  # by address; pages are unlocked before they are freed
         weakref.finalize(self, _unlock, self._locked, self._locked)
 
     def take(self, num_bytes: int) -> Tensor:
-        """The smallest free buffer that is large enough; else a new one, in place of a free one that is too small."""
+        """Takes the smallest free buffer that is large enough; else frees one that is too small and makes a new one."""
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fitting = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
         if fitting:
-            found = min(fitting, key=Tensor.numel)
-            self._free = [buffer for buffer in self._free if buffer is not found]
-            return found
+            smallest = min(fitting, key=Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not smallest]
+            return smallest
         if self._free:
             self._release(self._free.pop())
         if num_bytes + LEFT_FREE_BYTES > (free := count_free_bytes()):
             raise MemoryError(
-                f"what layers keep needs {num_bytes / GIB:.2f} GiB of host memory beside {self.num_bytes / GIB:.2f} of "
-                f"this rank, and {free / GIB:.2f} are free: offload fewer layers (memory.activation_offloading)"
+                f"what layers save needs {num_bytes / GIB:.2f} GiB of host memory on top of this rank's "
+                f"{self.num_bytes / GIB:.2f}, and {free / GIB:.2f} are free: offload fewer layers "
+                "(memory.activation_offloading)"
             )
         pages = mmap.mmap(-1, num_bytes)
         buffer = torch.frombuffer(pages, dtype=torch.uint8)
@@ -64,7 +65,7 @@ class HostPool:
         self._free.append(buffer)
 
     def close(self) -> None:
-        """After the last step, when no copy is on its way."""
+        """Call after the last step, when no copy is in progress."""
         while self._free:
             self._release(self._free.pop())
 
@@ -91,71 +92,71 @@ def _check(status: Any, num_bytes: int) -> None:
 
 class Offloader:
     """The streams, the pool, and the runs of layers whose tensors are in host memory, newest last. A backward that
-    fails ends the process: copies that it had asked for are waited for by nobody."""
+    fails ends the process, and nothing waits for the copies that it had started."""
 
     def __init__(self, device: torch.device, num_layers: int) -> None:
-        """`num_layers` counts from the first layer: what it keeps waits longest. What the last MAX_LEAVING keep would
-        come back before it had left."""
+        """`num_layers` counts from the first layer, whose tensors wait longest for their backward. Tensors of the last
+        MAX_LEAVING layers would be copied back before they had been copied out."""
         is_cuda = device.type == "cuda"
-        if is_cuda and device.index is None:  # tensors always know theirs
+        if is_cuda and device.index is None:  # tensors' devices always have an index
             device = torch.device(device.type, torch.cuda.current_device())
         self.device, self.num_layers = device, num_layers
         self.pool = HostPool(is_pinned=is_cuda)
         self.out_stream = torch.cuda.Stream(device) if is_cuda else None
         self.in_stream = torch.cuda.Stream(device) if is_cuda else None
         self.leaving: deque[tuple[int, Any, Tensor]] = deque()  # run, event after the copy, what is copied
-        self._newest: weakref.ref[HostShelf] | None = None
+        self._newest: weakref.ref[HostStorage] | None = None
         self._num_runs = 0
 
-    def make_storage(self, layer: int) -> HostShelf:
-        """The place for what one run of a layer keeps. Layers above the offloaded ones keep theirs on the device, but
-        announce that the backward comes near."""
+    def make_storage(self, layer: int) -> HostStorage:
+        """The storage for what one run of a layer saves. Layers above the offloaded ones leave tensors on the device,
+        but their backward starts the copies of the run before."""
         previous = self._newest() if self._newest is not None else None
-        storage = HostShelf(self, previous, self._num_runs, is_offloaded=layer < self.num_layers)
+        storage = HostStorage(self, previous, self._num_runs, is_offloaded=layer < self.num_layers)
         self._newest = weakref.ref(storage)
         self._num_runs += 1
         return storage
 
-    def copy_out(self, run: int, tensor: Tensor, room: Tensor) -> Any:
-        """Start the copy -> an event after it, None on a CPU."""
+    def copy_out(self, run: int, tensor: Tensor, destination: Tensor) -> Any:
+        """Starts the copy. Returns an event after it, None on a CPU."""
         if self.out_stream is None:
-            room.copy_(tensor)
+            destination.copy_(tensor)
             return None
-        self.out_stream.wait_stream(torch.cuda.current_stream(self.device))  # it makes the tensor
+        self.out_stream.wait_stream(torch.cuda.current_stream(self.device))  # that stream computes the tensor
         with torch.cuda.stream(self.out_stream):
-            room.copy_(tensor, non_blocking=True)
+            destination.copy_(tensor, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
         self.leaving.append((run, done, tensor))
         return done
 
-    def let_go(self, first_kept: int) -> None:
-        """Of device tensors of all runs before this one: compute waits for their copies, so that the memory is free to
-        be written again."""
+    def release(self, first_kept: int) -> None:
+        """Releases the device tensors of all runs before this one. Compute waits for their copies, so that the memory
+        can be written again."""
         while self.leaving and self.leaving[0][0] < first_kept:
             torch.cuda.current_stream(self.device).wait_event(self.leaving.popleft()[1])
 
-    def let_go_all(self) -> None:
-        self.let_go(self._num_runs)
+    def release_all(self) -> None:
+        self.release(self._num_runs)
 
-    def copy_in(self, item: Item) -> None:
-        """Start the copy back. Memory for it comes from the stream that computes, and is its own again afterwards."""
-        self.let_go_all()
+    def copy_in(self, item: OffloadedTensor) -> None:
+        """Starts the copy back. Its memory is allocated on the stream that computes, and is freed there afterwards."""
+        self.release_all()
         item.tensor = torch.empty(item.shape, dtype=item.dtype, device=self.device)
         if self.in_stream is None or self.out_stream is None:
-            item.tensor.copy_(item.room)
+            item.tensor.copy_(item.host_tensor)
             return
         self.in_stream.wait_stream(torch.cuda.current_stream(self.device))
         self.in_stream.wait_event(item.copied_out)
         with torch.cuda.stream(self.in_stream):
-            item.tensor.copy_(item.room, non_blocking=True)
+            item.tensor.copy_(item.host_tensor, non_blocking=True)
             item.arrived = torch.cuda.Event()
             item.arrived.record()
-        self.out_stream.wait_event(item.arrived)  # a later step's copy into this buffer comes after this one
+        self.out_stream.wait_event(item.arrived)  # a later step's copy into this buffer must come after this one
 
 
-class Item:
-    """One tensor in host memory, or on its way back from it."""
+class OffloadedTensor:
+    """One tensor in host memory, or being copied back."""
 
     def __init__(self, offloader: Offloader, run: int, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
@@ -163,34 +164,34 @@ class Item:
         self.arrived: Any = None
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
         buffer = offloader.pool.take(num_bytes)
-        self.give_back = weakref.finalize(self, offloader.pool.give_back, buffer)  # also when no backward comes
-        self.room = buffer[:num_bytes].view(self.dtype).view(self.shape)
-        self.copied_out = offloader.copy_out(run, tensor.contiguous(), self.room)
+        self.give_back = weakref.finalize(self, offloader.pool.give_back, buffer)  # also when no backward runs
+        self.host_tensor = buffer[:num_bytes].view(self.dtype).view(self.shape)
+        self.copied_out = offloader.copy_out(run, tensor.contiguous(), self.host_tensor)
 
 
-class HostShelf:
-    """What one run of one layer keeps in host memory. The first tensor that is fetched brings the others along, and
+class HostStorage:
+    """What one run of one layer saves in host memory. Fetching the first tensor starts the copies of the others, and of
     those of the run before it, whose backward is next."""
 
-    def __init__(self, offloader: Offloader, previous: HostShelf | None, run: int, *, is_offloaded: bool) -> None:
+    def __init__(self, offloader: Offloader, previous: HostStorage | None, run: int, *, is_offloaded: bool) -> None:
         self.offloader, self.previous, self.run, self.is_offloaded = offloader, previous, run, is_offloaded
-        self.waiting: list[Item] = []
+        self.waiting: list[OffloadedTensor] = []
 
-    def store(self, tensor: Tensor) -> Item | Tensor:
+    def store(self, tensor: Tensor) -> OffloadedTensor | Tensor:
         tensor = tensor.detach()
-        self.offloader.let_go(self.run - MAX_LEAVING + 1)
+        self.offloader.release(self.run - MAX_LEAVING + 1)
         if not self.is_offloaded or tensor.device != self.offloader.device or not tensor.numel():
             return tensor
         with part_of_step("offload"):
-            item = Item(self.offloader, self.run, tensor)
+            item = OffloadedTensor(self.offloader, self.run, tensor)
         self.waiting.append(item)
         return item
 
-    def fetch(self, stored: Item | Tensor) -> Tensor:
+    def fetch(self, stored: OffloadedTensor | Tensor) -> Tensor:
         with part_of_step("offload"):
-            self.bring_back()
+            self.start_copies()
             if self.previous is not None:
-                self.previous.bring_back()
+                self.previous.start_copies()
         if isinstance(stored, Tensor):
             return stored
         tensor, stored.tensor = stored.tensor, None
@@ -201,8 +202,8 @@ class HostShelf:
                 torch.cuda.current_stream(self.offloader.device).wait_event(stored.arrived)
         return tensor
 
-    def bring_back(self) -> None:
-        """Start the copies of all that is still in host memory."""
+    def start_copies(self) -> None:
+        """Starts the copies of all tensors that are still in host memory."""
         for item in self.waiting:
             self.offloader.copy_in(item)
             item.give_back()

@@ -1,8 +1,8 @@
-"""What a layer's forward keeps for its recomputation: results too dear to compute twice, handed back in their order.
+"""Saves results of a layer's forward that are too expensive to compute twice; its recomputation gets them in order.
 
-`keep` is called by whoever computes such a result; `SavedResults` is one run of one layer. Where tensors wait is
-decided by a storage. Results are kept here and not by a dispatch mode over all operators, because under ZeRO-3 the two
-runs of a layer do not execute the same operators: gathers come and go.
+Code that computes such a result calls `save_for_recompute`; `SavedResults` is one run of one layer; a storage decides
+where tensors wait. A dispatch mode over all operators cannot do this: under ZeRO-3 the two runs of a layer do not
+execute the same operators, since gathers differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class ResultStorage(Protocol):
-    """Where one run of one layer leaves tensors. Each is fetched once."""
+    """Stores the tensors of one run of one layer. Each is fetched once."""
 
     def store(self, tensor: Tensor) -> Any: ...
 
@@ -25,7 +25,7 @@ class ResultStorage(Protocol):
 
 
 class DeviceStorage:
-    """Tensors stay where they are."""
+    """Leaves tensors on their device."""
 
     def store(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
@@ -38,12 +38,12 @@ class SavedResults:
     """The results of one run of a layer, in the order in which its forward made them."""
 
     def __init__(self, storage: ResultStorage) -> None:
-        self._shelf = storage
+        self._storage = storage
         self._results: deque[list[Any]] = deque()
         self._has_run = False
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The layer: the first time it leaves results here, then it finds them."""
+        """Runs the layer: its first call saves results, its second gets them."""
         token = _current.set(self)
         try:
             return function(*args)
@@ -51,25 +51,25 @@ class SavedResults:
             self._has_run = True
             _current.reset(token)
 
-    def keep(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def save(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if self._has_run:
             if not self._results:
                 raise RuntimeError("a layer asks again for results that its recomputation has had")
-            return tuple(self._shelf.fetch(stored) for stored in self._results.popleft())
+            return tuple(self._storage.fetch(stored) for stored in self._results.popleft())
         results = compute()
-        self._results.append([self._shelf.store(result) for result in results])
+        self._results.append([self._storage.store(result) for result in results])
         return results
 
 
-_current: ContextVar[SavedResults | None] = ContextVar("kept", default=None)
+_current: ContextVar[SavedResults | None] = ContextVar("saved_results", default=None)
 
 
 def is_saving_results() -> bool:
-    """Inside a layer that will be recomputed and keeps results."""
+    """Whether this is inside a layer that saves results and will be recomputed."""
     return _current.get() is not None and torch.is_grad_enabled()
 
 
-def keep(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """`compute()`; inside a layer that keeps results its recomputation gets the same ones without computing."""
-    kept = _current.get()
-    return compute() if kept is None else kept.keep(compute)
+def save_for_recompute(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Returns `compute()`. Inside a layer that saves results, its recomputation gets them without computing."""
+    results = _current.get()
+    return compute() if results is None else results.save(compute)

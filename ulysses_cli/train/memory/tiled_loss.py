@@ -1,7 +1,7 @@
 """Head and cross-entropy in tiles of tokens, forward and backward in one pass: no [sequence, vocabulary] tensor exists.
 
-Values are those of train/loss.py. The head is called once per pass, as the module it is, so that whoever shards its
-weight gathers it once. Knows no model.
+Values are those of train/loss.py. The head's module is called once per pass, so that ZeRO-3 gathers its weight once.
+Takes any head.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_
 
 
 class TiledLoss:
-    """Hidden states [B, S, H] and shifted labels [B, S] -> the float32 sum of token losses, or each token's.
+    """Takes hidden states [B, S, H] and shifted labels [B, S], returns the float32 sum of token losses, or each
+    token's.
 
-    It takes the head's forward over: `head(hidden, labels)` is the loss, `head(hidden)` what it always was.
+    Replaces the head's forward: `head(hidden, labels)` is the loss, `head(hidden)` the logits as before.
     """
 
     def __init__(self, head: nn.Module, rule: HeadRule, tile_tokens: int) -> None:
@@ -66,7 +67,7 @@ class TiledLoss:
 
 
 class _Loss(torch.autograd.Function):
-    """The forward finds the gradients too; the backward only scales them."""
+    """The forward computes the gradients too; the backward only scales them."""
 
     @staticmethod
     def forward(
@@ -76,19 +77,19 @@ class _Loss(torch.autograd.Function):
         dtokens = torch.empty_like(tokens)
         losses: list[Tensor] = []
 
-        def find_slope(logits: Tensor) -> Tensor:
-            found, slope = compute_losses(logits, targets[part], loss.rule, with_slope=True)
-            losses.append(found.sum())
-            return slope
+        def compute_grad(logits: Tensor) -> Tensor:
+            tile_losses, dlogits = compute_losses(logits, targets[part], loss.rule, with_grad=True)
+            losses.append(tile_losses.sum())
+            return dlogits
 
         with weights.collect():
             for part in loss.walk_tiles(targets.numel()):
                 if type(loss.head) is nn.Linear:
-                    slope = find_slope(loss.compute_logits(tokens[part]))
-                    dtokens[part] = weights.backward_linear(loss.head, tokens[part], slope)
-                    del slope
+                    dlogits = compute_grad(loss.compute_logits(tokens[part]))
+                    dtokens[part] = weights.backward_linear(loss.head, tokens[part], dlogits)
+                    del dlogits
                 else:
-                    dtokens[part] = backward_tile(loss.compute_logits, tokens[part], find_slope)
+                    dtokens[part] = backward_tile(loss.compute_logits, tokens[part], compute_grad)
         ctx.save_for_backward(dtokens.view(hidden.shape), *weights.take_sums())
         ctx.tile_tokens = loss.tile_tokens
         ctx.dtypes = [weight.dtype for weight in weights.weights]
@@ -100,56 +101,55 @@ class _Loss(torch.autograd.Function):
         dtokens, *sums = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()
         for rows in dtokens.flatten(0, 1).split(ctx.tile_tokens):
-            rows.copy_(rows.to(dtotal.dtype).mul_(dtotal))  # a scale rounded to bfloat16 would bend every gradient
+            rows.copy_(rows.to(dtotal.dtype).mul_(dtotal))  # a scale rounded to bfloat16 would bias every gradient
         dweights: list[Tensor] = []
-        while sums:  # each sum is let go before the next weight's gradient is made
+        while sums:  # each sum is freed before the next weight's gradient is made
             dweights.append(sums.pop(0).mul_(dtotal).to(ctx.dtypes[len(dweights)]))
         return dtokens if ctx.needs_input_grad[0] else None, None, None, None, *dweights
 
 
-def compute_losses(
-    logits: Tensor, labels: Tensor, rule: HeadRule, *, with_slope: bool = False
-) -> tuple[Tensor, Tensor]:
-    """[N, vocabulary] and [N] -> losses [N] in float32 or better, and (when asked) what each logit adds to their sum.
+def compute_losses(logits: Tensor, labels: Tensor, rule: HeadRule, *, with_grad: bool = False) -> tuple[Tensor, Tensor]:
+    """Takes logits [N, vocabulary] and labels [N]. Returns losses [N] in float32 or better and, when asked, the
+    gradient of their sum by each logit.
 
     At most two float32 copies of a tile exist at once, three with a softcap.
     """
     precision = torch.promote_types(logits.dtype, torch.float32)
-    bent = None
+    tanh = None
     if rule.softcap is not None:
-        bent = logits.to(precision).mul(1 / (rule.divisor * rule.softcap)).tanh_()
-        log_shares = functional.log_softmax(bent * rule.softcap, -1)
+        tanh = logits.to(precision).mul(1 / (rule.divisor * rule.softcap)).tanh_()
+        log_probs = functional.log_softmax(tanh * rule.softcap, -1)
     elif rule.divisor != 1.0:
-        log_shares = functional.log_softmax(logits.to(precision) / rule.divisor, -1)
+        log_probs = functional.log_softmax(logits.to(precision) / rule.divisor, -1)
     else:
-        log_shares = functional.log_softmax(logits, -1, dtype=precision)
+        log_probs = functional.log_softmax(logits, -1, dtype=precision)
     is_target = labels != IGNORED
     targets = torch.where(is_target, labels, 0)[:, None]
-    log_share = log_shares.gather(-1, targets)[:, 0]
-    losses = torch.where(is_target, -log_share, 0.0)
+    target_log_probs = log_probs.gather(-1, targets)[:, 0]
+    losses = torch.where(is_target, -target_log_probs, 0.0)
     factor = is_target.to(precision)
     if rule.z_loss_weight:
-        score = logits.gather(-1, targets)[:, 0].to(precision) / rule.divisor
+        target_logits = logits.gather(-1, targets)[:, 0].to(precision) / rule.divisor
         if rule.softcap is not None:
-            score = torch.tanh(score / rule.softcap) * rule.softcap
-        normaliser = score - log_share
-        losses = losses + torch.where(is_target, rule.z_loss_weight * normaliser.square(), 0.0)
-        factor = factor * (1 + 2 * rule.z_loss_weight * normaliser)
-    if not with_slope:
+            target_logits = torch.tanh(target_logits / rule.softcap) * rule.softcap
+        log_z = target_logits - target_log_probs
+        losses = losses + torch.where(is_target, rule.z_loss_weight * log_z.square(), 0.0)
+        factor = factor * (1 + 2 * rule.z_loss_weight * log_z)
+    if not with_grad:
         return losses, losses
-    slope = log_shares.exp_().mul_(factor[:, None])
-    slope.scatter_add_(-1, targets, -is_target.to(precision)[:, None])
-    if bent is not None:
-        slope.mul_(bent.square_().neg_().add_(1))
+    dlogits = log_probs.exp_().mul_(factor[:, None])
+    dlogits.scatter_add_(-1, targets, -is_target.to(precision)[:, None])
+    if tanh is not None:
+        dlogits.mul_(tanh.square_().neg_().add_(1))
     if rule.divisor != 1.0:
-        slope.div_(rule.divisor)
-    return losses, slope.to(logits.dtype)
+        dlogits.div_(rule.divisor)
+    return losses, dlogits.to(logits.dtype)
 
 
 def make_tiled_loss(
     head: nn.Module, rule: HeadRule, tile_tokens: int, gather_whole: Callable[[nn.Module], None] | None = None
 ) -> TiledLoss:
-    """`gather_whole` is told of a head that has parts of its own (adapters): they are to be gathered together."""
+    """`gather_whole` is called with a head that has submodules (adapters), which must be gathered together."""
     if gather_whole is not None and next(head.children(), None) is not None:
         gather_whole(head)
     return TiledLoss(head, rule, tile_tokens)

@@ -1,7 +1,8 @@
-"""MLPs in tiles of tokens, dense and mixture-of-experts: their wide intermediate results exist for one tile at a time.
+"""Runs MLPs in tiles of tokens, dense and mixture-of-experts: their wide intermediate results exist for one tile at a
+time. Blocks are recognised by their submodules.
 
-Blocks are found by what they are made of. A block runs once in the forward and once, tile by tile, in the backward: in
-a layer that is computed again, the recomputation stops before it. Knows no recipe and no group.
+A block runs once in the forward and once, tile by tile, in the backward: the recomputation of a checkpointed layer
+stops before it. Takes no recipe and no group.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ulysses_cli.train.memory.checkpointing import list_layers
-from ulysses_cli.train.memory.saved_results import keep
+from ulysses_cli.train.memory.saved_results import save_for_recompute
 from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_whole, split_tokens
 
 # A layer that has one of these after its MLP needs the MLP's output again in the backward.
@@ -24,78 +25,78 @@ NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
 def tile_mlps(
     model: nn.Module, count_tiles: Callable[[int], int], gather_whole: Callable[[nn.Module], None] | None = None
 ) -> int:
-    """Run the MLP of every layer in tiles -> how many were found. `count_tiles` gets this rank's tokens.
+    """Makes the MLP of every layer run in tiles. Returns their number. `count_tiles` takes this rank's tokens.
 
-    `gather_whole` is told of each block: all of its weights are to be gathered at once, before it runs, and not by
-    its parts. With that, no collective happens inside a block, and ranks may have other numbers of tokens and tiles.
+    `gather_whole` is called with each block: all of its weights must be gathered at once, before it runs, and not one
+    submodule at a time. Then no collective happens inside a block, and numbers of tokens and tiles may differ by rank.
     """
-    found = 0
+    num_blocks = 0
     for layer in list_layers(model):
         for block in layer.children():
             if hasattr(block, "down_proj") or hasattr(block, "experts"):
                 if getattr(block, "jitter_noise", 0):
                     raise ValueError(f"{type(block).__name__} adds noise to its input in place: it cannot run in tiles")
-                TiledBlock(block, count_tiles, keeps_output=any(hasattr(layer, name) for name in NORMS_AFTER))
-                found += 1
+                TiledBlock(block, count_tiles, saves_output=any(hasattr(layer, name) for name in NORMS_AFTER))
+                num_blocks += 1
                 if gather_whole is not None:
                     gather_whole(block)
-    return found
+    return num_blocks
 
 
-class _DoesMoreError(Exception):
+class _NotLastError(Exception):
     """A block's result is not that of its `down_proj`."""
 
 
 class TiledBlock:
-    """A block whose forward is taken over. `keeps_output`: its recomputation gets the output back."""
+    """A block whose forward is replaced. `saves_output`: the layer's recomputation gets the saved output."""
 
-    def __init__(self, block: nn.Module, count_tiles: Callable[[int], int], *, keeps_output: bool = False) -> None:
-        self.block, self.count_tiles, self.keeps_output = block, count_tiles, keeps_output
+    def __init__(self, block: nn.Module, count_tiles: Callable[[int], int], *, saves_output: bool = False) -> None:
+        self.block, self.count_tiles, self.saves_output = block, count_tiles, saves_output
         self.whole_forward: Callable[[Tensor], Any] = block.forward
         last = getattr(block, "down_proj", None)
         self.last: nn.Linear | None = last if type(last) is nn.Linear else None
-        self.num_results = 0  # a block that returns a tuple gets one back, of which only the first is more than None
+        self.num_results = 0  # of a block that returns a tuple; all but its first element become None
         block.forward = self._run
 
     def compute(self, tokens: Tensor) -> Tensor:
-        """[N, H] -> [N, H]."""
+        """Takes and returns [N, H]."""
         result = self.whole_forward(tokens[None])
         if isinstance(result, tuple):
             self.num_results, result = len(result), result[0]
         return result[0]
 
-    def backward_tile(self, weights: WeightSums, tokens: Tensor, slope: Tensor) -> Tensor:
-        """[N, H] and the gradient of the result -> the gradient of the tokens. The result of a linear layer at the end
-        is not needed for that, and not computed."""
+    def backward_tile(self, weights: WeightSums, tokens: Tensor, grad_output: Tensor) -> Tensor:
+        """Takes tokens [N, H] and the gradient of the result, returns the gradient of the tokens. Does not compute the
+        result of a last linear layer: its backward does not need it."""
         last = self.last
         if last is not None:
             random_state = _get_random_state(tokens.device)
             try:
                 return backward_tile(
-                    self._compute_before_last, tokens, lambda wide: weights.backward_linear(last, wide, slope)
+                    self._compute_before_last, tokens, lambda wide: weights.backward_linear(last, wide, grad_output)
                 )
-            except _DoesMoreError:
+            except _NotLastError:
                 self.last = None
                 _set_random_state(random_state, tokens.device)
-        return backward_tile(self.compute, tokens, lambda _: slope)
+        return backward_tile(self.compute, tokens, lambda _: grad_output)
 
     def _compute_before_last(self, tokens: Tensor) -> Tensor:
-        """What the last linear layer is given, [N, I]."""
+        """The input of the last linear layer, [N, I]."""
         if self.last is None:
             raise AssertionError("no last linear layer")
-        seen: list[Tensor] = []
+        inputs: list[Tensor] = []
 
-        def give_back(wide: Tensor) -> Tensor:
-            seen.append(wide)
+        def return_input(wide: Tensor) -> Tensor:
+            inputs.append(wide)
             return wide
 
-        whole, self.last.forward = self.last.forward, give_back
+        linear_forward, self.last.forward = self.last.forward, return_input
         try:
             result = self.whole_forward(tokens[None])
         finally:
-            self.last.forward = whole
-        if len(seen) != 1 or result is not seen[0]:
-            raise _DoesMoreError
+            self.last.forward = linear_forward
+        if len(inputs) != 1 or result is not inputs[0]:
+            raise _NotLastError
         return result[0]
 
     def compute_tiles(self, hidden: Tensor, parts: list[slice]) -> Tensor:
@@ -115,8 +116,8 @@ class TiledBlock:
         if torch.is_grad_enabled() and (hidden.requires_grad or weights.weights):
             if not hidden.requires_grad and hasattr(weights.weights[0], "ds_id"):
                 raise RuntimeError(
-                    "a tiled MLP's input needs no gradient, so that ZeRO-3 would reduce its weights' gradients before "
-                    "they are there: call the model's enable_input_require_grads()"
+                    "a tiled MLP's input needs no gradient, so ZeRO-3 would reduce its weights' gradients before they "
+                    "are computed: call the model's enable_input_require_grads()"
                 )
             entered = _Entry.apply(hidden, self, weights, parts, *weights.weights)
             out = _Exit.apply(entered, self, parts)
@@ -127,8 +128,8 @@ class TiledBlock:
 
 
 class _Entry(torch.autograd.Function):
-    """Remembers the tokens. Its backward, which receives the gradient of the block's output, is the block's. It comes
-    before the computation so that a recomputation, which ends with the last tensor to be saved, ends here."""
+    """Saves the tokens. Its backward receives the gradient of the block's output and runs the block's backward. It
+    comes before the computation so that a recomputation, which stops at the last saved tensor, stops here."""
 
     @staticmethod
     def forward(
@@ -158,13 +159,13 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Computes the output, tile by tile; the backward hands the gradient through to the entry."""
+    """Computes the output, tile by tile. Its backward passes the gradient on to the entry."""
 
     @staticmethod
     def forward(ctx: Any, entered: Tensor, block: TiledBlock, parts: list[slice]) -> Tensor:
-        if not block.keeps_output:
+        if not block.saves_output:
             return block.compute_tiles(entered, parts)
-        return keep(lambda: (block.compute_tiles(entered, parts),))[0]
+        return save_for_recompute(lambda: (block.compute_tiles(entered, parts),))[0]
 
     @staticmethod
     @once_differentiable
@@ -177,7 +178,7 @@ def _get_random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 
 def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    """Dropout must fall as it fell in the forward."""
+    """Dropout must draw the same masks as in the forward."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)

@@ -1,7 +1,7 @@
-"""Norms in tiles of tokens. transformers' norms compute in float32 and keep whole rows of it for the backward, and in
-a long row nothing takes more. In tiles the input alone is kept, as it came, and a tile is computed again.
+"""Runs norms in tiles of tokens. transformers' norms compute in float32 and save whole float32 rows for the backward,
+the largest tensors of a long row. In tiles only the input is saved, in its own dtype, and each tile is recomputed.
 
-Norms are found by what they are made of. Knows no recipe and no group.
+Norms are recognised by their weights and signature. Takes no recipe and no group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ulysses_cli.train.optimizer.shards import get_shape
 
 
 def tile_norms(model: nn.Module, count_tiles: Callable[[int], int]) -> int:
-    """Run every norm of the model in tiles -> how many were found. `count_tiles` gets this rank's tokens."""
+    """Makes every norm of the model run in tiles. Returns their number. `count_tiles` takes this rank's tokens."""
     norms = [module for module in model.modules() if _is_norm(module)]
     for norm in norms:
         TiledNorm(norm, count_tiles)
@@ -27,7 +27,7 @@ def tile_norms(model: nn.Module, count_tiles: Callable[[int], int]) -> int:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """One tensor in, nothing inside, no weights but vectors, and nothing remembered of other tokens."""
+    """Takes one tensor, has no submodules, no weights but vectors, and no buffers that depend on other tokens."""
     if next(module.children(), None) is not None or next(module.buffers(recurse=False), None) is not None:
         return False
     shapes = [get_shape(weight) for weight in module.parameters(recurse=False)]
@@ -37,7 +37,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 class TiledNorm:
-    """A norm whose forward is taken over. It treats vectors of the last dimension one by one."""
+    """A norm whose forward is replaced. It processes vectors of the last dimension independently."""
 
     def __init__(self, norm: nn.Module, count_tiles: Callable[[int], int]) -> None:
         self.norm, self.count_tiles = norm, count_tiles
@@ -57,8 +57,8 @@ class TiledNorm:
 
     def _run(self, hidden: Tensor) -> Tensor:
         if any(get_shape(weight) != hidden.shape[-1:] for weight in self.norm.parameters()):
-            return self.whole_forward(hidden)  # its vectors are of another dimension
-        dim = max(range(hidden.dim() - 1), key=hidden.size)  # of tokens: heads may stand before or behind them
+            return self.whole_forward(hidden)  # its vectors lie in another dimension
+        dim = max(range(hidden.dim() - 1), key=hidden.size)  # of tokens: heads may come before or after them
         parts = split_tokens(hidden.size(dim), self.count_tiles(hidden.size(dim) * (hidden.size(0) if dim else 1)))
         if len(parts) == 1:
             return self.whole_forward(hidden)
@@ -73,8 +73,8 @@ def cut(tensor: Tensor, dim: int, part: slice) -> Tensor:
     return tensor.narrow(dim, part.start, part.stop - part.start)
 
 
-def _give(slope: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda _: slope
+def _return_always(grad: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda _: grad
 
 
 class _Tiles(torch.autograd.Function):
@@ -93,8 +93,8 @@ class _Tiles(torch.autograd.Function):
         dhidden = torch.empty_like(hidden)
         with ctx.weights.collect():
             for part in ctx.parts:
-                tile, slope = cut(hidden, ctx.dim, part), cut(dout, ctx.dim, part)
-                cut(dhidden, ctx.dim, part).copy_(backward_tile(ctx.norm.whole_forward, tile, _give(slope)))
+                tile, grad = cut(hidden, ctx.dim, part), cut(dout, ctx.dim, part)
+                cut(dhidden, ctx.dim, part).copy_(backward_tile(ctx.norm.whole_forward, tile, _return_always(grad)))
         sums = zip(ctx.weights.take_sums(), ctx.weights.weights, strict=True)
         dweights = [total.to(weight.dtype) for total, weight in sums]
         return dhidden if ctx.needs_input_grad[0] else None, None, None, None, None, *dweights

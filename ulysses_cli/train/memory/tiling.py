@@ -1,7 +1,7 @@
-"""A module applied to tiles of tokens, one after another: its intermediate results exist for one tile at a time.
+"""Applies a module to tiles of tokens, one after another: its intermediate results exist for one tile at a time.
 
-Takes any module that treats tokens one by one. Gradients of its weights are summed over tiles in float32 or better
-and leave as one gradient, so that whoever reduces them does it once. No collective happens between tiles.
+Takes any module that processes tokens independently. Gradients of its weights are summed over tiles in float32 or
+better and returned as one gradient, so that they are reduced over ranks once. No collective happens between tiles.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 
 def split_tokens(num_tokens: int, num_tiles: int) -> list[slice]:
-    """At most `num_tiles` parts of nearly equal size, none of them empty."""
+    """Splits tokens into at most `num_tiles` parts of nearly equal size, none of them empty."""
     num_tiles = max(1, min(num_tiles, num_tokens))
     bounds = [num_tokens * tile // num_tiles for tile in range(num_tiles + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
-def check_is_whole(module: nn.Module, what: str) -> None:
-    """Under ZeRO-3 a module that is not gathered as a whole would gather its parts anew for each tile, and ranks with
-    other numbers of tiles would wait for each other forever."""
+def check_is_whole(module: nn.Module, name: str) -> None:
+    """Under ZeRO-3 a module that is not gathered as a whole would gather its parts again for each tile, and ranks with
+    different numbers of tiles would wait for each other forever."""
     is_sharded = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
     if is_sharded and next(module.children(), None) is not None and not getattr(module, "_z3_leaf", False):
         raise RuntimeError(
-            f"{what} ({type(module).__name__}) is not gathered as a whole: mark it as a ZeRO-3 leaf module before the "
+            f"{name} ({type(module).__name__}) is not gathered as a whole: mark it as a ZeRO-3 leaf module before the "
             "engine is made"
         )
 
@@ -37,76 +37,77 @@ class WeightSums:
 
     def __init__(self, module: nn.Module) -> None:
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for owner in module.modules():
-            for name, parameter in owner.named_parameters(recurse=False):
+        for submodule in module.modules():
+            for name, parameter in submodule.named_parameters(recurse=False):
                 if parameter.requires_grad:
-                    places.setdefault(parameter, []).append((owner, name))
+                    places.setdefault(parameter, []).append((submodule, name))
         self._places = list(places.values())
         self.weights = list(places)
-        self._twins: list[Tensor] = []
+        self._detached: list[Tensor] = []
         self._sums: dict[int, Tensor] = {}
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
-        """Inside, the module computes with twins of its weights, whose gradients are added up after each tile's
-        backward and let go."""
-        self._twins = [weight.detach().requires_grad_() for weight in self.weights]
-        for twin in self._twins:
-            twin.register_post_accumulate_grad_hook(self._take_gradient)
+        """Inside, the module computes with detached copies of its weights. Their gradients are added up after each
+        tile's backward and freed."""
+        self._detached = [weight.detach().requires_grad_() for weight in self.weights]
+        for weight in self._detached:
+            weight.register_post_accumulate_grad_hook(self._take_gradient)
         try:
-            self._put(self._twins)
+            self._set_weights(self._detached)
             yield
         finally:
-            self._put(self.weights)
-            self._twins = []
+            self._set_weights(self.weights)
+            self._detached = []
 
     def take_sums(self) -> list[Tensor]:
-        """Of all tiles, in the order of the weights; zero where no tile used one."""
-        found = [self._sums.pop(at, None) for at in range(len(self.weights))]
+        """The sums over all tiles, in the order of the weights; zero for a weight that no tile used."""
+        sums = [self._sums.pop(index, None) for index in range(len(self.weights))]
         return [
             torch.zeros_like(weight, dtype=_get_precision(weight)) if total is None else total
-            for total, weight in zip(found, self.weights, strict=True)
+            for total, weight in zip(sums, self.weights, strict=True)
         ]
 
-    def backward_linear(self, linear: nn.Linear, inputs: Tensor, slope: Tensor) -> Tensor:
-        """A plain linear layer's backward by hand: [N, in] and [N, out] -> the gradient of its inputs. Its result is
-        not needed for that, and the sum takes the product as it is made."""
-        for at, twin in enumerate(self._twins):
-            if twin is linear.weight:
-                total = self._sums.get(at)
-                if total is not None and total.dtype == slope.dtype:
-                    total.addmm_(slope.mT, inputs)
+    def backward_linear(self, linear: nn.Linear, inputs: Tensor, grad_output: Tensor) -> Tensor:
+        """A plain linear layer's backward without its forward. Takes inputs [N, in] and the output's gradient [N, out],
+        returns the gradient of the inputs. The product is added to the weight's sum directly."""
+        for index, weight in enumerate(self._detached):
+            if weight is linear.weight:
+                total = self._sums.get(index)
+                if total is not None and total.dtype == grad_output.dtype:
+                    total.addmm_(grad_output.mT, inputs)
                 else:
-                    self._add(at, slope.mT @ inputs)
-            elif twin is linear.bias:
-                self._add(at, slope.sum(0, dtype=_get_precision(slope)))
-        return slope @ linear.weight.detach()
+                    self._add(index, grad_output.mT @ inputs)
+            elif weight is linear.bias:
+                self._add(index, grad_output.sum(0, dtype=_get_precision(grad_output)))
+        return grad_output @ linear.weight.detach()
 
-    def _take_gradient(self, twin: Tensor) -> None:
-        grad, twin.grad = twin.grad, None
+    def _take_gradient(self, weight: Tensor) -> None:
+        grad, weight.grad = weight.grad, None
         if grad is not None:
-            self._add(next(at for at, other in enumerate(self._twins) if other is twin), grad)
+            self._add(next(index for index, other in enumerate(self._detached) if other is weight), grad)
 
-    def _add(self, at: int, grad: Tensor) -> None:
-        if at in self._sums:
-            self._sums[at].add_(grad)
+    def _add(self, index: int, grad: Tensor) -> None:
+        if index in self._sums:
+            self._sums[index].add_(grad)
         else:
-            self._sums[at] = grad.to(_get_precision(grad))
+            self._sums[index] = grad.to(_get_precision(grad))
 
-    def _put(self, tensors: Sequence[Tensor]) -> None:
+    def _set_weights(self, tensors: Sequence[Tensor]) -> None:
         for tensor, places in zip(tensors, self._places, strict=True):
-            for owner, name in places:
-                owner._parameters[name] = tensor  # a twin is no Parameter, and need not be
+            for submodule, name in places:
+                submodule._parameters[name] = tensor  # a detached weight is no Parameter, and need not be
 
 
 def backward_tile(
-    compute: Callable[[Tensor], Tensor], tokens: Tensor, give_slope: Callable[[Tensor], Tensor]
+    compute: Callable[[Tensor], Tensor], tokens: Tensor, compute_grad: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """A tile forward and backward -> the gradient of its tokens. `give_slope` turns the result into its gradient."""
+    """Runs a tile forward and backward. Returns the gradient of its tokens. `compute_grad` takes the tile's result,
+    returns the gradient of it."""
     leaf = tokens.detach().requires_grad_()
     with torch.enable_grad():
         result = compute(leaf)
-    torch.autograd.backward(result, give_slope(result.detach()))
+    torch.autograd.backward(result, compute_grad(result.detach()))
     if leaf.grad is None:
         raise AssertionError("a tile's result does not depend on its tokens")
     return leaf.grad

@@ -1,7 +1,7 @@
-"""AdamW with moments of 8 bits: the update is bitsandbytes' operator, on flat float32 weights as ZeRO hands them over.
+"""AdamW with 8-bit moments: bitsandbytes' operator makes the update, on ZeRO's flat float32 weights.
 
-A moment is a code of 8 bits per weight and a float32 scale per 256: 2.03 bytes per weight for both. What needs
-bitsandbytes is imported when the optimizer is made.
+A moment is an 8-bit code per weight and a float32 scale per 256: 2.03 bytes per weight for both moments. bitsandbytes
+is imported when the optimizer is made.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ulysses_cli.train.optimizer.quantization import BLOCK, count_blocks
 
-CALL = 1 << 30  # weights per call of the operator, which counts in 32 bits; a multiple of the block
+CALL_NUMEL = 1 << 30  # weights per call of the operator, which counts in 32 bits; a multiple of the block
 
 
 def make_table(moment: str, device: torch.device) -> Tensor:
-    """The 256 numbers between -1 and 1 that codes stand for; of squares, between 0 and 1."""
+    """The 256 numbers that codes stand for, between -1 and 1; of squares, between 0 and 1."""
     from bitsandbytes.functional import create_dynamic_map
 
     table: Tensor = create_dynamic_map(signed=moment == "exp_avg").to(device)
@@ -25,7 +25,7 @@ def make_table(moment: str, device: torch.device) -> Tensor:
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """The update is made with the new moments in float32; then they are encoded."""
+    """Makes the update with the new moments in float32, then encodes them."""
 
     def __init__(self, groups: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         import bitsandbytes  # noqa: F401 - registers the operator
@@ -34,7 +34,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self.update = torch.ops.bitsandbytes.optimizer_update_8bit_blockwise
 
     def get_state(self, weight: Tensor) -> dict[str, Any]:
-        """Moments of one tensor; made, as zeros, where no step has made them yet."""
+        """The moments of one tensor. Makes them, as zeros, before its first step."""
         state: dict[str, Any] = self.state[weight]
         if not state:
             state["step"] = 0
@@ -55,8 +55,8 @@ class AdamW8bit(torch.optim.Optimizer):
         state = self.get_state(weight)
         state["step"] += 1
         flat, grad = weight.data.view(-1), weight.grad.view(-1)
-        for low in range(0, flat.numel(), CALL):
-            part, blocks = slice(low, low + CALL), slice(low // BLOCK, (low + CALL) // BLOCK)
+        for low in range(0, flat.numel(), CALL_NUMEL):
+            part, blocks = slice(low, low + CALL_NUMEL), slice(low // BLOCK, (low + CALL_NUMEL) // BLOCK)
             self.update(
                 "adam", grad[part], flat[part], state["exp_avg_codes"][part], state["exp_avg_sq_codes"][part],
                 *group["betas"], 0.0, 0.0, group["eps"], state["step"], group["lr"],

@@ -1,6 +1,6 @@
-"""Where in the engine's flat tensors this rank's shares of the parameters lie, whatever the ZeRO stage.
+"""Maps this rank's shares of the parameters to the engine's flat tensors, at any ZeRO stage.
 
-Knows DeepSpeed's optimizers by their attributes; imports nothing of it. What the flat tensors hold is states.py's.
+Uses the attributes of DeepSpeed's optimizers; imports nothing of it. states.py reads and writes the flat tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def get_masters(optimizer: Any) -> list[Tensor]:
 
 
 def list_shards(module: nn.Module, optimizer: Any, rank: int) -> list[Shard]:
-    """Every trained parameter's share of this rank; parameters without one here are left out."""
+    """This rank's share of every trained parameter. Parameters without a share on this rank are left out."""
     return list(_walk_shards(module, optimizer, rank))
 
 
@@ -46,26 +46,26 @@ def _walk_shards(module: nn.Module, optimizer: Any, rank: int) -> Iterator[Shard
         if not parameter.requires_grad:
             continue
         if hasattr(parameter, "ds_tensor"):
-            flat, offset, held = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            start = rank * held
-            numel = max(0, min(held, parameter.ds_numel - start))
+            flat, offset, shard_numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start = rank * shard_numel
+            numel = max(0, min(shard_numel, parameter.ds_numel - start))
         else:
-            place = getattr(parameter, "_hp_mapping", None)
-            if place is None:
+            mapping = getattr(parameter, "_hp_mapping", None)
+            if mapping is None:
                 continue
-            flat, offset = place.param_group_index, place.hp_fragment_address.start
-            start, numel = place.lp_fragment_address.start, place.lp_fragment_address.numel
+            flat, offset = mapping.param_group_index, mapping.hp_fragment_address.start
+            start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
         if numel:
             yield Shard(name, get_shape(parameter), start, numel, flat, offset)
 
 
-def count_held(module: nn.Module) -> tuple[int, int, int]:
-    """(elements on this rank, of all, of those that DeepSpeed keeps whole because they are small)."""
-    held = whole = small = 0
+def count_parameters(module: nn.Module) -> tuple[int, int, int]:
+    """Returns elements on this rank, in all, and of parameters that DeepSpeed keeps whole because they are small."""
+    local = total = small = 0
     for parameter in module.parameters():
-        size = int(getattr(parameter, "ds_numel", parameter.numel()))
-        whole += size
+        numel = int(getattr(parameter, "ds_numel", parameter.numel()))
+        total += numel
         if getattr(parameter, "ds_persist", False):
-            small += size
-        held += parameter.ds_tensor.ds_numel if hasattr(parameter, "ds_tensor") else size
-    return held, whole, small
+            small += numel
+        local += parameter.ds_tensor.ds_numel if hasattr(parameter, "ds_tensor") else numel
+    return local, total, small

@@ -1,7 +1,7 @@
-"""The flat float32 weights and moments that the optimizer works on, and how each kind of optimizer keeps them.
+"""Reads and writes the optimizer's flat weights and moments, in each kind of optimizer.
 
-Whatever it is, float32 numbers are read and written: a checkpoint does not depend on it. Where in a flat tensor a
-parameter's share lies, shards.py knows. Knows DeepSpeed's optimizers by their attributes; imports nothing of it.
+Values are always float32 here, so that checkpoints do not depend on the optimizer's own format. shards.py maps
+parameters to the flat tensors. Uses the attributes of DeepSpeed's optimizers; imports nothing of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from ulysses_cli.train.optimizer.quantization import BLOCK, CHUNK, decode, encode
 from ulysses_cli.train.optimizer.shards import get_masters
 from ulysses_cli.train.optimizer.swap_files import SwappedFlat, is_swapped
-from ulysses_cli.train.tensor_file import Later
+from ulysses_cli.train.tensor_file import LazyTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("master", *MOMENTS)
@@ -28,18 +28,18 @@ class Flat(Protocol):
     @property
     def numel(self) -> int: ...
 
-    def read(self, kind: str, start: int, numel: int) -> Tensor | Later: ...
+    def read(self, kind: str, start: int, numel: int) -> Tensor | LazyTensor: ...
 
     def write(self, kind: str, start: int, values: Tensor) -> None:
-        """`start` is a multiple of CHUNK; `values` are as many as that, or all that are left."""
+        """`start` is a multiple of CHUNK; `values` has CHUNK elements, or all that are left."""
 
-    def set_count(self, count: int) -> None:
-        """How many steps these moments have seen."""
+    def set_step_count(self, count: int) -> None:
+        """Sets the number of steps that these moments come from."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlainFlat:
-    """Weights and moments are float32 tensors: what is read are views."""
+    """Weights and moments are float32 tensors: `read` returns views."""
 
     optimizer: Any
     master: Tensor
@@ -48,7 +48,7 @@ class PlainFlat:
     def numel(self) -> int:
         return self.master.numel()
 
-    def read(self, kind: str, start: int, numel: int) -> Tensor | Later:
+    def read(self, kind: str, start: int, numel: int) -> Tensor | LazyTensor:
         whole = self.master.data if kind == "master" else self._get_state()[kind]
         view: Tensor = whole.view(-1).narrow(0, start, numel)
         return view
@@ -58,7 +58,7 @@ class PlainFlat:
         assert isinstance(view, Tensor)
         view.copy_(values)
 
-    def set_count(self, count: int) -> None:
+    def set_step_count(self, count: int) -> None:
         state = self._get_state()
         if torch.is_tensor(state["step"]):
             state["step"].fill_(count)
@@ -66,7 +66,7 @@ class PlainFlat:
             state["step"] = count
 
     def _get_state(self) -> dict[str, Any]:
-        """Made, as zeros, where no step has made them yet."""
+        """Makes moments, as zeros, before the first step."""
         state: dict[str, Any] = self.optimizer.state[self.master]
         for name in MOMENTS:
             if name not in state:
@@ -79,15 +79,15 @@ class PlainFlat:
 
 
 @dataclass(frozen=True, eq=False)
-class CodedFlat(PlainFlat):
-    """Moments are codes of 8 bits: what is read is decoded when it is needed."""
+class QuantizedFlat(PlainFlat):
+    """Moments are 8-bit codes: `read` decodes them when the values are needed."""
 
-    def read(self, kind: str, start: int, numel: int) -> Tensor | Later:
+    def read(self, kind: str, start: int, numel: int) -> Tensor | LazyTensor:
         if kind == "master":
             return PlainFlat.read(self, kind, start, numel)
         state = self._get_state()
         codes, scales, table = (state[f"{kind}_{part}"] for part in ("codes", "scales", "table"))
-        return Later(numel, lambda: decode(codes, scales, table, start, numel))
+        return LazyTensor(numel, lambda: decode(codes, scales, table, start, numel))
 
     def write(self, kind: str, start: int, values: Tensor) -> None:
         if kind == "master":
@@ -105,9 +105,9 @@ class CodedFlat(PlainFlat):
 
 
 def list_flats(optimizer: Any) -> list[Flat]:
-    """In the order of the engine's flat tensors. `optimizer` is ZeRO's, around the one that steps."""
+    """The flat tensors in the engine's order. `optimizer` is ZeRO's, which wraps the one that updates weights."""
     inner = optimizer.optimizer
-    in_memory = CodedFlat if hasattr(inner, "get_state") else PlainFlat
+    in_memory = QuantizedFlat if hasattr(inner, "get_state") else PlainFlat
     return [
         SwappedFlat(optimizer, master) if is_swapped(optimizer, master) else in_memory(inner, master)
         for master in get_masters(optimizer)
@@ -115,18 +115,18 @@ def list_flats(optimizer: Any) -> list[Flat]:
 
 
 def walk_chunks(flat: Flat) -> Iterator[tuple[int, int]]:
-    """(start, number of elements) of the parts in which a flat tensor is written."""
+    """Yields (start, number of elements) of the parts in which a flat tensor is written."""
     for start in range(0, flat.numel, CHUNK):
         yield start, min(CHUNK, flat.numel - start)
 
 
 def set_step_count(optimizer: Any, count: int) -> None:
     for flat in list_flats(optimizer):
-        flat.set_count(count)
+        flat.set_step_count(count)
 
 
 def reset_moments(optimizer: Any) -> None:
-    """As before the first step."""
+    """Sets moments and step count to what they are before the first step."""
     for flat in list_flats(optimizer):
         for start, numel in walk_chunks(flat):
             for moment in MOMENTS:
@@ -134,9 +134,9 @@ def reset_moments(optimizer: Any) -> None:
     set_step_count(optimizer, 0)
 
 
-def forget_powers(host_adam: Any, *_: Any) -> None:
-    """DeepSpeed's Adam for the host keeps the powers of its betas from step to step, as products. Made anew before each
-    step, it computes them from the step's number: a run that goes on has the bits of one that was never stopped."""
+def reset_beta_powers(host_adam: Any, *_: Any) -> None:
+    """DeepSpeed's CPU Adam keeps the powers of its betas from step to step, as products. Created again before each
+    step, it computes them from the step's number: a resumed run is bitwise identical to one that was never stopped."""
     library = getattr(host_adam, "ds_opt_adam", None)
     if library is not None:
         group = host_adam.param_groups[0]

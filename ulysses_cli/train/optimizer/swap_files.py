@@ -1,7 +1,7 @@
-"""Optimizer states and weights that DeepSpeed's swappers keep in files, read and written there: a checkpoint brings
-nothing back into memory but one tensor at a time.
+"""Reads and writes optimizer states and weights in the files of DeepSpeed's swappers: a checkpoint loads only one
+tensor at a time into memory.
 
-Between steps the files are all there is. Knows the swapper by its attributes; imports nothing of it.
+Between steps the states exist only in these files. Uses the swapper's attributes; imports nothing of it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ulysses_cli.train.tensor_file import Later
+from ulysses_cli.train.tensor_file import LazyTensor
 
 FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
 class SwappedFlat:
-    """One sub-group of ZeRO-3. `optimizer` is ZeRO's; the sub-group's tensors are empty while no step runs."""
+    """One sub-group of ZeRO-3. `optimizer` is ZeRO's; the sub-group's tensors are empty between steps."""
 
     optimizer: Any
     master: Tensor
@@ -30,16 +30,18 @@ class SwappedFlat:
     def numel(self) -> int:
         return int(self._info.numel())
 
-    def read(self, kind: str, start: int, numel: int) -> Tensor | Later:
+    def read(self, kind: str, start: int, numel: int) -> Tensor | LazyTensor:
         file = self._find_file(kind)
-        return Later(numel, lambda: torch.from_numpy(np.fromfile(file, np.float32, numel, offset=FLOAT_BYTES * start)))
+        return LazyTensor(
+            numel, lambda: torch.from_numpy(np.fromfile(file, np.float32, numel, offset=FLOAT_BYTES * start))
+        )
 
     def write(self, kind: str, start: int, values: Tensor) -> None:
         with open(self._find_file(kind), "r+b") as stream:
             stream.seek(FLOAT_BYTES * start)
             stream.write(memoryview(values.float().cpu().contiguous().numpy()))
 
-    def set_count(self, count: int) -> None:
+    def set_step_count(self, count: int) -> None:
         self._make_moments()
         self.optimizer.optimizer.state[self.master]["step"] = count
 
@@ -53,7 +55,7 @@ class SwappedFlat:
         return next(file for file in map(Path, self._info.get_swap_paths()) if file.name == name)
 
     def _make_moments(self) -> None:
-        """As the first step does: they come into being in memory, and leave it by the swapper."""
+        """Makes moments as the first step does: in memory, then written out by the swapper."""
         if self._info.has_state_tensors:
             return
         swapper = self.optimizer.optimizer_swapper
@@ -64,13 +66,13 @@ class SwappedFlat:
         self.master.grad = None
 
 
-def is_file(parameter: nn.Parameter) -> bool:
-    """This rank's share of the weight lives on the disk."""
+def is_on_disk(parameter: nn.Parameter) -> bool:
+    """Whether this rank's share of the weight is offloaded to the disk."""
     return bool(parameter.ds_tensor.final_location == "nvme")
 
 
 def write_weight(parameter: nn.Parameter, values: Tensor) -> None:
-    """Of a weight that nobody has read in: what is in memory would be taken for the newer one."""
+    """The weight must not be in memory: that copy would be taken for the newer one."""
     if parameter.ds_tensor.status.name != "NOT_AVAILABLE":
         raise AssertionError("a weight is written to its file while it is in memory")
     with open(parameter.nvme_swapper.get_path(parameter, must_exist=True), "r+b") as stream:
@@ -78,6 +80,6 @@ def write_weight(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def is_swapped(optimizer: Any, master: Tensor) -> bool:
-    """Small sub-groups stay in memory."""
+    """Whether the sub-group is on the disk. Small ones stay in memory."""
     swapper = getattr(optimizer, "optimizer_swapper", None)
     return swapper is not None and getattr(master, "ds_id", None) in swapper.swap_params_info

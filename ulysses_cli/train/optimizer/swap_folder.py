@@ -1,7 +1,7 @@
-"""The folder on a local disk in which optimizer states or weights live: private to a run, empty at its start, gone at
-its end.
+"""The folder on a local disk for offloaded optimizer states or weights: private to a run, empty at its start, removed
+at its end.
 
-What a run that was killed has left goes when it is started again. Looked at before any process group exists. No torch.
+What a killed run has left is removed when the run starts again. Opened before any process group exists. No torch.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from pathlib import Path
 
 from ulysses_cli.plan.hardware import GIB
 
-OWNER = "run.txt"
+RUN_FILE = "run.txt"
 PREFIX = "ulysses-"
 CAP_IPC_LOCK = 14  # capabilities(7): may lock any amount of memory
 BLOCK_BYTES = 4096
 
 
 def name_folder(nvme_path: str, run_dir: Path) -> Path:
-    """The same on every rank and at every start of a run."""
-    mark = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
-    return Path(os.path.expanduser(nvme_path)).resolve() / f"{PREFIX}{mark}"
+    """The same name on every rank and at every start of a run."""
+    digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
+    return Path(os.path.expanduser(nvme_path)).resolve() / f"{PREFIX}{digest}"
 
 
 def open_folder(folder: Path, run_dir: Path, disk_bytes: int, locked_bytes: int) -> str:
-    """One rank of each machine makes it, before any meets the others -> what is wrong, or ''. Bytes are one rank's."""
+    """One rank of each machine makes the folder, before ranks connect. Returns what is wrong, or ''. Bytes are one
+    rank's."""
     if int(os.environ.get("LOCAL_RANK", "0")):
         return ""
     try:
         remove_folder(folder)
         folder.mkdir(mode=0o700)
-        (folder / OWNER).write_text(f"{run_dir.resolve()}\n", encoding="utf-8")
+        (folder / RUN_FILE).write_text(f"{run_dir.resolve()}\n", encoding="utf-8")
         problem = _find_direct_problem(folder / "probe") or _find_shortage(folder, disk_bytes)
     except OSError as error:
         problem = f"memory.nvme_path: {folder}: {error.strerror or error}"
@@ -49,20 +50,20 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def leave_folder(folder: Path | None) -> None:
-    """This rank's files go; the folder goes with the last one's. None: there is none."""
+def remove_rank_files(folder: Path | None) -> None:
+    """Removes this rank's files, and the folder with the last rank's. None: there is no folder."""
     if folder is None:
         return
     for kind in folder.glob("zero_stage_3/*"):
         shutil.rmtree(kind / f"rank{os.environ.get('RANK', '0')}", ignore_errors=True)
-    with suppress(OSError):  # others are still there
+    with suppress(OSError):  # other ranks' files are still there
         for kind in folder.glob("zero_stage_3/*"):
             kind.rmdir()
         remove_folder(folder)
 
 
 def _find_direct_problem(probe: Path) -> str:
-    """DeepSpeed writes past the page cache, which not every file system does."""
+    """DeepSpeed bypasses the page cache, which not every file system supports."""
     page = mmap.mmap(-1, BLOCK_BYTES)
     try:
         handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -87,11 +88,11 @@ def _find_shortage(folder: Path, disk_bytes: int) -> str:
     if needed <= free:
         return ""
     others = sorted(str(other) for other in folder.parent.glob(f"{PREFIX}*") if other != folder)
-    left = f"; runs that were killed may have left {', '.join(others[:5])} (each names its run in {OWNER})"
+    leftovers = f"; runs that were killed may have left {', '.join(others[:5])} (each names its run in {RUN_FILE})"
     return (
         f"memory.nvme_path: {folder.parent} has {free / GIB:.2f} GiB free, what {num_ranks} ranks keep there takes "
         f"{needed / GIB:.2f} GiB: make room, use more GPUs, or cpu in place of nvme"
-        f"{left if others else ''}"
+        f"{leftovers if others else ''}"
     )
 
 

@@ -1,5 +1,5 @@
-"""Which cores are near a GPU, and the rank's threads bound to its share of them: work on the host (Adam under offload)
-crosses no socket, and no two ranks work on one core.
+"""Binds a rank's threads to its share of the cores near its GPU: work on the host (Adam under offload) crosses no
+socket, and no two ranks work on one core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 def find_near_cores(address: str, devices: Path = PCI_DEVICES) -> set[int]:
-    """Cores on the GPU's side of the machine, as the kernel says; none where it does not say."""
+    """The cores on the GPU's socket by the kernel's list; none where it has no such list."""
     try:
         return read_list((devices / address / "local_cpulist").read_text())
     except (OSError, ValueError):
@@ -23,7 +23,7 @@ def find_near_cores(address: str, devices: Path = PCI_DEVICES) -> set[int]:
 
 
 def read_list(text: str) -> set[int]:
-    """The kernel's notation: 0-15,64-79."""
+    """Parses the kernel's notation: 0-15,64-79."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -32,7 +32,7 @@ def read_list(text: str) -> set[int]:
 
 
 def find_siblings(core: int, cpus: Path = CPUS) -> frozenset[int]:
-    """What the kernel counts as cores and is one in silicon."""
+    """The logical cores of the kernel's count that are one physical core."""
     try:
         return frozenset(read_list((cpus / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()))
     except (OSError, ValueError):
@@ -40,20 +40,20 @@ def find_siblings(core: int, cpus: Path = CPUS) -> frozenset[int]:
 
 
 def take_share(near: Sequence[Set[int]], index: int, find: Callable[[int], Set[int]] = find_siblings) -> set[int]:
-    """Of the cores near GPU `index`, those of its rank: GPUs with the same neighbourhood share it evenly, in whole
-    physical cores. All of them where there are too few."""
-    mine = near[index]
-    neighbours = [other for other, cores in enumerate(near) if cores == mine]
-    whole = sorted({tuple(sorted(find(core) & mine)) for core in mine})
-    each = len(whole) // len(neighbours)
-    if not each:
-        return set(mine)
+    """The cores near GPU `index` that its rank uses: GPUs with the same near cores share them evenly, in whole physical
+    cores. All of them where there are too few."""
+    near_cores = near[index]
+    neighbours = [other for other, cores in enumerate(near) if cores == near_cores]
+    physical_cores = sorted({tuple(sorted(find(core) & near_cores)) for core in near_cores})
+    num_cores = len(physical_cores) // len(neighbours)
+    if not num_cores:
+        return set(near_cores)
     place = neighbours.index(index)
-    return {core for cores in whole[place * each : (place + 1) * each] for core in cores}
+    return {core for cores in physical_cores[place * num_cores : (place + 1) * num_cores] for core in cores}
 
 
 def bind_to_device(device: torch.device, num_ranks: int = 1) -> int:
-    """-> how many cores this process may use. What it was not allowed before stays forbidden. `num_ranks`: of this
+    """Returns how many cores this process may use, always among those it was allowed before. `num_ranks`: ranks of this
     machine, on GPU 0, 1, ..."""
     allowed = os.sched_getaffinity(0)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Where this rank computes: the device, and the GPU of the hardware table that it is. Takes plain arguments."""
+"""Chooses this rank's device and finds its GPU in the hardware table. Takes plain arguments."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ulysses_cli.train.processes.host_memory import count_host_bytes
 
 
 class StartError(ValueError):
-    """Something that the recipe needs is not there."""
+    """Something that the recipe needs is missing."""
 
 
 class GpuMemoryError(RuntimeError):
-    """A run did not fit: what was tried, and the smallest change of the recipe that fits."""
+    """A run did not fit into GPU memory. `hint` names the smallest change of the recipe that fits."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -25,29 +25,29 @@ class GpuMemoryError(RuntimeError):
 
 
 def choose_device(*, wants_cpu: bool) -> torch.device:
-    """One GPU per process of this machine. The process's threads move to its share of the cores near it."""
+    """One GPU per process of this machine. Binds the process's threads to its share of the cores near it."""
     if wants_cpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise StartError("torch sees no GPU: set run.device: cpu, or see what `nvidia-smi` says")
-    here = count_processes_here()
-    if here > torch.cuda.device_count():
-        has = format_count(torch.cuda.device_count(), "GPU")
-        raise StartError(f"{format_count(here, 'process')} on this machine, but {has}")
+    num_processes = count_local_processes()
+    if num_processes > torch.cuda.device_count():
+        gpus = format_count(torch.cuda.device_count(), "GPU")
+        raise StartError(f"{format_count(num_processes, 'process')} on this machine, but {gpus}")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    bind_to_device(device, here)
+    bind_to_device(device, num_processes)
     return device
 
 
 def recognise_gpu(device: torch.device, hardware: Hardware) -> tuple[Gpu | None, bool]:
-    """(the table's entry, or one made of what the device says of itself; whether the table knows it)."""
+    """Returns the table's entry, or one made from the device's properties, and whether the table has the GPU."""
     if device.type != "cuda":
         return None, False
     facts = torch.cuda.get_device_properties(device)
     host_bytes = count_host_bytes()
-    return hardware.recognise(facts.name, facts.total_memory, host_bytes // count_processes_here())
+    return hardware.recognise(facts.name, facts.total_memory, host_bytes // count_local_processes())
 
 
-def count_processes_here() -> int:
+def count_local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

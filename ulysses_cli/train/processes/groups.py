@@ -1,7 +1,7 @@
-"""Layout -> process groups. The only caller of new_group.
+"""Makes the process groups of a layout. The only caller of new_group.
 
-Every rank makes every group, in the same order, as torch demands; each keeps those that it is part of. DeepSpeed shards
-over the whole world, sequence ranks included, and is told of no other group: see plan/ds_config.py.
+Every rank makes every group, in the same order, as torch requires; each keeps those that it is part of. DeepSpeed
+shards over the whole world, sequence ranks included, and gets no other group: see plan/ds_config.py.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ NO_LIMIT = timedelta(days=30)
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """This rank's place in the mesh."""
+    """This rank's process groups and its place in the layout."""
 
     layout: Layout
     rank: int
     sp_axis: SequenceAxis
-    sp_group: dist.ProcessGroup | None  # None when every rank has rows of its own
-    host_group: dist.ProcessGroup  # all ranks, over the network: small facts that must not wait for a GPU
+    sp_group: dist.ProcessGroup | None  # None when every rank has its own rows
+    host_group: dist.ProcessGroup  # all ranks, over gloo: small facts that must not wait for a GPU
 
     def wait_without_limit(self) -> None:
-        """From here on somebody else watches over hangs: ranks may wait for one that writes a large model for hours."""
+        """Removes the groups' time-outs. The watchdog detects hangs; ranks may wait for hours for one that writes a
+        large model."""
         if dist.get_backend() == "fake":
             return
         for group in {dist.group.WORLD, self.sp_group, self.host_group} - {None}:
@@ -45,15 +46,15 @@ class Groups:
 
 
 def make_groups(layout: Layout, timeout: timedelta) -> Groups:
-    """Collective: all ranks of the world call it together. A rank that shares its row with nobody needs no group."""
+    """Collective over all ranks. A rank that shares its row with no other needs no group."""
     rank = dist.get_rank()
     if dist.get_world_size() != layout.world_size:
         raise ValueError(f"{dist.get_world_size()} processes run, the layout has {layout.world_size}")
-    mine = None
+    sp_group = None
     for ranks in layout.sp_groups if layout.sp_size > 1 else ():
         group = dist.new_group(ranks, timeout=timeout)
         if rank in ranks:
-            mine = group
+            sp_group = group
     is_on_host = dist.get_backend() in ("gloo", "fake")
-    host = dist.group.WORLD if is_on_host else dist.new_group(backend="gloo", timeout=timeout)
-    return Groups(layout, rank, make_sequence_axis(mine), mine, host)
+    host_group = dist.group.WORLD if is_on_host else dist.new_group(backend="gloo", timeout=timeout)
+    return Groups(layout, rank, make_sequence_axis(sp_group), sp_group, host_group)

@@ -1,4 +1,4 @@
-"""How much host memory this process may still take, in a container or outside one."""
+"""Counts host memory: the machine's, and what this process may still take, in a container or outside one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def count_host_bytes() -> int:
-    """Of the machine."""
+    """The machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -24,19 +24,19 @@ def read_memory_limit() -> int:
 
 
 def count_free_bytes() -> int:
-    """What a new process may still take: files that the system only keeps in memory count as free, and a container
-    has no more than is left of its limit."""
+    """What a new process may still take: the system's file cache counts as free, and a container has no more than is
+    left of its limit."""
     free = _read_table(Path("/proc/meminfo")).get("MemAvailable:", 0) * 1024
-    kept = _read_table(CGROUP / "memory.stat").get("inactive_file", 0)
+    file_cache = _read_table(CGROUP / "memory.stat").get("inactive_file", 0)
     try:
         used = int((CGROUP / "memory.current").read_text())
     except (OSError, ValueError):
         used = 0
-    return max(0, min(free or count_host_bytes(), read_memory_limit() - used + kept))
+    return max(0, min(free or count_host_bytes(), read_memory_limit() - used + file_cache))
 
 
 def _read_table(file: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Reads lines of a name and a number."""
     try:
         rows = [line.split() for line in file.read_text().splitlines()]
         return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

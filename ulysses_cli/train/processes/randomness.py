@@ -1,4 +1,4 @@
-"""Every random number generator of a rank, seeded, kept and put back together."""
+"""Seeds, saves and restores all random number generators of a rank."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def keep_all(device: torch.device) -> tuple[Any, ...]:
+def get_rng_states(device: torch.device) -> tuple[Any, ...]:
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
-def restore_all(kept: tuple[Any, ...], device: torch.device) -> None:
-    random.setstate(kept[0])
-    np.random.set_state(kept[1])
-    torch.set_rng_state(kept[2])
-    if kept[3] is not None:
-        torch.cuda.set_rng_state(kept[3], device)
+def set_rng_states(states: tuple[Any, ...], device: torch.device) -> None:
+    python, numpy, cpu, cuda = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)

@@ -1,5 +1,6 @@
-"""Where ranks meet. On one machine: a file in a folder that is the user's alone, so that nothing listens and nobody
-else can write what ranks read. On several: the store of rank 0, which listens at its machine's address alone.
+"""The store through which ranks connect. On one machine: a file in a folder that is the user's alone, so that nothing
+listens and no other user can write what ranks read. On several: rank 0's store, which listens at its machine's address
+alone.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ BACKLOG = 2048  # ranks that connect at once
 
 
 def join_ranks(device: torch.device, timeout: timedelta) -> None:
-    """Collective over all ranks: torch's process group of the world."""
+    """Collective over all ranks: initializes torch's process group of the world."""
     on_gpu = device.type == "cuda"
-    bound = device if on_gpu else None  # NCCL then need not guess it at its first collective
+    bound_device = device if on_gpu else None  # NCCL then need not guess it at its first collective
     store = list_store_options(timeout)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, device_id=bound, **store)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, device_id=bound_device, **store)
 
 
 def list_store_options(timeout: timedelta) -> dict[str, Any]:
-    """For torch's init_process_group: the ranks' own store. Nothing where no launcher says who this is."""
+    """Arguments of torch's init_process_group for the ranks' own store. Empty where no launcher has set the rank."""
     if "MASTER_ADDR" not in os.environ:
         return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -43,7 +44,7 @@ def _open_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def connect(timeout: timedelta) -> dist.Store | None:
-    """A connection of its own, beside the ranks'. None: there is no launcher."""
+    """A new connection, separate from the process group's. None where there is no launcher."""
     file = _name_file("words")
     if file is not None:
         store = dist.FileStore(file, -1)
@@ -60,12 +61,12 @@ def listen(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """A store at one address; a socket of torch's own would listen on every interface. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family, backlog=BACKLOG) as server:
-        port, handle = server.getsockname()[1], os.dup(server.fileno())  # which the store closes
+        port, handle = server.getsockname()[1], os.dup(server.fileno())  # the store closes it
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
     return dist.TCPStore(address, port, master_listen_fd=handle, **options)
 
 
 def _name_file(name: str) -> str | None:
-    """Ranks that are started again do not meet at what the dead have left."""
+    """Each restart has files of its own: ranks do not read what earlier ones have left."""
     folder = os.environ.get(FOLDER)
     return str(Path(folder) / f"{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}") if folder else None

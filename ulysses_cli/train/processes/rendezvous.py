@@ -1,5 +1,5 @@
-"""Where launchers of one run meet: torch's elastic rendezvous, whose state is a pickle in a store that answers whoever
-reaches its port. Here nothing is unpickled or believed that does not carry the run's seal, and the store listens at one
+"""The rendezvous of a run's launchers. torch's elastic rendezvous keeps its state as a pickle in a store that answers
+anyone who reaches its port. Here only content with the run's seal is read or unpickled, and the store listens at one
 address. On one machine the store is a file in a folder that is the user's alone.
 """
 
@@ -36,9 +36,9 @@ from ulysses_cli.train.processes.rank_store import listen
 NAME = "ulysses"
 STATE, EMPTY = "rendezvous", "empty"
 GREETING = "ulysses/greeting"
-JOIN_SECONDS = 600  # for all machines to come
-ANSWER_SECONDS = 60.0  # for one that is there to answer
-LOOK_SECONDS = 0.2
+JOIN_SECONDS = 600  # for all machines to join
+ANSWER_SECONDS = 60.0  # for a running master to answer
+CHECK_SECONDS = 0.2
 ANSWER_TIMEOUT = timedelta(seconds=ANSWER_SECONDS)
 KEY_HINT = (
     f"the key is {KEY}, or run.output_dir/key where that is not set: give every machine the same, or one shared disk"
@@ -46,7 +46,7 @@ KEY_HINT = (
 
 
 class MeetingError(RendezvousStateError):
-    """Machines that cannot meet: what is wrong, and what to do."""
+    """Machines cannot join one run. `hint` says what to do."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -54,13 +54,13 @@ class MeetingError(RendezvousStateError):
 
 
 class SealedBackend(RendezvousBackend):
-    """The rendezvous's state, in one key of a store."""
+    """Keeps the rendezvous's state under one key of a store."""
 
     def __init__(
-        self, store: dist.Store, seal: Seal, run_id: str, tell: Callable[[MeetingError], None] = lambda _: None
+        self, store: dist.Store, seal: Seal, run_id: str, report: Callable[[MeetingError], None] = lambda _: None
     ) -> None:
-        self.store, self.seal, self.key, self.tell = store, seal, f"ulysses/rendezvous/{run_id}", tell
-        self._call("compare_set", self.key, "", EMPTY)  # a read of a key that is not there would wait for it
+        self.store, self.seal, self.key, self.report = store, seal, f"ulysses/rendezvous/{run_id}", report
+        self._call("compare_set", self.key, "", EMPTY)  # a read of a missing key would wait for it
 
     @property
     def name(self) -> str:
@@ -70,12 +70,12 @@ class SealedBackend(RendezvousBackend):
         return self._open(self._call("get", self.key))
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, bytes, bool] | None:
-        """A token is what stood there when the state was read."""
+        """`token`: the stored text when the state was read."""
         expected = token.decode("ascii") if token else EMPTY
         wanted = base64.b64encode(self.seal.close(STATE, state))
-        stands = self._call("compare_set", self.key, expected, wanted.decode("ascii"))
-        found = self._open(stands)
-        return found and (*found, stands == wanted)
+        stored = self._call("compare_set", self.key, expected, wanted.decode("ascii"))
+        opened = self._open(stored)
+        return opened and (*opened, stored == wanted)
 
     def _open(self, text: bytes) -> tuple[bytes, bytes] | None:
         if text == EMPTY.encode():
@@ -83,24 +83,24 @@ class SealedBackend(RendezvousBackend):
         try:
             return self.seal.open(STATE, base64.b64decode(text, validate=True)), text
         except (ForgedError, binascii.Error):
-            message = "what stands where machines meet was not written by this run; none of it was read"
-            error = MeetingError(message, f"let nobody else reach the master's port; {KEY_HINT}")
-            self.tell(error)  # torch passes over some of its own errors
+            message = "the state in the machines' store was not written by this run; none of it was read"
+            error = MeetingError(message, f"let no other machine reach the master's port; {KEY_HINT}")
+            self.report(error)  # torch ignores some of its own errors
             raise error from None
 
     def _call(self, name: str, *args: str) -> bytes:
         try:
             return bytes(getattr(self.store, name)(*args))
         except (ValueError, RuntimeError) as error:
-            raise RendezvousConnectionError("the store where machines meet is gone") from error
+            raise RendezvousConnectionError("the machines' store is gone") from error
 
 
 class SealedStore:
-    """What launchers tell each other beside that: ranks, the address of the ranks' own store. Counters are numbers as
-    they are; a forged one can only end a wait early."""
+    """Holds what launchers exchange besides the state: ranks, the address of the ranks' own store. Counters carry no
+    seal; a forged one can only end a wait early."""
 
-    def __init__(self, store: dist.Store, seal: Seal, place: str, look: Callable[[], object] = lambda: None) -> None:
-        self.store, self.seal, self.place, self.look = store, seal, place, look
+    def __init__(self, store: dist.Store, seal: Seal, prefix: str, check: Callable[[], object] = lambda: None) -> None:
+        self.store, self.seal, self.prefix, self.check_state = store, seal, prefix, check
 
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else value
@@ -120,42 +120,42 @@ class SealedStore:
         return [self.get(key) for key in keys]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Ends early when `look` raises: launchers that have ended will not come."""
+        """Ends early when `check_state` raises: launchers that have ended will not join."""
         end = time.monotonic() + (timeout or self.store.timeout).total_seconds()
         while not self.store.check(keys):
-            self.look()
+            self.check_state()
             if time.monotonic() > end:
-                raise dist.DistStoreError(f"waited in vain for {', '.join(keys)}")
-            time.sleep(LOOK_SECONDS)
+                raise dist.DistStoreError(f"timed out waiting for {', '.join(keys)}")
+            time.sleep(CHECK_SECONDS)
 
     def __getattr__(self, name: str) -> Any:
-        """add, check, timeout, set_timeout: they carry no content."""
+        """Passes on add, check, timeout and set_timeout, which carry no content."""
         if name not in ("add", "check", "timeout", "set_timeout"):
             raise AttributeError(f"launchers share nothing by {name}")
         return getattr(self.store, name)
 
     def _name(self, key: str) -> str:
-        return f"{self.place}/{key}"
+        return f"{self.prefix}/{key}"
 
 
 class SealedHandler(DynamicRendezvousHandler):
-    """torch's rendezvous, which hands out a sealed store."""
+    """torch's rendezvous handler with a sealed store."""
 
     backend: SealedBackend
     endpoint: str
     node_rank: int
 
     def _get_world(self) -> tuple[int, int]:
-        """torch orders machines by their names. The display and the model are where --node-rank is 0."""
+        """Uses --node-rank: torch orders machines by their names, but the display and the model are on machine 0."""
         _, num_machines = super()._get_world()
         if self._get_store().add(f"machine {self.node_rank}", 1) > 1:
-            message = f"two machines say --node-rank {self.node_rank}"
+            message = f"two machines have --node-rank {self.node_rank}"
             raise MeetingError(message, f"give each of {num_machines} its own, from 0 to {num_machines - 1}")
         return self.node_rank, num_machines
 
     def _get_store(self) -> Any:
-        place = f"round {self._state_holder.state.round}"
-        return SealedStore(super()._get_store(), self.backend.seal, place, self.backend.get_state)
+        prefix = f"round {self._state_holder.state.round}"
+        return SealedStore(super()._get_store(), self.backend.seal, prefix, self.backend.get_state)
 
     def next_rendezvous(self) -> RendezvousInfo:
         try:
@@ -163,17 +163,17 @@ class SealedHandler(DynamicRendezvousHandler):
         except RendezvousTimeoutError:
             wanted = self.settings.max_nodes
             message = f"not all of {wanted} machines have come to {self.endpoint} within {JOIN_SECONDS} s"
-            hint = "start the command on each with its own --node-rank; one that is refused says why"
+            hint = "start the command on each with its own --node-rank; a machine that is refused prints the reason"
             raise MeetingError(message, hint) from None
 
 
-def make_handler(params: RendezvousParameters, tell: Callable[[MeetingError], None]) -> SealedHandler:
+def make_handler(params: RendezvousParameters, report: Callable[[MeetingError], None]) -> SealedHandler:
     seal, node_rank = find_seal(), int(params.get("node_rank", 0))
     if params.get("store_type") == "file":
         store: dist.Store = dist.FileStore(params.endpoint)
     else:
         store = open_store(params.endpoint, seal, None if node_rank else params.local_addr)
-    backend = SealedBackend(store, seal, params.run_id, tell)
+    backend = SealedBackend(store, seal, params.run_id, report)
     handler = SealedHandler.from_backend(
         params.run_id,
         store,
@@ -189,14 +189,14 @@ def make_handler(params: RendezvousParameters, tell: Callable[[MeetingError], No
 
 
 def register() -> list[MeetingError]:
-    """For --rdzv-backend=ulysses. -> what was wrong, as it is found."""
-    found: list[MeetingError] = []
-    rendezvous_handler_registry.register(NAME, partial(make_handler, tell=found.append))
-    return found
+    """Registers --rdzv-backend=ulysses. Returns a list to which errors are added when they occur."""
+    errors: list[MeetingError] = []
+    rendezvous_handler_registry.register(NAME, partial(make_handler, report=errors.append))
+    return errors
 
 
 def open_store(endpoint: str, seal: Seal, own_address: str | None) -> dist.TCPStore:
-    """The master's, which listens at its own address alone; or, with None, a connection to it."""
+    """The master's store, which listens at `own_address` alone; with None, a connection to it."""
     host, _, port = endpoint.rpartition(":")
     if own_address is not None:
         try:
@@ -214,7 +214,9 @@ def open_store(endpoint: str, seal: Seal, own_address: str | None) -> dist.TCPSt
     except (ForgedError, binascii.Error):
         raise MeetingError(f"this machine has another key than the run at {endpoint}", KEY_HINT) from None
     except RuntimeError:
-        raise MeetingError(f"what listens at {endpoint} is no master of a run", _ask_for_master(endpoint)) from None
+        raise MeetingError(
+            f"what listens at {endpoint} is not the master of a run", _ask_for_master(endpoint)
+        ) from None
     return store
 
 
@@ -233,18 +235,18 @@ def _wait_for_master(host: str, port: int, endpoint: str) -> None:
 
 
 def _connect(host: str, port: int, endpoint: str) -> dist.TCPStore:
-    """torch waits without end for a listener that says nothing, so somebody else waits for torch."""
-    found: list[dist.TCPStore] = []
+    """Connects in a thread: torch waits without end for a listener that does not answer."""
+    stores: list[dist.TCPStore] = []
 
     def connect() -> None:
-        found.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=ANSWER_TIMEOUT))
+        stores.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=ANSWER_TIMEOUT))
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
-    if not found:
-        raise MeetingError(f"what listens at {endpoint} is no master of a run", _ask_for_master(endpoint))
-    return found[0]
+    if not stores:
+        raise MeetingError(f"what listens at {endpoint} is not the master of a run", _ask_for_master(endpoint))
+    return stores[0]
 
 
 def _ask_for_master(endpoint: str) -> str:

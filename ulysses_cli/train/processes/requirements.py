@@ -1,5 +1,5 @@
-"""What a recipe needs beside torch and DeepSpeed: packages, and operators that this machine must be able to build.
-Looked for before any process group exists.
+"""Checks what a recipe needs besides torch and DeepSpeed: packages, and operators that this machine must be able to
+build. Runs before any process group exists.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ import importlib
 
 
 def find_missing_package(optim: str) -> str:
-    """'' when there is all that the optimizer needs; else what is wrong and what to do."""
+    """'' when the optimizer's packages are installed; else what is wrong and what to do."""
     if optim != "adamw_8bit":
         return ""
     try:
         importlib.import_module("bitsandbytes")
     except ImportError as error:
         reason = "is not installed" if getattr(error, "name", "") == "bitsandbytes" else f"cannot be imported: {error}"
-    except Exception as error:  # noqa: BLE001 - whatever a broken build raises
+    except Exception as error:  # noqa: BLE001 - a broken build may raise anything
         reason = f"cannot be imported: {error}"
     else:
         return ""
@@ -26,11 +26,11 @@ def find_missing_package(optim: str) -> str:
 
 
 def find_missing_operator() -> str:
-    """Builds DeepSpeed's operator for disks where that has not happened yet. Ranks wait for the one that builds."""
+    """Builds DeepSpeed's operator for disks where it is not built yet. Other ranks wait for the one that builds."""
     builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
     try:
         builder.load(verbose=False)
-    except Exception as error:  # noqa: BLE001 - a compiler's, a linker's, the system's
+    except Exception as error:  # noqa: BLE001 - compilers, linkers and the system raise any of them
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         if not builder.is_compatible(verbose=False):
             reason = "libaio and its headers are not found"

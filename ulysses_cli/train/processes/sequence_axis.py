@@ -1,4 +1,4 @@
-"""The ranks that share a row: one process group, its size and this rank's place in it."""
+"""The ranks that share a row: their process group, its size and this rank's place in it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run tells: records, run.json, the time of a step's parts."""
+"""What a run reports: events, metrics files, run.json, the time of a step's parts."""

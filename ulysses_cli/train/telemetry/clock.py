@@ -1,7 +1,8 @@
-"""Where the time of a step goes, by the parts that prediction uses too. Runs on sampled steps; off, it costs one look.
+"""Measures the time of a step's parts, the same parts as the prediction's. Runs on sampled steps; otherwise it costs
+one comparison.
 
-Marks are exclusive: time belongs to the part that was entered last. On a GPU they are events on the current stream, so
-that work and waiting count where they happen and nothing is waited for until the step is over.
+Parts do not overlap: time belongs to the part that was entered last. On a GPU marks are events on the current stream,
+so that work and waiting count where they happen, and the host waits for nothing until the step is over.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _running: Clock | None = None
 
 
 class Clock:
-    """Marks of one step."""
+    """The times at which one step entered its parts."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -28,10 +29,10 @@ class Clock:
         self.marks: list[tuple[Any, str]] = []
 
     def enter(self, part: str) -> str:
-        """Time from here on belongs to `part` -> the part that it belonged to before."""
-        before, self.part = self.part, part
+        """Time from here on belongs to `part`. Returns the part that it belonged to before."""
+        previous, self.part = self.part, part
         self.marks.append((self._now(), part))
-        return before
+        return previous
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -60,16 +61,16 @@ class Clock:
 
 @contextmanager
 def part_of_step(part: str) -> Iterator[None]:
-    """What runs inside belongs to this part, except for what enters another."""
+    """The time inside belongs to this part, except where code enters another part."""
     clock = _running
     if clock is None:
         yield
         return
-    before = clock.enter(part)
+    previous = clock.enter(part)
     try:
         yield
     finally:
-        clock.enter(before)
+        clock.enter(previous)
 
 
 def count_as(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,18 +84,18 @@ def count_as(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_module(module: nn.Module, part: str) -> None:
-    """Count a module's forward, and its backward: from its output's gradient to its input's."""
-    befores: list[str] = []
+    """Counts a module's forward, and its backward: from its output's gradient to its input's."""
+    previous: list[str] = []
 
     def start_forward(*_: Any) -> None:
         if _running is not None:
-            befores.append(_running.enter(part))
+            previous.append(_running.enter(part))
 
     def end_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if _running is None:
             return
-        if befores:
-            _running.enter(befores.pop())
+        if previous:
+            _running.enter(previous.pop())
         result = output[0] if isinstance(output, tuple) else output
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
         if inputs:
@@ -104,11 +105,11 @@ def watch_module(module: nn.Module, part: str) -> None:
     module.register_forward_hook(end_forward, with_kwargs=True)
 
 
-def watch_backward(part: str, output: Tensor, given: Tensor) -> None:
-    """Count the backward between two tensors of the graph."""
-    if _running is not None and output.requires_grad and given.requires_grad:
+def watch_backward(part: str, output: Tensor, source: Tensor) -> None:
+    """Counts the backward between two tensors of the graph."""
+    if _running is not None and output.requires_grad and source.requires_grad:
         output.register_hook(lambda _: _enter(part))
-        given.register_hook(lambda _: _enter("other"))
+        source.register_hook(lambda _: _enter("other"))
 
 
 def _enter(part: str) -> None:

@@ -1,5 +1,4 @@
-"""What the ledger said of a run before it began: levers with their reasons, the predicted peak, advice when memory ran
-out."""
+"""The ledger's prediction for a run: levers with their reasons, the predicted peak, warnings when it may not fit."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 @dataclass(frozen=True)
 class Forecast:
-    """`gpu` is None where ranks compute on a CPU: no lever comes on by itself there."""
+    """`gpu` is None where ranks compute on a CPU: no lever is turned on automatically there."""
 
     choice: LeverChoice
     gpu: Gpu | None
@@ -38,20 +37,20 @@ class Forecast:
         fit = self.choice.fit
         return None if fit is None else {"peak_memory_bytes": fit.gpu_peak_bytes, **vars(fit)}
 
-    def say(self, record: Record) -> None:
+    def report_to(self, record: Record) -> None:
         if self.gpu is None:
             return
         for name, reason in self.choice.reasons.items():
-            record.say(f"memory.{get_key(name)}: {getattr(self.choice.levers, name)}, {reason}")
+            record.report(f"memory.{get_key(name)}: {getattr(self.choice.levers, name)}, {reason}")
         if num_layers := self.choice.levers.offloaded_layers:
-            record.say(
-                f"host memory for what {num_layers} layers keep is page-locked in the first step, which takes longer"
+            record.report(
+                f"host memory for what {num_layers} layers save is page-locked in the first step, which takes longer"
             )
         fit = self.choice.fit
         if fit is not None and fit.verdict != "fits":
             record.warn(f"the ledger says {fit.verdict.replace('_', ' ')}{self.format_peak()}")
         if not any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS):
-            record.say("expandable segments are off: the allocator loses memory to fragments at long rows")
+            record.report("expandable segments are off: the allocator loses memory to fragments at long rows")
 
     def format_peak(self) -> str:
         fit = self.choice.fit

@@ -1,5 +1,5 @@
-"""What a run tells: events for the person's display, lines for programs, numbers for trackers. Only rank 0 has any of
-them; on every other rank the same calls say nothing.
+"""Writes a run's record: events for the user's display, lines for programs, numbers for trackers. Only rank 0 has any
+of them; on every other rank the same calls write nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ulysses_cli.run_folder.run_lock import RunLock
 
 
 class Display(Protocol):
-    """Where words for the person go."""
+    """Shows events to the user."""
 
     def emit(self, event: Mapping[str, Any]) -> None: ...
 
@@ -22,7 +22,7 @@ class Display(Protocol):
 
 
 class Tracker(Protocol):
-    """A service that draws curves."""
+    """A service that plots metrics."""
 
     def write(self, split: str, line: dict[str, Any]) -> None: ...
 
@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 
 class Record:
-    """The voice of the run."""
+    """One rank's record of the run: its display, its files and its trackers."""
 
     def __init__(self, run_dir: Path, logging_steps: int = 1, lock: RunLock | None = None) -> None:
         self.run_dir, self.logging_steps, self.lock = run_dir, logging_steps, lock
@@ -41,7 +41,7 @@ class Record:
         self.describe_step: Callable[[], str] = lambda: ""
 
     def open(self, display: Display, trackers: Sequence[Tracker] = ()) -> None:
-        """On rank 0. Every other rank's record stays silent."""
+        """Called on rank 0 alone: the other ranks' records write nothing."""
         self.display, self.trackers = display, trackers
 
     def describe_phase(self) -> str:
@@ -49,28 +49,28 @@ class Record:
         return ", ".join(part for part in (self.phase, self.describe_step()) if part)
 
     def start_files(self, last_step: int) -> None:
-        """Lines after `last_step` are of steps that will be done again."""
+        """Opens the metrics files without the lines after `last_step`: those steps will run again."""
         if self.display is None:
             return
         for name in ("metrics", "eval"):
             cut_lines(self.run_dir / f"{name}.jsonl", last_step)
             self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
 
-    def tell(self, **event: Any) -> None:
+    def emit(self, **event: Any) -> None:
         if self.display is not None:
             self.display.emit(event)
 
-    def say(self, text: str) -> None:
-        self.tell(event="plan", text=text)
+    def report(self, text: str) -> None:
+        self.emit(event="plan", text=text)
 
     def warn(self, text: str) -> None:
         """Lines after the first are details."""
         message, *details = text.splitlines() or [""]
-        self.tell(event="warning", message=message, details=[line.strip() for line in details])
+        self.emit(event="warning", message=message, details=[line.strip() for line in details])
 
-    def enter(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         self.phase = phase
-        self.tell(event="phase", name=phase)
+        self.emit(event="phase", name=phase)
 
     def write_step(self, line: dict[str, Any]) -> None:
         if line["step"] % self.logging_steps == 0:
@@ -87,11 +87,11 @@ class Record:
                 self.lock.put_back()
             self.files[file].begin_anew()
             self.warn(
-                f"{self.files[file].path} was removed while the run goes on: what it held is lost, a new one is begun; "
-                "checkpoints and logs in its folder may be gone too; no second run can begin there"
+                f"{self.files[file].path} was removed during the run: its content is lost, and a new file is started; "
+                "checkpoints and logs in its folder may be gone too; no second run can start there"
             )
         self.files[file].write(line)
-        self.tell(event=event, **line)
+        self.emit(event=event, **line)
         for tracker in self.trackers:
             tracker.write(split, line)
 

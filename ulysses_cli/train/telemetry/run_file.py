@@ -1,4 +1,4 @@
-"""Facts of a run as plain data: run.json, versions, the machine, the model card. Facts in, text out."""
+"""Facts of a run as plain data: run.json, versions, the machine, the model card. Takes facts, returns text."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TOOL = "ulysses-cli"
 
 
 def list_versions() -> dict[str, str]:
-    found = {"ulysses": metadata.version(TOOL), "python": platform.python_version()}
-    return found | {name: metadata.version(name) for name in PACKAGES}
+    versions = {"ulysses": metadata.version(TOOL), "python": platform.python_version()}
+    return versions | {name: metadata.version(name) for name in PACKAGES}
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def mask_facts(content: dict[str, Any]) -> dict[str, Any]:
-    """What of a run may be written: its recipe's secrets, and this process's, are nowhere in it."""
+    """The facts without the recipe's secrets and without this process's."""
     masked: dict[str, Any] = mask_secrets(content, known=collect_secrets(content.get("recipe"), os.environ))
     return masked
 
@@ -68,8 +68,8 @@ LOCAL = "a local folder"
 def make_card(
     recipe: dict[str, Any], name: str, shape: ModelShape, num_own_tokens: int, *, is_merged: bool = False
 ) -> str:
-    """The model card: what was trained, on what, how adapters are loaded, and the whole recipe. `num_own_tokens`: rows
-    of the base model's embedding in its files. A folder of the machine it was made on is nobody else's to know."""
+    """The model card: what was trained, on what, how to load adapters, and the whole recipe. `num_own_tokens`: rows of
+    the base model's embedding in its files. Local folders are left out: the card may be published."""
     import yaml
 
     holds_adapters = bool(recipe["lora"]) and not is_merged
@@ -84,8 +84,8 @@ def make_card(
     lines += ["---", "", f"# {name}", ""]
     size = f", {shape.num_parameters:,} parameters" if shape.num_parameters else ""
     origin = {None: "A model from random weights", LOCAL: "A model from a local folder"}.get(base, base)
-    what = f"{origin} ({shape.model_type}{size}), fine-tuned at {max_length:,} tokens per row"
-    lines += [f"{what} with ulysses {metadata.version(TOOL)}.", ""]
+    summary = f"{origin} ({shape.model_type}{size}), fine-tuned at {max_length:,} tokens per row"
+    lines += [f"{summary} with ulysses {metadata.version(TOOL)}.", ""]
     if holds_adapters and base:
         sizes = {"own": num_own_tokens, "grown": shape.vocab_size}
         has_grown = shape.vocab_size > num_own_tokens
@@ -102,18 +102,19 @@ def make_card(
 
 
 def _is_folder(name: str) -> bool:
-    """A path of this machine, not a name of the hub, whether it is still there or not."""
+    """A path of this machine, not a name of the hub. The folder need not exist any more."""
     return os.path.isdir(os.path.expanduser(name)) or not HUB_NAME.fullmatch(name)
 
 
 def list_base_warnings(model: Mapping[str, Any]) -> list[str]:
-    """`model`: the recipe's section. Adapters are half a model: what the other half must be, where it is unexpected."""
-    said = []
+    """Warnings about the base model that adapters need, where it is not the plain one. `model`: the recipe's
+    section."""
+    base_warnings = []
     if model["rope_scaling"] is not None:
-        said.append(
-            "adapters do not carry the stretched positions: load the base as the README.md beside them shows, or run "
+        base_warnings.append(
+            "adapters do not carry the stretched positions: load the base as the README.md next to them shows, or run "
             "`ulysses export CHECKPOINT --to DIR --merge-lora`"
         )
     if model["config"] is not None:
-        said.append("the adapters belong to a random model, which is not on disk")
-    return said
+        base_warnings.append("the adapters belong to a random model, which is not on disk")
+    return base_warnings

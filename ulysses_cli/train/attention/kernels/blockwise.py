@@ -1,4 +1,4 @@
-"""One document in plain torch: any rule, any dtype, any device. Scores exist for one block at a time."""
+"""Attention of one document in plain torch: any rule, any dtype, any device. Logits exist for one block at a time."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from torch import Tensor
 
 from ulysses_cli.train.attention.kernels.rule import Rule, get_precision, make_lse
 
-BLOCK_TOKENS = 512  # scores exist for this many queries times this many keys at once
+BLOCK_TOKENS = 512  # logits exist for this many queries times this many keys at once
 
 
 def forward_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """One document in plain torch, any rule, any dtype, on any device; scores exist for one block at a time."""
+    """Returns out, shaped like q, and log-sum-exp [heads, tokens] of one document, by an online softmax."""
     precision = get_precision(q)
     groups = (k.size(1), q.size(1) // k.size(1))
     out, lse = torch.empty_like(q), make_lse(q)
     for first in range(0, q.size(0), BLOCK_TOKENS):
         queries = slice(first, min(first + BLOCK_TOKENS, q.size(0)))
         part = q[queries].to(precision).unflatten(1, groups)
-        top = part.new_full((*groups, part.size(0)), -math.inf)
-        total, mixed = torch.zeros_like(top), torch.zeros_like(part)
+        maximum = part.new_full((*groups, part.size(0)), -math.inf)
+        total, mixed = torch.zeros_like(maximum), torch.zeros_like(part)
         for keys in _walk_keys(queries, rule):
             logits, _ = _compute_logits(part, k[keys].to(precision), queries, keys, rule)
-            new_top = torch.maximum(top, logits.amax(-1))
-            weights = torch.exp(logits - new_top[..., None])
-            shrink = torch.exp(top - new_top)
-            total = total * shrink + weights.sum(-1)
-            mixed = mixed * shrink.permute(2, 0, 1)[..., None]
+            new_maximum = torch.maximum(maximum, logits.amax(-1))
+            weights = torch.exp(logits - new_maximum[..., None])
+            rescale = torch.exp(maximum - new_maximum)
+            total = total * rescale + weights.sum(-1)
+            mixed = mixed * rescale.permute(2, 0, 1)[..., None]
             mixed += torch.einsum("hgqk,khd->qhgd", weights, v[keys].to(precision))
-            top = new_top
+            maximum = new_maximum
         out[queries] = (mixed / total.permute(2, 0, 1)[..., None]).flatten(1, 2)
-        lse[:, queries] = (top + torch.log(total)).flatten(0, 1)
+        lse[:, queries] = (maximum + torch.log(total)).flatten(0, 1)
     return out, lse
 
 
@@ -64,22 +64,23 @@ def backward_blocks(
 def _compute_logits(
     part: Tensor, key: Tensor, queries: slice, keys: slice, rule: Rule
 ) -> tuple[Tensor, Tensor | float]:
-    """Logits of a block, -inf where a query may not look, and their slope with respect to q.k."""
+    """Returns logits of a block, -inf where a query may not attend, and their derivative with respect to q.k."""
     logits = torch.einsum("qhgd,khd->hgqk", part, key) * rule.scale
     slope: Tensor | float = rule.scale
     if rule.softcap is not None:
-        bent = torch.tanh(logits / rule.softcap)
-        logits, slope = bent * rule.softcap, (1 - bent * bent) * rule.scale
+        tanh = torch.tanh(logits / rule.softcap)
+        logits, slope = tanh * rule.softcap, (1 - tanh * tanh) * rule.scale
     distance = torch.arange(queries.start, queries.stop, device=key.device)[:, None]
     distance = distance - torch.arange(keys.start, keys.stop, device=key.device)
-    hidden = distance < 0
+    is_masked = distance < 0
     if rule.window_tokens is not None:
-        hidden |= distance >= rule.window_tokens
-    return logits.masked_fill(hidden, -math.inf), slope
+        is_masked |= distance >= rule.window_tokens
+    return logits.masked_fill(is_masked, -math.inf), slope
 
 
 def _walk_keys(queries: slice, rule: Rule) -> list[slice]:
-    """Blocks of keys that some query of the block may look at, nearest first, so that none is empty of meaning."""
+    """Blocks of keys that some query of the block attends to, nearest first: in the first block every query has a
+    key."""
     first = 0 if rule.window_tokens is None else max(0, queries.start - rule.window_tokens + 1)
     starts = range(queries.start, first - BLOCK_TOKENS, -BLOCK_TOKENS)
     return [slice(max(start, first), min(start + BLOCK_TOKENS, queries.stop)) for start in starts]

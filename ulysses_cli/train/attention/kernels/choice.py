@@ -1,6 +1,6 @@
-"""Which attention kernel a run uses: the fastest one that is exact for this model on this device, proven by running it.
+"""Chooses a run's attention kernel: the fastest one that is exact for this model on this device, checked by running it.
 
-No kernel lives here. What one can serve stands in plan/attention.py; what cannot be served is an error with names.
+plan/attention.py lists what each kernel supports; a model that none supports is an error that names the reasons.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from ulysses_cli.train.attention.kernels.rule import Rule
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel of a run, and why it was taken."""
+    """The kernel of a run, and why it was chosen."""
 
     name: str
     reason: str
 
 
-# Largest error of any token's head against float32, as a share. bfloat16 keeps 8 bits and rounds inputs, weights and
-# results; a lost scale, softcap, sink, token, bound or window costs far more.
+# Largest relative error of any token's head against float32. bfloat16 keeps 8 bits and rounds inputs, weights and
+# results; a missing scale, softcap, sink, token, bound or window causes a far larger error.
 PROBE_TOLERANCE = {"bfloat16": 0.1, "float32": 1e-3}
-PROBE_LENGTHS = (700, 1, 64, 33)  # longer than a tile of any kernel, one token, off any edge
+PROBE_LENGTHS = (700, 1, 64, 33)  # longer than a tile of any kernel, one token, no multiple of a tile
 PROBE_HEADS, PROBE_KV_HEADS = 4, 2
-MAX_TIMED_TOKENS = 32 * 1024  # beyond, which kernel is fastest no longer changes
+MAX_TIMED_TOKENS = 32 * 1024  # with more tokens the fastest kernel stays the same
 
 
 @dataclass(frozen=True)
 class KernelWorkload:
-    """What kernels are timed on: a row of the run, as far as it matters, and the heads of one rank."""
+    """The shape on which kernels are timed: a row of the run, cut to MAX_TIMED_TOKENS, and the heads of one rank."""
 
     lengths: tuple[int, ...] = (4096, 1500, 1, 2595)
     num_heads: int = 8
     num_kv_heads: int = 2
 
     def cut(self) -> tuple[int, ...]:
-        kept, left = [], MAX_TIMED_TOKENS
+        lengths, num_left = [], MAX_TIMED_TOKENS
         for length in self.lengths:
-            if left > 0 and length:
-                kept.append(min(length, left))
-                left -= length
-        return tuple(kept)
+            if num_left > 0 and length:
+                lengths.append(min(length, num_left))
+                num_left -= length
+        return tuple(lengths)
 
 
 def choose_kernel(
     wanted: str, need: Need, device: torch.device, window_tokens: int | None = None, work: KernelWorkload | None = None
 ) -> KernelChoice:
-    """The named kernel, or for `auto` the fastest one that proves exact here. Each candidate runs once against the
-    reference; what does not start or differs is passed over with its reason, and an explicit wish is then refused."""
+    """Returns the named kernel, or for `auto` the fastest one that is exact here. Each candidate runs once against the
+    reference. One that fails or differs is passed over, with its reason; if the recipe named it, that is an error."""
     kind: Device = "cuda" if device.type == "cuda" else "cpu"
     work = work or KernelWorkload()
     passed: dict[str, float] = {}
@@ -89,14 +89,14 @@ def choose_kernel(
 
 
 def _list_rules(need: Need, window_tokens: int | None) -> list[Rule]:
-    """Every kind of layer that the model may have, with a scale that is nobody's default and a softcap that bends."""
+    """Rules of every kind of layer that the model may have, with a scale that is no default and a low softcap."""
     scale, softcap = 0.7 * need.head_dim**-0.5, 1.5 if need.has_softcap else None
     windows = [None, min(window_tokens or 100, 100)] if need.has_window else [None]
     return [Rule(scale, window, softcap) for window in windows]
 
 
 def _make_tensors(need: Need, tokens: int, heads: tuple[int, int], device: torch.device) -> list[Tensor]:
-    """dout, q, k and v as they arrive from an exchange: heads side by side in one buffer."""
+    """Makes dout, q, k and v as an exchange returns them: their heads adjoin in one buffer."""
     generator = torch.Generator().manual_seed(0)
     width = 2 * heads[0] + 2 * heads[1]
     joined = torch.randn(tokens, width, need.head_dim, generator=generator).to(device, getattr(torch, need.dtype))
@@ -104,31 +104,32 @@ def _make_tensors(need: Need, tokens: int, heads: tuple[int, int], device: torch
 
 
 def _probe(name: str, need: Need, device: torch.device, window_tokens: int | None) -> str:
-    """Run small cases forward and backward, with the model's head_dim and rules, against plain torch in float32."""
+    """Compares small cases forward and backward, with the model's head_dim and rules, to plain torch in float32.
+    Returns why the kernel cannot be used, or ''."""
     documents = make_documents(PROBE_LENGTHS, device)
     tensors = _make_tensors(need, documents.num_tokens, (PROBE_HEADS, PROBE_KV_HEADS), device)
     sinks = torch.linspace(-1, 1, PROBE_HEADS, device=device).to(tensors[0].dtype) if need.has_sinks else None
     for rule in _list_rules(need, window_tokens):
         try:
-            found = _run(name, tensors, sinks, documents, rule)
-        except Exception as error:  # noqa: BLE001 - whatever a foreign package raises, it is passed over
+            results = _run(name, tensors, sinks, documents, rule)
+        except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
             reason = str(error).strip().splitlines() or [type(error).__name__]
             return f"failed its probe: {reason[0][:160]}"
         expected = _run_reference([tensor.float() for tensor in tensors], sinks, documents, rule)
-        for label, ours, right in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
-            share = _measure_error(ours, right)
-            if math.isnan(share) or share > PROBE_TOLERANCE[need.dtype]:
+        for label, result, reference in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
+            error_share = _measure_error(result, reference)
+            if math.isnan(error_share) or error_share > PROBE_TOLERANCE[need.dtype]:
                 window = f", window {rule.window_tokens}" if rule.window_tokens else ""
-                return f"differs from the reference by {share:.2g} on its probe ({label}{window})"
+                return f"differs from the reference by {error_share:.2g} on its probe ({label}{window})"
     return ""
 
 
-def _measure_error(ours: Tensor, right: Tensor) -> float:
-    """The worst head of a token: length of the difference by the length of the right vector, so that a late token,
-    whose values are means of many, counts like an early one. Vectors near zero are measured against the rest."""
-    size = torch.linalg.vector_norm(right, dim=-1)
-    floor = 0.1 * size.square().mean().sqrt()
-    return (torch.linalg.vector_norm(ours.float() - right, dim=-1) / torch.maximum(size, floor)).max().item()
+def _measure_error(result: Tensor, expected: Tensor) -> float:
+    """The largest relative error of any token's head: norm of the difference over norm of the expected vector, so that
+    a late token, whose values are means of many, counts like an early one. Vectors near zero use the mean norm."""
+    norm = torch.linalg.vector_norm(expected, dim=-1)
+    floor = 0.1 * norm.square().mean().sqrt()
+    return (torch.linalg.vector_norm(result.float() - expected, dim=-1) / torch.maximum(norm, floor)).max().item()
 
 
 def _run(name: str, tensors: Sequence[Tensor], sinks: Tensor | None, documents: Documents, rule: Rule) -> list[Tensor]:
@@ -139,7 +140,7 @@ def _run(name: str, tensors: Sequence[Tensor], sinks: Tensor | None, documents: 
 
 
 def _run_reference(tensors: Sequence[Tensor], sinks: Tensor | None, documents: Documents, rule: Rule) -> list[Tensor]:
-    """Attention as its definition says, with the whole matrix of logits and autograd."""
+    """Attention by its definition, with the whole matrix of logits and autograd."""
     dout, *inputs = tensors
     with torch.enable_grad():
         q, k, v = inputs = [tensor.detach().requires_grad_() for tensor in inputs]
@@ -148,10 +149,10 @@ def _run_reference(tensors: Sequence[Tensor], sinks: Tensor | None, documents: D
         logits = torch.einsum("qhd,khd->hqk", q, key) * rule.scale
         if rule.softcap is not None:
             logits = rule.softcap * torch.tanh(logits / rule.softcap)
-        at = torch.arange(q.size(0), device=q.device)
-        owner = torch.searchsorted(documents.cu_seqlens, at, right=True)
-        distance = at[:, None] - at
-        allowed = (distance >= 0) & (owner[:, None] == owner)
+        positions = torch.arange(q.size(0), device=q.device)
+        document = torch.searchsorted(documents.cu_seqlens, positions, right=True)
+        distance = positions[:, None] - positions
+        allowed = (distance >= 0) & (document[:, None] == document)
         if rule.window_tokens is not None:
             allowed &= distance < rule.window_tokens
         logits = logits.masked_fill(~allowed, -math.inf)
@@ -176,6 +177,6 @@ def _time(name: str, need: Need, device: torch.device, window_tokens: int | None
                 _run(name, tensors, None, documents, rule)
             torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - start)
-    except Exception:  # noqa: BLE001 - it served the small case; one that fails here is the slowest there is
+    except Exception:  # noqa: BLE001 - it passed the small case; one that fails here counts as the slowest
         return math.inf
     return best

@@ -1,4 +1,4 @@
-"""cuDNN's causal kernel, document by document: it has no bounds in torch, and takes no document of one token."""
+"""cuDNN's causal kernel, document by document: in torch it takes no bounds, and no document of one token."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def _backward_document(
     if q.size(0) == 1:
         return backward_blocks(dout, q, k, v, out, lse, rule)
     heads = [tensor.transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not used
-    raw = aten._scaled_dot_product_cudnn_attention_backward(
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of an unused dropout
+    raw_grads = aten._scaled_dot_product_cudnn_attention_backward(
         *heads, lse[None, ..., None].contiguous(), seed, seed, None, None, None, q.size(0), q.size(0),
         0.0, True, scale=rule.scale,
     )  # fmt: skip
-    dq, dk, dv = (grad[0].transpose(0, 1) for grad in raw)
+    dq, dk, dv = (grad[0].transpose(0, 1) for grad in raw_grads)
     return dq, dk, dv

@@ -1,8 +1,7 @@
 """FlashAttention 2, 3 and 4 by their raw forward and backward, from an installed package or the hub's kernel.
 
-Never required. Signatures differ between releases, so arguments are chosen by looking at them; whether the result is
-right is not assumed but proven by choice.py's probe. All are called without autograd: some of their own
-operators would differentiate packed rows wrongly.
+Never required. Signatures differ between releases, so arguments are chosen by inspecting them; choice.py's probe checks
+the results. All are called without autograd: some of their own operators would differentiate packed rows wrongly.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class Version(NamedTuple):
-    """`find_missing` looks for the package alone: the hub's kernel is downloaded only when the recipe names it."""
+    """`find_missing` checks the package alone: the hub's kernel is downloaded only when the recipe names it."""
 
     forward: Forward
     backward: Backward
@@ -76,10 +75,10 @@ def backward_3(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = _load("flash_attn_interface", "kernels-community/flash-attn3", 1)._flash_attn_backward
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
-    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
-    given |= {"softmax_scale": rule.scale, "causal": True, "is_causal": True, "softcap": rule.softcap or 0.0}
-    given["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    _call_by_name(call, given, documents, rule)
+    arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    arguments |= {"softmax_scale": rule.scale, "causal": True, "is_causal": True, "softcap": rule.softcap or 0.0}
+    arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    _call_by_name(call, arguments, documents, rule)
     return dq, dk, dv
 
 
@@ -117,7 +116,7 @@ def _find_missing(module: str) -> Callable[[], str]:
 def _find_spec(module: str) -> Any:
     try:
         return importlib.util.find_spec(module)
-    except ImportError:  # not there, or a build for another torch
+    except ImportError:  # missing, or built for another torch
         return None
 
 
@@ -140,13 +139,13 @@ def _load(module: str, hub_name: str, hub_version: int) -> Any:
     return getattr(get_kernel(hub_name, version=hub_version), module.rpartition(".")[2])
 
 
-def _call_by_name(call: Callable[..., Any], given: dict[str, Any], documents: Documents, rule: Rule) -> Any:
-    """FlashAttention-3's releases differ in names and in how a window is spelled; give each what it asks for."""
+def _call_by_name(call: Callable[..., Any], arguments: dict[str, Any], documents: Documents, rule: Rule) -> Any:
+    """Passes the arguments that the release of FlashAttention-3 has: their names and the form of a window differ."""
     names = inspect.signature(getattr(call, "_init_fn", call)).parameters
     first, _, longest, _ = _get_bounds(documents)
     left, right = _get_sides(rule, unlimited=-1)
     offered = {
-        **given,
+        **arguments,
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), first),
         **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest),
         "window_size": (left, right),
@@ -165,5 +164,5 @@ def _get_bounds(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _get_sides(rule: Rule, unlimited: int | None) -> tuple[int | None, int | None]:
-    """Tokens before and after the own one that may be looked at."""
+    """Tokens before and after the query's own that it attends to."""
     return (unlimited, unlimited) if rule.window_tokens is None else (rule.window_tokens - 1, 0)

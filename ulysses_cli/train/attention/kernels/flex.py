@@ -1,4 +1,4 @@
-"""Compiled flex attention: what may be looked at is stored by blocks, made from the bounds once per row."""
+"""Compiled flex attention. Its mask is stored by blocks and made once per row, from the documents' bounds."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def forward_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Ru
 def backward_flex(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Flex hands out no backward of its own, so its forward runs again under autograd. With sinks, `out` and `lse` are
-    the corrected ones; the factor between the two normalisers turns the cotangent of one into that of the other."""
+    """Flex attention has no separate backward, so its forward runs again under autograd. With sinks, `out` and `lse`
+    are the corrected ones; the factor between the two normalisers turns the cotangent of one into that of the other."""
     with torch.enable_grad():
         inputs = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
         plain_out, plain_lse = _call_flex(inputs[0], inputs[1], inputs[2], documents, rule)
-        share = torch.exp(plain_lse.detach() - lse)  # 1 where there are no sinks
+        share = torch.exp(plain_lse.detach() - lse)  # 1 without sinks
         dlse = ((1 - share) * (dout * out).sum(-1).mT).to(plain_lse.dtype)
         scaled = (dout * share.mT[..., None]).to(dout.dtype)
         dq, dk, dv = torch.autograd.grad((plain_out, plain_lse), inputs, (scaled, dlse))
@@ -38,14 +38,14 @@ def _call_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule
 
     softcap = rule.softcap
 
-    def bend(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
+    def apply_softcap(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
     mask = make_block_mask(documents.lengths, rule.window_tokens, q.device)
     compiled = _compile_flex() if q.device.type == "cuda" else flex_attention
     heads = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
     out, aux = compiled(
-        *heads, score_mod=bend if softcap else None, block_mask=mask, scale=rule.scale,
+        *heads, score_mod=apply_softcap if softcap else None, block_mask=mask, scale=rule.scale,
         enable_gqa=q.size(1) != k.size(1), return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     return out[0].transpose(0, 1), aux.lse[0]
@@ -58,10 +58,10 @@ def _compile_flex() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
-@lru_cache(maxsize=2)  # of one row: layers with and without a window. Its tables grow with the square of the blocks
+@lru_cache(maxsize=2)  # one row's layers with and without a window. Tables grow with the square of the blocks
 def make_block_mask(lengths: tuple[int, ...], window_tokens: int | None, device: torch.device) -> Any:
-    """For each block of queries the blocks of keys that some of them may look at: a run, from the bounds alone. No
-    [tokens, tokens] mask is ever made."""
+    """Lists, for each block of queries, the blocks of keys that any of them attends to: one contiguous run, computed
+    from the bounds alone. No [tokens, tokens] mask is made."""
     from torch.nn.attention.flex_attention import BlockMask
 
     tokens = sum(lengths)
@@ -76,13 +76,13 @@ def make_block_mask(lengths: tuple[int, ...], window_tokens: int | None, device:
     first_key = earliest // FLEX_BLOCK
     counts = torch.arange(num_blocks) - first_key + 1
     indices = (first_key[:, None] + torch.arange(num_blocks)).clamp(max=num_blocks - 1)
-    owner = starts.to(device)
+    document = starts.to(device)
 
-    def may_look(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        allowed = (query >= key) & (owner[query] == owner[key])
+    def is_allowed(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = (query >= key) & (document[query] == document[key])
         return allowed if window_tokens is None else allowed & (query - key < window_tokens)
 
     return BlockMask.from_kv_blocks(
         counts[None, None].to(device, torch.int32), indices[None, None].to(device, torch.int32),
-        BLOCK_SIZE=FLEX_BLOCK, mask_mod=may_look, seq_lengths=(tokens, tokens),
+        BLOCK_SIZE=FLEX_BLOCK, mask_mod=is_allowed, seq_lengths=(tokens, tokens),
     )  # fmt: skip

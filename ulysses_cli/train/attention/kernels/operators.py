@@ -1,7 +1,7 @@
 """Attention on [tokens, heads, head_dim] with document bounds: the table of kernels, and sinks for all of them.
 
-`attend` and `attend_backward` are torch operators, so that recomputation can keep their results, tracing knows their
-shapes and counters see them. What a kernel can serve stands in plan/attention.py.
+`attend` and `attend_backward` are torch operators, so that tracing has their shapes and FLOP counters count them.
+plan/attention.py lists what each kernel supports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ulysses_cli.train.telemetry.clock import part_of_step
 
 
 class Kernel(NamedTuple):
-    """`find_missing`: why it is not on this machine, or ''. `needs_autograd`: its backward is autograd's own."""
+    """`find_missing`: why this machine lacks it, or ''. `needs_autograd`: autograd computes its backward."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -54,8 +54,9 @@ def attend(
     window_tokens: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside documents -> (out like q, log-sum-exp [heads, tokens]). A sink is a logit of its head
-    that takes weight and gives nothing: it only raises the normaliser, so any kernel that hands that out serves it."""
+    """Causal attention inside documents. Returns out, shaped like q, and log-sum-exp [heads, tokens]. A sink is a logit
+    of its head with weight but no value: it only raises the log-sum-exp, so any kernel that returns that supports
+    sinks."""
     documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
         out, lse = KERNELS[kernel].forward(q, k, v, documents, rule)
@@ -91,7 +92,7 @@ def attend_backward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. With the raised log-sum-exp, a kernel's own backward is that of attention with sinks:
-    it makes the weights as exp(logit - lse) and their mean from dout and out, and both already know of the sink."""
+    it computes the weights as exp(logit - lse) and their mean from dout and out, and both already include the sink."""
     documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
         dq, dk, dv = KERNELS[kernel].backward(dout, q, k, v, out, lse, documents, rule)
@@ -109,23 +110,24 @@ def _(
 def run_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator; but a kernel whose backward is autograd's own cannot live inside one, where nothing is recorded."""
+    """Calls the operator. A kernel whose backward is autograd's runs outside of it: inside, autograd records
+    nothing."""
     cu_seqlens, lengths, kernel, *rule = options
     if not KERNELS[kernel].needs_autograd:
-        found: tuple[Tensor, Tensor, Tensor] = attend_backward(dout, q, k, v, out, lse, *options)
-        return found
+        grads: tuple[Tensor, Tensor, Tensor] = attend_backward(dout, q, k, v, out, lse, *options)
+        return grads
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
         return KERNELS[kernel].backward(dout, q, k, v, out, lse, Documents(tuple(lengths), cu_seqlens), Rule(*rule))
 
 
 def compute_sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[heads]. A sink's weight is exp(sink - lse); raising it takes that share from what the token's output gives. One
-    head at a time, so that no float32 copy of whole rows exists."""
-    found = torch.empty(sinks.shape, dtype=lse.dtype, device=sinks.device)
+    """Returns the gradient of the sinks, [heads]. A sink's weight is exp(sink - lse); raising the sink takes that share
+    from the token's output. Works on one head at a time, so that no float32 copy of whole rows exists."""
+    dsinks = torch.empty(sinks.shape, dtype=lse.dtype, device=sinks.device)
     for head in range(sinks.size(0)):
-        given = (dout[:, head].to(lse.dtype) * out[:, head].to(lse.dtype)).sum(-1)
-        found[head] = -(torch.exp(sinks[head].to(lse.dtype) - lse[head]) * given).sum()
-    return found.to(sinks.dtype)
+        products = (dout[:, head].to(lse.dtype) * out[:, head].to(lse.dtype)).sum(-1)
+        dsinks[head] = -(torch.exp(sinks[head].to(lse.dtype) - lse[head]) * products).sum()
+    return dsinks.to(sinks.dtype)
 
 
 @register_flop_formula(torch.ops.ulysses.attend)

@@ -1,4 +1,4 @@
-"""A kernel of one document, applied to each document of a row. The only document's results are not copied."""
+"""Applies a kernel for one document to each document of a row. A single document's results are not copied."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def backward_per_document(
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for start, end in documents.walk():
         part = slice(start, end)
-        own = backward(dout[part], q[part], k[part], v[part], out[part], lse[:, part], rule)
-        for whole, grad in zip(grads, own, strict=True):
+        part_grads = backward(dout[part], q[part], k[part], v[part], out[part], lse[:, part], rule)
+        for whole, grad in zip(grads, part_grads, strict=True):
             whole[part] = grad
     return grads

@@ -1,4 +1,4 @@
-"""How logits are made of queries and keys, and the precision in which they are summed."""
+"""The rule by which logits are computed from queries and keys, and the precision in which they are summed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rule:
-    """How logits are made. `window_tokens` counts the token itself; None looks back to the document's start."""
+    """Scale, window and softcap of logits. `window_tokens` counts the token itself; None reaches the document's
+    start."""
 
     scale: float
     window_tokens: int | None = None
     softcap: float | None = None
 
     def covers(self, tokens: int) -> bool:
-        """The window never cuts anything off in a document of this length."""
+        """Whether the window spans a whole document of this length."""
         return self.window_tokens is None or self.window_tokens >= tokens
 
 

@@ -1,4 +1,4 @@
-"""torch's flash attention where it serves: on a GPU in one call, on a CPU document by document; otherwise blockwise."""
+"""torch's flash attention where it can be used: on a GPU in one call, on a CPU document by document; else blockwise."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def backward_sdpa(
 def _forward_document(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     if _needs_blocks(q, rule):
         return forward_blocks(q, k, v, rule)
-    precise = get_precision(q)  # the CPU's own backward sums bfloat16 gradients in bfloat16
-    heads = [tensor.to(precise).transpose(0, 1)[None] for tensor in (q, k, v)]
+    precision = get_precision(q)  # the CPU's own backward sums bfloat16 gradients in bfloat16
+    heads = [tensor.to(precision).transpose(0, 1)[None] for tensor in (q, k, v)]
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=rule.scale)
     return out[0].transpose(0, 1).to(q.dtype), lse[0]
 
@@ -42,8 +42,8 @@ def _backward_document(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _needs_blocks(q, rule):
         return backward_blocks(dout, q, k, v, out, lse, rule)
-    precise = get_precision(q)
-    heads = [tensor.to(precise).transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
+    precision = get_precision(q)
+    heads = [tensor.to(precision).transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, lse[None], 0.0, True, scale=rule.scale)
     dq, dk, dv = (grad[0].transpose(0, 1).to(q.dtype) for grad in grads)
     return dq, dk, dv

@@ -1,4 +1,4 @@
-"""All documents in one call of the flash kernel that torch ships. On GPUs, in bfloat16 or float16."""
+"""torch's own flash kernel, all documents in one call. On GPUs, in bfloat16 or float16."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def backward_varlen(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds, longest = documents.cu_seqlens, documents.max_tokens
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # state of a generator that is not used
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # state of an unused generator
     dq, dk, dv = aten._flash_attention_backward(
         dout, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True,
         no_dropout, no_dropout.new_empty(0), scale=rule.scale, **_window_sides(rule),
@@ -37,5 +37,5 @@ def has_varlen(q: Tensor, rule: Rule) -> bool:
 
 
 def _window_sides(rule: Rule) -> dict[str, int]:
-    """flash kernels count the tokens before the own one."""
+    """flash kernels count the tokens before the query's own."""
     return {} if rule.window_tokens is None else {"window_size_left": rule.window_tokens - 1, "window_size_right": 0}
