@@ -66,30 +66,12 @@ class Layout:
     @property
     def sp_groups(self) -> tuple[Group, ...]:
         """Ranks that share one row, in the order of its slices."""
-        return self._split(self.sp_size)
+        return self.list_sp_groups(self.dp_size)
 
     def list_sp_groups(self, limit: int) -> tuple[Group, ...]:
         """The first `limit` of sp_groups, without making the others."""
         starts = range(0, min(self.dp_size, limit) * self.sp_size, self.sp_size)
         return tuple(tuple(range(start, start + self.sp_size)) for start in starts)
-
-    @property
-    def replica_groups(self) -> tuple[Group, ...]:
-        """Ranks that hold one full copy of the parameters between them."""
-        return self._split(self.replica_size)
-
-    @property
-    def dp_groups(self) -> tuple[Group, ...]:
-        """Ranks that hold the same slice of different rows."""
-        return tuple(tuple(range(sp, self.world_size, self.sp_size)) for sp in range(self.sp_size))
-
-    @property
-    def replicate_groups(self) -> tuple[Group, ...]:
-        """Ranks that hold the same shard of different copies."""
-        return tuple(tuple(range(shard, self.world_size, self.replica_size)) for shard in range(self.replica_size))
-
-    def _split(self, size: int) -> tuple[Group, ...]:
-        return tuple(tuple(range(start, start + size)) for start in range(0, self.world_size, size))
 
 
 def list_divisors(number: int) -> list[int]:

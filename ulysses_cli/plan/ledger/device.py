@@ -15,7 +15,6 @@ CONTEXT_BYTES = GIB  # ALST, arXiv 2506.13996: "CUDA context about 1 GiB"; kerne
 CUBLAS_BYTES = 32 * MIB  # torch: CUBLAS_WORKSPACE_CONFIG default on Hopper and newer, 8 MiB before
 NCCL_CHANNEL_BYTES = 10 * MIB  # a connection's buffers: NCCL_BUFFSIZE 4 MiB, LL128 about 5 MiB, LL 1 MiB
 NCCL_CHANNELS, NCCL_CONNECTIONS = 16, 4  # a ring and a tree have two neighbours each
-PAGE_BYTES = 2 * MIB  # expandable segments grow by pages of this size
 SHARE_UNSURE, DEVICE_SHARE_UNSURE = 0.03, 0.5  # of torch's bytes; of all others
 
 

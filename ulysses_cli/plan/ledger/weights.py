@@ -104,10 +104,6 @@ def is_adapter(weight: str) -> bool:
     return weight.endswith(ADAPTER_NAMES)
 
 
-def count_adapter_elements(shape: ModelShape, adapters: Adapters | None) -> int:
-    return 0 if adapters is None else list_weights(shape, adapters).num_trained
-
-
 def _walk_modules(shape: ModelShape, adapters: Adapters | None) -> Iterator[Module]:
     full = adapters is None
     embedding = shape.vocab_size * shape.hidden_size

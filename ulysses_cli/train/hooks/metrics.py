@@ -27,7 +27,6 @@ class Meter:
         self.count_flops, self.peak_tflops, self.emit = count_flops, peak_tflops, emit
         self.clock: Clock | None = None
         self.started = 0.0
-        self.host_peak = 0
 
     def start(self, state: TrainState) -> None:
         """A pre-step hook."""
