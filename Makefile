@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-check test-full lint types pictures bench check clean
 
-help:  ## this list
+help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -18,19 +18,19 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 install: $(VENV)/installed  ## set up .venv with the tested versions
 
-demo: install  ## the main job on the embedded recipe (RECIPE=...)
+demo: install  ## train the tiny CPU recipe (RECIPE=...)
 	ulysses train $(RECIPE) --overwrite
 
-test: install  ## what to run before each commit: every module, real ranks, resume, a fault of each kind
+test: install  ## tests to run before each commit: every module, real ranks, resume, a fault of each kind
 	python -m pytest tests $(SPREAD)
 
-test-check: install  ## the wider sample of tests that CI runs
+test-check: install  ## the larger sample of tests that CI runs
 	ULYSSES_CHECK=1 python -m pytest tests $(SPREAD)
 
-test-full: install  ## the whole grids
+test-full: install  ## all tests, with every combination
 	ULYSSES_FULL=1 python -m pytest tests
 
-lint: install  ## ruff, format included
+lint: install  ## ruff check and format check
 	ruff check . && ruff format --check .
 
 types: install  ## mypy, strict
@@ -39,12 +39,12 @@ types: install  ## mypy, strict
 pictures: install  ## the pictures of the docs; that of a report page needs Chromium
 	python docs/pictures/make.py
 
-bench: install  ## ratios against named peers
+bench: install  ## benchmarks: ratios against named peers
 	python benchmarks/startup.py && python benchmarks/exchange.py && python benchmarks/data.py
 	python benchmarks/train_cpu.py && python benchmarks/levers.py && python benchmarks/buckets.py && python benchmarks/estimate.py
 	python benchmarks/checkpoint.py && python benchmarks/faults.py && python benchmarks/attacks.py
 
-check: lint types demo test-check  ## what CI runs
+check: lint types demo test-check  ## all that CI runs
 
-clean:  ## remove what was built and run
+clean:  ## delete .venv, builds, runs and caches
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
