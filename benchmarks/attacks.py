@@ -56,15 +56,15 @@ class Ended:
 
     def judge(self, *wanted: str, codes: tuple[int, ...] = (1, 2)) -> str:
         """'' for an end in words that says what is wanted, without a trace and within bounds."""
-        said = self.out + self.err
+        output = self.out + self.err
         if self.code not in codes:
-            return f"exit code {self.code}: {said[-300:]}"
-        if "Traceback" in said:
-            return f"a trace: {said[-300:]}"
+            return f"exit code {self.code}: {output[-300:]}"
+        if "Traceback" in output:
+            return f"a trace: {output[-300:]}"
         if self.rss_bytes > MAX_RSS_BYTES:
             return f"{self.rss_bytes / 2**30:.1f} GiB of memory"
-        lost = [words for words in wanted if not re.search(words, said)]
-        return f"nothing of `{lost[0]}` in: {said[-300:]}" if lost else ""
+        lost = [words for words in wanted if not re.search(words, output)]
+        return f"nothing of `{lost[0]}` in: {output[-300:]}" if lost else ""
 
 
 def ulysses(
@@ -118,8 +118,8 @@ def spoil_manifest(old: str, new: str) -> Attack:
         good, bad = make_checkpoint(folder, 3), make_checkpoint(folder, 6)
         text = (bad / "manifest.json").read_text()
         (bad / "manifest.json").write_text(text.replace(old, new, 1) if old else new)
-        found = find_newest_valid(folder, lambda _: None)
-        return "" if found == good else f"{found} is taken"
+        match = find_newest_valid(folder, lambda _: None)
+        return "" if match == good else f"{match} is taken"
 
     return spoil
 
@@ -140,8 +140,8 @@ def forge_state(**changes: Any) -> Attack:
         good, bad = make_checkpoint(folder, 3), make_checkpoint(folder, 6)
         contents = {file.name: file.read_bytes() for file in bad.iterdir() if file.name != "manifest.json"}
         write_contents(bad, contents | {"state.json": json.dumps(make_state(6) | changes).encode()})
-        found = find_newest_valid(folder, lambda _: None)
-        return "" if found == good else f"{found} is taken"
+        match = find_newest_valid(folder, lambda _: None)
+        return "" if match == good else f"{match} is taken"
 
     return forge
 
@@ -157,8 +157,8 @@ def link_manifest(folder: Path) -> str:
     (linked / "manifest.json").symlink_to(folder / "elsewhere")
     (piped / "manifest.json").unlink()
     os.mkfifo(piped / "manifest.json")
-    found = find_newest_valid(folder, lambda _: None)
-    return "" if found == good else f"{found} is taken"
+    match = find_newest_valid(folder, lambda _: None)
+    return "" if match == good else f"{match} is taken"
 
 
 @attack("checkpoints", "a recipe of a checkpoint that runs code when it is exported")
@@ -202,10 +202,10 @@ def block_config(folder: Path) -> str:
     (folder / "model").mkdir()
     recipe = write_recipe(folder, model={"config": None, "name_or_path": str(folder / "model")})
     os.mkfifo(folder / "model" / "config.json")
-    found = ulysses(folder, "validate-config", recipe).judge("config.json is a FIFO")
+    result = ulysses(folder, "validate-config", recipe).judge("config.json is a FIFO")
     (folder / "model" / "config.json").unlink()
     (folder / "model" / "config.json").symlink_to("/dev/zero")
-    return found or ulysses(folder, "validate-config", recipe).judge("config.json is a device")
+    return result or ulysses(folder, "validate-config", recipe).judge("config.json is a device")
 
 
 @attack("models", "a safetensors header without sense, and an index that leads outside")
@@ -258,8 +258,8 @@ def bomb(folder: Path) -> str:
 @attack("data", "a FIFO and a device as data")
 def block_data(folder: Path) -> str:
     os.mkfifo(folder / "d.jsonl")
-    found = prepare(folder, datasets=[{"path": str(folder / "d.jsonl")}]).judge("is a FIFO, not a file")
-    return found or prepare(folder, datasets=[{"path": "/dev/zero"}]).judge("is a device, not a file")
+    result = prepare(folder, datasets=[{"path": str(folder / "d.jsonl")}]).judge("is a FIFO, not a file")
+    return result or prepare(folder, datasets=[{"path": "/dev/zero"}]).judge("is a device, not a file")
 
 
 @attack("data", "tables that are damaged")
@@ -267,8 +267,8 @@ def damage_tables(folder: Path) -> str:
     for content in (b"PAR1" + bytes(99) + b"\xff\xff\xff\x7fPAR1", b"ARROW1\0\0" + b"\xff" * 400, b"PAR1"):
         for suffix in ("parquet", "arrow"):
             (folder / f"d.{suffix}").write_bytes(content)
-            if found := prepare(folder, datasets=[{"path": str(folder / f"d.{suffix}")}]).judge("cannot be read"):
-                return found
+            if result := prepare(folder, datasets=[{"path": str(folder / f"d.{suffix}")}]).judge("cannot be read"):
+                return result
     return ""
 
 
@@ -283,10 +283,10 @@ def escape(folder: Path) -> str:
     file = folder / f"{evil.replace('/', '')}.jsonl"
     file.write_text(json.dumps({evil: 1, "x\x9b31m": 2}) + "\n")
     ended = prepare(folder, datasets=[{"path": str(file)}])
-    said = ended.out + ended.err
-    if any((ord(letter) < 32 and letter not in "\n\t") or 127 <= ord(letter) < 160 for letter in said):
-        return f"raw controls: {said!r}"
-    return "a forged line" if "\nr.yaml:1:1: forged" in said else ended.judge("columns")
+    output = ended.out + ended.err
+    if any((ord(letter) < 32 and letter not in "\n\t") or 127 <= ord(letter) < 160 for letter in output):
+        return f"raw controls: {output!r}"
+    return "a forged line" if "\nr.yaml:1:1: forged" in output else ended.judge("columns")
 
 
 # Recipes, secrets, limits, processes
@@ -300,8 +300,8 @@ def spoil_recipe(folder: Path) -> str:
     code = f"model: !!python/object/apply:os.system ['touch {folder}/ran']\n"
     for text in (laughs, code, "[" * 100_000, "a: " * 50_000, "\0", "- " * 100_000):
         (folder / "r.yaml").write_text(text)
-        if found := ulysses(folder, "validate-config", "r.yaml").judge():
-            return found
+        if result := ulysses(folder, "validate-config", "r.yaml").judge():
+            return result
     return "the code ran" if (folder / "ran").exists() else ""
 
 
@@ -400,7 +400,7 @@ def kill_masking(folder: Path) -> str:
 
 @attack("processes", "kill -9 of ranks and of the launcher, then resume")
 def kill_ranks(folder: Path) -> str:
-    return run_test("tests/ranks/test_faults.py::test_a_run_that_is_struck_twice_is_the_run_that_was_not")
+    return run_test("tests/ranks/test_faults.py::test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run")
 
 
 @attack("processes", "kill -9 of the launcher: ranks end, and hold the run's folder as long as they live")
@@ -526,10 +526,10 @@ def jump(folder: Path) -> str:
     run = {**SHORT["run"], "max_hours": 1.0, "step_timeout": 60}
     recipe = write_recipe(folder, train=SHORT["train"], run=run, parallel={"sp_size": 2})
     clock = {"LD_PRELOAD": str(folder / "clock.so")}
-    found = ulysses(folder, "train", recipe, **clock).judge("done model_dir", codes=(0,))
+    result = ulysses(folder, "train", recipe, **clock).judge("done model_dir", codes=(0,))
     more = ("train", recipe, "--resume", "auto", "train.max_steps=6")
-    found = found or ulysses(folder, *more, **clock).judge("resumed from .*step-4", "step=6/6", codes=(0,))
-    return found or ulysses(folder, "export", "run", "--to", "model", **clock).judge("step-6", codes=(0,))
+    result = result or ulysses(folder, *more, **clock).judge("resumed from .*step-4", "step=6/6", codes=(0,))
+    return result or ulysses(folder, "export", "run", "--to", "model", **clock).judge("step-6", codes=(0,))
 
 
 for name, test in (
@@ -552,8 +552,8 @@ def shrink_shm(folder: Path) -> str:
     for words, wanted in ((f"train {recipe}", "done model_dir"), (f"verify {recipe}", "PASS")):
         command = f"{mount} && exec {tool} {words}"
         space = ["unshare", "-m" if os.getuid() == 0 else "-rm", "bash", "-c", command]
-        if found := ulysses(folder, start=space).judge(wanted, codes=(0,)):
-            return f"{words}: {found}"
+        if result := ulysses(folder, start=space).judge(wanted, codes=(0,)):
+            return f"{words}: {result}"
     return ""
 
 
@@ -573,7 +573,7 @@ def write_nothing(folder: Path) -> str:
     recipe = here / write_recipe(folder, **SHORT, data=data, parallel={"sp_size": 2})
     (folder / "r.yaml").rename(recipe)
     run, built = f"run.output_dir={out / 'run'}", get_builds_folder(os.environ).rglob("deepspeed_shm_comm*")
-    kept = {"TORCH_EXTENSIONS_DIR": str(next((found.parent for found in built if found.is_dir()), out / "builds"))}
+    kept = {"TORCH_EXTENSIONS_DIR": str(next((result.parent for result in built if result.is_dir()), out / "builds"))}
     nobodys = {"HOME": str(home), "HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": "", "TORCH_EXTENSIONS_DIR": ""}
     where = r"home/\.cache/torch_extensions, where .* cannot be made in .*home\b[^$]*TORCH_EXTENSIONS_DIR="
     denied = r"cannot be written: Permission denied"
@@ -598,8 +598,8 @@ def write_nothing(folder: Path) -> str:
     try:
         for environ, codes, wanted, words in tries:
             ended = ulysses(out, *words, start=drop_rights(), here=here, **{**nobodys, **environ})
-            if found := ended.judge(*wanted, codes=codes):
-                return f"{' '.join(words)}: {found}"
+            if result := ended.judge(*wanted, codes=codes):
+                return f"{' '.join(words)}: {result}"
     finally:
         for made in (here, home):
             made.chmod(0o755)
@@ -614,9 +614,9 @@ def wait_for(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> 
 
 def start(folder: Path, name: str, *words: str, **environ: str) -> subprocess.Popen[bytes]:
     """What it says goes to the file `name`."""
-    with open(folder / name, "wb") as said:
+    with open(folder / name, "wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "ulysses_cli", *words], cwd=folder, stdout=said, stderr=said,
+            [sys.executable, "-m", "ulysses_cli", *words], cwd=folder, stdout=output, stderr=output,
             stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
         )  # fmt: skip
 
@@ -633,16 +633,16 @@ def end_evaluation(folder: Path) -> str:
     process = start(folder, "said", "train", recipe)
     wait_for(process, lambda: b"step=2/4" in (folder / "said").read_bytes())
     process.terminate()
-    found = judge(process, folder / "said", "saved run/checkpoints/step-2|saved .*step-2", "stopped")
-    if found or (folder / "run" / "model").exists():
-        return found or "a model stands"
+    result = judge(process, folder / "said", "saved run/checkpoints/step-2|saved .*step-2", "stopped")
+    if result or (folder / "run" / "model").exists():
+        return result or "a model stands"
     return ulysses(folder, "train", recipe, "--resume", "auto").judge("resumed from .*step-2", "done", codes=(0,))
 
 
 @attack("signals", "SIGTERM and kill -9 in an export, then the same export")
 def end_export(folder: Path) -> str:
-    found = ulysses(folder, "train", write_recipe(folder, **SHORT)).judge(codes=(0,))
-    for number in () if found else (signal.SIGTERM, signal.SIGKILL):
+    result = ulysses(folder, "train", write_recipe(folder, **SHORT)).judge(codes=(0,))
+    for number in () if result else (signal.SIGTERM, signal.SIGKILL):
         process = start(folder, "said", "export", "run", "--to", "model")
         wait_for(process, (folder / "model.writing").exists)
         is_made = (folder / "model.writing").exists()
@@ -656,7 +656,7 @@ def end_export(folder: Path) -> str:
             time.sleep(0.01)
         if not is_made or left or (folder / "model").exists():
             return f"{number.name}: {'' if is_made else 'it came too late; '}{left} left"
-    return found or ulysses(folder, "export", "run", "--to", "model").judge("equal the trained model's", codes=(0,))
+    return result or ulysses(folder, "export", "run", "--to", "model").judge("equal the trained model's", codes=(0,))
 
 
 @attack("two at once", "two runs and one store; a third in the folder of the first")
@@ -668,28 +668,28 @@ def share_store(folder: Path) -> str:
     runs = [start(folder, name, "train", recipe, f"run.output_dir={name}-run", **ports) for name in ("a", "b")]
     wait_for(runs[0], (folder / "a-run" / "lock-0").exists)
     third = ulysses(folder, "train", recipe, "run.output_dir=a-run").judge("is in use by a run that", codes=(2,))
-    found = third or judge(runs[0], folder / "a", "done") or judge(runs[1], folder / "b", "done")
+    result = third or judge(runs[0], folder / "a", "done") or judge(runs[1], folder / "b", "done")
     for each in runs:
         each.kill()
         each.wait()
     lines = {(folder / f"{name}-run" / "metrics.jsonl").read_text().count("\n") for name in ("a", "b")}
-    return found or ("" if lines == {12} else f"{lines} steps")
+    return result or ("" if lines == {12} else f"{lines} steps")
 
 
 @attack("two at once", "two exports into one folder")
 def share_export(folder: Path) -> str:
-    found = ulysses(folder, "train", write_recipe(folder, **SHORT)).judge(codes=(0,))
-    if found:
-        return found
+    result = ulysses(folder, "train", write_recipe(folder, **SHORT)).judge(codes=(0,))
+    if result:
+        return result
     both = [start(folder, name, "export", "run", "--to", "model") for name in ("a", "b")]
     codes = sorted(process.wait(SECONDS) for process in both)
-    said = (folder / "a").read_text() + (folder / "b").read_text()
+    output = (folder / "a").read_text() + (folder / "b").read_text()
     is_told = (
-        "another process writes model right now" in said
-        or "model is there already" in said
-        or "model already exists" in said
+        "another process writes model right now" in output
+        or "model is there already" in output
+        or "model already exists" in output
     )
-    return "" if codes[0] == 0 and codes[1] in (1, 2) and is_told else f"{codes}: {said[-300:]}"
+    return "" if codes[0] == 0 and codes[1] in (1, 2) and is_told else f"{codes}: {output[-300:]}"
 
 
 @attack("two at once", "a run whose folder is removed, and a second one there")
@@ -719,8 +719,8 @@ def bomb_tables(folder: Path) -> str:
     subprocess.run([sys.executable, "-c", TABLES], cwd=folder, check=True)
     files = sorted(file for file in folder.iterdir() if file.suffix in (".parquet", ".arrow"))
     for file in files:
-        if found := prepare(folder, datasets=[{"path": str(file)}]).judge(rf"{file.name}: expands to more than"):
-            return f"{file.name}, {file.stat().st_size} bytes: {found}"
+        if result := prepare(folder, datasets=[{"path": str(file)}]).judge(rf"{file.name}: expands to more than"):
+            return f"{file.name}, {file.stat().st_size} bytes: {result}"
     return "" if len(files) == 8 else f"{files}"
 
 
@@ -747,12 +747,12 @@ def leave_secret(folder: Path) -> str:
     page = ulysses(folder, "report", "run", "--output", "page.html", MY_PASSPHRASE=SECRET)
     out = ulysses(folder, "export", "run", "--to", "model", MY_PASSPHRASE=SECRET)
     for each in (ended, page, out):
-        if found := each.judge(codes=(0,)):
-            return found
-    said = [each.out + each.err for each in (ended, page, out)]
+        if result := each.judge(codes=(0,)):
+            return result
+    messages = [each.out + each.err for each in (ended, page, out)]
     files = [file for name in ("run", "model") for file in (folder / name).rglob("*") if file.is_file()]
     contents = {str(file): file.read_bytes() for file in (*files, folder / "page.html")} | {
-        f"output {at}": text.encode() for at, text in enumerate(said)
+        f"output {at}": text.encode() for at, text in enumerate(messages)
     }
     secrets = [word.encode() for word in (key, looks, SECRET)]
     leaks = [name for name, content in contents.items() if any(word in content for word in secrets)]
@@ -774,7 +774,7 @@ def dump_core(folder: Path) -> str:
 
 def find_descendants(pid: int) -> list[int]:
     children = [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in _read_children(task)]
-    return [found for child in children for found in (*find_descendants(child), child)]
+    return [result for child in children for result in (*find_descendants(child), child)]
 
 
 def _read_children(task: Path) -> list[str]:
@@ -803,18 +803,18 @@ def main() -> int:
     parser.add_argument("word", nargs="?", default="")
     parser.add_argument("--results", type=Path, default=RESULTS / "attacks-cpu.json")
     options = parser.parse_args()
-    found: dict[str, dict[str, str]] = {}
+    values: dict[str, dict[str, str]] = {}
     for group, attacks in ATTACKS.items():
         for name, function in attacks.items():
             if options.word in f"{group}: {name}":
                 why = try_attack(function)
-                found.setdefault(group, {})[name] = why or "held"
+                values.setdefault(group, {})[name] = why or "held"
                 print(f"{group}: {name}: {'OPEN: ' + why if why else 'held'}", flush=True)
-    counts = count_ends(found)
+    counts = count_ends(values)
     print(", ".join(f"{name} {count}" for name, count in counts.items()))
     known = json.loads(options.results.read_text())["attacks"] if options.word and options.results.exists() else {}
-    found = {group: {**known.get(group, {}), **found.get(group, {})} for group in {**known, **found}}
-    results = {**count_ends(found), "attacks": found}
+    values = {group: {**known.get(group, {}), **values.get(group, {})} for group in {**known, **values}}
+    results = {**count_ends(values), "attacks": values}
     options.results.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     return 1 if counts["open"] else 0
 

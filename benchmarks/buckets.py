@@ -56,7 +56,7 @@ def measure(offload: str, num_pairs: int) -> dict[str, list[float]]:
             harnesses[name].train_state.num_steps = harnesses[name].train_state.step + 1
             train(harnesses[name].train_state)
             seconds[name].append(time.perf_counter() - start)
-    return {name: found[1:] for name, found in seconds.items()}
+    return {name: result[1:] for name, result in seconds.items()}
 
 
 def compute_bytes(offload: str) -> dict[str, dict[str, float]]:
@@ -74,11 +74,11 @@ def compute_bytes(offload: str) -> dict[str, dict[str, float]]:
     levers = Levers(tiled_loss=True, tiled_mlp=True, offload_optimizer=offload)  # type: ignore[arg-type]
     job = Job(shape, Layout(1, 1, 8), 1 << 17, levers, engine=EngineSettings(communication_bytes=4))
     ours = replace(job, engine=replace(job.engine, reduce_bucket=REDUCE_BUCKET, sub_group=SUB_GROUP))
-    found = {}
+    values = {}
     for size, each in (("DeepSpeed's", job), ("ours", ours)):
         ledger = compute_ledger(each)
-        found[size] = {"GPU": ledger.gpu_peak_bytes / GIB, "machine": ledger.host_peak_bytes / GIB}
-    return found
+        values[size] = {"GPU": ledger.gpu_peak_bytes / GIB, "machine": ledger.host_peak_bytes / GIB}
+    return values
 
 
 def main() -> int:
@@ -96,9 +96,9 @@ def main() -> int:
         sizes = compute_bytes(offload)
         result["offload"][offload] = {"seconds": seconds, "ratio": middle, "quartiles": [low, high], "gib": sizes}
         print(f"offload_optimizer {offload}: many pieces / one piece {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
-        for name, found in sizes.items():
+        for name, answer in sizes.items():
             print(
-                f"  8B, 8 GPUs, sizes {name:<12} {found['GPU']:6.1f} GiB per GPU, {found['machine']:6.1f} per machine"
+                f"  8B, 8 GPUs, sizes {name:<12} {answer['GPU']:6.1f} GiB per GPU, {answer['machine']:6.1f} per machine"
             )
     options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

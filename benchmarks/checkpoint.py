@@ -118,11 +118,11 @@ def main() -> None:
     for at in range(NUM_ROUNDS + 1):
         for name, call in sides.items():
             harness.train_state.step += 1
-            found = measure(call)
+            answer = measure(call)
             if at:  # the first round fills caches and makes buffers
-                seconds[name].append(found)
+                seconds[name].append(answer)
     stall = statistics.median(stalls[1:])
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    medians = {name: statistics.median(answer) for name, answer in seconds.items()}
 
     def pair(name: str) -> float:
         return statistics.median(a / b for a, b in zip(seconds[name], seconds["torch.save + fsync"], strict=True))

@@ -174,16 +174,16 @@ def read_all(path: Path) -> int:
 
 def measure_long_documents(folder: Path, num_bytes: int) -> dict[str, float]:
     """CPU seconds per megabyte of one document, at a tenth of the size and at the whole."""
-    found = {}
+    values = {}
     for share in (0.1, 1.0):
         file = folder / f"one-{share}.txt"
         file.write_text("".join(walk_texts(int(num_bytes * share))))
         clock, _ = prepare(folder, file, 1, f"long-{share}")
-        found[share] = clock.cpu / (file.stat().st_size / 1e6)
+        values[share] = clock.cpu / (file.stat().st_size / 1e6)
     return {
         "one_document_megabytes": num_bytes / 1e6,
-        "one_document_seconds_per_megabyte": found[1.0],
-        "one_document_time_per_byte_against_a_tenth": found[1.0] / found[0.1],
+        "one_document_seconds_per_megabyte": values[1.0],
+        "one_document_time_per_byte_against_a_tenth": values[1.0] / values[0.1],
     }
 
 

@@ -138,13 +138,13 @@ def compare_random(options: argparse.Namespace) -> int:
         return random_recipes.Compared(each, formula, known[each.digest])
 
     with ThreadPoolExecutor(options.workers) as pool:
-        found = list(pool.map(compare, drawn))
-    summary = random_recipes.summarize(found)
+        results = list(pool.map(compare, drawn))
+    summary = random_recipes.summarize(results)
     for row in summary["worst"]:
         phases = ", ".join(f"{name} {error:+.1%}" for name, error in row["phase_errors"].items())
         print(f"  {row['number']:>4} {row['family']:<12} peak {row['peak_error']:+.1%}; {phases}")
     print(
-        f"\n{len(found)} recipes of seed {options.seed}: {summary['within_3_percent']} peaks within 3 %, "
+        f"\n{len(results)} recipes of seed {options.seed}: {summary['within_3_percent']} peaks within 3 %, "
         f"{summary['within_5_percent']} within 5 %; "
         f"of {summary['phases_within_10_percent']} every other phase within 10 %"
     )
@@ -162,7 +162,7 @@ def time_commands() -> dict[str, float]:
     kinds = "h100-80gb:512,h200:512,b200:512,b300:512,a100-80gb:512,mi300x:512,l40s:512,rtx-pro-6000:512"
     model = ["--model", "meta-llama/Llama-3.1-70B", "--max-length", "128Ki", "--tokens", "10B"]
     commands = {"estimate-memory": [recipe], "plan": [*model, "--gpus", kinds]}
-    found = {}
+    values = {}
     for name, words in commands.items():
         seconds = []
         for _ in range(3):
@@ -171,8 +171,8 @@ def time_commands() -> dict[str, float]:
                 [sys.executable, "-m", "ulysses_cli", name, *words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT
             )
             seconds.append(time.perf_counter() - start)
-        found[name] = statistics.median(seconds)
-    return found
+        values[name] = statistics.median(seconds)
+    return values
 
 
 def print_rows(title: str, rows: list[Row]) -> None:
@@ -186,9 +186,9 @@ def print_rows(title: str, rows: list[Row]) -> None:
 def print_claims(title: str, claims: list[Claim]) -> None:
     print(f"\n{title}")
     for claim in claims:
-        said, ok = "fits" if claim.fits else "OOM", "" if claim.is_good else "  OFF"
+        output, ok = "fits" if claim.fits else "OOM", "" if claim.is_good else "  OFF"
         room = f"{claim.peak_gib:6.1f} of {claim.capacity_gib:.1f}"
-        print(f"  {claim.what:<62} {said:<5} {room}  {claim.source}{ok}{f'  ({claim.note})' if claim.note else ''}")
+        print(f"  {claim.what:<62} {output:<5} {room}  {claim.source}{ok}{f'  ({claim.note})' if claim.note else ''}")
 
 
 def main() -> int:

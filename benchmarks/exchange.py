@@ -96,18 +96,18 @@ def make_deepspeed(tokens: int, num_kv_heads: int) -> Layer:
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend="gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
-    theirs = UlyssesSPAttentionHF(
+    reference = UlyssesSPAttentionHF(
         sdpa_attention_forward, batch_size=1, attn_head_count=NUM_HEADS, attn_head_size=HEAD_DIM,
         kv_head_count=num_kv_heads, num_hidden_layers=1, process_group=dist.group.WORLD,
         seq_length_is_variable=True,
     )  # fmt: skip
-    theirs.core_attn_implementation = "sdpa"
+    reference.core_attn_implementation = "sdpa"
     positions = torch.arange(tokens)[None].chunk(world, 1)[rank]
     module = torch.nn.Module()
     module.is_causal, module.num_key_value_groups = True, NUM_HEADS // num_kv_heads
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, _ = theirs(module, q, k, v, None, scaling=HEAD_DIM**-0.5, position_ids=positions)
+        out, _ = reference(module, q, k, v, None, scaling=HEAD_DIM**-0.5, position_ids=positions)
         return out
 
     return layer
@@ -185,12 +185,12 @@ def main() -> int:
     for num_ranks in map(int, options.ranks.split(",")):
         for num_kv_heads in (16, 8):
             chunks = min(4, NUM_HEADS // num_ranks)
-            found = run_on_ranks(num_ranks, measure, options.tokens, num_kv_heads, options.runs, chunks)
-            case = found[0]
+            results = run_on_ranks(num_ranks, measure, options.tokens, num_kv_heads, options.runs, chunks)
+            case = results[0]
             for name in case:
-                case[name]["seconds"] = max(rank[name]["seconds"] for rank in found)
+                case[name]["seconds"] = max(rank[name]["seconds"] for rank in results)
                 for peak in ("peak_per_q", "own_peak_per_q"):
-                    case[name][peak] = min(rank[name][peak] for rank in found)
+                    case[name][peak] = min(rank[name][peak] for rank in results)
             print(
                 f"\n{num_ranks} ranks, {NUM_HEADS} heads over {num_kv_heads} key/value heads, {options.tokens} tokens"
             )
@@ -212,14 +212,14 @@ def print_case(case: dict[str, dict[str, float]]) -> None:
 
 
 def meets_bars(case: dict[str, dict[str, float]]) -> bool:
-    ours, theirs = case["ours"], case["deepspeed"]
+    ours, reference = case["ours"], case["deepspeed"]
     chunked = next(row for name, row in case.items() if "chunks" in name)
     bars = {
         "2 collectives each way": ours["collectives"] == 4,
-        "bytes on the wire no more": ours["sent_mib"] <= theirs["sent_mib"],
-        "fewer copies": ours["copies"] < theirs["copies"],
-        "peak not above": ours["peak_per_q"] <= theirs["peak_per_q"],
-        "time no worse (5 % for noise)": ours["seconds"] <= 1.05 * theirs["seconds"],
+        "bytes on the wire no more": ours["sent_mib"] <= reference["sent_mib"],
+        "fewer copies": ours["copies"] < reference["copies"],
+        "peak not above": ours["peak_per_q"] <= reference["peak_per_q"],
+        "time no worse (5 % for noise)": ours["seconds"] <= 1.05 * reference["seconds"],
         "own buffers of chunks at most half": chunked["own_peak_per_q"] <= ours["own_peak_per_q"] / 2,
     }
     for name, is_met in bars.items():

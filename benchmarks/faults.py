@@ -1,6 +1,6 @@
-"""Real runs on two CPU ranks, struck by faults from a fixed list of seeds: injected, survived, refused, lost.
+"""Real runs on two CPU ranks, killed by faults from a fixed list of seeds: injected, survived, refused, lost.
 
-A chain is one run: it is struck, resumed with --resume auto, struck again, and at last left alone. Its losses and its
+A chain is one run: it is killed, resumed with --resume auto, killed again, and at last left alone. Its losses and its
 model must be those of a run that was never touched, to the last bit; then all of its faults are survived. A refusal is
 an error in words with exit code 1 or 2. Anything else is lost. What is done stands in the results: called again, it
 goes on with the rest (--minutes bounds one call, --anew begins again).
@@ -28,7 +28,7 @@ from typing import Any
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 from paths import RESULTS
 from support import forked, kill_points
-from support.faults import Workshop, damage_newest, wait_until
+from support.faults import Runs, damage_newest, wait_until
 from support.forked import Command, is_alive
 
 from ulysses_cli.prove.ranks import rank_server
@@ -44,42 +44,42 @@ WALKS = [("command", signal.SIGTERM), *((who, signal.SIGKILL) for who in WHO)]
 Ends = list[tuple[str, str]]  # (fault, how it ended)
 
 
-class Range(Workshop):
+class ComparedRuns(Runs):
     """Runs of some length, beside one that was never touched."""
 
     def start(
-        self, run: str, *words: str, plan: Mapping[str, Any] | None = None, beside: Command | None = None
+        self, run: str, *words: str, plan: Mapping[str, Any] | None = None, peer: Command | None = None
     ) -> Command:
-        return super().start(run, f"train.max_steps={NUM_STEPS}", *words, plan=plan, beside=beside)
+        return super().start(run, f"train.max_steps={NUM_STEPS}", *words, plan=plan, peer=peer)
 
     def is_whole(self, run: str, num_torn: int, whole: str = "whole") -> bool:
-        ours, theirs = self.read_losses(run), self.read_losses(whole)
-        is_same = ours.items() <= theirs.items() and len(theirs) - len(ours) <= num_torn
+        ours, reference = self.read_losses(run), self.read_losses(whole)
+        is_same = ours.items() <= reference.items() and len(reference) - len(ours) <= num_torn
         return is_same and self.read_model(run) == self.read_model(whole)
 
 
-def wait_for_steps(shop: Range, run: str, process: Command, count: int) -> None:
-    wait_until(process, lambda: shop.count_steps(run) >= count)
+def wait_for_steps(runs: ComparedRuns, run: str, process: Command, count: int) -> None:
+    wait_until(process, lambda: runs.count_steps(run) >= count)
 
 
 def end(process: Command) -> tuple[int, str]:
-    _, said = process.communicate(timeout=TIME_LIMIT)
-    return process.wait(1), said
+    _, output = process.communicate(timeout=TIME_LIMIT)
+    return process.wait(1), output
 
 
-def settle(shop: Range, run: str, struck: list[str], *words: str) -> Ends:
-    code, said = end(shop.start(run, *words, "--resume", "auto"))
-    return judge(shop, run, struck, code, said)
+def settle(runs: ComparedRuns, run: str, killed: list[str], *words: str) -> Ends:
+    code, output = end(runs.start(run, *words, "--resume", "auto"))
+    return judge(runs, run, killed, code, output)
 
 
-def judge(shop: Range, run: str, struck: list[str], code: int, said: str) -> Ends:
+def judge(runs: ComparedRuns, run: str, killed: list[str], code: int, said: str) -> Ends:
     """A run that has ended: is it the one that was never touched?"""
     is_refused = code in (1, 2) and "Traceback" not in said
-    num_torn = struck.count("torn metrics")  # lines of steps that are not done again
-    how = "survived" if code == 0 and shop.is_whole(run, num_torn) else "refused" if is_refused else "lost"
+    num_torn = killed.count("torn metrics")  # lines of steps that are not done again
+    how = "survived" if code == 0 and runs.is_whole(run, num_torn) else "refused" if is_refused else "lost"
     if how != "survived":
         print(f"{run}: exit code {code}\n{said[-1500:]}", flush=True)
-    return [(fault, how) for fault in struck]
+    return [(fault, how) for fault in killed]
 
 
 def lose(fault: str, said: str) -> Ends:
@@ -87,37 +87,37 @@ def lose(fault: str, said: str) -> Ends:
     return [(fault, "lost")]
 
 
-def kill(shop: Range, seeds: list[int]) -> Ends:
+def kill(runs: ComparedRuns, seeds: list[int]) -> Ends:
     """Every other chain saves beside its steps."""
     run, words = f"chain-{seeds[0]}", ["run.async_save=true"] if seeds[0] // CHAIN % 2 else []
-    struck = []
+    killed = []
     for seed in seeds:
         plan = kill_points.draw(seed)
-        process = shop.start(run, *words, "--resume", "auto", plan=plan)
+        process = runs.start(run, *words, "--resume", "auto", plan=plan)
         end(process)
-        if process.has_struck:
+        if process.has_fired:
             who = "all ranks" if len(plan["ranks"]) == 2 else "one rank"
-            struck.append(f"SIGKILL of {who}, {plan['moment']}{', async' if words else ''}")
-    return settle(shop, run, struck, *words)
+            killed.append(f"SIGKILL of {who}, {plan['moment']}{', async' if words else ''}")
+    return settle(runs, run, killed, *words)
 
 
-def walk(shop: Range, who: str, number: signal.Signals) -> Ends:
-    """One run, struck at every event of its life in turn and resumed each time. Whatever a rank is about to do, the
+def walk(runs: ComparedRuns, who: str, number: signal.Signals) -> Ends:
+    """One run, killed at every event of its life in turn and resumed each time. Whatever a rank is about to do, the
     other one is, too; nothing outlives the launcher; resumed at its end, it has nothing left to do."""
     run, ends = f"walk-{who}-{number.name}", []
     for event, plan in kill_points.list_phases(NUM_STEPS, WALKED_STEP, WALKED_STEP + 2).items():
-        process = shop.start(run, *WALKED, "--resume", "auto", plan={**plan, "who": who, "signal": int(number)})
-        code, said = end(process)
+        process = runs.start(run, *WALKED, "--resume", "auto", plan={**plan, "who": who, "signal": int(number)})
+        code, output = end(process)
         alive = wait_for_processes(process)
         fault = f"{number.name} of {WHO[who]}, {event}"
-        if not process.has_struck or alive or "Traceback" in said or not agree(process):
-            return [*ends, *lose(fault, f"{code}, alive: {alive}\n{said}")]
+        if not process.has_fired or alive or "Traceback" in output or not agree(process):
+            return [*ends, *lose(fault, f"{code}, alive: {alive}\n{output}")]
         ends.append((fault, "survived"))
-    code, said = end(shop.start(run, *WALKED, "--resume", "auto"))
-    if code or not shop.is_whole(run, 0, "walk"):
+    code, output = end(runs.start(run, *WALKED, "--resume", "auto"))
+    if code or not runs.is_whole(run, 0, "walk"):
         return [(fault, "lost") for fault, _ in ends]
-    code, said = end(shop.start(run, *WALKED, "--resume", "auto"))
-    how = "survived" if code == 0 and "already finished" in said else "lost"
+    code, output = end(runs.start(run, *WALKED, "--resume", "auto"))
+    how = "survived" if code == 0 and "already finished" in output else "lost"
     return [*ends, (f"resumed after the end, {number.name} of {WHO[who]}", how)]
 
 
@@ -137,74 +137,74 @@ def wait_for_processes(process: Command) -> list[int]:
     return []
 
 
-def damage(shop: Range, kind: str) -> Ends:
+def damage(runs: ComparedRuns, kind: str) -> Ends:
     """A run that was stopped, what it left damaged, and resumed."""
     run = kind.replace(" ", "-")
-    process = shop.start(run)
-    wait_for_steps(shop, run, process, 4)
+    process = runs.start(run)
+    wait_for_steps(runs, run, process, 4)
     process.send_signal(signal.SIGTERM)
-    code, said = end(process)
-    if code or "stopped: by a signal" not in said:
-        return lose("SIGTERM", said)
-    damage_newest(shop.folder / run, kind, random.Random(kind))
-    found = settle(shop, run, [kind])
-    return [("SIGTERM", found[0][1]), *found]
+    code, output = end(process)
+    if code or "stopped: by a signal" not in output:
+        return lose("SIGTERM", output)
+    damage_newest(runs.folder / run, kind, random.Random(kind))
+    result = settle(runs, run, [kind])
+    return [("SIGTERM", result[0][1]), *result]
 
 
-def hang(shop: Range, name: str) -> Ends:
+def hang(runs: ComparedRuns, name: str) -> Ends:
     """A rank that stands still is named and ended, and so are the others; the run goes on from its checkpoint."""
     run, seconds = f"hanging-{name}", 6
-    process = shop.start(run, f"run.step_timeout={seconds}")
-    wait_for_steps(shop, run, process, 2)
+    process = runs.start(run, f"run.step_timeout={seconds}")
+    wait_for_steps(runs, run, process, 2)
     number, words = {
         "stopped": (signal.SIGSTOP, "rank 1 does not answer, the others wait for it in "),
         "asleep": (signal.SIGUSR2, "rank 1 hangs in micro-step "),
     }[name]
-    process.strike(1, number)
-    code, said = end(process)
-    if code != 1 or f"takes longer than run.step_timeout ({seconds} s): {words}" not in said:
-        return lose(f"hang, {name}", said)
-    return settle(shop, run, [f"hang, {name}"])
+    process.signal_rank(1, number)
+    code, output = end(process)
+    if code != 1 or f"takes longer than run.step_timeout ({seconds} s): {words}" not in output:
+        return lose(f"hang, {name}", output)
+    return settle(runs, run, [f"hang, {name}"])
 
 
-def restart(shop: Range) -> Ends:
+def restart(runs: ComparedRuns) -> Ends:
     """run.max_restarts: no person is needed."""
-    process = shop.start("restarted", "run.max_restarts=2")
-    wait_for_steps(shop, "restarted", process, 3)
-    process.strike(1)
-    return judge(shop, "restarted", ["SIGKILL of one rank, max_restarts"], *end(process))
+    process = runs.start("restarted", "run.max_restarts=2")
+    wait_for_steps(runs, "restarted", process, 3)
+    process.signal_rank(1)
+    return judge(runs, "restarted", ["SIGKILL of one rank, max_restarts"], *end(process))
 
 
-def restart_machines(shop: Range) -> Ends:
+def restart_machines(runs: ComparedRuns) -> Ends:
     """Two machines, each with a launcher of its own; a rank lost on one is started again with all others on both."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     words = ["run.max_restarts=2", "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(port)]
-    first = shop.start("machines", *words, "--node-rank", "0")
-    second = shop.start("machines", *words, "--node-rank", "1", beside=first)
-    wait_for_steps(shop, "machines", first, 3)
-    first.strike(1)
-    code, said = end(second)
+    first = runs.start("machines", *words, "--node-rank", "0")
+    second = runs.start("machines", *words, "--node-rank", "1", peer=first)
+    wait_for_steps(runs, "machines", first, 3)
+    first.signal_rank(1)
+    code, output = end(second)
     if code:
-        return lose("SIGKILL of one rank, two machines", said)
-    return judge(shop, "machines", ["SIGKILL of one rank, two machines"], *end(first))
+        return lose("SIGKILL of one rank, two machines", output)
+    return judge(runs, "machines", ["SIGKILL of one rank, two machines"], *end(first))
 
 
-def start_twice(shop: Range) -> Ends:
+def start_twice(runs: ComparedRuns) -> Ends:
     """The second run in a folder is refused, and harms nothing; a dead one keeps no lock."""
-    first = shop.start("twice")
-    wait_for_steps(shop, "twice", first, 2)
-    code, said = end(shop.start("twice", "--resume", "auto"))
+    first = runs.start("twice")
+    wait_for_steps(runs, "twice", first, 2)
+    code, output = end(runs.start("twice", "--resume", "auto"))
     ends = [("two runs in one folder", "refused")]
-    if code != 2 or "is in use by a run that is still going on" not in said:
-        ends = lose(*ends[0][:1], said)
+    if code != 2 or "is in use by a run that is still going on" not in output:
+        ends = lose(*ends[0][:1], output)
     for rank in range(2):
-        first.strike(rank)
+        first.signal_rank(rank)
     first.kill()
     end(first)
-    wait_until_free(shop.folder / "twice" / "lock-0")
-    return ends + settle(shop, "twice", ["SIGKILL of all ranks and the command"])
+    wait_until_free(runs.folder / "twice" / "lock-0")
+    return ends + settle(runs, "twice", ["SIGKILL of all ranks and the command"])
 
 
 def wait_until_free(lock: Path) -> None:
@@ -246,53 +246,53 @@ def fill(file: Path) -> None:
     os.close(handle)
 
 
-def fill_disk(shop: Range, on_save_error: str) -> Ends:
+def fill_disk(runs: ComparedRuns, on_save_error: str) -> Ends:
     """The run, its logs and its metrics stand on a disk that becomes full, and later has room again."""
     fault, run = f"full disk, on_save_error: {on_save_error}", f"small-{on_save_error}/run"
     words = ["run.save_total_limit=1", f"run.on_save_error={on_save_error}"]
-    with small_disk(shop.folder / run.split("/")[0], "size=3m") as is_there:
+    with small_disk(runs.folder / run.split("/")[0], "size=3m") as is_there:
         if not is_there:
             return []
-        process = shop.start(run, *words)
-        wait_for_steps(shop, run, process, 3)
-        ballast = shop.folder / run.split("/")[0] / "ballast"
+        process = runs.start(run, *words)
+        wait_for_steps(runs, run, process, 3)
+        ballast = runs.folder / run.split("/")[0] / "ballast"
         fill(ballast)
         if on_save_error == "continue":  # room again once a save has failed, and before the last one
-            wait_until(process, lambda: "No space left on device" in process.read_said())
+            wait_until(process, lambda: "No space left on device" in process.read_stderr())
             ballast.unlink()
-        code, said = end(process)
+        code, output = end(process)
         ballast.unlink(missing_ok=True)
-        if "No space left on device" not in said or code != (on_save_error == "stop"):
-            return lose(fault, said)
+        if "No space left on device" not in output or code != (on_save_error == "stop"):
+            return lose(fault, output)
         if on_save_error == "stop":
-            return settle(shop, run, [fault], *words)
-        return judge(shop, run, [fault], code, said)
+            return settle(runs, run, [fault], *words)
+        return judge(runs, run, [fault], code, output)
 
 
-def forbid(shop: Range) -> Ends:
+def forbid(runs: ComparedRuns) -> Ends:
     """The checkpoints' disk can no longer be written."""
-    process = shop.start("read-only")
-    wait_for_steps(shop, "read-only", process, 3)
-    with small_disk(shop.folder / "read-only" / "checkpoints", "ro") as is_there:
+    process = runs.start("read-only")
+    wait_for_steps(runs, "read-only", process, 3)
+    with small_disk(runs.folder / "read-only" / "checkpoints", "ro") as is_there:
         if not is_there:
             end(process)
             return []
-        code, said = end(process)
-    if code != 1 or "was not written: " not in said:  # read-only, or its folder out of sight
-        return lose("read-only disk", said)
-    return settle(shop, "read-only", ["read-only disk"])
+        code, output = end(process)
+    if code != 1 or "was not written: " not in output:  # read-only, or its folder out of sight
+        return lose("read-only disk", output)
+    return settle(runs, "read-only", ["read-only disk"])
 
 
-def list_pieces() -> dict[str, Callable[[Range], Ends]]:
+def list_pieces() -> dict[str, Callable[[ComparedRuns], Ends]]:
     chains = [list(range(at, min(at + CHAIN, NUM_KILLS))) for at in range(0, NUM_KILLS, CHAIN)]
-    pieces: dict[str, Callable[[Range], Ends]] = {
-        f"seeds {seeds[0]} to {seeds[-1]}": lambda shop, seeds=seeds: kill(shop, seeds)  # type: ignore[misc]
+    pieces: dict[str, Callable[[ComparedRuns], Ends]] = {
+        f"seeds {seeds[0]} to {seeds[-1]}": lambda runs, seeds=seeds: kill(runs, seeds)  # type: ignore[misc]
         for seeds in chains
     }
     for who, number in WALKS:
-        pieces[f"walk, {number.name} of {WHO[who]}"] = lambda shop, who=who, number=number: walk(shop, who, number)  # type: ignore[misc]
-    pieces |= {kind: lambda shop, kind=kind: damage(shop, kind) for kind in DAMAGES}  # type: ignore[misc]
-    pieces |= {f"hang, {name}": lambda shop, name=name: hang(shop, name) for name in ("stopped", "asleep")}  # type: ignore[misc]
+        pieces[f"walk, {number.name} of {WHO[who]}"] = lambda runs, who=who, number=number: walk(runs, who, number)  # type: ignore[misc]
+    pieces |= {kind: lambda runs, kind=kind: damage(runs, kind) for kind in DAMAGES}  # type: ignore[misc]
+    pieces |= {f"hang, {name}": lambda runs, name=name: hang(runs, name) for name in ("stopped", "asleep")}  # type: ignore[misc]
     pieces |= {
         "restart": restart,
         "restart, two machines": restart_machines,
@@ -300,7 +300,7 @@ def list_pieces() -> dict[str, Callable[[Range], Ends]]:
         "read-only disk": forbid,
     }
     for choice in ("stop", "continue"):
-        pieces[f"full disk, {choice}"] = lambda shop, choice=choice: fill_disk(shop, choice)  # type: ignore[misc]
+        pieces[f"full disk, {choice}"] = lambda runs, choice=choice: fill_disk(runs, choice)  # type: ignore[misc]
     return pieces
 
 
@@ -339,15 +339,15 @@ def main() -> None:
     done = {} if options.anew or options.only else read_done(pieces)
     rank_server.PRELOADED.extend(forked.PRELOADED)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        shop = Range(Path(folder))
+        runs = ComparedRuns(Path(folder))
         for run, words in (("whole", []), ("walk", WALKED)):
-            code, said = end(shop.start(run, *words))
-            assert code == 0, said
+            code, output = end(runs.start(run, *words))
+            assert code == 0, output
         for name, piece in pieces.items():
             if name in done or options.only not in name or time.monotonic() > limit:
                 continue
             started = time.monotonic()
-            ends = piece(shop)
+            ends = piece(runs)
             done[name] = {"seconds": round(time.monotonic() - started, 1), "ends": ends}
             for fault, how in ends:
                 print(f"  {fault}: {how}", flush=True)

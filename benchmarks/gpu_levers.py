@@ -175,8 +175,8 @@ class Report:
     def __init__(self, path: Path, **facts: Any) -> None:
         self.path, self.found = path, {**facts, "speed": [], "longest_row": {}}
 
-    def write(self, said: str, **found: Any) -> None:
-        self.found |= found
+    def write(self, said: str, **result: Any) -> None:
+        self.found |= result
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.found, indent=1) + "\n")
         print(said, flush=True)
@@ -243,20 +243,20 @@ def measure_link(num_bytes: int = 2**30) -> float:
 
 def find_exposed_shares(rows: list[dict[str, Any]], link: float) -> dict[int, float]:
     """Of the time that copies out and back take, what a step with offload is longer by."""
-    found = {}
+    values = {}
     by_key = {(row["tokens"], row["side"]): row for row in rows if "seconds" in row}
     for tokens in sorted({row["tokens"] for row in rows}):
         on, off = by_key.get((tokens, "ours")), by_key.get((tokens, "ours, no offload"))
         if on and off and on["host_gb"]:
-            found[tokens] = max(0.0, on["seconds"] - off["seconds"]) / (2 * on["host_gb"] * 1e9 / link)
-    return found
+            values[tokens] = max(0.0, on["seconds"] - off["seconds"]) / (2 * on["host_gb"] * 1e9 / link)
+    return values
 
 
 def find_longest(report: Report, name: str, kernel: str, cap: float, deadline: float) -> None:
     """Between which rows memory ends: 2 layers and a small window, so that time is linear and memory that of a deep
     model. Two short rows say about where."""
     trials: list[dict[str, Any]] = []
-    found: dict[str, Any] = {"runs": 0, "does_not": None, "trials": trials}
+    values: dict[str, Any] = {"runs": 0, "does_not": None, "trials": trials}
 
     def attempt(tokens: int) -> bool:
         row: dict[str, Any] = {"tokens": tokens}
@@ -269,13 +269,13 @@ def find_longest(report: Report, name: str, kernel: str, cap: float, deadline: f
         try_run(row, SIDES[name], kernel, use, num_layers=2, chunks=4, window=True)
         trials.append(row)
         if "seconds" in row:
-            found["runs"] = max(found["runs"], tokens)
+            values["runs"] = max(values["runs"], tokens)
         elif "out_of_memory" in row:
-            found["does_not"] = min(found["does_not"] or tokens, tokens)
-        report.write(f"{name}: {row}", longest_row={**report.found["longest_row"], name: found})
+            values["does_not"] = min(values["does_not"] or tokens, tokens)
+        report.write(f"{name}: {row}", longest_row={**report.found["longest_row"], name: values})
         return "failed" not in row
 
-    if not (attempt(SHORT_ROW) and attempt(2 * SHORT_ROW)) or found["runs"] < 2 * SHORT_ROW:
+    if not (attempt(SHORT_ROW) and attempt(2 * SHORT_ROW)) or values["runs"] < 2 * SHORT_ROW:
         return
     slope = (trials[1]["peak_bytes"] - trials[0]["peak_bytes"]) / SHORT_ROW
     tokens = int(2 * SHORT_ROW + (cap - trials[1]["peak_bytes"]) / slope)
@@ -284,7 +284,7 @@ def find_longest(report: Report, name: str, kernel: str, cap: float, deadline: f
         second = max(row["seconds"] / row["tokens"] for row in trials if "seconds" in row)
         if time.monotonic() + SETUP_SECONDS + 1.2 * second * tokens > deadline or not attempt(tokens):
             return
-        low, high = found["runs"], found["does_not"]
+        low, high = values["runs"], values["does_not"]
         if high is not None and high - low <= max(STEP_TOKENS, 0.02 * low):
             return
         tokens = int(1.05 * low) + STEP_TOKENS if high is None else max(int(0.95 * high), (low + high) // 2)
@@ -319,11 +319,11 @@ def draw_copies(tokens: int, path: Path, run: Run) -> None:
 
 def judge(found: dict[str, Any]) -> dict[str, bool | None]:
     """Each bar: met, not met, or None where it was not decided."""
-    ours, theirs = (found["longest_row"].get(name) for name in ("ours", "(b)"))
+    ours, reference = (found["longest_row"].get(name) for name in ("ours", "(b)"))
     bars: dict[str, bool | None] = {}
-    if ours and theirs:
-        is_met = theirs["does_not"] is not None and ours["runs"] >= 1.4 * theirs["does_not"]
-        is_short = ours["does_not"] is not None and ours["does_not"] < 1.4 * theirs["runs"]
+    if ours and reference:
+        is_met = reference["does_not"] is not None and ours["runs"] >= 1.4 * reference["does_not"]
+        is_short = ours["does_not"] is not None and ours["does_not"] < 1.4 * reference["runs"]
         bars["longest row at least 1.4x (b)'s"] = True if is_met else False if is_short else None
     by_key = {(row["tokens"], row["side"]): row for row in found["speed"]}
     for tokens in sorted({row["tokens"] for row in found["speed"] if row["tokens"] >= 2**17}):

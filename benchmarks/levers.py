@@ -183,9 +183,9 @@ def measure(variant: Variant, tokens: int, num_layers: int, is_computing: bool) 
     ids, labels, positions = (whole.chunk(NUM_RANKS, 1)[rank].contiguous() for whole in (ids, labels, positions))
     meter.ignore(*decoder.parameters(), ids, labels, positions)
     with meter:
-        found = decoder(input_ids=ids, position_ids=positions, use_cache=False, documents=make_documents((tokens,)))
-        hidden = meter.enter_loss(found.last_hidden_state)
-        del found
+        result = decoder(input_ids=ids, position_ids=positions, use_cache=False, documents=make_documents((tokens,)))
+        hidden = meter.enter_loss(result.last_hidden_state)
+        del result
         total = loss(hidden, labels)
         del hidden
         total.backward()
@@ -221,11 +221,11 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         if known.get(key, {}).get("variant") != asdict(VARIANTS[name]):
             print(f"counting {key} ...", file=sys.stderr, flush=True)
             case = (VARIANTS[name], tokens, num_layers, tokens == CHECKED)
-            found = run_on_ranks(NUM_RANKS, measure, *case, time_limit=3600)
+            results = run_on_ranks(NUM_RANKS, measure, *case, time_limit=3600)
             known[key] = {
-                **{field: min(rank[field] for rank in found) for field in found[0]},
+                **{field: min(rank[field] for rank in results) for field in results[0]},
                 "variant": asdict(VARIANTS[name]),
-                "loss": sum(rank["loss"] for rank in found),
+                "loss": sum(rank["loss"] for rank in results),
             }
         options.json.parent.mkdir(exist_ok=True)
         machine = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
@@ -253,10 +253,10 @@ def main() -> int:
 
 
 def meets_bars(get: Any, tokens: int) -> bool:
-    ours, whole, theirs = get(OURS), get("all"), get(THEIRS)
+    ours, whole, reference = get(OURS), get("all"), get(THEIRS)
     lengths = (tokens // 2, tokens, 2 * tokens, 4 * tokens)
     shares = [get(OURS, n)["GFLOPs without head"] / get(THEIRS, n)["GFLOPs without head"] for n in lengths]
-    attention = ours["attention's own"] / theirs["attention's own"]
+    attention = ours["attention's own"] / reference["attention's own"]
     losses = [get(OURS, n)["loss tiles"] for n in lengths]
     kept = [get(OURS, tokens, layers)["kept on device"] for layers in (2, 4, 8)]
     values = [get(name, CHECKED)["loss"] for name in VARIANTS]
@@ -265,10 +265,10 @@ def meets_bars(get: Any, tokens: int) -> bool:
         "the MLP's forward at most twice": max(ours["MLP / layer"], whole["MLP / layer"]) <= 2,
         f"FLOPs without head {shares[1]:.3f} of (b)'s, at most 0.85": shares[1] <= 0.85,
         f"and falling towards 7/9: {', '.join(f'{s:.3f}' for s in shares)}": shares == sorted(shares, reverse=True),
-        f"peak {whole['peak'] / theirs['peak']:.3f} of (b)'s, in chunks {ours['peak'] / theirs['peak']:.3f}": max(
+        f"peak {whole['peak'] / reference['peak']:.3f} of (b)'s, in chunks {ours['peak'] / reference['peak']:.3f}": max(
             ours["peak"], whole["peak"]
         )
-        <= theirs["peak"],
+        <= reference["peak"],
         f"attention's own bytes in 4 chunks {attention:.3f} of (b)'s, at most 0.6": attention <= 0.6,
         f"loss tiles do not grow with the row: {', '.join(f'{size:.2f}' for size in losses)} MiB": max(losses)
         <= 1.001 * min(losses),

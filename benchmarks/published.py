@@ -199,8 +199,8 @@ def list_speed() -> Iterator[Row]:
     for (name, chunks), rates in published.items():
         for tokens, rate in zip((128, 256, 512, 1024, 2048, 3072, 4096, 5120), rates, strict=False):
             job = Job(LLAMA, Layout(1, 1, 8), tokens * KI, replace(TILED, head_chunks=chunks), fused_norms=True)
-            found = job.row_tokens / compute_upipe_seconds(job, h100) / 8
-            yield Row(f"Llama3-8B, 8 H100, {tokens}Ki, {name}", rate, found, "tokens/s", UPIPE, SPEED_BAR)
+            result = job.row_tokens / compute_upipe_seconds(job, h100) / 8
+            yield Row(f"Llama3-8B, 8 H100, {tokens}Ki, {name}", rate, result, "tokens/s", UPIPE, SPEED_BAR)
     mfu = 100 * compute_speed(make_fpdt_job(), a100).mfu
     yield Row("Llama3-8B, 8 A100, 512Ki, Ulysses", 47.2, mfu, "% MFU", FPDT, SPEED_BAR)
     for tokens, before, after in ((8, 6.93, 5.98), (16, 21.44, 17.26), (32, 76.38, 58.46)):
@@ -236,8 +236,8 @@ def list_later_memory() -> Iterator[Row]:
         (LLAMA_70B, 32, 4_000_000, 47.70, (True, True, True), "H100"),
         (LLAMA_70B, 64, 10_000_000, 53.83, (True, True, True), "H100"),
     ):
-        found = count_arctic_bytes(make_arctic_job(shape, ranks, tokens, *levers, gpu=gpu)) / GIB
-        yield Row(f"{cut_name(shape)}, {ranks} {gpu}, {tokens:,}", published, found, "GiB", ARCTIC, None, note)
+        result = count_arctic_bytes(make_arctic_job(shape, ranks, tokens, *levers, gpu=gpu)) / GIB
+        yield Row(f"{cut_name(shape)}, {ranks} {gpu}, {tokens:,}", published, result, "GiB", ARCTIC, None, note)
 
 
 def cut_name(shape: ModelShape) -> str:
@@ -251,12 +251,12 @@ def count_arctic_bytes(job: Job) -> int:
     and works with four tensors of the inner width, transformers' with six."""
     ledger, hidden = compute_ledger(job), compute_layer_input(job)
     is_attention = ledger.peak.name == "attention"
-    found = ledger.gpu_peak_bytes + hidden * (1 + is_attention - (job.levers.offloaded_layers > 0))
+    result = ledger.gpu_peak_bytes + hidden * (1 + is_attention - (job.levers.offloaded_layers > 0))
     if not job.levers.tiled_loss:
-        found += 2 * job.shape.vocab_size * job.local_tokens
+        result += 2 * job.shape.vocab_size * job.local_tokens
     if job.fused_norms and not is_tiled(job) and not is_attention:
-        found -= 2 * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
-    return found
+        result -= 2 * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
+    return result
 
 
 def make_arctic_job(
@@ -323,17 +323,17 @@ def list_later_speed() -> Iterator[Row]:
     Gbit/s for each, an eighth of the table's network, exchanges and gathers would take what most are slower by."""
     a100, h100 = load_hardware().get_gpu("a100-80gb"), load_hardware().get_gpu("h100-80gb")
     for name, shape, gpus, sp_size, tokens, published in XTUNER_ROWS:
-        found = compute_speed(make_xtuner_job(shape, gpus, sp_size, tokens), a100).tokens_per_second / gpus
+        result = compute_speed(make_xtuner_job(shape, gpus, sp_size, tokens), a100).tokens_per_second / gpus
         what = f"{name}, {gpus} A100, {tokens}Ki, sp {sp_size}"
         bar, note = (SPEED_BAR, "") if gpus == 8 else (None, "its network is not named")
-        yield Row(what, published, found, "tokens/s", XTUNER, bar, note)
+        yield Row(what, published, result, "tokens/s", XTUNER, bar, note)
     offload = replace(TILED, tiled_mlp=False, offload_optimizer="cpu", offload_param="cpu")
     alone = compute_speed(Job(LLAMA_7B, Layout(1, 8, 1), 64 * KI, offload), a100).tokens_per_second
     yield Row("Llama2-7B, 8 A100, 64Ki each", 10240, alone, "tokens/s", EASY, SPEED_BAR)
     for tokens, published in ((64, 7816), (128, 4266), (512, 2133), (700, 1603)):
-        found = compute_speed(Job(LLAMA_7B, Layout(1, 1, 8), tokens * KI, offload), a100).tokens_per_second
+        result = compute_speed(Job(LLAMA_7B, Layout(1, 1, 8), tokens * KI, offload), a100).tokens_per_second
         note = "ring attention; the mean of five first steps"
-        yield Row(f"Llama2-7B, 8 A100, {tokens}Ki, ring", published, found, "tokens/s", EASY, None, note)
+        yield Row(f"Llama2-7B, 8 A100, {tokens}Ki, ring", published, result, "tokens/s", EASY, None, note)
     offload = replace(FULL, offloaded_layers=QWEN_8B.num_layers, tiled_loss=True)
     ring = Job(QWEN_8B, Layout(1, 1, 8), 1024 * KI, offload)
     seconds = compute_speed(ring, h100).step_seconds

@@ -105,10 +105,10 @@ SIDES = {"ours": make_ours, "bare": make_bare}
 
 def measure_peak(side: str) -> int:
     """Peak resident bytes of a process that trains a few steps."""
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, __file__, "--peak", side], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    return int(found.stdout.splitlines()[-1])
+    return int(result.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -127,7 +127,7 @@ def main() -> None:
             start = time.perf_counter()
             step()
             seconds[side].append(time.perf_counter() - start)
-    medians = {side: statistics.median(found[NUM_WARMUP:]) for side, found in seconds.items()}
+    medians = {side: statistics.median(answer[NUM_WARMUP:]) for side, answer in seconds.items()}
     ratio = statistics.median(
         ours / bare for ours, bare in zip(seconds["ours"][NUM_WARMUP:], seconds["bare"][NUM_WARMUP:], strict=True)
     )

@@ -72,7 +72,7 @@ def measure(length: int, num_steps: int, device_name: str) -> dict[str, Any]:
     harness.train_state.num_steps = NUM_WARMUP + num_steps
     train(harness.train_state)
     kept = [line for line in lines[NUM_WARMUP:] if "step_parts" not in line]
-    found = {
+    values = {
         "row_tokens": length,
         "kernel": harness.built.kernel.name,
         "kernel_reason": harness.built.kernel.reason,
@@ -91,7 +91,7 @@ def measure(length: int, num_steps: int, device_name: str) -> dict[str, Any]:
     del harness
     gc.collect()
     torch.cuda.empty_cache()
-    return found
+    return values
 
 
 def main() -> None:

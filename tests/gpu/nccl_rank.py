@@ -38,9 +38,9 @@ def main() -> int:
             documents, rule = make_documents(PROBLEM.lengths, "cuda"), Rule(PROBLEM.scale)
             out = ulysses_attention(q, k, v, documents, rule, axis=axis, kernel=kernel, num_head_chunks=chunks)
             grads = torch.autograd.grad(out, (q, k, v), tensors["dout"][:, part].cuda())
-            for name, found in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
+            for name, result in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
                 value = expected[name][:, part]
-                error = ((found.cpu().double() - value).abs().max() / value.abs().max()).item()
+                error = ((result.cpu().double() - value).abs().max() / value.abs().max()).item()
                 print(f"rank {axis.rank} {kernel} chunks {chunks} {name} {error:.4f}")
                 is_wrong |= not error < TOLERANCE
     dist.destroy_process_group()

@@ -44,10 +44,10 @@ def run(kernel: str, problem: Problem, tensors: dict[str, torch.Tensor]) -> dict
         sinks=sinks,
     )
     out.backward(tensors["dout"].cuda())
-    found = {"out": out.detach(), **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
+    results = {"out": out.detach(), **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
     if sinks is not None:
-        found["dsinks"] = sinks.grad
-    return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
+        results["dsinks"] = sinks.grad
+    return {name: tensor.cpu() for name, tensor in results.items() if tensor is not None}
 
 
 def skip_unless_served(kernel: str, problem: Problem) -> None:
@@ -63,9 +63,9 @@ def test_a_kernel_is_exact(kernel: str, kind: str) -> None:
     problem = KINDS[kind]
     skip_unless_served(kernel, problem)
     tensors = make_tensors(problem)
-    expected, found = compute_reference(problem, tensors), run(kernel, problem, tensors)
+    expected, result = compute_reference(problem, tensors), run(kernel, problem, tensors)
     for name, value in expected.items():
-        error = (found[name].double() - value).abs().max() / value.abs().max()
+        error = (result[name].double() - value).abs().max() / value.abs().max()
         assert error < TOLERANCE, name
 
 

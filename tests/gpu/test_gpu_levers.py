@@ -23,18 +23,18 @@ def run(levers: Levers, offloaded: int | None, steps: int) -> list[list[Tensor]]
     if offloaded is not None:
         offloader = Offloader(torch.device("cuda"), offloaded)
         checkpoint_layers(model.model, "save_attention", offloader.make_storage)
-    found = []
+    results = []
     for _ in range(steps):
         batch = {name: tensor.cuda().repeat(1, 16) for name, tensor in make_row(LENGTHS).items()}
         model(**batch, documents=make_documents(LENGTHS * 16, "cuda")).backward()
-        found.append([p.grad for p in model.parameters()])
+        results.append([p.grad for p in model.parameters()])
         model.zero_grad(set_to_none=True)
     if offloader is not None:
         torch.cuda.synchronize()
         assert offloader.pool.num_bytes > 0
         offloader.pool.close()
         assert offloader.pool.num_bytes == 0
-    return found
+    return results
 
 
 @pytest.mark.parametrize("offloaded", [1, 5, 6])
@@ -42,8 +42,8 @@ def test_offload_changes_no_value(offloaded: int) -> None:
     levers = Levers(loss_tile=64, mlp_tiles=3, checkpointing="save_attention")
     expected = run(levers, None, 1)[0]
     for grads in run(levers, offloaded, 4):
-        for ours, right in zip(grads, expected, strict=True):
-            torch.testing.assert_close(ours, right, rtol=0.02, atol=0.02 * right.abs().max().item())
+        for ours, reference in zip(grads, expected, strict=True):
+            torch.testing.assert_close(ours, reference, rtol=0.02, atol=0.02 * reference.abs().max().item())
 
 
 def test_what_is_kept_does_not_grow_with_layers() -> None:

@@ -132,24 +132,24 @@ def test_sequence_parallelism_off_and_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_pairs_are_of_the_same_step() -> None:
-    found = compare_pairs({4: 1.0, 5: 10.0, 6: 1.0}, {4: 2.0, 5: 20.0, 7: 1.0})
-    assert found is not None
-    assert (found.num_pairs, found.median, found.low, found.high) == (2, 2.0, 2.0, 2.0)
+    result = compare_pairs({4: 1.0, 5: 10.0, 6: 1.0}, {4: 2.0, 5: 20.0, 7: 1.0})
+    assert result is not None
+    assert (result.num_pairs, result.median, result.low, result.high) == (2, 2.0, 2.0, 2.0)
     assert compare_pairs({1: 1.0}, {2: 1.0}) is None
 
 
 @pytest.mark.check
 def test_two_worlds_take_steps_in_turns_and_one_goes_on_alone(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
-    found = run_interleaved(
+    result = run_interleaved(
         2, [(mark_steps, (marks, "a", 5, 99)), (mark_steps, (marks, "b", 5, 3))], device="cpu", time_limit=120
     )
-    assert found[0] == "a"
-    assert isinstance(found[1], RankFailureError)
-    assert found[1].message == "b is tired"
-    said = marks.read_text()
-    assert said.startswith("a<a>b<b>a<a>b<b>a<a>b<b>a<a>")
-    assert said.count("a<a>") == 5
+    assert result[0] == "a"
+    assert isinstance(result[1], RankFailureError)
+    assert result[1].message == "b is tired"
+    output = marks.read_text()
+    assert output.startswith("a<a>b<b>a<a>b<b>a<a>b<b>a<a>")
+    assert output.count("a<a>") == 5
 
 
 def mark_steps(device: Any, interleaving: Interleaving, marks: Path, name: str, num_steps: int, fails_at: int) -> str:
@@ -176,8 +176,8 @@ def test_calibration_makes_the_prediction_what_was_measured() -> None:
     predicted = compute_speed(job, gpu).parts
     measured = {name: 1.6 * seconds for name, seconds in predicted.items()}
     shipped = yaml.safe_load(hardware_table.SHIPPED.read_text())
-    found = calibrate([(job, make_timed(measured))], gpu)
-    table = read_hardware(("shipped", shipped), ("measured", found))
+    result = calibrate([(job, make_timed(measured))], gpu)
+    table = read_hardware(("shipped", shipped), ("measured", result))
     again = compute_speed(job, table.get_gpu("h100-80gb")).parts
     for name in ("projections", "mlp", "head_loss", "attention", "other", "exchange"):
         assert again[name] == pytest.approx(measured[name], rel=0.02), name
@@ -272,12 +272,12 @@ def test_the_command_measures_beside_the_trainer(tmp_path: Path) -> None:
         [sys.executable, "-m", "ulysses_cli", *words, "--html", str(page)],
         capture_output=True, text=True, timeout=500,
     )  # fmt: skip
-    found = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
-    rows = {(row["group"], row["name"]): row["values"] for row in found["rows"]}
-    own, theirs = (rows[group, "512"] for group in ("sp 2 x dp 1", "sp 2 x dp 1, the Trainer"))
+    rows = {(row["group"], row["name"]): row["values"] for row in answer["rows"]}
+    own, reference = (rows[group, "512"] for group in ("sp 2 x dp 1", "sp 2 x dp 1, the Trainer"))
     assert own["exchange_share"] > 0
-    assert theirs["first_loss"] == pytest.approx(own["first_loss"], rel=1e-5)
+    assert reference["first_loss"] == pytest.approx(own["first_loss"], rel=1e-5)
     ratio = rows["the Trainer's time by ours", "sp 2 x dp 1, 512"]
     assert ratio["speed_ratio"] > 0
     assert ratio["num_pairs"] == 5

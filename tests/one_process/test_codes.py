@@ -40,26 +40,28 @@ def test_what_was_decoded_is_encoded_exactly(
     torch.manual_seed(numel)
     values = NUMBERS[name](max(numel, BLOCK))[:numel]
     table = make_table(moment, DEVICE)
-    theirs, scales = encode_their_way(values if moment == "exp_avg" else values * values, table)
-    found = decode(theirs, scales, table, 0, numel)
-    assert torch.equal(found, torch.ops.bitsandbytes.dequantize_blockwise(theirs, scales, table, BLOCK, torch.float32))
+    reference, scales = encode_their_way(values if moment == "exp_avg" else values * values, table)
+    result = decode(reference, scales, table, 0, numel)
+    assert torch.equal(
+        result, torch.ops.bitsandbytes.dequantize_blockwise(reference, scales, table, BLOCK, torch.float32)
+    )
     part = slice(numel // 3, numel - numel // 4)
-    assert torch.equal(decode(theirs, scales, table, part.start, part.stop - part.start), found[part])
-    ours, our_scales = encode(found, table)
+    assert torch.equal(decode(reference, scales, table, part.start, part.stop - part.start), result[part])
+    ours, our_scales = encode(result, table)
     assert torch.equal(our_scales, scales)
-    assert torch.equal(decode(ours, our_scales, table, 0, numel), found)
+    assert torch.equal(decode(ours, our_scales, table, 0, numel), result)
     lives = scales.repeat_interleave(BLOCK)[:numel] > 0
-    assert torch.equal(ours[lives], theirs[lives])
+    assert torch.equal(ours[lives], reference[lives])
 
 
 def test_other_numbers_get_the_nearest_entry() -> None:
     table = make_table("exp_avg", DEVICE)
     values = torch.randn(10 * BLOCK)
-    found, scales = encode(values, table)
+    result, scales = encode(values, table)
     assert torch.equal(scales, values.view(-1, BLOCK).abs().amax(1))
     shares = (values.view(-1, BLOCK) / scales[:, None]).view(-1)
     distance = (shares[:, None] - table).abs()
-    assert torch.equal(distance.gather(1, found.long()[:, None])[:, 0], distance.amin(1))
+    assert torch.equal(distance.gather(1, result.long()[:, None])[:, 0], distance.amin(1))
 
 
 def step_some(numel: int, grads: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -85,9 +87,9 @@ def test_a_step_is_adamw_on_decoded_moments() -> None:
     )
     first, second = 0.9 * first + 0.1 * grads[3], 0.99 * second + 0.01 * grads[3].double() ** 2
     step = (first / (1 - 0.9**4)) / ((second / (1 - 0.99**4)).sqrt() + 1e-6)
-    right = before.double() * (1 - 0.01 * 0.1) - 0.01 * step
+    expected = before.double() * (1 - 0.01 * 0.1) - 0.01 * step
     after, state = step_some(numel, grads)
-    assert torch.allclose(after.double(), right, rtol=1e-5, atol=1e-7)
+    assert torch.allclose(after.double(), expected, rtol=1e-5, atol=1e-7)
     assert state["step"] == 4
     held = sum(value.numel() * value.element_size() for name, value in state.items() if name[-5:] in ("codes", "cales"))
     assert held == 2 * numel + 8 * count_blocks(numel)

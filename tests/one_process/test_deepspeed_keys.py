@@ -6,7 +6,7 @@ from ulysses_cli.plan.ds_config import OWNERS, RENAMED, ZERO
 
 
 def test_zero_optimization() -> None:
-    theirs = set(DeepSpeedZeroConfig.model_fields)
-    assert theirs >= ZERO
+    reference = set(DeepSpeedZeroConfig.model_fields)
+    assert reference >= ZERO
     named = {key.split(".")[1] for key in (*OWNERS, *RENAMED) if key.startswith("zero_optimization.")}
-    assert named <= theirs
+    assert named <= reference

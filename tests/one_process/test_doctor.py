@@ -146,9 +146,9 @@ def test_disks_and_memory_against_the_need(tmp_path: Path) -> None:
         CheckTarget(recipe, replace(shape, num_parameters=size), load_hardware(), 0) for size in (1_000, 10**15)
     )
     assert {each.verdict for each in machine.check_disks(small)} == {"PASS"}
-    found = {each.name: each for each in machine.check_disks(huge)}
-    assert found[f"{tmp_path}/run"].verdict == "FAIL"
-    assert "run.save_total_limit" in found[f"{tmp_path}/run"].fix
+    values = {each.name: each for each in machine.check_disks(huge)}
+    assert values[f"{tmp_path}/run"].verdict == "FAIL"
+    assert "run.save_total_limit" in values[f"{tmp_path}/run"].fix
     assert next(machine.check_memory(huge)).verdict == "FAIL"
 
 
@@ -168,7 +168,7 @@ def test_a_container_has_what_is_left_of_its_limit(tmp_path: Path, monkeypatch: 
     ("world", "gpus", "verdict"), [(8, 8, "PASS"), (16, 8, "PASS"), (8, 4, "PASS"), (6, 4, "FAIL"), (2, 4, "WARN")]
 )
 def test_processes_against_gpus(world: int, gpus: int, verdict: str) -> None:
-    assert [found.verdict for found in machine._judge_count(world, gpus)] == [verdict]
+    assert [result.verdict for result in machine._judge_count(world, gpus)] == [verdict]
 
 
 def test_all_ranks_of_a_recipe_are_counted() -> None:
@@ -210,13 +210,13 @@ def test_a_stale_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         lock = tmp_path / name / "lock"
         lock.touch()
         os.utime(lock, (time.time() - age,) * 2)
-    found = list(software.check_locks(make_target()))
+    results = list(software.check_locks(make_target()))
     adam = tmp_path / "old" / "cpu_adam"
     adam.mkdir()
     (tmp_path / "old" / "lock").rename(adam / "lock")
     (waiting,) = software.check_cpu_adam(make_target("memory.offload_optimizer=cpu"))
     assert (waiting.verdict, waiting.fix) == ("FAIL", f"rm {adam / 'lock'}")
-    assert [(each.verdict, each.fix) for each in found] == [("WARN", f"rm {tmp_path / 'old' / 'lock'}")]
+    assert [(each.verdict, each.fix) for each in results] == [("WARN", f"rm {tmp_path / 'old' / 'lock'}")]
 
 
 def test_a_check_that_breaks_does_not_end_the_others_and_failures_come_first() -> None:
@@ -243,38 +243,38 @@ def test_checks_that_are_loaded_late_exist() -> None:
 
 
 def test_a_recipe_for_gpus_fails_without_them() -> None:
-    found = list(machine.check_gpus(make_target("run.device=auto")))
-    assert [each.verdict for each in found] == ["FAIL"]
-    assert "run.device=cpu" in found[0].fix
+    results = list(machine.check_gpus(make_target("run.device=auto")))
+    assert [each.verdict for each in results] == ["FAIL"]
+    assert "run.device=cpu" in results[0].fix
 
 
 def test_a_kernel_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from ulysses_cli.train.attention.kernels import operators
 
     assert {each.name: each.verdict for each in device_checks.check_kernels(make_target())}["sdpa"] == "PASS"
-    right = operators.KERNELS["sdpa"]
+    expected = operators.KERNELS["sdpa"]
 
     def wrong(*args: object, **more: object) -> object:
-        out, lse = right.forward(*args, **more)  # type: ignore[arg-type]
+        out, lse = expected.forward(*args, **more)  # type: ignore[arg-type]
         return out * 1.5, lse
 
-    monkeypatch.setitem(operators.KERNELS, "sdpa", right._replace(forward=wrong))
-    found = {each.name: each for each in device_checks.check_kernels(make_target())}
-    assert found["sdpa"].verdict == "WARN"
-    assert "differs from the reference" in found["sdpa"].text
-    assert found["attention"].verdict == "FAIL"
+    monkeypatch.setitem(operators.KERNELS, "sdpa", expected._replace(forward=wrong))
+    values = {each.name: each for each in device_checks.check_kernels(make_target())}
+    assert values["sdpa"].verdict == "WARN"
+    assert "differs from the reference" in values["sdpa"].text
+    assert values["attention"].verdict == "FAIL"
 
 
 @pytest.mark.full
 def test_the_command_examines_and_says_what_to_fix() -> None:
     words = ["doctor", str(RECIPES / "llama-3.1-8b-128k-8gpu.yaml"), "--format", "json"]
     done = subprocess.run([sys.executable, "-m", "ulysses_cli", *words], capture_output=True, text=True, timeout=500)
-    found = json.loads(done.stdout)
-    exchanged = [row for row in found["rows"] if row["name"] == "all-to-all"]
+    answer = json.loads(done.stdout)
+    exchanged = [row for row in answer["rows"] if row["name"] == "all-to-all"]
     assert all(row["values"]["gb_per_second"] > 0 for row in exchanged)
     assert exchanged
     import torch
 
     if not torch.cuda.is_available():
         assert done.returncode == 1
-        assert "torch sees none" in found["fixes"][0]["what"]
+        assert "torch sees none" in answer["fixes"][0]["what"]

@@ -44,13 +44,13 @@ def test_a_family_is_exported_as_transformers_saves_it(
     model.save_pretrained(tmp_path / "theirs")
     checkpoint = save_as_ranks(dict(model.named_parameters()), tmp_path / "step-1")
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
-    said: list[str] = []
+    messages: list[str] = []
     folder = export.export_model(
         checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
         dtype=torch.float32, card="a card", step=1,
-        check=lambda to: said.append(check_model(checkpoint, to, config, torch.float32, lambda _: None)),
+        check=lambda to: messages.append(check_model(checkpoint, to, config, torch.float32, lambda _: None)),
     )  # fmt: skip
-    assert re.fullmatch(r"\d+ tensors and the logits of a probe equal the trained model's", said[0])
+    assert re.fullmatch(r"\d+ tensors and the logits of a probe equal the trained model's", messages[0])
     assert read_names(folder) == read_names(tmp_path / "theirs")
     assert len(list(folder.glob("*.safetensors"))) > 1
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -84,24 +84,24 @@ def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path, monkeypatch: p
     recipe = make_recipe("lora.r=4").model_dump(mode="json")
     recipe["model"] |= {"name_or_path": str(tmp_path / "base"), "config": None}
     shape = read_model_shape(config.to_dict(), "base")
-    said: list[str] = []
+    messages: list[str] = []
     folder = export.export_model(
         checkpoint, tmp_path / "ours", config=base.config, tokenizer=make_bytes_tokenizer(),
         adapter_config=adapted.peft_config["default"], dtype=torch.float32,
         card=make_card(recipe, "mine", shape, shape.vocab_size), step=1,
-        check=lambda to: said.append(check_adapter(checkpoint, to, torch.float32)),
+        check=lambda to: messages.append(check_adapter(checkpoint, to, torch.float32)),
     )  # fmt: skip
-    assert said == [f"{len(trained)} tensors equal the checkpoint's"]
+    assert messages == [f"{len(trained)} tensors equal the checkpoint's"]
     assert not (folder / "config.json").exists()
     monkeypatch.chdir(folder)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     card = (folder / "README.md").read_text()
     assert str(tmp_path) not in card, "a folder of this machine is nobody else's to know"
     code = card.split("```python\n")[1].split("```")[0]
-    exec(code.replace("the base model's folder", str(tmp_path / "base")), found)
+    exec(code.replace("the base model's folder", str(tmp_path / "base")), results)
     ids = torch.arange(12)[None]
     with torch.no_grad():
-        assert torch.equal(found["model"].eval()(ids).logits, adapted.eval()(ids).logits)
+        assert torch.equal(results["model"].eval()(ids).logits, adapted.eval()(ids).logits)
 
 
 def test_a_model_that_is_replaced_is_whole_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

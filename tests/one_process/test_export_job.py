@@ -49,9 +49,9 @@ def make_run(tmp_path: Path, model_type: str) -> tuple[Path, dict[str, Any], Any
 @pytest.mark.parametrize("is_merged", [True, False])
 def test_adapters_are_exported_merged_or_alone(tmp_path: Path, model_type: str, is_merged: bool) -> None:
     checkpoint, state, adapted = make_run(tmp_path, model_type)
-    said: list[str] = []
+    messages: list[str] = []
     job = ExportJob(checkpoint, state, None, is_merged, trusts_code=False)
-    result = job.run(tmp_path / "to", said.append)
+    result = job.run(tmp_path / "to", messages.append)
     assert "logits" in result["checked"] if is_merged else "tensors equal" in result["checked"]
     if is_merged:
         loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "to")
@@ -60,11 +60,11 @@ def test_adapters_are_exported_merged_or_alone(tmp_path: Path, model_type: str, 
         loaded = PeftModel.from_pretrained(base, tmp_path / "to")
     ids = torch.arange(12)[None]
     with torch.no_grad():
-        ours, right = (one.eval()(ids, use_cache=False).logits for one in (loaded, adapted))
-    torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
+        ours, expected = (one.eval()(ids, use_cache=False).logits for one in (loaded, adapted))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     assert "lora" in (tmp_path / "to" / "README.md").read_text()
     with pytest.raises(ExportError, match="is there already"):
-        job.run(tmp_path / "to", said.append)
+        job.run(tmp_path / "to", messages.append)
 
 
 def test_code_of_a_model_runs_only_when_this_command_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

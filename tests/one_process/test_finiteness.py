@@ -40,9 +40,9 @@ def test_what_is_a_number(dtype: torch.dtype) -> None:
 
 def test_the_file_of_a_tensor_is_found(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(make_config("qwen3")).save_pretrained(tmp_path, max_shard_size="20KB")
-    found = find_file(str(tmp_path), NAME)
-    assert found is not None
-    assert NAME in load_file(found)
+    match = find_file(str(tmp_path), NAME)
+    assert match is not None
+    assert NAME in load_file(match)
     assert find_file(str(tmp_path), "another") is None
     assert find_file(str(tmp_path / "nowhere"), NAME) is None
 

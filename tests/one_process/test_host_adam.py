@@ -34,8 +34,8 @@ def resume(forgets: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """-> weights of a run without a stop, and of one that was stopped after each step and went on in a new process."""
     torch.manual_seed(99)
     start = torch.randn(4096)
-    whole, right = make(start, forgets)
-    go_on(whole, right, range(NUM_STEPS))
+    whole, expected = make(start, forgets)
+    go_on(whole, expected, range(NUM_STEPS))
     _, parameter = make(start, forgets)
     state: dict[str, Any] = {}
     for step in range(NUM_STEPS):
@@ -43,16 +43,16 @@ def resume(forgets: bool) -> tuple[torch.Tensor, torch.Tensor]:
         optimizer.state[parameter] = state
         go_on(optimizer, parameter, range(step, step + 1))
         state = optimizer.state[parameter]
-    return right.data, parameter.data
+    return expected.data, parameter.data
 
 
 @pytest.mark.check
 def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped() -> None:
-    right, ours = resume(forgets=True)
-    assert torch.equal(ours, right)
-    right, theirs = resume(forgets=False)
-    assert not torch.equal(theirs, right), "DeepSpeed keeps no powers any more: reset_beta_powers has no purpose"
-    assert torch.allclose(theirs, right)
+    expected, ours = resume(forgets=True)
+    assert torch.equal(ours, expected)
+    expected, reference = resume(forgets=False)
+    assert not torch.equal(reference, expected), "DeepSpeed keeps no powers any more: reset_beta_powers has no purpose"
+    assert torch.allclose(reference, expected)
 
 
 @pytest.mark.check
@@ -60,8 +60,8 @@ def test_the_bits_are_those_of_adamw_to_rounding() -> None:
     torch.manual_seed(99)
     start = torch.randn(4096)
     optimizer, parameter = make(start, forgets=True)
-    right = torch.nn.Parameter(start.clone())
-    reference = torch.optim.AdamW([right], lr=0.01, betas=BETAS, eps=1e-8, weight_decay=0.1)
+    expected = torch.nn.Parameter(start.clone())
+    reference = torch.optim.AdamW([expected], lr=0.01, betas=BETAS, eps=1e-8, weight_decay=0.1)
     go_on(optimizer, parameter, range(NUM_STEPS))
-    go_on(reference, right, range(NUM_STEPS))
-    assert torch.allclose(parameter, right, rtol=1e-5, atol=1e-6)
+    go_on(reference, expected, range(NUM_STEPS))
+    assert torch.allclose(parameter, expected, rtol=1e-5, atol=1e-6)

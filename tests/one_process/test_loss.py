@@ -21,10 +21,10 @@ def test_the_heads_rule_gives_every_familys_own_logits(model_type: str) -> None:
     model = make_model(model_type, "eager", **CHANGES.get(model_type, {})).eval()
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
-        right = model(ids, use_cache=False).logits
+        expected = model(ids, use_cache=False).logits
         hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
         ours = apply_rule(model.get_output_embeddings()(hidden), read_head_rule(model.config, 0.0))
-    assert torch.allclose(ours, right, rtol=1e-12, atol=1e-14)
+    assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
 
 
 def make_inputs() -> tuple[torch.nn.Linear, Tensor, Tensor]:
@@ -51,10 +51,10 @@ def test_a_sum_of_token_losses_and_its_gradients(rule: HeadRule) -> None:
                 logits = rule.softcap * torch.tanh(logits / rule.softcap)
             norm = torch.log(torch.exp(logits).sum())
             expected = expected + norm - logits[labels[row, at]] + rule.z_loss_weight * norm**2
-    right = torch.autograd.grad(expected, [hidden, head.weight])
+    reference = torch.autograd.grad(expected, [hidden, head.weight])
     assert total.item() == pytest.approx(expected.item(), rel=1e-12)
-    for ours, theirs in zip(grads, right, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+    for ours, others in zip(grads, reference, strict=True):
+        assert torch.allclose(ours, others, rtol=1e-10, atol=1e-12)
     each = PlainLoss(head, rule).per_token(hidden, labels)
     assert each.shape == labels.shape
     assert not each.requires_grad

@@ -28,11 +28,11 @@ SETTINGS = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type"
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    values = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
+            values |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return values
 
 
 def adapt(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Path]:
@@ -51,13 +51,13 @@ def adapt(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32) -
 
 def merge(tmp_path: Path, config: Any, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype) -> tuple[Path, str]:
     merging = Merging(checkpoint, find_base_files(str(tmp_path / "base"), None), LoraConfig(**SETTINGS), trained, dtype)
-    said: list[str] = []
+    messages: list[str] = []
     folder = export.export_model(
         checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
         dtype=dtype, card="", step=1, merge=merging.write,
-        check=lambda to: said.append(merging.check(to, config)),
+        check=lambda to: messages.append(merging.check(to, config)),
     )  # fmt: skip
-    return folder, said[0]
+    return folder, messages[0]
 
 
 TELLING = ("mixtral", "phi3", "qwen3")  # experts cut in files, fused projections, plain ones
@@ -69,17 +69,17 @@ TELLING = ("mixtral", "phi3", "qwen3")  # experts cut in files, fused projection
 def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, adapted, checkpoint = adapt(tmp_path, model_type)
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
-    folder, said = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
-    assert said.startswith("logits of a probe differ from those with adapters by ")
+    folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
+    assert output.startswith("logits of a probe differ from those with adapters by ")
     adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
-    ours, theirs = read_all(folder), read_all(tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
+    ours, reference = read_all(folder), read_all(tmp_path / "theirs")
+    assert ours.keys() == reference.keys()
     assert len(list(folder.glob("*.safetensors"))) > 1
     before = read_all(tmp_path / "base")
-    for name, tensor in theirs.items():
+    for name, tensor in reference.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
     changed = {name for name in ours if not torch.equal(ours[name], before[name])}
-    assert changed == {name for name in theirs if not torch.equal(theirs[name], before[name])}
+    assert changed == {name for name in reference if not torch.equal(reference[name], before[name])}
     assert len(changed) >= 2 * 4
 
 

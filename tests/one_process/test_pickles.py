@@ -43,9 +43,9 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
 def test_nothing_here_unpickles_what_others_wrote() -> None:
     """prove/ranks/ranks.py reads what its own processes wrote a moment ago, in a folder of its own; consistency.py
     reads what carries the run's seal."""
-    found = {
+    plan_results = {
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")
         if re.search(r"\bpickle\.loads?\b|torch\.load\(|joblib|allow_pickle=True", file.read_text())
     }
-    assert found <= {"prove/ranks/ranks.py", "train/processes/consistency.py"}
+    assert plan_results <= {"prove/ranks/ranks.py", "train/processes/consistency.py"}

@@ -26,10 +26,10 @@ NUM_STARTED = 5  # the command, its child, the server of ranks and its tracker, 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_two_examples(command: str) -> None:
-    said = CliRunner().invoke(app, [command, "--help"]).output
-    examples = [line.strip() for line in said.splitlines() if line.strip().startswith(f"ulysses {command}")]
+    err = CliRunner().invoke(app, [command, "--help"]).output
+    examples = [line.strip() for line in err.splitlines() if line.strip().startswith(f"ulysses {command}")]
     assert len(examples) == 2
-    assert "--format" in said
+    assert "--format" in err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -52,10 +52,10 @@ def test_a_mistake_is_told_at_once_to_people_and_programs(
     command: str, words: list[str], key: str, message: str
 ) -> None:
     runner = CliRunner()
-    told = runner.invoke(app, [command, *words])
-    assert (told.exit_code, told.stdout) == (2, "")
-    assert message in told.stderr
-    assert "hint: " in told.stderr
+    result = runner.invoke(app, [command, *words])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "hint: " in result.stderr
     asked = runner.invoke(app, [command, *words, "--format", "json"])
     assert asked.exit_code == 2
     (problem,) = json.loads(asked.stdout)["problems"]
@@ -74,14 +74,14 @@ def test_what_breaks_inside_is_told_without_a_trace(tmp_path: Path, capfd: pytes
 
 
 def find_marked(mark: str) -> list[int]:
-    found = []
+    results = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
+                results.append(int(folder.name))
         except OSError:
             continue
-    return found
+    return results
 
 
 @pytest.mark.check
@@ -122,10 +122,10 @@ def test_an_interrupted_proof_leaves_nothing_behind(command: str, number: int, c
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", sorted(path.name for path in (RECIPES).glob("*.yaml")))
 def test_every_recipe_is_verified(recipe: str) -> None:
-    found = verify_recipe(recipe)
-    groups = {row["group"] for row in found["rows"]}
+    result = verify_recipe(recipe)
+    groups = {row["group"] for row in result["rows"]}
     assert len(groups) == (1 if "1gpu" in recipe or "24gb" in recipe else 2)
-    assert found["seconds"] < TIME_LIMIT
+    assert result["seconds"] < TIME_LIMIT
 
 
 @pytest.mark.full
@@ -135,8 +135,8 @@ def test_every_recipe_is_verified(recipe: str) -> None:
 )  # fmt: skip
 def test_windows_softcaps_sinks_and_experts_are_verified(model: str) -> None:
     words = [f"model.name_or_path={model}", "data.max_length=4Ki", "parallel.sp_size=2"]
-    found = verify_recipe("llama-3.1-8b-128k-8gpu.yaml", *words)
-    assert {row["group"] for row in found["rows"]} == {"sp 1", "sp 2"}
+    result = verify_recipe("llama-3.1-8b-128k-8gpu.yaml", *words)
+    assert {row["group"] for row in result["rows"]} == {"sp 1", "sp 2"}
 
 
 def verify_recipe(recipe: str, *words: str) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def verify_recipe(recipe: str, *words: str) -> dict[str, Any]:
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["passed"]
-    assert {"loss", "gradients", "weights", "evaluation tokens"} <= {row["name"] for row in found["rows"]}
-    return found
+    answer: dict[str, Any] = json.loads(done.stdout)
+    assert answer["passed"]
+    assert {"loss", "gradients", "weights", "evaluation tokens"} <= {row["name"] for row in answer["rows"]}
+    return answer

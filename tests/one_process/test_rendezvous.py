@@ -102,15 +102,15 @@ def test_what_launchers_tell_each_other_belongs_to_its_key_and_its_round() -> No
 
 
 def test_a_launcher_waits_no_longer_when_the_meeting_is_spoilt() -> None:
-    store, told = dist.HashStore(), list[MeetingError]()
-    backend = SealedBackend(store, OURS, "x", told.append)
+    store, messages = dist.HashStore(), list[MeetingError]()
+    backend = SealedBackend(store, OURS, "x", messages.append)
     launchers = SealedStore(store, OURS, "round 1", backend.get_state)
     with pytest.raises(dist.DistStoreError, match="timed out waiting for the others"):
         launchers.wait(["the others"], timedelta(seconds=0.1))
     store.set(backend.key, "spoilt")
     with pytest.raises(MeetingError):
         launchers.wait(["the others"], TIMEOUT)
-    assert len(told) == 1
+    assert len(messages) == 1
     store.set("the others", "here")
     launchers.wait(["the others"], TIMEOUT)
 
@@ -177,9 +177,9 @@ def test_what_is_no_master_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(MeetingError, match="is not the master of a run"):
             open_store(f"127.0.0.1:{silent.getsockname()[1]}", OURS, None)
-        with pytest.raises(MeetingError, match=r"no store can listen at .*: Address already in use") as told:
+        with pytest.raises(MeetingError, match=r"no store can listen at .*: Address already in use") as messages:
             open_store(f"x:{silent.getsockname()[1]}", OURS, "127.0.0.1")
-        assert "--master-port" in told.value.hint
+        assert "--master-port" in messages.value.hint
 
 
 def test_a_store_listens_at_one_address() -> None:

@@ -31,8 +31,8 @@ def test_a_disk_that_will_be_full_is_known_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, is_short: bool
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    said = find_shortage(tmp_path / "run", 10**9, 2 * 10**9, 2, 10)
-    assert bool(said) is is_short
+    output = find_shortage(tmp_path / "run", 10**9, 2 * 10**9, 2, 10)
+    assert bool(output) is is_short
     if is_short:
-        assert "has 30.00 GiB free, checkpoints of 11.18 GiB each and the model will take 33.86 GiB" in said
-        assert "lower run.save_total_limit" in said
+        assert "has 30.00 GiB free, checkpoints of 11.18 GiB each and the model will take 33.86 GiB" in output
+        assert "lower run.save_total_limit" in output

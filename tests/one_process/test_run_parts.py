@@ -75,11 +75,11 @@ def test_buckets_cover_every_position_once() -> None:
 
 
 def test_an_evaluation_is_one_sum_over_one_count() -> None:
-    found = summarize(torch.tensor([[10.0, 4], [0, 0], [2, 2]], dtype=torch.float64), [2048, 8192, 32768])
-    assert found["loss"] == 2.0
-    assert found["perplexity"] == pytest.approx(math.exp(2))
-    assert found["tokens"] == 6
-    assert found["by_position"] == {"0-2K": {"loss": 2.5, "tokens": 4}, "8-32K": {"loss": 1.0, "tokens": 2}}
+    result = summarize(torch.tensor([[10.0, 4], [0, 0], [2, 2]], dtype=torch.float64), [2048, 8192, 32768])
+    assert result["loss"] == 2.0
+    assert result["perplexity"] == pytest.approx(math.exp(2))
+    assert result["tokens"] == 6
+    assert result["by_position"] == {"0-2K": {"loss": 2.5, "tokens": 4}, "8-32K": {"loss": 1.0, "tokens": 2}}
     nothing = summarize(torch.zeros(1, 2, dtype=torch.float64), [2048])
     assert math.isnan(nothing["loss"])
     assert nothing["by_position"] == {}
@@ -149,10 +149,12 @@ class Screen:
 
 
 def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    run = types.SimpleNamespace(log=lambda values, step: told.append((step, values)), finish=lambda: told.append("end"))
+    messages: list[Any] = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: messages.append((step, values)), finish=lambda: messages.append("end")
+    )
     fake = types.ModuleType("wandb")
-    fake.init = lambda **settings: told.append(settings) or run  # type: ignore[attr-defined]
+    fake.init = lambda **settings: messages.append(settings) or run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     screen = Screen()
     record = Record(tmp_path, logging_steps=2)
@@ -162,7 +164,7 @@ def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest
     record.write_step({"step": 2, "loss": 2.0, "mfu": None, "step_parts": {"mlp": 1.0}})
     record.write_eval({"step": 2, "loss": 2.5, "by_position": {}})
     record.close()
-    assert told == [
+    assert messages == [
         {"project": "ulysses", "name": "mine", "dir": str(tmp_path)},
         (2, {"train/loss": 2.0}),
         (2, {"eval/loss": 2.5}),
@@ -295,21 +297,21 @@ def test_a_tensor_file_is_read_by_the_library(tmp_path: Path) -> None:
         "bytes": torch.tensor([1, 2, 255], dtype=torch.uint8),
     }
     digest = write_tensors(tmp_path / "x.safetensors", given.items(), {"note": "é"})
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == given.keys()
+    result = load_file(tmp_path / "x.safetensors")
+    assert result.keys() == given.keys()
     for name, tensor in given.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert result[name].dtype == tensor.dtype
+        assert torch.equal(result[name], tensor), name
     assert read_metadata(tmp_path / "x.safetensors") == {"note": "é"}
     assert len(digest) == 64
 
 
 def test_a_folder_that_is_removed_during_the_run_is_said(tmp_path: Path) -> None:
-    said: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
 
     class Voice:
         def emit(self, event: Any) -> None:
-            said.append(dict(event))
+            messages.append(dict(event))
 
         def close(self) -> None: ...
 
@@ -323,7 +325,7 @@ def test_a_folder_that_is_removed_during_the_run_is_said(tmp_path: Path) -> None
     shutil.rmtree(run_dir)
     for step in (2, 3):
         record.write_step({"step": step})
-    (warning,) = [event["message"] for event in said if event["event"] == "warning"]
+    (warning,) = [event["message"] for event in messages if event["event"] == "warning"]
     assert warning.startswith(f"{run_dir / 'metrics.jsonl'} was removed during the run: its content is lost")
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
     with pytest.raises(RecipeError, match="is in use by a run that is still going on"):

@@ -122,13 +122,13 @@ def test_bfloat16_is_as_near_as_one_rounding() -> None:
     exact_head = nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
     exact_head.weight.data = head.weight.data.double()
     exact_hidden = hidden.double().requires_grad_()
-    right = compute_reference(exact_hidden, case["labels"], exact_head, HeadRule()).sum() / 277
-    grads = torch.autograd.grad(right, [exact_hidden, exact_head.weight])
+    expected = compute_reference(exact_hidden, case["labels"], exact_head, HeadRule()).sum() / 277
+    grads = torch.autograd.grad(expected, [exact_hidden, exact_head.weight])
     hidden.requires_grad_()
     total = make_tiled_loss(head, HeadRule(), 8)(hidden, case["labels"])
     assert total.dtype == torch.float32
     (total / 277).backward()
-    assert abs(total.item() / 277 - right.item()) < 2e-3 * right.item()
+    assert abs(total.item() / 277 - expected.item()) < 2e-3 * expected.item()
     for ours, exact in ((hidden.grad, grads[0]), (head.weight.grad, grads[1])):
         assert (ours.double() - exact).norm() < 2**-8 * exact.norm()
 

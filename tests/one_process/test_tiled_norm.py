@@ -57,8 +57,8 @@ def test_values_and_gradients(kind: str, shape: tuple[int, ...], num_tiles: int,
     expected = run(norm, hidden, slope)
     assert tile_norms(norm, lambda _: num_tiles) == 1
     tolerance = 1e-5 if kind == "scaled from one" else 1e-12  # Gemma's norm computes in float32 whatever comes
-    for mine, right in zip(run(norm, hidden, slope), expected, strict=True):
-        torch.testing.assert_close(mine, right, rtol=tolerance, atol=tolerance)
+    for own, reference in zip(run(norm, hidden, slope), expected, strict=True):
+        torch.testing.assert_close(own, reference, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
         assert torch.equal(norm(hidden), expected[0])
 
@@ -71,11 +71,11 @@ def test_weights_and_tokens_of_two_dtypes(dtypes: tuple[torch.dtype, torch.dtype
     slope = torch.randn(2, 9, WIDTH)
     expected = run(norm, hidden, slope.to(norm(hidden).dtype))
     tile_norms(norm, lambda _: 3)
-    found = run(norm, hidden, slope.to(norm(hidden).dtype))
-    assert found[0].dtype == expected[0].dtype
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-    torch.testing.assert_close(found[2], expected[2], rtol=0.02, atol=0.02)
+    result = run(norm, hidden, slope.to(norm(hidden).dtype))
+    assert result[0].dtype == expected[0].dtype
+    assert torch.equal(result[0], expected[0])
+    assert torch.equal(result[1], expected[1])
+    torch.testing.assert_close(result[2], expected[2], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("needs_gradient", [True, False])

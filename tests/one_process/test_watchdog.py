@@ -35,10 +35,10 @@ HANGS = RankStatus(1, 7, "micro-step 1 of 2", "ulysses_cli/data/rows.py:9", is_w
 
 def test_the_rank_that_others_wait_for_is_named() -> None:
     for seen, own in (([WAITS, HANGS], WAITS), ([HANGS, WAITS], HANGS)):
-        told = explain_hang(seen, own, 2, 60.0)
-        assert told["rank"] == 1
-        assert told["phase"] == "step 7, micro-step 1 of 2"
-        assert told["message"] == (
+        messages = explain_hang(seen, own, 2, 60.0)
+        assert messages["rank"] == 1
+        assert messages["phase"] == "step 7, micro-step 1 of 2"
+        assert messages["message"] == (
             "step 7 takes longer than run.step_timeout (60 s): rank 1 hangs in micro-step 1 of 2 "
             "at ulysses_cli/data/rows.py:9"
         )

@@ -90,22 +90,22 @@ def test_a_grown_model(stage: int, is_tied: bool, lora: bool, tmp_path: Path) ->
     assert counted == shape.num_parameters == sum(p.numel() for p in plain.parameters())
 
     (tmp_path / "run").mkdir()
-    found = run_on_ranks(2, train_on_ranks, recipe, shape, str(tmp_path / "run"))
+    results = run_on_ranks(2, train_on_ranks, recipe, shape, str(tmp_path / "run"))
     if lora:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(recipe.run.seed)
         get_peft_model(plain, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
-    right = train_plainly(
+    expected = train_plainly(
         plain, make_rows(shape.vocab_size), list_steps(recipe), recipe, [recipe.train.learning_rate] * NUM_STEPS
     )
-    for weights, losses in found:
+    for weights, losses in results:
         ours = {name.removeprefix("model."): value for name, value in weights.items()}
         ours = {name if name.startswith(("model.", "lm_head")) else f"model.{name}": v for name, v in ours.items()}
-        theirs = {name if name.startswith(("model.", "lm_head")) else f"model.{name}": v
-                  for name, v in right.weights.items()}  # fmt: skip
-        assert measure_difference(ours, theirs) < 1e-5
-        assert losses == pytest.approx(right.losses, rel=1e-5)
+        reference = {name if name.startswith(("model.", "lm_head")) else f"model.{name}": v
+                  for name, v in expected.weights.items()}  # fmt: skip
+        assert measure_difference(ours, reference) < 1e-5
+        assert losses == pytest.approx(expected.losses, rel=1e-5)
     check_export(tmp_path, recipe, plain, shape, is_merged=False)
     if lora:
         check_export(tmp_path, recipe, plain, shape, is_merged=True)
@@ -147,8 +147,8 @@ def check_export(tmp_path: Path, recipe: Recipe, plain: Any, shape: ModelShape, 
     assert loaded.get_input_embeddings().weight.shape[0] == shape.vocab_size
     probe = torch.tensor([[1, 5, *ids, 7, ids[2], 9]])
     with torch.no_grad():
-        ours, right = (one.eval()(probe, use_cache=False).logits.double() for one in (loaded, copy.deepcopy(plain)))
-    assert ((ours - right).norm() / right.norm()).item() < 1e-5
+        ours, expected = (one.eval()(probe, use_cache=False).logits.double() for one in (loaded, copy.deepcopy(plain)))
+    assert ((ours - expected).norm() / expected.norm()).item() < 1e-5
 
 
 def run_card(card: str, folder: Path, base: Path) -> Any:

@@ -27,7 +27,7 @@ def compare_layers(problem: Problem) -> dict[str, bool]:
     local = problem.tokens // axis.size
     part = slice(axis.rank * local, (axis.rank + 1) * local)
     positions = torch.arange(problem.tokens)[None, part]
-    theirs = UlyssesSPAttentionHF(
+    reference = UlyssesSPAttentionHF(
         sdpa_attention_forward,
         batch_size=1,
         attn_head_count=problem.heads,
@@ -47,7 +47,7 @@ def compare_layers(problem: Problem) -> dict[str, bool]:
             documents, rule = make_documents(problem.lengths), Rule(problem.scale)
             out = ulysses_attention(*heads, documents, rule, axis=axis, kernel="sdpa").flatten(2)
         else:
-            out, _ = theirs(module, q, k, v, None, scaling=problem.scale, position_ids=positions)
+            out, _ = reference(module, q, k, v, None, scaling=problem.scale, position_ids=positions)
         grads = torch.autograd.grad(out, (q, k, v), tensors["dout"][:, part].flatten(2))
         results.append((out.detach(), *grads))
     return {name: torch.equal(a, b) for name, a, b in zip(("out", "dq", "dk", "dv"), *results, strict=True)}

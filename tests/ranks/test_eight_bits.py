@@ -31,25 +31,25 @@ def step_beside_theirs(recipe: Recipe) -> tuple[list[float], int]:
 
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS)
     ours = harness.built.engine.wrapped.optimizer.optimizer
-    theirs: dict[int, tuple[Any, torch.nn.Parameter]] = {}
+    reference: dict[int, tuple[Any, torch.nn.Parameter]] = {}
     real, compared = type(ours)._step, 0
 
     def step(optimizer: Any, weight: torch.Tensor, group: dict[str, Any]) -> None:
         nonlocal compared
-        if id(weight) not in theirs:
+        if id(weight) not in reference:
             copy = torch.nn.Parameter(weight.data.clone())
             numbers = {"lr": 0.0, "betas": group["betas"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
-            theirs[id(weight)] = (AdamW8bit([copy], min_8bit_size=0, **numbers), copy)
-        other, copy = theirs[id(weight)]
+            reference[id(weight)] = (AdamW8bit([copy], min_8bit_size=0, **numbers), copy)
+        other, copy = reference[id(weight)]
         copy.grad = weight.grad.clone()
         other.param_groups[0]["lr"] = group["lr"]
         other.step()
         real(optimizer, weight, group)
         assert torch.equal(weight.data, copy.data)
-        found, wanted = optimizer.state[weight], other.state[copy]
+        result, wanted = optimizer.state[weight], other.state[copy]
         for moment, number in zip(MOMENTS, "12", strict=True):
-            assert torch.equal(found[f"{moment}_codes"], wanted[f"state{number}"])
-            assert torch.equal(found[f"{moment}_scales"], wanted[f"absmax{number}"])
+            assert torch.equal(result[f"{moment}_codes"], wanted[f"state{number}"])
+            assert torch.equal(result[f"{moment}_scales"], wanted[f"absmax{number}"])
         compared += 1
 
     ours._step = step.__get__(ours)
@@ -69,22 +69,22 @@ def train_as_it_is(recipe: Recipe) -> list[float]:
 def test_steps_are_bitsandbytes_own_and_lead_where_adamw_leads(stage: int, lora: tuple[str, ...]) -> None:
     where = (f"parallel.zero_stage={stage}", *lora)
     losses, compared = run_on_ranks(2, step_beside_theirs, make_recipe(*CODED, *where))[0]
-    right = run_on_ranks(2, train_as_it_is, make_recipe(*COMMON, *where))[0]
+    expected = run_on_ranks(2, train_as_it_is, make_recipe(*COMMON, *where))[0]
     assert compared >= NUM_STEPS
     assert losses[-1] < losses[0]
-    assert losses == pytest.approx(right, rel=0.005)
-    assert losses != right
+    assert losses == pytest.approx(expected, rel=0.005)
+    assert losses != expected
 
 
 def read_states(harness: RunHarness) -> list[torch.Tensor]:
     """All that the optimizer has: weights, codes, scales and step counts."""
     optimizer = harness.built.engine.wrapped.optimizer
-    found = []
+    results = []
     for flat in list_flats(optimizer):
         state = optimizer.optimizer.state[flat.master]  # type: ignore[attr-defined]
-        found += [flat.master.data.clone(), torch.tensor(state["step"])]  # type: ignore[attr-defined]
-        found += [state[f"{moment}_{part}"].clone() for moment in MOMENTS for part in ("codes", "scales")]
-    return found
+        results += [flat.master.data.clone(), torch.tensor(state["step"])]  # type: ignore[attr-defined]
+        results += [state[f"{moment}_{part}"].clone() for moment in MOMENTS for part in ("codes", "scales")]
+    return results
 
 
 def save_and_go_on(recipe: Recipe, folder: str, policy: SavePolicy) -> tuple[list[float], list[torch.Tensor]]:
@@ -128,7 +128,7 @@ def test_a_resumed_run_has_the_same_codes_and_losses(
     for (losses, states), (expected, wanted) in zip(after, before, strict=True):
         assert losses == expected
         assert len(states) == len(wanted)
-        assert all(torch.equal(ours, right) for ours, right in zip(states, wanted, strict=True))
+        assert all(torch.equal(ours, reference) for ours, reference in zip(states, wanted, strict=True))
 
 
 @pytest.mark.check

@@ -160,9 +160,9 @@ def check_training(name: str, accumulation: int, stage: int, lora: bool, *more: 
         *(["lora.r=4"] if lora else []),
     ]
     recipe = make_recipe(*overrides, config=CONFIG)
-    right = make_reference(recipe)
+    expected = make_reference(recipe)
     for rank, ours in enumerate(run_on_ranks(sp_size * dp_size, train_on_ranks, recipe)):
-        assert ours.losses == pytest.approx(right.losses, rel=1e-5), rank
-        assert ours.norms == pytest.approx(right.norms, rel=1e-5), rank
-        assert max(map(measure_difference, ours.grads, right.grads)) < 1e-5, rank
-        assert measure_difference(ours.weights, right.weights) < 1e-5, rank
+        assert ours.losses == pytest.approx(expected.losses, rel=1e-5), rank
+        assert ours.norms == pytest.approx(expected.norms, rel=1e-5), rank
+        assert max(map(measure_difference, ours.grads, expected.grads)) < 1e-5, rank
+        assert measure_difference(ours.weights, expected.weights) < 1e-5, rank

@@ -1,4 +1,4 @@
-"""Real runs, struck and resumed; saves beside steps; saves that fail. The long loop stands in benchmarks/faults.py."""
+"""Real runs killed and resumed; saves while steps go on; saves that fail. benchmarks/faults.py has the long loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.faults import Workshop, damage_newest, wait_until
+from support.faults import Runs, damage_newest, wait_until
 from support.rank_pool import RankError, run_on_ranks
 from support.run_harness import RunHarness
 from support.tiers import sample
@@ -61,9 +61,9 @@ def test_a_save_beside_steps_holds_the_step_at_which_it_began(tmp_path: Path) ->
     assert find_damage(ours) == ""
     assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in plain.iterdir())
     for rank in range(2):
-        mine, theirs = (load_file(path / f"rank-{rank:05d}.safetensors") for path in (ours, plain))
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        own, reference = (load_file(path / f"rank-{rank:05d}.safetensors") for path in (ours, plain))
+        assert own.keys() == reference.keys()
+        assert all(torch.equal(own[name], reference[name]) for name in own)
 
 
 def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
@@ -85,8 +85,8 @@ def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
         harness.saves.save_last(harness.train_state)
     finally:
         background.write_share = real
-    found = Path(folder, "checkpoints").iterdir()
-    return is_on_its_way, sorted(path.name for path in found if not find_damage(path))
+    result = Path(folder, "checkpoints").iterdir()
+    return is_on_its_way, sorted(path.name for path in result if not find_damage(path))
 
 
 @pytest.mark.check
@@ -142,102 +142,104 @@ def test_a_disk_that_is_full_on_one_rank_is_told_to_all(tmp_path: Path, is_async
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """With a run that was never touched in `whole`."""
-    made = Workshop(tmp_path_factory.mktemp("shop"))
-    code, said = made.train("whole", "train.max_steps=12")
-    assert code == 0, said
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """`whole` is an uninterrupted run."""
+    made = Runs(tmp_path_factory.mktemp("runs"))
+    code, output = made.train("whole", "train.max_steps=12")
+    assert code == 0, output
     return made
 
 
 @pytest.mark.check
-def test_a_run_that_is_struck_twice_is_the_run_that_was_not(shop: Workshop) -> None:
-    """Killed in the middle of a save; resumed with another rank's death ahead, which is mended without a person."""
+def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) -> None:
+    """Killed in the middle of a save; after the resume another rank is killed, and the launcher restarts all."""
     words = ["train.max_steps=12", "run.async_save=true", "run.max_restarts=1"]
-    process = shop.start("struck", *words, "run.max_restarts=0")
-    assert wait_until(process, lambda: shop.count_steps("struck") >= 2)
-    assert wait_until(process, lambda: any("writing" in name for name in shop.list_checkpoints("struck")), pause=0)
-    process.strike(1)
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 1, said
-    assert "rank 1 was killed by SIGKILL" in said
+    process = runs.start("killed", *words, "run.max_restarts=0")
+    assert wait_until(process, lambda: runs.count_steps("killed") >= 2)
+    assert wait_until(process, lambda: any("writing" in name for name in runs.list_checkpoints("killed")), pause=0)
+    process.signal_rank(1)
+    _, output = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    assert "rank 1 was killed by SIGKILL" in output
 
-    process = shop.start("struck", *words, "--resume", "auto")
-    assert wait_until(process, lambda: shop.count_steps("struck") >= 6)
-    process.strike(0)
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said
-    assert said.count("resumed from struck/checkpoints/step-") == 2
-    assert shop.read_losses("struck") == shop.read_losses("whole")
-    assert shop.read_model("struck") == shop.read_model("whole")
+    process = runs.start("killed", *words, "--resume", "auto")
+    assert wait_until(process, lambda: runs.count_steps("killed") >= 6)
+    process.signal_rank(0)
+    _, output = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert output.count("resumed from killed/checkpoints/step-") == 2
+    assert runs.read_losses("killed") == runs.read_losses("whole")
+    assert runs.read_model("killed") == runs.read_model("whole")
 
 
 @pytest.mark.full
-def test_a_rank_lost_on_one_machine_is_started_again_with_all_on_both(shop: Workshop) -> None:
+def test_a_rank_lost_on_one_machine_is_started_again_with_all_on_both(runs: Runs) -> None:
     """Two launchers that meet at a port, as two machines' would."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     words = ["train.max_steps=12", "run.max_restarts=1", "--nnodes=2", "--master-addr=localhost"]
     words.append(f"--master-port={port}")
-    process = shop.start("machines", *words, "--node-rank=0")
-    machines = [process, shop.start("machines", *words, "--node-rank=1", beside=process)]
-    assert wait_until(machines[0], lambda: shop.count_steps("machines") >= 3)
-    process.strike(1)
-    said = [process.communicate(timeout=240)[1] for process in machines]
-    assert [process.returncode for process in machines] == [0, 0], said
-    assert said[0].count("resumed from machines/checkpoints/step-") == 1
-    assert shop.read_losses("machines") == shop.read_losses("whole")
-    assert shop.read_model("machines") == shop.read_model("whole")
+    process = runs.start("machines", *words, "--node-rank=0")
+    machines = [process, runs.start("machines", *words, "--node-rank=1", peer=process)]
+    assert wait_until(machines[0], lambda: runs.count_steps("machines") >= 3)
+    process.signal_rank(1)
+    messages = [process.communicate(timeout=240)[1] for process in machines]
+    assert [process.returncode for process in machines] == [0, 0], messages
+    assert messages[0].count("resumed from machines/checkpoints/step-") == 1
+    assert runs.read_losses("machines") == runs.read_losses("whole")
+    assert runs.read_model("machines") == runs.read_model("whole")
 
 
 @pytest.mark.full
-def test_a_rank_that_stands_still_is_named(shop: Workshop) -> None:
-    process = shop.start("hanging", "run.step_timeout=8")
-    assert wait_until(process, lambda: shop.count_steps("hanging") >= 2)
-    process.strike(1, signal.SIGSTOP)
-    _, said = process.communicate(timeout=240)
+def test_a_rank_that_stands_still_is_named(runs: Runs) -> None:
+    process = runs.start("hanging", "run.step_timeout=8")
+    assert wait_until(process, lambda: runs.count_steps("hanging") >= 2)
+    process.signal_rank(1, signal.SIGSTOP)
+    _, output = process.communicate(timeout=240)
     assert process.returncode == 1
-    assert "takes longer than run.step_timeout (8 s): rank 1 does not answer, the others wait for it in " in said
-    assert "hint: every rank's stack is in its log; continue with --resume auto" in said
-    assert "Current thread" in (shop.folder / "hanging" / "logs" / "rank-0.log").read_text()
+    assert "takes longer than run.step_timeout (8 s): rank 1 does not answer, the others wait for it in " in output
+    assert "hint: every rank's stack is in its log; continue with --resume auto" in output
+    assert "Current thread" in (runs.folder / "hanging" / "logs" / "rank-0.log").read_text()
 
 
 @pytest.mark.full
-def test_another_layout_keeps_the_rows_and_a_changed_recipe_is_refused(shop: Workshop) -> None:
-    process = shop.start("moved", "train.max_steps=12")
-    assert wait_until(process, lambda: shop.count_steps("moved") >= 4)
+def test_another_layout_keeps_the_rows_and_a_changed_recipe_is_refused(runs: Runs) -> None:
+    process = runs.start("moved", "train.max_steps=12")
+    assert wait_until(process, lambda: runs.count_steps("moved") >= 4)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=240)
-    code, said = shop.train("moved", "train.max_steps=12", "data.max_length=64", "--resume", "auto")
+    code, output = runs.train("moved", "train.max_steps=12", "data.max_length=64", "--resume", "auto")
     assert code == 2
-    assert "data.max_length: was 128, is 64" in said
-    code, said = shop.train("moved", "train.max_steps=12", "parallel.dp_shard_size=3", "--resume", "auto")
+    assert "data.max_length: was 128, is 64" in output
+    code, output = runs.train("moved", "train.max_steps=12", "parallel.dp_shard_size=3", "--resume", "auto")
     assert code == 2
-    assert "2 rows per step cannot be shared by 3 x 1 rows at a time" in said
-    assert "with sp_size 2, process counts that can: 2, 4" in said
+    assert "2 rows per step cannot be shared by 3 x 1 rows at a time" in output
+    assert "with sp_size 2, process counts that can: 2, 4" in output
     words = ["train.max_steps=12", "parallel.sp_size=1", "parallel.dp_shard_size=2", "parallel.zero_stage=2"]
-    code, said = shop.train("moved", *words, "--resume", "auto")
-    assert code == 0, said
-    assert "gradient_accumulation_steps: 2 -> 1, to keep 2 rows per step" in said
-    ours, theirs = shop.read_losses("moved"), shop.read_losses("whole")
-    assert ours == pytest.approx(theirs, rel=1e-5)
+    code, output = runs.train("moved", *words, "--resume", "auto")
+    assert code == 0, output
+    assert "gradient_accumulation_steps: 2 -> 1, to keep 2 rows per step" in output
+    ours, reference = runs.read_losses("moved"), runs.read_losses("whole")
+    assert ours == pytest.approx(reference, rel=1e-5)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "kind", ["truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics"]
 )
-def test_damage_is_passed_over_or_mended(shop: Workshop, kind: str) -> None:
+def test_damage_is_passed_over_or_mended(runs: Runs, kind: str) -> None:
     run = kind.replace(" ", "-")
-    process = shop.start(run, "train.max_steps=12")
-    assert wait_until(process, lambda: shop.count_steps(run) >= 4)
+    process = runs.start(run, "train.max_steps=12")
+    assert wait_until(process, lambda: runs.count_steps(run) >= 4)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=240)
-    damage_newest(shop.folder / run, kind, random.Random(1))
-    code, said = shop.train(run, "train.max_steps=12", "--resume", "auto")
-    assert code == 0, said
-    ours, theirs = shop.read_losses(run), shop.read_losses("whole")
-    assert ours.items() <= theirs.items()
-    assert len(theirs) - len(ours) <= (kind == "torn metrics")  # its last line is gone, and its step is not done again
-    assert shop.read_model(run) == shop.read_model("whole")
+    damage_newest(runs.folder / run, kind, random.Random(1))
+    code, output = runs.train(run, "train.max_steps=12", "--resume", "auto")
+    assert code == 0, output
+    ours, reference = runs.read_losses(run), runs.read_losses("whole")
+    assert ours.items() <= reference.items()
+    assert len(reference) - len(ours) <= (
+        kind == "torn metrics"
+    )  # its last line is gone, and its step is not done again
+    assert runs.read_model(run) == runs.read_model("whole")

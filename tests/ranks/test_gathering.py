@@ -40,21 +40,21 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_the_replay_holds_what_deepspeed_holds(case: str) -> None:
     config, overrides = CASES[case]
     recipe = make_case(config, "parallel.sp_size=2", *NARROW, *overrides)
-    wish = make_wish(recipe)
-    done = subprocess.run([sys.executable, LOG], input=json.dumps(wish), capture_output=True, text=True)
+    request = make_wish(recipe)
+    done = subprocess.run([sys.executable, LOG], input=json.dumps(request), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     real = [(enters, is_forward, num_bytes // 4) for enters, is_forward, num_bytes in json.loads(done.stdout)]
-    job = make_job(recipe, read_model_shape(recipe.model.config, "test"), Levers(**wish["levers"]))
+    job = make_job(recipe, read_model_shape(recipe.model.config, "test"), Levers(**request["levers"]))
     leaves = find_leaves(job.shape, tiles_mlp=job.levers.tiled_mlp)
     modules = tuple(join_mlps(job.weights.modules, leaves))
     recomputes = job.levers.gradient_checkpointing is not False
     visits = list(ModuleOrder(modules).walk_step(recomputes=recomputes, trains_embedding=job.adapters is None))
     coordinator = Coordinator(modules, visits, job.engine, joins_mlps=bool(leaves))
-    found = []
+    results = []
     for visit in visits:
         coordinator.follow(visit)
-        found.append((visit.enters, not visit.is_backward, coordinator.held))
+        results.append((visit.enters, not visit.is_backward, coordinator.held))
     num_same = len(visits) - 40  # the end of the first layer's backward, where an input needs no gradient, is not alike
-    assert [each[:2] for each in found[:num_same]] == [each[:2] for each in real[:num_same]]
-    differences = [abs(a[2] - b[2]) for a, b in zip(found[:num_same], real[:num_same], strict=True)]
+    assert [each[:2] for each in results[:num_same]] == [each[:2] for each in real[:num_same]]
+    differences = [abs(a[2] - b[2]) for a, b in zip(results[:num_same], real[:num_same], strict=True)]
     assert max(differences) <= 1024, differences.index(max(differences))  # small weights are not all rounded alike

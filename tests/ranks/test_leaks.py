@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import save_file
-from support.faults import RECIPE, Workshop
+from support.faults import RECIPE, Runs
 
 VARIABLES = {"HF_TOKEN": "correct-horse-battery", "WANDB_API_KEY": "0123456789abcdef01234567"}
 PLANTED: dict[str, Any] = {
@@ -36,8 +36,8 @@ def find_secrets(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    made = Workshop(tmp_path_factory.mktemp("shop"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    made = Runs(tmp_path_factory.mktemp("runs"))
     made.environ |= VARIABLES
     recipe = json.loads(json.dumps(RECIPE))
     for key, secret in PLANTED.items():
@@ -54,14 +54,14 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.mark.check
-def test_a_run_and_its_export_hold_no_secret(shop: Workshop) -> None:
-    (shop.folder / "run").mkdir(mode=0o750)
-    process = shop.start("run")
+def test_a_run_and_its_export_hold_no_secret(runs: Runs) -> None:
+    (runs.folder / "run").mkdir(mode=0o750)
+    process = runs.start("run")
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    assert find_secrets(shop.folder) == []
+    assert find_secrets(runs.folder) == []
     assert not [secret for secret in SECRETS if secret in out + err]
-    run = shop.folder / "run"
+    run = runs.folder / "run"
     for written in ("run.json", "checkpoints/step-3/state.json", "model/README.md"):
         assert "***" in (run / written).read_text(), written
     open_to_others = [path for path in (run, *run.rglob("*")) if path.stat().st_mode & 0o027]
@@ -69,18 +69,18 @@ def test_a_run_and_its_export_hold_no_secret(shop: Workshop) -> None:
 
 
 @pytest.mark.check
-def test_a_failure_tells_no_secret(shop: Workshop) -> None:
+def test_a_failure_tells_no_secret(runs: Runs) -> None:
     secret = SECRETS[-1]
-    folder = shop.folder / f"model-{secret}"  # a place that every message about it names
+    folder = runs.folder / f"model-{secret}"  # a place that every message about it names
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(RECIPE["model"]["config"]))
     save_file({"strange": np.zeros(1, np.float32)}, folder / "model.safetensors")  # only a rank sees what it lacks
     words = ["model.config=null", f"model.name_or_path={folder}", "model.tokenizer=bytes"]
-    code, said = shop.train("failed", *words)
-    assert code == 2, said
-    assert "***" in said
-    assert secret not in said
-    logs = shop.folder / "failed" / "logs"
+    code, output = runs.train("failed", *words)
+    assert code == 2, output
+    assert "***" in output
+    assert secret not in output
+    logs = runs.folder / "failed" / "logs"
     assert "***" in (logs / "rank-0.log").read_text()
     assert not [file for file in logs.iterdir() if secret in file.read_text()]
     assert os.environ.get("HF_TOKEN") != VARIABLES["HF_TOKEN"]

@@ -22,9 +22,9 @@ def compare_split(case: Case) -> float:
 
 def compare_zero3(case: Case, sp_size: int) -> float:
     expected = run_zero3(dataclasses.replace(case, levers=Levers()), sp_size)
-    found = run_zero3(case, sp_size)
-    del expected["gathers"], found["gathers"]
-    return max(measure_difference(found, expected).values())
+    result = run_zero3(case, sp_size)
+    del expected["gathers"], result["gathers"]
+    return max(measure_difference(result, expected).values())
 
 
 @pytest.mark.parametrize("levers", [ALL, Levers(checkpointing="save_attention")], ids=["all", "kept"])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support import networks
-from support.faults import ROOT, Workshop, wait_until
+from support.faults import ROOT, Runs, wait_until
 from support.forked import Command
 from support.networks import list_listening
 
@@ -95,15 +95,15 @@ def test_an_open_port_would_be_seen() -> None:
 
 @pytest.mark.check
 def test_a_run_on_one_machine_listens_on_the_loopback_alone(tmp_path: Path) -> None:
-    shop = Workshop(tmp_path)
-    command = shop.start("run")
-    assert wait_until(command, lambda: shop.count_steps("run") >= 2), command.read_said()
+    runs = Runs(tmp_path)
+    command = runs.start("run")
+    assert wait_until(command, lambda: runs.count_steps("run") >= 2), command.read_stderr()
     listening = {process: list_listening(process) for process in list_processes(command)}
     command.send_signal(signal.SIGTERM)
     command.communicate(timeout=240)
     *others, _, _ = listening
     assert [listening[process] for process in others] == [[], []], "neither the command nor its launcher listens"
-    addresses = {address for found in listening.values() for address, _ in found}
+    addresses = {address for result in listening.values() for address, _ in result}
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
 
 
@@ -116,9 +116,9 @@ def lan() -> Iterator[list[str]]:
         yield names
 
 
-def start(shop: Workshop, network: str, *words: str, key: str = "", beside: Command | None = None) -> Command:
-    shop.environ |= {networks.NETWORK: network, "ULYSSES_RUN_KEY": key}
-    return shop.start("run", *MACHINES, *words, beside=beside)
+def start(runs: Runs, network: str, *words: str, key: str = "", peer: Command | None = None) -> Command:
+    runs.environ |= {networks.NETWORK: network, "ULYSSES_RUN_KEY": key}
+    return runs.start("run", *MACHINES, *words, peer=peer)
 
 
 def attack(network: str, *words: str) -> str:
@@ -131,42 +131,42 @@ def attack(network: str, *words: str) -> str:
 def test_two_machines_train_and_believe_no_third(tmp_path: Path, lan: list[str]) -> None:
     """They listen at the address that leads to the master alone. A machine with another key is refused, and the run
     goes on; payloads in the launchers' and the ranks' stores are not run, and the run says why it ends."""
-    shop, alien, loot = Workshop(tmp_path), tmp_path / "alien", tmp_path / "loot"
-    first = start(shop, lan[0], "--node-rank=0", "train.max_steps=100000", "run.save_steps=null")
-    second = start(shop, lan[1], "--node-rank=1", "train.max_steps=100000", "run.save_steps=null", beside=first)
-    assert wait_until(first, lambda: shop.count_steps("run") >= 2), first.read_said()
+    runs, alien, loot = Runs(tmp_path), tmp_path / "alien", tmp_path / "loot"
+    first = start(runs, lan[0], "--node-rank=0", "train.max_steps=100000", "run.save_steps=null")
+    second = start(runs, lan[1], "--node-rank=1", "train.max_steps=100000", "run.save_steps=null", peer=first)
+    assert wait_until(first, lambda: runs.count_steps("run") >= 2), first.read_stderr()
     assert (tmp_path / "run" / "key").stat().st_mode & 0o777 == 0o600
     key = (tmp_path / "run" / "key").read_text()
 
     for number, command in enumerate((first, second)):
         listening = {process: list_listening(process) for process in list_processes(command)}
         assert len(listening) == 3, "the command, its launcher, its rank"
-        found = {address for each in listening.values() for address, _ in each}
-        assert found == {f"10.231.7.{number + 1}"}, listening
+        results = {address for each in listening.values() for address, _ in each}
+        assert results == {f"10.231.7.{number + 1}"}, listening
         assert listening[command.pid] == []
         for process in listening:
             assert key not in Path(f"/proc/{process}/cmdline").read_text()
     assert [port for _, port in list_listening(list_processes(first)[1])] == [PORT]
 
     alien.mkdir()
-    stranger = Workshop(alien)
+    stranger = Runs(alien)
     started = time.monotonic()
     refused = start(stranger, lan[2], "--node-rank=1", key="another key of forty letters, or nearly")
-    _, said = refused.communicate(timeout=240)
+    _, output = refused.communicate(timeout=240)
     assert refused.returncode == 1
-    assert "this machine has another key than the run at 10.231.7.1:29411" in said
-    assert "hint: the key is ULYSSES_RUN_KEY, or run.output_dir/key where that is not set" in said
+    assert "this machine has another key than the run at 10.231.7.1:29411" in output
+    assert "hint: the key is ULYSSES_RUN_KEY, or run.output_dir/key where that is not set" in output
     assert time.monotonic() - started < 120, "no time-out of minutes"
-    before = shop.count_steps("run")
-    assert wait_until(first, lambda: shop.count_steps("run") > before), first.read_said()
+    before = runs.count_steps("run")
+    assert wait_until(first, lambda: runs.count_steps("run") > before), first.read_stderr()
 
     overwritten = [int(count) for count in attack(lan[2], ATTACK, "10.231.7.1", str(PORT), str(loot)).split()]
     assert len(overwritten) == 2
     assert min(overwritten) > 0
-    said = first.communicate(timeout=240)[1]
+    output = first.communicate(timeout=240)[1]
     second.communicate(timeout=240)
-    assert first.returncode == 1, said
-    assert "the state in the machines' store was not written by this run" in said
+    assert first.returncode == 1, output
+    assert "the state in the machines' store was not written by this run" in output
     assert not loot.exists(), "a payload was run"
     assert not (tmp_path / "run" / "key").exists()
 

@@ -41,17 +41,17 @@ def test_rotary_frequencies_stay_in_float32(kind: str, stage: int, tmp_path: Pat
     config = {**CONFIG, **KINDS[kind]}
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     plain.to(torch.bfloat16).save_pretrained(tmp_path / "base")
-    right = read_frequencies(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
+    expected = read_frequencies(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
     common = ("model.dtype=bfloat16", f"parallel.zero_stage={stage}", "parallel.dp_shard_size=2")
     drawn = make_recipe(*common, config=config)
     folder = {"name_or_path": str(tmp_path / "base"), "config": None}
     read = drawn.model_copy(update={"model": drawn.model.model_copy(update=folder)})
     for recipe in (drawn, read):
         for ours in run_on_ranks(2, load_and_read, recipe):
-            assert ours.keys() == right.keys()
+            assert ours.keys() == expected.keys()
             for name, frequencies in ours.items():
                 assert frequencies.dtype == torch.float32
-                assert torch.equal(frequencies, right[name]), (name, frequencies - right[name])
+                assert torch.equal(frequencies, expected[name]), (name, frequencies - expected[name])
 
 
 @pytest.mark.parametrize(

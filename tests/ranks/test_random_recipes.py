@@ -18,20 +18,20 @@ def get_week_seed() -> int:
 
 def describe(found: Compared) -> str:
     errors = {"peak": found.peak_error, **found.phase_errors}
-    said = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
-    return f"{said}\nagain: {found.drawn.command}\n{found.drawn.describe()}"
+    output = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
+    return f"{output}\nagain: {found.drawn.command}\n{found.drawn.describe()}"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(NUM_RECIPES))
 def test_formula_and_trace_agree_on_a_recipe_that_nobody_chose(number: int) -> None:
-    found = compare(draw_recipe(FIXED_SEED, number))
-    assert abs(found.peak_error) <= PEAK_BAR, describe(found)
-    assert abs(found.worst_phase[1]) <= PHASE_BAR, describe(found)
+    result = compare(draw_recipe(FIXED_SEED, number))
+    assert abs(result.peak_error) <= PEAK_BAR, describe(result)
+    assert abs(result.worst_phase[1]) <= PHASE_BAR, describe(result)
 
 
 @pytest.mark.full
 def test_formula_and_trace_agree_on_recipes_of_this_week() -> None:
-    found = [compare(drawn) for drawn in draw_recipes(get_week_seed(), NUM_RECIPES)]
-    off = [each for each in found if abs(each.peak_error) > WORST_PEAK_BAR or abs(each.worst_phase[1]) > PHASE_BAR]
+    results = [compare(drawn) for drawn in draw_recipes(get_week_seed(), NUM_RECIPES)]
+    off = [each for each in results if abs(each.peak_error) > WORST_PEAK_BAR or abs(each.worst_phase[1]) > PHASE_BAR]
     assert off == [], "\n".join(map(describe, off))

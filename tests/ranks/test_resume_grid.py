@@ -88,14 +88,14 @@ def check(storage: Path, writer: str, num_ranks: int, *overrides: str) -> None:
 
 
 def list_cases() -> list[object]:
-    found = []
+    results = []
     for writer in WRITERS:
         for num_ranks, sp_size in MESHES:
             for stage in (1, 2, 3):
                 is_telling = (writer, num_ranks, sp_size, stage) == ("dp 2, stage 1", 2, 2, 3)
                 marks = () if is_telling else pytest.mark.full
-                found.append(pytest.param(writer, num_ranks, sp_size, stage, marks=marks))
-    return found
+                results.append(pytest.param(writer, num_ranks, sp_size, stage, marks=marks))
+    return results
 
 
 @pytest.mark.check

@@ -1,5 +1,5 @@
-"""A run struck in every phase of its life, by SIGKILL and by SIGTERM, and resumed: it ends in time, nothing outlives
-it, all ranks go on to the same collectives, and what comes out is the run that was never touched.
+"""A run is killed in each of its phases, by SIGKILL and by SIGTERM, and resumed: it ends in time, none of its processes
+is left, all ranks enter the same collectives, and its results are those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.faults import Workshop
+from support.faults import Runs
 from support.forked import Command, is_alive
 from support.kill_points import list_phases, read_collectives
 from support.small_run import make_settings
@@ -31,12 +31,12 @@ STOP_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """With a run that was never touched in `whole`."""
-    made = Workshop(tmp_path_factory.mktemp("walk"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """`whole` is an uninterrupted run."""
+    made = Runs(tmp_path_factory.mktemp("walk"))
     (made.folder / "r.yaml").write_text(yaml.safe_dump(RECIPE))
-    code, said = made.train("whole")
-    assert code == 0, said
+    code, output = made.train("whole")
+    assert code == 0, output
     return made
 
 
@@ -54,7 +54,7 @@ def read_parent(process: int) -> int:
 
 
 def wait_for_end(processes: set[int], seconds: float) -> float:
-    """-> seconds until none is left."""
+    """Returns the seconds until none is left."""
     begun = time.monotonic()
     while left := [process for process in processes if is_alive(process)]:
         assert time.monotonic() - begun < seconds, f"{left} live on"
@@ -62,31 +62,31 @@ def wait_for_end(processes: set[int], seconds: float) -> float:
     return time.monotonic() - begun
 
 
-def go_on_to_the_end(shop: Workshop, run: str) -> None:
-    """Resumed, it is the run that was never touched; resumed again, it has nothing to do."""
-    command = shop.start(run, "--resume", "auto")
-    _, said = command.communicate(timeout=240)
-    assert command.returncode == 0, said
+def go_on_to_the_end(runs: Runs, run: str) -> None:
+    """Resumed, it equals the uninterrupted run; resumed again, it has nothing to do."""
+    command = runs.start(run, "--resume", "auto")
+    _, output = command.communicate(timeout=240)
+    assert command.returncode == 0, output
     first, second = read_collectives(command.pids)
     assert first == second, "ranks were about to do different things"
     assert first
-    assert shop.read_losses(run) == shop.read_losses("whole")
-    assert shop.read_model(run) == shop.read_model("whole")
-    evaluated = [json.loads(line)["step"] for line in (shop.folder / run / "eval.jsonl").read_text().splitlines()]
+    assert runs.read_losses(run) == runs.read_losses("whole")
+    assert runs.read_model(run) == runs.read_model("whole")
+    evaluated = [json.loads(line)["step"] for line in (runs.folder / run / "eval.jsonl").read_text().splitlines()]
     assert evaluated == [2, 4]
-    again = shop.start(run, "--resume", "auto")
-    out, said = again.communicate(timeout=240)
-    assert (again.returncode, out) == (0, f"{run}/model\n"), said
-    assert "already finished: all 4 steps are done" in said
-    assert "Traceback" not in said
+    again = runs.start(run, "--resume", "auto")
+    out, output = again.communicate(timeout=240)
+    assert (again.returncode, out) == (0, f"{run}/model\n"), output
+    assert "already finished: all 4 steps are done" in output
+    assert "Traceback" not in output
 
 
-def strike(shop: Workshop, run: str, event: str, who: str, number: int) -> tuple[Command, set[int], float]:
-    """-> the command, its processes at that moment, and when."""
-    command = shop.start(run, plan={**PHASES[event], "who": who, "signal": number})
+def kill_at(runs: Runs, run: str, event: str, who: str, number: int) -> tuple[Command, set[int], float]:
+    """Returns the command, its processes at that moment, and the time."""
+    command = runs.start(run, plan={**PHASES[event], "who": who, "signal": number})
     end = time.monotonic() + 240
-    while not command.has_struck:
-        assert command.poll() is None, command.read_said()
+    while not command.has_fired:
+        assert command.poll() is None, command.read_stderr()
         assert time.monotonic() < end
         time.sleep(0.005)
     return command, list_processes(command), time.monotonic()
@@ -99,36 +99,36 @@ WALK = [
 
 
 @pytest.mark.parametrize("event", WALK)
-def test_a_signal_ends_a_run_in_every_phase(shop: Workshop, event: str) -> None:
+def test_a_signal_ends_a_run_in_every_phase(runs: Runs, event: str) -> None:
     run = f"signal-{event}".replace(" ", "-")
-    command, processes, at = strike(shop, run, event, "command", signal.SIGTERM)
-    _, said = command.communicate(timeout=STOP_SECONDS)
+    command, processes, at = kill_at(runs, run, event, "command", signal.SIGTERM)
+    _, output = command.communicate(timeout=STOP_SECONDS)
     wait_for_end(processes, 5)
     assert time.monotonic() - at < STOP_SECONDS
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     if event in BEFORE_STEPS:
-        assert command.returncode == 143, said
-        assert "before a checkpoint was written: the same command starts from the beginning" in said
-        assert shop.list_checkpoints(run) == []
+        assert command.returncode == 143, output
+        assert "before a checkpoint was written: the same command starts from the beginning" in output
+        assert runs.list_checkpoints(run) == []
     elif event in AFTER_STEPS:
-        assert command.returncode == 143, said
-        assert f"the newest checkpoint is {run}/checkpoints/step-4: continue from it with" in said
+        assert command.returncode == 143, output
+        assert f"the newest checkpoint is {run}/checkpoints/step-4: continue from it with" in output
     else:
-        assert command.returncode == 0, said
-        assert "warning: stopping after this step; Ctrl-C again, or a second signal, stops now" in said
-        assert "stopped: by a signal after step " in said
-    go_on_to_the_end(shop, run)
+        assert command.returncode == 0, output
+        assert "warning: stopping after this step; Ctrl-C again, or a second signal, stops now" in output
+        assert "stopped: by a signal after step " in output
+    go_on_to_the_end(runs, run)
 
 
 @pytest.mark.parametrize("event", [pytest.param(event, marks=pytest.mark.full) for event in PHASES])
 @pytest.mark.parametrize("who", ["all", "one"])
-def test_a_killed_rank_in_every_phase(shop: Workshop, event: str, who: str) -> None:
+def test_a_killed_rank_in_every_phase(runs: Runs, event: str, who: str) -> None:
     run = f"killed-{who}-{event}".replace(" ", "-")
-    command, processes, _ = strike(shop, run, event, who, signal.SIGKILL)
-    _, said = command.communicate(timeout=STOP_SECONDS)
-    assert command.returncode == 1, said
+    command, processes, _ = kill_at(runs, run, event, who, signal.SIGKILL)
+    _, output = command.communicate(timeout=STOP_SECONDS)
+    assert command.returncode == 1, output
     wait_for_end(processes, 5)
-    go_on_to_the_end(shop, run)
+    go_on_to_the_end(runs, run)
 
 
 @pytest.mark.parametrize(
@@ -140,38 +140,38 @@ def test_a_killed_rank_in_every_phase(shop: Workshop, event: str, who: str) -> N
         pytest.param("command", "evaluation", marks=pytest.mark.check),
     ],
 )
-def test_nothing_outlives_a_killed_launcher(shop: Workshop, who: str, event: str) -> None:
-    """And as long as something lives, the folder is not another run's."""
+def test_nothing_outlives_a_killed_launcher(runs: Runs, who: str, event: str) -> None:
+    """As long as one of its processes lives, another run cannot take the folder."""
     run = f"orphans-{who}-{event}".replace(" ", "-")
-    command, processes, _ = strike(shop, run, event, who, signal.SIGKILL)
+    command, processes, _ = kill_at(runs, run, event, who, signal.SIGKILL)
     assert len(processes) >= 3 - (who == "agent")
     wait_for_end(processes, END_SECONDS)
     command.communicate(timeout=20)
-    go_on_to_the_end(shop, run)
+    go_on_to_the_end(runs, run)
 
 
-def test_a_run_that_is_struck_twice_is_the_run_that_was_not(shop: Workshop) -> None:
-    """A rank is killed in the middle of a save; resumed, another one is lost, which is mended without a person."""
-    command, _, _ = strike(shop, "struck", "save", "one", signal.SIGKILL)
-    _, said = command.communicate(timeout=STOP_SECONDS)
-    assert command.returncode == 1, said
-    assert "rank 1 was killed by SIGKILL" in said
+def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) -> None:
+    """A rank is killed in the middle of a save; after the resume all are killed, and the launcher restarts them."""
+    command, _, _ = kill_at(runs, "killed", "save", "one", signal.SIGKILL)
+    _, output = command.communicate(timeout=STOP_SECONDS)
+    assert command.returncode == 1, output
+    assert "rank 1 was killed by SIGKILL" in output
     plan = {"phase": "micro-step 2", "step": 3, "who": "all", "signal": signal.SIGKILL}
-    command = shop.start("struck", "--resume", "auto", "run.max_restarts=1", plan=plan)
-    _, said = command.communicate(timeout=240)
-    assert command.returncode == 0, said
-    assert command.has_struck
-    assert "restart 1 of 1 (run.max_restarts): a rank was lost" in said
-    assert shop.read_losses("struck") == shop.read_losses("whole")
-    assert shop.read_model("struck") == shop.read_model("whole")
+    command = runs.start("killed", "--resume", "auto", "run.max_restarts=1", plan=plan)
+    _, output = command.communicate(timeout=240)
+    assert command.returncode == 0, output
+    assert command.has_fired
+    assert "restart 1 of 1 (run.max_restarts): a rank was lost" in output
+    assert runs.read_losses("killed") == runs.read_losses("whole")
+    assert runs.read_model("killed") == runs.read_model("whole")
 
 
 @pytest.mark.check
-def test_a_second_signal_ends_at_once(shop: Workshop) -> None:
-    command = shop.start("twice", "run.step_timeout=600")
+def test_a_second_signal_ends_at_once(runs: Runs) -> None:
+    command = runs.start("twice", "run.step_timeout=600")
     end = time.monotonic() + 240
-    while shop.count_steps("twice") < 1:
-        assert command.poll() is None, command.read_said()
+    while runs.count_steps("twice") < 1:
+        assert command.poll() is None, command.read_stderr()
         assert time.monotonic() < end
         time.sleep(0.005)
     processes = list_processes(command)
@@ -180,8 +180,8 @@ def test_a_second_signal_ends_at_once(shop: Workshop) -> None:
     time.sleep(1.0)  # what comes sooner is the same signal
     command.send_signal(signal.SIGTERM)
     at = time.monotonic()
-    _, said = command.communicate(timeout=20)
-    assert command.returncode == 143, said
+    _, output = command.communicate(timeout=20)
+    assert command.returncode == 143, output
     wait_for_end(processes, 5)
     assert time.monotonic() - at < 10
-    go_on_to_the_end(shop, "twice")
+    go_on_to_the_end(runs, "twice")

@@ -72,10 +72,10 @@ def test_copies_of_parameters_keep_gathers_inside_and_values_as_they_are() -> No
     common += ["train.gradient_accumulation_steps=3", "memory.gradient_checkpointing=false"]
     whole = run_on_ranks(4, count_gathers, make_recipe(*common, "parallel.dp_shard_size=2"))
     copied = run_on_ranks(4, count_gathers, make_recipe(*common, "parallel.dp_replicate_size=2"))
-    for rank, (ours, right) in enumerate(zip(copied, whole, strict=True)):
-        assert ours[0] == pytest.approx(right[0], rel=1e-6)
-        assert measure_difference(ours[1], right[1]) < 1e-5
-        assert set(right[2]) == {(0, 1, 2, 3)}
+    for rank, (ours, expected) in enumerate(zip(copied, whole, strict=True)):
+        assert ours[0] == pytest.approx(expected[0], rel=1e-6)
+        assert measure_difference(ours[1], expected[1]) < 1e-5
+        assert set(expected[2]) == {(0, 1, 2, 3)}
         replica = (0, 1) if rank < 2 else (2, 3)
         assert set(ours[2]) == {(0, 1, 2, 3), replica}
         # Only the first forward of a step crosses replicas; five more passes (2 forwards, 3 backwards) stay inside.
@@ -164,8 +164,8 @@ def test_a_checkpoint_moves_between_device_and_host(tmp_path: Path) -> None:
 
 
 def disagree(facts: dict[int, Any]) -> list[int]:
-    mine = facts.get(dist.get_rank(), "as planned")
-    return compare_facts({"lengths": mine, "rows": (1, 2)}, dist.group.WORLD, dist.get_rank(), 7)
+    own = facts.get(dist.get_rank(), "as planned")
+    return compare_facts({"lengths": own, "rows": (1, 2)}, dist.group.WORLD, dist.get_rank(), 7)
 
 
 def test_ranks_that_disagree_are_named_with_the_field() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.faults import Workshop
+from support.faults import Runs
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
 from support.training import CONFIG, MemoryRows, make_recipe
@@ -88,18 +88,18 @@ def resume(recipe: Recipe, folder: str, rehearses: bool = False) -> tuple[list[f
 
 def check_same(ours: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert len(ours) == len(right)
-    for mine, theirs in zip(ours, right, strict=True):
-        assert torch.equal(mine, theirs)
+    for own, reference in zip(ours, right, strict=True):
+        assert torch.equal(own, reference)
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("model.dtype=bfloat16",), marks=pytest.mark.full)])
 def test_a_disk_changes_no_bit_of_a_run_its_rehearsal_and_its_checkpoint(tmp_path: Path, more: tuple[str, ...]) -> None:
     on_host, on_disk, disk = tmp_path / "host", tmp_path / "disk", tmp_path / "swap"
     disk.mkdir()
-    right = run_on_ranks(2, train_and_save, make(*more), str(on_host))
+    reference = run_on_ranks(2, train_and_save, make(*more), str(on_host))
     recipe = make(*more, disk=disk)
-    found = run_on_ranks(2, train_and_save, recipe, str(on_disk), True)
-    for (losses, states, num_swapped), (expected, wanted, none) in zip(found, right, strict=True):
+    results = run_on_ranks(2, train_and_save, recipe, str(on_disk), True)
+    for (losses, states, num_swapped), (expected, wanted, none) in zip(results, reference, strict=True):
         assert losses == expected
         check_same(states, wanted)
         assert num_swapped >= 2
@@ -109,10 +109,10 @@ def test_a_disk_changes_no_bit_of_a_run_its_rehearsal_and_its_checkpoint(tmp_pat
     assert find_damage(on_disk / "checkpoints" / "step-3") == ""
     for rehearses in (False, True):
         for rank, (losses, states) in enumerate(run_on_ranks(2, resume, recipe, str(on_disk), rehearses)):
-            assert losses == right[rank][0][3:]
-            check_same(states, right[rank][1])
+            assert losses == reference[rank][0][3:]
+            check_same(states, reference[rank][1])
     for rank, (losses, _) in enumerate(run_on_ranks(2, resume, make(*more), str(on_disk))):
-        assert losses == right[rank][0][3:]
+        assert losses == reference[rank][0][3:]
 
 
 WEIGHTS = {
@@ -130,18 +130,18 @@ def test_weights_on_a_disk_change_no_bit(tmp_path: Path, case: str) -> None:
     disk.mkdir()
     states_there = "memory.offload_optimizer=nvme" in words
     plain = make_large(*words, *([f"memory.nvme_path={disk}"] if states_there else []), "memory.offload_param=none")
-    right = run_on_ranks(2, train_and_save, plain, str(memory))
+    reference = run_on_ranks(2, train_and_save, plain, str(memory))
     there = make_large(*words, f"memory.nvme_path={disk}", "memory.offload_param=nvme")
-    found = run_on_ranks(2, train_and_save, there, str(tmp_path / "disk"), True)
-    for (losses, states, _), (expected, wanted, _) in zip(found, right, strict=True):
+    results = run_on_ranks(2, train_and_save, there, str(tmp_path / "disk"), True)
+    for (losses, states, _), (expected, wanted, _) in zip(results, reference, strict=True):
         assert losses == expected
         check_same(states, wanted)
     files = list(disk.glob("zero_stage_3/*params/rank0/*"))
     assert len(files) >= 2 * 7  # of each layer and rank
     for recipe, folder in ((there, memory), (plain, tmp_path / "disk")):
         for rank, (losses, states) in enumerate(run_on_ranks(2, resume, recipe, str(folder), recipe is there)):
-            assert losses == right[rank][0][3:]
-            check_same(states, right[rank][1])
+            assert losses == reference[rank][0][3:]
+            check_same(states, reference[rank][1])
 
 
 @pytest.mark.full
@@ -156,13 +156,13 @@ def test_states_move_between_disk_and_device_and_layouts(tmp_path: Path) -> None
 
 
 def test_a_run_has_its_own_folder_and_leaves_none(tmp_path: Path) -> None:
-    shop, disk = Workshop(tmp_path), tmp_path / "fast"
+    runs, disk = Runs(tmp_path), tmp_path / "fast"
     disk.mkdir()
     words = ["memory.offload_optimizer=nvme", f"memory.nvme_path={disk}", "train.max_steps=3"]
     words += ["model.config.vocab_size=8192", "model.config.hidden_size=128", "memory.offload_param=nvme"]
-    code, said = shop.train("swapped", *words)
-    assert code == 0, said
+    code, output = runs.train("swapped", *words)
+    assert code == 0, output
     assert os.listdir(disk) == []
-    code, right = shop.train("whole", *words[2:], "memory.offload_optimizer=cpu", "memory.offload_param=none")
-    assert code == 0, right
-    assert shop.read_losses("swapped") == shop.read_losses("whole")
+    code, expected = runs.train("whole", *words[2:], "memory.offload_optimizer=cpu", "memory.offload_param=none")
+    assert code == 0, expected
+    assert runs.read_losses("swapped") == runs.read_losses("whole")

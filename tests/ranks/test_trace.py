@@ -82,17 +82,17 @@ def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, i
     config, _ = find_model_config(recipe)
     predicted = next(line for line in file.read_text().splitlines() if line.startswith("# predicted"))
     gpu = load_hardware().get_gpu(predicted.split(" on ")[1] if " on " in predicted else "h100-80gb")
-    found = compute_estimate(recipe, read_model_shape(config, "the model"), gpu)
-    wish = {
+    estimate = compute_estimate(recipe, read_model_shape(config, "the model"), gpu)
+    request = {
         "recipe": recipe.model_dump(mode="json"),
         "config": config,
-        "levers": vars(found.job.levers),
-        "world_size": found.job.world_size,
+        "levers": vars(estimate.job.levers),
+        "world_size": estimate.job.world_size,
     }
     command = [sys.executable, "-m", "ulysses_cli.prove.trace"]
-    done = subprocess.run(command, input=json.dumps(wish), capture_output=True, text=True)
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout), list_formula(found.ledger)
+    return json.loads(done.stdout), list_formula(estimate.ledger)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, i
     [pytest.param(file, id=file.stem, marks=[] if file.stem == "tiny-cpu" else pytest.mark.full) for file in FILES],
 )
 def test_formula_and_trace_agree_on_a_shipped_recipe(file: Path) -> None:
-    found, formula = trace_file(file)
-    differences = {phase: formula[phase] / num_bytes - 1 for phase, num_bytes in found["device"].items()}
+    result, formula = trace_file(file)
+    differences = {phase: formula[phase] / num_bytes - 1 for phase, num_bytes in result["device"].items()}
     assert {phase: off for phase, off in differences.items() if abs(off) > 0.03} == {}
-    assert found["device"].keys() >= {"load", "forward", "backward", "optimizer_step"}
+    assert result["device"].keys() >= {"load", "forward", "backward", "optimizer_step"}
 
 
 def test_layers_are_cut_with_their_lists() -> None:
@@ -132,8 +132,8 @@ def test_a_step_in_groups_takes_what_its_largest_group_takes() -> None:
         held = 50 + 10 * num_layers
         return TracedPeaks({HELD: held, "optimizer_step": held + work}, {}, {})
 
-    found = extrapolate({(0, 8): make(8, 31), (0, 12): make(12, 30)}, (0, 36), steps_in_groups=True)
-    assert found.device["optimizer_step"] == 50 + 10 * 36 + 31
+    result = extrapolate({(0, 8): make(8, 31), (0, 12): make(12, 30)}, (0, 36), steps_in_groups=True)
+    assert result.device["optimizer_step"] == 50 + 10 * 36 + 31
 
 
 @pytest.mark.full

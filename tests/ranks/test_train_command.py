@@ -72,9 +72,9 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Shop:
     """With one finished run in `run`, as the recipe says."""
-    made = Shop(tmp_path_factory.mktemp("shop"))
+    made = Shop(tmp_path_factory.mktemp("runs"))
     code, out, err = made.train()
     assert code == 0, err
     assert out == "run/model\n"
@@ -82,8 +82,8 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
     return made
 
 
-def test_a_run_leaves_its_lines_and_its_facts(shop: Shop) -> None:
-    lines = shop.read_lines("run")
+def test_a_run_leaves_its_lines_and_its_facts(runs: Shop) -> None:
+    lines = runs.read_lines("run")
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert all(line.keys() >= METRICS for line in lines)
     sampled = [line for line in lines if "step_parts" in line]
@@ -93,24 +93,24 @@ def test_a_run_leaves_its_lines_and_its_facts(shop: Shop) -> None:
     assert {name for name, seconds in parts.items() if seconds > 0} >= {
         *("projections", "attention", "mlp", "head_loss", "exchange", "gather_reduce", "optimizer", "data", "other")
     }
-    assert [line["step"] for line in shop.read_lines("run", "eval")] == [4, 8]
-    facts = json.loads((shop.folder / "run" / "run.json").read_text())
+    assert [line["step"] for line in runs.read_lines("run", "eval")] == [4, 8]
+    facts = json.loads((runs.folder / "run" / "run.json").read_text())
     assert facts["layout"]["world_size"] == 2
     assert facts["recipe"]["data"]["max_length"] == 256
-    assert sorted(path.name for path in (shop.folder / "run" / "checkpoints").iterdir()) == [
+    assert sorted(path.name for path in (runs.folder / "run" / "checkpoints").iterdir()) == [
         "step-3",
         "step-6",
         "step-8",
     ]
 
 
-def test_plain_transformers_loads_the_model_and_finds_the_same_loss(shop: Shop) -> None:
-    model = AutoModelForCausalLM.from_pretrained(shop.folder / "run" / "model")
+def test_plain_transformers_loads_the_model_and_finds_the_same_loss(runs: Shop) -> None:
+    model = AutoModelForCausalLM.from_pretrained(runs.folder / "run" / "model")
     assert model.config.use_cache
-    assert "r.yaml" not in (shop.folder / "run" / "model" / "README.md").read_text()
-    tokenizer = AutoTokenizer.from_pretrained(shop.folder / "run" / "model")
+    assert "r.yaml" not in (runs.folder / "run" / "model" / "README.md").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(runs.folder / "run" / "model")
     assert tokenizer.decode(tokenizer("déjà vu")["input_ids"], skip_special_tokens=True) == "déjà vu"
-    rows, total, count = shop.open_rows("run", "eval"), 0.0, 0
+    rows, total, count = runs.open_rows("run", "eval"), 0.0, 0
     for row in range(len(rows)):
         at, tokens = 0, rows.read(row, 0, rows.count_tokens(row)).input_ids
         for length in rows.get_lengths(row):
@@ -120,67 +120,67 @@ def test_plain_transformers_loads_the_model_and_finds_the_same_loss(shop: Shop) 
                 logits = model(document[None]).logits[0].double()
             total += functional.cross_entropy(logits[:-1], document[1:], reduction="sum").item()
             count += length - 1
-    told = shop.read_lines("run", "eval")[-1]
-    assert told["tokens"] == count
-    assert told["loss"] == pytest.approx(total / count, rel=1e-5)
-    assert told["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
-    assert told["by_position"] == {"0-2K": {"loss": pytest.approx(total / count, rel=1e-5), "tokens": count}}
+    messages = runs.read_lines("run", "eval")[-1]
+    assert messages["tokens"] == count
+    assert messages["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert messages["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert messages["by_position"] == {"0-2K": {"loss": pytest.approx(total / count, rel=1e-5), "tokens": count}}
 
 
 @pytest.mark.check
-def test_a_run_on_one_rank_has_the_same_rows_and_losses(shop: Shop) -> None:
-    code, _, err = shop.train("parallel.sp_size=1", "run.output_dir=alone")
+def test_a_run_on_one_rank_has_the_same_rows_and_losses(runs: Shop) -> None:
+    code, _, err = runs.train("parallel.sp_size=1", "run.output_dir=alone")
     assert code == 0, err
-    assert shop.read_losses("alone") == pytest.approx(shop.read_losses("run"), rel=1e-5)
-    for ours, theirs in zip(shop.read_lines("alone", "eval"), shop.read_lines("run", "eval"), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours["tokens"] == theirs["tokens"]
+    assert runs.read_losses("alone") == pytest.approx(runs.read_losses("run"), rel=1e-5)
+    for ours, reference in zip(runs.read_lines("alone", "eval"), runs.read_lines("run", "eval"), strict=True):
+        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert ours["tokens"] == reference["tokens"]
 
 
 @pytest.mark.check
-def test_a_rehearsal_changes_no_bit(shop: Shop) -> None:
-    code, _, err = shop.train("run.rehearsal=false", "run.output_dir=unrehearsed")
+def test_a_rehearsal_changes_no_bit(runs: Shop) -> None:
+    code, _, err = runs.train("run.rehearsal=false", "run.output_dir=unrehearsed")
     assert code == 0, err
     assert "phase rehearsal" not in err
-    assert shop.read_losses("unrehearsed") == shop.read_losses("run")
-    ours, theirs = (shop.folder / run / "model" / "model.safetensors" for run in ("unrehearsed", "run"))
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert runs.read_losses("unrehearsed") == runs.read_losses("run")
+    ours, reference = (runs.folder / run / "model" / "model.safetensors" for run in ("unrehearsed", "run"))
+    assert ours.read_bytes() == reference.read_bytes()
 
 
 @pytest.mark.check
-def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_happened(shop: Shop) -> None:
-    process = shop.start("run.output_dir=stopped", "run.save_steps=null")
-    metrics = shop.folder / "stopped" / "metrics.jsonl"
-    shop.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
+def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_happened(runs: Shop) -> None:
+    process = runs.start("run.output_dir=stopped", "run.save_steps=null")
+    metrics = runs.folder / "stopped" / "metrics.jsonl"
+    runs.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=TIME_LIMIT)
     assert (process.returncode, out) == (0, ""), err
     stopped = re.search(r"stopped: by a signal after step (\d) of 8", err)
     assert stopped, err
-    assert [path.name for path in (shop.folder / "stopped" / "checkpoints").iterdir()] == [f"step-{stopped[1]}"]
-    assert len(shop.read_losses("stopped")) == int(stopped[1]) < 8
+    assert [path.name for path in (runs.folder / "stopped" / "checkpoints").iterdir()] == [f"step-{stopped[1]}"]
+    assert len(runs.read_losses("stopped")) == int(stopped[1]) < 8
 
-    code, _, err = shop.train("run.output_dir=stopped", "run.save_steps=null")
+    code, _, err = runs.train("run.output_dir=stopped", "run.save_steps=null")
     assert code == 2
     assert "hint: continue it with --resume auto, choose another run.output_dir, or replace it with --overwrite" in err
-    code, _, err = shop.train("run.output_dir=stopped", "run.save_steps=null", "--resume", "auto")
+    code, _, err = runs.train("run.output_dir=stopped", "run.save_steps=null", "--resume", "auto")
     assert code == 0, err
     assert f"resumed from stopped/checkpoints/step-{stopped[1]} after step {stopped[1]}" in err
-    assert shop.read_losses("stopped") == shop.read_losses("run")
-    ours, theirs = (shop.folder / run / "model" / "model.safetensors" for run in ("stopped", "run"))
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert runs.read_losses("stopped") == runs.read_losses("run")
+    ours, reference = (runs.folder / run / "model" / "model.safetensors" for run in ("stopped", "run"))
+    assert ours.read_bytes() == reference.read_bytes()
 
 
 @pytest.mark.check
-def test_a_killed_rank_is_named_once_and_the_others_end(shop: Shop) -> None:
-    process = shop.start("run.output_dir=killed", "train.max_steps=100000")
-    metrics = shop.folder / "killed" / "metrics.jsonl"
-    shop.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
-    second = shop.train("run.output_dir=killed", "train.max_steps=100000")
+def test_a_killed_rank_is_named_once_and_the_others_end(runs: Shop) -> None:
+    process = runs.start("run.output_dir=killed", "train.max_steps=100000")
+    metrics = runs.folder / "killed" / "metrics.jsonl"
+    runs.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
+    second = runs.train("run.output_dir=killed", "train.max_steps=100000")
     assert second[0] == 2
     assert "killed is in use by a run that is still going on" in second[2]
     assert "; its recipe is the same" in second[2]
-    process.strike(1)
+    process.signal_rank(1)
     _, err = process.communicate(timeout=TIME_LIMIT)
     assert process.returncode == 1, err
     end = err[err.rindex("rank ") :]
@@ -189,20 +189,20 @@ def test_a_killed_rank_is_named_once_and_the_others_end(shop: Shop) -> None:
     assert "Traceback" not in err
 
 
-def test_what_is_missing_is_told_before_ranks_meet(shop: Shop) -> None:
-    code, _, err = shop.train("run.output_dir=tracked", "run.report_to=[wandb]")
+def test_what_is_missing_is_told_before_ranks_meet(runs: Shop) -> None:
+    code, _, err = runs.train("run.output_dir=tracked", "run.report_to=[wandb]")
     assert code == 2
     assert "command line: run.report_to: wandb is not installed" in err
     assert "pip install ulysses-cli[wandb]" in err
-    assert not (shop.folder / "tracked" / "logs").exists(), "no rank was started"
+    assert not (runs.folder / "tracked" / "logs").exists(), "no rank was started"
     assert "Traceback" not in err
 
 
 @pytest.mark.check
-def test_a_dry_run_may_be_larger_than_the_machine(shop: Shop) -> None:
-    code, out, err = shop.train("--dry-run", "parallel.dp_shard_size=32", "run.output_dir=dry")
+def test_a_dry_run_may_be_larger_than_the_machine(runs: Shop) -> None:
+    code, out, err = runs.train("--dry-run", "parallel.dp_shard_size=32", "run.output_dir=dry")
     assert (code, out) == (0, ""), err
     assert "64 processes = dp_replicate 1 x dp_shard 32 x sp 2" in err
     assert "step 1: 32 rows, " in err
     assert re.search(r"each rank holds [\d,]+ of [\d,]+ parameters", err)
-    assert not (shop.folder / "dry" / "checkpoints").exists()
+    assert not (runs.folder / "dry" / "checkpoints").exists()

@@ -38,14 +38,14 @@ def run_ulysses(problem: Problem, tensors: dict[str, Tensor], kernel: str = "sdp
         num_head_chunks=problem.chunks,
     )
     out.backward(tensors["dout"][:, part])
-    found = {"out": gather_rows(out.detach())}
+    results = {"out": gather_rows(out.detach())}
     for name, leaf in leaves.items():
         assert leaf.grad is not None
-        found[f"d{name}"] = gather_rows(leaf.grad.transpose(1, 2))
+        results[f"d{name}"] = gather_rows(leaf.grad.transpose(1, 2))
     if sinks is not None and sinks.grad is not None:
         dist.all_reduce(sinks.grad)
-        found["dsinks"] = sinks.grad
-    return found
+        results["dsinks"] = sinks.grad
+    return results
 
 
 def gather_rows(part: Tensor) -> Tensor:
@@ -57,9 +57,9 @@ def gather_rows(part: Tensor) -> Tensor:
 def measure_errors(problem: Problem) -> dict[str, float]:
     """Largest difference from the reference, relative to the largest value, per tensor."""
     tensors = make_tensors(problem)
-    expected, found = compute_reference(problem, tensors), run_ulysses(problem, tensors)
-    assert found.keys() == expected.keys()
-    return {name: compare(found[name], expected[name]) for name in expected}
+    expected, result = compute_reference(problem, tensors), run_ulysses(problem, tensors)
+    assert result.keys() == expected.keys()
+    return {name: compare(result[name], expected[name]) for name in expected}
 
 
 def compare(found: Tensor, expected: Tensor) -> float:

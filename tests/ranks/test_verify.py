@@ -50,8 +50,8 @@ def prove_with(fault: str, folder: Path, *overrides: str) -> list[Row]:
     proof = make_proof(*overrides)
     shape = read_model_shape(proof.model.config or {}, "test")
     task = make_task(proof, shape, folder)
-    found = run_on_ranks(2, trace_with, fault, task)
-    return judge("sp 2", found[0], make_reference(task), shape)
+    results = run_on_ranks(2, trace_with, fault, task)
+    return judge("sp 2", results[0], make_reference(task), shape)
 
 
 def trace_with(fault: str, task: Any) -> Any:
@@ -207,11 +207,11 @@ def test_the_command_proves(tmp_path: Path) -> None:
     page = tmp_path / "verify.html"
     words = ["verify", str(TINY_RECIPE), "--format", "json", "--html", str(page)]
     done = subprocess.run([sys.executable, "-m", "ulysses_cli", *words], capture_output=True, text=True, timeout=300)
-    found = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
-    assert found["passed"]
-    assert {row["group"] for row in found["rows"]} == {"sp 1", "sp 2"}
-    assert all(row["verdict"] == "PASS" for row in found["rows"])
+    assert answer["passed"]
+    assert {row["group"] for row in answer["rows"]} == {"sp 1", "sp 2"}
+    assert all(row["verdict"] == "PASS" for row in answer["rows"])
     assert "evaluation tokens" in page.read_text()
 
 

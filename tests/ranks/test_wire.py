@@ -29,9 +29,9 @@ def run(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], list[torc
 def test_nothing_is_lost_in_bfloat16(num_ranks: int, more: tuple[str, ...]) -> None:
     words = (f"parallel.sp_size={num_ranks}", "model.dtype=bfloat16", *more)
     words += ("deepspeed.zero_optimization.reduce_bucket_size=5000",)
-    found = run_on_ranks(num_ranks, run, make_recipe(*words))
-    right = run_on_ranks(num_ranks, run, make_recipe(*words, "deepspeed.communication_data_type=fp32"))
-    for (losses, weights, dtypes), (expected, wanted, theirs) in zip(found, right, strict=True):
-        assert (dtypes, theirs) == ([torch.bfloat16], [torch.float32])
+    results = run_on_ranks(num_ranks, run, make_recipe(*words))
+    reference = run_on_ranks(num_ranks, run, make_recipe(*words, "deepspeed.communication_data_type=fp32"))
+    for (losses, weights, dtypes), (expected, wanted, others) in zip(results, reference, strict=True):
+        assert (dtypes, others) == ([torch.bfloat16], [torch.float32])
         assert losses == expected
         assert all(torch.equal(weights[name], wanted[name]) for name in wanted)

@@ -25,8 +25,8 @@ RECIPE = make_settings(
 )
 
 
-class Workshop:
-    """A folder with a recipe, and runs in it."""
+class Runs:
+    """A folder with a recipe and the runs that it starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,12 +34,12 @@ class Workshop:
         self.environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
     def start(
-        self, run: str, *words: str, plan: Mapping[str, Any] | None = None, beside: Command | None = None
+        self, run: str, *words: str, plan: Mapping[str, Any] | None = None, peer: Command | None = None
     ) -> Command:
-        """`plan`: of a strike. `beside`: the same run's command on another machine."""
+        """`plan`: where the run is killed (kill_points.py). `peer`: the same run's command on another machine."""
         environ = {**self.environ, kill_points.PLAN: json.dumps(plan)} if plan else dict(self.environ)
-        if beside is not None:
-            environ[kill_points.PIDS] = str(beside.pids.parent)
+        if peer is not None:
+            environ[kill_points.PIDS] = str(peer.pids.parent)
         return Command(["train", "r.yaml", f"run.output_dir={run}", *words], self.folder, environ)
 
     def train(self, run: str, *words: str) -> tuple[int, str]:
@@ -60,7 +60,7 @@ class Workshop:
         return (self.folder / run / "model" / "model.safetensors").read_bytes()
 
     def list_checkpoints(self, run: str) -> list[str]:
-        """All that stands in the folder, half done or not."""
+        """Every name in the folder, of finished and of half-written checkpoints."""
         try:
             return sorted(os.listdir(self.folder / run / "checkpoints"))
         except FileNotFoundError:
@@ -79,7 +79,7 @@ def wait_until(process: Command, is_there: Callable[[], bool], pause: float = 0.
 
 
 def damage_newest(run_dir: Path, kind: str, generator: random.Random) -> None:
-    """What a bad disk or a careless hand does to the newest checkpoint."""
+    """Damages the newest checkpoint as a bad disk or a person would."""
     newest = max((run_dir / "checkpoints").glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
     shard = newest / f"rank-{generator.randrange(2):05d}.safetensors"
     if kind == "truncated file":

@@ -1,4 +1,4 @@
-"""`python -m MODULE` without the price of its imports: children are forked from a process that has them already.
+"""`python -m MODULE` without the cost of its imports: children are forked from a process that has them already.
 
 They are processes like any other: own pid, session, signals, environment, files; only the interpreter's start is left
 out. `ForkedPopen` takes the place of subprocess.Popen, also in the children, so that a command's launcher and the
@@ -159,19 +159,19 @@ class Command:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def strike(self, rank: int, number: int = signal.SIGKILL) -> None:
+    def signal_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
         os.kill(kill_points.find_rank(self.pids, rank), number)
 
     def list_ranks(self) -> list[int]:
         return [int(file.read_text()) for file in self.pids.glob("[0-9]*")]
 
     @property
-    def has_struck(self) -> bool:
-        """The plan that it was started with has come to its moment."""
-        return (self.pids / "struck").exists()
+    def has_fired(self) -> bool:
+        """Whether the plan's moment has come."""
+        return (self.pids / "fired").exists()
 
-    def read_said(self) -> str:
-        """What has come on stderr so far."""
+    def read_stderr(self) -> str:
+        """The text of stderr so far."""
         return _read(self.files[1])
 
     def wait(self, timeout: float) -> int:

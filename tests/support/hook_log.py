@@ -58,18 +58,18 @@ class HookLog:
 
 
 def main() -> None:
-    wish = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    trace.prepare_process(wish)
+    trace.prepare_process(request)
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     from ulysses_cli.prove.trace.storages import Storages
 
     log = HookLog()
     log.watch(PartitionedParameterCoordinator, Storages)
-    num_offloaded = int(wish["levers"]["offloaded_layers"])
-    trace.trace_layers(wish, (num_offloaded, int(wish["config"]["num_hidden_layers"]) - num_offloaded))
+    num_offloaded = int(request["levers"]["offloaded_layers"])
+    trace.trace_layers(request, (num_offloaded, int(request["config"]["num_hidden_layers"]) - num_offloaded))
     out.write(json.dumps(log.hooks))
     out.close()
 

@@ -1,7 +1,7 @@
-"""A strike at an exact moment, from inside: rank 0 sees every file that it opens, renames and removes, and every phase
-that it enters, and there kills the chosen processes or sends them a signal. The product knows nothing of it.
+"""Kills a run at an exact moment, from inside: rank 0 sees every file that it opens, renames and removes, and every
+phase that it enters, and at the planned one sends a signal to the chosen processes. The product has no code for it.
 
-`arm` is called in each forked rank; what it shall do stands in its environment. Each rank writes down its collectives.
+`arm` is called in each forked rank; the plan is in its environment. Each rank also logs its collectives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FINAL = re.compile(r"/step-\d+$")
 
 
 def draw(seed: int) -> dict[str, Any]:
-    """What the fault of a seed is."""
+    """The plan of a seed."""
     generator = random.Random(seed)
     moment = MOMENTS[seed % len(MOMENTS)]
     return {
@@ -39,7 +39,7 @@ def draw(seed: int) -> dict[str, Any]:
 
 
 def arm(module: str, environ: Mapping[str, str]) -> None:
-    """In a rank, before anything else of it."""
+    """Called in a rank before any of its own code."""
     if module != "ulysses_cli.train" or PIDS not in environ:
         return
     pids = Path(environ[PIDS])
@@ -47,15 +47,15 @@ def arm(module: str, environ: Mapping[str, str]) -> None:
     part = pids / "part" / environ["RANK"]
     part.write_text(str(os.getpid()))
     part.rename(pids / environ["RANK"])
-    write_down_collectives(pids / f"collectives-{environ['RANK']}")
+    log_collectives(pids / f"collectives-{environ['RANK']}")
     if environ["RANK"] == "1":
-        fall_asleep_when_told()
+        hang_when_signalled()
     if environ["RANK"] == "0" and PLAN in environ and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         plan = json.loads(environ[PLAN])
         if "phase" in plan:
-            watch_phases(PhaseStrike(plan, pids))
+            watch_phases(KillAtPhase(plan, pids))
         else:
-            sys.addaudithook(Strike(plan, pids))
+            sys.addaudithook(KillAtFile(plan, pids))
 
 
 COLLECTIVES = (
@@ -64,8 +64,8 @@ COLLECTIVES = (
 )
 
 
-def write_down_collectives(file: Path) -> None:
-    """One line each, before it begins: what this rank is about to do."""
+def log_collectives(file: Path) -> None:
+    """Writes a line for each collective before this rank enters it."""
     import torch
     import torch.distributed as dist
 
@@ -83,12 +83,12 @@ def write_down_collectives(file: Path) -> None:
 
 
 def read_collectives(pids: Path) -> list[list[str]]:
-    """Of each rank."""
+    """The lines of each rank."""
     return [file.read_text().splitlines() for file in sorted(pids.glob("collectives-*"))]
 
 
 def list_phases(num_steps: int, evaluated: int, saved: int) -> dict[str, dict[str, Any]]:
-    """The events of a run's life, as plans without who and what. `evaluated`, `saved`: steps with one."""
+    """Plans by event of a run, without `who` and `signal`. `evaluated`, `saved`: steps with one."""
     return {
         "start": {"phase": "reading inputs"},
         "loading": {"phase": "loading the model"},
@@ -104,7 +104,7 @@ def list_phases(num_steps: int, evaluated: int, saved: int) -> dict[str, dict[st
 
 
 def watch_phases(note: Callable[[str, int | None], None]) -> None:
-    """Each phase of the run and of a step, when it is entered, and the steps done by then."""
+    """Calls `note` with each phase that the run or a step enters, and the number of steps done."""
     from ulysses_cli.train.telemetry.record import Record
     from ulysses_cli.train.train_state import TrainState
 
@@ -119,9 +119,9 @@ def watch_phases(note: Callable[[str, int | None], None]) -> None:
         kind.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
 
 
-class PhaseStrike:
-    """Strikes once, when a phase whose name begins so is entered, after the plan's step if it names one. `who`: all,
-    one, agent or command."""
+class KillAtPhase:
+    """Sends the signal once, when a phase is entered whose name begins with the plan's, after the plan's step if it has
+    one. `who`: all, one, agent or command."""
 
     def __init__(self, plan: Mapping[str, Any], pids: Path) -> None:
         self.plan, self.pids, self.is_done = plan, pids, False
@@ -130,7 +130,7 @@ class PhaseStrike:
         if self.is_done or not phase.startswith(self.plan["phase"]) or self.plan.get("step") not in (None, step):
             return
         self.is_done = True
-        (self.pids / "struck").touch()
+        (self.pids / "fired").touch()
         for process in self.find():
             os.kill(process, self.plan["signal"])
 
@@ -146,16 +146,16 @@ class PhaseStrike:
         return [int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])]
 
 
-def fall_asleep_when_told() -> None:
-    """A rank that hangs where it reads its rows, once it has had SIGUSR2."""
+def hang_when_signalled() -> None:
+    """After SIGUSR2 this rank hangs where it reads its rows."""
     from ulysses_cli.train import loop
 
-    told: list[int] = []
-    signal.signal(signal.SIGUSR2, lambda number, _: told.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: signals.append(number))
     read = loop.read_micro_batch
 
     def read_slowly(*args: Any) -> Any:
-        if told:
+        if signals:
             time.sleep(10**6)
         return read(*args)
 
@@ -170,7 +170,7 @@ def find_rank(pids: Path, rank: int) -> int:
     return int((pids / str(rank)).read_text())
 
 
-class Strike:
+class KillAtFile:
     """An audit hook: (event, its arguments)."""
 
     def __init__(self, plan: Mapping[str, Any], pids: Path) -> None:
@@ -219,6 +219,6 @@ class Strike:
 
     def kill(self) -> None:
         self.is_done = True
-        (self.pids / "struck").touch()
+        (self.pids / "fired").touch()
         for rank in sorted(self.plan["ranks"], reverse=True):  # this rank last
             os.kill(find_rank(self.pids, rank), signal.SIGKILL)

@@ -122,8 +122,8 @@ def run_alone(case: Case) -> dict[str, Tensor]:
     model = make_loss_model(case, make_sequence_axis(None))
     loss = model(**make_row(case.lengths), documents=make_documents(case.lengths))
     loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **found}
+    values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **values}
 
 
 def run_split(case: Case) -> dict[str, Tensor]:
@@ -133,10 +133,10 @@ def run_split(case: Case) -> dict[str, Tensor]:
     batch = {name: whole.chunk(axis.size, 1)[axis.rank] for name, whole in make_row(case.lengths).items()}
     loss = model(**batch, documents=make_documents(case.lengths))
     loss.backward()
-    found = {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for tensor in found.values():
+    results = {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for tensor in results.values():
         dist.all_reduce(tensor)
-    return found
+    return results
 
 
 def run_zero3(case: Case, sp_size: int, steps: int = 2, reuse: int = 10**9) -> dict[str, Any]:
@@ -186,10 +186,10 @@ def run_zero3(case: Case, sp_size: int, steps: int = 2, reuse: int = 10**9) -> d
         engine.step()
         losses.append(loss.detach())
     after = {name: safe_get_full_fp32_param(p) for name, p in module.named_parameters() if p.requires_grad}
-    found = {"losses": torch.stack(losses), "gathers": gathers}
-    found |= {f"grad of {name}": grad for name, grad in grads.items()} | {f"new {n}": w for n, w in after.items()}
+    values = {"losses": torch.stack(losses), "gathers": gathers}
+    values |= {f"grad of {name}": grad for name, grad in grads.items()} | {f"new {n}": w for n, w in after.items()}
     engine.destroy()
-    return found
+    return values
 
 
 @contextmanager
@@ -197,18 +197,18 @@ def count_gathers(engine: Any, names: dict[int, str]) -> Iterator[dict[str, int]
     """How often each weight travels."""
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     method = "_PartitionedParameterCoordinator__all_gather_params_"
-    found: dict[str, int] = {}
+    values: dict[str, int] = {}
     original = getattr(coordinator, method)
 
     def gather(params: Any, *args: Any, **kwargs: Any) -> None:
         for p in params:
             if p.ds_status.name == "NOT_AVAILABLE":
-                found[names[id(p)]] = found.get(names[id(p)], 0) + 1
+                values[names[id(p)]] = values.get(names[id(p)], 0) + 1
         original(params, *args, **kwargs)
 
     setattr(coordinator, method, gather)
     try:
-        yield found
+        yield values
     finally:
         delattr(coordinator, method)
 
@@ -233,7 +233,7 @@ def measure_difference(found: dict[str, Any], expected: dict[str, Any]) -> dict[
     """Largest difference of each tensor, relative to its largest value."""
     assert found.keys() == expected.keys()
     return {
-        name: ((found[name] - right).abs().max() / right.abs().max().clamp(min=1e-30)).item()
-        for name, right in expected.items()
-        if isinstance(right, Tensor)
+        name: ((found[name] - reference).abs().max() / reference.abs().max().clamp(min=1e-30)).item()
+        for name, reference in expected.items()
+        if isinstance(reference, Tensor)
     }

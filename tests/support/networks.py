@@ -72,14 +72,14 @@ def list_listening(process: int) -> list[tuple[str, int]]:
             continue
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
-    found = []
+    results = []
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == LISTENS and words[9] in inodes:
                 address, _, port = words[1].partition(":")
-                found.append((read_address(address), int(port, 16)))
-    return found
+                results.append((read_address(address), int(port, 16)))
+    return results
 
 
 def read_address(text: str) -> str:

@@ -250,25 +250,25 @@ def predict_phases(job: Job) -> dict[str, int]:
 def trace_phases(drawn: Drawn) -> dict[str, int]:
     """In a process of its own, forked from one that has torch and DeepSpeed loaded."""
     job = make_drawn_job(drawn)
-    wish = {
+    request = {
         "recipe": drawn.recipe.model_dump(mode="json"),
         "config": drawn.config,
         "levers": vars(job.levers),
         "world_size": job.world_size,
     }
-    ours, theirs = Pipe()
-    process = start_process(_trace_wish, (wish, theirs))
-    theirs.close()
+    ours, reference = Pipe()
+    process = start_process(_trace_wish, (request, reference))
+    reference.close()
     try:
         if not ours.poll(TRACE_SECONDS):
             raise AssertionError(f"no trace within {TRACE_SECONDS} s")
-        found = ours.recv()
+        result = ours.recv()
     finally:
         process.kill()
         process.join()
-    if isinstance(found, str):
-        raise AssertionError(f"{drawn.describe()}\n{found}")
-    return {name: found[name] for name in found}
+    if isinstance(result, str):
+        raise AssertionError(f"{drawn.describe()}\n{result}")
+    return {name: result[name] for name in result}
 
 
 def _trace_wish(wish: dict[str, Any], pipe: Connection) -> None:

@@ -59,10 +59,10 @@ class Pool:
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(num_ranks):
-            mine, theirs = multiprocessing.Pipe()
-            process = start_process(_serve, (rank, num_ranks, self.folder.name, theirs))
-            theirs.close()
-            self.pipes.append(mine)
+            own, reference = multiprocessing.Pipe()
+            process = start_process(_serve, (rank, num_ranks, self.folder.name, reference))
+            reference.close()
+            self.pipes.append(own)
             self.processes.append(process)
         self.collect(START_LIMIT)
 

@@ -89,8 +89,8 @@ def trace_step(recipe: Any) -> int:
     command = [sys.executable, "-m", "ulysses_cli.prove.trace"]
     done = subprocess.run(command, input=json.dumps(make_wish(recipe)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    return max(found["device"][phase] + found["host"][phase] for phase in PHASES)  # a CPU rank has one memory
+    answer = json.loads(done.stdout)
+    return max(answer["device"][phase] + answer["host"][phase] for phase in PHASES)  # a CPU rank has one memory
 
 
 def predict_step(recipe: Any) -> int:

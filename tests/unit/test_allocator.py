@@ -20,14 +20,14 @@ class Map:
 
     def list_stretches(self) -> list[tuple[int, int]]:
         """(length, start) of each run of free units."""
-        found, start = [], None
+        result, start = [], None
         for at, owner in enumerate([*self.taken, -1]):
             if owner == 0 and start is None:
                 start = at
             elif owner != 0 and start is not None:
-                found.append((at - start, start))
+                result.append((at - start, start))
                 start = None
-        return found
+        return result
 
 
 def replay_plainly(moves: list[tuple[int, int, int]], *, expandable: bool) -> int:

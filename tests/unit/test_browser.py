@@ -79,9 +79,9 @@ def measure(folder: Path, page: str, *, is_dark: bool = False) -> list[dict[str,
     file = folder / "frames.html"
     file.write_text(f'<!doctype html><meta charset="utf-8"><script>{MEASURE}</script><body>{frames}</body>')
     dump = browse(folder, file, "--dump-dom", is_dark=is_dark).stdout
-    found = re.search(r"<body>(\[.*\])</body>", dump, re.S)
-    assert found, dump[-2000:]
-    measured: list[dict[str, Any]] = json.loads(html.unescape(found[1]))
+    plan_results = re.search(r"<body>(\[.*\])</body>", dump, re.S)
+    assert plan_results, dump[-2000:]
+    measured: list[dict[str, Any]] = json.loads(html.unescape(plan_results[1]))
     return measured
 
 

@@ -121,8 +121,8 @@ def test_what_a_model_is_asked_ends_where_its_answer_begins(name: str) -> None:
 def test_tools_are_shown_or_refused(name: str) -> None:
     if name in WITH_TOOLS:
         assert show(name, WORKING, TOOLS) == WITH_TOOLS[name]
-        said = [{**turn, "content": "So."} if "tool_calls" in turn else turn for turn in WORKING]
-        assert "So." in show(name, said, TOOLS).partition("«")[2]
+        lines = [{**turn, "content": "So."} if "tool_calls" in turn else turn for turn in WORKING]
+        assert "So." in show(name, lines, TOOLS).partition("«")[2]
         return
     for messages, tools in ((CHAT, TOOLS), (WORKING, None)):
         with pytest.raises(BadRow, match=r"has no form for tools; data\.chat_template: qwen has one"):

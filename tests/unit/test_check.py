@@ -327,8 +327,8 @@ def test_check_offloading() -> None:
         "memory.activation_offloading: false"
     )
     for asked in ("true", "2"):
-        found = only(f"memory.activation_offloading={asked}", "memory.gradient_checkpointing=false")
-        assert found == nothing_kept
+        result = only(f"memory.activation_offloading={asked}", "memory.gradient_checkpointing=false")
+        assert result == nothing_kept
     for fine in ("4", "1", "0", "true", "auto", "false"):
         assert check(f"memory.activation_offloading={fine}", num_hidden_layers=4) == []
     assert check("memory.activation_offloading=false", "memory.gradient_checkpointing=false") == []
@@ -617,18 +617,18 @@ def test_kv_heads_of_a_rank(heads: int, kv_heads: int, sp_size: int, local: int,
         for r in range(sp_size)
     )
     assert needed == local
-    found = compute_kv_heads(heads, kv_heads, sp_size)
-    assert (found.num_local, found.is_repeated) == (local, repeated)
+    result = compute_kv_heads(heads, kv_heads, sp_size)
+    assert (result.num_local, result.is_repeated) == (local, repeated)
 
 
 @pytest.mark.parametrize(("length", "sp_size", "pad"), [(8192, 4, 512), (500_000, 1, 32), (500_000, 8, 32), (12, 4, 4)])
 def test_resolved_lengths(length: int, sp_size: int, pad: int) -> None:
     loaded = load(f"data.max_length={length}", f"parallel.sp_size={sp_size}", "parallel.dp_shard_size=3")
-    found = resolve(loaded.recipe, make_shape(), loaded.places)
-    assert found.pad_to_multiple_of == pad
+    result = resolve(loaded.recipe, make_shape(), loaded.places)
+    assert result.pad_to_multiple_of == pad
     assert length % pad == 0
     assert pad % sp_size == 0
-    assert found.local_tokens * sp_size == found.row_tokens == length
-    assert (found.rows_per_step, found.tokens_per_step) == (3, 3 * length)
-    assert "parallel.zero_stage: 3" in found.defaults
-    assert not any(line.startswith(("data.max_length", "parallel.sp_size:")) for line in found.defaults)
+    assert result.local_tokens * sp_size == result.row_tokens == length
+    assert (result.rows_per_step, result.tokens_per_step) == (3, 3 * length)
+    assert "parallel.zero_stage: 3" in result.defaults
+    assert not any(line.startswith(("data.max_length", "parallel.sp_size:")) for line in result.defaults)

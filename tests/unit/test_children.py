@@ -111,9 +111,9 @@ def run_limited(soft: int, hard: int, num_ranks: int) -> str:
 def test_the_limit_of_open_files_is_raised_or_named() -> None:
     assert run_limited(400, 500, 1) == "None\n(400, 500)\n"
     assert run_limited(20, 500, 2) == "None\n(144, 500)\n"
-    said = run_limited(20, 40, 2)
-    assert said.startswith("a process may open 40 files here, and 144 are needed\n\nhint: raise it: ulimit -n")
-    assert said.endswith("(20, 40)\n")
+    output = run_limited(20, 40, 2)
+    assert output.startswith("a process may open 40 files here, and 144 are needed\n\nhint: raise it: ulimit -n")
+    assert output.endswith("(20, 40)\n")
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_the_end_of_a_process_that_prepares_data_names_what_it_read(
     start = children.start_module
     monkeypatch.setattr(children, "start_module", lambda _, words, **options: start("dying", words, **options))
     done = prepare_recipe("r.yaml")
-    said = "data.datasets.1: the process that read it was killed by SIGBUS: a file that it had mapped into memory was"
+    output = "data.datasets.1: the process that read it was killed by SIGBUS: a file that it had mapped into memory was"
     assert done.exit_code == 128 + signal.SIGBUS
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(output)
 
 
 CRASHING = """

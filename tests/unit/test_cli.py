@@ -43,10 +43,10 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 
 def test_problems_as_json(tmp_path: Path) -> None:
     done = run("validate-config", TINY, str(tmp_path / "missing.yaml"), "--format", "json")
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["valid"]) == (2, False)
-    assert found["problems"][0]["message"] == "cannot be read: No such file or directory"
-    assert [plan["num_processes"] for plan in found["plans"]] == [2]
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["valid"]) == (2, False)
+    assert answer["problems"][0]["message"] == "cannot be read: No such file or directory"
+    assert [plan["num_processes"] for plan in answer["plans"]] == [2]
     good = json.loads(run("validate-config", TINY, "--format", "json").stdout)
     assert good["valid"] is True
     assert good["plans"][0]["heads"] == {
@@ -161,8 +161,8 @@ def test_every_line_of_help_is_whole(words: list[str], columns: int, monkeypatch
 
 
 def test_exit_codes_are_in_help_and_faq() -> None:
-    told = [line.split(maxsplit=1) for line in EXIT_CODES.replace("130, 143", "130,143").splitlines()[1:]]
-    assert [codes for codes, _ in told] == ["0", "1", "2", "130,143"]
+    rows = [line.split(maxsplit=1) for line in EXIT_CODES.replace("130, 143", "130,143").splitlines()[1:]]
+    assert [codes for codes, _ in rows] == ["0", "1", "2", "130,143"]
     assert (DONE, FAILED, USAGE) == (0, 1, 2)
     assert set(launcher.INTERRUPTED.values()) == {130, 143}
     help_text, faq = CliRunner().invoke(app, ["--help"]).stdout, (ROOT / "docs" / "faq.md").read_text()
@@ -172,11 +172,11 @@ def test_exit_codes_are_in_help_and_faq() -> None:
 
 
 def test_a_section_of_the_schema_is_printed() -> None:
-    found = CliRunner().invoke(app, ["config-schema", "parallel"]).stdout
-    assert found.startswith("parallel\n  how ranks share the work\n  takes a section\n\nparallel.sp_size\n")
-    assert "\n  takes a whole number from 1 to 4,096 (ranks)\n  default: 1\n  also: sequence_parallel_size, " in found
-    assert "train." not in found
-    assert all(len(line) <= 100 for line in found.splitlines())
+    answer = CliRunner().invoke(app, ["config-schema", "parallel"]).stdout
+    assert answer.startswith("parallel\n  how ranks share the work\n  takes a section\n\nparallel.sp_size\n")
+    assert "\n  takes a whole number from 1 to 4,096 (ranks)\n  default: 1\n  also: sequence_parallel_size, " in answer
+    assert "train." not in answer
+    assert all(len(line) <= 100 for line in answer.splitlines())
     for key in ("max_length", "data.seq_length", "data.max_length"):
         assert CliRunner().invoke(app, ["config-schema", key]).stdout.startswith("data.max_length\n")
     schema = json.loads(CliRunner().invoke(app, ["config-schema", "data.datasets.0", "--format", "json"]).stdout)
@@ -197,8 +197,8 @@ def test_quiet_says_what_is_wrong_and_what_does_not_fit() -> None:
     assert full.exit_code == 0
     assert full.stdout.startswith(f"{recipe}: rtx-4090: too close to tell")
     assert len(full.stdout.splitlines()) == 1
-    told = json.loads(CliRunner().invoke(app, [*quiet, "--format", "json"]).stdout)
-    assert told == {"valid": True, "problems": [], "plans": []}
+    answer = json.loads(CliRunner().invoke(app, [*quiet, "--format", "json"]).stdout)
+    assert answer == {"valid": True, "problems": [], "plans": []}
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,10 @@ def test_lengths_are_counted_and_compared() -> None:
     import numpy as np
 
     lengths = np.asarray([1, 2, 3, 4, 5, 100])
-    found = {(entry["from"], entry["to"]): entry["documents"] for entry in count_lengths(lengths) if entry["documents"]}
-    assert found == {(0, 1): 1, (1, 2): 1, (2, 4): 2, (4, 8): 1, (64, 128): 1}
+    values = {
+        (entry["from"], entry["to"]): entry["documents"] for entry in count_lengths(lengths) if entry["documents"]
+    }
+    assert values == {(0, 1): 1, (1, 2): 1, (2, 4): 2, (4, 8): 1, (64, 128): 1}
     choice = compare_length(lengths, 50)
     assert (choice["long_documents"], choice["truncated_share"]) == (1, 50 / 115)
     assert choice["efficiency"] == 115 / 150

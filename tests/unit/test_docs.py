@@ -42,8 +42,8 @@ def list_anchors(page: Path) -> set[str]:
 
 def list_links(page: Path) -> list[str]:
     text = drop_blocks(page.read_text())
-    found = re.findall(r"\]\(([^)\s]+)\)", text)
-    return found + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    result = re.findall(r"\]\(([^)\s]+)\)", text)
+    return result + re.findall(r'(?:src|srcset)="([^"]+)"', text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

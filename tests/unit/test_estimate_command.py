@@ -70,10 +70,10 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 def test_a_row_that_ends_at_an_index_says_so() -> None:
     """With whole logits, 2^31 elements come long before this GPU is full; in tiles, memory comes first."""
-    said = run("estimate-memory", RECIPE, "--gpu", "h200", "memory.tiled_loss=false").stdout
-    assert "with these levers (a longer row has a tensor of more than 2^31 elements)" in said
-    said = run("estimate-memory", RECIPE, "--gpu", "h100-80gb", "memory.tiled_loss=true").stdout
-    assert "2^31" not in said
+    output = run("estimate-memory", RECIPE, "--gpu", "h200", "memory.tiled_loss=false").stdout
+    assert "with these levers (a longer row has a tensor of more than 2^31 elements)" in output
+    output = run("estimate-memory", RECIPE, "--gpu", "h100-80gb", "memory.tiled_loss=true").stdout
+    assert "2^31" not in output
 
 
 def spend(*words: str) -> float:
@@ -160,10 +160,10 @@ def test_a_written_plan_is_a_recipe_that_validates_and_fits(tmp_path: Path, meth
     assert file.read_text().startswith("# ")
     assert "# predicted  " in file.read_text()
     assert (load_recipe(file).recipe.lora is not None) == (method == "lora")
-    found = json.loads(run("estimate-memory", str(file), "--format", "json").stdout)["results"][0]
-    assert found["verdict"] == "fits"
+    answer = json.loads(run("estimate-memory", str(file), "--format", "json").stdout)["results"][0]
+    assert answer["verdict"] == "fits"
     planned = json.loads(run(*words, "--method", method, "--format", "json").stdout)["by_cost"][0]
-    assert planned["gpu_peak_bytes"] == pytest.approx(found["gpu_peak_bytes"], rel=0.01)
+    assert planned["gpu_peak_bytes"] == pytest.approx(answer["gpu_peak_bytes"], rel=0.01)
     again = run(*words, "--write", str(file))
     assert again.returncode == 2
     assert "add --force" in again.stderr
@@ -180,10 +180,10 @@ def test_a_search_over_8_kinds_and_64_machines_takes_3_seconds() -> None:
 
 def test_the_longest_row() -> None:
     done = run("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--gpus", "h100-80gb:8,rtx-4090:1", "--format", "json")
-    found = json.loads(done.stdout)["longest"]
+    answer = json.loads(done.stdout)["longest"]
     assert done.returncode == 0
-    assert found[0]["gpu"] == "h100-80gb"
-    assert found[0]["max_length"] > 1_000_000
+    assert answer[0]["gpu"] == "h100-80gb"
+    assert answer[0]["max_length"] > 1_000_000
 
 
 @pytest.mark.check
@@ -210,9 +210,9 @@ def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
 
 def test_what_a_recipe_says_a_gpu_costs_is_its_price() -> None:
     words = ("estimate-memory", RECIPE, "run.price_per_gpu_hour=3.5")
-    found = json.loads(run(*words, "--format", "json").stdout)["results"][0]
-    dollars = 3.5 * 8 / 3600 * 1e6 / found["tokens_per_second"]
-    assert found["usd_per_million_tokens"] == {"low": pytest.approx(dollars), "high": pytest.approx(dollars)}
+    answer = json.loads(run(*words, "--format", "json").stdout)["results"][0]
+    dollars = 3.5 * 8 / 3600 * 1e6 / answer["tokens_per_second"]
+    assert answer["usd_per_million_tokens"] == {"low": pytest.approx(dollars), "high": pytest.approx(dollars)}
     assert "(run.price_per_gpu_hour)" in run(*words).stdout
 
 
@@ -230,8 +230,8 @@ def test_validate_config_says_whether_it_fits() -> None:
     assert done.returncode == 0
     assert "memory      h200: fits: " in done.stdout
     assert "tiled_loss false: not needed" in done.stdout
-    found = json.loads(run("validate-config", RECIPE, "--gpu", "rtx-4090", "--format", "json").stdout)
-    memory = found["plans"][0]["memory"]
+    answer = json.loads(run("validate-config", RECIPE, "--gpu", "rtx-4090", "--format", "json").stdout)
+    memory = answer["plans"][0]["memory"]
     estimate = json.loads(run("estimate-memory", RECIPE, "--gpu", "rtx-4090", "--format", "json").stdout)["results"][0]
     assert memory["verdict"] == estimate["verdict"]
     assert memory["levers"] == estimate["levers"]

@@ -109,10 +109,10 @@ def read_manifest(folder: Path, content: bytes) -> None:
     if not good.exists():
         make_checkpoint(folder, 3), make_checkpoint(folder, 6)
     (bad / "manifest.json").write_bytes(content)
-    said: list[str] = []
-    found = find_newest_valid(folder, said.append)
-    assert found == bad or (found == good and len(said) == 1 and said[0].startswith(f"{bad} is skipped: "))
-    assert all(len(text) < len(str(bad)) + 300 for text in said)
+    messages: list[str] = []
+    match = find_newest_valid(folder, messages.append)
+    assert match == bad or (match == good and len(messages) == 1 and messages[0].startswith(f"{bad} is skipped: "))
+    assert all(len(text) < len(str(bad)) + 300 for text in messages)
 
 
 def read_state(folder: Path, content: bytes) -> None:
@@ -295,5 +295,5 @@ def test_a_masked_setting_is_compared_in_linear_time() -> None:
     with bounded():
         assert list_changes(old, {"run": {"seed": 0}, "model": {"a": new}}) != []
     for text, is_same in (("ab", True), ("a-b", True), ("a", False), ("b", False), ("a--c", False)):
-        found = list_changes({"run": {"seed": 0}, "model": {"a": "a***b"}}, {"run": {"seed": 0}, "model": {"a": text}})
-        assert (found == []) is is_same, text
+        result = list_changes({"run": {"seed": 0}, "model": {"a": "a***b"}}, {"run": {"seed": 0}, "model": {"a": text}})
+        assert (result == []) is is_same, text

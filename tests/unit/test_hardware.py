@@ -53,12 +53,12 @@ def test_names_are_found_however_they_are_written() -> None:
 
 
 def test_a_users_entry_wins_key_by_key() -> None:
-    found = read({"gpus": {"h200": {"usd_per_hour": 2.2}, "mine": MINE}, "efficiency": {"matmul": 0.5}})
-    assert (found.get_gpu("h200").usd_low, found.get_gpu("h200").usd_high) == (2.2, 2.2)
-    assert found.get_gpu("h200").tflops == 989
-    assert found.get_gpu("mine").memory_bytes == 1000 * 2**20
-    assert found.get_gpu("mine").usd_middle is None
-    assert found.get_gpu("b200").efficiency.matmul == 0.5
+    result = read({"gpus": {"h200": {"usd_per_hour": 2.2}, "mine": MINE}, "efficiency": {"matmul": 0.5}})
+    assert (result.get_gpu("h200").usd_low, result.get_gpu("h200").usd_high) == (2.2, 2.2)
+    assert result.get_gpu("h200").tflops == 989
+    assert result.get_gpu("mine").memory_bytes == 1000 * 2**20
+    assert result.get_gpu("mine").usd_middle is None
+    assert result.get_gpu("b200").efficiency.matmul == 0.5
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def put(folder: Path, **changes: object) -> None:
 
 def test_a_local_folder_comes_first(tmp_path: Path) -> None:
     put(tmp_path / "m", num_attention_heads=16)
-    found = find(str(tmp_path / "m"))
-    assert (found.shape.num_heads, found.source) == (16, f"{tmp_path}/m/config.json")
+    result = find(str(tmp_path / "m"))
+    assert (result.shape.num_heads, result.source) == (16, f"{tmp_path}/m/config.json")
     (tmp_path / "m" / "config.json").write_text("{nope")
     assert "is not valid JSON" in complain(str(tmp_path / "m"))
     (tmp_path / "m" / "config.json").unlink()

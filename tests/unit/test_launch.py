@@ -108,9 +108,9 @@ def test_a_key_that_is_none_is_refused(tmp_path: Path) -> None:
     nodes, file = Nodes(2, 0, "localhost"), tmp_path / "key"
 
     def refuse(environ: dict[str, str]) -> Problem:
-        with pytest.raises(RecipeError) as found, rendezvous.open_rendezvous(nodes, tmp_path, environ):
+        with pytest.raises(RecipeError) as result, rendezvous.open_rendezvous(nodes, tmp_path, environ):
             pass
-        return found.value.problems[0]
+        return result.value.problems[0]
 
     short = refuse({KEY: "hush"})
     assert (short.message, short.hint) == (
@@ -146,8 +146,8 @@ def test_a_master_that_only_this_machine_reaches_is_refused(monkeypatch: pytest.
     """As where /etc/hosts says 127.0.1.1 of the machine's own name."""
     assert network.find_route("127.0.0.1") == network.Route("127.0.0.1", "lo")
     assert network.find_route("localhost").interface == "lo"
-    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    values = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: values)
     with pytest.raises(RecipeError) as refused:
         network.find_route("gpu01")
     assert refused.value.problems[0].message == (
@@ -177,9 +177,9 @@ def test_what_the_user_has_set_stays() -> None:
 
 def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path) -> None:
     for rank, when, uptime in ((0, 3.0, 9.5), (1, 104.0, 9.4), (2, 105.0, 9.6)):  # the clock was set back
-        told = {"rank": rank, "time": when, "message": f"ValueError: of {rank}", "phase": "training, step 3"}
-        told |= {"boot": "b", "uptime": uptime}
-        (tmp_path / f"rank-{rank}.error.json").write_text(json.dumps(told))
+        record = {"rank": rank, "time": when, "message": f"ValueError: of {rank}", "phase": "training, step 3"}
+        record |= {"boot": "b", "uptime": uptime}
+        (tmp_path / f"rank-{rank}.error.json").write_text(json.dumps(record))
     failure = find_first_failure(tmp_path)
     assert failure["rank"] == 1
     assert format_failure(failure, tmp_path) == (
@@ -229,11 +229,11 @@ def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:
     first = {"model": {"hub_token": "hf_abcdefghijkl"}, "train": {"max_steps": 6, "learning_rate": 1e-4}}
     second = {"model": {"hub_token": "hf_mnopqrstuvwx"}, "train": {"max_steps": 9, "learning_rate": 1e-4}}
     lock = start_lock.lock_run(tmp_path, 0, first)
-    with pytest.raises(RecipeError) as found:
+    with pytest.raises(RecipeError) as result:
         start_lock.lock_run(tmp_path, 0, second)
-    said = found.value.problems[0].message
-    assert f"(process {os.getpid()} on " in said
-    assert said.endswith("this recipe differs from its recipe in:\n  train.max_steps: was 6, is 9")
+    output = result.value.problems[0].message
+    assert f"(process {os.getpid()} on " in output
+    assert output.endswith("this recipe differs from its recipe in:\n  train.max_steps: was 6, is 9")
     with pytest.raises(RecipeError, match="; its recipe is the same"):
         start_lock.lock_run(tmp_path, 0, first)
     assert "hf_" not in lock.file.read_text()
@@ -276,27 +276,27 @@ def test_a_first_signal_asks_and_a_second_ends(first: signal.Signals, monkeypatc
 
 def test_a_signal_to_a_rank_is_no_cause(tmp_path: Path) -> None:
     """The launcher ends the others with a signal when one has failed."""
-    told = {"rank": 0, "time": 1.0, "is_interruption": True, "phase": "loading the model", "exit_code_wanted": 143}
-    (tmp_path / "rank-0.error.json").write_text(json.dumps(told))
+    record = {"rank": 0, "time": 1.0, "is_interruption": True, "phase": "loading the model", "exit_code_wanted": 143}
+    (tmp_path / "rank-0.error.json").write_text(json.dumps(record))
     assert find_first_failure(tmp_path)["is_interruption"]
-    told = {"rank": 1, "time": 2.0, "message": "RuntimeError: x", "exit_code_wanted": 1}
-    (tmp_path / "rank-1.error.json").write_text(json.dumps(told))
+    record = {"rank": 1, "time": 2.0, "message": "RuntimeError: x", "exit_code_wanted": 1}
+    (tmp_path / "rank-1.error.json").write_text(json.dumps(record))
     assert find_first_failure(tmp_path)["rank"] == 1
 
 
 def test_an_earlier_run_is_deleted_only_when_told_so(tmp_path: Path) -> None:
     results.check_run_dir(tmp_path, [], overwrite=False)
-    for name, mine in (("checkpoints", "mine.pt"), ("model", "weights.bin")):
+    for name, own in (("checkpoints", "mine.pt"), ("model", "weights.bin")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / mine).touch()
+        (tmp_path / name / own).touch()
         with pytest.raises(RecipeError, match=f"{name} holds the results of an earlier run"):
             results.check_run_dir(tmp_path, [], overwrite=False)
         results.check_run_dir(tmp_path, [], overwrite=True)
         with pytest.raises(RecipeError, match="where this run writes"):
             results.check_run_dir(tmp_path, ["owner/name", str(tmp_path / name / "base")], overwrite=True)
-        assert (tmp_path / name / mine).exists()
+        assert (tmp_path / name / own).exists()
         results.set_results_aside(tmp_path)
-        assert (tmp_path / "replaced" / "1" / name / mine).exists()
+        assert (tmp_path / "replaced" / "1" / name / own).exists()
         results.drop_replaced_results(tmp_path)
         assert list(tmp_path.iterdir()) == []
 
@@ -328,12 +328,12 @@ def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
     assert results.find_newest_checkpoint(tmp_path) is None
     for name in ("step-9", "step-10", "step-11.writing"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    found = results.find_newest_checkpoint(tmp_path)
-    assert found == tmp_path / "checkpoints" / "step-10"
-    assert format_interruption({}, found).startswith("interrupted; the newest checkpoint is ")
-    assert "--resume auto" in format_interruption({}, found)
-    told = {"is_interruption": True, "phase": "loading the model"}
-    assert format_interruption(told, None) == (
+    match = results.find_newest_checkpoint(tmp_path)
+    assert match == tmp_path / "checkpoints" / "step-10"
+    assert format_interruption({}, match).startswith("interrupted; the newest checkpoint is ")
+    assert "--resume auto" in format_interruption({}, match)
+    record = {"is_interruption": True, "phase": "loading the model"}
+    assert format_interruption(record, None) == (
         "interrupted while loading the model, before a checkpoint was written: "
         "the same command starts from the beginning"
     )

@@ -30,6 +30,7 @@ from ulysses_cli.plan.recipe.loader import parse_recipe
 H100 = load_hardware().get_gpu("h100-80gb")
 LLAMA_8B = make_shape(num_hidden_layers=32, max_position_embeddings=2**24)
 EIGHT = ("parallel.sp_size=8",)
+GIVEN = [Levers(), Levers(False, tiled_mlp=True), Levers("full", 2, 7, True, True, "cpu")]
 
 
 def choose(*overrides: str):
@@ -46,13 +47,13 @@ def test_none_is_on_where_none_is_needed() -> None:
 
 
 def test_they_come_on_one_after_another_as_rows_grow() -> None:
-    found = [choose(f"data.max_length={length}Ki").levers for length in (64, 512, 1024, 1536)]
-    counts = [sum([each.tiled_loss, each.tiled_mlp, each.offloaded_layers > 0]) for each in found]
+    results = [choose(f"data.max_length={length}Ki").levers for length in (64, 512, 1024, 1536)]
+    counts = [sum([each.tiled_loss, each.tiled_mlp, each.offloaded_layers > 0]) for each in results]
     assert counts == sorted(counts)
-    assert found[1].tiled_loss
-    assert not found[1].offloaded_layers
-    assert found[2].offloaded_layers
-    for each in found:
+    assert results[1].tiled_loss
+    assert not results[1].offloaded_layers
+    assert results[2].offloaded_layers
+    for each in results:
         assert each.offload_optimizer == "none"
 
 
@@ -106,7 +107,10 @@ def test_layers_stay_where_the_host_has_no_room_for_them() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind", "adapters"),
-    [("Qwen/Qwen3-30B-A3B", "a100-80gb", Adapters(16)), ("google/gemma-2-9b", "h200", None)],
+    sample(
+        [("Qwen/Qwen3-30B-A3B", "a100-80gb", Adapters(16)), ("google/gemma-2-9b", "h200", None)],
+        quick=[("google/gemma-2-9b", "h200", None)],
+    ),
 )
 def test_the_longest_row_offloads_what_the_host_has_room_for(name: str, kind: str, adapters: Adapters | None) -> None:
     """Where memory of the host ends first, with some layers and with none: no number of them reaches farther."""
@@ -124,9 +128,9 @@ def test_a_suggestion_leaves_a_number_that_fits() -> None:
     off = ("tiled_mlp=false", "tiled_loss=false", "offload_optimizer=none", "offload_param=none")
     overrides = (*EIGHT, "data.max_length=128Ki", "memory.attention_head_chunks=1", *(f"memory.{each}" for each in off))
     gpu = load_hardware().get_gpu("rtx-5090")
-    found = compute_estimate(load(*overrides, "memory.activation_offloading=true").recipe, LLAMA_8B, gpu)
-    assert found.fit.verdict == "does_not_fit"
-    assert found.suggestion == "memory:\n  tiled_loss: true\n"
+    estimate = compute_estimate(load(*overrides, "memory.activation_offloading=true").recipe, LLAMA_8B, gpu)
+    assert estimate.fit.verdict == "does_not_fit"
+    assert estimate.suggestion == "memory:\n  tiled_loss: true\n"
 
 
 def test_where_nothing_fits_the_host_is_asked_for_no_more_than_the_gpu_needs() -> None:
@@ -222,21 +226,21 @@ def test_the_cheapest_is_the_cheapest(length: str) -> None:
     recipe = load(*EIGHT, f"data.max_length={length}").recipe
     levers, open_names = read_levers(recipe, LLAMA_8B)
     job = make_job(recipe, LLAMA_8B, levers)
-    found = find_cheapest(job, H100, open_names)
-    assert found is not None
+    match = find_cheapest(job, H100, open_names)
+    assert match is not None
     order = {"tiled_loss": True, "tiled_mlp": True, "offloaded_layers": 31}
     for flags in range(8):
         tried = replace(levers, **{name: order[name] * (flags >> bit & 1) for bit, name in enumerate(order)})
         attempt = replace(job, levers=tried)
         if is_indexable(attempt) and judge(attempt, compute_ledger(attempt), H100).verdict == "fits":
-            ours = sum(bool(getattr(found, name)) << bit for bit, name in enumerate(order))
+            ours = sum(bool(getattr(match, name)) << bit for bit, name in enumerate(order))
             assert ours <= flags
             break
 
 
 @pytest.mark.parametrize("kind", sample(["h100-80gb", "rtx-4090", "b300"], quick=["h100-80gb"]))
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-4B", "openai/gpt-oss-20b", "google/gemma-2-9b"])
-@pytest.mark.parametrize("levers", [Levers(), Levers(False, tiled_mlp=True), Levers("full", 2, 7, True, True, "cpu")])
+@pytest.mark.parametrize("levers", sample(GIVEN, quick=GIVEN[2:]))
 def test_all_levers_reach_at_least_as_far_as_the_given_ones(name: str, kind: str, levers: Levers) -> None:
     gpu = load_hardware().get_gpu(kind)
     for layout in (Layout(1, 8, 1), Layout(1, 2, 4), Layout()):

@@ -206,13 +206,13 @@ def test_mistakes_in_overrides(override: str, message: str) -> None:
 
 
 def test_all_mistakes_at_once_in_the_order_of_the_file() -> None:
-    found = complain(VALID + "  optim: x\n  warmup_steps: -1\nrun: {sed: 1}\n")
-    assert [line.split(": ")[1] for line in found] == ["train.optim", "train.warmup_steps", "run.sed"]
+    result = complain(VALID + "  optim: x\n  warmup_steps: -1\nrun: {sed: 1}\n")
+    assert [line.split(": ")[1] for line in result] == ["train.optim", "train.warmup_steps", "run.sed"]
 
 
 def test_missing_sections_name_what_they_take() -> None:
-    found = complain("")
-    assert found[0].startswith(
+    result = complain("")
+    assert result[0].startswith(
         "r.yaml:1:1: model: required and not written\n\nhint: write model, a section with name_or"
     )
     assert complain("model: {name_or_path: x}\ndata: {max_length: 8}\n") == [
@@ -429,9 +429,9 @@ def test_keys_that_lack_a_value_are_no_files(words: str, files: list[str], overr
 
 
 def test_a_key_that_lacks_its_value_is_told_how_to_get_one() -> None:
-    told = "command line: {}: has no value\n\nhint: write {}"
-    assert complain(VALID, "train.max_steps") == [told.format("train.max_steps", "train.max_steps=VALUE")]
-    assert complain(VALID, "max_steps 10") == [told.format("max_steps", "train.max_steps=10")]
+    template = "command line: {}: has no value\n\nhint: write {}"
+    assert complain(VALID, "train.max_steps") == [template.format("train.max_steps", "train.max_steps=VALUE")]
+    assert complain(VALID, "max_steps 10") == [template.format("max_steps", "train.max_steps=10")]
 
 
 @pytest.mark.parametrize(

@@ -148,13 +148,13 @@ KEEPS_TILES = Levers(gradient_checkpointing=False, tiled_mlp=True, tiled_loss=Tr
 @example(Job(LLAMA, Layout(1, 1, 8), 8 * 4096, KEEPS_TILES), 8)
 def test_memory_never_falls_with_length(job: Job, more: int) -> None:
     longer = replace(job, row_tokens=job.row_tokens + 128 * job.layout.sp_size * more)
-    ours, theirs = compute_ledger(job), compute_ledger(longer)
+    ours, reference = compute_ledger(job), compute_ledger(longer)
     # A tile more makes each tile smaller: at most one tile of the MLP, or of the loss, apart.
     slack = 0.02 if job.levers.tiled_mlp or job.levers.tiled_loss else 0.0
     kinds, tile = job.shape.layer_kinds, min(job.local_tokens, job.shape.hidden_size)
     inside = max(mlp.compute_inside_saved(job, kind, tile) for kind in kinds) * job.levers.tiled_mlp
-    assert theirs.gpu_peak_bytes >= ours.gpu_peak_bytes * (1 - slack) - inside
-    assert theirs.host_peak_bytes >= ours.host_peak_bytes
+    assert reference.gpu_peak_bytes >= ours.gpu_peak_bytes * (1 - slack) - inside
+    assert reference.host_peak_bytes >= ours.host_peak_bytes
 
 
 @given(make_jobs())
@@ -164,11 +164,11 @@ def test_memory_never_rises_with_sp_at_the_same_length(job: Job) -> None:
     if sp_size == 1 or job.shape.num_heads % (2 * sp_size * job.levers.head_chunks):
         return
     wider = replace(job, layout=Layout(1, job.layout.dp_shard_size, 2 * sp_size))
-    ours, theirs = compute_ledger(job), compute_ledger(wider)
+    ours, reference = compute_ledger(job), compute_ledger(wider)
     kv_heads = job.shape.num_kv_heads
     repeats = kv_heads % (2 * sp_size * job.levers.head_chunks) != 0  # then keys are sent more than once
     slack = 0.25 if repeats or job.levers.tiled_mlp else 0.01
-    assert theirs.gpu_peak_bytes <= ours.gpu_peak_bytes * (1 + slack)
+    assert reference.gpu_peak_bytes <= ours.gpu_peak_bytes * (1 + slack)
 
 
 @given(make_jobs())
@@ -195,8 +195,8 @@ def test_each_layer_on_the_host_spares_the_gpu_until_two_are_left(job: Job) -> N
     num_layers = job.shape.num_layers
     base = replace(job.levers, gradient_checkpointing=job.levers.gradient_checkpointing or True)
     counts = [0, 1, num_layers // 2, num_layers - 2, num_layers - 1, num_layers]
-    found = [compute_ledger(replace(job, levers=replace(base, offloaded_layers=count))) for count in counts]
-    peaks, hosts = [each.gpu_peak_bytes for each in found], [each.host_peak_bytes for each in found]
+    ledgers = [compute_ledger(replace(job, levers=replace(base, offloaded_layers=count))) for count in counts]
+    peaks, hosts = [each.gpu_peak_bytes for each in ledgers], [each.host_peak_bytes for each in ledgers]
     assert peaks == sorted(peaks, reverse=True)
     assert hosts == sorted(hosts)
     assert peaks[-3] == peaks[-2]
@@ -335,10 +335,10 @@ def test_the_host_is_judged_with_a_margin_too() -> None:
 
 @given(st.integers(0, 100_000))
 def test_the_largest_is_found(limit: int) -> None:
-    found = find_largest(lambda number: number <= limit)
-    assert found <= limit
-    assert limit - found <= max(1, limit // 256)
-    assert (found == 0) == (limit == 0)
+    match = find_largest(lambda number: number <= limit)
+    assert match <= limit
+    assert limit - match <= max(1, limit // 256)
+    assert (match == 0) == (limit == 0)
 
 
 def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:

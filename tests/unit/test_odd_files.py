@@ -51,9 +51,9 @@ def test_patterns_are_those_of_a_shell(tmp_path: Path) -> None:
 
     patterns = ["**/*.jsonl", "**", "a/**", "*/**/*.jsonl", "**/b/*", "a/*", "**/a/**/z.jsonl", "*.jsonl", "no/**/x"]
     for pattern in patterns:
-        wanted = {os.path.normpath(found) for found in glob.glob(str(tmp_path / pattern), recursive=True)}
-        found = {os.path.normpath(found) for found in expand_pattern(str(tmp_path / pattern))}
-        assert found - {str(tmp_path), str(tmp_path / "a")} == wanted - {str(tmp_path), str(tmp_path / "a")}, pattern
+        wanted = {os.path.normpath(values) for values in glob.glob(str(tmp_path / pattern), recursive=True)}
+        values = {os.path.normpath(values) for values in expand_pattern(str(tmp_path / pattern))}
+        assert values - {str(tmp_path), str(tmp_path / "a")} == wanted - {str(tmp_path), str(tmp_path / "a")}, pattern
     before = os.getcwd()
     os.chdir(tmp_path)
     try:
@@ -168,6 +168,6 @@ def test_an_arrow_file_that_is_cut_while_it_is_read(tmp_path: Path, is_stream: b
 def test_a_header_that_makes_no_sense(tmp_path: Path, header: bytes, words: str) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    found = find_weight_problem(tmp_path)
-    assert found.startswith(f"{file} is damaged: ")
-    assert words in found
+    match = find_weight_problem(tmp_path)
+    assert match.startswith(f"{file} is damaged: ")
+    assert words in match

@@ -59,8 +59,8 @@ def test_every_token_exactly_once(lengths: list[int], capacity: int, seed: int) 
 def test_whole_pieces_stay_whole(lengths: list[int], capacity: int) -> None:
     pieces = cut_documents(lengths, capacity, "split").pieces
     rows = pack_documents(pieces, capacity, WORK)
-    found = [piece for index in range(len(rows)) for piece in rows.get_row(index)]
-    assert sorted(found) == sorted(pieces)
+    results = [piece for index in range(len(rows)) for piece in rows.get_row(index)]
+    assert sorted(results) == sorted(pieces)
 
 
 @given(LENGTHS, CAPACITY, st.sampled_from(["split", "truncate", "drop"]))
@@ -141,16 +141,16 @@ def test_a_log_normal_mix_is_packed_well() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3_000_000)), max_size=60), st.integers(0, 3_000_000))
 def test_the_set_of_rooms_finds_the_next_number(changes: list[tuple[bool, int]], start: int) -> None:
-    found, expected = NumberSet(3_000_000), set[int]()
+    result, expected = NumberSet(3_000_000), set[int]()
     for is_added, number in changes:
         if is_added:
-            found.add(number)
+            result.add(number)
             expected.add(number)
         elif number in expected:
-            found.remove(number)
+            result.remove(number)
             expected.discard(number)
     for at in (start, *sorted(expected)):
-        assert found.find_from(at) == min((number for number in expected if number >= at), default=None)
+        assert result.find_from(at) == min((number for number in expected if number >= at), default=None)
 
 
 def test_cuts_keep_to_the_places_that_do_no_harm() -> None:

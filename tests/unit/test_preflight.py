@@ -35,10 +35,10 @@ def load(run_dir: Path, *overrides: str) -> Loaded:
 
 
 def look(run_dir: Path, *overrides: str, processes_here: int = 1, anyway: bool = False, dry: bool = False) -> list[str]:
-    found = preflight.find_obstacles(
+    match = preflight.find_obstacles(
         load(run_dir, *overrides), processes_here=processes_here, resumes_anyway=anyway, is_rehearsal=dry
     )
-    return [str(problem).strip() for problem in found]
+    return [str(problem).strip() for problem in match]
 
 
 @pytest.fixture
@@ -56,16 +56,16 @@ def test_a_machine_that_has_everything(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "wandb" else object())
-    (found,) = look(tmp_path, "run.report_to=[tensorboard, wandb]")
-    assert found.startswith(
+    (result,) = look(tmp_path, "run.report_to=[tensorboard, wandb]")
+    assert result.startswith(
         "command line: run.report_to: wandb is not installed\n\nhint: pip install ulysses-cli[wandb]"
     )
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_fewer_gpus_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = look(tmp_path, processes_here=4)
-    assert "run.device: 4 processes on this machine, but 2 GPUs\n\nhint: use fewer processes" in found
+    (result,) = look(tmp_path, processes_here=4)
+    assert "run.device: 4 processes on this machine, but 2 GPUs\n\nhint: use fewer processes" in result
     assert look(tmp_path, processes_here=4, dry=True) == []
     assert look(tmp_path, "run.device=cpu", processes_here=4) == []
     monkeypatch.setattr(preflight, "count_rank_slots", lambda _: 0)
@@ -108,9 +108,11 @@ def test_a_recipe_that_does_not_go_on_from_the_newest_checkpoint(tmp_path: Path)
     written = load(tmp_path, "data.max_length=4Ki").recipe.model_dump(mode="json")
     folder = make_checkpoint(tmp_path, 3, recipe=written)
     for wanted in ("auto", str(folder)):
-        (found,) = look(tmp_path, f"run.resume_from_checkpoint={wanted}")
-        assert "the recipe has changed since the checkpoint was written:\n  data.max_length: was 4096, is 8192" in found
-        assert "hint: put it back, start over" in found
+        (result,) = look(tmp_path, f"run.resume_from_checkpoint={wanted}")
+        assert (
+            "the recipe has changed since the checkpoint was written:\n  data.max_length: was 4096, is 8192" in result
+        )
+        assert "hint: put it back, start over" in result
         assert look(tmp_path, f"run.resume_from_checkpoint={wanted}", anyway=True) == []
     assert look(tmp_path, "run.resume_from_checkpoint=auto", "data.max_length=4Ki") == []
     (folder / "state.json").write_text("{")
@@ -148,7 +150,7 @@ def test_what_cannot_be_exported_is_told_before_torch_is_loaded(tmp_path: Path) 
     model.mkdir()
     (model / "config.json").write_text("{}")
     (tmp_path / "fresh" / "checkpoints").mkdir(parents=True)
-    told = {
+    messages = {
         run_dir / "checkpoints" / "step-3": f"does not exist\n\nhint: {run_dir / 'checkpoints'} holds step-4, step-2",
         tmp_path / "nowhere": "does not exist\n\nhint: name a run's output_dir, or one of its checkpoints/step-N",
         file: "is not a folder",
@@ -156,26 +158,26 @@ def test_what_cannot_be_exported_is_told_before_torch_is_loaded(tmp_path: Path) 
         tmp_path: "is neither a checkpoint nor a run",
         tmp_path / "fresh": "holds no checkpoint",
     }
-    for path, words in told.items():
+    for path, words in messages.items():
         result = CliRunner().invoke(app, ["export", str(path), "--to", str(tmp_path / "to")])
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.startswith(f"CHECKPOINT: {path} {words}")
     for path in (run_dir, run_dir / "checkpoints", newest):
         assert list(preflight.check_export(path, tmp_path / "to")) == []
-    (found,) = preflight.check_export(newest, model)
-    assert str(found) == f"--to: {model} already exists\n\nhint: name a folder that does not exist\n"
+    (answer,) = preflight.check_export(newest, model)
+    assert str(answer) == f"--to: {model} already exists\n\nhint: name a folder that does not exist\n"
 
 
 def test_a_run_is_exported_from_its_newest_valid_checkpoint(tmp_path: Path) -> None:
     steps = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
     (steps[2] / "state.json").write_text("{")
-    told: list[str] = []
-    assert archive.choose_checkpoint(tmp_path, told.append) == steps[1]
-    assert f"{steps[2]} is skipped" in told[0]
-    assert told[1] == f"the newest valid checkpoint is {steps[1]}"
-    assert archive.choose_checkpoint(steps[0], told.append) == steps[0]
+    messages: list[str] = []
+    assert archive.choose_checkpoint(tmp_path, messages.append) == steps[1]
+    assert f"{steps[2]} is skipped" in messages[0]
+    assert messages[1] == f"the newest valid checkpoint is {steps[1]}"
+    assert archive.choose_checkpoint(steps[0], messages.append) == steps[0]
     with pytest.raises(archive.CheckpointError, match="cannot be exported"):
-        archive.choose_checkpoint(steps[2], told.append)
+        archive.choose_checkpoint(steps[2], messages.append)
 
 
 def test_a_folder_of_builds_that_cannot_be_written_is_an_obstacle_where_operators_are_built(
@@ -184,6 +186,6 @@ def test_a_folder_of_builds_that_cannot_be_written_is_an_obstacle_where_operator
     monkeypatch.setattr(preflight, "find_write_problem", lambda _: "FOLDER cannot be written")
     monkeypatch.setattr(preflight, "count_rank_slots", lambda _: 8)
     for overrides in (("run.device=cpu",), ("memory.offload_optimizer=cpu",)):
-        (found,) = look(tmp_path, *overrides)
-        assert found == f"FOLDER cannot be written\n\nhint: {preflight.HINT}"
+        (result,) = look(tmp_path, *overrides)
+        assert result == f"FOLDER cannot be written\n\nhint: {preflight.HINT}"
     assert look(tmp_path) == []

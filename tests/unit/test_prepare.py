@@ -238,9 +238,9 @@ def test_so_many_samples_of_each_source(tmp_path: Path) -> None:
     sources = f"data.datasets=[{', '.join(f'{{path: {file}}}' for file in files)}]"
     text = RECIPE.replace("STORE", str(tmp_path / "store"))
     recipe = parse_recipe(text, "r.yaml", [sources]).recipe
-    for wanted, found in ((0, 0), (1, 2), (3, 5)):
+    for wanted, result in ((0, 0), (1, 2), (3, 5)):
         samples = prepare_data(recipe, 8, lambda _: None, wanted).report["samples"]
-        assert len({sample["where"] for sample in samples}) == len(samples) == found
+        assert len({sample["where"] for sample in samples}) == len(samples) == result
 
 
 @pytest.mark.check
@@ -300,7 +300,7 @@ def test_equal_tokens_are_one_document_whatever_is_a_target_in_them(tmp_path: Pa
     texts = [f"document {number}" for number in range(40)]
     write_rows(tmp_path, *({"text": text} for text in texts))
     ids = [[*text.encode(), 257] for text in texts]
-    same = write_rows(tmp_path, *({"input_ids": found, "labels": found} for found in ids), name="t.jsonl")
+    same = write_rows(tmp_path, *({"input_ids": result, "labels": result} for result in ids), name="t.jsonl")
     both = f"data.datasets=[{{path: {tmp_path / 'd.jsonl'}}}, {{path: {same}}}]"
     prepared = prepare(tmp_path, both, "data.eval_split=0.2")
     train_side, eval_side = set(read_documents(prepared)), set(read_documents(prepared, "eval"))
@@ -383,9 +383,9 @@ def test_two_at_once_and_one_that_is_killed(tmp_path: Path) -> None:
     killed.communicate()
     assert not list((tmp_path / "store").glob("tokens/[!.]*"))
     both = [start(tmp_path) for _ in range(2)]
-    said = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    reports = [json.loads(out) for out, _ in said]
+    messages = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], messages
+    reports = [json.loads(out) for out, _ in messages]
     assert reports[0] == reports[1]
     assert reports[0]["sources"][0]["num_documents"] == 700
     assert len(list((tmp_path / "store").glob("tokens/[!.]*"))) == 1

@@ -48,19 +48,19 @@ def test_nothing_that_is_cleaned_moves_the_cursor(text: str) -> None:
 def test_problems_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     problem = Problem(EVIL, f"{EVIL} is odd", EVIL, Where(EVIL, 3, 1), details=(EVIL,))
     printing.print_problems([problem])
-    said = capsys.readouterr().err
-    assert said == f"{CLEAN}:3:1: {CLEAN}: {CLEAN} is odd\n  {CLEAN}\n\nhint: {CLEAN}\n\n1 problem\n"
+    output = capsys.readouterr().err
+    assert output == f"{CLEAN}:3:1: {CLEAN}: {CLEAN} is odd\n  {CLEAN}\n\nhint: {CLEAN}\n\n1 problem\n"
     printing.print_data(printing.format_table(("name",), [(EVIL,)]))
     assert capsys.readouterr().out == f"name\n{CLEAN}\n"
 
 
 def test_json_stays_json_and_is_tame(capsys: pytest.CaptureFixture[str]) -> None:
     printing.print_json({EVIL: [EVIL, "é漢"]})
-    said = capsys.readouterr().out
-    assert json.loads(said) == {EVIL: [EVIL, "é漢"]}
-    assert is_tame(said)
-    assert "\u202e" not in said
-    assert "é漢" in said
+    output = capsys.readouterr().out
+    assert json.loads(output) == {EVIL: [EVIL, "é漢"]}
+    assert is_tame(output)
+    assert "\u202e" not in output
+    assert "é漢" in output
 
 
 def test_the_report_of_data() -> None:
@@ -84,8 +84,8 @@ def test_displays_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     counts = {"bytes": 1, "total_bytes": 1, "tokens": 1, "is_done": True}
     ProgressLine().show({"event": "progress", "source": "", "name": EVIL, **counts})
     assert capsys.readouterr().err.startswith(f"tokenizing {CLEAN}  [")
-    said = format_failure({"rank": 0, "message": "first\nrank 1 failed: forged"}, Path("logs"))
-    assert said.startswith("rank 0 failed: first\n  rank 1 failed: forged\n\n")
+    output = format_failure({"rank": 0, "message": "first\nrank 1 failed: forged"}, Path("logs"))
+    assert output.startswith("rank 0 failed: first\n  rank 1 failed: forged\n\n")
 
 
 def test_values_of_the_environment_are_masked_wherever_they_are_printed(
@@ -96,8 +96,8 @@ def test_values_of_the_environment_are_masked_wherever_they_are_printed(
     printing.print_message(f"a {SECRET}")
     printing.print_json({"a": SECRET})
     printing.print_problems([Problem("a", SECRET, SECRET, Where(SECRET))])
-    said = capsys.readouterr()
-    assert SECRET not in said.out + said.err
+    message = capsys.readouterr()
+    assert SECRET not in message.out + message.err
     recipe = tmp_path / f"x-{SECRET}.yaml"
     shutil.copy(TINY_RECIPE, recipe)
     for words in ([], ["--format", "json"]):

@@ -202,9 +202,9 @@ def run_on_a_terminal(columns: int, **environment: str) -> tuple[str, str]:
             break
         written += part
     os.close(main)
-    said = process.communicate(timeout=30)[0].decode()
+    output = process.communicate(timeout=30)[0].decode()
     assert process.returncode == 0, written.decode()
-    return written.decode("utf-8", "replace"), said
+    return written.decode("utf-8", "replace"), output
 
 
 def render(text: str) -> list[str]:
@@ -231,7 +231,7 @@ def strip(text: str) -> str:
 
 
 def test_on_a_terminal_it_is_live() -> None:
-    text, said = run_on_a_terminal(100)
+    text, output = run_on_a_terminal(100)
     assert "loading model" in text
     plain = strip(text)
     for words in ("step 42/100  42%", "loss 2.16", "50k tokens/s", "94.0 GiB", "of about $", "━", "▁", "eval 1.5"):
@@ -240,8 +240,8 @@ def test_on_a_terminal_it_is_live() -> None:
         assert line in plain
     assert [line.split(" ")[0] for line in render(text)] == ["said", "eval", "warning:", "step=42/100"]  # what stays
     assert text.rindex("\x1b[?25h") > text.find("\x1b[?25l")  # the cursor is there
-    assert said.startswith("slowest ")
-    assert float(said.split()[-1]) < 1e-3
+    assert output.startswith("slowest ")
+    assert float(output.split()[-1]) < 1e-3
 
 
 @pytest.mark.parametrize("columns", [20, 40])

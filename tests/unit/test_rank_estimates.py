@@ -48,7 +48,7 @@ def test_after_memory_ran_out_the_advice_needs_less_than_what_was_tried() -> Non
     assert head.startswith("largest in ")
     assert head.count(" GiB") == 3
     advice = yaml.safe_load(change)
-    settings = [f"{section}.{name}={value}" for section, said in advice.items() for name, value in said.items()]
+    settings = [f"{section}.{name}={value}" for section, output in advice.items() for name, value in output.items()]
     better = load(
         "model.name_or_path=Qwen/Qwen3-4B", "data.max_length=128Ki", "parallel.sp_size=4",
         *(setting.replace("True", "true") for setting in settings),

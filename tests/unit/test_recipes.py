@@ -45,10 +45,10 @@ def test_the_header_says_what_the_ledger_says_and_the_hardware_is_enough(file: P
     written = read_field(file, "predicted")
     gpu = load_hardware().get_gpu(written.split(" on ")[1])
     recipe = load_recipe(file).recipe
-    found = compute_estimate(recipe, find_model_shape(recipe).shape, gpu)
-    assert found.fit.verdict == "fits"
-    peak, room = found.fit.gpu_peak_bytes / GIB, found.fit.gpu_capacity_bytes / GIB
-    host, rate = math.ceil(found.fit.host_peak_bytes / GIB), float(f"{found.speed.tokens_per_second:.2g}")
+    estimate = compute_estimate(recipe, find_model_shape(recipe).shape, gpu)
+    assert estimate.fit.verdict == "fits"
+    peak, room = estimate.fit.gpu_peak_bytes / GIB, estimate.fit.gpu_capacity_bytes / GIB
+    host, rate = math.ceil(estimate.fit.host_peak_bytes / GIB), float(f"{estimate.speed.tokens_per_second:.2g}")
     line = f"{peak:.1f} of {room:.1f} GiB per GPU, {host} GiB of host per machine, {rate:,.0f} tokens/s on {gpu.key}"
     assert written == line
     hardware = read_field(file, "hardware")
@@ -58,7 +58,7 @@ def test_the_header_says_what_the_ledger_says_and_the_hardware_is_enough(file: P
     if "of host memory" in hardware:
         amount, unit = re.search(r"(\d+) ([GT]iB) of host memory", hardware).groups()  # type: ignore[union-attr]
         assert host <= int(amount) * (1024 if unit == "TiB" else 1)
-    assert found.job.world_size <= int(hardware.split()[0]) * (8 if "machines" in hardware else 1)
+    assert estimate.job.world_size <= int(hardware.split()[0]) * (8 if "machines" in hardware else 1)
 
 
 def test_the_recipes_that_people_want_are_there() -> None:

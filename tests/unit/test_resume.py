@@ -135,26 +135,26 @@ def test_damage_is_named_and_passed_over(tmp_path: Path, name: str) -> None:
     assert find_damage(bad) == ""
     damage(bad)
     assert words in find_damage(bad)
-    said: list[str] = []
-    resume_point = find_resume_point(tmp_path, "auto", 0, said.append)
+    messages: list[str] = []
+    resume_point = find_resume_point(tmp_path, "auto", 0, messages.append)
     assert (resume_point.path, resume_point.step, resume_point.position) == (good, 3, 12)
-    assert len(said) == 1
-    assert said[0].startswith(f"{bad} is skipped: ")
+    assert len(messages) == 1
+    assert messages[0].startswith(f"{bad} is skipped: ")
     with pytest.raises(CheckpointError, match=r"step-6 cannot be resumed from: .*--resume auto takes the newest valid"):
-        find_resume_point(tmp_path, str(bad), 0, said.append)
+        find_resume_point(tmp_path, str(bad), 0, messages.append)
     truncate(good)
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* is valid, the newest: "):
-        find_resume_point(tmp_path, "auto", 0, said.append)
+        find_resume_point(tmp_path, "auto", 0, messages.append)
 
 
 def test_docs_and_help_list_what_may_change() -> None:
     """The list of the check, key by key."""
     page = (ROOT / "docs" / "checkpoints.md").read_text()
     page = " ".join(page.split("**`--resume auto`** takes")[1].split("- **")[0].split())
-    told = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    messages = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     for key in changes.FREE | set(changes.LENGTHS):
         assert f"`{key}`" in page
-        assert key in told
+        assert key in messages
     named = set(re.findall(r"`((?:model|data|train|lora)\.\w+)`", page))
     assert named == changes.FREE | set(changes.LENGTHS)
 
@@ -165,8 +165,8 @@ def test_a_run_may_become_longer_and_says_what_that_does(tmp_path: Path) -> None
     state = {"recipe": old, "data": "d", "step": 6, "num_steps": 6}
     check_changes(state, new, "d", anyway=False, report=pytest.fail)
     begin = ResumePoint(tmp_path, state)
-    said = describe_longer_run(begin, new, 20, lambda num_steps: lambda step: step / num_steps)
-    assert said == (
+    output = describe_longer_run(begin, new, 20, lambda num_steps: lambda step: step / num_steps)
+    assert output == (
         "train.max_steps: was 6, is 20: from step 7 on the learning rate follows the schedule of 20 steps, "
         "0.3 at first (step 6 had 0.833)"
     )
@@ -190,9 +190,9 @@ def test_a_checkpoint_of_this_run_knows_its_last_evaluation_and_model(tmp_path: 
 
 
 def test_without_a_checkpoint_auto_starts_anew(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert find_resume_point(tmp_path, "auto", 0, said.append) == resume.FRESH
-    assert said == ["no checkpoint to resume from: starting at step 1"]
+    messages: list[str] = []
+    assert find_resume_point(tmp_path, "auto", 0, messages.append) == resume.FRESH
+    assert messages == ["no checkpoint to resume from: starting at step 1"]
 
 
 def test_a_restart_in_place_looks_for_its_own_newest(tmp_path: Path) -> None:
@@ -252,12 +252,12 @@ def test_pruning_keeps_the_newest_and_can_die(tmp_path: Path, monkeypatch: pytes
 def test_an_abandoned_course_is_set_aside(tmp_path: Path) -> None:
     for step in (3, 6, 9):
         make_checkpoint(tmp_path, step)
-    said: list[str] = []
-    archive.set_aside(tmp_path, tmp_path / "checkpoints" / "step-3", said.append)
+    messages: list[str] = []
+    archive.set_aside(tmp_path, tmp_path / "checkpoints" / "step-3", messages.append)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-3"]
-    assert len(said) == 2
+    assert len(messages) == 2
     assert (tmp_path / "checkpoints" / "step-9.set-aside" / "manifest.json").exists()
-    archive.set_aside(tmp_path, make_checkpoint(tmp_path / "other", 50), said.append)
+    archive.set_aside(tmp_path, make_checkpoint(tmp_path / "other", 50), messages.append)
     assert list_checkpoints(tmp_path) == []
 
 
@@ -271,11 +271,11 @@ def test_changes_that_decide_values_are_listed() -> None:
     same += ["parallel.zero_stage=2", "model.attn_implementation=sdpa", "run.save_steps=7"]
     assert list_changes(dump(), dump(*same)) == []
     new = dump("data.max_length=512", "train.learning_rate=0.5", "lora.r=4", "run.seed=9", "data.datasets.0.weight=2")
-    found = list_changes(dump(), new)
-    assert [change.partition(":")[0] for change in found] == [
+    result = list_changes(dump(), new)
+    assert [change.partition(":")[0] for change in result] == [
         *("data.datasets.0.weight", "data.max_length", "train.learning_rate", "lora", "run.seed")
     ]
-    assert found[2].endswith(", is 0.5")
+    assert result[2].endswith(", is 0.5")
     old = dump()
     del old["train"]["z_loss_weight"]  # a version that did not have it
     assert list_changes(old, dump()) == []
@@ -299,9 +299,9 @@ def test_a_changed_recipe_is_an_error_or_a_warning() -> None:
         check_changes(state, dump("data.max_length=512"), "other", anyway=False, report=pytest.fail)
     with pytest.raises(ResumeError, match=r"the prepared data: was abc, is other"):
         check_changes(state, dump(), "other", anyway=False, report=pytest.fail)
-    said: list[str] = []
-    check_changes(state, dump("data.max_length=512"), "other", anyway=True, report=said.append)
-    assert "data.max_length" in said[0]
+    messages: list[str] = []
+    check_changes(state, dump("data.max_length=512"), "other", anyway=True, report=messages.append)
+    assert "data.max_length" in messages[0]
 
 
 def fit(rows: int, saved: tuple[int, int], now: tuple[int, int], dp_size: int, *, anyway: bool = False) -> int:
@@ -338,8 +338,8 @@ def test_steps_ahead_of_a_beginning() -> None:
 def test_a_restart_says_why(tmp_path: Path) -> None:
     assert resume.describe_restart(tmp_path, 1, 3) == "restart 1 of 3 (run.max_restarts): a rank was lost"
     for rank, is_cause, name in ((0, False, "error"), (1, True, "error-1"), (2, True, "error-0")):
-        told = {"rank": rank, "message": f"words of {rank}", "is_cause": is_cause, "time": rank}
-        (tmp_path / f"rank-{rank}.{name}.json").write_text(json.dumps(told))
+        messages = {"rank": rank, "message": f"words of {rank}", "is_cause": is_cause, "time": rank}
+        (tmp_path / f"rank-{rank}.{name}.json").write_text(json.dumps(messages))
     assert resume.describe_restart(tmp_path, 2, 3).endswith(
         "restart 2 of 3 (run.max_restarts): rank 1 failed: words of 1"
     )

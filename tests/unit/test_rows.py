@@ -25,23 +25,23 @@ PACKINGS = st.sampled_from(["documents", "stream", "off"])
 
 def read_plainly(rows: PackedRows, row: int, documents: list[list[int]], flags: list[list[int]]) -> list[Any]:
     """(token, label, position) of a row's tokens, written once more from the documents themselves."""
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     targets: list[bool] = []
     for number, start, stop in rows.pieces(row):
         for at in range(start, stop):
             has_next = at + 1 < stop and flags[number][at + 1] & 1
-            found.append(
+            results.append(
                 [
                     documents[number][at],
                     documents[number][at + 1] if has_next else -100,
-                    len(found) if rows.is_joined else at - start,
+                    len(results) if rows.is_joined else at - start,
                 ]
             )
             targets.append(bool(flags[number][at] & 1))
     if rows.is_joined:
-        for at in range(len(found) - 1):
-            found[at][1] = found[at + 1][0] if targets[at + 1] else -100
-    return found
+        for at in range(len(results) - 1):
+            results[at][1] = results[at + 1][0] if targets[at + 1] else -100
+    return results
 
 
 @settings(max_examples=count_examples(80))
@@ -180,8 +180,10 @@ def test_truncation_that_removes_every_target_is_an_error(tmp_path: Path) -> Non
 def test_when_nothing_is_left_the_counts_are_told(tmp_path: Path) -> None:
     documents = [[list(range(10)), list(range(20)), [1, 2]]]
     flags = [[[1] * 10, [1] * 20, [0, 0]]]
-    told = "no row is left to train on: 3 documents, 2 dropped, longer than data.max_length, 1 pieces without a superv"
-    with pytest.raises(DataError, match=told):
+    messages = (
+        "no row is left to train on: 3 documents, 2 dropped, longer than data.max_length, 1 pieces without a superv"
+    )
+    with pytest.raises(DataError, match=messages):
         make_prepared(tmp_path, documents, flags=flags, max_length=4, strategy="drop", skip_untrainable=True)
 
 

@@ -31,10 +31,10 @@ WISH = PlanRequest(LLAMA, 2**18, 10**8)
 
 
 def test_what_is_offered_fits_and_is_legal() -> None:
-    found = search(WISH, offer("h100-80gb:16", "h200:8", "a100-80gb:8"))
-    assert found.by_cost
-    assert not found.walls
-    for each in (*found.by_cost, *found.by_time):
+    plan_results = search(WISH, offer("h100-80gb:16", "h200:8", "a100-80gb:8"))
+    assert plan_results.by_cost
+    assert not plan_results.walls
+    for each in (*plan_results.by_cost, *plan_results.by_time):
         layout = each.job.layout
         assert judge(each.job, compute_ledger(each.job), each.gpu).verdict == "fits"
         assert LLAMA.num_heads % layout.sp_size == 0
@@ -45,18 +45,20 @@ def test_what_is_offered_fits_and_is_legal() -> None:
 
 
 def test_a_kind_that_is_left_out_is_told_with_its_reason() -> None:
-    wish = replace(WISH, max_length=2**16, budget_usd=40.0)
-    found = search(wish, offer("h100-80gb:8", "l40s:1", "rtx-6000-ada:8", "a100-80gb:8"), limit=1)
+    request = replace(WISH, max_length=2**16, budget_usd=40.0)
+    plan_results = search(request, offer("h100-80gb:8", "l40s:1", "rtx-6000-ada:8", "a100-80gb:8"), limit=1)
     reasons = {
         "l40s": r"does not fit: 1 of them need [\d.]+ GiB of host memory, of 90\.0",
         "rtx-6000-ada": "no price is known to hold against --budget",
         "a100-80gb": "fits, behind the others",
     }
-    assert found.left_out.keys() == reasons.keys()
+    assert plan_results.left_out.keys() == reasons.keys()
     for key, reason in reasons.items():
-        assert re.match(reason, found.left_out[key])
-    dear = search(replace(wish, budget_usd=found.by_cost[0].usd_middle * 1.01), offer("h100-80gb:8", "a100-80gb:8"))
-    assert dear.left_out["a100-80gb"].startswith("the cheapest that fits costs about USD ")
+        assert re.match(reason, plan_results.left_out[key])
+    expensive = search(
+        replace(request, budget_usd=plan_results.by_cost[0].usd_middle * 1.01), offer("h100-80gb:8", "a100-80gb:8")
+    )
+    assert expensive.left_out["a100-80gb"].startswith("the cheapest that fits costs about USD ")
 
 
 def test_prices_are_named_with_their_source() -> None:
@@ -73,14 +75,16 @@ def test_prices_are_named_with_their_source() -> None:
 @pytest.mark.parametrize("kinds", [("h100-80gb:8", "rtx-4090:2"), ("h200:16", "l40s:1")])
 def test_a_plan_is_what_its_recipe_is(length: int, is_lora: bool, kinds: tuple[str, ...]) -> None:
     """The written recipe, read again, is the job that was judged: the same engine, the same row."""
-    wish = PlanRequest(SHAPES["Qwen/Qwen3-4B"], length, 10**8, is_lora)
-    found = search(wish, offer(*kinds))
-    for each in (*found.by_cost, *found.by_time):
-        recipe = parse_recipe(write_draft(*draft_candidate(each, wish, "Qwen/Qwen3-4B", "planned.yaml"))).recipe
-        job = make_job(recipe, wish.shape, read_levers(recipe, wish.shape)[0], gpus_per_node=each.gpu.gpus_per_node)
+    request = PlanRequest(SHAPES["Qwen/Qwen3-4B"], length, 10**8, is_lora)
+    plan_results = search(request, offer(*kinds))
+    for each in (*plan_results.by_cost, *plan_results.by_time):
+        recipe = parse_recipe(write_draft(*draft_candidate(each, request, "Qwen/Qwen3-4B", "planned.yaml"))).recipe
+        job = make_job(
+            recipe, request.shape, read_levers(recipe, request.shape)[0], gpus_per_node=each.gpu.gpus_per_node
+        )
         assert job == each.job
         assert judge(job, compute_ledger(job), each.gpu) == each.fit
-    assert found.by_cost or found.walls
+    assert plan_results.by_cost or plan_results.walls
 
 
 @pytest.mark.check
@@ -103,19 +107,19 @@ def test_some_levers_let_a_row_fit_where_all_of_them_do_not(name: str, kind: str
 
 
 def test_the_order_is_by_cost_and_by_time() -> None:
-    found = search(WISH, offer("h100-80gb:64", "h200:64", "b200:64", "a100-80gb:64"))
-    costs = [each.usd_middle for each in found.by_cost]
-    times = [each.seconds for each in found.by_time]
+    plan_results = search(WISH, offer("h100-80gb:64", "h200:64", "b200:64", "a100-80gb:64"))
+    costs = [each.usd_middle for each in plan_results.by_cost]
+    times = [each.seconds for each in plan_results.by_time]
     assert all(a <= b * 1.11 for a, b in itertools.pairwise(costs))  # to two digits
     assert times == sorted(times)
-    assert min(costs) <= min(each.usd_middle for each in found.by_time) * 1.11
-    assert min(times) <= min(each.seconds for each in found.by_cost)
+    assert min(costs) <= min(each.usd_middle for each in plan_results.by_time) * 1.11
+    assert min(times) <= min(each.seconds for each in plan_results.by_cost)
 
 
 def test_a_kind_without_a_price_comes_last_by_cost() -> None:
-    found = search(WISH, offer("b300:8", "h100-80gb:8"))
-    assert [each.gpu.key for each in found.by_cost] == ["h100-80gb", "b300"]
-    assert found.by_cost[1].usd is None
+    plan_results = search(WISH, offer("b300:8", "h100-80gb:8"))
+    assert [each.gpu.key for each in plan_results.by_cost] == ["h100-80gb", "b300"]
+    assert plan_results.by_cost[1].usd is None
 
 
 def test_a_bound_is_kept_or_named() -> None:
@@ -134,11 +138,11 @@ def test_a_bound_is_kept_or_named() -> None:
 
 
 def test_walls_of_memory_and_heads() -> None:
-    found = search(replace(WISH, max_length=2**24 - 2**16), offer("a100-40gb:64"))
-    assert found.walls[0].kind == "gpu"
-    assert "of 40.0" in found.walls[0].message
-    assert found.walls[-1].kind == "heads"
-    assert "a row is shared by at most 32 GPUs here: 32 heads" in found.walls[-1].message
+    plan_results = search(replace(WISH, max_length=2**24 - 2**16), offer("a100-40gb:64"))
+    assert plan_results.walls[0].kind == "gpu"
+    assert "of 40.0" in plan_results.walls[0].message
+    assert plan_results.walls[-1].kind == "heads"
+    assert "a row is shared by at most 32 GPUs here: 32 heads" in plan_results.walls[-1].message
     far = search(replace(WISH, max_length=2**26), offer("h100-80gb:8"))
     assert [wall.kind for wall in far.walls] == ["heads"]
     poor = replace(TABLE.get_gpu("h100-80gb"), host_bytes_per_gpu=1 << 30)
@@ -146,11 +150,11 @@ def test_walls_of_memory_and_heads() -> None:
 
 
 def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
-    wish = PlanRequest(LLAMA, 0, 10**9)
+    request = PlanRequest(LLAMA, 0, 10**9)
     lengths = {
         f"{each.candidate.gpu.key}:{each.candidate.job.world_size}": each.max_length
         for kinds in (("h100-80gb:1", "h200:1"), ("l40s:8", "h200:8"))
-        for each in search_longest(wish, offer(*kinds))
+        for each in search_longest(request, offer(*kinds))
     }
     assert lengths["h100-80gb:1"] < lengths["h200:1"] < lengths["h200:8"]
     assert lengths["h100-80gb:1"] < lengths["l40s:8"] < lengths["h200:8"]

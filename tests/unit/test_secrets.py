@@ -23,8 +23,8 @@ ACCOUNT = json.dumps({"type": "service_account", "private_key": PEM, "client_ema
 )  # fmt: skip
 def test_a_variable_is_a_secret_by_its_name(name: str) -> None:
     known = collect_secrets({}, {name: VALUE})
-    said = f"a {VALUE} in {json.dumps(VALUE)} and https://x/{VALUE.replace('/', '%2F').replace(' ', '%20')}"
-    assert "battery" not in mask_text(said, known)
+    output = f"a {VALUE} in {json.dumps(VALUE)} and https://x/{VALUE.replace('/', '%2F').replace(' ', '%20')}"
+    assert "battery" not in mask_text(output, known)
 
 
 @pytest.mark.parametrize("name", ["PWD", "OLDPWD", "PATH", "HF_TOKEN_PATH", "SSH_AUTH_SOCK", "GIT_AUTHOR", "COMPASS"])

@@ -33,8 +33,8 @@ def open_one(tmp_path: Path, path: object, **settings: Any) -> Source:
 
 
 def read_all(source: Source) -> list[tuple[int, Any]]:
-    found = [pair for block in source.walk_blocks() for pair in walk_rows(block)]
-    return [(line, str(row) if isinstance(row, BadRow) else row) for line, row in found]
+    results = [pair for block in source.walk_blocks() for pair in walk_rows(block)]
+    return [(line, str(row) if isinstance(row, BadRow) else row) for line, row in results]
 
 
 def write(folder: Path, kind: str) -> Path:
@@ -406,16 +406,16 @@ def test_mappings_of_a_table_are_those_of_the_lines(tmp_path: Path) -> None:
     assert table == lines
     import datasets
 
-    found = HubSet("a", datasets.Dataset.from_list(rows), "", None)
-    hub = [read_sample("chat", row) for block in found.walk_blocks() for _, row in walk_rows(block)]  # type: ignore[arg-type]
+    result = HubSet("a", datasets.Dataset.from_list(rows), "", None)
+    hub = [read_sample("chat", row) for block in result.walk_blocks() for _, row in walk_rows(block)]  # type: ignore[arg-type]
     assert hub == lines
 
 
 def test_a_csv_row_with_too_many_or_too_few_fields(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text,id\n"a\nb",1\nc\nd,2,3\n')
-    found = read_all(open_one(tmp_path, tmp_path / "a.csv"))
-    assert found == [(2, {"text": "a\nb", "id": "1"}), (4, "1 fields where the header has 2"), (5, found[2][1])]
-    assert found[2][1] == "3 fields where the header has 2"
+    result = read_all(open_one(tmp_path, tmp_path / "a.csv"))
+    assert result == [(2, {"text": "a\nb", "id": "1"}), (4, "1 fields where the header has 2"), (5, result[2][1])]
+    assert result[2][1] == "3 fields where the header has 2"
 
 
 def test_bad_rows_of_csv_and_json_are_rows(tmp_path: Path) -> None:

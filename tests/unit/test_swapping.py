@@ -59,10 +59,12 @@ def test_a_disk_spares_the_host_and_costs_time(tmp_path: Path) -> None:
     assert compute_locked_state_bytes(job) == 16 * largest
     assert locked == 8 * (16 * largest + job.engine.gradient_bytes * count_shard(trained, 8))
     assert on_disk.speed.step_seconds > on_host.speed.step_seconds + 0.99 * 2 * 16 * trained / 5e9
-    found = describe_estimate(on_disk)
-    assert found["disk_bytes_per_node"] == compute_node_disk_bytes(job)
+    result = describe_estimate(on_disk)
+    assert result["disk_bytes_per_node"] == compute_node_disk_bytes(job)
     assert describe_estimate(on_host)["disk_bytes_per_node"] == 0
-    assert f"{found['disk_bytes_per_node'] / GIB:,.1f} GiB below memory.nvme_path" in format_estimate(on_disk, "r.yaml")
+    assert f"{result['disk_bytes_per_node'] / GIB:,.1f} GiB below memory.nvme_path" in format_estimate(
+        on_disk, "r.yaml"
+    )
     assert "nvme_path" not in format_estimate(on_host, "r.yaml")
 
 

@@ -102,8 +102,8 @@ def test_rows_of_a_table_arrive_as_they_are(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "d.parquet")
     write_arrow(tmp_path / "d.arrow", table, "lz4")
     for name in ("d.parquet", "d.arrow"):
-        found = [row for block in walk_blocks([tmp_path / name]) for row in walk_rows(block)]
-        assert found == list(enumerate(table.to_pylist(), 1))
+        results = [row for block in walk_blocks([tmp_path / name]) for row in walk_rows(block)]
+        assert results == list(enumerate(table.to_pylist(), 1))
 
 
 def test_values_are_measured_as_python_holds_them() -> None:

@@ -140,7 +140,7 @@ def test_a_wrong_input_is_told(line: str, said: str, folder: Path, monkeypatch: 
 
 def test_what_follows_from_a_wrong_value_is_not_told_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    said = CliRunner().invoke(app, ["validate-config", "t.yaml", "data.eval_split=10%"]).stderr
-    assert "data.eval_split: '10%' is not a number" in said
-    assert "nothing to evaluate on" not in said
-    assert said.rstrip().endswith("1 problem")
+    output = CliRunner().invoke(app, ["validate-config", "t.yaml", "data.eval_split=10%"]).stderr
+    assert "data.eval_split: '10%' is not a number" in output
+    assert "nothing to evaluate on" not in output
+    assert output.rstrip().endswith("1 problem")
