@@ -150,7 +150,7 @@ def test_what_cannot_be_exported_is_told_before_torch_is_loaded(tmp_path: Path) 
     model.mkdir()
     (model / "config.json").write_text("{}")
     (tmp_path / "fresh" / "checkpoints").mkdir(parents=True)
-    messages = {
+    hints = {
         run_dir / "checkpoints" / "step-3": f"does not exist\n\nhint: {run_dir / 'checkpoints'} holds step-4, step-2",
         tmp_path / "nowhere": "does not exist\n\nhint: name a run's output_dir, or one of its checkpoints/step-N",
         file: "is not a folder",
@@ -158,7 +158,7 @@ def test_what_cannot_be_exported_is_told_before_torch_is_loaded(tmp_path: Path) 
         tmp_path: "is neither a checkpoint nor a run",
         tmp_path / "fresh": "holds no checkpoint",
     }
-    for path, words in messages.items():
+    for path, words in hints.items():
         result = CliRunner().invoke(app, ["export", str(path), "--to", str(tmp_path / "to")])
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.startswith(f"CHECKPOINT: {path} {words}")
