@@ -16,7 +16,7 @@ from ulysses_cli.plan.ledger.layer import (
 )
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens
 
-PROOF_TOKENS = 8  # train/assembly/build.py: PROBE_TOKENS
+PROOF_TOKENS = 8  # train/assembly/head.py: PROBE_TOKENS
 
 
 def count_head_elements(job: Job) -> int:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -239,7 +240,8 @@ def _connect(host: str, port: int, endpoint: str) -> dist.TCPStore:
     stores: list[dist.TCPStore] = []
 
     def connect() -> None:
-        stores.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=ANSWER_TIMEOUT))
+        with suppress(dist.DistError):  # it comes when nobody waits any more; no store says the same
+            stores.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=ANSWER_TIMEOUT))
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
