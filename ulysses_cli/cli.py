@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -25,7 +26,7 @@ from ulysses_cli.commands import (
     verify,
 )
 from ulysses_cli.commands.options import EXIT_CODES
-from ulysses_cli.plan.exit_codes import DONE, FAILED, INTERRUPTED, USAGE
+from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
 
 app = typer.Typer(
     name="ulysses",
@@ -100,4 +101,4 @@ def run() -> None:
         sys.stderr.write(f"the result cannot be written: {error.strerror}\n")
         sys.exit(FAILED)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(get_signal_code(signal.SIGINT))

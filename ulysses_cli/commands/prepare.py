@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from ulysses_cli.commands.options import Format, FormatOption, RecipeWords, write_page
-from ulysses_cli.plan.exit_codes import DONE, USAGE
+from ulysses_cli.plan.exit_codes import DONE, USAGE, get_signal_code
 
-ENDED_BY_USER = (130, 143, -signal.SIGINT, -signal.SIGTERM)
+ENDED_BY_USER = tuple(code for number in (signal.SIGINT, signal.SIGTERM) for code in (get_signal_code(number), -number))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ulysses_cli.commands.options import Format, check_page, end_with, or_exit, write_page
-from ulysses_cli.plan.exit_codes import FAILED
+from ulysses_cli.plan.exit_codes import FAILED, get_signal_code
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.models.shape import ModelShape
@@ -125,7 +125,7 @@ def _run_child(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str,
     )
 
     def stop(number: int, _: object) -> None:
-        sys.exit(128 + number)
+        sys.exit(get_signal_code(number))
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ulysses_cli.data.prepare import prepare_data
 from ulysses_cli.data.problems import DataError
-from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
+from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.resolved import compute_pad_multiple
@@ -80,7 +80,7 @@ def _show(progress: ProgressLine, place: int | None, event: Mapping[str, Any]) -
 
 def _stop(number: int, _: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(128 + number)  # SystemExit runs the `finally` blocks, which remove partial folders
+    sys.exit(get_signal_code(number))  # SystemExit runs the `finally` blocks, which remove partial folders
 
 
 if __name__ == "__main__":
@@ -89,4 +89,4 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sys.exit(130)
+        sys.exit(get_signal_code(signal.SIGINT))

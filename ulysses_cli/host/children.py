@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.exit_codes import get_signal_code
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 INTERRUPT_SECONDS = 20
@@ -39,7 +40,7 @@ def _end_with_parent(parent: int, libc: ctypes.CDLL) -> None:
     """Runs between fork and exec: only system calls, since locks of other threads may be held forever."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # the parent has ended since the fork
-        os._exit(128 + signal.SIGTERM)
+        os._exit(get_signal_code(signal.SIGTERM))
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def ending(child: subprocess.Popen[str]) -> Iterator[None]:
     """Ends the child together with this block, in whatever way the block ends; the child removes its partial output."""
 
     def stop(number: int, _: object) -> None:
-        sys.exit(128 + number)
+        sys.exit(get_signal_code(number))
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

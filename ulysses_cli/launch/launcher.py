@@ -21,9 +21,10 @@ from ulysses_cli.launch.failures import find_first_failure
 from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.launch.rendezvous import Rendezvous
 from ulysses_cli.launch.start_lock import NewLock
+from ulysses_cli.plan.exit_codes import get_signal_code
 from ulysses_cli.run_folder.seal import KEY, Seal
 
-INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_SIGNAL_SECONDS = 0.5  # some programs signal a process and then its group
 AGENT_SECONDS = 5  # after a second signal, the launcher is killed when it has not ended by then
 PEER_SHUTDOWN_SECONDS = "10"  # after one rank has failed, the others hang in a collective
@@ -115,7 +116,7 @@ def launch(
             start_new_session=True,  # so that Ctrl-C in the terminal reaches this process only, which forwards it once
         )
         signals = StopSignals(agent)
-        handlers = {number: signal.signal(number, signals.handle) for number in (*INTERRUPTED, signal.SIGALRM)}
+        handlers = {number: signal.signal(number, signals.handle) for number in (*STOP_SIGNALS, signal.SIGALRM)}
         try:
             code = agent.wait()
         finally:
@@ -126,7 +127,7 @@ def launch(
         return Outcome(0, {})
     failure = find_first_failure(logs)
     if signals.first is not None and not failure.get("is_cause"):
-        return Outcome(INTERRUPTED[signals.first], failure)
+        return Outcome(get_signal_code(signals.first), failure)
     return Outcome(int(failure.get("exit_code_wanted", 1)), failure)
 
 

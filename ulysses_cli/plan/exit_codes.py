@@ -3,4 +3,9 @@
 DONE = 0
 FAILED = 1  # the run or the proof failed
 USAGE = 2  # the recipe or the command line is wrong
-INTERRUPTED = 130  # before a checkpoint could be written; after SIGTERM 143
+
+
+def get_signal_code(number: int) -> int:
+    """Of a process that a signal ended before its work was done, as shells report it: 130 after SIGINT, 143 after
+    SIGTERM."""
+    return 128 + number

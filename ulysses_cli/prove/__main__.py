@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
+from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -46,7 +46,7 @@ def main() -> int:
 def end_on_signal(number: int, _: object) -> None:
     """Ends by an exception, so that ranks are ended and temporary folders removed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(128 + number)
+    sys.exit(get_signal_code(number))
 
 
 def redirect_output(command: str) -> Path:

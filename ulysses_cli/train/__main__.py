@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from ulysses_cli.plan.exit_codes import get_signal_code
 from ulysses_cli.plan.secrets import collect_secrets, mask_secrets
 from ulysses_cli.run_folder.failure_record import give_room, keep_room, write_failure_record
 from ulysses_cli.run_folder.run_lock import hold_lock
@@ -66,7 +67,7 @@ def read_final_failure(logs: Path, rank: int) -> int | None:
 
 def write_interruption_record(logs: Path, rank: int, number: int, record: Record, leftovers: ExitStack) -> None:
     """Records where an interrupted rank was, for the command to report. Closes the display."""
-    code = 128 + (number or signal.SIGTERM)
+    code = get_signal_code(number or signal.SIGTERM)
     failure = {"rank": rank, "phase": record.describe_phase(), "is_interruption": True, "exit_code_wanted": code}
     write_failure_record(logs, rank, failure)
     leftovers.close()

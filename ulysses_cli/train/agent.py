@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ulysses_cli.plan.exit_codes import FAILED, USAGE
+from ulysses_cli.plan.exit_codes import FAILED, USAGE, get_signal_code
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, SignalListener
 from ulysses_cli.train.guard.masked_log import open_masked
@@ -34,7 +34,7 @@ class RankSignals:
 
     def receive(self, number: int) -> None:
         if number == NOW:
-            self.end(128 + NOW)
+            self.end(get_signal_code(NOW))
         if number == ORPHANED:
             self.deadline = time.monotonic() + ORPHAN_SECONDS
         self.is_stopping = True
@@ -45,7 +45,7 @@ class RankSignals:
             return
         ranks = self.find_ranks()
         if not ranks and not self.signalled:  # still waiting for other machines
-            self.end(128 + signal.SIGTERM)
+            self.end(get_signal_code(signal.SIGTERM))
         for rank in ranks - self.signalled:
             self.signalled.add(rank)
             _send(rank, signal.SIGTERM)

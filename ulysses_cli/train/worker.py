@@ -89,8 +89,8 @@ def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Recor
 
 
 def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:
-    """Collective over all ranks. Nothing is written to the run folder before this stage. The rehearsal comes before
-    the checkpoint's state is loaded."""
+    """Collective over all ranks. No result (checkpoint, metrics, run.json) is written before this stage. The
+    rehearsal comes before the checkpoint's state is loaded."""
     settings, state, point = connected.plan.recipe.run, run.state, connected.resume_point
     bad_steps = BadSteps(settings.max_bad_steps, record.warn)
     policy = SavePolicy(settings.save_total_limit, settings.async_save, settings.on_save_error == "continue")

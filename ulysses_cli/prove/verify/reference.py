@@ -1,7 +1,8 @@
 """The reference of `verify`: training with plain torch and transformers on one process, document by document, with
 eager attention.
 
-It shares the making of the model config with a real run and nothing else: no engine, kernel, loss or sharding.
+It shares the making of the model config and the choice of a step's rows with a real run: no engine, kernel, loss or
+sharding.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 
 _numbers = itertools.count()
 # Arguments of transformers' layers that this attention computes anyway, or that do not concern it.
-IGNORED = frozenset(
+IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "position_embeddings"}
     | {"return_dict", "num_items_in_batch", "output_router_logits", "labels"}
 )
@@ -56,7 +56,7 @@ def register_attention(axis: SequenceAxis, kernel: str, num_head_chunks: int = 1
             raise ValueError(f"{layer} got an attention mask; documents decide which tokens a token attends to")
         if dropout:
             raise ValueError(f"{layer} asks for attention dropout {dropout}, which this tool does not offer")
-        unknown = {name for name, value in other_arguments.items() if value is not None} - IGNORED
+        unknown = {name for name, value in other_arguments.items() if value is not None} - IGNORED_ARGUMENTS
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if unknown or not causal:
             features = ", ".join(sorted(unknown)) or "attention that is not causal"

@@ -1,6 +1,6 @@
 """Ulysses attention: one all-to-all trades each rank's slice of the row for a subset of the heads, a second trades the
-result back. Two collectives forward, two backward (per chunk of heads), nothing else. Values are those of one rank; a
-key/value head that several ranks use gets the sum of their gradients.
+result back. The backward has two more, or three where slices were saved and are exchanged again. Values are those of
+one rank; a key/value head that several ranks use gets the sum of their gradients.
 
 Takes tensors and an axis, no recipe and no model. Keeps no state between calls.
 """

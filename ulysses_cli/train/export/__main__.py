@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.transaction import lock
-from ulysses_cli.plan.exit_codes import FAILED, USAGE
+from ulysses_cli.plan.exit_codes import FAILED, USAGE, get_signal_code
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint
 from ulysses_cli.run_folder.manifest import load_state
@@ -34,7 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--events", required=True, type=int, help="a pipe for JSON lines")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unfinished files are removed on exit
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(get_signal_code(number))
+    )  # unfinished files are removed on exit
     with os.fdopen(options.events, "w", encoding="utf-8") as events:
 
         def emit(**event: Any) -> None:

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from ulysses_cli.plan.exit_codes import get_signal_code
+
 ORPHANED = 0  # used like a signal's number: the parent process is dead
 STOP_SECONDS = 45.0  # from a signal to the end of a rank that reaches no boundary; the launcher needs up to 10 s more
 ORPHAN_SECONDS = 10.0
@@ -124,7 +126,7 @@ class Interruption:
 
 def end_process(number: int, write_failure_record: Callable[[], None]) -> None:
     """Ends the process even if writing the record fails or hangs."""
-    code = 128 + (number or signal.SIGTERM)
+    code = get_signal_code(number or signal.SIGTERM)
     timer = threading.Timer(RECORD_SECONDS, os._exit, (code,))
     timer.daemon = True
     timer.start()

@@ -95,8 +95,8 @@ class Offloader:
     fails ends the process, and nothing waits for the copies that it had started."""
 
     def __init__(self, device: torch.device, num_layers: int) -> None:
-        """`num_layers` counts from the first layer, whose tensors wait longest for their backward. Tensors of the last
-        MAX_LEAVING layers would be copied back before they had been copied out."""
+        """`num_layers` counts from the first layer, whose tensors wait longest for their backward. The last
+        MAX_LEAVING layers are not counted: their backward begins before their copy to the host would be finished."""
         is_cuda = device.type == "cuda"
         if is_cuda and device.index is None:  # tensors' devices always have an index
             device = torch.device(device.type, torch.cuda.current_device())
