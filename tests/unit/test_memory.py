@@ -199,7 +199,7 @@ def test_each_layer_on_the_host_spares_the_gpu_until_two_are_left(job: Job) -> N
     peaks, hosts = [each.gpu_peak_bytes for each in ledgers], [each.host_peak_bytes for each in ledgers]
     assert peaks == sorted(peaks, reverse=True)
     assert hosts == sorted(hosts)
-    assert peaks[-3] == peaks[-2]
+    assert peaks[-2] > 0.998 * peaks[-3]  # with adapters that leave MLPs alone, one more spares its norms' input
     assert counts[-3] == count_most_offloaded(job.shape)
 
 
