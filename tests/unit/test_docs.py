@@ -178,9 +178,9 @@ def test_figures_of_the_readme_are_those_of_the_results() -> None:
     errors = [100 * row["error"] for row in steps]
     injected, survived, refused, lost = load("faults-cpu")["all"].values()
     for figure in (
-        "4 collectives, forward and backward; DeepSpeed 0.19.8 takes 9",
-        f"{flops:.2f} of the FLOPs of DeepSpeed's levers without the head",
-        f"{ours['peak']:.0f} MiB instead of {peer['peak']:.0f}",
+        "4 collectives, forward and backward (5 with checkpointing); DeepSpeed 0.19.8 takes 9",
+        f"{flops:.2f} of the FLOPs of DeepSpeed's levers, the output head not counted",
+        f"peak {ours['peak']:.0f} MiB, DeepSpeed {peer['peak']:.0f}",
         f"{len(steps)} real steps of DeepSpeed: {min(errors):.1f} to {max(errors):+.1f} %",
         f"of {injected} faults {survived} survived, {refused} refused, {lost} lost",
         f"{100 * load('data-cpu')['packing_efficiency']:.1f} % of a row is filled",
