@@ -134,8 +134,10 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from ulysses_cli.train.processes.rank_store import open_file_store
+
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "rendezvous"), num_ranks)
+    store = open_file_store(str(Path(folder) / "rendezvous"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=TIME_LIMIT))
     pipe.send((True, None))
     while True:

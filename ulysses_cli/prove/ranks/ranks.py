@@ -193,7 +193,8 @@ def _serve(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...]
             torch.cuda.set_device(device)
         else:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
-        store = dist.FileStore(str(Path(folder) / "rendezvous"), num_ranks)
+        rank_store = importlib.import_module("ulysses_cli.train.processes.rank_store")
+        store = rank_store.open_file_store(str(Path(folder) / "rendezvous"), num_ranks)
         dist.init_process_group(
             "nccl" if place.device == "cuda" else "gloo",
             store=store,

@@ -36,24 +36,31 @@ def list_store_options(timeout: timedelta) -> dict[str, Any]:
 
 def _open_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     if (file := _name_file("ranks")) is not None:
-        return dist.FileStore(file, world_size)
+        return open_file_store(file, world_size)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
         return listen(host, port, timeout)
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
+def open_file_store(file: str, world_size: int = -1) -> dist.Store:
+    """Raises FileNotFoundError where the folder is gone: its owner has ended. torch itself would wait five minutes for
+    the file and hold the interpreter's lock meanwhile, so that no thread of this rank could end it. The store opens the
+    file again at each access, hence by a handle, which stays open as long as the process: it survives the folder."""
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return dist.FileStore(f"/proc/self/fd/{handle}", world_size)
+
+
 def connect(timeout: timedelta) -> dist.Store | None:
-    """A new connection, separate from the process group's. None where there is no launcher."""
-    file = _name_file("words")
-    if file is not None:
-        store = dist.FileStore(file, -1)
-        store.set_timeout(timeout)
-        return store
+    """A new connection, separate from the process group's. None where there is no launcher, or no longer one."""
     try:
+        if (file := _name_file("words")) is not None:
+            store = open_file_store(file)
+            store.set_timeout(timeout)
+            return store
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except (KeyError, ValueError, RuntimeError):
+    except (KeyError, ValueError, RuntimeError, FileNotFoundError):
         return None
 
 

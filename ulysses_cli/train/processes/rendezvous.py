@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from ulysses_cli.run_folder.seal import KEY, ForgedError, Seal, find_seal
-from ulysses_cli.train.processes.rank_store import listen
+from ulysses_cli.train.processes.rank_store import listen, open_file_store
 
 NAME = "ulysses"
 STATE, EMPTY = "rendezvous", "empty"
@@ -171,7 +171,7 @@ class SealedHandler(DynamicRendezvousHandler):
 def make_handler(params: RendezvousParameters, report: Callable[[MeetingError], None]) -> SealedHandler:
     seal, node_rank = find_seal(), int(params.get("node_rank", 0))
     if params.get("store_type") == "file":
-        store: dist.Store = dist.FileStore(params.endpoint)
+        store: dist.Store = open_file_store(params.endpoint)
     else:
         store = open_store(params.endpoint, seal, None if node_rank else params.local_addr)
     backend = SealedBackend(store, seal, params.run_id, report)

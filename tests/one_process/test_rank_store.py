@@ -1,0 +1,42 @@
+"""The store in a file through which the ranks of one machine connect."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from ulysses_cli.train.processes import rank_store
+from ulysses_cli.train.processes.rank_store import FOLDER, connect, open_file_store
+
+
+def test_a_folder_that_is_gone_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own store waits five minutes, and no other thread of the process runs meanwhile."""
+    with pytest.raises(FileNotFoundError):
+        open_file_store(str(tmp_path / "gone" / "ranks"), 2)
+    monkeypatch.setenv(FOLDER, str(tmp_path / "gone"))
+    assert connect(timedelta(seconds=5)) is None
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(FileNotFoundError):
+        rank_store.list_store_options(timedelta(seconds=5))
+
+
+def test_open_stores_survive_their_folder(tmp_path: Path) -> None:
+    """A rank that waits in a store whose folder has gone can still be ended by its other threads."""
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    one, other = (open_file_store(str(folder / "ranks")) for _ in range(2))
+    shutil.rmtree(folder)
+    one.set("key", "value")
+    assert other.get("key") == b"value"
+    other.set_timeout(timedelta(seconds=60))
+    waiter = threading.Thread(target=lambda: other.get("later"))
+    waiter.start()
+    one.set("later", "1")  # while the other thread waits
+    waiter.join(30)
+    assert not waiter.is_alive()
