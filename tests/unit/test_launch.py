@@ -180,7 +180,7 @@ def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path) -> None:
         record = {"rank": rank, "time": when, "message": f"ValueError: of {rank}", "phase": "training, step 3"}
         record |= {"boot": "b", "uptime": uptime}
         (tmp_path / f"rank-{rank}.error.json").write_text(json.dumps(record))
-    failure = find_first_failure(tmp_path)
+    failure = find_first_failure(tmp_path, 1)
     assert failure["rank"] == 1
     assert format_failure(failure, tmp_path) == (
         f"rank 1 failed (training, step 3): ValueError: of 1\n\nthe whole trace: {tmp_path}/rank-1.log"
@@ -189,12 +189,23 @@ def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path) -> None:
 
 def test_a_rank_that_was_killed_has_said_nothing(tmp_path: Path) -> None:
     (tmp_path / "failure.json").write_text(json.dumps([{"rank": 3, "exit_code": -9, "time": 5}]))
-    assert format_failure(find_first_failure(tmp_path), tmp_path) == (
+    assert format_failure(find_first_failure(tmp_path, 1), tmp_path) == (
         "rank 3 was killed by SIGKILL: most often the system ran out of host memory"
         f"\n\nthe whole trace: {tmp_path}/launcher.log"
     )
     (tmp_path / "failure.json").write_text("{")
-    assert "the run ended with exit code unknown" in format_failure(find_first_failure(tmp_path), tmp_path)
+    assert "the run ended with exit code 1" in format_failure(find_first_failure(tmp_path, 1), tmp_path)
+
+
+def test_a_launcher_that_was_killed_is_named(tmp_path: Path) -> None:
+    """The records of its ranks only say that they were interrupted."""
+    record = {"rank": 1, "phase": "reading inputs", "is_interruption": True, "exit_code_wanted": 143}
+    (tmp_path / "rank-1.error.json").write_text(json.dumps(record))
+    assert format_failure(find_first_failure(tmp_path, -9), tmp_path).startswith(
+        "the launcher of the ranks was killed by SIGKILL: most often the system ran out of host memory"
+    )
+    (tmp_path / "rank-0.error.json").write_text(json.dumps({"rank": 0, "message": "disk full", "is_cause": True}))
+    assert find_first_failure(tmp_path, -9)["message"] == "disk full"
 
 
 def test_a_folder_belongs_to_one_run_as_long_as_a_process_of_it_lives(tmp_path: Path) -> None:
@@ -278,10 +289,10 @@ def test_a_signal_to_a_rank_is_no_cause(tmp_path: Path) -> None:
     """The launcher ends the others with a signal when one has failed."""
     record = {"rank": 0, "time": 1.0, "is_interruption": True, "phase": "loading the model", "exit_code_wanted": 143}
     (tmp_path / "rank-0.error.json").write_text(json.dumps(record))
-    assert find_first_failure(tmp_path)["is_interruption"]
+    assert find_first_failure(tmp_path, 1)["is_interruption"]
     record = {"rank": 1, "time": 2.0, "message": "RuntimeError: x", "exit_code_wanted": 1}
     (tmp_path / "rank-1.error.json").write_text(json.dumps(record))
-    assert find_first_failure(tmp_path)["rank"] == 1
+    assert find_first_failure(tmp_path, 1)["rank"] == 1
 
 
 def test_an_earlier_run_is_deleted_only_when_told_so(tmp_path: Path) -> None:
@@ -361,7 +372,7 @@ def test_a_killed_rank_is_the_cause_unless_a_rank_knows_better(tmp_path: Path) -
     """A rank that lost its peer speaks before the launcher has seen the peer's death."""
     (tmp_path / "failure.json").write_text(json.dumps([{"rank": 1, "exit_code": -9, "time": 12}]))
     (tmp_path / "rank-0.error.json").write_text(json.dumps({"rank": 0, "message": "connection reset", "time": 11}))
-    assert find_first_failure(tmp_path)["rank"] == 1
+    assert find_first_failure(tmp_path, 1)["rank"] == 1
     known = {"rank": 2, "message": "bad data", "time": 13, "is_cause": True}
     (tmp_path / "rank-2.error.json").write_text(json.dumps(known))
-    assert find_first_failure(tmp_path) == known
+    assert find_first_failure(tmp_path, 1) == known

@@ -247,9 +247,12 @@ def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_rehea
         is_restored = results.restore_results(run_dir, aside)
         where = "are restored" if is_restored else f"are kept in {aside} until a new model is complete"
         printing.print_message(f"the earlier run's results {where}")
+    checkpoint = results.find_newest_checkpoint(run_dir)
     if outcome.exit_code > FAILED + USAGE:
-        printing.print_message(run_end.format_interruption(outcome.failure, results.find_newest_checkpoint(run_dir)))
+        printing.print_message(run_end.format_interruption(outcome.failure, checkpoint))
     elif outcome.exit_code != DONE:
         printing.print_message(run_end.format_failure(outcome.failure, run_dir / "logs"))
+        if outcome.exit_code == FAILED and checkpoint is not None:
+            printing.print_message(run_end.explain_resume(checkpoint))
     elif is_complete:
         printing.print_data(str(run_dir / "model"))

@@ -125,9 +125,12 @@ def launch(
                 signal.signal(number, handler)
     if code == 0:
         return Outcome(0, {})
-    failure = find_first_failure(logs)
-    if signals.first is not None and not failure.get("is_cause"):
-        return Outcome(get_signal_code(signals.first), failure)
+    if signals.first is None:
+        failure = find_first_failure(logs, code)
+    else:  # the launcher was told to end, perhaps by this process's SIGKILL
+        failure = find_first_failure(logs, abs(code))
+        if not failure.get("is_cause"):
+            return Outcome(get_signal_code(signals.first), failure)
     return Outcome(int(failure.get("exit_code_wanted", 1)), failure)
 
 

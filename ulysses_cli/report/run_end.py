@@ -34,7 +34,11 @@ def format_interruption(failure: Mapping[str, Any], checkpoint: Path | None) -> 
     head = f"interrupted while {failure['phase']}" if failure.get("is_interruption") else "interrupted"
     if checkpoint is None:
         return f"{head}, before a checkpoint was written: the same command starts from the beginning"
-    return f"{head}; the newest checkpoint is {checkpoint}: continue from it with the same command and --resume auto"
+    return f"{head}; {explain_resume(checkpoint)}"
+
+
+def explain_resume(checkpoint: Path) -> str:
+    return f"the newest checkpoint is {checkpoint}: continue from it with the same command and --resume auto"
 
 
 SIGNALS = {
@@ -54,7 +58,7 @@ def describe_end(code: int | None) -> str:
 def format_failure(failure: Mapping[str, Any], logs: Path) -> str:
     """The error of the rank that failed first, in short, with the path of the log that holds the whole trace."""
     rank = failure.get("rank")
-    who = f"rank {rank}" if rank is not None else "the run"
+    who = f"rank {rank}" if rank is not None else failure.get("process", "the run")
     if failure.get("message"):
         at = f" ({failure['phase']})" if failure.get("phase") else ""
         first, *more = str(failure["message"]).splitlines() or [""]
