@@ -88,7 +88,10 @@ def test_a_table_that_expands_without_end(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(DataError) as caught:
         list(walk_blocks([file]))
     (problem,) = caught.value.problems
-    assert str(problem).startswith(f"{file}: expands to more than ")
+    assert problem.where.file == str(file)
+    is_damaged = name == "lie.arrow"  # its header promises more than it holds: reading it fails for want of memory
+    expected = "cannot be read: it is damaged, or " if is_damaged else ""
+    assert problem.message.startswith(f"{expected}expands to more than ")
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     if name != "lie.arrow":
         monkeypatch.setattr(expansion, "FREE_BYTES", 1 << 30)

@@ -34,10 +34,12 @@ class Expansion:
     def check(self, num_bytes: int) -> None:
         """Raises if so many bytes in all are too many."""
         if num_bytes > self.limit:
-            raise self.explain()
+            raise self.refuse(f"expands to more than {self.describe_limit()}")
 
-    def explain(self) -> DataError:
-        message = f"expands to more than {self.limit / 2**20:,.0f} MiB, {MAX_EXPANSION} times what it takes on disk"
+    def describe_limit(self) -> str:
+        return f"{self.limit / 2**20:,.0f} MiB, {MAX_EXPANSION} times what it takes on disk"
+
+    def refuse(self, message: str) -> DataError:
         hint = "leave it out, or unpack it yourself if its content is intended"
         return DataError([Problem("", message, hint, Where(str(self.file)))])
 
@@ -53,6 +55,7 @@ class Expansion:
         try:
             yield
         except MemoryError:
-            raise self.explain() from None
+            message = f"cannot be read: it is damaged, or expands to more than {self.describe_limit()}"
+            raise self.refuse(message) from None
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
