@@ -469,7 +469,9 @@ for name, test in {
 
 @attack("network", "a payload in the launchers' state")
 def write_state(folder: Path) -> str:
-    return run_test("tests/one_process/test_rendezvous.py::test_a_state_that_somebody_else_has_written_is_not_unpickled")
+    return run_test(
+        "tests/one_process/test_rendezvous.py::test_a_state_that_somebody_else_has_written_is_not_unpickled"
+    )
 
 
 @attack("limits", "a full disk on one rank")

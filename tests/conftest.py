@@ -11,6 +11,7 @@ from support.forked import PRELOADED
 from support.paths import ROOT
 from support.tiers import CHECK, FULL, QUICK, TIER, count_examples
 
+from ulysses_cli.launch.environments import SCHEDULERS
 from ulysses_cli.prove.ranks import rank_server
 
 settings.register_profile(
@@ -22,6 +23,8 @@ settings.register_profile(
 )
 settings.load_profile("ulysses")
 os.environ["PYTHONPATH"] = str(ROOT)  # for commands, which run elsewhere
+for scheduler in SCHEDULERS:  # a run that stops early exits with 75 in a scheduler's job
+    os.environ.pop(scheduler, None)
 rank_server.PRELOADED.extend(PRELOADED)  # one server for ranks and for commands
 
 

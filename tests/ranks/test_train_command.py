@@ -149,12 +149,12 @@ def test_a_rehearsal_changes_no_bit(runs: Shop) -> None:
 
 @pytest.mark.check
 def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_happened(runs: Shop) -> None:
-    process = runs.start("run.output_dir=stopped", "run.save_steps=null")
+    process = runs.start("run.output_dir=stopped", "run.save_steps=null", "run.stop_exit_code=75")
     metrics = runs.folder / "stopped" / "metrics.jsonl"
     runs.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=TIME_LIMIT)
-    assert (process.returncode, out) == (0, ""), err
+    assert (process.returncode, out) == (75, ""), err
     stopped = re.search(r"stopped: by a signal after step (\d) of 8", err)
     assert stopped, err
     assert [path.name for path in (runs.folder / "stopped" / "checkpoints").iterdir()] == [f"step-{stopped[1]}"]

@@ -59,10 +59,13 @@ ORDER: dict[str, list[str]] = {
         *("recipe", "attention", "ds_config", "resolved", "step_parts", "tiles", "ledger", "rules", "speed", "planner"),
     ],
     "run_folder": [
-        *("failure_record", "line_files", "manifest", "archive", "resume", "run_lock", "seal", "run_key"),
+        *("failure_record", "early_stop", "line_files", "manifest", "archive", "resume", "run_lock", "seal", "run_key"),
     ],
     "host": ["network", "operator_builds", "children"],
-    "launch": ["nodes", "rendezvous", "start_lock", "results", "failures", "launcher", "preflight"],
+    "launch": [
+        *("environments", "hostfile", "nodes", "rendezvous", "start_lock", "results", "failures", "launcher"),
+        "preflight",
+    ],
     "data": [
         *("problems", "selection", "sources", "steps", "batching", "transaction", "store", "rows", "packer", "facts"),
         *("tokenizing", "prepare", "__main__"),

@@ -12,56 +12,15 @@ from pathlib import Path
 import pytest
 
 from ulysses_cli.host import network
-from ulysses_cli.launch import launcher, nodes, rendezvous, results, start_lock
+from ulysses_cli.launch import launcher, rendezvous, results, start_lock
 from ulysses_cli.launch.failures import find_first_failure
 from ulysses_cli.launch.launcher import make_environment, make_launcher_args
-from ulysses_cli.launch.nodes import Nodes, find_nodes
+from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.report.run_end import format_failure, format_interruption
 from ulysses_cli.run_folder import run_key
 from ulysses_cli.run_folder.run_lock import LostFolderError, RunLock
 from ulysses_cli.run_folder.seal import KEY, Seal
-
-
-def test_one_machine_has_all_processes() -> None:
-    assert find_nodes(8, {}) == Nodes(processes_here=8)
-    assert find_nodes(8, {"NPROC_PER_NODE": "8", "MASTER_ADDR": "gpu01"}) == Nodes(processes_here=8)
-
-
-def test_options_win_over_the_environment_which_wins_over_slurm() -> None:
-    slurm = {
-        "SLURM_STEP_NODELIST": "gpu[07-08,12]",
-        "SLURM_STEP_NUM_NODES": "3",
-        "SLURM_NODEID": "2",
-    }
-    assert find_nodes(24, slurm) == Nodes(3, 2, "gpu07", 29400, 8)
-    ours = {**slurm, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
-    assert find_nodes(16, ours) == Nodes(2, 1, "10.0.0.1", 1234, 8)
-    assert find_nodes(16, ours, node_rank=0, master_addr="head", master_port=9) == Nodes(2, 0, "head", 9, 8)
-    assert find_nodes(4, {"SLURM_STEP_NODELIST": "login1"}) == Nodes(processes_here=4)  # not inside srun
-    assert nodes._first_host("a-1,b-2") == "a-1"
-
-
-@pytest.mark.parametrize(
-    ("world_size", "environ", "message"),
-    [
-        (8, {"NPROC_PER_NODE": "4"}, "NPROC_PER_NODE is 4, but the recipe has 8 processes"),
-        (8, {"NNODES": "two"}, "NNODES is two"),
-        (8, {"NNODES": "2", "MASTER_ADDR": "a"}, "2 machines need --node-rank"),
-        (8, {"NNODES": "2", "NODE_RANK": "0"}, "2 machines need --master-addr"),
-        (8, {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "node rank 2 is outside 2 machines"),
-        (
-            8,
-            {"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"},
-            "3 machines with 2 processes each are 6, but the recipe has 8",
-        ),
-    ],
-)
-def test_machines_that_do_not_fit_are_refused(world_size: int, environ: dict[str, str], message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        find_nodes(world_size, environ)
-    assert [problem.message for problem in caught.value.problems] == [message]
-    assert caught.value.problems[0].hint
 
 
 def test_the_launchers_command_line(tmp_path: Path) -> None:

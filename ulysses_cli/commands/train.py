@@ -63,16 +63,22 @@ def train(
     master_port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="port on that machine; also MASTER_PORT  [default: 29400]")
     ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="DeepSpeed's list of machines: a line `host slots=N` for each, number 0 first")
+    ] = None,
 ) -> None:
     """Fine-tune a model as a recipe says, and save it as a Hugging Face folder in output_dir/model.
 
     Starts one process per GPU, or per CPU rank with run.device: cpu. Downloads the model's config.json and weights if
     they are not on this machine.
 
-    Ctrl-C or SIGTERM stops the run after the current step, with a checkpoint and exit code 0. A second one stops it at
-    once, with exit code 130 or 143; so does the first one while the model is loading, when there is nothing to save.
+    Ctrl-C or SIGTERM stops the run after the current step, with a checkpoint and exit code 0, or 75 under a scheduler,
+    which starts the job again then (run.stop_exit_code). run.max_hours and run.max_cost do the same. A second signal
+    stops it at once, with exit code 130 or 143; so does the first one while the model is loading, when there is nothing
+    to save.
 
-    On several machines, start the command on each with its own --node-rank. They share a key: ULYSSES_RUN_KEY, or a
+    On several machines, start the command on each with its own --node-rank. SLURM (srun), Kubeflow, SkyPilot, dstack,
+    RunPod and mpirun say by themselves which machine this is. The machines share a key: ULYSSES_RUN_KEY, or a
     file in run.output_dir on a disk that all machines can read. A machine with another key is refused.
 
     --resume continues from a checkpoint, with the same rows and losses as a run that never stopped. What may change:
@@ -90,13 +96,17 @@ def train(
       ulysses train my.yaml --nnodes 2 --node-rank 0 --master-addr gpu01
       ulysses train my.yaml --dry-run parallel.dp_shard_size=8
     """
+    from ulysses_cli.launch.environments import choose_stop_code
+
     extra = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     options = TrainOptions(resume_anyway, overwrite, dry_run, tuple(extra))
     valid = _validate(words[: len(words) - len(extra)], resume, num_processes, starts_anew=overwrite)
-    machine = Machine(nnodes, node_rank, master_addr, master_port)
+    machine = Machine(nnodes, node_rank, master_addr, master_port, hostfile)
     place = _lock_run_dir(valid, machine, options)
     rows = _prepare_rows(valid)
     outcome = _launch(valid, place, rows, options)
+    if outcome.stopped_by:
+        raise typer.Exit(choose_stop_code(valid.recipe.run.stop_exit_code, os.environ))
     raise typer.Exit(outcome.exit_code)
 
 
@@ -118,6 +128,7 @@ class Machine:
     node_rank: int | None
     master_addr: str | None
     master_port: int | None
+    hostfile: Path | None
 
 
 @dataclass(frozen=True)
@@ -175,7 +186,8 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions) -
 
     recipe, world_size = valid.recipe, valid.resolved.layout.world_size
     nodes = or_exit(lambda: find_nodes(world_size, os.environ, **vars(machine)))
-    printing.print_message(run_end.format_start(valid.result, nodes.count))
+    machines = nodes.describe() if nodes.count > 1 or options.dry_run else ""
+    printing.print_message(run_end.format_start(valid.result, machines))
     lock = or_exit(lambda: lock_run(valid.run_dir, nodes.rank, recipe.model_dump(mode="json")))
     starts_anew = not recipe.run.resume_from_checkpoint and not options.dry_run and nodes.rank == 0
     inputs = [path for path in (recipe.model.name_or_path, *(dataset.path for dataset in recipe.data.datasets)) if path]
@@ -230,7 +242,7 @@ def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptio
         aside = set_results_aside(valid.run_dir) if place.starts_anew else None
         launcher_args = launcher.make_launcher_args(nodes, run.max_restarts, rendezvous, options.launcher_args)
         environ = launcher.make_environment(os.environ, device, nodes.processes_here, rendezvous)
-        outcome = launcher.launch(launcher_args, rank_args, environ, valid.run_dir / "logs", place.lock)
+        outcome = launcher.launch(launcher_args, rank_args, environ, valid.run_dir / "logs", place.lock, nodes.rank)
     _report_end(valid.run_dir, outcome, aside, is_rehearsal=options.dry_run)
     return outcome
 

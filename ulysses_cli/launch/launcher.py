@@ -21,7 +21,8 @@ from ulysses_cli.launch.failures import find_first_failure
 from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.launch.rendezvous import Rendezvous
 from ulysses_cli.launch.start_lock import NewLock
-from ulysses_cli.plan.exit_codes import get_signal_code
+from ulysses_cli.plan.exit_codes import DONE, get_signal_code
+from ulysses_cli.run_folder.early_stop import STOP_FILE, read_early_stop
 from ulysses_cli.run_folder.seal import KEY, Seal
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -80,10 +81,12 @@ def clear_build_locks(environ: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `failure`: the record of the first rank that failed, or {}."""
+    """How a run ended. `failure`: the record of the first rank that failed, or {}. `stopped_by`: why it stopped with a
+    checkpoint before its last step, or ''."""
 
     exit_code: int
     failure: dict[str, Any]
+    stopped_by: str = ""
 
 
 def launch(
@@ -92,18 +95,19 @@ def launch(
     environ: Mapping[str, str],
     logs: Path,
     lock: NewLock,
+    node_rank: int = 0,
 ) -> Outcome:
     """Starts the launcher and waits. Ranks write their display to this process's stderr and all other output to
     logs."""
     mask = narrow_umask(logs.parent)  # the run's files get no wider permissions than its folder
     logs.mkdir(parents=True, exist_ok=True, mode=0o777 & ~mask)
     clear_build_locks(environ)
-    failure_file = logs / "failure.json"
-    for stale in [failure_file, *logs.glob("rank-*.error*.json")]:
+    failure_file, stop_file = logs / "failure.json", logs / f"stopped-{node_rank}.txt"
+    for stale in [failure_file, stop_file, *logs.glob("rank-*.error*.json")]:
         stale.unlink(missing_ok=True)
     command = [sys.executable, "-m", "ulysses_cli.train.agent", *launcher_args, "-m", "ulysses_cli.train", *rank_args]
     ours = {"ULYSSES_FAILURE_FILE": str(failure_file), "ULYSSES_LAUNCH": str(time.time_ns())}
-    ours |= {"ULYSSES_LOCK": str(lock.file), "ULYSSES_STARTED_BY": str(os.getpid())}
+    ours |= {STOP_FILE: str(stop_file), "ULYSSES_LOCK": str(lock.file), "ULYSSES_STARTED_BY": str(os.getpid())}
     with open(logs / "launcher.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o666 & ~mask)) as log:
         agent = subprocess.Popen(
             command,
@@ -124,7 +128,7 @@ def launch(
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     if code == 0:
-        return Outcome(0, {})
+        return Outcome(DONE, {}, read_early_stop(stop_file))
     if signals.first is None:
         failure = find_first_failure(logs, code)
     else:  # the launcher was told to end, perhaps by this process's SIGKILL

@@ -1,25 +1,43 @@
-"""The machines of a run, and which of them this is: read from options, the environment, or SLURM."""
+"""The machines of a run, and which of them this is: read from options, a hostfile and the environment."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.launch.environments import (
+    BY_HAND,
+    CLUSTERS,
+    NO_CLUSTER,
+    ClusterEnvironment,
+    find_cluster,
+    find_first_host,
+    read_count,
+    read_number,
+    refuse,
+)
+from ulysses_cli.launch.hostfile import read_hostfile
 
 DEFAULT_PORT = 29400
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run, and which of them this is."""
+    """The machines of a run, and which of them this is. `source`: who said so."""
 
     count: int = 1
     rank: int = 0
     master_addr: str | None = None
     master_port: int = DEFAULT_PORT
     processes_here: int = 1
+    source: str = field(default="", compare=False)
+
+    def describe(self) -> str:
+        if self.count == 1:
+            return "1; no variable or option names another one"
+        place = f"they meet at {self.master_addr}:{self.master_port}"
+        return f"{self.count}; this is number {self.rank}, by {self.source}; {place}; number 0 shows the progress"
 
 
 def find_nodes(
@@ -30,54 +48,65 @@ def find_nodes(
     node_rank: int | None = None,
     master_addr: str | None = None,
     master_port: int | None = None,
+    hostfile: Path | None = None,
 ) -> Nodes:
-    """Options win over NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and NPROC_PER_NODE, which win over SLURM's."""
-    in_srun = "SLURM_STEP_NODELIST" in environ and "SLURM_NODEID" in environ
-    slurm = environ if in_srun else {}
-    count = nnodes or _read_count(environ, "NNODES") or _read_count(slurm, "SLURM_STEP_NUM_NODES") or 1
-    rank = node_rank if node_rank is not None else _read_rank(environ, "NODE_RANK")
-    rank = rank if rank is not None else _read_rank(slurm, "SLURM_NODEID")
-    address = master_addr or environ.get("MASTER_ADDR") or _first_host(slurm.get("SLURM_STEP_NODELIST", ""))
+    """Options win over a hostfile, which wins over NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and NPROC_PER_NODE,
+    which win over the cluster's own variables. Several machines that cannot be told apart are an error, never one."""
+    hosts = read_hostfile(hostfile) if hostfile is not None else None
+    given = nnodes or (len(hosts.names) if hosts else None) or read_count(environ, BY_HAND.count)
+    cluster = find_cluster(environ) if given is None else _find_named_cluster(environ)
+    count = given or read_count(environ, cluster.count) or 1
     if count == 1:
-        if node_rank:
-            raise refuse(f"node rank {node_rank} is outside 1 machine", "add --nnodes, or leave out --node-rank")
-        here = _read_count(environ, "NPROC_PER_NODE") or world_size
-        if here != world_size:
-            raise refuse(
-                f"NPROC_PER_NODE is {here}, but the recipe has {world_size} processes", "change one of the two"
-            )
-        return Nodes(processes_here=world_size)
+        if nnodes is None:
+            _refuse_lone_rank(environ)
+        return _describe_single(world_size, environ, node_rank)
+    rank = node_rank if node_rank is not None or hosts is None else hosts.find_rank()
+    rank = rank if rank is not None else read_number(environ, BY_HAND.rank)
+    rank = rank if rank is not None else read_number(environ, cluster.rank)
+    address = master_addr or (hosts.names[0] if hosts else "") or environ.get(BY_HAND.master_addr)
+    address = address or find_first_host(environ.get(cluster.master_addr, ""))
     if rank is None or not address:
-        missing = "--node-rank" if rank is None else "--master-addr"
-        raise refuse(f"{count} machines need {missing}", "give it here or in NODE_RANK and MASTER_ADDR")
+        missing, name = ("--node-rank", cluster.rank) if rank is None else ("--master-addr", cluster.master_addr)
+        unset = f": {cluster.name} has not set {name}" if name else ""
+        raise refuse(f"{count} machines need {missing}{unset}", "give it here or in NODE_RANK and MASTER_ADDR")
     if not 0 <= rank < count:
         raise refuse(f"node rank {rank} is outside {count} machines", f"use 0 to {count - 1}")
-    here = _read_count(environ, "NPROC_PER_NODE") or world_size // count
+    here = (hosts.slots if hosts else None) or read_count(environ, BY_HAND.processes_here)
+    here = here or read_count(environ, cluster.processes_here) or world_size // count
     if here * count != world_size:
         raise refuse(
             f"{count} machines with {here} processes each are {here * count}, but the recipe has {world_size}",
             "every machine runs the same number of processes: change --nnodes, NPROC_PER_NODE or the parallel sizes",
         )
-    port = master_port or _read_count(environ, "MASTER_PORT") or DEFAULT_PORT
-    return Nodes(count, rank, address, port, here)
+    port = master_port or read_count(environ, BY_HAND.master_port) or read_count(environ, cluster.master_port)
+    source = _name_source(nnodes, hostfile, given, cluster)
+    return Nodes(count, rank, address, port or DEFAULT_PORT, here, source)
 
 
-def refuse(message: str, hint: str) -> RecipeError:
-    return RecipeError([Problem("", message, hint)])
+def _name_source(nnodes: int | None, hostfile: Path | None, given: int | None, cluster: ClusterEnvironment) -> str:
+    """Returns who said how many machines there are."""
+    if nnodes is not None:
+        return "options"
+    return str(hostfile) if hostfile is not None else BY_HAND.count if given else cluster.name
 
 
-def _read_rank(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name, "")
-    if text and not text.isdecimal():
-        raise refuse(f"{name} is {text}", "write a whole number")
-    return int(text) if text else None
+def _find_named_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
+    """Returns the cluster for what options leave out."""
+    return next((each for each in CLUSTERS if all(environ.get(mark) for mark in each.marks)), NO_CLUSTER)
 
 
-def _read_count(environ: Mapping[str, str], name: str) -> int | None:
-    return _read_rank(environ, name) or None
+def _refuse_lone_rank(environ: Mapping[str, str]) -> None:
+    """Raises RecipeError where a variable gives this machine a number above 0, and none says how many there are."""
+    for each in (BY_HAND, *CLUSTERS):
+        if rank := read_number(environ, each.rank):
+            message = f"{each.rank} is {rank}, but {each.count} does not name several machines"
+            raise refuse(message, f"set {each.count}, or give --nnodes (1: this machine alone)")
 
 
-def _first_host(nodes: str) -> str:
-    """The first name of SLURM's compressed list: gpu[07-09,12],login1 -> gpu07."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
-    return (match[1] + (match[2] or "")) if match else ""
+def _describe_single(world_size: int, environ: Mapping[str, str], node_rank: int | None) -> Nodes:
+    if node_rank:
+        raise refuse(f"node rank {node_rank} is outside 1 machine", "add --nnodes, or leave out --node-rank")
+    here = read_count(environ, BY_HAND.processes_here) or world_size
+    if here != world_size:
+        raise refuse(f"NPROC_PER_NODE is {here}, but the recipe has {world_size} processes", "change one of the two")
+    return Nodes(processes_here=world_size)

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ulysses_cli.launch.nodes import refuse
+from ulysses_cli.launch.environments import refuse
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.run_folder.manifest import read_model_step
 

@@ -3,6 +3,7 @@
 DONE = 0
 FAILED = 1  # the run or the proof failed
 USAGE = 2  # the recipe or the command line is wrong
+STOPPED = 75  # stopped with a checkpoint before the last step, under a scheduler; the sysexits' "try again later"
 
 
 def get_signal_code(number: int) -> int:

@@ -13,10 +13,9 @@ from ulysses_cli.report import resolved_plan
 from ulysses_cli.validate import Validated
 
 
-def format_start(valid: Validated, num_nodes: int) -> str:
+def format_start(valid: Validated, machines: str) -> str:
     plan = resolved_plan.format_plan(resolved_plan.describe_plan(valid), with_defaults=False)
-    where = "progress is shown on the machine that starts rank 0"
-    return f"{plan}\nmachines    {num_nodes}; {where}" if num_nodes > 1 else plan
+    return f"{plan}\nmachines    {machines}" if machines else plan
 
 
 def explain_tokens(loaded: Loaded, source: Mapping[str, Any], vocabulary: int) -> Problem:

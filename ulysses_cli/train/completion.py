@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from ulysses_cli.run_folder.early_stop import write_early_stop
 from ulysses_cli.train.assembly.run import AssembledRun
 from ulysses_cli.train.checkpoint.saves import Saves
 from ulysses_cli.train.evaluation import Evaluation
@@ -35,6 +36,7 @@ def finish(
         evaluation.run(state, signals)
         reason = signals.decide(state.groups.host_group)
     if reason:
+        write_early_stop(reason)
         record.emit(event="stopped", reason=f"by {reason} after step {state.step} of {state.num_steps}")
         return
     record.set_phase(WRITING)

@@ -250,6 +250,13 @@ class Run(Section):
     max_restarts: int = setting(
         0, "restarts from the newest checkpoint after a lost rank", unit="restarts", ge=0, le=10_000
     )
+    stop_exit_code: int | None = setting(
+        None,
+        "exit code of a run that stopped early with a checkpoint; left out: 75 under a scheduler, else 0",
+        unit="number",
+        ge=0,
+        le=255,
+    )
     step_timeout: float = setting(1800.0, "a step that takes longer counts as a hang", unit="seconds", gt=0, le=1e6)
 
 

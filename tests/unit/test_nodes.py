@@ -1,0 +1,185 @@
+"""Which machine of how many this is: from options, a hostfile, and the environment of each kind of cluster."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ulysses_cli.launch import hostfile
+from ulysses_cli.launch.environments import choose_stop_code, expand_host_list
+from ulysses_cli.launch.nodes import Nodes, find_nodes
+from ulysses_cli.plan.exit_codes import DONE, STOPPED
+from ulysses_cli.plan.problem import RecipeError
+
+
+def test_one_machine_has_all_processes() -> None:
+    assert find_nodes(8, {}) == Nodes(processes_here=8)
+    assert find_nodes(8, {"NPROC_PER_NODE": "8", "MASTER_ADDR": "gpu01"}) == Nodes(processes_here=8)
+
+
+def test_options_win_over_the_environment_which_wins_over_slurm() -> None:
+    slurm = {
+        "SLURM_STEP_NODELIST": "gpu[07-08,12]",
+        "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_NODEID": "2",
+    }
+    assert find_nodes(24, slurm) == Nodes(3, 2, "gpu07", 29400, 8)
+    ours = {**slurm, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    assert find_nodes(16, ours) == Nodes(2, 1, "10.0.0.1", 1234, 8)
+    assert find_nodes(16, ours, node_rank=0, master_addr="head", master_port=9) == Nodes(2, 0, "head", 9, 8)
+    assert find_nodes(4, {"SLURM_STEP_NODELIST": "login1"}) == Nodes(processes_here=4)  # not inside srun
+
+
+@pytest.mark.parametrize(
+    ("world_size", "environ", "message"),
+    [
+        (8, {"NPROC_PER_NODE": "4"}, "NPROC_PER_NODE is 4, but the recipe has 8 processes"),
+        (8, {"NNODES": "two"}, "NNODES is two"),
+        (8, {"NNODES": "2", "MASTER_ADDR": "a"}, "2 machines need --node-rank"),
+        (8, {"NNODES": "2", "NODE_RANK": "0"}, "2 machines need --master-addr"),
+        (8, {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "node rank 2 is outside 2 machines"),
+        (
+            8,
+            {"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "a"},
+            "3 machines with 2 processes each are 6, but the recipe has 8",
+        ),
+    ],
+)
+def test_machines_that_do_not_fit_are_refused(world_size: int, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        find_nodes(world_size, environ)
+    assert [problem.message for problem in caught.value.problems] == [message]
+    assert caught.value.problems[0].hint
+
+
+IN_A_STEP = {"SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}
+CLUSTERS = {
+    "by hand": {
+        "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "gpu01", "MASTER_PORT": "1234", "NPROC_PER_NODE": "8"
+    },
+    "srun": {**IN_A_STEP, "SLURM_STEP_NODELIST": "gpu[01-02]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+    "TrainJob": {
+        "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "gpu01", "PET_MASTER_PORT": "1234",
+        "PET_NPROC_PER_NODE": "auto",
+    },
+    "PyTorchJob": {
+        "PET_NNODES": "2:2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "gpu01", "PET_MASTER_PORT": "1234",
+        "PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "16", "RANK": "1", "MASTER_ADDR": "gpu01", "MASTER_PORT": "1234",
+    },
+    "PyTorchJob, older": {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1", "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "gpu01",
+        "MASTER_PORT": "1234",
+    },
+    "RunPod": {
+        "NUM_NODES": "2", "NODE_RANK": "1", "NUM_TRAINERS": "8", "PRIMARY_ADDR": "gpu01", "PRIMARY_PORT": "1234",
+        "MASTER_ADDR": "gpu01", "MASTER_PORT": "1234", "WORLD_SIZE": "16", "NODE_ADDR": "10.65.0.3",
+    },
+    "SkyPilot": {
+        "SKYPILOT_NODE_IPS": "gpu01\ngpu02\n", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    },
+    "dstack": {
+        "DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "gpu01", "DSTACK_GPUS_PER_NODE": "8"
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_each_kind_of_cluster_is_read(name: str) -> None:
+    environ = CLUSTERS[name]
+    port = 1234 if any("PORT" in variable for variable in environ) else 29400
+    nodes = find_nodes(16, environ)
+    assert nodes == Nodes(2, 1, "gpu01", port, 8)
+    assert "this is number 1, by " in nodes.describe()
+    for variable in environ:
+        rest = {key: value for key, value in environ.items() if key != variable}
+        try:
+            assert find_nodes(16, rest).count > 1 or variable == "RANK", variable  # WORLD_SIZE alone means nothing
+        except RecipeError as error:  # what is left of it never makes a run of one machine
+            assert all(problem.hint for problem in error.problems)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {**CLUSTERS["srun"], "SLURM_STEP_TASKS_PER_NODE": "8(x2)"},
+            "SLURM started this command 8 times on each machine",
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"},
+            "mpirun started",
+        ),
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}, "SLURM gave this job 2 machines, but"),
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"}, "torchrun started this command once for each process"),
+        ({"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, "PET_NNODES is 1:4"),
+        ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}, "2 machines need --master-addr: SkyPilot has not set"),
+        ({**IN_A_STEP, "SLURM_STEP_NODELIST": "gpu[a-b]"}, r"a list of machines holds \[a-b\]"),
+    ],
+)
+def test_a_job_of_several_machines_that_cannot_be_read_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as refused:
+        find_nodes(16, environ)
+    assert refused.value.problems[0].hint
+    assert find_nodes(16, environ, nnodes=1) == Nodes(processes_here=16), "an option decides"
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("rack[1-2]node[01-02],login", ["rack1node01", "rack1node02", "rack2node01", "rack2node02", "login"]),
+        ("gpu-[1-2]-[3-4]", ["gpu-1-3", "gpu-1-4", "gpu-2-3", "gpu-2-4"]),
+        ("gpu[07-09,12]", ["gpu07", "gpu08", "gpu09", "gpu12"]),
+        ("gpu[9-11]", ["gpu9", "gpu10", "gpu11"]),
+        ("10.0.0.1\n10.0.0.2", ["10.0.0.1", "10.0.0.2"]),
+        ("n[1-2].a.b", ["n1.a.b", "n2.a.b"]),
+        ("", []),
+    ],
+)
+def test_lists_of_machines(text: str, hosts: list[str]) -> None:
+    """As `scontrol show hostnames` prints them."""
+    assert list(expand_host_list(text)) == hosts
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=9, unique=True), st.sampled_from(["a", "a-", "r1n"]))
+def test_a_compressed_list_holds_the_machines_that_it_was_made_of(numbers: list[int], prefix: str) -> None:
+    text = f"{prefix}[{','.join(f'{number:02}' for number in numbers)}]"
+    assert list(expand_host_list(text)) == [f"{prefix}{number:02}" for number in numbers]
+
+
+def test_a_hostfile_names_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# two machines\ngpu01 slots=8\n\ngpu02 slots=8  # the second\n")
+    monkeypatch.setattr(hostfile, "list_own_names", lambda: {"gpu02"})
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    assert find_nodes(16, {}, hostfile=file) == Nodes(2, 1, "gpu01", 29400, 8)
+    assert find_nodes(16, {}, hostfile=file, node_rank=0) == Nodes(2, 0, "gpu01", 29400, 8)
+    monkeypatch.setattr(hostfile, "list_own_names", lambda: {"gpu03"})
+    with pytest.raises(RecipeError, match="no line of 2 name this machine"):
+        find_nodes(16, {}, hostfile=file)
+    for text, message in (
+        ("gpu01 slots=8\ngpu02 slots=4", "machines differ in slots"),
+        ("gpu01\n", "hosts:1: 'gpu01' is no machine"),
+        ("a slots=1\na slots=1", "hosts:2: a stands there twice"),
+        ("", "names no machine"),
+    ):
+        file.write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            find_nodes(16, {}, hostfile=file)
+
+
+def test_this_machine_finds_itself_by_name_and_address(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(f"elsewhere.invalid slots=2\n{socket.gethostname()} slots=2\n")
+    assert hostfile.read_hostfile(file).find_rank() == 1
+
+
+def test_an_early_stop_is_no_success_for_a_scheduler() -> None:
+    assert choose_stop_code(None, {}) == DONE
+    assert choose_stop_code(None, {"SLURM_JOB_ID": "7"}) == STOPPED == 75
+    assert choose_stop_code(0, {"KUBERNETES_SERVICE_HOST": "x"}) == 0
+    assert choose_stop_code(9, {}) == 9

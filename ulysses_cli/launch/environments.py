@@ -1,0 +1,172 @@
+"""The environments in which clusters start a command on each machine of a job: which variables name the machines.
+
+Holds facts and reads texts. nodes.py decides what wins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from ulysses_cli.plan.exit_codes import DONE, STOPPED
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+NOT_A_COUNT = ("auto", "gpu", "cpu")  # torchrun's words for: as many as the machine has
+PROCESSES_BY_RECIPE = "ulysses starts the processes of a machine itself"
+
+
+@dataclass(frozen=True)
+class ClusterEnvironment:
+    """Variables by what they say; '' where the cluster has none. `marks`: all are set where it started the command.
+    `tasks`: how often it started the command on each machine. `line`: how to start it once on each."""
+
+    name: str
+    marks: tuple[str, ...]
+    count: str
+    rank: str
+    master_addr: str = ""
+    master_port: str = ""
+    processes_here: str = ""
+    tasks: str = ""
+    line: str = ""
+
+
+BY_HAND = ClusterEnvironment(
+    "the environment", (), "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE"
+)
+CLUSTERS = (
+    ClusterEnvironment(
+        "SkyPilot",
+        ("SKYPILOT_NUM_NODES",),
+        "SKYPILOT_NUM_NODES",
+        "SKYPILOT_NODE_RANK",
+        "SKYPILOT_NODE_IPS",
+        processes_here="SKYPILOT_NUM_GPUS_PER_NODE",
+    ),
+    ClusterEnvironment(
+        "dstack",
+        ("DSTACK_NODES_NUM",),
+        "DSTACK_NODES_NUM",
+        "DSTACK_NODE_RANK",
+        "DSTACK_MASTER_NODE_IP",
+        processes_here="DSTACK_GPUS_PER_NODE",
+    ),
+    ClusterEnvironment(
+        "Kubeflow",
+        ("PET_NNODES",),
+        "PET_NNODES",
+        "PET_NODE_RANK",
+        "PET_MASTER_ADDR",
+        "PET_MASTER_PORT",
+        "PET_NPROC_PER_NODE",
+    ),
+    ClusterEnvironment(
+        "RunPod",
+        ("NUM_NODES",),
+        "NUM_NODES",
+        "NODE_RANK",
+        "PRIMARY_ADDR",
+        "PRIMARY_PORT",
+        "NUM_TRAINERS",
+    ),
+    ClusterEnvironment(
+        "SLURM",
+        ("SLURM_STEP_NODELIST", "SLURM_NODEID"),
+        "SLURM_STEP_NUM_NODES",
+        "SLURM_NODEID",
+        "SLURM_STEP_NODELIST",
+        tasks="SLURM_STEP_TASKS_PER_NODE",
+        line="srun --ntasks-per-node=1 ulysses train ...",
+    ),
+    ClusterEnvironment(
+        "mpirun",
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        tasks="OMPI_COMM_WORLD_LOCAL_SIZE",
+        line="mpirun --npernode 1 ulysses train ...",
+    ),
+    # An older PyTorchJob counts its pods so; a newer one sets PET_NNODES too.
+    ClusterEnvironment("PyTorchJob", ("WORLD_SIZE", "RANK"), "WORLD_SIZE", "RANK", "MASTER_ADDR"),
+)
+SCHEDULERS = (  # set in each job of one that starts a job again
+    *("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_TASK_ID", "DSTACK_RUN_NAME", "PBS_JOBID", "LSB_JOBID"),
+    "FLUX_JOB_ID",
+)
+NO_CLUSTER = ClusterEnvironment("no cluster", (), "", "")
+
+
+def find_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
+    """Returns the cluster that started this command. Raises RecipeError where its variables tell of a job that this
+    command cannot be one process of."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        hint = "leave torchrun out: `ulysses train` starts torch's elastic launcher"
+        raise refuse("torchrun started this command once for each process", hint)
+    cluster = next((each for each in CLUSTERS if all(environ.get(mark) for mark in each.marks)), NO_CLUSTER)
+    if cluster.tasks and (num_tasks := _count_tasks(environ.get(cluster.tasks, ""))) > 1:
+        message = f"{cluster.name} started this command {num_tasks} times on each machine ({cluster.tasks})"
+        raise refuse(message, f"{PROCESSES_BY_RECIPE}: write {cluster.line}")
+    num_allotted = read_count(environ, "SLURM_JOB_NUM_NODES") or 1
+    if cluster is NO_CLUSTER and num_allotted > 1:
+        message = f"SLURM gave this job {num_allotted} machines, but the command was started on this one alone"
+        raise refuse(message, "write srun --ntasks-per-node=1 ulysses train ..., or --nnodes 1 to use one machine")
+    return cluster
+
+
+def read_number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "").strip()
+    if not text or text in NOT_A_COUNT:
+        return None
+    low, _, high = text.partition(":")  # torchrun's range of machines
+    if not low.isdecimal() or high not in ("", low):
+        wanted = "give one number of machines: the recipe's layout is fixed" if high else "write a whole number"
+        raise refuse(f"{name} is {text}", wanted)
+    return int(low)
+
+
+def read_count(environ: Mapping[str, str], name: str) -> int | None:
+    return read_number(environ, name) or None
+
+
+def find_first_host(text: str) -> str:
+    """Returns the first machine of a list: one per line, or SLURM's compressed form."""
+    return next(expand_host_list(text), "")
+
+
+def expand_host_list(text: str) -> Iterator[str]:
+    """Yields the machines of a list in its order. rack[1-2]node[01-02],login: rack1node01, rack1node02, rack2node01,
+    rack2node02, login."""
+    for item in re.findall(r"(?:[^\[\],\s]|\[[^\]]*\])+", text):
+        parts = [_expand_ranges(part) for part in re.findall(r"\[[^\]]*\]|[^\[\]]+", item)]
+        yield from ("".join(choice) for choice in product(*parts))
+
+
+def choose_stop_code(given: int | None, environ: Mapping[str, str]) -> int:
+    """Returns the exit code of a run that stopped early with a checkpoint. A scheduler takes 0 for a job that is done
+    and never starts it again."""
+    if given is not None:
+        return given
+    return STOPPED if any(environ.get(name) for name in SCHEDULERS) else DONE
+
+
+def _expand_ranges(part: str) -> list[str]:
+    if not part.startswith("["):
+        return [part]
+    values: list[str] = []
+    for each in part[1:-1].split(","):
+        low, _, high = each.partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal():
+            raise refuse(f"a list of machines holds {part}", "give --master-addr, the name of the first machine")
+        values += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    return values
+
+
+def _count_tasks(text: str) -> int:
+    """Returns the largest number of SLURM's 8(x2),4."""
+    return max((int(number) for number in re.findall(r"(?:^|,)(\d+)", text)), default=1)
+
+
+def refuse(message: str, hint: str) -> RecipeError:
+    return RecipeError([Problem("", message, hint)])

@@ -1,0 +1,25 @@
+"""Why a run stopped with a checkpoint before its last step: one rank of each machine tells its command.
+
+The ranks exit with 0 then, since torch's launcher would take any other code for a failure and end the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+STOP_FILE = "ULYSSES_STOP_FILE"
+
+
+def write_early_stop(reason: str, environ: Mapping[str, str] = os.environ) -> None:
+    if environ.get("LOCAL_RANK") == "0" and STOP_FILE in environ:
+        Path(environ[STOP_FILE]).write_text(reason, encoding="utf-8")
+
+
+def read_early_stop(file: Path) -> str:
+    """Returns the reason, or '' for a run that did all of its steps."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""
