@@ -5,7 +5,7 @@ SPREAD ?= --numprocesses 2 --dist loadfile
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-check test-full lint types pictures bench check clean
+.PHONY: help install demo test test-check test-full lint types docs pictures bench check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ lint: install  ## ruff check and format check
 
 types: install  ## mypy, strict
 	mypy
+
+docs: install  ## the generated parts of the docs: code map, settings, models, attention
+	PYTHONPATH=tests:. python -m support.generated_docs
 
 pictures: install  ## the pictures of the docs; that of a report page needs Chromium
 	python docs/pictures/make.py

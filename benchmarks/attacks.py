@@ -1,7 +1,8 @@
-"""Attacks on the product, each by name: tried, held, open. What is not trusted (data, models, checkpoints, run folders)
-does its worst; an attack is held when it is refused in words, or has no effect, within bounds of time and memory.
+"""Runs named attacks on the product and counts those tried, held and open.
 
-Exits 1 when one is open. A word selects attacks by name, and renews their lines alone; --results names the file.
+The attacks come from what is not trusted: data, models, checkpoints, run folders. An attack is held when the tool
+refuses it with a message, or when it has no effect, within bounds of time and memory. The program exits with 1 when one
+is open. A word on the command line selects attacks by name and renews only their lines; --results names the file.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ulysses_cli.run_folder.archive import find_newest_valid
 
 SECONDS, MAX_RSS_BYTES = 300, 2 << 30
 SECRET = "correct-horse-battery-staple"
-Attack = Callable[[Path], str]  # a folder of its own -> what got through, or ''
+Attack = Callable[[Path], str]  # takes a folder of its own; returns what got through, or ''
 ATTACKS: dict[str, dict[str, Attack]] = {}
 
 
@@ -55,7 +56,8 @@ class Ended:
     rss_bytes: int
 
     def judge(self, *wanted: str, codes: tuple[int, ...] = (1, 2)) -> str:
-        """'' for an end in words that says what is wanted, without a trace and within bounds."""
+        """Returns '' where the process ended with a message that holds the `wanted` patterns, without a trace and
+        within bounds."""
         output = self.out + self.err
         if self.code not in codes:
             return f"exit code {self.code}: {output[-300:]}"
@@ -75,8 +77,8 @@ def ulysses(
     here: Path | None = None,
     **environ: str,
 ) -> Ended:
-    """The command as a person starts it, with an end after SECONDS. `start`: what stands before it; all, where there
-    are no words."""
+    """Runs the command as a person does and kills it after SECONDS. `start` are the words before it; without `words`,
+    `start` is the whole command line."""
     out, err = folder / "out", folder / "err"
     with open(out, "wb") as stdout, open(err, "wb") as stderr:
         process = subprocess.Popen(
@@ -274,7 +276,7 @@ def damage_tables(folder: Path) -> str:
 
 @attack("data", "an Arrow file that is cut while it is read")
 def cut_arrow(folder: Path) -> str:
-    return run_test("tests/unit/test_odd_files.py::test_an_arrow_file_that_is_cut_while_it_is_read")
+    return run_test("tests/unit/test_odd_files.py::test_an_arrow_file_that_is_truncated_while_it_is_read")
 
 
 @attack("data", "names and columns that write to the terminal")
@@ -358,7 +360,7 @@ def fill_stdout(folder: Path) -> str:
 
 @attack("processes", "an export whose libraries say much")
 def export_noise(folder: Path) -> str:
-    return run_test("tests/unit/test_children.py::test_an_export_that_says_much_comes_to_its_end")
+    return run_test("tests/unit/test_children.py::test_an_export_with_much_output_ends")
 
 
 @attack("processes", "kill -9 of prepare")
@@ -457,9 +459,9 @@ def is_free(lock: Path) -> bool:
 for name, test in {
     "who reaches a port of one machine": "test_a_run_on_one_machine_listens_on_the_loopback_alone",
     "payloads in both stores of two machines, and a machine with another key": (
-        "test_two_machines_train_and_believe_no_third"
+        "test_two_machines_train_and_execute_nothing_from_a_third"
     ),
-    "a stranger in a rank's place sends a payload": "test_who_takes_a_ranks_place_runs_no_code",
+    "a stranger in a rank's place sends a payload": "test_a_process_in_a_ranks_place_runs_no_code",
 }.items():
 
     @attack("network", name)
@@ -469,14 +471,12 @@ for name, test in {
 
 @attack("network", "a payload in the launchers' state")
 def write_state(folder: Path) -> str:
-    return run_test(
-        "tests/one_process/test_rendezvous.py::test_a_state_that_somebody_else_has_written_is_not_unpickled"
-    )
+    return run_test("tests/one_process/test_rendezvous.py::test_a_state_without_the_runs_seal_is_not_unpickled")
 
 
 @attack("limits", "a full disk on one rank")
 def fill_disk(folder: Path) -> str:
-    return run_test("tests/ranks/test_faults.py::test_a_disk_that_is_full_on_one_rank_is_told_to_all")
+    return run_test("tests/ranks/test_faults.py::test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all")
 
 
 # Clocks, memory of others, users, signals, two at once, what a crash leaves
@@ -488,36 +488,36 @@ CLOCK = """
 #include <sys/time.h>
 #include <time.h>
 
-static int read_real(clockid_t clock, struct timespec *found) {
+static int read_real(clockid_t clock, struct timespec *seconds) {
     static int (*real)(clockid_t, struct timespec *);
     if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    return real(clock, found);
+    return real(clock, seconds);
 }
 
-int clock_gettime(clockid_t clock, struct timespec *found) {
+int clock_gettime(clockid_t clock, struct timespec *seconds) {
     static const long hours[] = {0, 26, -30, 1, 87600, -5};
     struct timespec now;
-    int code = read_real(clock, found);
+    int code = read_real(clock, seconds);
     read_real(CLOCK_MONOTONIC, &now);
-    if (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) found->tv_sec += 3600 * hours[now.tv_sec % 6];
+    if (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) seconds->tv_sec += 3600 * hours[now.tv_sec % 6];
     return code;
 }
 
-int gettimeofday(struct timeval *found, void *zone) {
+int gettimeofday(struct timeval *seconds, void *zone) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
-    found->tv_sec = now.tv_sec;
-    found->tv_usec = now.tv_nsec / 1000;
+    seconds->tv_sec = now.tv_sec;
+    seconds->tv_usec = now.tv_nsec / 1000;
     return 0;
 }
 
-time_t time(time_t *found) {
+time_t time(time_t *seconds) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
-    if (found) *found = now.tv_sec;
+    if (seconds) *result = now.tv_sec;
     return now.tv_sec;
 }
-"""  # the time of day jumps each second by hours to ten years, forwards and back; files keep the true one
+"""  # the time of day jumps each second by hours to ten years, forwards and back; files keep the true time
 SHORT = {"train": {"max_steps": 4}, "run": {"device": "cpu", "save_steps": 2}}
 
 
@@ -560,13 +560,13 @@ def shrink_shm(folder: Path) -> str:
 
 
 def drop_rights() -> list[str]:
-    """A command line's beginning: root may then write no more than the modes of folders say."""
+    """Returns the beginning of a command line under which root may write only what the modes of folders allow."""
     return ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.getuid() == 0 else []
 
 
 @attack("users", "a home, a current folder, data and a model that cannot be written")
 def write_nothing(folder: Path) -> str:
-    """Each command works, or says in words what it cannot write and how to go on."""
+    """Checks that each command works, or says what it cannot write and how to go on."""
     here, out, home = folder / "here", folder / "out", folder / "home"
     for made in (here, out, home):
         made.mkdir()
@@ -576,7 +576,7 @@ def write_nothing(folder: Path) -> str:
     (folder / "r.yaml").rename(recipe)
     run, built = f"run.output_dir={out / 'run'}", get_builds_folder(os.environ).rglob("deepspeed_shm_comm*")
     kept = {"TORCH_EXTENSIONS_DIR": str(next((result.parent for result in built if result.is_dir()), out / "builds"))}
-    nobodys = {"HOME": str(home), "HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": "", "TORCH_EXTENSIONS_DIR": ""}
+    unwritable = {"HOME": str(home), "HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": "", "TORCH_EXTENSIONS_DIR": ""}
     where = r"home/\.cache/torch_extensions, where .* cannot be made in .*home\b[^$]*TORCH_EXTENSIONS_DIR="
     denied = r"cannot be written: Permission denied"
     for made in (here, home):
@@ -599,7 +599,7 @@ def write_nothing(folder: Path) -> str:
     )
     try:
         for environ, codes, wanted, words in tries:
-            ended = ulysses(out, *words, start=drop_rights(), here=here, **{**nobodys, **environ})
+            ended = ulysses(out, *words, start=drop_rights(), here=here, **{**unwritable, **environ})
             if result := ended.judge(*wanted, codes=codes):
                 return f"{' '.join(words)}: {result}"
     finally:
@@ -615,7 +615,7 @@ def wait_for(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> 
 
 
 def start(folder: Path, name: str, *words: str, **environ: str) -> subprocess.Popen[bytes]:
-    """What it says goes to the file `name`."""
+    """Starts a command whose output goes to the file `name`."""
     with open(folder / name, "wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "ulysses_cli", *words], cwd=folder, stdout=output, stderr=output,
@@ -623,19 +623,19 @@ def start(folder: Path, name: str, *words: str, **environ: str) -> subprocess.Po
         )  # fmt: skip
 
 
-def judge(process: subprocess.Popen[bytes], said: Path, *wanted: str, codes: tuple[int, ...] = (0,)) -> str:
+def judge(process: subprocess.Popen[bytes], output: Path, *wanted: str, codes: tuple[int, ...] = (0,)) -> str:
     code = process.wait(SECONDS)
-    return Ended(code, said.read_text(errors="replace"), "", 0).judge(*wanted, codes=codes)
+    return Ended(code, output.read_text(errors="replace"), "", 0).judge(*wanted, codes=codes)
 
 
 @attack("signals", "SIGTERM in an evaluation, then --resume auto")
 def end_evaluation(folder: Path) -> str:
     data = {"eval_split": 0.08, "store_dir": str(folder / "store")}
     recipe = write_recipe(folder, train=SHORT["train"], data=data, run={"device": "cpu", "eval_steps": 2})
-    process = start(folder, "said", "train", recipe)
-    wait_for(process, lambda: b"step=2/4" in (folder / "said").read_bytes())
+    process = start(folder, "output", "train", recipe)
+    wait_for(process, lambda: b"step=2/4" in (folder / "output").read_bytes())
     process.terminate()
-    result = judge(process, folder / "said", "saved run/checkpoints/step-2|saved .*step-2", "stopped")
+    result = judge(process, folder / "output", "saved run/checkpoints/step-2|saved .*step-2", "stopped")
     if result or (folder / "run" / "model").exists():
         return result or "a model stands"
     return ulysses(folder, "train", recipe, "--resume", "auto").judge("resumed from .*step-2", "done", codes=(0,))
@@ -645,13 +645,13 @@ def end_evaluation(folder: Path) -> str:
 def end_export(folder: Path) -> str:
     result = ulysses(folder, "train", write_recipe(folder, **SHORT)).judge(codes=(0,))
     for number in () if result else (signal.SIGTERM, signal.SIGKILL):
-        process = start(folder, "said", "export", "run", "--to", "model")
+        process = start(folder, "output", "export", "run", "--to", "model")
         wait_for(process, (folder / "model.writing").exists)
         is_made = (folder / "model.writing").exists()
         process.send_signal(number)
         process.wait(SECONDS)
         left: list[str] = []
-        for _ in range(1000):  # kill -9 leaves its child a moment
+        for _ in range(1000):  # the child of a process killed by SIGKILL needs a moment to end
             left = [path.name for path in folder.glob("model*")]
             if not left:
                 break
@@ -707,7 +707,7 @@ often = pyarrow.DictionaryArray.from_arrays(index, pyarrow.array(["x y " * (1 <<
 one = pyarrow.ListArray.from_arrays(pyarrow.array([0, length], pyarrow.int32()), numpy.zeros(length, numpy.int8))
 columns = {"dictionary": {"text": often}, "list": {"input_ids": one}, "nulls": {"text": pyarrow.nulls(1 << 26)}}
 columns["page"] = {"text": ["x" * (1 << 29)]}
-tables = {name: pyarrow.table(found) for name, found in columns.items()}
+tables = {name: pyarrow.table(content) for name, content in columns.items()}
 options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
 for name, table in tables.items():
     parquet.write_table(table, f"{name}.parquet", compression="zstd", use_dictionary=name != "page")
@@ -738,7 +738,8 @@ for name, test in (
 
 @attack("secrets", "in all that a run leaves: model, card, checkpoints, logs, metrics, page")
 def leave_secret(folder: Path) -> str:
-    key, looks = "hf_QwErTyUiOpAsDfGhJkLzXcVb", "tr0ub4dor-and-3"  # known by how it stands in an address alone
+    # this one has no known look: its place in an address alone gives it away
+    key, looks = "hf_QwErTyUiOpAsDfGhJkLzXcVb", "tr0ub4dor-and-3"
     signed, file = f"https://user:{looks}@host/d?X-Amz-Signature={looks}&x=1", folder / f"d?sig={looks}&as=d.jsonl"
     file.write_text('{"text": "some words of a document"}\n' * 400)
     data = {"datasets": [{"path": str(file)}]}
@@ -763,10 +764,11 @@ def leave_secret(folder: Path) -> str:
 
 @attack("secrets", "a core file of a rank that crashes")
 def dump_core(folder: Path) -> str:
-    """The user's limit lets cores be written; where the system collects them elsewhere, nothing is proven here."""
+    """Makes a command crash where the user's limit allows core files. Where the system collects them elsewhere, this
+    proves nothing."""
     resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
-    process = start(folder, "said", "train", write_recipe(folder, train={"max_steps": 4000}), MY_PASSPHRASE=SECRET)
-    wait_for(process, lambda: b"step=2/" in (folder / "said").read_bytes())
+    process = start(folder, "output", "train", write_recipe(folder, train={"max_steps": 4000}), MY_PASSPHRASE=SECRET)
+    wait_for(process, lambda: b"step=2/" in (folder / "output").read_bytes())
     for pid in find_descendants(process.pid):
         os.kill(pid, signal.SIGSEGV)
     process.wait(SECONDS)
@@ -784,7 +786,7 @@ def _read_children(task: Path) -> list[str]:
 
 
 def run_test(*words: str) -> str:
-    """An attack that a test makes already."""
+    """Runs a test of the suite that is an attack."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-rs", *words], cwd=ROOT, capture_output=True, text=True,
         check=False, env={**os.environ, "ULYSSES_FULL": "1"},
@@ -796,7 +798,7 @@ def try_attack(function: Attack) -> str:
     with tempfile.TemporaryDirectory(prefix="ulysses-attack-") as folder:
         try:
             return function(Path(folder))
-        except Exception as error:  # noqa: BLE001 - whatever an attack brings about
+        except Exception as error:  # noqa: BLE001 - an attack may raise anything
             return f"{type(error).__name__}: {error}"
 
 
@@ -821,8 +823,8 @@ def main() -> int:
     return 1 if counts["open"] else 0
 
 
-def count_ends(found: dict[str, dict[str, str]]) -> dict[str, int]:
-    ends = [end for group in found.values() for end in group.values()]
+def count_ends(groups: dict[str, dict[str, str]]) -> dict[str, int]:
+    ends = [end for group in groups.values() for end in group.values()]
     return {"tried": len(ends), "held": ends.count("held"), "open": len(ends) - ends.count("held")}
 
 

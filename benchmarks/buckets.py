@@ -1,10 +1,13 @@
-"""What smaller buckets cost: a step with the gradients' messages and the optimizer's groups of a large model in many
-pieces, against the same step in DeepSpeed's default sizes, where all of this model is one piece.
+"""Measures what smaller buckets cost in a training step.
+
+One side sends the gradients and steps the optimizer in as many pieces as a large model needs. The other uses
+DeepSpeed's default sizes, where all of this model is one piece.
 
     python benchmarks/buckets.py [--pairs 8] [--json FILE]
 
-Two gloo ranks, 104 M weights. Sides stand beside each other on the same ranks and take steps in turns. On 8 GPUs an
-8 B model has 80 messages and 8 groups with this tool's sizes; here there are as many. Bytes are the ledger's, of it.
+Two gloo ranks train 104 M weights. Both sides live on the same ranks and take steps in turns. On 8 GPUs an 8 B model
+has 80 messages and 8 groups with this tool's sizes; here there are as many. Bytes are what the ledger says of that 8 B
+model.
 """
 
 import argparse
@@ -36,7 +39,7 @@ GIB = 1 << 30
 
 
 def measure(offload: str, num_pairs: int) -> dict[str, list[float]]:
-    """On each rank -> seconds of each side's steps, in turns."""
+    """Returns, on each rank, the seconds of each side's steps, which are taken in turns."""
     import torch.distributed as dist
     from support.run_harness import RunHarness
     from support.training import MemoryRows, make_recipe
@@ -60,7 +63,7 @@ def measure(offload: str, num_pairs: int) -> dict[str, list[float]]:
 
 
 def compute_bytes(offload: str) -> dict[str, dict[str, float]]:
-    """GiB of a GPU and of a machine, for Llama-3.1-8B with rows of 128Ki on 8 GPUs, in both sizes."""
+    """Returns GiB of a GPU and of a machine, for Llama-3.1-8B with rows of 128Ki on 8 GPUs, in both sizes."""
     from ulysses_cli.hub import load_table
     from ulysses_cli.plan.ds_config import REDUCE_BUCKET, SUB_GROUP
     from ulysses_cli.plan.layout import Layout

@@ -1,7 +1,8 @@
-"""What saving costs beside torch.save + fsync of the same bytes, how long an async save stalls training, and a resume
-beside a fresh start. One rank; all sides alternate in one process, the medians of several rounds are compared.
+"""Measures what saves and a resume cost.
 
-Hashing is shown apart: saving is measured with and without it.
+A save is compared with torch.save + fsync of the same bytes, a resume with a fresh start. It also measures how long an
+async save stalls training. All sides alternate on one rank in one process; the medians of several rounds are compared.
+A save is measured with and without its hashes, so that hashing is shown apart.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def without_hashes() -> Iterator[None]:
 
 
 def measure(call: Callable[[], object]) -> float:
-    os.sync()  # what others have written is not this one's to wait for
+    os.sync()  # a save does not wait here for what other programs have written
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

@@ -1,7 +1,8 @@
-"""How fast text becomes rows and rows are read, against the bare tokenizer and against a CPU training step, in one run.
+"""Measures how fast text becomes rows and how fast rows are read.
 
-Bars: preparing text at 80 % of the bare `tokenizers` batch rate per worker, a 50 MB document in linear time, rows read
-50x faster than a CPU training step takes them; and those of packing.py, which is run too.
+The peers are the bare tokenizer and a CPU training step in the same run. Bars: preparing text reaches 80 % of the bare
+`tokenizers` batch rate per worker; a 50 MB document takes linear time; rows are read 50x faster than a CPU training
+step takes them. The bars of packing.py, which runs too, also count.
 
     python benchmarks/data.py [--megabytes 64] [--workers 2] [--json FILE]
 """
@@ -41,7 +42,8 @@ data:
 
 
 def walk_texts(num_bytes: int) -> Iterator[str]:
-    """Python's own library and what is installed beside it, file by file, again from the start when it ends."""
+    """Yields the texts of Python's own library and of the installed packages, file by file, again from the start at the
+    end."""
     folders = [sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]]
     files = sorted(file for folder in folders for file in Path(folder).rglob("*.py"))
     done = 0
@@ -59,7 +61,7 @@ def walk_texts(num_bytes: int) -> Iterator[str]:
 
 
 def train_tokenizer(folder: Path) -> Any:
-    """A byte-level BPE with the pattern of Llama 3, from the first megabytes."""
+    """Returns a byte-level BPE with the pattern of Llama 3, trained on the first megabytes."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -89,7 +91,7 @@ def make_batches(texts: list[str]) -> Iterator[list[str]]:
 
 
 class Clock:
-    """Seconds that passed, and seconds that this process computed: on a busy machine the two part company."""
+    """Measures the seconds that passed and those that this process computed, which differ on a busy machine."""
 
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0
@@ -104,10 +106,10 @@ class Clock:
 
 
 def measure_bare(made: Any, texts: list[str]) -> Clock:
-    """Nothing but the batch call, one thread, in batches as large as preparing uses."""
+    """Times the batch call alone, on one thread, in batches as large as prepare uses."""
     from tokenizers import Tokenizer
 
-    fresh = Tokenizer.from_str(made.to_str())  # no cache of words from the training
+    fresh = Tokenizer.from_str(made.to_str())  # without the cache of words from the training
     clock = Clock()
     for batch in make_batches(texts):
         with clock:
@@ -116,7 +118,7 @@ def measure_bare(made: Any, texts: list[str]) -> Clock:
 
 
 def prepare(folder: Path, file: Path, workers: int, store: str) -> tuple[Clock, Any]:
-    """Preparing a file anew, from reading it to rows on disk."""
+    """Prepares a file anew, from reading it to rows on disk."""
     from ulysses_cli.data.prepare import prepare_data
     from ulysses_cli.plan.recipe.loader import parse_recipe
 
@@ -137,9 +139,9 @@ def measure_preparing(folder: Path, made: Any, num_bytes: int, workers: int) -> 
     file = write_texts(folder / "texts.jsonl", texts)
     size = sum(len(text.encode()) for text in texts)
     measure_bare(made, texts[:1])
-    prepare(folder, write_texts(folder / "few.jsonl", texts[:1]), 1, "few")  # imports
+    prepare(folder, write_texts(folder / "few.jsonl", texts[:1]), 1, "few")  # the first call pays for imports
     shares, cpu_shares, rates = [], [], []
-    for run in range(NUM_RUNS):  # in turns, so that other work on the machine falls on both
+    for run in range(NUM_RUNS):  # in turns, so that other work on the machine slows both
         part = texts[run::NUM_RUNS]
         part_file = write_texts(folder / f"part-{run}.jsonl", part)
         bare = measure_bare(made, part)
@@ -173,7 +175,7 @@ def read_all(path: Path) -> int:
 
 
 def measure_long_documents(folder: Path, num_bytes: int) -> dict[str, float]:
-    """CPU seconds per megabyte of one document, at a tenth of the size and at the whole."""
+    """Returns CPU seconds per megabyte of one document, at a tenth of the size and at the whole."""
     values = {}
     for share in (0.1, 1.0):
         file = folder / f"one-{share}.txt"
@@ -188,7 +190,7 @@ def measure_long_documents(folder: Path, num_bytes: int) -> dict[str, float]:
 
 
 def measure_against_training(folder: Path) -> dict[str, float]:
-    """The embedded recipe's model and rows: seconds of a step on one core, and of reading the row that it takes."""
+    """Returns seconds of a step on one core, with the embedded recipe's model and rows, and seconds to read its row."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -238,7 +240,7 @@ def main() -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        packing = run_packing(folder)  # first: a process is charged with the memory of the one that starts it
+        packing = run_packing(folder)  # first, because a process is charged with the memory of the one that starts it
         result = measure_preparing(folder, train_tokenizer(folder), int(options.megabytes * 1e6), options.workers)
         result |= measure_long_documents(folder, int(options.document_megabytes * 1e6))
         result |= measure_against_training(folder)

@@ -1,14 +1,15 @@
-"""How accurate the ledger and the speed model are: published rows with their sources (published.py), in one run. No
-constant is fitted to a row; a row that is off by more than its bar says why.
+"""Measures how accurate the ledger and the speed model are.
+
+The rows and their sources are in published.py. No constant is fitted to a row. A row that is off by more than its bar
+says why.
 
     python benchmarks/estimate.py [--counted] [--ranks [--remember FILE]] [--json FILE]
     python benchmarks/estimate.py --random N --seed S [--first NUMBER] [--workers W] [--remember FILE] [--json FILE]
 
-`--random` draws recipes that nobody chose and holds the formula against a trace of each, and does nothing else.
-`--counted` adds every case of tests/one_process/test_ledger.py: real models stepped without data, each allocation
-counted.
-`--ranks` adds real steps on 1, 2 and 4 CPU ranks, against the formula and against a trace; `--remember` keeps what was
-measured, so that a run that was cut off goes on where it was.
+`--random` draws random recipes, compares the formula with a trace of each, and does nothing else. `--counted` adds
+every case of tests/one_process/test_ledger.py: real models stepped without data, each allocation counted. `--ranks`
+adds real steps on 1, 2 and 4 CPU ranks, against the formula and against a trace. `--remember` saves what was measured,
+so that an interrupted run continues where it was.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from published import (
 
 
 def list_counted() -> Iterator[Row]:
-    """Steps of real models on tensors without data."""
+    """Yields steps of real models on tensors without data."""
     from support.counted_steps import compare_step, list_cases
 
     for model, levers, sp_size in list_cases():
@@ -49,8 +50,8 @@ def list_counted() -> Iterator[Row]:
 
 
 def list_real(memory: Path | None) -> Iterator[Row]:
-    """Real steps of DeepSpeed's engine on CPU ranks, every byte counted, against the formula and a trace. Counts are
-    exact, so that remembered ones are those of this run as long as nothing but the formula changes."""
+    """Yields real steps of DeepSpeed's engine on CPU ranks, every byte counted, against the formula and a trace. Counts
+    are exact: those of an earlier run are valid as long as nothing but the formula changes."""
     from support.rank_pool import run_on_ranks
     from support.real_steps import make_case, measure_step, predict_step, trace_step
 
@@ -67,7 +68,7 @@ def list_real(memory: Path | None) -> Iterator[Row]:
 
 
 def walk_real_cases() -> Iterator[tuple[str, int, dict[str, object], tuple[str, ...]]]:
-    """Models x ways to train x ranks, and each lever on."""
+    """Yields every model with every way to train it and every number of ranks, and each lever switched on."""
     experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     models: dict[str, dict[str, object]] = {
         "all keys": {"num_key_value_heads": 8},
@@ -97,7 +98,7 @@ def walk_real_cases() -> Iterator[tuple[str, int, dict[str, object], tuple[str, 
 
 
 def walk_stages(tiles: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, object], tuple[str, ...]]]:
-    """ZeRO-1 and 2 with one micro-step and two, and what else changes where gradients and shards live."""
+    """Yields ZeRO-1 and 2 with one micro-step and two, and what else changes where gradients and shards live."""
     twice, narrow = "train.gradient_accumulation_steps=2", "model.dtype=bfloat16"
     lower = {f"ZeRO-{stage}": f"parallel.zero_stage={stage}" for stage in (1, 2)}
     for ranks in (2, 4):
@@ -121,21 +122,21 @@ def walk_stages(tiles: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, ob
 
 
 def compare_random(options: argparse.Namespace) -> int:
-    """Traces in processes of their own; those remembered are not made again, and formulas always are."""
+    """Traces recipes in processes of their own. Remembered traces are not made again; formulas always are."""
     from support import random_recipes
 
     memory: Path | None = options.remember
     known = json.loads(memory.read_text()) if memory is not None and memory.is_file() else {}
     drawn = list(random_recipes.draw_recipes(options.seed, options.random, options.first))
 
-    def compare(each: random_recipes.Drawn) -> random_recipes.Compared:
+    def compare(each: random_recipes.Drawn) -> random_recipes.ComparedPhases:
         formula = random_recipes.predict_phases(random_recipes.make_drawn_job(each))
         if each.digest not in known:
             known[each.digest] = random_recipes.trace_phases(each)
             print(f"  {each.number:>4} {each.family}", file=sys.stderr)
             if memory is not None:
                 memory.write_text(json.dumps(known))
-        return random_recipes.Compared(each, formula, known[each.digest])
+        return random_recipes.ComparedPhases(each, formula, known[each.digest])
 
     with ThreadPoolExecutor(options.workers) as pool:
         results = list(pool.map(compare, drawn))
@@ -157,7 +158,7 @@ def compare_random(options: argparse.Namespace) -> int:
 
 
 def time_commands() -> dict[str, float]:
-    """Median seconds of a start, of three."""
+    """Returns the median seconds of three starts."""
     recipe = str(ROOT / "recipes" / "llama-3.1-8b-128k-8gpu.yaml")
     kinds = "h100-80gb:512,h200:512,b200:512,b300:512,a100-80gb:512,mi300x:512,l40s:512,rtx-pro-6000:512"
     model = ["--model", "meta-llama/Llama-3.1-70B", "--max-length", "128Ki", "--tokens", "10B"]
@@ -204,7 +205,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.random is not None:
         return compare_random(options)
-    seconds = time_commands()  # before ranks are started, which stay
+    seconds = time_commands()  # before the ranks start, which then stay
     groups = {
         "memory: published, predicted": list(list_memory()),
         "memory: published, predicted; rows found after the model was made": list(list_later_memory()),

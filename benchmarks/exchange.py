@@ -1,7 +1,7 @@
-"""Our attention layer against DeepSpeed's UlyssesSPAttentionHF on the same tensors, in one run, on gloo ranks.
+"""Compares our attention layer with DeepSpeed's UlyssesSPAttentionHF on the same tensors, in one run, on gloo ranks.
 
-Counted by a dispatch mode on both: collectives and their bytes, copies of tensors, bytes alive. Timed without it,
-in turn. Both compute attention with the same operator of torch (CPU flash attention).
+A dispatch mode counts on both: collectives and their bytes, copies of tensors, bytes alive. The layers are timed in
+turn without that mode. Both compute attention with the same operator of torch (CPU flash attention).
 
     python benchmarks/exchange.py [--ranks 2,4] [--tokens 2048] [--runs 15] [--json FILE]
 """
@@ -30,7 +30,7 @@ COPIES = ("copy_", "clone", "cat", "_to_copy", "repeat_interleave", "index_selec
 
 
 class Meter(ByteCounter):
-    """Counts collectives, copies and bytes of a forward and backward; sees inside the custom operators too."""
+    """Counts collectives, copies and bytes of a forward and backward, also inside custom operators."""
 
     def __init__(self, large_bytes: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def make_deepspeed(tokens: int, num_kv_heads: int) -> Layer:
 
 
 def make_inputs(tokens: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's slice as transformers hands it over: [B, heads, S, D], tokens first in memory."""
+    """Returns this rank's slice as transformers hands it over: [B, heads, S, D], tokens first in memory."""
     world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(0)
     counts = (NUM_HEADS, num_kv_heads, num_kv_heads, NUM_HEADS)
@@ -124,8 +124,8 @@ def make_inputs(tokens: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor,
 
 
 def meter_layer(layer: Layer, tokens: int, num_kv_heads: int) -> tuple[Meter, frozenset[int], tuple[Tensor, ...], int]:
-    """One forward and backward -> its meter, the caller's storages (q, k, v, out and their gradients), output and
-    gradients, and the bytes of q."""
+    """Meters one forward and backward. Returns its meter, the caller's storages (q, k, v, out and their gradients),
+    output and gradients, and the bytes of q."""
     inputs = make_inputs(tokens, num_kv_heads)
     q, k, v, dout = inputs
     meter = Meter(k.nbytes // 2)
@@ -139,7 +139,7 @@ def meter_layer(layer: Layer, tokens: int, num_kv_heads: int) -> tuple[Meter, fr
 
 
 def measure(tokens: int, num_kv_heads: int, runs: int, chunks: int) -> dict[str, Any]:
-    """On one rank: every layer's log and times, and the largest differences of values."""
+    """Returns, on one rank, every layer's log and times, and the largest differences of values."""
     makers = {"ours": make_ours(1), f"ours, {chunks} chunks": make_ours(chunks), "deepspeed": make_deepspeed}
     layers = {name: make(tokens, num_kv_heads) for name, make in makers.items()}
     results: dict[str, Any] = {}
@@ -152,8 +152,8 @@ def measure(tokens: int, num_kv_heads: int, runs: int, chunks: int) -> dict[str,
             "sent_mib": meter.sent_bytes / 2**20,
             "copies": meter.num_copies,
             "copied_per_q": meter.copied_bytes / q_bytes,
-            # gloo's own thread lets go of a buffer a moment after its collective is done, in some runs and not in
-            # others; the smallest peak is the layer's own. The same for all layers.
+            # gloo's own thread frees a buffer a moment after its collective is done, in some runs and not in others.
+            # The smallest peak is the layer's own. This holds for all layers.
             "peak_per_q": min(run.compute_peak_bytes() for run, *_ in metered) / q_bytes,
             "own_peak_per_q": min(run.compute_peak_bytes(outer) for run, outer, *_ in metered) / q_bytes,
         }

@@ -1,9 +1,10 @@
-"""Real runs on two CPU ranks, killed by faults from a fixed list of seeds: injected, survived, refused, lost.
+"""Kills real runs on two CPU ranks by faults drawn from a fixed list of seeds; counts injected, survived, refused,
+lost.
 
-A chain is one run: it is killed, resumed with --resume auto, killed again, and at last left alone. Its losses and its
-model must be those of a run that was never touched, to the last bit; then all of its faults are survived. A refusal is
-an error in words with exit code 1 or 2. Anything else is lost. What is done stands in the results: called again, it
-goes on with the rest (--minutes bounds one call, --anew begins again).
+A chain is one run that is killed, resumed with --resume auto, killed again, and at last left to finish. Its faults are
+survived when its losses and its model equal those of an uninterrupted run to the last bit. A fault is refused when the
+command ends with a message and exit code 1 or 2. Anything else is lost. The results file holds what is done: a second
+call continues with the rest (--minutes bounds one call, --anew starts over).
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ WALKED_STEP = 8
 WALKED = ["run.rehearsal=true", "data.eval_split=0.02", f"run.eval_steps={WALKED_STEP}"]
 WHO = {"all": "all ranks", "one": "one rank", "agent": "the launcher", "command": "the command"}
 WALKS = [("command", signal.SIGTERM), *((who, signal.SIGKILL) for who in WHO)]
-Ends = list[tuple[str, str]]  # (fault, how it ended)
+Ends = list[tuple[str, str]]  # (fault, how the run ended)
 
 
 class ComparedRuns(Runs):
-    """Runs of some length, beside one that was never touched."""
+    """Runs of a fixed length, each compared with an uninterrupted one."""
 
     def start(
         self, run: str, *words: str, plan: Mapping[str, Any] | None = None, peer: Command | None = None
     ) -> Command:
         return super().start(run, f"train.max_steps={NUM_STEPS}", *words, plan=plan, peer=peer)
 
-    def is_whole(self, run: str, num_torn: int, whole: str = "whole") -> bool:
+    def is_equal(self, run: str, num_torn: int, whole: str = "whole") -> bool:
         ours, reference = self.read_losses(run), self.read_losses(whole)
         is_same = ours.items() <= reference.items() and len(reference) - len(ours) <= num_torn
         return is_same and self.read_model(run) == self.read_model(whole)
@@ -72,23 +73,23 @@ def settle(runs: ComparedRuns, run: str, killed: list[str], *words: str) -> Ends
     return judge(runs, run, killed, code, output)
 
 
-def judge(runs: ComparedRuns, run: str, killed: list[str], code: int, said: str) -> Ends:
-    """A run that has ended: is it the one that was never touched?"""
-    is_refused = code in (1, 2) and "Traceback" not in said
-    num_torn = killed.count("torn metrics")  # lines of steps that are not done again
-    how = "survived" if code == 0 and runs.is_whole(run, num_torn) else "refused" if is_refused else "lost"
+def judge(runs: ComparedRuns, run: str, killed: list[str], code: int, output: str) -> Ends:
+    """Judges whether a run that has ended equals the uninterrupted one."""
+    is_refused = code in (1, 2) and "Traceback" not in output
+    num_torn = killed.count("torn metrics")  # these steps are not done again
+    how = "survived" if code == 0 and runs.is_equal(run, num_torn) else "refused" if is_refused else "lost"
     if how != "survived":
-        print(f"{run}: exit code {code}\n{said[-1500:]}", flush=True)
+        print(f"{run}: exit code {code}\n{output[-1500:]}", flush=True)
     return [(fault, how) for fault in killed]
 
 
-def lose(fault: str, said: str) -> Ends:
-    print(f"{fault}\n{said[-1500:]}", flush=True)
+def lose(fault: str, output: str) -> Ends:
+    print(f"{fault}\n{output[-1500:]}", flush=True)
     return [(fault, "lost")]
 
 
 def kill(runs: ComparedRuns, seeds: list[int]) -> Ends:
-    """Every other chain saves beside its steps."""
+    """Kills a chain at each seed's event. Every other chain saves while steps go on."""
     run, words = f"chain-{seeds[0]}", ["run.async_save=true"] if seeds[0] // CHAIN % 2 else []
     killed = []
     for seed in seeds:
@@ -102,8 +103,8 @@ def kill(runs: ComparedRuns, seeds: list[int]) -> Ends:
 
 
 def walk(runs: ComparedRuns, who: str, number: signal.Signals) -> Ends:
-    """One run, killed at every event of its life in turn and resumed each time. Whatever a rank is about to do, the
-    other one is, too; nothing outlives the launcher; resumed at its end, it has nothing left to do."""
+    """Kills one run at every event of its life in turn and resumes it each time. Both ranks must be about to do the
+    same thing, no process may outlive the agent, and a run resumed at its end must have nothing left to do."""
     run, ends = f"walk-{who}-{number.name}", []
     for event, plan in kill_points.list_phases(NUM_STEPS, WALKED_STEP, WALKED_STEP + 2).items():
         process = runs.start(run, *WALKED, "--resume", "auto", plan={**plan, "who": who, "signal": int(number)})
@@ -114,7 +115,7 @@ def walk(runs: ComparedRuns, who: str, number: signal.Signals) -> Ends:
             return [*ends, *lose(fault, f"{code}, alive: {alive}\n{output}")]
         ends.append((fault, "survived"))
     code, output = end(runs.start(run, *WALKED, "--resume", "auto"))
-    if code or not runs.is_whole(run, 0, "walk"):
+    if code or not runs.is_equal(run, 0, "walk"):
         return [(fault, "lost") for fault, _ in ends]
     code, output = end(runs.start(run, *WALKED, "--resume", "auto"))
     how = "survived" if code == 0 and "already finished" in output else "lost"
@@ -122,13 +123,13 @@ def walk(runs: ComparedRuns, who: str, number: signal.Signals) -> Ends:
 
 
 def agree(process: Command) -> bool:
-    """As far as both ranks came, they came to the same collectives."""
+    """Returns whether both ranks entered the same collectives, as far as both came."""
     logs = kill_points.read_collectives(process.pids)
     return all(one == other for one, other in zip(*logs, strict=False))
 
 
 def wait_for_processes(process: Command) -> list[int]:
-    """Ranks that live on 15 seconds after their command."""
+    """Returns the ranks that are still alive 15 seconds after their command ended."""
     limit = time.monotonic() + 15
     while alive := [rank for rank in process.list_ranks() if is_alive(rank)]:
         if time.monotonic() > limit:
@@ -138,7 +139,7 @@ def wait_for_processes(process: Command) -> list[int]:
 
 
 def damage(runs: ComparedRuns, kind: str) -> Ends:
-    """A run that was stopped, what it left damaged, and resumed."""
+    """Stops a run, damages what it left and resumes it."""
     run = kind.replace(" ", "-")
     process = runs.start(run)
     wait_for_steps(runs, run, process, 4)
@@ -152,7 +153,7 @@ def damage(runs: ComparedRuns, kind: str) -> Ends:
 
 
 def hang(runs: ComparedRuns, name: str) -> Ends:
-    """A rank that stands still is named and ended, and so are the others; the run goes on from its checkpoint."""
+    """Stops one rank without ending it. The run must name it and end all ranks, and resume from its checkpoint."""
     run, seconds = f"hanging-{name}", 6
     process = runs.start(run, f"run.step_timeout={seconds}")
     wait_for_steps(runs, run, process, 2)
@@ -168,7 +169,7 @@ def hang(runs: ComparedRuns, name: str) -> Ends:
 
 
 def restart(runs: ComparedRuns) -> Ends:
-    """run.max_restarts: no person is needed."""
+    """Kills a rank where run.max_restarts lets the run restart by itself."""
     process = runs.start("restarted", "run.max_restarts=2")
     wait_for_steps(runs, "restarted", process, 3)
     process.signal_rank(1)
@@ -176,7 +177,7 @@ def restart(runs: ComparedRuns) -> Ends:
 
 
 def restart_machines(runs: ComparedRuns) -> Ends:
-    """Two machines, each with a launcher of its own; a rank lost on one is started again with all others on both."""
+    """Kills a rank on one of two machines, each with its own agent. All ranks on both machines must restart."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -192,7 +193,7 @@ def restart_machines(runs: ComparedRuns) -> Ends:
 
 
 def start_twice(runs: ComparedRuns) -> Ends:
-    """The second run in a folder is refused, and harms nothing; a dead one keeps no lock."""
+    """Starts a second run in a folder, which must be refused and harm nothing. A dead run must keep no lock."""
     first = runs.start("twice")
     wait_for_steps(runs, "twice", first, 2)
     code, output = end(runs.start("twice", "--resume", "auto"))
@@ -208,7 +209,7 @@ def start_twice(runs: ComparedRuns) -> Ends:
 
 
 def wait_until_free(lock: Path) -> None:
-    """Until the launcher, too, has seen that its command is dead."""
+    """Waits until the agent has also noticed that its command is dead."""
     limit = time.monotonic() + 60
     with open(lock) as stream:
         while time.monotonic() < limit:
@@ -235,7 +236,7 @@ def small_disk(place: Path, *options: str) -> Iterator[bool]:
 
 
 def fill(file: Path) -> None:
-    """To the last byte."""
+    """Fills a folder's disk to the last byte."""
     handle = os.open(file, os.O_WRONLY | os.O_CREAT)
     for size in (1 << 16, 1 << 12, 1):
         try:
@@ -247,7 +248,7 @@ def fill(file: Path) -> None:
 
 
 def fill_disk(runs: ComparedRuns, on_save_error: str) -> Ends:
-    """The run, its logs and its metrics stand on a disk that becomes full, and later has room again."""
+    """Fills the disk that holds the run, its logs and its metrics, and later frees space again."""
     fault, run = f"full disk, on_save_error: {on_save_error}", f"small-{on_save_error}/run"
     words = ["run.save_total_limit=1", f"run.on_save_error={on_save_error}"]
     with small_disk(runs.folder / run.split("/")[0], "size=3m") as is_there:
@@ -257,7 +258,7 @@ def fill_disk(runs: ComparedRuns, on_save_error: str) -> Ends:
         wait_for_steps(runs, run, process, 3)
         ballast = runs.folder / run.split("/")[0] / "ballast"
         fill(ballast)
-        if on_save_error == "continue":  # room again once a save has failed, and before the last one
+        if on_save_error == "continue":  # space is freed after a save has failed, and before the last save
             wait_until(process, lambda: "No space left on device" in process.read_stderr())
             ballast.unlink()
         code, output = end(process)
@@ -270,7 +271,7 @@ def fill_disk(runs: ComparedRuns, on_save_error: str) -> Ends:
 
 
 def forbid(runs: ComparedRuns) -> Ends:
-    """The checkpoints' disk can no longer be written."""
+    """Makes the checkpoints' disk unwritable."""
     process = runs.start("read-only")
     wait_for_steps(runs, "read-only", process, 3)
     with small_disk(runs.folder / "read-only" / "checkpoints", "ro") as is_there:
@@ -278,7 +279,7 @@ def forbid(runs: ComparedRuns) -> Ends:
             end(process)
             return []
         code, output = end(process)
-    if code != 1 or "was not written: " not in output:  # read-only, or its folder out of sight
+    if code != 1 or "was not written: " not in output:  # read-only, or with its folder unmounted
         return lose("read-only disk", output)
     return settle(runs, "read-only", ["read-only disk"])
 
@@ -321,7 +322,7 @@ def summarize(done: dict[str, Any], num_pieces: int) -> dict[str, Any]:
 
 
 def read_done(pieces: dict[str, Any]) -> dict[str, Any]:
-    """Pieces of a call that was not finished."""
+    """Returns the parts that an unfinished call has done."""
     try:
         before = json.loads((RESULTS / "faults-cpu.json").read_text())
     except (OSError, ValueError):

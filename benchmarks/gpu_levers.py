@@ -1,13 +1,14 @@
-"""Memory levers on one GPU against DeepSpeed's own, in the same run: an 8-layer slice of Llama-3.1-8B's shape in
-bfloat16, one rank, forward and backward without an optimizer.
+"""Compares memory levers on one GPU with DeepSpeed's own, in the same run.
 
-Tokens/s, model FLOPs per second and MFU, peak memory and the share of offload that compute does not hide, by length;
-the longest row under a cap; a picture of copies against compute. (b) is TiledMLP, TiledFusedLogitsLoss and reentrant
-checkpointing with hidden states in host memory, around the same attention kernel; without offload too, and the faster
-one counts. Results are written after every measurement; what did not run says why.
+The model is an 8-layer slice of Llama-3.1-8B's shape in bfloat16, on one rank, forward and backward without an
+optimizer. Measured are tokens/s, model FLOPs per second and MFU, peak memory and the share of offload that compute does
+not hide, by length; the longest row under a memory cap; and a picture of copies against compute. Side (b) is TiledMLP,
+TiledFusedLogitsLoss and reentrant checkpointing with hidden states in host memory, around the same attention kernel. It
+is also run without offload, and its faster result counts. Results are written after every measurement; a failed
+measurement says why.
 
     python benchmarks/gpu_levers.py [--part all|speed|longest] [--lengths 32Ki,64Ki,128Ki,256Ki] [--cap-gb 80]
-        [--minutes 9] [--json FILE]
+    [--minutes 9] [--json FILE]
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the launcher sets it, for both sides
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the command sets it, for both sides
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,10 @@ SHAPE = {
 }  # fmt: skip
 HEAD_DIM, LOSS_TILE, WINDOW = 128, 4096, 1024
 WINDOW_KERNEL = "torch_varlen"
-SHORT_ROW, STEP_TOKENS = 2**16, 2**14  # of the search for the longest row
-SETUP_SECONDS = 10.0  # to make a model
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "L40S": 362}  # dense bfloat16, by the maker
+SHORT_ROW, STEP_TOKENS = 2**16, 2**14  # for the search of the longest row
+SETUP_SECONDS = 10.0  # for making a model
+# dense bfloat16, by the maker's data sheet
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "L40S": 362}
 
 
 class Run:
@@ -104,7 +106,7 @@ class Run:
         )
 
     def step(self, tokens: int, *, backward: bool = True) -> float:
-        """Seconds."""
+        """Runs a step and returns its seconds."""
         ids = torch.randint(0, 128000, (1, tokens), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -137,8 +139,8 @@ class Run:
 
 
 class _HostCheckpoint(torch.autograd.Function):
-    """Reentrant checkpointing whose hidden states are copied to host memory, as DeepSpeed's guide to long sequences has
-    it: the copy is waited for."""
+    """Reentrant checkpointing whose hidden states are copied to host memory, as in DeepSpeed's guide to long sequences.
+    The copy is synchronous."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, function: Any, offloads: bool) -> Tensor:
@@ -170,27 +172,27 @@ SIDES = {
 
 
 class Report:
-    """What was found so far, written after each finding: a machine that goes away takes nothing with it."""
+    """The results so far, written after each measurement: a machine that disappears loses no finished measurement."""
 
     def __init__(self, path: Path, **facts: Any) -> None:
-        self.path, self.found = path, {**facts, "speed": [], "longest_row": {}}
+        self.path, self.results = path, {**facts, "speed": [], "longest_row": {}}
 
     def write(self, said: str, **result: Any) -> None:
-        self.found |= result
+        self.results |= result
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+        self.path.write_text(json.dumps(self.results, indent=1) + "\n")
         print(said, flush=True)
 
 
 def try_run(row: dict[str, Any], side: Side, kernel: str, use: Callable[[Run], None], **options: Any) -> None:
-    """What goes wrong is part of the row, and ends nothing else."""
+    """Runs a measurement. Its error becomes part of the row and stops no other measurement."""
     run = None
     try:
         run = Run(kernel, is_ours=side.is_ours, offloads=side.offloads, **options)
         use(run)
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         row["out_of_memory"] = str(error)[:200]
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others are measured
+    except Exception as error:  # noqa: BLE001 - after any error, the others are measured
         row["failed"] = f"{type(error).__name__}: {error}"[:300]
     if run is not None:
         run.close()
@@ -202,18 +204,18 @@ def measure_speed(
     for tokens in lengths:
         for name in names:
             row: dict[str, Any] = {"tokens": tokens, "side": name}
-            if time.monotonic() + estimate_seconds(report.found["speed"], tokens) > deadline:
+            if time.monotonic() + estimate_seconds(report.results["speed"], tokens) > deadline:
                 row["skipped"] = "no time is left for it"
             else:
                 try_run(row, SIDES[name], kernel, partial(time_steps, row, tokens, peak), num_layers=8)
-            report.found["speed"].append(row)
+            report.results["speed"].append(row)
             shown = (f"{key} {value:.4g}" if isinstance(value, float) else f"{value}" for key, value in row.items())
             report.write("  ".join(shown))
 
 
 def time_steps(row: dict[str, Any], tokens: int, peak: float | None, run: Run) -> None:
     is_short = tokens <= 2**16
-    run.step(tokens, backward=is_short)  # kernels are chosen, host memory is locked
+    run.step(tokens, backward=is_short)  # the first step chooses kernels and locks host memory
     torch.cuda.reset_peak_memory_stats()
     row["seconds"] = statistics.median(run.step(tokens) for _ in range(3 if is_short else 1))
     row["tokens_per_second"] = tokens / row["seconds"]
@@ -224,13 +226,13 @@ def time_steps(row: dict[str, Any], tokens: int, peak: float | None, run: Run) -
 
 
 def estimate_seconds(rows: list[dict[str, Any]], tokens: int) -> float:
-    """Of all steps of a row, from the slowest that was measured: attention grows with the square."""
+    """Estimates the seconds of all steps of a row from the slowest row measured, as attention grows with the square."""
     known = [row["seconds"] * max(1.0, tokens / row["tokens"]) ** 2 for row in rows if "seconds" in row]
     return SETUP_SECONDS + (4.0 if tokens <= 2**16 else 1.4) * max(known, default=0.0)
 
 
 def measure_link(num_bytes: int = 2**30) -> float:
-    """Bytes per second from the device to page-locked memory, one way."""
+    """Returns bytes per second from the device to page-locked memory, one way."""
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     host.copy_(device, non_blocking=True)
@@ -242,7 +244,7 @@ def measure_link(num_bytes: int = 2**30) -> float:
 
 
 def find_exposed_shares(rows: list[dict[str, Any]], link: float) -> dict[int, float]:
-    """Of the time that copies out and back take, what a step with offload is longer by."""
+    """Returns by how much a step with offload is longer, as a share of the time that copies out and back take."""
     values = {}
     by_key = {(row["tokens"], row["side"]): row for row in rows if "seconds" in row}
     for tokens in sorted({row["tokens"] for row in rows}):
@@ -253,8 +255,8 @@ def find_exposed_shares(rows: list[dict[str, Any]], link: float) -> dict[int, fl
 
 
 def find_longest(report: Report, name: str, kernel: str, cap: float, deadline: float) -> None:
-    """Between which rows memory ends: 2 layers and a small window, so that time is linear and memory that of a deep
-    model. Two short rows say about where."""
+    """Finds the two rows between which memory ends. The model has 2 layers and a small window, so that time is linear
+    in the length and memory is that of a deep model. Two short rows give the first estimate."""
     trials: list[dict[str, Any]] = []
     values: dict[str, Any] = {"runs": 0, "does_not": None, "trials": trials}
 
@@ -272,7 +274,7 @@ def find_longest(report: Report, name: str, kernel: str, cap: float, deadline: f
             values["runs"] = max(values["runs"], tokens)
         elif "out_of_memory" in row:
             values["does_not"] = min(values["does_not"] or tokens, tokens)
-        report.write(f"{name}: {row}", longest_row={**report.found["longest_row"], name: values})
+        report.write(f"{name}: {row}", longest_row={**report.results["longest_row"], name: values})
         return "failed" not in row
 
     if not (attempt(SHORT_ROW) and attempt(2 * SHORT_ROW)) or values["runs"] < 2 * SHORT_ROW:
@@ -291,7 +293,7 @@ def find_longest(report: Report, name: str, kernel: str, cap: float, deadline: f
 
 
 def draw_copies(tokens: int, path: Path, run: Run) -> None:
-    """Compute and copies of one step as bars over time, from the profiler."""
+    """Draws the compute and the copies of one step as bars over time, from the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     run.step(tokens)
@@ -317,16 +319,16 @@ def draw_copies(tokens: int, path: Path, run: Run) -> None:
     path.write_text("".join([*parts, "</svg>\n"]))
 
 
-def judge(found: dict[str, Any]) -> dict[str, bool | None]:
-    """Each bar: met, not met, or None where it was not decided."""
-    ours, reference = (found["longest_row"].get(name) for name in ("ours", "(b)"))
+def judge(results: dict[str, Any]) -> dict[str, bool | None]:
+    """Judges each bar as met, not met, or None where it was not decided."""
+    ours, reference = (results["longest_row"].get(name) for name in ("ours", "(b)"))
     bars: dict[str, bool | None] = {}
     if ours and reference:
         is_met = reference["does_not"] is not None and ours["runs"] >= 1.4 * reference["does_not"]
         is_short = ours["does_not"] is not None and ours["does_not"] < 1.4 * reference["runs"]
         bars["longest row at least 1.4x (b)'s"] = True if is_met else False if is_short else None
-    by_key = {(row["tokens"], row["side"]): row for row in found["speed"]}
-    for tokens in sorted({row["tokens"] for row in found["speed"] if row["tokens"] >= 2**17}):
+    by_key = {(row["tokens"], row["side"]): row for row in results["speed"]}
+    for tokens in sorted({row["tokens"] for row in results["speed"] if row["tokens"] >= 2**17}):
         row, peers = by_key[tokens, "ours"], [by_key.get((tokens, name), {}) for name in ("(b)", "(b), no offload")]
         seconds = [peer["seconds"] for peer in peers if "seconds" in peer]
         is_known = "seconds" in row and bool(seconds)
@@ -375,13 +377,13 @@ def main() -> int:
     if options.part != "longest":
         shorter = [tokens for tokens in lengths if tokens <= 2**17]
         measure_speed(report, choice.name, shorter, ("ours, no offload", "(b), no offload"), start + seconds, peak)
-        exposed = find_exposed_shares(report.found["speed"], link)
+        exposed = find_exposed_shares(report.results["speed"], link)
         report.write(f"of offload, not hidden: {exposed}", offload_not_hidden=exposed)
         picture: dict[str, Any] = {"file": options.json.with_suffix(".svg").name}
         draw = partial(draw_copies, lengths[0], options.json.with_suffix(".svg"))
         try_run(picture, SIDES["ours"], choice.name, draw, num_layers=8)
         report.write(f"copies beside compute: {picture}", picture=picture)
-    bars = judge(report.found)
+    bars = judge(report.results)
     report.write("", bars=bars)
     for name, is_met in bars.items():
         print(f"  {'met    ' if is_met else 'SHORT  ' if is_met is False else 'unknown'} {name}")

@@ -1,10 +1,11 @@
-"""Memory levers against plain checkpointing and against DeepSpeed's own, on gloo ranks that share one row.
+"""Compares memory levers with plain checkpointing and with DeepSpeed's own, on gloo ranks that share one row.
 
-Counted, not timed: executed FLOPs (torch's formulas and those of our operators), forward calls of attention and MLP per
-layer, and bytes alive, split into what is kept from forward to backward, what works in between, and the loss. Products
-and attention kernels are therefore not computed, but for one short row, whose losses are compared.
-DeepSpeed's side: UlyssesSPAttentionHF, TiledMLP, TiledFusedLogitsLoss and reentrant checkpointing whose hidden states
-wait in host memory, with the same numbers of tiles. Finished cases are read from the JSON file; --fresh counts anew.
+Nothing is timed. Counted are executed FLOPs (by torch's formulas and those of our operators), forward calls of
+attention and MLP per layer, and bytes alive, split into what is saved from forward to backward, what is in use in
+between, and the loss. Products and attention kernels are therefore computed only for one short row, whose losses are
+compared. DeepSpeed's side is UlyssesSPAttentionHF, TiledMLP, TiledFusedLogitsLoss and reentrant checkpointing whose
+hidden states wait in host memory, with the same numbers of tiles. Finished cases are read from the JSON file; --fresh
+counts them again.
 
     python benchmarks/levers.py [--tokens 16384] [--fresh] [--json benchmarks/results/levers-cpu.json]
 """
@@ -28,12 +29,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 NUM_RANKS, HEADS, HEAD_DIM, KV_HEADS, HIDDEN, INTERMEDIATE, VOCABULARY = 2, 8, 64, 4, 512, 1408, 32768
 LOSS_TILE = 512
-CHECKED = 2048  # tokens of the row that is computed
+CHECKED = 2048  # tokens of the one row that is computed
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Which levers are on. `is_deepspeed` is (b)."""
+    """Says which levers are on. `is_deepspeed` is side (b)."""
 
     checkpointing: str = "full"
     tiles_loss: bool = False
@@ -59,7 +60,7 @@ THEIRS, OURS = "(b) DeepSpeed, all of its", "all, 4 head chunks"
 
 
 def build(variant: Variant, num_layers: int, local: int, meter: Meter) -> tuple[Any, Any]:
-    """The same random model -> (decoder, loss of hidden states and labels)."""
+    """Returns a decoder, the same random model each time, and its loss as a function of hidden states and labels."""
     from ulysses_cli.train.attention.interface import register_attention
     from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
@@ -149,7 +150,7 @@ def use_deepspeed(model: Any, local: int, meter: Meter) -> Any:
 
 
 class _HostCheckpoint(torch.autograd.Function):
-    """Reentrant checkpointing with the hidden states in host memory, as DeepSpeed's guide to long sequences has it."""
+    """Reentrant checkpointing with the hidden states in host memory, as in DeepSpeed's guide to long sequences."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, function: Any, meter: Meter) -> Tensor:
@@ -168,7 +169,7 @@ class _HostCheckpoint(torch.autograd.Function):
 
 
 def measure(variant: Variant, tokens: int, num_layers: int, is_computing: bool) -> dict[str, float]:
-    """One forward and backward on one rank."""
+    """Meters one forward and backward on one rank."""
     from ulysses_cli.train.attention.documents import make_documents
 
     register_cpu_flops()
@@ -207,7 +208,7 @@ def count_layer_weights() -> int:
 
 
 def collect(options: argparse.Namespace) -> dict[str, Any]:
-    """Every case that the file does not have yet; written after each, so that a long run can be resumed."""
+    """Adds every case that the file lacks and writes it after each, so that a long run can be resumed."""
     known: dict[str, Any] = {}
     if options.json.exists() and not options.fresh:
         known = json.loads(options.json.read_text())["cases"]

@@ -1,4 +1,4 @@
-"""What one forward and backward costs, counted by a dispatch mode: FLOPs, calls, and the bytes alive by phase."""
+"""Counts what one forward and backward costs with a dispatch mode: FLOPs, calls, and the bytes alive by phase."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ LARGE_BYTES = 2**16  # smaller tensors are bookkeeping
 
 
 class Meter(ByteCounter):
-    """Counts each storage in the phase in which it is made: layers, attention or loss, or in host memory, which does
-    not count. With `is_computing` False, operators that have FLOPs return zeros of the right shape: counts are the
-    same, values are lost, and hours are saved.
-    """
+    """Counts each storage in the phase that makes it: layers, attention or loss. Host memory does not count. With
+    `is_computing` False, operators that have FLOPs return zeros of the right shape: counts stay the same, values are
+    wrong, and hours are saved."""
 
     def __init__(self, *, is_computing: bool) -> None:
         super().__init__(min_bytes=LARGE_BYTES)
@@ -36,7 +35,7 @@ class Meter(ByteCounter):
         self._follows_collective = False
 
     def mark_host(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The tensor that it returns is host memory, also when no operator made it."""
+        """Marks the function's result as host memory, also when no operator made it."""
 
         def call(*args: Any) -> Tensor:
             with self.in_phase("host"):
@@ -55,13 +54,13 @@ class Meter(ByteCounter):
             self.phase = before
 
     def enter_loss(self, hidden: Tensor) -> Tensor:
-        """What is alive now, between the layers' forward and their backward, is what they kept."""
+        """Notes what is alive between the layers' forward and their backward: that is what they saved."""
         self.kept = self.list_alive() - {self.get_number(hidden)}
         self.phase = "loss"
         return _Gate.apply(self, "layers", hidden)
 
     def give(self, *tensors: Tensor) -> None:
-        """Tensors that leave a phase belong to its caller."""
+        """Counts tensors that leave a phase as their caller's."""
         self.given |= {self.get_number(tensor) for tensor in tensors}
 
     def record(self, number: int, num_bytes: int) -> None:
@@ -73,7 +72,7 @@ class Meter(ByteCounter):
         if self._follows_collective:  # gloo's own thread frees its buffers a moment after
             time.sleep(0.01)
         self._follows_collective = op.namespace == "c10d"
-        if op.name() in self._open:  # its formula counts, its inner operators only show their bytes
+        if op.name() in self._open:  # its FLOP formula counts; its inner operators only show their bytes
             with self.paused(), self:
                 result = self._open[op.name()](*args, **kwargs)
         elif op._overloadpacket in flop_registry and not self.is_computing:
@@ -94,7 +93,8 @@ class Meter(ByteCounter):
             self.is_counting = before
 
     def compute_peaks(self) -> dict[str, int]:
-        """Bytes on the device at the peak, split; and the most that attention and the loss held at once."""
+        """Returns bytes on the device at the peak, split by phase, and the most that attention and the loss held at
+        once."""
         alive: Counter[str] = Counter()
         best: Counter[str] = Counter()
         most: Counter[str] = Counter()
@@ -163,7 +163,7 @@ class _Gate(torch.autograd.Function):
 
 
 def add_gates(name: str, meter: Meter) -> str:
-    """An attention implementation of transformers that reports attention's forward and backward to the meter."""
+    """Registers an attention of transformers that reports attention's forward and backward to the meter."""
     from transformers import AttentionInterface
 
     inner = AttentionInterface()[name]
@@ -180,7 +180,7 @@ def add_gates(name: str, meter: Meter) -> str:
 
 
 def list_open_ops() -> dict[str, Callable[..., Any]]:
-    """Custom operators whose inner operators are counted too: by name, what each runs."""
+    """Returns, by name, the custom operators whose inner operators are counted too, with what each runs."""
     from deepspeed.sequence import layer
 
     from ulysses_cli.train.attention.kernels import operators
@@ -190,8 +190,8 @@ def list_open_ops() -> dict[str, Callable[..., Any]]:
 
 
 def register_cpu_flops() -> None:
-    """torch counts its CPU flash attention and products that are added in place as nothing. Causal pairs are counted,
-    as for our operators."""
+    """Registers FLOP formulas, since torch counts its CPU flash attention and in-place added products as nothing.
+    Causal pairs are counted, as for our operators."""
     aten = torch.ops.aten
     if aten._scaled_dot_product_flash_attention_for_cpu in flop_registry:
         return

@@ -1,7 +1,7 @@
-"""How well and how fast document lengths are packed into rows, against first-fit-decreasing in the same run.
+"""Measures how well and how fast document lengths are packed into rows, against first-fit-decreasing in the same run.
 
-Bars: at least 99 % of the room filled, one million lengths in under 20 s and 1 GB on one core, work per data-parallel
-rank within 3 % of the mean, and the row at any position of ten million in under a second.
+Bars: at least 99 % of the space filled; one million lengths in under 20 s and 1 GB on one core; work per data-parallel
+rank within 3 % of the mean; the row at any position of ten million in under a second.
 
     python benchmarks/packing.py [--documents 1000000] [--ranks 8] [--json FILE]
 """
@@ -28,7 +28,7 @@ def draw_lengths(count: int) -> list[int]:
 
 
 def pack_first_fit(lengths: list[int], capacity: int) -> float:
-    """The usual way, on a sample: efficiency of first-fit-decreasing."""
+    """Returns the efficiency of first-fit-decreasing, the usual way, on a sample."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         for at, room in enumerate(rooms):

@@ -1,7 +1,8 @@
-"""Published rows with their sources, and what the ledger and the speed model say of them. No constant is fitted to any.
+"""Holds published rows with their sources, and what the ledger and the speed model predict for them.
 
-`list_later_*` are rows that were found after the models were made: no term was changed for them. A row of a program
-that differs from ours says in what, with terms read in its source, and is explained instead of held.
+No constant is fitted to any row. `list_later_*` are rows that were discovered after the models were made: no term was
+changed for them. A row of a program that differs from ours says how it differs, with terms read in its source. Such a
+row is explained and not held to a bar.
 """
 
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ FA3 = "flash_attention_3"
 
 @dataclass(frozen=True)
 class Row:
-    """`bar` None: the row is explained instead of held."""
+    """A published figure. A row whose `bar` is None is explained and not held to a bar."""
 
     what: str
     published: float
@@ -61,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """What was said to fit, or not to."""
+    """A published statement that a row fits, or does not fit."""
 
     what: str
     fits: bool
@@ -120,10 +121,11 @@ def list_memory() -> Iterator[Row]:
 
 
 def list_fpdt_lines() -> dict[str, int]:
-    """Megatron-DeepSpeed's loss (core/sequence_parallel/cross_entropy.py, model/gpt_model.py) has no tiles: logits, a
-    float32 copy, its softmax and the logarithm of that, 14 V S. Of Llama 3's 128,256 words that is 110 GiB, so these
-    were not the words; its scripts take GPT-2's 50,257, padded to 50,304 and tied. Norms are apex's, fused; sums travel
-    in float32, DeepSpeed's default. Its GB are taken for GiB, as DeepSpeed's and Megatron's logs count."""
+    """Yields the lines in which FPDT differs. Megatron-DeepSpeed's loss (core/sequence_parallel/cross_entropy.py,
+    model/gpt_model.py) has no tiles: logits, a float32 copy, its softmax and the logarithm of that, 14 V S. With Llama
+    3's 128,256 words that would be 110 GiB, so the rows used another vocabulary; FPDT's scripts take GPT-2's 50,257
+    words, padded to 50,304 and tied. Norms are apex's, fused; sums travel in float32, DeepSpeed's default. Its GB are
+    read as GiB, as DeepSpeed's and Megatron's logs count."""
     job = make_fpdt_job()
     lines = compute_ledger(job).phases["backward"].lines
     lines = {name: size for name, size in lines.items() if name not in device.DEVICE_LINES}
@@ -166,8 +168,8 @@ def list_claims() -> Iterator[Claim]:
 
 
 def count_upipe_bytes(tokens: int, is_chunked: bool) -> int:
-    """UPipe's programs (github.com/togethercomputer/Untied-Ulysses, torchtitan's FSDP) at their fullest: attention's
-    backward, in tensors of b h S, of which keys and values are a quarter each."""
+    """Returns the bytes of UPipe's programs (github.com/togethercomputer/Untied-Ulysses, torchtitan's FSDP) at their
+    fullest: attention's backward, in tensors of b h S, of which keys and values are a quarter each."""
     # both: a layer's input, layer 0's, which is not offloaded, the normed input, the result and two gradients
     common = 6.0
     # yunchang/ring/zigzag_ring_flash_attn.py: q, k, v; dq, dk, dv; their float32 copies, made on one rank too; what a
@@ -212,14 +214,16 @@ def list_speed() -> Iterator[Row]:
 
 
 def compute_upipe_seconds(job: Job, gpu: Gpu) -> float:
-    """UPipe's recomputation runs its tiled MLP too, and the backward of that runs it again: five passes for four
-    (patch_torch_files/ulysses_sp.py: TiledMLP); its offload waits (torch's save_on_cpu copies in the stream)."""
+    """Returns the seconds of a step. UPipe's recomputation runs its tiled MLP too, and that MLP's backward runs it
+    again: five passes for four (patch_torch_files/ulysses_sp.py: TiledMLP). Its offload waits (torch's save_on_cpu
+    copies in the stream)."""
     speed = compute_speed(job, gpu)
     return speed.step_seconds + speed.parts["mlp"] / 4 + speed.hidden["offload"]
 
 
 def list_later_memory() -> Iterator[Row]:
-    """The first row's model is of its own making, with as many weights as this; its peak is the optimizer's step."""
+    """Yields later rows of memory. The first row's model is its authors' own, with as many weights as this one; its
+    peak is the optimizer's step."""
     like = get_shape("meta-llama/Meta-Llama-3-8B", num_key_value_heads=32, intermediate_size=10_923, vocab_size=50_257)
     engine = EngineSettings(reduce_bucket=50_000_000, persistence_threshold=0)
     peak = compute_ledger(Job(like, Layout(1, 4, 1), 512, FULL, engine=engine, evaluates=False)).gpu_allocated_bytes
@@ -245,10 +249,10 @@ def cut_name(shape: ModelShape) -> str:
 
 
 def count_arctic_bytes(job: Job) -> int:
-    """The ledger, and in what ArcticTraining differs. A plain loss leaves 2 V S bytes of logits in the cache, too few
-    for a float32 tensor. Its reentrant checkpoints (monkey_patches.py) hold a layer's result, and in attention's
-    backward the gradient that came; with offload they fetch one input, not two. Liger's SwiGLU (ops/swiglu.py) keeps
-    and works with four tensors of the inner width, transformers' with six."""
+    """Returns the ledger's bytes, corrected for what ArcticTraining does differently. A plain loss leaves 2 V S bytes
+    of logits in the cache, too few for a float32 tensor. Its reentrant checkpoints (monkey_patches.py) hold a layer's
+    result, and in attention's backward the incoming gradient; with offload they fetch one input, not two. Liger's
+    SwiGLU (ops/swiglu.py) saves and uses four tensors of the inner width, transformers' uses six."""
     ledger, hidden = compute_ledger(job), compute_layer_input(job)
     is_attention = ledger.peak.name == "attention"
     result = ledger.gpu_peak_bytes + hidden * (1 + is_attention - (job.levers.offloaded_layers > 0))
@@ -262,7 +266,8 @@ def count_arctic_bytes(job: Job) -> int:
 def make_arctic_job(
     shape: ModelShape, ranks: int, tokens: int, offloads: bool, tiles_mlp: bool, is_liger: bool, *, gpu: str = "H100"
 ) -> Job:
-    """ArcticTraining's recipes: optimizer on the host, on one GPU weights too; sums in bfloat16."""
+    """Returns a job as ArcticTraining's recipes set it: optimizer on the host, on one GPU weights too; sums in
+    bfloat16."""
     levers = Levers("full", 1, offloads * shape.num_layers, tiles_mlp, is_liger, "cpu", "cpu" if ranks == 1 else "none")
     kernel = FA3 if gpu == "H200" else "flash_attention_2"
     return Job(shape, Layout(1, 1, ranks), tokens, levers, fused_norms=is_liger, kernel=kernel, evaluates=False)
@@ -313,14 +318,16 @@ XTUNER_ROWS = (
 
 
 def make_xtuner_job(shape: ModelShape, gpus: int, sp_size: int, kibi_tokens: int) -> Job:
-    """configs/llama_speed_benchmark: a row for each sp group, micro-steps as many as its ranks; ZeRO-3, plain loss."""
+    """Returns a job as configs/llama_speed_benchmark sets it: a row for each sp group, as many micro-steps as it has
+    ranks, ZeRO-3, plain loss."""
     layout = Layout(1, gpus // sp_size, sp_size)
     return Job(shape, layout, kibi_tokens * KI, FULL, accumulation=sp_size, evaluates=False)
 
 
 def list_later_speed() -> Iterator[Row]:
-    """XTuner's rows of one machine are held. Nothing says what joined the machines of the others: with 100 to 200
-    Gbit/s for each, an eighth of the table's network, exchanges and gathers would take what most are slower by."""
+    """Yields later rows of speed. XTuner's rows of one machine are held to a bar. No source says what joined the
+    machines of the others: with 100 to 200 Gbit/s for each, an eighth of the table's network, exchanges and gathers
+    would take as long as most of these rows are slower."""
     a100, h100 = load_hardware().get_gpu("a100-80gb"), load_hardware().get_gpu("h100-80gb")
     for name, shape, gpus, sp_size, tokens, published in XTUNER_ROWS:
         result = compute_speed(make_xtuner_job(shape, gpus, sp_size, tokens), a100).tokens_per_second / gpus

@@ -1,4 +1,4 @@
-"""How long the light half takes to start, against a bare import of the libraries it is made of, in one run.
+"""Measures how long the light half takes to start, against a bare import of its libraries, in one run.
 
 Bars: `validate-config` and `--help` under 0.3 s and at most 3x the bare import. Prints the medians and the ratios.
 """
@@ -30,8 +30,8 @@ def main() -> int:
     commands |= {name: [sys.executable, "-m", "ulysses_cli", *words] for name, words in COMMANDS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for command in commands.values():
-        time_command(command)  # fills the disk cache
-    for _ in range(NUM_RUNS):  # in turn, so that noise of the machine meets all of them
+        time_command(command)  # the first start fills the disk cache
+    for _ in range(NUM_RUNS):  # in turns, so that noise of the machine slows all of them
         for name, command in commands.items():
             seconds[name].append(time_command(command))
     bare = statistics.median(seconds["bare import"])

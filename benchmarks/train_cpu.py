@@ -1,7 +1,7 @@
-"""What training with this tool costs beside a bare DeepSpeed ZeRO-3 loop around the plain model: step time and memory.
+"""Measures the step time and memory of this tool beside a bare DeepSpeed ZeRO-3 loop around the plain model.
 
-One CPU rank (sp 1), the same weights, rows, optimizer and DeepSpeed config on both sides. Steps of the two alternate in
-one process, so that a busy machine hurts both; peak memory is each side's own process's.
+One CPU rank (sp 1) has the same weights, rows, optimizer and DeepSpeed config on both sides. Steps of the two alternate
+in one process, so that a busy machine slows both. Peak memory is that of a process for each side.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONFIG = {
 }
 
 
-def meet() -> None:
+def connect() -> None:
     import torch.distributed as dist
 
     store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
@@ -46,7 +46,7 @@ def meet() -> None:
 
 
 def make_ours() -> Callable[[], None]:
-    """The real loop, with its comparison of plans, its meter and its clock."""
+    """Builds the real loop, with its comparison of plans, its meter and its clock."""
     from support.run_harness import RunHarness
     from support.training import MemoryRows, make_recipe
 
@@ -69,7 +69,7 @@ def make_ours() -> Callable[[], None]:
 
 
 def make_bare() -> Callable[[], None]:
-    """What one writes first: the plain model with its own loss, DeepSpeed around it."""
+    """Builds what a user would write first: the plain model with its own loss, DeepSpeed around it."""
     import deepspeed
     import torch
     from support.training import MemoryRows, make_recipe
@@ -104,7 +104,7 @@ SIDES = {"ours": make_ours, "bare": make_bare}
 
 
 def measure_peak(side: str) -> int:
-    """Peak resident bytes of a process that trains a few steps."""
+    """Returns the peak resident bytes of a process that trains a few steps."""
     result = subprocess.run(
         [sys.executable, __file__, "--peak", side], capture_output=True, text=True, check=True, cwd=ROOT
     )
@@ -113,13 +113,13 @@ def measure_peak(side: str) -> int:
 
 def main() -> None:
     if sys.argv[1:2] == ["--peak"]:
-        meet()
+        connect()
         step = SIDES[sys.argv[2]]()
         for _ in range(4):
             step()
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return
-    meet()
+    connect()
     steps = {side: make() for side, make in SIDES.items()}
     seconds: dict[str, list[float]] = {side: [] for side in steps}
     for _ in range(NUM_WARMUP + NUM_STEPS):

@@ -1,7 +1,7 @@
-"""A 0.5B-class model from random weights, bfloat16, on one GPU at 8Ki and 64Ki tokens: the real engine and loop.
+"""Trains a 0.5B-class model from random weights, bfloat16, on one GPU at 8Ki and 64Ki tokens: the real engine and loop.
 
-Tokens per second, model TFLOPS, MFU and peak memory, each beside what the ledger and the speed model say; the machine's
-facts go with the numbers. Steps after a warm-up, median.
+Reports tokens per second, model TFLOPS, MFU and peak memory, each beside the ledger's and the speed model's prediction,
+with the machine's facts. Figures are medians of steps after a warm-up.
 
     python benchmarks/train_gpu.py [--lengths 8192,65536] [--steps 8] [--json FILE]
 """

@@ -1,4 +1,4 @@
-"""Which tests run where: grids on request, GPU tests where there is a GPU, and none where a person's runs lie."""
+"""Chooses which tests run where, skips GPU tests without a GPU, and keeps tests out of folders that hold real runs."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("ulysses")
-os.environ["PYTHONPATH"] = str(ROOT)  # for commands, which run elsewhere
+os.environ["PYTHONPATH"] = str(ROOT)  # for commands, which run in other folders
 for scheduler in SCHEDULERS:  # a run that stops early exits with 75 in a scheduler's job
     os.environ.pop(scheduler, None)
 rank_server.PRELOADED.extend(PRELOADED)  # one server for ranks and for commands
@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def go_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a person's runs left in the checkout is neither read nor written: paths in recipes lead into this folder."""
+    """Runs each test in a folder of its own. What real runs left in the checkout is neither read nor written: relative
+    paths in recipes lead into this folder."""
     folder = tmp_path_factory.getbasetemp() / "elsewhere"
     folder.mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
@@ -62,7 +63,8 @@ sys.addaudithook(refuse_runs)
 
 
 def _is_built(name: str) -> bool:
-    """DeepSpeed's operators are compiled when they are first used, and kept; for another installation, anew."""
+    """Returns whether DeepSpeed's operator is built. Operators are compiled at their first use and reused; each
+    installation compiles its own."""
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
     here = next(iter(getattr(find_spec("deepspeed"), "submodule_search_locations", None) or ["not installed"]))
     plans = [library.with_name("build.ninja") for library in Path(folder).rglob(f"{name}/{name}.so")]

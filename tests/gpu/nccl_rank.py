@@ -1,4 +1,5 @@
-"""One rank of Ulysses over NCCL on a shared GPU. Started by test_gpu_kernels.py; exits with 1 on a difference."""
+"""Runs one rank of Ulysses over NCCL on a shared GPU. test_gpu_kernels.py starts it; it exits with 1 on a
+difference."""
 
 import os
 import sys

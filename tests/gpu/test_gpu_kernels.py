@@ -1,5 +1,7 @@
-"""Every attention kernel that this GPU has, forward and backward, against plain attention in float64; documents that
-must not mix; and Ulysses on several ranks that share the GPU (each with an NCCL host id of its own)."""
+"""Tests every attention kernel that this GPU has against plain attention in float64, forward and backward.
+
+Documents must not mix. Ulysses also runs on several ranks that share the GPU, each with an NCCL host id of its own.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ KINDS = {
     "softcap": Problem(8, 4, 64, (500, 524), softcap=3.0, dtype=torch.bfloat16, scale=0.125),
     "sinks": Problem(8, 4, 64, (500, 524), has_sinks=True, window=64, dtype=torch.bfloat16, scale=0.125),
 }
-TOLERANCE = 0.03  # of the largest value; bfloat16 keeps 8 bits
+TOLERANCE = 0.03  # of the largest value; bfloat16 has 8 bits
 
 
 def run(kernel: str, problem: Problem, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -75,7 +77,7 @@ def test_documents_never_mix(kernel: str) -> None:
     skip_unless_served(kernel, problem)
     tensors, other = make_tensors(problem), make_tensors(problem, seed=1)
     for name in "qkv":
-        other[name][:, 700:] = tensors[name][:, 700:]  # the first document alone is another
+        other[name][:, 700:] = tensors[name][:, 700:]  # only the first document changes
     torch.use_deterministic_algorithms(True)
     try:
         before, after = run(kernel, problem, tensors), run(kernel, problem, other)
@@ -86,18 +88,18 @@ def test_documents_never_mix(kernel: str) -> None:
     assert not torch.equal(before["out"][:, :700], after["out"][:, :700])
 
 
-def test_auto_takes_a_kernel_and_says_why() -> None:
+def test_auto_chooses_a_kernel_and_says_why() -> None:
     choice = choose_kernel("auto", Need(128), torch.device("cuda"))
     assert choice.name in BACK_ENDS
     assert "fastest of those exact here" in choice.reason
 
 
 @pytest.mark.parametrize("kernel", BACK_ENDS)
-def test_nothing_waits_for_the_device(kernel: str) -> None:
+def test_no_call_waits_for_the_device(kernel: str) -> None:
     problem = KINDS["plain"]
     skip_unless_served(kernel, problem)
     tensors = make_tensors(problem)
-    run(kernel, problem, tensors)  # compiles, loads, plans
+    run(kernel, problem, tensors)  # the first call compiles, loads and plans
     q, k, v = (tensors[name].cuda().requires_grad_() for name in "qkv")
     dout = tensors["dout"].cuda()
     torch.cuda.set_sync_debug_mode("error")
@@ -110,7 +112,7 @@ def test_nothing_waits_for_the_device(kernel: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_that_share_a_gpu(num_ranks: int) -> None:
-    """Right for values, not for speed."""
+    """Checks values; ranks that share a GPU say nothing about speed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -1,4 +1,5 @@
-"""Memory levers on a GPU: what travels to host memory and back on side streams is what was sent, step after step."""
+"""Tests memory levers on a GPU: tensors that travel to host memory and back on side streams keep their values, every
+step."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ SHAPE = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}
 
 
 def run(levers: Levers, offloaded: int | None, steps: int) -> list[list[Tensor]]:
-    """Gradients of each step."""
+    """Returns the gradients of each step."""
     model = make_loss_model(Case("llama", levers, dtype=torch.bfloat16, changes=SHAPE), make_sequence_axis(None)).cuda()
     offloader = None
     if offloaded is not None:
@@ -46,7 +47,7 @@ def test_offload_changes_no_value(offloaded: int) -> None:
             torch.testing.assert_close(ours, reference, rtol=0.02, atol=0.02 * reference.abs().max().item())
 
 
-def test_what_is_kept_does_not_grow_with_layers() -> None:
+def test_saved_bytes_do_not_grow_with_layers() -> None:
     held = []
     for num_layers in (3, 9):
         case = Case("llama", dtype=torch.bfloat16, changes={**SHAPE, "num_hidden_layers": num_layers})

@@ -1,4 +1,4 @@
-"""A signal to the launcher: its ranks save and end by themselves, for as long as that takes."""
+"""Tests a signal to the agent: its ranks save and end by themselves, however long that takes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANK = """
 
 
 @pytest.mark.check
-def test_a_save_may_take_longer_than_the_launcher_would_wait(tmp_path: Path) -> None:
+def test_a_save_may_take_longer_than_the_agents_grace_period(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
     command = [sys.executable, "-m", "ulysses_cli.train.agent", "--nnodes=1", "--nproc-per-node=1", "--max-restarts=0"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost", "--rdzv-id=test"]
@@ -47,7 +47,7 @@ def test_a_save_may_take_longer_than_the_launcher_would_wait(tmp_path: Path) -> 
 
 
 @pytest.mark.check
-def test_what_the_launcher_says_of_itself_is_masked(tmp_path: Path) -> None:
+def test_the_agents_own_messages_are_masked(tmp_path: Path) -> None:
     secret, failure = "hf_QwErTyUiOpAsDfGhJkLzXcVb", tmp_path / "failure.json"
     command = [sys.executable, "-m", "ulysses_cli.train.agent", f"--no-such-option={secret}", "-m", "nothing"]
     environ = {**os.environ, "ULYSSES_FAILURE_FILE": str(failure)}

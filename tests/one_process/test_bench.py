@@ -1,6 +1,5 @@
-"""Bench's judgement: a row that runs out of memory is told and the sweep goes on; calibration moves the estimate to
-what was measured. And, on request, the whole command beside the Trainer.
-"""
+"""Tests how bench judges: a row that runs out of memory is reported and the sweep goes on, and calibration moves the
+estimate to the measurement. In `make test-full` the whole command also runs beside the Trainer."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def make_timed(parts: dict[str, float], seconds: float = 1.0, loss: float = 2.0)
 def run_sweep(
     monkeypatch: pytest.MonkeyPatch, outcomes: Any, place: subject.BenchDevice | None = None, **more: Any
 ) -> Any:
-    """A sweep whose ranks are not started: `outcomes(recipe, is_ours, num_sides)` says how a side fares."""
+    """Runs a sweep without starting ranks: `outcomes(recipe, is_ours, num_sides)` says how each side ends."""
 
     def run(world: int, calls: Any, **_: Any) -> list[Any]:
         return [outcomes(args[0], function is subject.time_steps, len(calls)) for function, args in calls]
@@ -62,15 +61,15 @@ def run_sweep(
     return subject.bench(recipe, CONFIG, "test", load_hardware(), sweep, lambda _: None)
 
 
-def test_an_oom_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fare(recipe: Any, is_ours: bool, num_sides: int) -> Any:
+def test_an_oom_is_a_row_and_the_sweep_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         if recipe.data.max_length == 64:
             return RankFailureError(1, "OutOfMemoryError", "tried to allocate 2 GiB", "")
         if recipe.data.max_length == 96:
             return RankFailureError(0, "ValueError", "something else", "")
         return make_timed({"mlp": 0.5})
 
-    findings = run_sweep(monkeypatch, fare, lengths=(32, 64, 96, 128))
+    findings = run_sweep(monkeypatch, end, lengths=(32, 64, 96, 128))
     assert [row.verdict for row in findings.rows] == ["", "OOM", "FAIL", ""] * 2
     assert "tried to allocate" in findings.rows[1].text
     assert {row.group for row in findings.rows} == {"sp 1 x dp 2", "sp 2 x dp 1"}
@@ -81,11 +80,11 @@ def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_ca
 ) -> None:
     place = subject.BenchDevice("cuda", 2, load_hardware().get_gpu("h100-80gb"))
 
-    def fare(recipe: Any, is_ours: bool, num_sides: int) -> Any:
+    def end(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         is_long = recipe.data.max_length == 64
         return RankFailureError(0, "OutOfMemoryError", "no", "") if is_long else make_timed({"mlp": 0.5})
 
-    findings = run_sweep(monkeypatch, fare, place, sp_sizes=(2,))
+    findings = run_sweep(monkeypatch, end, place, sp_sizes=(2,))
     values = findings.rows[0].values
     assert values["step_error"] == pytest.approx(values["predicted_step_seconds"] / values["step_seconds"] - 1)
     assert values["memory_error"] == pytest.approx(values["predicted_memory_bytes"] / (1 << 30) - 1)
@@ -102,13 +101,13 @@ def test_on_a_gpu_each_row_stands_beside_its_prediction_and_an_oom_beside_its_ca
 
 
 def test_the_peer_is_compared_pair_by_pair_and_alone_where_both_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fare(recipe: Any, is_ours: bool, num_sides: int) -> Any:
+    def end(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         if recipe.data.max_length == 64 and num_sides == 2:
             return RankFailureError(0, "OutOfMemoryError", "two models at once", "")
         loss = 2.0 if is_ours or recipe.data.max_length != 96 else 2.1
         return make_timed({"exchange": 0.5, "mlp": 0.5}, 1.0 if is_ours else 1.5, loss)
 
-    findings = run_sweep(monkeypatch, fare, lengths=(32, 64, 96), sp_sizes=(2,), against_trainer=True)
+    findings = run_sweep(monkeypatch, end, lengths=(32, 64, 96), sp_sizes=(2,), against_trainer=True)
     ratios = {row.name: row for row in findings.rows if row.group == "the Trainer's time by ours"}
     assert [row.verdict for row in findings.rows if row.group == "sp 2 x dp 1, the Trainer"] == ["", "", ""]
     paired, alone, other = (ratios[f"sp 2 x dp 1, {length}"] for length in (32, 64, 96))
@@ -120,11 +119,11 @@ def test_the_peer_is_compared_pair_by_pair_and_alone_where_both_do_not_fit(monke
 
 
 def test_sequence_parallelism_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fare(recipe: Any, is_ours: bool, num_sides: int) -> Any:
+    def end(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         assert num_sides == 2
         return make_timed({"exchange": 0.2, "mlp": 0.8}, 1.0 if recipe.parallel.sp_size == 2 else 0.8)
 
-    findings = run_sweep(monkeypatch, fare, lengths=(32,), is_paired=True)
+    findings = run_sweep(monkeypatch, end, lengths=(32,), is_paired=True)
     row = findings.rows[-1]
     assert row.group == "time with sp off by time with sp on"
     assert row.values["speed_ratio"] == pytest.approx(0.8)
@@ -139,7 +138,7 @@ def test_pairs_are_of_the_same_step() -> None:
 
 
 @pytest.mark.check
-def test_two_worlds_take_steps_in_turns_and_one_goes_on_alone(tmp_path: Path) -> None:
+def test_two_worlds_step_in_turns_and_one_finishes_alone(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     result = run_interleaved(
         2, [(mark_steps, (marks, "a", 5, 99)), (mark_steps, (marks, "b", 5, 3))], device="cpu", time_limit=120
@@ -153,7 +152,7 @@ def test_two_worlds_take_steps_in_turns_and_one_goes_on_alone(tmp_path: Path) ->
 
 
 def mark_steps(device: Any, interleaving: Interleaving, marks: Path, name: str, num_steps: int, fails_at: int) -> str:
-    """What happens inside a step and between two, written by rank 0 of each world into one file."""
+    """Patches a step so that rank 0 of each world notes in one file what happens inside steps and between them."""
     is_first = torch.distributed.get_rank() == 0
     for step in range(num_steps):
         interleaving.wait_for_turn()
@@ -169,7 +168,7 @@ def mark_steps(device: Any, interleaving: Interleaving, marks: Path, name: str, 
     return name
 
 
-def test_calibration_makes_the_prediction_what_was_measured() -> None:
+def test_calibration_moves_the_prediction_to_the_measurement() -> None:
     gpu = load_hardware().get_gpu("h100-80gb")
     recipe = make_recipe("data.max_length=32Ki", "parallel.sp_size=2", "model.dtype=bfloat16", config=BIG)
     job = make_job(recipe, read_model_shape(BIG, "test"), Levers(), gpus_per_node=8)
@@ -181,11 +180,12 @@ def test_calibration_makes_the_prediction_what_was_measured() -> None:
     again = compute_speed(job, table.get_gpu("h100-80gb")).parts
     for name in ("projections", "mlp", "head_loss", "attention", "other", "exchange"):
         assert again[name] == pytest.approx(measured[name], rel=0.02), name
-    assert table.get_gpu("h200") == load_hardware().get_gpu("h200")  # another kind of GPU was not measured
+    # a kind of GPU that was not measured keeps its prediction
+    assert table.get_gpu("h200") == load_hardware().get_gpu("h200")
     assert calibrate([], gpu) == {}
 
 
-def test_a_calibration_is_read_where_its_gpus_are_and_the_users_own_file_wins(
+def test_a_calibration_applies_to_its_gpus_and_the_users_own_file_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -199,7 +199,7 @@ def test_a_calibration_is_read_where_its_gpus_are_and_the_users_own_file_wins(
             (driver / f"0000:0{number}:00.0" / "information").write_text(text)
 
     monkeypatch.setattr(hardware_table, "DRIVER", driver)
-    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    monkeypatch.setenv("PATH", "")  # without nvidia-smi
     shipped = load_hardware().get_gpu("h100-80gb").efficiency
 
     def read_shares() -> tuple[float, float]:
@@ -240,13 +240,13 @@ def test_a_calibration_is_read_where_its_gpus_are_and_the_users_own_file_wins(
         (["--sp-on-off", "parallel.sp_size=1"], "the recipe has sp_size 1"),
     ],
 )
-def test_mistakes_end_before_anything_starts(words: list[str], said: str) -> None:
+def test_mistakes_end_the_command_before_ranks_start(words: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["bench", str(TINY_RECIPE), *words])
     assert done.exit_code == 2
     assert said in done.stderr
 
 
-def test_a_local_model_without_weights_is_told_before_ranks_start(tmp_path: Path) -> None:
+def test_a_local_model_without_weights_is_refused_before_ranks_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 260, "max_position_embeddings": 4096}))
     words = ["bench", str(TINY_RECIPE), "model.config=null", f"model.name_or_path={tmp_path}"]
     done = CliRunner().invoke(app, words)

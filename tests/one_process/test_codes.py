@@ -1,4 +1,4 @@
-"""Codes of 8 bits: decoded as bitsandbytes decodes, and encoded so that the same numbers come back."""
+"""Tests 8-bit codes: they decode as in bitsandbytes, and encoding what was decoded gives the same codes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ NUMBERS = {
 }
 
 
-def encode_their_way(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_with_bitsandbytes(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.bitsandbytes.quantize_blockwise(values, table, BLOCK)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("numel", [1, 255, 256, 40 * 256 + 3])
-def test_what_was_decoded_is_encoded_exactly(
-    name: str, moment: str, numel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where there are several chunks."""
+def test_decoded_codes_are_encoded_exactly(name: str, moment: str, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also checks tensors of several chunks."""
     monkeypatch.setattr(codes, "CHUNK", 16 * BLOCK)
     torch.manual_seed(numel)
     values = NUMBERS[name](max(numel, BLOCK))[:numel]
     table = make_table(moment, DEVICE)
-    reference, scales = encode_their_way(values if moment == "exp_avg" else values * values, table)
+    reference, scales = encode_with_bitsandbytes(values if moment == "exp_avg" else values * values, table)
     result = decode(reference, scales, table, 0, numel)
     assert torch.equal(
         result, torch.ops.bitsandbytes.dequantize_blockwise(reference, scales, table, BLOCK, torch.float32)
@@ -54,7 +52,7 @@ def test_what_was_decoded_is_encoded_exactly(
     assert torch.equal(ours[lives], reference[lives])
 
 
-def test_other_numbers_get_the_nearest_entry() -> None:
+def test_other_numbers_are_rounded_to_the_nearest_entry() -> None:
     table = make_table("exp_avg", DEVICE)
     values = torch.randn(10 * BLOCK)
     result, scales = encode(values, table)
@@ -76,7 +74,7 @@ def step_some(numel: int, grads: list[torch.Tensor]) -> tuple[torch.Tensor, dict
 
 
 def test_a_step_is_adamw_on_decoded_moments() -> None:
-    """The formula as in the paper, in float64, from the codes of the step before."""
+    """Compares with the paper's formula in float64, from the codes of the step before."""
     numel = 3 * BLOCK + 7
     grads = [torch.randn(numel) * 10.0**-step for step in range(4)]
     before, state = step_some(numel, grads[:3])
@@ -95,7 +93,7 @@ def test_a_step_is_adamw_on_decoded_moments() -> None:
     assert held == 2 * numel + 8 * count_blocks(numel)
 
 
-def test_a_tensor_that_32_bits_cannot_count_is_updated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_of_more_than_2_31_elements_is_updated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     numel = 7 * BLOCK + 9
     grads = [torch.randn(numel) for _ in range(3)]
     whole, state = step_some(numel, grads)

@@ -1,4 +1,4 @@
-"""The keys of `deepspeed:` that a recipe may hold are keys that the installed DeepSpeed has."""
+"""Tests that the installed DeepSpeed has every key that a recipe's `deepspeed:` section may hold."""
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

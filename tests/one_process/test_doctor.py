@@ -1,4 +1,5 @@
-"""Doctor's reading of a machine, on machines that are not here; a check that breaks is a finding and not an end."""
+"""Tests how doctor reads machines from recorded output, and that a check that raises is a finding and stops no
+other."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def test_sp_groups_that_leave_their_island_are_named() -> None:
     [("NV18", "NV18", 8, 0), ("PIX", "NODE", 2, 4), ("PHB", "SYS", 8, 28), ("NV4", "PXB", 2, 0), ("NV4", "PXB", 4, 8)],
 )
 def test_machines_of_eight(link: str, other: str, sp_size: int, num_slow: int) -> None:
-    """Pairs of neighbours by one kind of link, all else by another."""
+    """Pairs of neighbours are joined by one kind of link, all else by another."""
     kinds = [["X" if a == b else link if a // 2 == b // 2 else other for b in range(8)] for a in range(8)]
     links = machine.read_topology(draw_topology(kinds))
     assert links == kinds
@@ -85,7 +86,7 @@ def test_why_torch_sees_no_gpu() -> None:
     assert "newer driver" in machine.explain_no_gpus(SMI, "2.13.0+cu128")[1]
 
 
-def test_what_a_gpu_complains_of() -> None:
+def test_errors_and_limits_that_a_gpu_reports() -> None:
     alarms = machine.read_alarms("0, Not Active, 0\n1, Active, [N/A]\n2, Not Active, 3\n")
     assert alarms == {
         "0": "",
@@ -132,7 +133,7 @@ def test_an_operator_that_cannot_be_built_fails_only_where_it_is_needed(
     assert (look().verdict, look().text[:5]) == ("PASS", "built")
 
 
-def test_what_the_recipe_alone_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_that_only_a_recipe_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "find_spec", lambda name: None)
     target = make_target("run.report_to=[wandb]")
     assert [(each.name, each.verdict) for each in software._check_recipe_needs(target)] == [("wandb", "FAIL")]
@@ -182,7 +183,7 @@ def test_all_ranks_of_a_recipe_are_counted() -> None:
     assert " for the 2 ranks of this machine" in cores.text
 
 
-def test_pairs_of_versions() -> None:
+def test_pairs_of_versions_that_clash() -> None:
     entries = yaml.safe_load(software.BAD_VERSIONS.read_text())
     assert not [entry for entry in entries if software.clashes(entry, {"torch": "2.13.0+cpu", "numpy": "2.4"}.get)]
     bad = [entry for entry in entries if software.clashes(entry, {"torch": "2.2.1+cu121", "numpy": "2.0.1"}.get)]
@@ -219,7 +220,7 @@ def test_a_stale_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [(each.verdict, each.fix) for each in results] == [("WARN", f"rm {tmp_path / 'old' / 'lock'}")]
 
 
-def test_a_check_that_breaks_does_not_end_the_others_and_failures_come_first() -> None:
+def test_a_check_that_raises_stops_no_other_and_failures_come_first() -> None:
     def breaks(_: CheckTarget) -> Iterator[Finding]:
         yield Finding("first", "WARN", "slow", "later")
         raise OSError("no such device")
@@ -248,7 +249,7 @@ def test_a_recipe_for_gpus_fails_without_them() -> None:
     assert "run.device=cpu" in results[0].fix
 
 
-def test_a_kernel_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from ulysses_cli.train.attention.kernels import operators
 
     assert {each.name: each.verdict for each in device_checks.check_kernels(make_target())}["sdpa"] == "PASS"

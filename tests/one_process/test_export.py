@@ -1,4 +1,4 @@
-"""An exported folder is what transformers expects, for every family: names as it writes them itself, values, logits."""
+"""Tests that transformers loads an exported folder of every family: its own names, the same values, the same logits."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(folder)
     results: dict[str, Any] = {}
     card = (folder / "README.md").read_text()
-    assert str(tmp_path) not in card, "a folder of this machine is nobody else's to know"
+    assert str(tmp_path) not in card, "the card names no folder of this machine"
     code = card.split("```python\n")[1].split("```")[0]
     exec(code.replace("the base model's folder", str(tmp_path / "base")), results)
     ids = torch.arange(12)[None]
@@ -104,8 +104,8 @@ def test_adapters_are_exported_as_peft_loads_them(tmp_path: Path, monkeypatch: p
         assert torch.equal(results["model"].eval()(ids).logits, adapted.eval()(ids).logits)
 
 
-def test_a_model_that_is_replaced_is_whole_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of an older one go after it has lost the name."""
+def test_a_replaced_model_is_complete_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older model's files are deleted after it has lost the name."""
     model, beside = tmp_path / "model", tmp_path / "model.writing"
     for folder in (model, beside):
         (folder / "part").mkdir(parents=True)
@@ -125,7 +125,7 @@ def test_a_model_that_is_replaced_is_whole_at_any_moment(tmp_path: Path, monkeyp
     assert (model / "part" / "file").read_text() == "model.writing"
 
 
-def test_an_export_that_fails_leaves_nothing_and_takes_nothing_away(tmp_path: Path) -> None:
+def test_an_export_that_fails_leaves_and_deletes_no_file(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(CheckpointError, match="holds no weights"):
         export.export_model(

@@ -1,4 +1,4 @@
-"""A checkpoint exported without its run: merged, as adapters, and without running anyone's code."""
+"""Tests the export of a checkpoint without its run: merged, as adapters, and without running code of the model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_code_of_a_model_runs_only_when_this_command_allows_it(tmp_path: Path, m
     file.write_text(json.dumps(content))
     marker = tmp_path / "the code ran"
     (tmp_path / "base" / "mine.py").write_text(CODE.format(marker=str(marker)))
-    state["recipe"]["model"]["trust_remote_code"] = True  # as the run was allowed
+    state["recipe"]["model"]["trust_remote_code"] = True  # as the run was allowed to
     with pytest.raises(ExportError, match="its code may run here with --trust-remote-code"):
         ExportJob(checkpoint, state, None, True, trusts_code=False)
     assert not marker.exists()

@@ -1,4 +1,4 @@
-"""The light half's facts about model families against transformers itself: defaults, windows, parameters, modules."""
+"""Compares the light half's facts about model families with transformers: defaults, windows, parameters, modules."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.train.assembly.loading import find_unused_weights
 
-LAYERS = {"num_hidden_layers": 6}  # with fewer, no family has layers of both kinds
+LAYERS = {"num_hidden_layers": 6}  # with fewer layers, no family has both kinds
 
 
 def make_model(config: Any) -> Any:
@@ -48,7 +48,7 @@ VARIANTS += [("qwen3_moe", {"mlp_only_layers": [0, 3]}), ("mistral", {"sliding_w
 
 
 @pytest.mark.parametrize(("model_type", "changes"), VARIANTS)
-def test_shape_is_the_models(model_type: str, changes: dict[str, Any]) -> None:
+def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -> None:
     config = make_config(model_type, **{**LAYERS, **changes})
     model = make_model(config)
     shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
@@ -58,7 +58,7 @@ def test_shape_is_the_models(model_type: str, changes: dict[str, Any]) -> None:
         assert layer.window_tokens == (window if model_type in WINDOWED else None)
         assert attention.scaling == pytest.approx(shape.attention_scale)
         assert attention.attention_dropout == shape.attention_dropout
-    # where peft would adapt experts by the MLP's names, only attention's are offered
+    # where peft would adapt experts by the MLP's names, only attention's names are offered
     linear = {
         name.split(".")[-1]
         for name, module in model.model.named_modules()
@@ -85,7 +85,7 @@ def test_the_tables_parameters_are_transformers_own(entry: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_saved_model_of_each_family_has_no_weight_without_a_place(model_type: str, tmp_path: Path) -> None:
-    """transformers saves some families under other names than its modules have (experts, one by one)."""
+    """transformers saves some families under other names than their modules have (experts, one by one)."""
     AutoModelForCausalLM.from_config(make_config(model_type)).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert find_unused_weights(model, str(tmp_path)) == []

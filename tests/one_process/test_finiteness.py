@@ -1,4 +1,4 @@
-"""NaN and infinity in weights are said by name, where they are read: in a model, in a checkpoint, in an export."""
+"""Tests that NaN and infinity in weights are named where they are read: in a model, in a checkpoint, in an export."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_a_number(dtype: torch.dtype) -> None:
-    tensor = torch.full((3, 5), torch.finfo(dtype).max, dtype=dtype)  # whose sum is none
+def test_finite_and_other_values(dtype: torch.dtype) -> None:
+    tensor = torch.full((3, 5), torch.finfo(dtype).max, dtype=dtype)  # whose sum is not finite
     assert is_finite(tensor)
     assert is_finite(torch.empty(0, dtype=dtype))
     assert is_finite(torch.arange(3))
@@ -56,7 +56,7 @@ def test_a_checkpoint_without_numbers_is_neither_resumed_nor_exported(tmp_path: 
     sources, _ = index_sources(checkpoint)
     key, numel = f"model.{NAME}", trained[NAME].numel()
     words = r"rank-00002\.safetensors holds NaN or infinity in model\.model\.layers\.1\.mlp\.up_proj\.weight\|master"
-    with pytest.raises(CheckpointError, match=words):  # how weights and moments come into a resumed run
+    with pytest.raises(CheckpointError, match=words):  # a resumed run's weights and moments come this way
         read_range(sources[key], f"{key}|master", 0, numel)
     assert len(read_range(sources[key], f"{key}|master", 0, numel // 3)) == numel // 3
     export = partial(

@@ -1,4 +1,4 @@
-"""DeepSpeed's Adam for the host remembers powers of its betas; a run that goes on must not depend on them."""
+"""Tests that a resumed run does not depend on the powers of betas that DeepSpeed's Adam for the host remembers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(weight: torch.Tensor, forgets: bool) -> tuple[Any, torch.nn.Parameter]:
     return optimizer, parameter
 
 
-def go_on(optimizer: Any, parameter: torch.nn.Parameter, steps: range) -> None:
+def step_again(optimizer: Any, parameter: torch.nn.Parameter, steps: range) -> None:
     for step in steps:
         torch.manual_seed(step)
         parameter.grad = torch.randn_like(parameter)
@@ -31,23 +31,24 @@ def go_on(optimizer: Any, parameter: torch.nn.Parameter, steps: range) -> None:
 
 
 def resume(forgets: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> weights of a run without a stop, and of one that was stopped after each step and went on in a new process."""
+    """Returns the weights of an uninterrupted run, and of one that stopped after each step and resumed in a new
+    process."""
     torch.manual_seed(99)
     start = torch.randn(4096)
     whole, expected = make(start, forgets)
-    go_on(whole, expected, range(NUM_STEPS))
+    step_again(whole, expected, range(NUM_STEPS))
     _, parameter = make(start, forgets)
     state: dict[str, Any] = {}
     for step in range(NUM_STEPS):
         optimizer, parameter = make(parameter.data, forgets)
         optimizer.state[parameter] = state
-        go_on(optimizer, parameter, range(step, step + 1))
+        step_again(optimizer, parameter, range(step, step + 1))
         state = optimizer.state[parameter]
     return expected.data, parameter.data
 
 
 @pytest.mark.check
-def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped() -> None:
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one() -> None:
     expected, ours = resume(forgets=True)
     assert torch.equal(ours, expected)
     expected, reference = resume(forgets=False)
@@ -56,12 +57,12 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped() -> None:
 
 
 @pytest.mark.check
-def test_the_bits_are_those_of_adamw_to_rounding() -> None:
+def test_weights_are_those_of_adamw_to_rounding() -> None:
     torch.manual_seed(99)
     start = torch.randn(4096)
     optimizer, parameter = make(start, forgets=True)
     expected = torch.nn.Parameter(start.clone())
     reference = torch.optim.AdamW([expected], lr=0.01, betas=BETAS, eps=1e-8, weight_decay=0.1)
-    go_on(optimizer, parameter, range(NUM_STEPS))
-    go_on(reference, expected, range(NUM_STEPS))
+    step_again(optimizer, parameter, range(NUM_STEPS))
+    step_again(reference, expected, range(NUM_STEPS))
     assert torch.allclose(parameter, expected, rtol=1e-5, atol=1e-6)

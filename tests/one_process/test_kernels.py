@@ -1,4 +1,4 @@
-"""Kernels on one process: the chooser, refusals, shapes under fake tensors, and what the counters see."""
+"""Tests kernels on one process: the chooser, refusals, shapes under fake tensors, and FLOP counts."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ NEEDS = [
 
 
 @pytest.mark.parametrize("need", sample(NEEDS, quick=[NEEDS[0], NEEDS[3]]), ids=str)
-def test_auto_proves_what_it_takes(need: Need) -> None:
+def test_auto_probes_the_kernel_that_it_chooses(need: Need) -> None:
     choice = choose_kernel("auto", need, CPU)
     assert (choice.name, choice.reason) == ("sdpa", "the only one that runs on a CPU")
     assert choose_kernel("sdpa", need, CPU).reason == "as the recipe says"
 
 
-def test_kernels_are_timed_on_as_much_of_a_row_as_matters() -> None:
+def test_kernels_are_timed_on_a_bounded_part_of_a_row() -> None:
     assert KernelWorkload((100, 0, 7)).cut() == (100, 7)
     assert KernelWorkload((30_000, 5_000, 9)).cut() == (30_000, 2_768)
     assert KernelWorkload((1 << 20,)).cut() == (32_768,)
 
 
-def test_what_a_kernel_cannot_do_names_those_that_can() -> None:
+def test_a_refusal_names_the_kernels_that_can() -> None:
     with pytest.raises(
         ValueError, match="attention cudnn runs on cuda only; for this model and device there are: sdpa"
     ):
@@ -77,8 +77,8 @@ FAULTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("dtype", sample(["bfloat16", "float32"], quick=["bfloat16"]))
 @pytest.mark.parametrize("fault", [*FAULTS, "nan", "crash", "half a gradient"])
-def test_a_kernel_that_is_wrong_is_not_taken(fault: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe must see a lost scale, softcap, window or bound, a wrong gradient, NaN and a crash."""
+def test_a_wrong_kernel_is_not_chosen(fault: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe must detect a lost scale, softcap, window or bound, a wrong gradient, NaN and a crash."""
     expected = operators.KERNELS["sdpa"]
     change = FAULTS.get(fault, lambda documents, rule: (documents, rule))
 
@@ -100,7 +100,7 @@ def test_a_kernel_that_is_wrong_is_not_taken(fault: str, dtype: Any, monkeypatch
 
 
 @pytest.mark.parametrize("head_dim", sample([8, 64, 104, 128, 200, 256, 512], quick=[128]))
-def test_an_honest_bfloat16_kernel_passes(head_dim: int) -> None:
+def test_a_correct_bfloat16_kernel_passes(head_dim: int) -> None:
     assert choose_kernel("auto", Need(head_dim, True, True, True), CPU).name == "sdpa"
     assert choose_kernel("auto", Need(head_dim), CPU).name == "sdpa"
 
@@ -121,7 +121,7 @@ LONG_RULES = [Rule(0.3), Rule(0.3, 100), Rule(0.3, None, 2.0), Rule(0.3, 700, 2.
     ids=str,
 )
 def test_long_documents_cross_blocks(rule: Rule, heads: tuple[int, int]) -> None:
-    """Documents longer than a block of the blockwise kernel, in float64."""
+    """In float64, with documents longer than a block of the blockwise kernel."""
     problem = Problem(
         *heads, lengths=(700, 1, 130, 1100), window=rule.window_tokens, softcap=rule.softcap, scale=rule.scale
     )
@@ -159,8 +159,9 @@ def test_shapes_are_known_without_data() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_flops_count_what_is_looked_at(window: int | None) -> None:
-    """4 FLOPs for each head_dim element of each visible pair forward, 10 backward; masked pairs are not work."""
+def test_flops_count_visible_pairs(window: int | None) -> None:
+    """Counts 4 FLOPs for each head_dim element of each visible pair forward and 10 backward; masked pairs are not
+    work."""
     lengths = (5, 9, 1)
     q = torch.randn(1, 15, 4, 8, requires_grad=True)
     k = torch.randn(1, 15, 2, 8, requires_grad=True)
@@ -185,8 +186,9 @@ def test_documents_are_checked() -> None:
 
 
 @pytest.mark.parametrize("window", sample([None, 1, 100, 300], quick=[100]))
-def test_flex_looks_where_it_may(window: int | None) -> None:
-    """Forward on a CPU, where flex has no backward: the blocks and the rule inside them, from bounds alone."""
+def test_flex_masks_by_documents_and_windows(window: int | None) -> None:
+    """Runs the forward on a CPU, where flex has no backward: the blocks and the rule inside them come from bounds
+    alone."""
     problem = Problem(4, 2, 16, (300, 1, 128, 211), window=window, dtype=torch.float32, softcap=2.0)
     tensors = make_tensors(problem)
     documents, rule = make_documents(problem.lengths), Rule(problem.scale, window, 2.0)
@@ -200,7 +202,7 @@ def call(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
     return ulysses_attention(*tensors, documents, Rule(0.3, **options), axis=make_sequence_axis(None), kernel="sdpa")
 
 
-def test_strides_change_nothing() -> None:
+def test_strides_change_no_value() -> None:
     q, k, v = (torch.randn(1, 20, 4, 8) for _ in range(3))
     expected = call(q, k, v)
     for index in range(3):
@@ -209,7 +211,7 @@ def test_strides_change_nothing() -> None:
         assert torch.equal(call(*parts), expected)
 
 
-def test_inputs_that_do_not_belong_together_are_refused() -> None:
+def test_inputs_that_contradict_each_other_are_refused() -> None:
     q = torch.randn(1, 20, 4, 8)
     with pytest.raises(ValueError, match=r"k is torch.float64 .* it must be torch.float32"):
         call(q, q.double(), q)
@@ -237,7 +239,7 @@ def test_frozen_inputs_and_second_derivatives() -> None:
 
 @pytest.mark.check
 def test_the_operators_keep_torchs_rules() -> None:
-    """Fakes agree with the real thing in shape, dtype and strides; nothing is aliased or changed in place."""
+    """Fake operators agree with the real ones in shape, dtype and strides; no tensor is aliased or changed in place."""
     q, k = torch.randn(16, 4, 8), torch.randn(16, 2, 8)
     joined = torch.randn(16, 8, 8)
     row = (torch.tensor([0, 9, 16], dtype=torch.int32), [9, 7], "sdpa", 0.3, None, None)
@@ -258,7 +260,7 @@ def plans(draw: st.DrawFn) -> tuple[int, int, int, int]:
 @settings(max_examples=count_examples(300))
 @given(plans())
 def test_every_rank_gets_its_heads_and_gives_them_back(plan: tuple[int, int, int, int]) -> None:
-    """Packing and unpacking for any number of ranks, against loops over single heads."""
+    """Packs and unpacks for any number of ranks, against loops over single heads."""
     heads, kv_heads, sp_size, num_chunks = plan
     whole = torch.arange(2 * 3 * kv_heads * 5, dtype=torch.float64).view(2, 3, kv_heads, 5)
     head_plan = plan_heads(heads, kv_heads, sp_size, num_chunks)

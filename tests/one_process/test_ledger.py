@@ -1,6 +1,5 @@
-"""The ledger's activation terms against counted steps of transformers' models with our attention, levers and loss. What
-DeepSpeed adds is compared with a trace in test_memory.py.
-"""
+"""Compares the ledger's activation terms with counted steps of transformers' models with our attention, levers and
+loss. ranks/test_trace.py compares what DeepSpeed adds with a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory levers on one process: on is off, in float64; how often attention and MLP run; what waits in host memory."""
+"""Tests memory levers on one process: they change no value in float64, run attention and MLP once, and bound host
+memory."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ from ulysses_cli.train.memory.tiling import split_tokens
 from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 ALL = Levers(loss_tile=9, mlp_tiles=5, checkpointing="save_attention", offloaded=1, chunks=2)
-# float32 stands in some models' float64 paths (norms, the router's softmax); rounding there depends on the shapes that
-# are computed together, which tiles change.
+# Some models compute parts of their float64 path in float32 (norms, the router's softmax). Rounding there depends on
+# the shapes that are computed together, which tiles change.
 TOLERANCE = 1e-6
 LEVERS = [
     Levers(loss_tile=1),
@@ -107,7 +108,7 @@ def test_adapters(kind: str) -> None:
 
 @pytest.mark.parametrize("levers", [ALL, Levers(mlp_tiles=50, loss_tile=1)], ids=["all", "many tiles"])
 def test_bfloat16_is_bounded(levers: Levers) -> None:
-    """Against float64, the levers may not cost more than half again what bfloat16 itself costs."""
+    """Against float64, the levers may add at most half of the error that bfloat16 itself has."""
     import dataclasses
 
     def measure(case: Case, exact: dict[str, Tensor]) -> float:
@@ -124,7 +125,7 @@ def test_bfloat16_is_bounded(levers: Levers) -> None:
 
 
 class CountedMlps:
-    """How often each layer's MLP runs over all of its tokens, by the tokens that reach its down projection."""
+    """Counts how often each layer's MLP runs over all of its tokens, by the tokens that reach its down projection."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tokens = [0 for _ in list_layers(model)]
@@ -177,7 +178,7 @@ def test_every_family_has_an_mlp_in_each_layer(kind: str) -> None:
 
 
 class Noisy(nn.Module):
-    """An MLP that drops in the middle, and at will after its last linear layer."""
+    """An MLP that drops in the middle, and on request after its last linear layer."""
 
     def __init__(self, has_end: bool) -> None:
         super().__init__()
@@ -189,8 +190,8 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("has_end", [False, True])
-def test_dropout_falls_in_the_backward_as_it_fell_in_the_forward(has_end: bool) -> None:
-    """The slope along a direction, by finite differences with the same seed."""
+def test_dropout_is_the_same_in_backward_and_forward(has_end: bool) -> None:
+    """Compares the slope along a direction with finite differences at the same seed."""
     torch.manual_seed(0)
     block = Noisy(has_end).double()
     TiledBlock(block, lambda _: 3)
@@ -222,7 +223,7 @@ def test_several_rows_in_a_batch() -> None:
 
 
 def test_a_tile_without_an_expert_leaves_its_gradient_zero() -> None:
-    """Every weight gets a gradient on every rank, also an adapter or expert that no token met."""
+    """Every weight gets a gradient on every rank, also an adapter or expert that no token reached."""
 
     class Idle(nn.Module):
         def __init__(self) -> None:
@@ -247,7 +248,7 @@ def test_tiles_cover_all_tokens(tokens: int, tiles: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_evaluation_keeps_nothing() -> None:
+def test_evaluation_saves_no_tensor() -> None:
     model = make_loss_model(Case("llama", ALL), make_sequence_axis(None))
     expected = make_loss_model(Case("llama"), make_sequence_axis(None))
     row, documents = make_row(LENGTHS), make_documents(LENGTHS)
@@ -275,7 +276,7 @@ def test_a_model_without_layers_is_refused() -> None:
         checkpoint_layers(nn.Linear(2, 2), "full")
 
 
-def test_results_are_handed_back_once_and_in_order() -> None:
+def test_saved_results_are_returned_once_and_in_order() -> None:
     results = SavedResults(Offloader(torch.device("cpu"), 1).make_storage(0))
     made = []
 
@@ -293,7 +294,7 @@ def test_results_are_handed_back_once_and_in_order() -> None:
 
 
 def run_with_offload(offloaded: int, num_layers: int = 4) -> tuple[Offloader, int]:
-    """Two steps of a model -> the offloader, and the bytes that one step keeps in host memory."""
+    """Runs two steps of a model. Returns the offloader, and the bytes that one step keeps in host memory."""
     offloader = Offloader(torch.device("cpu"), offloaded)
     model = make_loss_model(Case("llama", changes={"num_hidden_layers": num_layers}), make_sequence_axis(None))
     checkpoint_layers(model.model, "save_attention", offloader.make_storage)
@@ -305,7 +306,7 @@ def run_with_offload(offloaded: int, num_layers: int = 4) -> tuple[Offloader, in
     return offloader, held[0]
 
 
-def test_host_memory_is_what_layers_keep() -> None:
+def test_host_memory_holds_what_layers_save() -> None:
     tokens, hidden, heads, dim = sum(LENGTHS), 32, 4, 16
     kept = [8 * tokens * width for width in (hidden, heads * dim, heads)]  # input, attention's output, log-sum-exp
     per_layer = sum(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE for num_bytes in kept)
@@ -313,7 +314,7 @@ def test_host_memory_is_what_layers_keep() -> None:
 
 
 @pytest.mark.check
-def test_a_forward_without_backward_gives_its_buffers_back() -> None:
+def test_a_forward_without_backward_frees_its_buffers() -> None:
     offloader, held = run_with_offload(4)
     model = make_loss_model(Case("llama", changes={"num_hidden_layers": 4}), make_sequence_axis(None))
     checkpoint_layers(model.model, "save_attention", offloader.make_storage)
@@ -326,7 +327,7 @@ def test_a_forward_without_backward_gives_its_buffers_back() -> None:
 
 
 def test_two_forwards_before_their_backwards() -> None:
-    """Each backward finds the tensors of its own forward."""
+    """Each backward gets the tensors of its own forward."""
     changes = {"num_hidden_layers": 3}
     rows = [make_row((9, 4)), make_row((5, 11, 2))]
     documents = [make_documents((9, 4)), make_documents((5, 11, 2))]

@@ -1,4 +1,4 @@
-"""What libraries say that concerns nobody here does not reach the screen."""
+"""Tests that irrelevant messages of libraries do not reach the screen."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-import ulysses_cli.train  # noqa: F401 - sets what may be said
+import ulysses_cli.train  # noqa: F401 - sets which messages are shown
 
 
-def test_a_kernel_that_nothing_uses_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_kernel_that_no_run_uses_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     ops = pytest.importorskip("bitsandbytes.backends.cpu.ops")
     assert isinstance(ops.logger, logging.Logger)
     ops.logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no module")

@@ -1,4 +1,4 @@
-"""The loss from hidden states against what the models themselves say, and against cross-entropy as it is defined."""
+"""Compares the loss from hidden states with the models' own losses, and with cross-entropy by its definition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHANGES = {"gemma2": {"final_logit_softcapping": 0.5}, "granite": {"logits_scali
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_heads_rule_gives_every_familys_own_logits(model_type: str) -> None:
+def test_the_head_gives_every_familys_own_logits(model_type: str) -> None:
     assert set(OWN_VALUES) <= set(FAMILIES)
     model = make_model(model_type, "eager", **CHANGES.get(model_type, {})).eval()
     ids = torch.arange(3, 20)[None]
@@ -62,7 +62,7 @@ def test_a_sum_of_token_losses_and_its_gradients(rule: HeadRule) -> None:
     assert each.sum().item() == pytest.approx(plain.item(), rel=1e-12)
 
 
-def test_without_a_target_the_sum_is_zero_and_still_part_of_the_graph() -> None:
+def test_without_a_target_the_sum_is_zero_with_a_gradient() -> None:
     head, hidden, labels = make_inputs()
     for rule in (HeadRule(), HeadRule(30.0, 1.0, 0.1)):
         total = PlainLoss(head, rule)(hidden, torch.full_like(labels, -100))

@@ -1,4 +1,4 @@
-"""Adapters merged file by file: what peft merges in memory, for every family; and how much memory that takes."""
+"""Compares adapters merged file by file with peft's merge in memory, for every family, and bounds the memory of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def adapt(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Path]:
-    """A base model in several files, with adapters around it that a checkpoint of three ranks holds."""
+    """Saves a base model in several files, with adapters around it that a checkpoint of three ranks holds."""
     torch.manual_seed(1)
     config = make_config(model_type)
     base = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -60,7 +60,7 @@ def merge(tmp_path: Path, config: Any, checkpoint: Path, trained: torch.dtype, d
     return folder, messages[0]
 
 
-TELLING = ("mixtral", "phi3", "qwen3")  # experts cut in files, fused projections, plain ones
+TELLING = ("mixtral", "phi3", "qwen3")  # experts split over files, fused projections, plain ones
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_a_merge_in_bfloat16_rounds_once(tmp_path: Path) -> None:
     assert torch.equal(read_all(folder)[f"{name}.weight"], exact.bfloat16())
 
 
-def test_a_text_part_is_taken_out_of_a_larger_model(tmp_path: Path) -> None:
-    """As models that also see images keep it, beside a part with layers of the same names."""
+def test_the_text_part_of_a_larger_model_is_merged(tmp_path: Path) -> None:
+    """Models that also read images keep the text part beside a part with layers of the same names."""
     config, _, checkpoint = adapt(tmp_path, "llama")
     from safetensors.torch import save_file
 
@@ -133,7 +133,7 @@ def test_a_base_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.check
 def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
-    """A model of 245 MB in shards of 30: its peak is a few of them."""
+    """A model of 245 MB in shards of 30 MB peaks at a few shards."""
     code = f"""
         import re, sys
         from pathlib import Path
@@ -175,4 +175,4 @@ def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     size, grown = map(int, done.stdout.split()[-2:])
     assert size > 240e6
-    assert grown < 110e6, (size, grown)  # one shard as it is read, one as it is written, and what is at work
+    assert grown < 110e6, (size, grown)  # one shard that is read, one that is written, and working memory

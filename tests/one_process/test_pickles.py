@@ -1,4 +1,4 @@
-"""No pickle of a model folder runs code: one that tries is an error in words."""
+"""Tests that no pickle of a model folder runs code: one that tries is refused with a message."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"model cannot be loaded: its pickle holds more than tensors"):
         load_pretrained(making, str(folder))
     assert not marker.exists()
-    torch.load(folder / "pytorch_model.bin", weights_only=False)  # it would have
+    torch.load(folder / "pytorch_model.bin", weights_only=False)  # proves that the pickle would have run
     assert marker.exists()
 
 
-def test_nothing_here_unpickles_what_others_wrote() -> None:
-    """prove/ranks/ranks.py reads what its own processes wrote a moment ago, in a folder of its own; consistency.py
-    reads what carries the run's seal."""
+def test_only_two_files_unpickle() -> None:
+    """Only two files unpickle. prove/ranks/ranks.py reads what its own processes have just written in a folder of its
+    own; consistency.py reads what carries the run's seal."""
     plan_results = {
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")

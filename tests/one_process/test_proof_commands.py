@@ -1,4 +1,4 @@
-"""verify, bench and doctor as commands: what they say of mistakes, of what breaks inside them, and when interrupted."""
+"""Tests verify, bench and doctor as commands: mistakes, failures inside them, and interruptions."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def test_help_shows_two_examples(command: str) -> None:
         ([RECIPE, "--html", "/proc/nowhere/page.html"], "--html", "cannot be written"),
     ],
 )
-def test_a_mistake_is_told_at_once_to_people_and_programs(
-    command: str, words: list[str], key: str, message: str
-) -> None:
+def test_a_mistake_is_reported_at_once_as_text_and_json(command: str, words: list[str], key: str, message: str) -> None:
     runner = CliRunner()
     result = runner.invoke(app, [command, *words])
     assert (result.exit_code, result.stdout) == (2, "")
@@ -62,13 +60,13 @@ def test_a_mistake_is_told_at_once_to_people_and_programs(
     assert (problem["key"], message in problem["message"]) == (key, True)
 
 
-def test_what_breaks_inside_is_told_without_a_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_inside_is_reported_without_a_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     task = {"command": "nothing", "recipe": "", "overrides": [], "config": {}, "options": {}, "device": "cuda"}
     findings, code = prove(task, lambda _: None, tmp_path / "log")
     assert code == FAILED
     assert findings["problems"][0]["message"] == "nothing failed: AssertionError: no proof is called nothing"
     assert findings["problems"][0]["hint"] == f"the whole trace: {tmp_path / 'log'}"
-    assert "Traceback" in capfd.readouterr().err  # which is the log by then
+    assert "Traceback" in capfd.readouterr().err  # by then, stderr is the log
     wrong = {**task, "recipe": RECIPE, "overrides": ["train.max_step=3"]}
     assert prove(wrong, lambda _: None, tmp_path / "log")[1] == USAGE
 
@@ -95,13 +93,15 @@ def find_marked(mark: str) -> list[int]:
         pytest.param("bench", signal.SIGKILL, -9, marks=pytest.mark.full),
     ],
 )
-def test_an_interrupted_proof_leaves_nothing_behind(command: str, number: int, code: int, tmp_path: Path) -> None:
+def test_an_interrupted_proof_leaves_no_process_and_no_file(
+    command: str, number: int, code: int, tmp_path: Path
+) -> None:
     mark = f"PROOF_MARK={tmp_path}"
     environ = {**os.environ, "PROOF_MARK": str(tmp_path), "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-m", "ulysses_cli", command, RECIPE],
         env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored by what a shell runs beside itself
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     end = time.monotonic() + TIME_LIMIT
     while len(find_marked(mark)) < NUM_STARTED:

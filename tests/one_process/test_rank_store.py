@@ -1,4 +1,4 @@
-"""The store in a file through which the ranks of one machine connect."""
+"""Tests the store in a file through which the ranks of one machine connect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ulysses_cli.train.processes.rank_store import FOLDER, connect, open_file_st
 
 
 def test_a_folder_that_is_gone_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own store waits five minutes, and no other thread of the process runs meanwhile."""
+    """torch's own store waits five minutes, during which no other thread of the process runs."""
     with pytest.raises(FileNotFoundError):
         open_file_store(str(tmp_path / "gone" / "ranks"), 2)
     monkeypatch.setenv(FOLDER, str(tmp_path / "gone"))
@@ -27,7 +27,7 @@ def test_a_folder_that_is_gone_is_an_error_at_once(tmp_path: Path, monkeypatch: 
 
 
 def test_open_stores_survive_their_folder(tmp_path: Path) -> None:
-    """A rank that waits in a store whose folder has gone can still be ended by its other threads."""
+    """A rank that waits in a store whose folder is gone can still be ended by its other threads."""
     folder = tmp_path / "meeting"
     folder.mkdir()
     one, other = (open_file_store(str(folder / "ranks")) for _ in range(2))

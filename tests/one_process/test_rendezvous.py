@@ -1,4 +1,4 @@
-"""Launchers that meet: what another key, or none, has written is neither read nor run."""
+"""Tests agents that meet: what was written with another key, or without one, is neither read nor executed."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def read_state(backend: RendezvousBackend) -> None:
     _BackendRendezvousStateHolder(backend, settings).sync()
 
 
-def test_a_state_that_somebody_else_has_written_is_not_unpickled(tmp_path: Path) -> None:
-    """torch's own backend unpickles it, so that the attack is one."""
+def test_a_state_without_the_runs_seal_is_not_unpickled(tmp_path: Path) -> None:
+    """torch's own backend unpickles the state, which shows that the attack is real."""
     evil, store = pickle.dumps(Payload(tmp_path / "ran")), dist.HashStore()
     plain, sealed = C10dRendezvousBackend(store, "x"), SealedBackend(store, OURS, "x")
     store.set("torch.rendezvous.x", base64.b64encode(evil).decode())
-    with pytest.raises(AttributeError):  # what the payload leaves is no state
+    with pytest.raises(AttributeError):  # what the payload returns is no state
         read_state(plain)
     assert (tmp_path / "ran").exists()
     (tmp_path / "ran").unlink()
@@ -68,7 +68,7 @@ def test_a_state_that_somebody_else_has_written_is_not_unpickled(tmp_path: Path)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_state_is_set_when_its_reader_knows_what_stands_there() -> None:
+def test_a_state_is_set_only_by_one_that_read_the_newest() -> None:
     store = dist.HashStore()
     first, second = SealedBackend(store, OURS, "x"), SealedBackend(store, OURS, "x")
     assert first.get_state() is None
@@ -87,7 +87,7 @@ def test_a_state_is_set_when_its_reader_knows_what_stands_there() -> None:
     assert first.get_state() == two[:2]
 
 
-def test_what_launchers_tell_each_other_belongs_to_its_key_and_its_round() -> None:
+def test_messages_of_agents_belong_to_a_key_and_a_round() -> None:
     store = dist.HashStore()
     ours = SealedStore(store, OURS, "round 1")
     ours.multi_set(["a", "b"], ["1", b"\xff"])
@@ -101,7 +101,7 @@ def test_what_launchers_tell_each_other_belongs_to_its_key_and_its_round() -> No
         ours.append("a", "x")
 
 
-def test_a_launcher_waits_no_longer_when_the_meeting_is_spoilt() -> None:
+def test_an_agent_stops_waiting_when_the_state_is_not_valid() -> None:
     store, messages = dist.HashStore(), list[MeetingError]()
     backend = SealedBackend(store, OURS, "x", messages.append)
     launchers = SealedStore(store, OURS, "round 1", backend.get_state)
@@ -121,27 +121,27 @@ def find_port() -> int:
 
 
 class Machines:
-    """Launchers of one run in threads, each with its rank, and what they find."""
+    """Agents of one run in threads, each with its rank. `results` holds what each of them gets."""
 
     def __init__(self) -> None:
-        self.port, self.found, self.done = find_port(), queue.Queue[Any](), threading.Event()
+        self.port, self.results, self.done = find_port(), queue.Queue[Any](), threading.Event()
 
     def start(self, *node_ranks: int) -> None:
         for node_rank in node_ranks:
             threading.Thread(target=self._join, args=(node_rank,), daemon=True).start()
 
     def _join(self, node_rank: int) -> None:
-        """By their addresses, the master would be the last."""
+        """Joins with addresses by which the master would come last."""
         address = f"10.0.0.{node_rank}" if node_rank else "127.0.0.1"
         endpoint = f"127.0.0.1:{self.port}"
         params = RendezvousParameters("ulysses", endpoint, "x", 2, 2, local_addr=address, node_rank=node_rank)
         try:
             made = make_handler(params, lambda _: None).next_rendezvous()
-        except Exception as error:  # noqa: BLE001 - for the test to judge
-            self.found.put(error)
+        except Exception as error:  # noqa: BLE001 - the test judges it
+            self.results.put(error)
             return
         made.store.set(f"of {made.rank}", str(made.rank))
-        self.found.put((node_rank, made.rank, made.world_size, made.store.get(f"of {1 - made.rank}")))
+        self.results.put((node_rank, made.rank, made.world_size, made.store.get(f"of {1 - made.rank}")))
         self.done.wait(60)
 
 
@@ -154,22 +154,22 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
     made.done.set()
 
 
-def test_machines_with_one_key_meet_in_their_order_and_another_is_refused(machines: Machines) -> None:
+def test_machines_with_one_key_meet_in_order_and_another_key_is_refused(machines: Machines) -> None:
     machines.start(1, 0)
-    assert sorted(machines.found.get(timeout=60) for _ in range(2)) == [(0, 0, 2, b"1"), (1, 1, 2, b"0")]
+    assert sorted(machines.results.get(timeout=60) for _ in range(2)) == [(0, 0, 2, b"1"), (1, 1, 2, b"0")]
     with pytest.raises(MeetingError, match=f"another key than the run at 127.0.0.1:{machines.port}") as refused:
         open_store(f"127.0.0.1:{machines.port}", THEIRS, None)
     assert "ULYSSES_RUN_KEY" in refused.value.hint
 
 
-def test_two_machines_with_one_rank_are_told(machines: Machines) -> None:
+def test_two_machines_with_one_rank_are_refused(machines: Machines) -> None:
     master = open_store(f"127.0.0.1:{machines.port}", OURS, "127.0.0.1")
     machines.start(1, 1)
-    assert str(machines.found.get(timeout=60)) == "two machines have --node-rank 1"
+    assert str(machines.results.get(timeout=60)) == "two machines have --node-rank 1"
     assert master.port == machines.port
 
 
-def test_what_is_no_master_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_master_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0.1)
     monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.5)
     with pytest.raises(MeetingError, match=r"nothing answers at 127.0.0.1:[0-9]+ within"):

@@ -1,4 +1,4 @@
-"""Room on the disk, counted before a run: what it will still write at its fullest."""
+"""Tests the disk space that a run needs at most, counted before it starts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def count(keep: int | None, num_saves: int, num_existing: int = 0) -> int:
     return compute_needed_bytes(10**9, 2 * 10**9, keep, num_saves, num_existing)
 
 
-def test_the_fullest_moment_is_counted() -> None:
+def test_the_largest_need_is_counted() -> None:
     one, model = int(12e9 * 1.01), 2 * 10**9
-    assert count(2, 10) == 3 * one  # a third is written before the oldest goes
-    assert count(2, 1) == one + model  # the model beside the last one
+    assert count(2, 10) == 3 * one  # a third checkpoint is written before the oldest is deleted
+    assert count(2, 1) == one + model  # the model is written beside the last checkpoint
     assert count(None, 5) == 5 * one + model
-    assert count(2, 10, num_existing=2) == one  # a resumed run's are there already
+    assert count(2, 10, num_existing=2) == one  # a resumed run's checkpoints are there already
     assert count(1, 10) == 2 * one
 
 
 @pytest.mark.parametrize(("free", "is_short"), [(40 * GIB, False), (30 * GIB, True)])
-def test_a_disk_that_will_be_full_is_known_before(
+def test_a_disk_that_will_be_full_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, is_short: bool
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))

@@ -1,4 +1,5 @@
-"""Parts of a run that need no ranks: wishes to stop, buckets of an evaluation, lines, trackers, schedules, the card."""
+"""Tests parts of a run that need no ranks: stop conditions, evaluation buckets, metrics, trackers, schedules, the
+card."""
 
 from __future__ import annotations
 
@@ -47,13 +48,13 @@ from ulysses_cli.train.telemetry.run_file import make_card
 from ulysses_cli.train.tensor_file import write_tensors
 
 
-def test_the_report_reads_what_a_run_writes_of_its_kernel(tmp_path: Path) -> None:
+def test_the_report_reads_the_kernel_that_a_run_writes(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"attention": vars(KernelChoice("sdpa", "the fastest"))}))
     run = load_run(tmp_path)
     assert "<td>attention kernel</td><td>sdpa</td><td>the fastest</td>" in make_run_page(run, summarize_run(run))
 
 
-def test_time_and_money_are_wishes_to_stop() -> None:
+def test_max_hours_and_max_cost_stop_a_run() -> None:
     stop = StopConditions(max_hours=2.0, max_cost=30.0, usd_per_hour=16.0)
     assert stop.name(stop.read_flags()) == ""
     stop.hours_before = 1.9
@@ -85,7 +86,7 @@ def test_an_evaluation_is_one_sum_over_one_count() -> None:
     assert nothing["by_position"] == {}
 
 
-def test_lines_after_the_resumed_step_and_a_torn_one_are_cut(tmp_path: Path) -> None:
+def test_lines_after_the_resumed_step_and_a_half_written_one_are_cut(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     cut_lines(file, 3)
     lines = LineFile(file)
@@ -99,9 +100,7 @@ def test_lines_after_the_resumed_step_and_a_torn_one_are_cut(tmp_path: Path) -> 
     assert [(line["step"], line["loss"]) for line in kept] == [(1, 1.0), (2, None), (3, 1.0)]
 
 
-def test_lines_that_a_full_disk_does_not_take_are_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, write, room = LineFile(tmp_path / "metrics.jsonl"), os.write, [100]
 
     def write_some(handle: int, text: bytes) -> int:
@@ -122,7 +121,7 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later(
     assert written == list(range(1, 12))
 
 
-def test_last_words_have_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_records_have_space_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_room(tmp_path, 3)
     write = Path.write_text
 
@@ -174,13 +173,13 @@ def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 2
 
 
-def test_a_tracker_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingTrackerError, match=r"wandb is not installed .*pip install ulysses-cli\[wandb\]"):
         make_trackers(["wandb"], tmp_path, "mine")
 
 
-def test_ranks_without_a_display_say_nothing(tmp_path: Path) -> None:
+def test_ranks_without_a_display_print_no_line(tmp_path: Path) -> None:
     record = Record(tmp_path)
     record.start_files(0)
     record.write_step({"step": 1})
@@ -230,7 +229,7 @@ def test_the_card_holds_the_whole_recipe() -> None:
     assert yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]) == recipe
 
 
-def test_cores_near_a_device_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
+def test_cores_near_a_device_are_read_in_the_kernels_format(tmp_path: Path) -> None:
     assert read_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     (tmp_path / "0000:1b:00.0").mkdir()
     (tmp_path / "0000:1b:00.0" / "local_cpulist").write_text("2-3\n")
@@ -241,8 +240,8 @@ def test_cores_near_a_device_are_read_as_the_kernel_writes_them(tmp_path: Path) 
     assert os.sched_getaffinity(0) == allowed
 
 
-def test_ranks_of_one_socket_share_its_cores_and_no_core_has_two_of_them(tmp_path: Path) -> None:
-    """Two sockets of eight cores with two threads each, four GPUs at either."""
+def test_ranks_of_a_socket_get_disjoint_cores_of_it(tmp_path: Path) -> None:
+    """Two sockets have eight cores with two threads each, and four GPUs are at either."""
     for core in range(32):
         (tmp_path / f"cpu{core}" / "topology").mkdir(parents=True)
         twins = f"{core % 16},{core % 16 + 16}\n"
@@ -285,7 +284,7 @@ def test_machines_that_differ_are_named_with_the_field() -> None:
         compare_machines([("gpu01", same), ("gpu02", {**same, "torch": "2"})])
 
 
-def test_a_tensor_file_is_read_by_the_library(tmp_path: Path) -> None:
+def test_safetensors_reads_a_tensor_file(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     whole = torch.arange(24.0).view(4, 6)
@@ -306,7 +305,7 @@ def test_a_tensor_file_is_read_by_the_library(tmp_path: Path) -> None:
     assert len(digest) == 64
 
 
-def test_a_folder_that_is_removed_during_the_run_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_is_removed_during_the_run_is_reported(tmp_path: Path) -> None:
     messages: list[dict[str, Any]] = []
 
     class Voice:

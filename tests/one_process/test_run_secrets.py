@@ -1,4 +1,4 @@
-"""Planted secrets reach neither run.json nor the model card, which people publish."""
+"""Tests that planted secrets reach neither run.json nor the model card, which people publish."""
 
 from __future__ import annotations
 

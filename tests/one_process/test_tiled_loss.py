@@ -1,4 +1,4 @@
-"""The tiled loss against cross-entropy written out with all logits at once, in float64; bfloat16 against its bound."""
+"""Compares the tiled loss with cross-entropy over all logits at once, in float64; bounds its error in bfloat16."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_case(tokens: int, seed: int, share: float = 0.7, dtype: torch.dtype = t
 
 
 def compute_reference(hidden: Tensor, labels: Tensor, head: nn.Module, rule: HeadRule) -> Tensor:
-    """[S] losses, by the definition of each term."""
+    """Returns [S] losses, by the definition of each term."""
     logits = head(hidden)[0] / rule.divisor
     if rule.softcap is not None:
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
@@ -69,7 +69,7 @@ def test_loss_and_gradients(tokens: int, tile: int, rule: HeadRule, seed: int, s
     assert not tiled.per_token(hidden, labels).requires_grad
 
 
-def test_a_head_alone_is_what_it_was() -> None:
+def test_the_loss_of_a_bare_head_is_unchanged() -> None:
     case = make_case(5, 0)
     expected = case["head"](case["hidden"])
     make_tiled_loss(case["head"], HeadRule(), 2)
@@ -97,7 +97,7 @@ def test_a_head_that_is_also_the_embedding() -> None:
 
 
 def test_a_head_with_adapters() -> None:
-    """Only the adapter's weights learn, and the head is to be gathered whole."""
+    """Only the adapter's weights are trained, and the loss asks for the whole head."""
     from peft import LoraConfig, get_peft_model
 
     case = make_case(9, 3)
@@ -116,7 +116,7 @@ def test_a_head_with_adapters() -> None:
 
 
 def test_bfloat16_is_as_near_as_one_rounding() -> None:
-    """Fifty tiles: sums of bfloat16 gradients would lose the small ones; these are summed in float32."""
+    """Uses fifty tiles: sums in bfloat16 would lose small gradients; these sums are in float32."""
     case = make_case(400, 4, dtype=torch.bfloat16)
     hidden, head = case["hidden"], case["head"]
     exact_head = nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
@@ -141,8 +141,8 @@ def test_a_second_backward_is_refused() -> None:
         total.backward()
 
 
-def test_memory_is_that_of_a_tile() -> None:
-    """The largest tensor made is one tile's, however long the row."""
+def test_the_largest_tensor_is_a_tile() -> None:
+    """The largest tensor has the size of one tile, however long the row."""
     case = make_case(1000, 6)
     with ByteCounter() as counter:
         make_tiled_loss(case["head"], HeadRule(), 4)(case["hidden"].requires_grad_(), case["labels"]).backward()

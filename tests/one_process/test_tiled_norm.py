@@ -1,4 +1,4 @@
-"""Norms in tiles: the same values and gradients, and nothing kept but the input."""
+"""Tests norms in tiles: they give the same values and gradients and save only the input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_norm(kind: str) -> nn.Module:
 
 
 def run(norm: nn.Module, hidden: Tensor, slope: Tensor) -> list[Tensor]:
-    """-> the result, the gradient of what goes in, and those of the weights."""
+    """Returns the result, the gradient of the input, and those of the weights."""
     leaf = hidden.detach().requires_grad_()
     result = norm(leaf)
     result.backward(slope)
@@ -51,12 +51,12 @@ def run(norm: nn.Module, hidden: Tensor, slope: Tensor) -> list[Tensor]:
 )
 def test_values_and_gradients(kind: str, shape: tuple[int, ...], num_tiles: int, is_turned: bool) -> None:
     hidden, slope = torch.randn(2, *shape, WIDTH, dtype=torch.float64)
-    if is_turned and len(shape) > 1:  # as queries are, whose heads stand behind tokens in memory
+    if is_turned and len(shape) > 1:  # as queries are laid out: heads stand behind tokens in memory
         hidden = hidden.transpose(0, 1).contiguous().transpose(0, 1)
     norm = make_norm(kind)
     expected = run(norm, hidden, slope)
     assert tile_norms(norm, lambda _: num_tiles) == 1
-    tolerance = 1e-5 if kind == "scaled from one" else 1e-12  # Gemma's norm computes in float32 whatever comes
+    tolerance = 1e-5 if kind == "scaled from one" else 1e-12  # Gemma's norm always computes in float32
     for own, reference in zip(run(norm, hidden, slope), expected, strict=True):
         torch.testing.assert_close(own, reference, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_values_and_gradients(kind: str, shape: tuple[int, ...], num_tiles: int,
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
 def test_weights_and_tokens_of_two_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """The result has the norm's own, as without tiles."""
+    """The result has the norm's own dtype, as without tiles."""
     torch.manual_seed(1)
     norm, hidden = LlamaRMSNorm(WIDTH).to(dtypes[0]), torch.randn(2, 9, WIDTH).to(dtypes[1])
     slope = torch.randn(2, 9, WIDTH)
@@ -89,7 +89,7 @@ def test_a_trained_norm_of_tokens_without_a_gradient(needs_gradient: bool) -> No
     torch.testing.assert_close(norm.weight.grad, wanted)
 
 
-def test_only_vectors_make_a_norm() -> None:
+def test_only_vector_weights_make_a_norm() -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,8 +104,8 @@ def test_only_vectors_make_a_norm() -> None:
     )
 
 
-def test_what_is_kept_and_worked_with() -> None:
-    """Of 64 tiles: the input and the result, and a tile; as it is, float32 copies of all."""
+def test_saved_and_peak_bytes() -> None:
+    """Of 64 tiles, memory holds the input, the result and one tile; without tiles it holds float32 copies of all."""
 
     def measure(num_tiles: int) -> tuple[int, int]:
         norm = LlamaRMSNorm(64).to(torch.bfloat16)
@@ -134,7 +134,7 @@ def test_a_frozen_norm_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(6), lambda: nn.GroupNorm(2, 6), lambda: nn.PReLU(6)])
-def test_what_sees_more_than_the_last_dimension_stays_whole(make: Callable[[], nn.Module]) -> None:
+def test_a_norm_over_more_than_the_last_dimension_stays_whole(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     whole = make()
     tiled = copy.deepcopy(whole)

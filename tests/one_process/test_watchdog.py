@@ -1,4 +1,4 @@
-"""Which rank is named when nothing moves, and whether a stack waits in a collective."""
+"""Tests which rank is named when no rank moves on, and whether a stack waits in a collective."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAITS = RankStatus(0, 7, "update", "ulysses_cli/train/engine.py:50", is_waiting=
 HANGS = RankStatus(1, 7, "micro-step 1 of 2", "ulysses_cli/data/rows.py:9", is_waiting=False)
 
 
-def test_the_rank_that_others_wait_for_is_named() -> None:
+def test_the_rank_outside_the_collective_is_named() -> None:
     for seen, own in (([WAITS, HANGS], WAITS), ([HANGS, WAITS], HANGS)):
         messages = explain_hang(seen, own, 2, 60.0)
         assert messages["rank"] == 1
@@ -48,8 +48,8 @@ def test_the_rank_that_others_wait_for_is_named() -> None:
     assert "all ranks wait for each other in update" in str(explain_hang([WAITS], WAITS, 1, 60.0)["message"])
 
 
-def test_a_rank_that_waits_where_no_other_does_is_named() -> None:
-    """All stacks end in a collective: one that the others never enter."""
+def test_a_rank_in_another_collective_is_named() -> None:
+    """All stacks end in a collective, one of them in one that the other ranks never enter."""
     others = [replace(WAITS, rank=rank) for rank in (0, 1, 3)]
     alone = replace(WAITS, rank=2, phase="evaluation", place="ulysses_cli/train/evaluation.py:54")
     message = str(explain_hang([*others, alone], others[0], 4, 60.0)["message"])
@@ -59,7 +59,7 @@ def test_a_rank_that_waits_where_no_other_does_is_named() -> None:
 
 
 def stop_at(code: str, file: Path) -> Iterator[FrameType]:
-    """The innermost frame of a thread that runs `code` as if it stood in `file`, and waits there."""
+    """Returns the innermost frame of a thread that runs `code` as if it stood in `file`, and waits there."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(code)
     reached, done = threading.Event(), threading.Event()
@@ -80,11 +80,11 @@ def stop_at(code: str, file: Path) -> Iterator[FrameType]:
 
 
 def test_a_stack_that_reads_a_number_from_the_device_waits(tmp_path: Path) -> None:
-    """On a GPU, ranks whose device is in a collective with a rank that hangs stand in such a line."""
+    """On a GPU, ranks stand in such a line when their device is in a collective with a rank that hangs."""
     file = tmp_path / "ulysses_cli" / "train" / "loop.py"
     (reading,) = islice(reader := stop_at("x = 1\nvalue = tensor.item()\n", file), 1)
     assert find_place(reading) == ("ulysses_cli/train/loop.py:2", True)
-    # a backward: the main thread waits in torch for the device's thread, whose hooks are what counts
+    # In a backward the main thread waits in torch for the device's thread, whose hooks count.
     graph = tmp_path / "torch" / "autograd" / "graph.py"
     (main,) = islice(outer := stop_at("go = tensor.item\ngo()\n", graph), 1)
     assert find_place(main) == ("", True)
@@ -104,7 +104,7 @@ def test_only_the_rank_that_writes_the_model_is_watched_meanwhile() -> None:
 
 
 @pytest.mark.check
-def test_a_process_that_stands_still_ends_itself(tmp_path: Path) -> None:
+def test_a_process_that_hangs_ends_itself(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     code = f"""
         import time, types
@@ -124,7 +124,7 @@ def test_a_process_that_stands_still_ends_itself(tmp_path: Path) -> None:
     assert "step 8 takes longer than run.step_timeout (1 s)" in (tmp_path / "logs" / "rank-0.error.json").read_text()
 
 
-def test_a_rank_whose_own_time_is_not_up_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_within_its_own_time_limit_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits in a save, which may take long, for a rank that hangs in a step, which may not."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -1,5 +1,5 @@
-"""A model that grows by added tokens, trained on ranks: against a plain model grown by transformers, and as others load
-what is left of it."""
+"""Trains a model that grows by added tokens on ranks, against a plain model grown by transformers, and loads its export
+with plain transformers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ulysses_cli.plan.secrets import mask_secrets
 from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
 from ulysses_cli.train.export.job import ExportJob
 
-ADDED = ("<|im_start|>", "<|turn|>", "<|stop|>")  # the first is in the vocabulary
+ADDED = ("<|im_start|>", "<|turn|>", "<|stop|>")  # the first is in the vocabulary already
 NUM_STEPS = 3
 
 
 def save_base(folder: Path, *, is_tied: bool) -> int:
-    """A model whose embedding has a row for each token and none to spare -> its number of rows."""
+    """Saves a model whose embedding has exactly one row for each token; returns the number of rows."""
     tokenizer = wrap(train("qwen"))
     tokenizer.save_pretrained(folder)
     torch.manual_seed(7)
@@ -47,7 +47,7 @@ def make_grown_recipe(folder: Path, *overrides: str) -> Recipe:
 
 
 def make_rows(vocabulary: int) -> MemoryRows:
-    """Documents in which the new tokens occur."""
+    """Yields documents in which the new tokens occur."""
     rows = MemoryRows([[(20, 0), (9, 3)], [(30, 0)], [(16, 5), (12, 0)], [(25, 0)]], vocabulary)
     for documents in rows.documents:
         for tokens, labels in documents:
@@ -55,7 +55,7 @@ def make_rows(vocabulary: int) -> MemoryRows:
     return rows
 
 
-def grow_plainly(folder: Path, num_own: int, vocabulary: int) -> Any:
+def grow_with_transformers(folder: Path, num_own: int, vocabulary: int) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     model.resize_token_embeddings(vocabulary, mean_resizing=False)
     for part in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -86,7 +86,7 @@ def test_a_grown_model(stage: int, is_tied: bool, lora: bool, tmp_path: Path) ->
     assert shape.vocab_size == num_own + 2
     assert find_model_shape(recipe).shape == shape  # what the ledger counts before a run
     counted = list_weights(shape, None).num_elements
-    plain = grow_plainly(tmp_path / "base", num_own, shape.vocab_size)
+    plain = grow_with_transformers(tmp_path / "base", num_own, shape.vocab_size)
     assert counted == shape.num_parameters == sum(p.numel() for p in plain.parameters())
 
     (tmp_path / "run").mkdir()
@@ -123,7 +123,8 @@ def list_steps(recipe: Recipe) -> list[list[int]]:
 
 
 def check_export(tmp_path: Path, recipe: Recipe, plain: Any, shape: ModelShape, *, is_merged: bool) -> None:
-    """Model, tokenizer and config agree, and plain transformers computes the trained model's logits from them."""
+    """Checks that model, tokenizer and config agree, and that plain transformers computes the trained model's logits
+    from them."""
     checkpoint = next((tmp_path / "run" / "checkpoints").glob("step-*"))
     template = load_tokenizer(recipe.model, recipe.data).chat_template
     state = mask_secrets({"step": 1, "recipe": recipe.model_dump(mode="json"), "chat_template": template})
@@ -152,7 +153,7 @@ def check_export(tmp_path: Path, recipe: Recipe, plain: Any, shape: ModelShape, 
 
 
 def run_card(card: str, folder: Path, base: Path) -> Any:
-    """The lines that the card tells people to run."""
+    """Runs the lines that the card tells people to run."""
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     assert code is not None
     text = (

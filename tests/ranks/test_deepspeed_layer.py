@@ -1,4 +1,5 @@
-"""Where DeepSpeed's own Ulysses layer is right (one document per row), ours equals it bit for bit in float32."""
+"""Tests that ours equals DeepSpeed's own Ulysses layer bit for bit in float32, where that layer is right (one document
+per row)."""
 
 from __future__ import annotations
 
@@ -55,15 +56,15 @@ def compare_layers(problem: Problem) -> dict[str, bool]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4)], ids=str)
-def test_bit_for_bit(num_ranks: int, heads: tuple[int, int]) -> None:
+def test_outputs_and_gradients_are_bitwise_equal(num_ranks: int, heads: tuple[int, int]) -> None:
     problem = Problem(*heads, dim=16, lengths=(256,), dtype=torch.float32)
     for equal in run_on_ranks(num_ranks, compare_layers, problem):
         assert all(equal.values()), equal
 
 
-def test_repeated_heads_differ_in_the_order_of_a_sum() -> None:
-    """One key/value head on 4 ranks: DeepSpeed repeats it before the exchange and autograd adds the four gradients one
-    by one; here they are summed at once. Outputs and query gradients are equal to the bit, the others to rounding."""
+def test_shared_heads_differ_in_the_order_of_a_sum() -> None:
+    """With one key/value head on 4 ranks, DeepSpeed repeats it before the exchange and autograd adds the four gradients
+    one by one; ours adds them at once. Outputs and query gradients are bitwise equal, the others equal to rounding."""
     problem = Problem(4, 1, dim=16, lengths=(256,), dtype=torch.float32)
     for equal in run_on_ranks(4, compare_layers, problem):
         assert equal["out"]

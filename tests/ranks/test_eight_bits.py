@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits on ranks: bitsandbytes' own steps, any ZeRO stage, checkpoints, the rehearsal."""
+"""Tests AdamW with 8-bit moments on ranks: bitsandbytes' own steps, any ZeRO stage, checkpoints, the rehearsal."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ CODED = (*COMMON, "train.optim=adamw_8bit")
 NUM_STEPS = 6
 
 
-def step_beside_theirs(recipe: Recipe) -> tuple[list[float], int]:
-    """Each step's gradients also go to bitsandbytes' optimizer, on copies of the flat weights as they were at first."""
+def step_beside_bitsandbytes(recipe: Recipe) -> tuple[list[float], int]:
+    """Passes each step's gradients also to bitsandbytes' optimizer, on copies of the flat weights as they were at
+    first."""
     from bitsandbytes.optim import AdamW8bit
 
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS)
@@ -57,7 +58,7 @@ def step_beside_theirs(recipe: Recipe) -> tuple[list[float], int]:
     return harness.losses, compared
 
 
-def train_as_it_is(recipe: Recipe) -> list[float]:
+def train_without_reference(recipe: Recipe) -> list[float]:
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS)
     train(harness.train_state)
     return harness.losses
@@ -66,10 +67,10 @@ def train_as_it_is(recipe: Recipe) -> list[float]:
 @pytest.mark.check
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("lora", [(), pytest.param(("lora.r=4",), marks=pytest.mark.full)])
-def test_steps_are_bitsandbytes_own_and_lead_where_adamw_leads(stage: int, lora: tuple[str, ...]) -> None:
+def test_steps_equal_bitsandbytes_and_losses_follow_adamw(stage: int, lora: tuple[str, ...]) -> None:
     where = (f"parallel.zero_stage={stage}", *lora)
-    losses, compared = run_on_ranks(2, step_beside_theirs, make_recipe(*CODED, *where))[0]
-    expected = run_on_ranks(2, train_as_it_is, make_recipe(*COMMON, *where))[0]
+    losses, compared = run_on_ranks(2, step_beside_bitsandbytes, make_recipe(*CODED, *where))[0]
+    expected = run_on_ranks(2, train_without_reference, make_recipe(*COMMON, *where))[0]
     assert compared >= NUM_STEPS
     assert losses[-1] < losses[0]
     assert losses == pytest.approx(expected, rel=0.005)
@@ -77,7 +78,7 @@ def test_steps_are_bitsandbytes_own_and_lead_where_adamw_leads(stage: int, lora:
 
 
 def read_states(harness: RunHarness) -> list[torch.Tensor]:
-    """All that the optimizer has: weights, codes, scales and step counts."""
+    """Returns all that the optimizer holds: weights, codes, scales and step counts."""
     optimizer = harness.built.engine.wrapped.optimizer
     results = []
     for flat in list_flats(optimizer):
@@ -87,7 +88,7 @@ def read_states(harness: RunHarness) -> list[torch.Tensor]:
     return results
 
 
-def save_and_go_on(recipe: Recipe, folder: str, policy: SavePolicy) -> tuple[list[float], list[torch.Tensor]]:
+def save_and_train(recipe: Recipe, folder: str, policy: SavePolicy) -> tuple[list[float], list[torch.Tensor]]:
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder, policy=policy)
     harness.train_state.num_steps = 3
     train(harness.train_state)
@@ -122,7 +123,7 @@ def test_a_resumed_run_has_the_same_codes_and_losses(
     tmp_path: Path, stage: int, is_async: bool, lora: tuple[str, ...]
 ) -> None:
     recipe = make_recipe(*CODED, f"parallel.zero_stage={stage}", *lora)
-    before = run_on_ranks(2, save_and_go_on, recipe, str(tmp_path), SavePolicy(is_async=is_async))
+    before = run_on_ranks(2, save_and_train, recipe, str(tmp_path), SavePolicy(is_async=is_async))
     assert find_damage(tmp_path / "checkpoints" / "step-3") == ""
     after = run_on_ranks(2, resume, recipe, str(tmp_path))
     for (losses, states), (expected, wanted) in zip(after, before, strict=True):
@@ -132,9 +133,9 @@ def test_a_resumed_run_has_the_same_codes_and_losses(
 
 
 @pytest.mark.check
-def test_a_checkpoint_goes_on_at_another_layout_and_with_float32_moments(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_at_another_layout_and_with_float32_moments(tmp_path: Path) -> None:
     recipe = make_recipe(*CODED, "train.gradient_accumulation_steps=2")
-    expected = run_on_ranks(2, save_and_go_on, recipe, str(tmp_path), SavePolicy())[0][0]
+    expected = run_on_ranks(2, save_and_train, recipe, str(tmp_path), SavePolicy())[0][0]
     others = {
         1: ("parallel.sp_size=1", "train.gradient_accumulation_steps=2", "parallel.zero_stage=1"),
         4: ("parallel.dp_shard_size=2",),
@@ -148,7 +149,7 @@ def test_a_checkpoint_goes_on_at_another_layout_and_with_float32_moments(tmp_pat
 
 
 def rehearse_and_train(recipe: Recipe, folder: str, rehearses: bool) -> tuple[list[float], bool]:
-    """-> losses, and whether before the first step all moments were zero."""
+    """Returns the losses, and whether all moments were zero before the first step."""
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
     is_clean = True
     if rehearses:

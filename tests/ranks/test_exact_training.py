@@ -1,4 +1,5 @@
-"""Training on ranks equals plain torch on one process: loss, every gradient and the weights after five steps."""
+"""Tests that training on ranks equals plain torch on one process: loss, every gradient and the weights after five
+steps."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout, settle
 
 NUM_STEPS = 5
-# (length, first target): uneven documents, a row whose second half has no target, rows with few, one-token documents.
+# Each document is (length, first target). There are uneven documents, a row whose second half has no target, rows with
+# few targets, and one-token documents.
 ROWS = [
     [(40, 0), (1, 0), (7, 3)],
     [(30, 0), (31, 31)],
@@ -46,7 +48,7 @@ def make_batching(recipe: Recipe) -> Batching:
 
 
 def train_on_ranks(recipe: Recipe) -> Trajectory:
-    """One rank's part; results are gathered whole."""
+    """Trains on one rank; results are gathered whole."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     from ulysses_cli.train.assembly.build import build
@@ -64,12 +66,12 @@ def train_on_ranks(recipe: Recipe) -> Trajectory:
     norms: list[float] = []
     real_step = engine.wrapped.step
 
-    def step_and_tell() -> None:
+    def step_and_collect() -> None:
         if engine.wrapped.is_gradient_accumulation_boundary():
             grads.append({name: safe_get_full_grad(p).clone() for name, p in trained.items()})
         real_step()
 
-    engine.wrapped.step = step_and_tell
+    engine.wrapped.step = step_and_collect
     batching = make_batching(recipe)
     position = 0
     for step in range(NUM_STEPS):

@@ -1,4 +1,5 @@
-"""Real runs killed and resumed; saves while steps go on; saves that fail. benchmarks/faults.py has the long loop."""
+"""Tests real runs that are killed and resumed, saves while steps go on, and saves that fail. benchmarks/faults.py kills
+many more."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ ASYNC = SavePolicy(is_async=True)
 
 
 def save_beside_steps(recipe: Recipe, folder: str) -> tuple[list[float], list[float]]:
-    """Saved after step 2 while steps go on; once more without a thread, for comparison."""
+    """Saves after step 2 while steps go on, and once more without a thread, for comparison."""
     harness = RunHarness(recipe, MemoryRows(ROWS), 6, folder, policy=ASYNC)
     harness.train_state.num_steps = 2
     train(harness.train_state)
@@ -67,7 +68,8 @@ def test_a_save_beside_steps_holds_the_step_at_which_it_began(tmp_path: Path) ->
 
 
 def end_with_a_slow_save(recipe: Recipe, folder: str) -> tuple[bool, list[str]]:
-    """A save of step 2 on a slow disk, one more step, the end -> was it still on its way then, and what is whole."""
+    """Begins a save of step 2 on a slow disk, takes one more step and ends. Returns whether the save was still running
+    then, and which checkpoints are complete."""
     harness, real = RunHarness(recipe, MemoryRows(ROWS), 3, folder, policy=ASYNC), background.write_share
 
     def write(*args: Any) -> Any:
@@ -97,7 +99,7 @@ def test_a_run_ends_when_its_last_save_is_durable(tmp_path: Path) -> None:
 
 
 def fail_to_save(recipe: Recipe, folder: str, policy: SavePolicy, bad_rank: int) -> tuple[list[str], list[float]]:
-    """Saves after steps 1 and 2; the first one meets a full disk on one rank."""
+    """Saves after steps 1 and 2; on one rank the first save meets a full disk."""
     harness = RunHarness(recipe, MemoryRows(ROWS), 4, folder, policy=policy)
     harness.saves.record.warn = harness.warnings.append  # type: ignore[method-assign]
     real, left = checkpoint.write_share, [1]
@@ -124,7 +126,7 @@ def fail_to_save(recipe: Recipe, folder: str, policy: SavePolicy, bad_rank: int)
 @pytest.mark.parametrize(
     ("bad_rank", "is_async"), sample([(0, False), (0, True), (1, False), (1, True)], quick=[(0, True)])
 )
-def test_a_disk_that_is_full_on_one_rank_is_told_to_all(tmp_path: Path, is_async: bool, bad_rank: int) -> None:
+def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(tmp_path: Path, is_async: bool, bad_rank: int) -> None:
     recipe = make_recipe("parallel.sp_size=2")
     words = rf"checkpoint step-1 was not written: rank {bad_rank}: No space left on device"
     for warnings, losses in run_on_ranks(
@@ -152,7 +154,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.check
 def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) -> None:
-    """Killed in the middle of a save; after the resume another rank is killed, and the launcher restarts all."""
+    """One rank is killed in the middle of a save. After the resume another rank is killed, and the agent restarts
+    all."""
     words = ["train.max_steps=12", "run.async_save=true", "run.max_restarts=1"]
     process = runs.start("killed", *words, "run.max_restarts=0")
     assert wait_until(process, lambda: runs.count_steps("killed") >= 2)
@@ -174,7 +177,7 @@ def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) 
 
 @pytest.mark.full
 def test_a_rank_lost_on_one_machine_is_started_again_with_all_on_both(runs: Runs) -> None:
-    """Two launchers that meet at a port, as two machines' would."""
+    """Two agents meet at a port, as those of two machines would."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -192,7 +195,7 @@ def test_a_rank_lost_on_one_machine_is_started_again_with_all_on_both(runs: Runs
 
 
 @pytest.mark.full
-def test_a_rank_that_stands_still_is_named(runs: Runs) -> None:
+def test_a_rank_that_hangs_is_named(runs: Runs) -> None:
     process = runs.start("hanging", "run.step_timeout=8")
     assert wait_until(process, lambda: runs.count_steps("hanging") >= 2)
     process.signal_rank(1, signal.SIGSTOP)
@@ -228,7 +231,7 @@ def test_another_layout_keeps_the_rows_and_a_changed_recipe_is_refused(runs: Run
 @pytest.mark.parametrize(
     "kind", ["truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics"]
 )
-def test_damage_is_passed_over_or_mended(runs: Runs, kind: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_damaged_metrics_are_repaired(runs: Runs, kind: str) -> None:
     run = kind.replace(" ", "-")
     process = runs.start(run, "train.max_steps=12")
     assert wait_until(process, lambda: runs.count_steps(run) >= 4)
@@ -241,5 +244,5 @@ def test_damage_is_passed_over_or_mended(runs: Runs, kind: str) -> None:
     assert ours.items() <= reference.items()
     assert len(reference) - len(ours) <= (
         kind == "torn metrics"
-    )  # its last line is gone, and its step is not done again
+    )  # its last line is lost, and its step is not done again
     assert runs.read_model(run) == runs.read_model("whole")

@@ -1,4 +1,4 @@
-"""The ledger's replay of what ZeRO-3 gathers, against DeepSpeed's own hooks in a traced step: hook by hook."""
+"""Compares the ledger's replay of what ZeRO-3 gathers with DeepSpeed's own hooks in a traced step, hook by hook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
-from support.real_steps import ZERO, make_case, make_wish
+from support.real_steps import ZERO, make_case, make_request
 
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.zero.coordinator import Coordinator
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_the_replay_holds_what_deepspeed_holds(case: str) -> None:
     config, overrides = CASES[case]
     recipe = make_case(config, "parallel.sp_size=2", *NARROW, *overrides)
-    request = make_wish(recipe)
+    request = make_request(recipe)
     done = subprocess.run([sys.executable, LOG], input=json.dumps(request), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     real = [(enters, is_forward, num_bytes // 4) for enters, is_forward, num_bytes in json.loads(done.stdout)]
@@ -54,11 +54,11 @@ def test_the_replay_holds_what_deepspeed_holds(case: str) -> None:
     for visit in visits:
         coordinator.follow(visit)
         results.append((visit.enters, not visit.is_backward, coordinator.held))
-    num_same = len(visits) - 40  # the end of the first layer's backward, where an input needs no gradient, is not alike
+    num_same = len(visits) - 40  # the end of the first layer's backward differs where an input needs no gradient
     assert [each[:2] for each in results[:num_same]] == [each[:2] for each in real[:num_same]]
     differences = [abs(a[2] - b[2]) for a, b in zip(results[:num_same], real[:num_same], strict=True)]
-    # Small weights are not all rounded alike. With adapters the first layer's q, k and v have no backward, which the
-    # replay walks all the same: what is prefetched is then two weights apart at most, at one hook in eight.
+    # Small weights are not all rounded alike. With adapters, the first layer's q, k and v have no backward, but the
+    # replay counts one. What is prefetched then differs by two weights at most, at one hook in eight.
     apart = [size for size in differences if size > 1024]
     assert max(apart, default=0) <= (131072 if "adapters" in case else 0), differences.index(max(differences))
     assert len(apart) <= len(differences) / 8

@@ -1,4 +1,4 @@
-"""Process groups of a layout: who is in them, and how long they wait."""
+"""Tests the process groups of a layout: which ranks are in them, and how long they wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_ranks_of_one_row_have_a_group_and_a_rank_of_its_own_has_none() -> None:
 
 
 def wait_for_a_late_rank(is_watched: bool) -> str:
-    """Rank 1 comes later than the groups' time-out, as one does that writes a large model."""
+    """Rank 1 comes later than the groups' time-out, as a rank does that writes a large model."""
     groups = make_groups(Layout(sp_size=2), timedelta(seconds=1))
     if is_watched:
         groups.wait_without_limit()

@@ -1,4 +1,4 @@
-"""A real run with planted secrets: none of its files, nor what it says, holds one. Nor does one that fails."""
+"""Tests that no file and no output of a real run holds a planted secret, also when the run fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.faults import RECIPE, Runs
 
 VARIABLES = {"HF_TOKEN": "correct-horse-battery", "WANDB_API_KEY": "0123456789abcdef01234567"}
 PLANTED: dict[str, Any] = {
-    # by its value, under a name that says nothing; DeepSpeed prints its whole config
+    # Masked by its value, since its name says nothing. DeepSpeed prints its whole config.
     "deepspeed.comms_logger.prof_ops": [VARIABLES["HF_TOKEN"]],
     "run.run_name": "https://me:p4ssw0rd@host/x",
     "model.config.note": "hf_QwErTyUiOpAsDfGhJkLzXcVb",
@@ -24,7 +24,7 @@ SECRETS = (*VARIABLES.values(), "p4ssw0rd", "hf_QwErTyUiOpAsDfGhJkLzXcVb")
 
 
 def find_secrets(folder: Path) -> list[str]:
-    """Every file below that holds one, but the recipe itself."""
+    """Returns every file below a folder that holds a secret, except the recipe itself."""
     files = [file for file in folder.rglob("*") if file.is_file() and file.name != "r.yaml"]
     assert len(files) > 10
     return [
@@ -65,16 +65,16 @@ def test_a_run_and_its_export_hold_no_secret(runs: Runs) -> None:
     for written in ("run.json", "checkpoints/step-3/state.json", "model/README.md"):
         assert "***" in (run / written).read_text(), written
     open_to_others = [path for path in (run, *run.rglob("*")) if path.stat().st_mode & 0o027]
-    assert open_to_others == []  # as the folder
+    assert open_to_others == []  # no file is open to more users than the folder is
 
 
 @pytest.mark.check
-def test_a_failure_tells_no_secret(runs: Runs) -> None:
+def test_a_failed_run_holds_no_secret(runs: Runs) -> None:
     secret = SECRETS[-1]
-    folder = runs.folder / f"model-{secret}"  # a place that every message about it names
+    folder = runs.folder / f"model-{secret}"  # every message about a folder names this one
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(RECIPE["model"]["config"]))
-    save_file({"strange": np.zeros(1, np.float32)}, folder / "model.safetensors")  # only a rank sees what it lacks
+    save_file({"strange": np.zeros(1, np.float32)}, folder / "model.safetensors")  # only a rank notices what is missing
     words = ["model.config=null", f"model.name_or_path={folder}", "model.tokenizer=bytes"]
     code, output = runs.train("failed", *words)
     assert code == 2, output

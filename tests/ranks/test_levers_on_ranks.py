@@ -1,4 +1,4 @@
-"""Memory levers over ranks: rows that are split, weights that ZeRO-3 shards, rows of unequal length."""
+"""Tests memory levers over ranks: split rows, weights that ZeRO-3 shards, rows of unequal length."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_split_rows_in_float64(kind: str, levers: Levers) -> None:
 
 
 def count_exchanges(levers: Levers) -> float:
-    """All-to-alls of a layer in one forward and backward."""
+    """Counts a layer's all-to-alls in one forward and backward."""
     from ulysses_cli.train.attention import exchange
 
     calls, original = [0], exchange._all_to_all
@@ -66,7 +66,7 @@ def test_a_recomputation_that_keeps_attention_exchanges_nothing(levers: Levers, 
     assert run_on_ranks(2, count_exchanges, levers) == [exchanges, exchanges]
 
 
-# float32, two steps of SGD; deep sums in another order.
+# float32 and two steps of SGD; deep sums run in another order
 TOLERANCE = 2e-5
 SAMPLE = [
     ("llama", 1, ()),
@@ -79,7 +79,7 @@ SAMPLE = [
 
 @pytest.mark.parametrize(("kind", "sp_size", "lora"), sample(SAMPLE, quick=SAMPLE[1:2]), ids=str)
 def test_zero3(kind: str, sp_size: int, lora: tuple[str, ...]) -> None:
-    """At sp 1 the second rank's row is 5 tokens long: fewer tokens than tiles, and other counts than the first's."""
+    """At sp 1 the second rank's row has 5 tokens: fewer tokens than tiles, and other counts than the first rank's."""
     case = Case(kind, ALL, dtype=torch.float32, lora=lora)
     assert max(run_on_ranks(2, compare_zero3, case, sp_size)) < TOLERANCE
 
@@ -107,15 +107,16 @@ def test_zero3_grid(kind: str, levers: Levers, sp_size: int, lora: tuple[str, ..
 
 
 def count_gathers_of(case: Case, parts: tuple[str, ...]) -> dict[str, int]:
-    """Of weights that are let go as soon as their module has run."""
+    """Counts gathers of weights that are released as soon as their module has run."""
     gathers: dict[str, int] = run_zero3(case, 1, steps=3, reuse=0)["gathers"]
     return {name: count for name, count in gathers.items() if any(part in name for part in parts)}
 
 
 @pytest.mark.check
-def test_gathers_do_not_grow_with_tiles() -> None:
-    """At most once in the forward and once for the backward, where the recomputation finds them there already;
-    the head, whose one pass does everything, at most once more when the backward passes by."""
+def test_gathers_do_not_grow_with_the_number_of_tiles() -> None:
+    """Each weight is gathered at most once in the forward and once for the backward, where the recomputation finds it
+    gathered. The head, whose one pass computes everything, is gathered at most once more when the backward passes it.
+    """
     few, many, plain = (
         run_on_ranks(2, count_gathers_of, Case("llama", levers, dtype=torch.float32), (".mlp.", "lm_head"))[0]
         for levers in (

@@ -1,5 +1,7 @@
-"""Who can reach a run. On one machine nobody: its sockets that listen are gloo's, on the loopback. On several, whoever
-is on the network that leads to the master can connect, and nothing that he sends is believed.
+"""Tests who can reach a run.
+
+On one machine, only gloo's sockets listen, on the loopback. On several machines, any machine on the network that leads
+to the master can connect, and nothing that it sends is executed.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from support.networks import list_listening
 
 KEY, PORT = "k" * 40, 29411
 MACHINES = ["--nnodes=2", "--master-addr=10.231.7.1", f"--master-port={PORT}"]
-# Whoever reaches the launchers' store finds the ranks' there, and writes to all that stands in both, in every form in
-# which torch would unpickle it.
+# Reaches the agents' store, which leads to the ranks' store, and overwrites all values in both, in every form in which
+# torch would unpickle them.
 ATTACK = """
 import base64, pickle, sys, torch.distributed as dist
 class Payload:
@@ -41,7 +43,7 @@ for store in (connect(base64.b64decode(launchers.get(port))[32:]), launchers):
             store.set(key, value)
     print(len(keys))
 """
-# Takes the place of rank 1, and sends as torch's all_gather_object does.
+# Takes the place of rank 1 and sends as torch's all_gather_object does.
 POSE = """
 import os, sys, torch.distributed as dist
 from datetime import timedelta
@@ -52,9 +54,9 @@ address, port = sys.argv[1].split(":")
 os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=timedelta(seconds=60))
-found = [None, None]
+values = [None, None]
 try:
-    dist.all_gather_object(found, Payload())
+    dist.all_gather_object(values, Payload())
 except Exception:
     pass  # what the victim sends is no plain pickle
 """
@@ -64,8 +66,8 @@ from datetime import timedelta
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.rank_store import list_store_options
 def gather_plainly(value, group):
-    found = [None, None]
-    dist.all_gather_object(found, value)
+    values = [None, None]
+    dist.all_gather_object(values, value)
 options = list_store_options(timedelta(seconds=60))
 dist.init_process_group("gloo", timeout=timedelta(seconds=60), **options)
 (gather_values if sys.argv[1] == "sealed" else gather_plainly)("mine", dist.group.WORLD)
@@ -73,7 +75,7 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=60), **options)
 
 
 def list_processes(command: Command) -> list[int]:
-    """The command, its launcher, its ranks."""
+    """Returns the command, its agent and its ranks."""
     ranks = [rank for rank in command.list_ranks() if command.pid in walk_parents(rank)]
     return [command.pid, *{find_parent(rank) for rank in ranks}, *ranks]
 
@@ -88,7 +90,7 @@ def walk_parents(process: int) -> Iterator[int]:
         process = find_parent(process)
 
 
-def test_an_open_port_would_be_seen() -> None:
+def test_an_open_port_is_detected() -> None:
     with socket.create_server(("127.0.0.1", 0)), socket.create_server(("::", 0), family=socket.AF_INET6):
         assert sorted(address for address, _ in list_listening(os.getpid())) == ["127.0.0.1", "::"]
 
@@ -102,14 +104,14 @@ def test_a_run_on_one_machine_listens_on_the_loopback_alone(tmp_path: Path) -> N
     command.send_signal(signal.SIGTERM)
     command.communicate(timeout=240)
     *others, _, _ = listening
-    assert [listening[process] for process in others] == [[], []], "neither the command nor its launcher listens"
+    assert [listening[process] for process in others] == [[], []], "neither the command nor its agent listens"
     addresses = {address for result in listening.values() for address, _ in result}
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
 
 
 @pytest.fixture(scope="module")
 def lan() -> Iterator[list[str]]:
-    """Two machines and a third on their networks."""
+    """Yields two machines and a third on their networks."""
     if why := networks.find_obstacle():
         pytest.skip(f"network namespaces are not permitted here: {why}")
     with networks.open_networks(3) as names:
@@ -128,9 +130,9 @@ def attack(network: str, *words: str) -> str:
 
 
 @pytest.mark.full
-def test_two_machines_train_and_believe_no_third(tmp_path: Path, lan: list[str]) -> None:
-    """They listen at the address that leads to the master alone. A machine with another key is refused, and the run
-    goes on; payloads in the launchers' and the ranks' stores are not run, and the run says why it ends."""
+def test_two_machines_train_and_execute_nothing_from_a_third(tmp_path: Path, lan: list[str]) -> None:
+    """The two listen only at the address that leads to the master. A machine with another key is refused, and the run
+    goes on. Payloads in the agents' and the ranks' stores are not executed, and the run says why it ends."""
     runs, alien, loot = Runs(tmp_path), tmp_path / "alien", tmp_path / "loot"
     first = start(runs, lan[0], "--node-rank=0", "train.max_steps=100000", "run.save_steps=null")
     second = start(runs, lan[1], "--node-rank=1", "train.max_steps=100000", "run.save_steps=null", peer=first)
@@ -140,7 +142,7 @@ def test_two_machines_train_and_believe_no_third(tmp_path: Path, lan: list[str])
 
     for number, command in enumerate((first, second)):
         listening = {process: list_listening(process) for process in list_processes(command)}
-        assert len(listening) == 3, "the command, its launcher, its rank"
+        assert len(listening) == 3, "the command, its agent, its rank"
         results = {address for each in listening.values() for address, _ in each}
         assert results == {f"10.231.7.{number + 1}"}, listening
         assert listening[command.pid] == []
@@ -173,8 +175,8 @@ def test_two_machines_train_and_believe_no_third(tmp_path: Path, lan: list[str])
 
 @pytest.mark.check
 @pytest.mark.parametrize("how", ["plain", "sealed"])
-def test_who_takes_a_ranks_place_runs_no_code(tmp_path: Path, lan: list[str], how: str) -> None:
-    """torch's own gather of objects runs what it is sent, so that the attack is one."""
+def test_a_process_in_a_ranks_place_runs_no_code(tmp_path: Path, lan: list[str], how: str) -> None:
+    """torch's own gather of objects runs what it receives, which shows that the attack is real."""
     loot, port = tmp_path / "loot", PORT + 1 + (how == "plain")
     environ = [f"PYTHONPATH={ROOT}", "RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=10.231.7.1", f"MASTER_PORT={port}"]
     environ += ["GLOO_SOCKET_IFNAME=eth0", f"ULYSSES_RUN_KEY={KEY}"]

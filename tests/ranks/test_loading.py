@@ -1,4 +1,4 @@
-"""How weights come into a model on several ranks, against transformers' own loading on one process."""
+"""Compares weights loaded into a model on several ranks with transformers' own loading on one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load_and_read(recipe: Recipe) -> dict[str, torch.Tensor]:
 @pytest.mark.check
 @pytest.mark.parametrize(("kind", "stage"), sample(product(KINDS, (3, 2)), quick=[("yarn", 3)]))
 def test_rotary_frequencies_stay_in_float32(kind: str, stage: int, tmp_path: Path) -> None:
-    """Also where the model's weights, and under zero.Init everything that it makes, are bfloat16."""
+    """Also where the model's weights are bfloat16, and under zero.Init everything that it makes."""
     config = {**CONFIG, **KINDS[kind]}
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     plain.to(torch.bfloat16).save_pretrained(tmp_path / "base")
@@ -62,13 +62,13 @@ def test_rotary_frequencies_stay_in_float32(kind: str, stage: int, tmp_path: Pat
         ("spoilt", "model.safetensors holds NaN or infinity in model.layers.1.mlp.up_proj.weight: no model"),
     ],
 )
-def test_weights_left_over_left_out_and_spoilt_are_refused(change: str, words: str, tmp_path: Path) -> None:
+def test_missing_unexpected_and_spoilt_weights_are_refused(change: str, words: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     if change == "more":
         weights["model.vision.weight"] = torch.zeros(2, 2)
     elif change == "spoilt":
-        weights["model.layers.1.mlp.up_proj.weight"][-1, -1] = float("inf")  # of rank 1's share
+        weights["model.layers.1.mlp.up_proj.weight"][-1, -1] = float("inf")  # in rank 1's share
     else:
         del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})

@@ -1,5 +1,8 @@
-"""Every model family through transformers' own interface, rows split over 1, 2 and 4 ranks, against the plain model on
-one process: logits' loss and the gradient of every parameter, with documents that do not see each other."""
+"""Compares every model family, with rows split over 1, 2 and 4 ranks, with the plain model on one process.
+
+The models run through transformers' own interface. Compared are the logits' loss and the gradient of every parameter,
+with documents that do not attend to each other.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ LENGTHS = (21, 1, 30, 12)
 
 
 def make_row() -> tuple[Tensor, Tensor]:
-    """Token ids and their positions, which start anew in each document."""
+    """Returns token ids and their positions, which start at 0 in each document."""
     ids = torch.randint(3, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     return ids, torch.cat([torch.arange(length) for length in LENGTHS])[None]
 
@@ -32,7 +35,7 @@ def compute_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def run_plain(model_type: str, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each document on its own through the model's eager attention: no packing, so nothing to get wrong."""
+    """Runs each document by itself through the model's eager attention, without packing."""
     model = make_model(model_type, "eager", **changes)
     ids, _ = make_row()
     total = torch.zeros((), dtype=torch.float64)
@@ -43,7 +46,7 @@ def run_plain(model_type: str, **changes: Any) -> tuple[Tensor, dict[str, Tensor
 
 
 def run_split(model_type: str, chunks: int, checkpointing: bool, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The packed row, split over all ranks."""
+    """Runs the packed row, split over all ranks."""
     axis = make_sequence_axis(dist.group.WORLD if dist.is_initialized() else None)
     model = make_model(model_type, register_attention(axis, "sdpa", chunks), **changes)
     if checkpointing:
@@ -64,7 +67,7 @@ def run_split(model_type: str, chunks: int, checkpointing: bool, **changes: Any)
 def compare_models(
     model_type: str, chunks: int, checkpointing: bool = False, changes: dict[str, Any] | None = None
 ) -> float:
-    """Largest difference of loss and gradients, relative to each one's largest value."""
+    """Returns the largest differences of loss and gradients, relative to the largest value of each."""
     expected_loss, expected = run_plain(model_type, **(changes or {}))
     loss, grads = run_split(model_type, chunks, checkpointing, **(changes or {}))
     assert grads.keys() == expected.keys()
@@ -72,8 +75,8 @@ def compare_models(
     return max(*errors, abs(loss - expected_loss).item() / expected_loss.item())
 
 
-# float32 stands in some models' float64 paths (rotary tables, norms, routers' softmax), where rounding depends on the
-# number of rows computed together; it bounds what float64 weights can show.
+# Some models compute parts of their float64 path in float32 (rotary tables, norms, routers' softmax). Rounding there
+# depends on the number of rows computed together. It bounds what float64 weights can show.
 TOLERANCE = 1e-5
 
 
@@ -90,7 +93,7 @@ def test_a_family_is_exact_on_one_rank(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", sample(["llama", "gemma2", "gpt_oss"], quick=["gemma2"]))
-def test_with_chunks_and_checkpointing(model_type: str) -> None:
+def test_a_family_is_exact_with_chunks_and_checkpointing(model_type: str) -> None:
     """Documents must reach the recomputation too."""
     assert max(run_on_ranks(2, compare_models, model_type, 2, True)) < TOLERANCE
 
@@ -98,6 +101,6 @@ def test_with_chunks_and_checkpointing(model_type: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_is_exact_on_eight_ranks(model_type: str) -> None:
-    """Twice as many ranks as key/value heads times two: each head serves four ranks."""
+    """There are more ranks than key/value heads: each of these heads serves four ranks."""
     heads = {"num_attention_heads": 8, "hidden_size": 128}
     assert max(run_on_ranks(8, compare_models, model_type, 1, False, heads)) < TOLERANCE

@@ -1,30 +1,38 @@
-"""Recipes that nobody chose: the ledger's formula against a trace of each, ten that stay and ten of this week."""
+"""Compares the ledger's formula with a trace of random recipes: ten fixed ones and ten of this week."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
 import pytest
-from support.random_recipes import PEAK_BAR, PHASE_BAR, WORST_PEAK_BAR, Compared, compare, draw_recipe, draw_recipes
+from support.random_recipes import (
+    PEAK_BAR,
+    PHASE_BAR,
+    WORST_PEAK_BAR,
+    ComparedPhases,
+    compare,
+    draw_recipe,
+    draw_recipes,
+)
 
 NUM_RECIPES, FIXED_SEED = 10, 20261122
 
 
 def get_week_seed() -> int:
-    """The calendar's year and week: another sample each week."""
+    """Returns the calendar's year and week: each week draws another sample."""
     year, week, _ = datetime.now(UTC).isocalendar()
     return 100 * year + week
 
 
-def describe(found: Compared) -> str:
-    errors = {"peak": found.peak_error, **found.phase_errors}
+def describe(comparison: ComparedPhases) -> str:
+    errors = {"peak": comparison.peak_error, **comparison.phase_errors}
     output = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
-    return f"{output}\nagain: {found.drawn.command}\n{found.drawn.describe()}"
+    return f"{output}\nagain: {comparison.drawn.command}\n{comparison.drawn.describe()}"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(NUM_RECIPES))
-def test_formula_and_trace_agree_on_a_recipe_that_nobody_chose(number: int) -> None:
+def test_formula_and_trace_agree_on_random_recipes(number: int) -> None:
     result = compare(draw_recipe(FIXED_SEED, number))
     assert abs(result.peak_error) <= PEAK_BAR, describe(result)
     assert abs(result.worst_phase[1]) <= PHASE_BAR, describe(result)

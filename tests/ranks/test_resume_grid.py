@@ -1,5 +1,7 @@
-"""A checkpoint goes on for 20 steps on any number of ranks, sp_size, split of data, ZeRO stage and offload: the same
-rows in the same order, losses within 1e-5 of the run that was never stopped. Across the ends of several epochs.
+"""Tests that a checkpoint resumes for 20 steps on any number of ranks, sp_size, split of data, ZeRO stage and offload.
+
+The resumed run has the same rows in the same order across the ends of several epochs. Its losses are within 1e-5 of the
+uninterrupted run's.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ulysses_cli.train.loop import train
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
 ROWS_PER_STEP, SAVED, NUM_STEPS = 4, 3, 23
 Told = tuple[list[tuple[int, ...]], list[float]]
-# (ranks, sp_size), and how much of it stands in the daily tests
+# (ranks, sp_size), and which of them `make test` and `make check` include
 MESHES = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 WRITERS = {
     "sp 2, stage 3": ("parallel.sp_size=2", "parallel.zero_stage=3"),
@@ -32,7 +34,7 @@ OFFLOADS = (
 
 
 def fit(*overrides: str) -> Recipe:
-    """With the accumulation that `train --resume` finds for this layout."""
+    """Sets the accumulation that `train --resume` computes for this layout."""
     recipe = make_recipe(*overrides)
     layout, dumped = make_layout(recipe), recipe.model_dump(mode="json")
     state = {"rows_per_step": ROWS_PER_STEP, "recipe": dumped}
@@ -40,29 +42,29 @@ def fit(*overrides: str) -> Recipe:
     return make_recipe(*overrides, f"train.gradient_accumulation_steps={fitted}")
 
 
-def tell(harness: RunHarness) -> Told:
+def log_row(harness: RunHarness) -> Told:
     return [tuple(result.plan.rows) for result in harness.results], harness.losses
 
 
 def write(recipe: Recipe, folder: str) -> Told:
-    """Never stopped, with a checkpoint after step 3 -> what followed it."""
+    """Trains without a stop, with a checkpoint after step 3. Returns what followed it."""
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
     harness.train_state.num_steps = SAVED
     train(harness.train_state)
     harness.saves.save(harness.train_state)
     harness.train_state.num_steps = NUM_STEPS
     train(harness.train_state)
-    rows, losses = tell(harness)
+    rows, losses = log_row(harness)
     return rows[SAVED:], losses[SAVED:]
 
 
-def go_on(recipe: Recipe, folder: str) -> Told:
+def resume(recipe: Recipe, folder: str) -> Told:
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
     harness.saves.resume(
         harness.train_state, ResumePoint(Path(folder) / "checkpoints" / f"step-{SAVED}", {}, is_own=True)
     )
     train(harness.train_state)
-    return tell(harness)
+    return log_row(harness)
 
 
 written: dict[str, tuple[str, Told]] = {}
@@ -80,7 +82,7 @@ def check(storage: Path, writer: str, num_ranks: int, *overrides: str) -> None:
         written[writer] = folder, run_on_ranks(2, write, fit(*WRITERS[writer]), folder)[0]
     folder, (rows, losses) = written[writer]
     assert len(losses) == 20
-    for ours in run_on_ranks(num_ranks, go_on, fit(*overrides), folder):
+    for ours in run_on_ranks(num_ranks, resume, fit(*overrides), folder):
         assert ours[0] == rows
         assert ours[1] == pytest.approx(losses, rel=1e-5)
         if overrides == WRITERS[writer]:
@@ -100,7 +102,7 @@ def list_cases() -> list[object]:
 
 @pytest.mark.check
 @pytest.mark.parametrize(("writer", "num_ranks", "sp_size", "stage"), list_cases())
-def test_any_layout_goes_on(storage: Path, writer: str, num_ranks: int, sp_size: int, stage: int) -> None:
+def test_any_layout_resumes(storage: Path, writer: str, num_ranks: int, sp_size: int, stage: int) -> None:
     sizes = {"parallel.sp_size": sp_size, "parallel.dp_shard_size": num_ranks // sp_size}
     words = [f"{key}={size}" for key, size in sizes.items() if size > 1]
     check(storage, writer, num_ranks, *words, f"parallel.zero_stage={stage}")
@@ -109,6 +111,6 @@ def test_any_layout_goes_on(storage: Path, writer: str, num_ranks: int, sp_size:
 @pytest.mark.full
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_any_offload_goes_on(storage: Path, num_ranks: int, offload: str) -> None:
+def test_any_offload_resumes(storage: Path, num_ranks: int, offload: str) -> None:
     words = ["parallel.sp_size=2"] if num_ranks == 2 else []
     check(storage, "sp 2, stage 3", num_ranks, *words, *offload.split())

@@ -1,5 +1,7 @@
-"""A run is killed in each of its phases, by SIGKILL and by SIGTERM, and resumed: it ends in time, none of its processes
-is left, all ranks enter the same collectives, and its results are those of an uninterrupted run.
+"""Kills a run in each of its phases, by SIGKILL and by SIGTERM, and resumes it.
+
+The run ends in time and leaves no process. All ranks enter the same collectives. The results are those of an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ RECIPE = make_settings(
 PHASES = list_phases(num_steps=4, evaluated=2, saved=2)
 BEFORE_STEPS = ("start", "loading", "rehearsal")
 AFTER_STEPS = ("export", "check of the export")
-END_SECONDS = 15.0  # from the death of a launcher to that of all ranks
+END_SECONDS = 15.0  # from the death of an agent to that of all ranks
 STOP_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """`whole` is an uninterrupted run."""
+    """Returns runs of which `whole` is an uninterrupted one."""
     made = Runs(tmp_path_factory.mktemp("walk"))
     (made.folder / "r.yaml").write_text(yaml.safe_dump(RECIPE))
     code, output = made.train("whole")
@@ -41,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def list_processes(command: Command) -> set[int]:
-    """Ranks and their launcher."""
+    """Returns the ranks and their agent."""
     ranks = {int(file.read_text()) for file in command.pids.glob("[0-9]")}
     return ranks | {parent for rank in ranks if (parent := read_parent(rank)) not in (0, 1)}
 
@@ -54,7 +56,7 @@ def read_parent(process: int) -> int:
 
 
 def wait_for_end(processes: set[int], seconds: float) -> float:
-    """Returns the seconds until none is left."""
+    """Returns the seconds until no process is left."""
     begun = time.monotonic()
     while left := [process for process in processes if is_alive(process)]:
         assert time.monotonic() - begun < seconds, f"{left} live on"
@@ -62,13 +64,13 @@ def wait_for_end(processes: set[int], seconds: float) -> float:
     return time.monotonic() - begun
 
 
-def go_on_to_the_end(runs: Runs, run: str) -> None:
-    """Resumed, it equals the uninterrupted run; resumed again, it has nothing to do."""
+def check_resumed_run(runs: Runs, run: str) -> None:
+    """Checks that the resumed run equals the uninterrupted one and that another resume has nothing to do."""
     command = runs.start(run, "--resume", "auto")
     _, output = command.communicate(timeout=240)
     assert command.returncode == 0, output
     first, second = read_collectives(command.pids)
-    assert first == second, "ranks were about to do different things"
+    assert first == second, "ranks entered different collectives"
     assert first
     assert runs.read_losses(run) == runs.read_losses("whole")
     assert runs.read_model(run) == runs.read_model("whole")
@@ -82,7 +84,7 @@ def go_on_to_the_end(runs: Runs, run: str) -> None:
 
 
 def kill_at(runs: Runs, run: str, event: str, who: str, number: int) -> tuple[Command, set[int], float]:
-    """Returns the command, its processes at that moment, and the time."""
+    """Kills a run. Returns the command, its processes at that moment, and the time."""
     command = runs.start(run, plan={**PHASES[event], "who": who, "signal": number})
     end = time.monotonic() + 240
     while not command.has_fired:
@@ -117,7 +119,7 @@ def test_a_signal_ends_a_run_in_every_phase(runs: Runs, event: str) -> None:
         assert command.returncode == 0, output
         assert "warning: stopping after this step; Ctrl-C again, or a second signal, stops now" in output
         assert "stopped: by a signal after step " in output
-    go_on_to_the_end(runs, run)
+    check_resumed_run(runs, run)
 
 
 @pytest.mark.parametrize("event", [pytest.param(event, marks=pytest.mark.full) for event in PHASES])
@@ -128,7 +130,7 @@ def test_a_killed_rank_in_every_phase(runs: Runs, event: str, who: str) -> None:
     _, output = command.communicate(timeout=STOP_SECONDS)
     assert command.returncode == 1, output
     wait_for_end(processes, 5)
-    go_on_to_the_end(runs, run)
+    check_resumed_run(runs, run)
 
 
 @pytest.mark.parametrize(
@@ -140,18 +142,18 @@ def test_a_killed_rank_in_every_phase(runs: Runs, event: str, who: str) -> None:
         pytest.param("command", "evaluation", marks=pytest.mark.check),
     ],
 )
-def test_nothing_outlives_a_killed_launcher(runs: Runs, who: str, event: str) -> None:
-    """As long as one of its processes lives, another run cannot take the folder."""
+def test_no_process_outlives_a_killed_agent(runs: Runs, who: str, event: str) -> None:
+    """As long as one of its processes lives, another run cannot lock the folder."""
     run = f"orphans-{who}-{event}".replace(" ", "-")
     command, processes, _ = kill_at(runs, run, event, who, signal.SIGKILL)
     assert len(processes) >= 3 - (who == "agent")
     wait_for_end(processes, END_SECONDS)
     command.communicate(timeout=20)
-    go_on_to_the_end(runs, run)
+    check_resumed_run(runs, run)
 
 
 def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) -> None:
-    """A rank is killed in the middle of a save; after the resume all are killed, and the launcher restarts them."""
+    """A rank is killed in the middle of a save. After the resume all are killed, and the agent restarts them."""
     command, _, _ = kill_at(runs, "killed", "save", "one", signal.SIGKILL)
     _, output = command.communicate(timeout=STOP_SECONDS)
     assert command.returncode == 1, output
@@ -175,13 +177,13 @@ def test_a_second_signal_ends_at_once(runs: Runs) -> None:
         assert time.monotonic() < end
         time.sleep(0.005)
     processes = list_processes(command)
-    os.kill(int((command.pids / "1").read_text()), signal.SIGSTOP)  # so that no boundary is reached
+    os.kill(int((command.pids / "1").read_text()), signal.SIGSTOP)  # so that the run reaches no end of a micro-step
     command.send_signal(signal.SIGTERM)
-    time.sleep(1.0)  # what comes sooner is the same signal
+    time.sleep(1.0)  # what comes sooner counts as the same signal
     command.send_signal(signal.SIGTERM)
     at = time.monotonic()
     _, output = command.communicate(timeout=20)
     assert command.returncode == 143, output
     wait_for_end(processes, 5)
     assert time.monotonic() - at < 10
-    go_on_to_the_end(runs, "twice")
+    check_resumed_run(runs, "twice")

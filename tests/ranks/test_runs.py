@@ -1,4 +1,5 @@
-"""What a run promises beyond exact steps: copies of parameters, bad steps, checkpoints of any layout, agreement."""
+"""Tests what a run guarantees besides exact steps: copies of parameters, bad steps, checkpoints of any layout,
+agreement."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def overfit(recipe: Recipe) -> list[float]:
 
 
 @pytest.mark.check
-def test_adapters_learn_one_row_by_heart() -> None:
+def test_adapters_overfit_one_row() -> None:
     recipe = make_recipe(
         *("parallel.sp_size=2", "lora.r=16", "train.learning_rate=0.03", "train.adam_epsilon=1e-8"),
         *("train.weight_decay=0", "train.lr_scheduler_type=constant"),
@@ -43,7 +44,7 @@ def test_adapters_learn_one_row_by_heart() -> None:
 
 
 def count_gathers(recipe: Recipe) -> tuple[list[float], dict[str, Tensor], list[tuple[int, ...]]]:
-    """Losses, weights, and for each gather of the second step the ranks of its group."""
+    """Returns losses, weights, and for each gather of the second step the ranks of its group."""
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.utils import groups
 
@@ -66,7 +67,7 @@ def count_gathers(recipe: Recipe) -> tuple[list[float], dict[str, Tensor], list[
 
 
 @pytest.mark.check
-def test_copies_of_parameters_keep_gathers_inside_and_values_as_they_are() -> None:
+def test_parameter_copies_keep_gathers_inside_a_replica_and_change_no_value() -> None:
     zero = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
     common = ["parallel.sp_size=2", *(f"deepspeed.zero_optimization.{name}=0" for name in zero)]
     common += ["train.gradient_accumulation_steps=3", "memory.gradient_checkpointing=false"]
@@ -78,19 +79,19 @@ def test_copies_of_parameters_keep_gathers_inside_and_values_as_they_are() -> No
         assert set(expected[2]) == {(0, 1, 2, 3)}
         replica = (0, 1) if rank < 2 else (2, 3)
         assert set(ours[2]) == {(0, 1, 2, 3), replica}
-        # Only the first forward of a step crosses replicas; five more passes (2 forwards, 3 backwards) stay inside.
+        # Only the first forward of a step crosses replicas. Five more passes (2 forwards, 3 backwards) stay inside.
         assert ours[2].count((0, 1, 2, 3)) * 4 <= ours[2].count(replica), ours[2]
 
 
 class PoisonedRows(MemoryRows):
-    """Row 2 has a token whose embedding is not a number."""
+    """Rows of which row 2 has a token whose embedding is not a number."""
 
     def __init__(self) -> None:
         super().__init__(ROWS, vocabulary=60)
         self.documents[2][0][0][1] = 63
 
 
-def meet_poison(recipe: Recipe) -> tuple[list[str], list[float], list[bool], bool]:
+def train_on_poisoned_rows(recipe: Recipe) -> tuple[list[str], list[float], list[bool], bool]:
     harness = RunHarness(recipe, PoisonedRows(), 5)
     embedding = harness.built.module.model.get_input_embeddings()
     embedding.register_forward_hook(
@@ -104,7 +105,7 @@ def meet_poison(recipe: Recipe) -> tuple[list[str], list[float], list[bool], boo
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full)])
 def test_a_step_without_a_finite_loss_is_not_applied_and_its_row_is_named(stage: int) -> None:
     recipe = make_recipe("parallel.sp_size=2", f"parallel.zero_stage={stage}", "run.max_bad_steps=1")
-    for warnings, losses, applied, is_sane in run_on_ranks(2, meet_poison, recipe):
+    for warnings, losses, applied, is_sane in run_on_ranks(2, train_on_poisoned_rows, recipe):
         assert [math.isfinite(loss) for loss in losses] == applied
         assert applied.count(False) == 1
         assert is_sane
@@ -116,7 +117,7 @@ def test_a_step_without_a_finite_loss_is_not_applied_and_its_row_is_named(stage:
 @pytest.mark.check
 def test_too_many_bad_steps_end_the_run() -> None:
     with pytest.raises(RankError, match=r"1 step without a finite loss and gradient, 0 allowed"):
-        run_on_ranks(2, meet_poison, make_recipe("parallel.sp_size=2", "run.max_bad_steps=0"))
+        run_on_ranks(2, train_on_poisoned_rows, make_recipe("parallel.sp_size=2", "run.max_bad_steps=0"))
 
 
 def save_after(recipe: Recipe, folder: str, steps: int) -> list[float]:
@@ -137,8 +138,9 @@ def resume_from(recipe: Recipe, folder: str) -> tuple[int, list[float]]:
 
 
 @pytest.mark.check
-def test_a_checkpoint_goes_on_at_any_layout_and_stage(tmp_path: Path) -> None:
-    """With the same rows per step: bitwise where nothing has changed, to rounding elsewhere."""
+def test_a_checkpoint_resumes_at_any_layout_and_stage(tmp_path: Path) -> None:
+    """With the same rows per step, results are bitwise equal where nothing has changed, and equal to rounding
+    elsewhere."""
     made = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=2", "lora.r=4")
     expected = run_on_ranks(2, save_after, made, str(tmp_path), 3)[0]
     assert run_on_ranks(2, resume_from, made, str(tmp_path))[0] == (6, expected)

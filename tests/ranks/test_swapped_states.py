@@ -1,4 +1,5 @@
-"""Optimizer states and weights on a disk: the bits of those in memory, checkpoints, the rehearsal, a run's folder."""
+"""Tests optimizer states and weights on a disk: they have the bits of those in memory, through checkpoints, the
+rehearsal and a run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from ulysses_cli.train.tensor_file import get_tensor
 
 pytestmark = [pytest.mark.operator("async_io"), pytest.mark.operator("cpu_adam")]
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
-# DeepSpeed leaves what is below 1 MiB in memory: files must be of an embedding's and of several weights' size.
+# DeepSpeed leaves what is below 1 MiB in memory: files must have the size of an embedding and of several weights.
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 2560}
 COMMON = (
     *("parallel.sp_size=2", "train.gradient_accumulation_steps=2", "deepspeed.zero_optimization.sub_group_size=400000"),
@@ -50,19 +51,19 @@ def make(*overrides: str, disk: Path | None = None) -> Recipe:
 
 
 def make_large(*overrides: str) -> Recipe:
-    """A model of which each weight's share has a file."""
+    """Makes a model of which each weight's share has a file."""
     sizes = {"hidden_size": 1024, "intermediate_size": 1024, "head_dim": 512, "vocab_size": 1024}
     return make_recipe(*COMMON, *overrides, config={**CONFIG, **sizes})
 
 
 def read_states(harness: RunHarness) -> list[torch.Tensor]:
-    """Every flat tensor's weights and moments, and whether it is on the disk."""
+    """Returns every flat tensor's weights and moments, and whether it is on the disk."""
     flats = list_flats(harness.built.engine.wrapped.optimizer)
     return [get_tensor(flat.read(kind, 0, flat.numel)).clone() for flat in flats for kind in KINDS]
 
 
 def train_and_save(recipe: Recipe, folder: str, rehearses: bool = False) -> tuple[list[float], Any, int]:
-    """-> losses, states after half the steps, and how many flat tensors were on the disk."""
+    """Returns losses, states after half the steps, and how many flat tensors were on the disk."""
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
     if rehearses:
         harness.rehearse(Path(folder) / "rehearsal")
@@ -93,7 +94,7 @@ def check_same(ours: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("model.dtype=bfloat16",), marks=pytest.mark.full)])
-def test_a_disk_changes_no_bit_of_a_run_its_rehearsal_and_its_checkpoint(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_states_on_a_disk_change_no_bit(tmp_path: Path, more: tuple[str, ...]) -> None:
     on_host, on_disk, disk = tmp_path / "host", tmp_path / "disk", tmp_path / "swap"
     disk.mkdir()
     reference = run_on_ranks(2, train_and_save, make(*more), str(on_host))
@@ -103,7 +104,7 @@ def test_a_disk_changes_no_bit_of_a_run_its_rehearsal_and_its_checkpoint(tmp_pat
         assert losses == expected
         check_same(states, wanted)
         assert num_swapped >= 2
-        assert num_swapped < len(states) / len(KINDS)  # the norms' are small, and stay in memory
+        assert num_swapped < len(states) / len(KINDS)  # the norms' are small and stay in memory
         assert none == 0
     assert sorted(path.name for path in (disk / "zero_stage_3" / "optimizer").iterdir()) == ["rank0", "rank1"]
     assert find_damage(on_disk / "checkpoints" / "step-3") == ""
@@ -125,7 +126,8 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.full) for name in WEIGHTS])
 def test_weights_on_a_disk_change_no_bit(tmp_path: Path, case: str) -> None:
-    """Of a rehearsal with its evaluation, of steps, of a checkpoint, of a run that goes on from it, there or not."""
+    """Checks a rehearsal with its evaluation, steps, a checkpoint, and a resumed run with weights on a disk or in
+    memory."""
     words, memory, disk = WEIGHTS[case], tmp_path / "memory", tmp_path / "swap"
     disk.mkdir()
     states_there = "memory.offload_optimizer=nvme" in words
@@ -155,7 +157,7 @@ def test_states_move_between_disk_and_device_and_layouts(tmp_path: Path) -> None
     assert run_on_ranks(2, resume, plain, str(tmp_path))[0][0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_run_has_its_own_folder_and_leaves_none(tmp_path: Path) -> None:
+def test_a_run_uses_its_own_folder_and_removes_it(tmp_path: Path) -> None:
     runs, disk = Runs(tmp_path), tmp_path / "fast"
     disk.mkdir()
     words = ["memory.offload_optimizer=nvme", f"memory.nvme_path={disk}", "train.max_steps=3"]

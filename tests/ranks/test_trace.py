@@ -1,4 +1,4 @@
-"""The trace of a step against the same step on real ranks, and against the ledger's formula."""
+"""Compares the trace of a step with the same step on real ranks, and with the ledger's formula."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ def list_cases(quick: str) -> list[Any]:
 
 @pytest.mark.check
 @pytest.mark.parametrize("case", list_cases("two ranks"))
-def test_a_trace_is_what_a_real_step_takes(case: str) -> None:
+def test_a_trace_equals_a_real_step(case: str) -> None:
     assert trace_step(make_case({}, *CASES[case][1])) == pytest.approx(measure_case(case), rel=0.01)
 
 
 @pytest.mark.check
 @pytest.mark.parametrize("case", list_cases("ZeRO-2, sums in float32"))
-def test_the_formula_is_what_a_real_step_takes(case: str) -> None:
+def test_the_formula_equals_a_real_step(case: str) -> None:
     assert predict_step(make_case({}, *CASES[case][1])) == pytest.approx(measure_case(case), rel=0.03)
 
 
 @pytest.mark.check
 def test_an_evaluation_leaves_nothing_gathered() -> None:
-    """DeepSpeed keeps weights after a forward without a backward, and counts them no more."""
+    """DeepSpeed keeps weights gathered after a forward without a backward, and no longer counts them."""
     small = ("parallel.sp_size=2", "data.max_length=256", *TILES, f"{ZERO}.max_reuse_distance=1000000")
     recipe = make_case({"num_hidden_layers": 8, "intermediate_size": 1536}, *small)
     before, evaluation, after = run_on_ranks(2, measure_steps, recipe, "step", "evaluation", "step")[0]
@@ -77,7 +77,7 @@ def test_an_evaluation_leaves_nothing_gathered() -> None:
 
 
 def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """-> what the trace found and the formula's bytes of the same."""
+    """Returns the traced bytes and the formula's bytes of a recipe."""
     recipe = load_recipe(file, overrides).recipe
     config, _ = find_model_config(recipe)
     predicted = next(line for line in file.read_text().splitlines() if line.startswith("# predicted"))
@@ -113,7 +113,7 @@ def test_layers_are_cut_with_their_lists() -> None:
 
 @pytest.mark.parametrize("few", [8, 11])
 @pytest.mark.parametrize("num_offloaded", [0, 1, 2, 7, 20, 34, 35, 36])
-def test_straight_lines_reach_any_number_of_layers(num_offloaded: int, few: int) -> None:
+def test_two_traces_extrapolate_to_any_number_of_layers(num_offloaded: int, few: int) -> None:
     def make(layers: Layers) -> TracedPeaks:
         offloaded, above = layers
         device = 100 + 7 * (offloaded + above) + 30 * (max(2, above) if offloaded else above)
@@ -127,7 +127,7 @@ def test_straight_lines_reach_any_number_of_layers(num_offloaded: int, few: int)
     assert list_cuts(whole, 32) == [whole]
 
 
-def test_a_step_in_groups_takes_what_its_largest_group_takes() -> None:
+def test_a_step_in_groups_takes_the_bytes_of_its_largest_group() -> None:
     def make(num_layers: int, work: int) -> TracedPeaks:
         held = 50 + 10 * num_layers
         return TracedPeaks({HELD: held, "optimizer_step": held + work}, {}, {})

@@ -1,4 +1,5 @@
-"""`ulysses train` as a person runs it: real processes, a real signal, a model folder that plain transformers loads."""
+"""Tests `ulysses train` as a person runs it: real processes, a real signal, a model folder that plain transformers
+loads."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ METRICS = {
 }
 
 
-class Shop:
-    """A folder with a recipe, and the command run in it."""
+class CommandRuns:
+    """A folder with a recipe, in which the command runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,9 +73,9 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Shop:
-    """With one finished run in `run`, as the recipe says."""
-    made = Shop(tmp_path_factory.mktemp("runs"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> CommandRuns:
+    """Returns runs with one finished run in `run`, as the recipe sets it."""
+    made = CommandRuns(tmp_path_factory.mktemp("runs"))
     code, out, err = made.train()
     assert code == 0, err
     assert out == "run/model\n"
@@ -82,7 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Shop:
     return made
 
 
-def test_a_run_leaves_its_lines_and_its_facts(runs: Shop) -> None:
+def test_a_run_writes_its_metrics_and_facts(runs: CommandRuns) -> None:
     lines = runs.read_lines("run")
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert all(line.keys() >= METRICS for line in lines)
@@ -104,7 +105,7 @@ def test_a_run_leaves_its_lines_and_its_facts(runs: Shop) -> None:
     ]
 
 
-def test_plain_transformers_loads_the_model_and_finds_the_same_loss(runs: Shop) -> None:
+def test_plain_transformers_loads_the_model_with_the_same_loss(runs: CommandRuns) -> None:
     model = AutoModelForCausalLM.from_pretrained(runs.folder / "run" / "model")
     assert model.config.use_cache
     assert "r.yaml" not in (runs.folder / "run" / "model" / "README.md").read_text()
@@ -128,7 +129,7 @@ def test_plain_transformers_loads_the_model_and_finds_the_same_loss(runs: Shop) 
 
 
 @pytest.mark.check
-def test_a_run_on_one_rank_has_the_same_rows_and_losses(runs: Shop) -> None:
+def test_a_run_on_one_rank_has_the_same_rows_and_losses(runs: CommandRuns) -> None:
     code, _, err = runs.train("parallel.sp_size=1", "run.output_dir=alone")
     assert code == 0, err
     assert runs.read_losses("alone") == pytest.approx(runs.read_losses("run"), rel=1e-5)
@@ -138,7 +139,7 @@ def test_a_run_on_one_rank_has_the_same_rows_and_losses(runs: Shop) -> None:
 
 
 @pytest.mark.check
-def test_a_rehearsal_changes_no_bit(runs: Shop) -> None:
+def test_a_rehearsal_changes_no_bit(runs: CommandRuns) -> None:
     code, _, err = runs.train("run.rehearsal=false", "run.output_dir=unrehearsed")
     assert code == 0, err
     assert "phase rehearsal" not in err
@@ -148,7 +149,7 @@ def test_a_rehearsal_changes_no_bit(runs: Shop) -> None:
 
 
 @pytest.mark.check
-def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_happened(runs: Shop) -> None:
+def test_a_signal_stops_with_a_checkpoint_from_which_the_run_resumes_exactly(runs: CommandRuns) -> None:
     process = runs.start("run.output_dir=stopped", "run.save_steps=null", "run.stop_exit_code=75")
     metrics = runs.folder / "stopped" / "metrics.jsonl"
     runs.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
@@ -172,7 +173,7 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_
 
 
 @pytest.mark.check
-def test_a_killed_rank_is_named_once_and_the_others_end(runs: Shop) -> None:
+def test_a_killed_rank_is_named_once_and_the_others_end(runs: CommandRuns) -> None:
     process = runs.start("run.output_dir=killed", "train.max_steps=100000")
     metrics = runs.folder / "killed" / "metrics.jsonl"
     runs.wait_for(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
@@ -189,7 +190,7 @@ def test_a_killed_rank_is_named_once_and_the_others_end(runs: Shop) -> None:
     assert "Traceback" not in err
 
 
-def test_what_is_missing_is_told_before_ranks_meet(runs: Shop) -> None:
+def test_missing_files_are_named_before_ranks_start(runs: CommandRuns) -> None:
     code, _, err = runs.train("run.output_dir=tracked", "run.report_to=[wandb]")
     assert code == 2
     assert "command line: run.report_to: wandb is not installed" in err
@@ -199,7 +200,7 @@ def test_what_is_missing_is_told_before_ranks_meet(runs: Shop) -> None:
 
 
 @pytest.mark.check
-def test_a_dry_run_may_be_larger_than_the_machine(runs: Shop) -> None:
+def test_a_dry_run_may_be_larger_than_the_machine(runs: CommandRuns) -> None:
     code, out, err = runs.train("--dry-run", "parallel.dp_shard_size=32", "run.output_dir=dry")
     assert (code, out) == (0, ""), err
     assert "64 processes = dp_replicate 1 x dp_shard 32 x sp 2" in err

@@ -1,4 +1,4 @@
-"""Ulysses attention on 2 and 4 ranks against plain attention on one: output and every gradient, in float64."""
+"""Compares Ulysses attention on 2 and 4 ranks with plain attention on one: output and every gradient, in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 
 def run_ulysses(problem: Problem, tensors: dict[str, Tensor], kernel: str = "sdpa") -> dict[str, Tensor]:
-    """This rank's slice of the rows through Ulysses; whole output and gradients put together on every rank."""
+    """Runs this rank's slice of the rows through Ulysses; every rank gets whole output and gradients."""
     axis = make_sequence_axis(dist.group.WORLD)
     local = problem.tokens // axis.size
     part = slice(axis.rank * local, (axis.rank + 1) * local)
@@ -55,17 +55,17 @@ def gather_rows(part: Tensor) -> Tensor:
 
 
 def measure_errors(problem: Problem) -> dict[str, float]:
-    """Largest difference from the reference, relative to the largest value, per tensor."""
+    """Returns the largest difference from the reference, relative to the largest value, per tensor."""
     tensors = make_tensors(problem)
     expected, result = compute_reference(problem, tensors), run_ulysses(problem, tensors)
     assert result.keys() == expected.keys()
     return {name: compare(result[name], expected[name]) for name in expected}
 
 
-def compare(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape
-    assert bool(torch.isfinite(found).all())
-    return ((found.double() - expected).abs().max() / expected.abs().max().clamp(min=0.1)).item()
+def compare(result: Tensor, expected: Tensor) -> float:
+    assert result.shape == expected.shape
+    assert bool(torch.isfinite(result).all())
+    return ((result.double() - expected).abs().max() / expected.abs().max().clamp(min=0.1)).item()
 
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -95,7 +95,7 @@ def test_heads(num_ranks: int, heads: tuple[int, int]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("heads", "kv_heads", "chunks"), [(6, 2, 2), (24, 2, 2), (9, 3, 1), (12, 4, 2), (6, 1, 1)])
 def test_three_ranks(heads: int, kv_heads: int, chunks: int) -> None:
-    """Where no number divides another neatly."""
+    """With numbers that do not divide each other."""
     check(3, Problem(heads, kv_heads, lengths=(5, 30, 1, 1, 26), chunks=chunks))
 
 
@@ -108,7 +108,7 @@ def test_documents(num_ranks: int, documents: str) -> None:
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("window", [1, 3, 15, 16, 17, 40, 64, 1000])
 def test_windows(num_ranks: int, window: int) -> None:
-    """Shorter and longer than a rank's slice, which is 32 or 16 tokens."""
+    """The windows are shorter and longer than a rank's slice, which is 32 or 16 tokens."""
     check(num_ranks, Problem(window=window))
     check(num_ranks, Problem(window=window, lengths=DOCUMENTS["off-edges"]))
 
@@ -150,7 +150,8 @@ def test_precision(num_ranks: int, dtype: torch.dtype, chunks: int) -> None:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Any heads that 4 ranks can split, any documents, any rule; rows padded at the end to a multiple of 4."""
+    """Draws any heads that 4 ranks can split, any documents and any rule; rows are padded at the end to a multiple of
+    4."""
     kv_heads = draw(st.integers(1, 6))
     heads = draw(st.sampled_from([n for n in range(4, 25, 4) if n % kv_heads == 0] or [4 * kv_heads]))
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))
@@ -169,19 +170,19 @@ def problems(draw: st.DrawFn) -> Problem:
 
 @settings(max_examples=count_examples(60))
 @given(problems())
-def test_any_problem(problem: Problem) -> None:
+def test_random_problems(problem: Problem) -> None:
     check(4, problem)
 
 
 @pytest.mark.full
 @settings(max_examples=1500)
 @given(problems())
-def test_very_many_problems(problem: Problem) -> None:
+def test_many_more_random_problems(problem: Problem) -> None:
     check(4, problem)
 
 
 def disturb(problem: Problem, document: int) -> dict[str, Any]:
-    """Replace one document's q, k and v -> for each document, whether its output and gradients kept every bit."""
+    """Replaces one document's q, k and v. Returns for each document whether its output and gradients kept every bit."""
     tensors = make_tensors(problem)
     other = make_tensors(problem, seed=1)
     begin = sum(problem.lengths[:document])
@@ -205,15 +206,16 @@ def disturb(problem: Problem, document: int) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", [{}, {"window": 7}, {"softcap": 2.0}, {"has_sinks": True}, {"chunks": 2}], ids=str)
 def test_documents_never_mix(num_ranks: int, dtype: torch.dtype, rule: dict[str, Any]) -> None:
-    """Changing document A leaves every output and gradient of document B bit-identical."""
+    """A change of document A leaves every output and gradient of document B bitwise identical."""
     problem = Problem(heads=8, lengths=(21, 1, 30, 12), dtype=dtype, **rule)
     for document in range(4):
         for kept in run_on_ranks(num_ranks, disturb, problem, document):
             assert kept == {index: index != document for index in range(4)}
 
 
-def look_past_the_window(problem: Problem) -> tuple[bool, bool]:
-    """Change a token -> (tokens just outside its window kept every bit, the last one inside did not)."""
+def change_a_token_at_the_windows_end(problem: Problem) -> tuple[bool, bool]:
+    """Changes a token. Returns whether tokens just outside its window kept every bit, and whether the last one inside
+    did not."""
     tensors = make_tensors(problem)
     changed = {name: tensor.clone() for name, tensor in tensors.items()}
     changed["k"][:, 10] += 1
@@ -225,12 +227,14 @@ def look_past_the_window(problem: Problem) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 30])
-def test_the_window_ends_where_it_ends(window: int) -> None:
-    assert run_on_ranks(4, look_past_the_window, Problem(window=window, lengths=(64,))) == [(True, True)] * 4
+def test_a_window_ends_at_its_last_token(window: int) -> None:
+    assert (
+        run_on_ranks(4, change_a_token_at_the_windows_end, Problem(window=window, lengths=(64,))) == [(True, True)] * 4
+    )
 
 
 def count_collectives(problem: Problem) -> tuple[dict[str, int], dict[str, int]]:
-    """Collectives of a forward and of a backward, by operator, as the dispatcher sees them."""
+    """Counts the collectives of a forward and of a backward, by operator, as the dispatcher sees them."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counter(TorchDispatchMode):
@@ -259,7 +263,7 @@ def count_collectives(problem: Problem) -> tuple[dict[str, int], dict[str, int]]
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("heads", [(8, 4), (8, 1), (24, 3)])
 def test_two_collectives_each_way(chunks: int, heads: tuple[int, int]) -> None:
-    """All-to-alls are all there is: no gathering, no reading of a device value."""
+    """There are only all-to-alls: no gather, and no read of a device value."""
     for forward, backward in run_on_ranks(4, count_collectives, Problem(*heads, chunks=chunks)):
         assert forward == {"c10d.alltoall_base_.default": 2 * chunks}
         assert backward == {"c10d.alltoall_base_.default": 2 * chunks}
@@ -282,7 +286,7 @@ def test_documents_must_fill_the_rows() -> None:
 
 
 def run_twice(problem: Problem) -> bool:
-    """Backward twice through a graph that is kept: the first must not take what the second needs."""
+    """Runs the backward twice through a retained graph: the first must not free what the second needs."""
     axis, tensors = make_sequence_axis(dist.group.WORLD), make_tensors(problem)
     local = problem.tokens // axis.size
     q, k, v = (tensors[name][:, :local].clone().requires_grad_() for name in "qkv")
@@ -292,12 +296,12 @@ def run_twice(problem: Problem) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_graph_that_is_kept() -> None:
+def test_a_retained_graph() -> None:
     assert run_on_ranks(2, run_twice, Problem()) == [True, True]
 
 
 def run_compiled(problem: Problem) -> float:
-    """Inside torch.compile the call is a break in the graph; values stay."""
+    """Runs inside torch.compile, where the call is a graph break; values stay the same."""
     axis, tensors = make_sequence_axis(dist.group.WORLD), make_tensors(problem)
     local = problem.tokens // axis.size
     q, k, v = (tensors[name][:, :local].clone() for name in "qkv")

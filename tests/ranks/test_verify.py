@@ -1,4 +1,4 @@
-"""`ulysses verify` finds planted faults, each by a number, and passes what has none."""
+"""Tests that `ulysses verify` detects each planted fault by a number, and passes without a fault."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def trace_with(fault: str, task: Any) -> Any:
 
 
 def patch(where: str, make: Callable[[Any], Any]) -> Any:
-    """Replace what `where` names by something made of it."""
+    """Replaces what `where` names by a function of it."""
     module, _, name = where.rpartition(".")
     holder: Any = __import__(module, fromlist=["_"]) if not module[module.rfind(".") + 1].isupper() else None
     if holder is None:
@@ -78,7 +78,7 @@ def patch(where: str, make: Callable[[Any], Any]) -> Any:
 
 
 def plant_mean() -> list[Any]:
-    """Each rank divides by its own targets."""
+    """Each rank divides by its own number of targets."""
 
     def make(real: Any) -> Any:
         def step(self: Any, batch: Any, num_targets: int) -> Any:
@@ -90,7 +90,7 @@ def plant_mean() -> list[Any]:
 
 
 def plant_lost_kv_gradient() -> list[Any]:
-    """What rank 1's query heads want from the shared key/value head is lost."""
+    """The gradient of the shared key/value head loses the share of rank 1's query heads."""
 
     def make(real: Any) -> Any:
         def backward(*args: Any) -> Any:
@@ -134,7 +134,7 @@ def plant_local_positions() -> list[Any]:
 
 
 def plant_local_window() -> list[Any]:
-    """The window is held against the slice, which is shorter, and switched off."""
+    """The window is compared with the slice, which is shorter, and so is switched off."""
 
     def make(real: Any) -> Any:
         def attention(q: Any, k: Any, v: Any, documents: Any, rule: Any, **more: Any) -> Any:
@@ -215,7 +215,7 @@ def test_the_command_proves(tmp_path: Path) -> None:
     assert "evaluation tokens" in page.read_text()
 
 
-def test_a_rank_that_raises_or_dies_is_told() -> None:
+def test_a_rank_that_raises_or_dies_is_reported() -> None:
     from ulysses_cli.prove.ranks.ranks import RankFailureError
     from ulysses_cli.prove.ranks.ranks import run_on_ranks as run
 

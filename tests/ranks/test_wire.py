@@ -1,4 +1,5 @@
-"""Gradients in bfloat16 on one rank and between two: the bits of float32 sums, the default everywhere else."""
+"""Tests gradients sent in bfloat16 on one rank and between two: they have the bits of float32 sums; elsewhere float32
+is the default."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50,
 
 
 def run(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], list[torch.dtype]]:
-    """-> losses, weights, and the dtypes of the buckets in which gradients travelled."""
+    """Returns losses, weights, and the dtypes of the buckets in which gradients travelled."""
     harness = RunHarness(recipe, MemoryRows(ROWS), 6)
     train(harness.train_state)
     buckets: Any = harness.built.engine.wrapped.optimizer.ipg_buckets
@@ -26,7 +27,7 @@ def run(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], list[torc
 
 @pytest.mark.check
 @pytest.mark.parametrize(("num_ranks", "more"), [(2, ()), (1, ("train.gradient_accumulation_steps=2",))])
-def test_nothing_is_lost_in_bfloat16(num_ranks: int, more: tuple[str, ...]) -> None:
+def test_bfloat16_gradients_lose_no_bit(num_ranks: int, more: tuple[str, ...]) -> None:
     words = (f"parallel.sp_size={num_ranks}", "model.dtype=bfloat16", *more)
     words += ("deepspeed.zero_optimization.reduce_bucket_size=5000",)
     results = run_on_ranks(num_ranks, run, make_recipe(*words))

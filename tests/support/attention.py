@@ -1,4 +1,4 @@
-"""What attention is, written once more and independently: the whole matrix of logits, autograd, no ranks."""
+"""The reference for attention, written independently: the whole matrix of logits, autograd, no ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Problem:
-    """A case of attention on rows that ranks share. `lengths` are documents of all rows of the batch together."""
+    """A case of attention on rows that ranks share. `lengths` are the documents of all rows of the batch together."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -27,12 +27,12 @@ class Problem:
 
     @property
     def tokens(self) -> int:
-        """Of one row."""
+        """Returns the tokens of one row."""
         return sum(self.lengths) // self.batch
 
 
 def make_tensors(problem: Problem, seed: int = 0) -> dict[str, Tensor]:
-    """q, k, v and dout [B, row, heads, dim] and sinks [heads], the same on every rank."""
+    """Returns q, k, v and dout [B, row, heads, dim] and sinks [heads], the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -49,7 +49,7 @@ def make_tensors(problem: Problem, seed: int = 0) -> dict[str, Tensor]:
 
 
 def compute_reference(problem: Problem, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Output and gradients in float64."""
+    """Returns output and gradients in float64."""
     leaves = {name: tensor.double().clone().requires_grad_() for name, tensor in tensors.items() if name != "dout"}
     total = problem.batch * problem.tokens
     q, k, v = (leaves[name].reshape(total, -1, problem.dim) for name in "qkv")

@@ -1,5 +1,8 @@
-"""Counts the bytes that are alive while code runs: a dispatch mode that sees each storage when an operator returns it
-and when it is freed. Tests and benchmarks use it; it shares no code with the trace of ulysses_cli, which it checks."""
+"""Counts the bytes that are alive while code runs.
+
+A dispatch mode sees each storage when an operator returns it and when it is freed. Tests and benchmarks use it. It
+shares no code with the trace of ulysses_cli, which it checks.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class ByteCounter(TorchDispatchMode):
-    """`now`, `peak`, `largest`: bytes alive, the most at once, and of the largest storage. Storages that existed before
-    count from the call of `track`, or from the first operator that returns a view of them.
-    """
+    """Counts in `now` the bytes alive, in `peak` the most at once, in `largest` those of the largest storage. Storages
+    that existed before count from the call of `track`, or from the first operator that returns a view of them."""
 
     def __init__(self, *, ignored_device: str = "", min_bytes: int = 0) -> None:
-        """Not counted: storages on `ignored_device` (for example "meta"), and those below `min_bytes`."""
+        """Leaves out storages on `ignored_device` (for example "meta"), and those below `min_bytes`."""
         super().__init__()
         self.ignored_device, self.min_bytes = ignored_device, min_bytes
         self.now = self.peak = self.largest = 0
@@ -27,18 +29,18 @@ class ByteCounter(TorchDispatchMode):
         self._ignored: set[int] = set()
 
     def ignore(self, *tensors: Tensor) -> None:
-        """For example weights and inputs, which exist before and after."""
+        """Leaves out tensors, for example weights and inputs, which exist before and after."""
         self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def get_number(self, tensor: Tensor) -> int:
-        """-1 for a storage that is not counted."""
+        """Returns a storage's number, or -1 for one that is not counted."""
         return self._numbers.get(tensor.untyped_storage()._cdata, -1)
 
     def list_alive(self) -> set[int]:
         return set(self._numbers.values())
 
     def track(self, tensor: Tensor) -> int:
-        """Count the tensor's storage, once; returns its number."""
+        """Counts the tensor's storage, once; returns its number."""
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
         is_ignored = key in self._ignored or tensor.device.type == self.ignored_device or num_bytes < self.min_bytes
@@ -60,7 +62,7 @@ class ByteCounter(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
     def run(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What a subclass does with an operator; returns the operator's result."""
+        """Runs an operator and returns its result. A subclass may do more with it."""
         return op(*args, **kwargs)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoints as a run leaves them: with any bytes where nothing is loaded, or with tensors."""
+"""Makes checkpoints as a run leaves them: with arbitrary bytes where nothing is loaded, or with tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_contents(path: Path, contents: dict[str, bytes]) -> None:
 
 
 def write_manifest(path: Path) -> None:
-    """Names every file of the checkpoint with its true size and hash."""
+    """Writes a manifest that names every file of the checkpoint with its true size and hash."""
     files = {}
     for name in sorted(file.name for file in path.iterdir() if file.name != "manifest.json"):
         content = (path / name).read_bytes()
@@ -59,7 +59,7 @@ def write_manifest(path: Path) -> None:
 
 
 def save_as_ranks(tensors: Mapping[str, Any], path: Path, num_ranks: int = 3) -> Path:
-    """A checkpoint with tensors: each rank holds a stretch of every flattened one."""
+    """Saves a checkpoint with tensors: each rank holds a stretch of every flattened one."""
     from ulysses_cli.train.tensor_file import write_tensors  # imports torch
 
     path.mkdir(parents=True)

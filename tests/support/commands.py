@@ -1,4 +1,5 @@
-"""The command in this process: its words, its streams, its exit code. What a start costs is tested in `run_process`."""
+"""Runs the command in this process: its words, its streams, its exit code. `run_process` starts a process of its own,
+for tests of what a start costs."""
 
 from __future__ import annotations
 

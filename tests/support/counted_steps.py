@@ -1,5 +1,7 @@
-"""Steps of transformers' models with our attention, levers and loss, on tensors without data, every byte counted; and
-the ledger's prediction of the same step. DeepSpeed is not part of them: real_steps.py has it."""
+"""Counts every byte in steps of transformers' models with our attention, levers and loss, on tensors without data.
+
+Also predicts the same step with the ledger. DeepSpeed takes no part: real_steps.py has it.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ SP_SIZES = (1, 2, 4)
 
 
 def compare_step(model: str, levers: str, sp_size: int) -> tuple[int, int]:
-    """Most bytes alive beside the weights: counted, and predicted."""
+    """Returns the most bytes alive besides the weights, counted and predicted."""
     config, num_tokens = MODELS[model], LONG_TOKENS if levers.startswith("long row") else TOKENS
     with _fake_ranks(sp_size):
         counted = _count(config, LEVERS[levers], sp_size, num_tokens)
@@ -83,7 +85,7 @@ def compare_step(model: str, levers: str, sp_size: int) -> tuple[int, int]:
 
 
 def list_cases() -> list[tuple[str, str, int]]:
-    """Every model, levers and sp_size for which the heads of a rank can be cut in as many chunks."""
+    """Yields every model, levers and sp_size for which a rank's heads can be cut in as many chunks."""
     return [
         (model, name, sp_size)
         for model, config in MODELS.items()
@@ -119,7 +121,7 @@ def _apply_levers(model: Any, levers: Levers, num_tokens: int) -> Any:
 
 
 def _count(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int) -> int:
-    """In a step whose gradients are freed as soon as they are made."""
+    """Counts a step whose gradients are freed as soon as they are made."""
     attention = register_attention(make_sequence_axis(dist.group.WORLD), "sdpa", levers.head_chunks)
     values = {**config, "num_hidden_layers": NUM_LAYERS, "attn_implementation": attention}
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -154,7 +156,7 @@ def _count(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int
 
 
 def _predict(config: dict[str, Any], levers: Levers, sp_size: int, num_tokens: int) -> int:
-    """The ledger's peak of the step, without what the engine and the kernel hold."""
+    """Returns the ledger's peak of the step, without what the engine and the kernel hold."""
     shape = read_model_shape({"max_position_embeddings": 4096, **config, "num_hidden_layers": NUM_LAYERS}, "model")
     job = Job(shape, Layout(1, 1, sp_size), num_tokens * sp_size, levers)
     return max(

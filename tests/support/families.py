@@ -18,13 +18,13 @@ WITHOUT_HEAD_DIM = ("olmo2", "phi3")  # their attention takes hidden_size / num_
 
 
 def make_config(model_type: str, **changes: Any) -> Any:
-    """`changes` go over the tiny sizes."""
+    """Returns a family's config with tiny sizes; `changes` override them."""
     experts = EXPERTS if model_type in WITH_EXPERTS else {}
     head_dim = {} if model_type in WITHOUT_HEAD_DIM else {"head_dim": 16}
     return AutoConfig.for_model(model_type, **{**SIZES, **experts, **head_dim, **changes})
 
 
-# Values with which a family's own parts are at work in two layers.
+# Values with which a family's own features take part in two layers.
 OWN_VALUES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_hidden_layers": 6, "query_pre_attn_scalar": 16},
     "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
@@ -37,7 +37,7 @@ OWN_VALUES: dict[str, dict[str, Any]] = {
 
 
 def make_model(model_type: str, attention: str, **changes: Any) -> torch.nn.Module:
-    """In float64, with the same weights for every attention."""
+    """Makes a model in float64, with the same weights for every attention."""
     values = {**OWN_VALUES.get(model_type, {}), "attn_implementation": attention, "experts_implementation": "eager"}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(make_config(model_type, **{**values, **changes})).double()

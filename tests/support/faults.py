@@ -1,4 +1,4 @@
-"""Faults for real runs: signals to ranks at chosen moments, damage to what is on disk."""
+"""Injects faults into real runs: signals to ranks at chosen moments, damage to files on disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Runs:
     def start(
         self, run: str, *words: str, plan: Mapping[str, Any] | None = None, peer: Command | None = None
     ) -> Command:
-        """`plan`: where the run is killed (kill_points.py). `peer`: the same run's command on another machine."""
+        """Starts a run. `plan` says where it is killed (kill_points.py); `peer` is the same run's command on another
+        machine."""
         environ = {**self.environ, kill_points.PLAN: json.dumps(plan)} if plan else dict(self.environ)
         if peer is not None:
             environ[kill_points.PIDS] = str(peer.pids.parent)
@@ -60,7 +61,7 @@ class Runs:
         return (self.folder / run / "model" / "model.safetensors").read_bytes()
 
     def list_checkpoints(self, run: str) -> list[str]:
-        """Every name in the folder, of finished and of half-written checkpoints."""
+        """Returns every name in the folder, of finished and of half-written checkpoints."""
         try:
             return sorted(os.listdir(self.folder / run / "checkpoints"))
         except FileNotFoundError:
@@ -68,7 +69,7 @@ class Runs:
 
 
 def wait_until(process: Command, is_there: Callable[[], bool], pause: float = 0.01) -> bool:
-    """False when the run ended before."""
+    """Returns False when the run ended before."""
     end = time.monotonic() + TIME_LIMIT
     while not is_there():
         if process.poll() is not None:

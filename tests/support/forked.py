@@ -1,8 +1,9 @@
-"""`python -m MODULE` without the cost of its imports: children are forked from a process that has them already.
+"""Starts `python -m MODULE` without the cost of its imports, by forking a process that has them already.
 
-They are processes like any other: own pid, session, signals, environment, files; only the interpreter's start is left
-out. `ForkedPopen` takes the place of subprocess.Popen, also in the children, so that a command's launcher and the
-launcher's ranks are forked as well. Whoever uses it must not have threads; a test, which may, starts a `Command`.
+The children are processes like any other, with their own pid, session, signals, environment and files; only the
+interpreter's start is left out. `ForkedPopen` replaces subprocess.Popen, also in the children, so that a command's
+agent and the agent's ranks are forked too. A process that forks so must not have threads. A test, which may have
+threads, starts a `Command`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ on_start: list[Callable[[str, Mapping[str, str]], None]] = []  # called in each 
 
 
 class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """`[sys.executable, "-m", MODULE, ...]` is forked; any other command is run as always."""
+    """Forks `[sys.executable, "-m", MODULE, ...]` and runs any other command as usual."""
 
     def _execute_child(  # type: ignore[override]
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
@@ -69,7 +70,8 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def _take_files(given: Sequence[int], kept: set[int]) -> None:
-    """What exec would close points nowhere: objects of the parent may still close their numbers, and harm nothing."""
+    """Points the files that exec would close to the null device: objects of the parent may still close their numbers
+    without harm."""
     taken = [os.dup(own if own != -1 else at) for at, own in enumerate(given)]
     for at, own in enumerate(taken):
         os.dup2(own, at)
@@ -110,7 +112,7 @@ def _run(module: str, words: Sequence[str]) -> NoReturn:
 
 
 def preload() -> None:
-    """From here on this process forks. DS_ACCELERATOR and OMP_NUM_THREADS must be set before."""
+    """Makes this process fork from here on. DS_ACCELERATOR and OMP_NUM_THREADS must be set before."""
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
     for name in PRELOADED:
         __import__(name)
@@ -118,12 +120,12 @@ def preload() -> None:
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     subprocess_handler.Popen = ForkedPopen
-    # torch notes who called it, for which it looks through every module that is loaded: seconds of each run
+    # torch notes its caller, for which it searches every loaded module: seconds of each run
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
 
 
 def is_alive(process: int) -> bool:
-    """Any thread of it: the first one may be gone while others still hold its files."""
+    """Returns whether any thread of a process lives: the first may be gone while others still hold its files."""
     try:
         states = [
             file.read_text().rpartition(")")[2].split()[0] for file in Path(f"/proc/{process}/task").glob("*/stat")
@@ -134,8 +136,8 @@ def is_alive(process: int) -> bool:
 
 
 class Command:
-    """`python -m ulysses_cli WORDS`, forked from the server that the ranks of tests come from. To its user a Popen
-    whose output is kept in files, so that it may be as long as it likes."""
+    """`python -m ulysses_cli WORDS`, forked from the server that tests' ranks come from. It behaves like a Popen. Its
+    output goes to files, so that it may be of any length."""
 
     def __init__(self, words: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -167,11 +169,11 @@ class Command:
 
     @property
     def has_fired(self) -> bool:
-        """Whether the plan's moment has come."""
+        """Returns whether the plan's event has come."""
         return (self.pids / "fired").exists()
 
     def read_stderr(self) -> str:
-        """The text of stderr so far."""
+        """Returns the text of stderr so far."""
         return _read(self.files[1])
 
     def wait(self, timeout: float) -> int:

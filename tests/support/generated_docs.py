@@ -1,7 +1,7 @@
-"""The parts of docs/ that are made from the code. `PYTHONPATH=tests python -m support.generated_docs` writes them.
+"""Makes the parts of docs/ that are generated from the code; `make docs` writes them.
 
-A page keeps what is written by hand. A generated part stands between two comment lines that name it. Pictures and
-their texts come from docs/pictures/README.md.
+A page keeps what is written by hand. A generated part stands between two comment lines that name it. Pictures and their
+texts come from docs/pictures/README.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ulysses_cli.plan.recipe.schema import Setting, format_value, walk_settings
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
 PICTURE = re.compile(r'<picture>\n.*srcset="[^"]*?([\w-]+)-dark\.\w+">\n.*\n</picture>')
-COMMAND = "PYTHONPATH=tests python -m support.generated_docs"
+COMMAND = "make docs"
 
 
 def make_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -32,7 +32,7 @@ def make_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def make_settings() -> str:
-    """One table for each section of a recipe."""
+    """Returns one table for each section of a recipe."""
     sections: dict[str, list[Setting]] = defaultdict(list)
     titles = {}
     for setting in walk_settings():
@@ -58,7 +58,7 @@ def make_settings() -> str:
 
 
 def make_code_map() -> str:
-    """Every module with the first sentence of its docstring, room by room, as the order of imports has them."""
+    """Returns every module with the first sentence of its docstring, room by room, in the order of imports."""
     folders: dict[Path, list[Path]] = defaultdict(list)
     for file in MODULES.values():
         folders[file.parent].append(file)
@@ -73,7 +73,7 @@ def make_code_map() -> str:
 
 
 def make_imports() -> str:
-    """Which room may import which, and the order within a room: the tables that the tests hold."""
+    """Returns which room may import which, and the order within a room: the tables that the tests enforce."""
     rows = [
         (f"`{room or '__init__'}`", ", ".join(f"`{name or '__init__'}`" for name in sorted(others)) or "nothing")
         for room, others in MAY_IMPORT.items()
@@ -88,7 +88,7 @@ def make_imports() -> str:
 
 
 def list_known_shapes() -> list[ModelShape]:
-    """The models of plan/models/*.json, one for each file."""
+    """Returns the models of plan/models/*.json, one for each file."""
     entries = [json.loads(file.read_text()) for file in sorted((PACKAGE / "plan" / "models").glob("*.json"))]
     return [read_model_shape(entry["config"], entry["repo"]) for entry in entries]
 
@@ -131,7 +131,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def fill(page: Path, text: str) -> str:
-    """The text of a page with its generated parts made anew, and its pictures as docs/pictures/README.md has them."""
+    """Returns a page with its generated parts made anew, and its pictures as in docs/pictures/README.md."""
     for name, make in PARTS.get(page.name, {}).items():
         pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end of {name} -->)"
         content = make()
@@ -143,7 +143,7 @@ def fill(page: Path, text: str) -> str:
 
 
 def _read_pictures() -> dict[str, str]:
-    """Each picture of the index by its name: the lines that show it in light and dark, with a text for both."""
+    """Returns each picture of the index by its name: the lines that show it in light and dark, with a text for both."""
     index = (DOCS / "pictures" / "README.md").read_text()
     return {match[1]: match[0] for match in PICTURE.finditer(index)}
 

@@ -1,6 +1,7 @@
-"""A traced step with every hook of ZeRO-3 written down: wish as JSON on stdin, hooks of the counted step on stdout.
+"""Logs every ZeRO-3 hook of a traced step: reads the step's request as JSON on stdin, writes the hooks of the counted
+step to stdout.
 
-Run as a process of its own, like the trace: it patches DeepSpeed.
+It runs as a process of its own, like the trace, since it patches DeepSpeed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from ulysses_cli.prove.trace import trace
 
 
 class HookLog:
-    """(enters, is forward, bytes gathered and not let go) at each hook, the last step's at the end."""
+    """Collects (enters, is forward, bytes gathered and not released) at each hook; at the end it holds the last
+    step's."""
 
     def __init__(self) -> None:
         self.hooks: list[tuple[bool, bool, int]] = []

@@ -1,4 +1,4 @@
-"""The law of the house: which room may import which, and the order of the rooms within a room, lowest first."""
+"""The import rules: which room may import which, and the order of the rooms within a room, lowest first."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def parse(file: Path) -> ast.Module:
 
 
 def name_module(file: Path) -> str:
-    """`train/attention/heads`, below the package; a room's __init__ is the room."""
+    """Returns a module's name below the package, such as `train/attention/heads`; a room's __init__ is the room."""
     return file.relative_to(PACKAGE).with_suffix("").as_posix().removesuffix("__init__").rstrip("/")
 
 
@@ -108,7 +108,8 @@ MODULES = {name_module(file): file for file in FILES}
 
 
 def walk_imports(file: Path) -> Iterator[str]:
-    """Every module that a file imports anywhere in it, by its dotted name; `from room import module` is that module."""
+    """Yields every module that a file imports anywhere in it, by its dotted name; `from room import module` is that
+    module."""
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -124,7 +125,7 @@ def walk_imports(file: Path) -> Iterator[str]:
 
 
 def list_own_imports(file: Path) -> list[str]:
-    """Modules of this package that a file imports."""
+    """Returns the modules of this package that a file imports."""
     return [
         name.partition("ulysses_cli")[2].strip(".").replace(".", "/")
         for name in walk_imports(file)
@@ -137,7 +138,7 @@ def get_top(module: str) -> str:
 
 
 def get_place(module: str) -> str:
-    """The room or file below a top-level room that a module belongs to."""
+    """Returns the room or file below a top-level room that a module belongs to."""
     parts = module.split("/")
     return parts[1] if len(parts) > 1 else ""
 
@@ -157,7 +158,7 @@ def list_upward_arrows() -> list[str]:
 
 
 def list_circles() -> list[list[str]]:
-    """Groups of modules that import each other, directly or through others, at any place of a file."""
+    """Returns groups of modules that import each other, directly or through others, at any place of a file."""
     arrows: dict[str, set[str]] = defaultdict(set)
     for module, file in MODULES.items():
         arrows[module] = {target for target in list_own_imports(file) if target in MODULES and target != module}
@@ -184,7 +185,7 @@ def _reach(arrows: dict[str, set[str]], start: str) -> set[str]:
 
 
 def count_modules() -> dict[str, int]:
-    """Modules of each folder, its own alone."""
+    """Counts the modules of each folder, without those of its subfolders."""
     counts: dict[str, int] = defaultdict(int)
     for file in FILES:
         if file.name != "__init__.py":

@@ -1,7 +1,8 @@
-"""Kills a run at an exact moment, from inside: rank 0 sees every file that it opens, renames and removes, and every
-phase that it enters, and at the planned one sends a signal to the chosen processes. The product has no code for it.
+"""Kills a run at an exact event, from inside.
 
-`arm` is called in each forked rank; the plan is in its environment. Each rank also logs its collectives.
+Rank 0 sees every file that it opens, renames and removes, and every phase that it enters. At the planned one it sends a
+signal to the chosen processes. The product has no code for this. `arm` is called in each forked rank; the plan is in
+its environment. Each rank also logs its collectives.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 PLAN, PIDS = "FAULTS_PLAN", "FAULTS_PIDS"
-# when the n-th save is: at its beginning, in each of its stages, or in the step after it
+# when the n-th save is killed: at its beginning, in each of its stages, or in the step after it
 MOMENTS = ("step", "share", "state", "manifest", "rename", "renamed", "prune", "start")
 STEP_SECONDS, SHARE_SECONDS, MAX_OPENS = 0.4, 0.004, 250
 FINAL = re.compile(r"/step-\d+$")
 
 
 def draw(seed: int) -> dict[str, Any]:
-    """The plan of a seed."""
+    """Returns the plan of a seed."""
     generator = random.Random(seed)
     moment = MOMENTS[seed % len(MOMENTS)]
     return {
@@ -39,7 +40,7 @@ def draw(seed: int) -> dict[str, Any]:
 
 
 def arm(module: str, environ: Mapping[str, str]) -> None:
-    """Called in a rank before any of its own code."""
+    """Sets up a rank before any of its own code runs."""
     if module != "ulysses_cli.train" or PIDS not in environ:
         return
     pids = Path(environ[PIDS])
@@ -65,11 +66,11 @@ COLLECTIVES = (
 
 
 def log_collectives(file: Path) -> None:
-    """Writes a line for each collective before this rank enters it."""
+    """Makes this rank write a line before each collective that it enters."""
     import torch
     import torch.distributed as dist
 
-    log = open(file, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - as long as the rank
+    log = open(file, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the rank lives
 
     def wrap(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -83,12 +84,13 @@ def log_collectives(file: Path) -> None:
 
 
 def read_collectives(pids: Path) -> list[list[str]]:
-    """The lines of each rank."""
+    """Returns the lines of each rank."""
     return [file.read_text().splitlines() for file in sorted(pids.glob("collectives-*"))]
 
 
 def list_phases(num_steps: int, evaluated: int, saved: int) -> dict[str, dict[str, Any]]:
-    """Plans by event of a run, without `who` and `signal`. `evaluated`, `saved`: steps with one."""
+    """Returns plans by event of a run, without `who` and `signal`. `evaluated` and `saved` are steps with an evaluation
+    and a save."""
     return {
         "start": {"phase": "reading inputs"},
         "loading": {"phase": "loading the model"},
@@ -120,8 +122,8 @@ def watch_phases(note: Callable[[str, int | None], None]) -> None:
 
 
 class KillAtPhase:
-    """Sends the signal once, when a phase is entered whose name begins with the plan's, after the plan's step if it has
-    one. `who`: all, one, agent or command."""
+    """Sends the signal once, when a phase begins whose name starts with the plan's, after the plan's step if it has
+    one. `who` is all, one, agent or command."""
 
     def __init__(self, plan: Mapping[str, Any], pids: Path) -> None:
         self.plan, self.pids, self.is_done = plan, pids, False
@@ -147,7 +149,7 @@ class KillAtPhase:
 
 
 def hang_when_signalled() -> None:
-    """After SIGUSR2 this rank hangs where it reads its rows."""
+    """Makes this rank hang where it reads its rows, once it gets SIGUSR2."""
     from ulysses_cli.train import loop
 
     signals: list[int] = []
@@ -171,7 +173,7 @@ def find_rank(pids: Path, rank: int) -> int:
 
 
 class KillAtFile:
-    """An audit hook: (event, its arguments)."""
+    """Watches files with an audit hook, which gets an event and its arguments."""
 
     def __init__(self, plan: Mapping[str, Any], pids: Path) -> None:
         self.plan, self.pids = plan, pids

@@ -1,4 +1,5 @@
-"""A tiny model with memory levers on or off, as one process or under DeepSpeed ZeRO-3: losses, gradients, weights."""
+"""Runs a tiny model with memory levers on or off, in one process or under DeepSpeed ZeRO-3; returns losses, gradients,
+weights."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Levers:
-    """None is off. `offloaded` counts layers."""
+    """The levers of a case. None means off; `offloaded` counts layers."""
 
     loss_tile: int | None = None
     mlp_tiles: int | None = None
@@ -108,7 +109,7 @@ def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossMode
 
 
 def make_row(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Token ids, positions and labels of a whole row; a stretch in its middle has no targets."""
+    """Returns token ids, positions and labels of a whole row; a stretch in its middle has no targets."""
     tokens = sum(lengths)
     ids = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
     labels = ids * 7 % VOCABULARY
@@ -118,7 +119,7 @@ def make_row(lengths: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def run_alone(case: Case) -> dict[str, Tensor]:
-    """One process, no engine -> loss and gradients."""
+    """Runs in one process without an engine; returns loss and gradients."""
     model = make_loss_model(case, make_sequence_axis(None))
     loss = model(**make_row(case.lengths), documents=make_documents(case.lengths))
     loss.backward()
@@ -127,7 +128,7 @@ def run_alone(case: Case) -> dict[str, Tensor]:
 
 
 def run_split(case: Case) -> dict[str, Tensor]:
-    """All ranks share the row, no engine -> loss and gradients, summed over them."""
+    """Shares the row among all ranks without an engine; returns loss and gradients, summed over the ranks."""
     axis = make_sequence_axis(dist.group.WORLD)
     model = make_loss_model(case, axis)
     batch = {name: whole.chunk(axis.size, 1)[axis.rank] for name, whole in make_row(case.lengths).items()}
@@ -140,8 +141,8 @@ def run_split(case: Case) -> dict[str, Tensor]:
 
 
 def run_zero3(case: Case, sp_size: int, steps: int = 2, reuse: int = 10**9) -> dict[str, Any]:
-    """Under DeepSpeed ZeRO-3 on all ranks, every weight sharded: losses, gradients of the last step, weights
-    after it, and how often each weight was gathered in it."""
+    """Runs under DeepSpeed ZeRO-3 on all ranks, with every weight sharded. Returns losses, gradients of the last step,
+    weights after it, and how often each weight was gathered in it."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, set_z3_leaf_module
 
@@ -194,7 +195,7 @@ def run_zero3(case: Case, sp_size: int, steps: int = 2, reuse: int = 10**9) -> d
 
 @contextmanager
 def count_gathers(engine: Any, names: dict[int, str]) -> Iterator[dict[str, int]]:
-    """How often each weight travels."""
+    """Counts how often each weight is gathered."""
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     method = "_PartitionedParameterCoordinator__all_gather_params_"
     values: dict[str, int] = {}
@@ -215,7 +216,7 @@ def count_gathers(engine: Any, names: dict[int, str]) -> Iterator[dict[str, int]
 
 @contextmanager
 def count_attention() -> Iterator[list[int]]:
-    """How often the kernel's forward runs."""
+    """Counts how often the kernel's forward runs."""
     calls, original = [0], ulysses.attend
 
     def attend(*args: Any) -> Any:
@@ -229,11 +230,11 @@ def count_attention() -> Iterator[list[int]]:
         ulysses.attend = original
 
 
-def measure_difference(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Largest difference of each tensor, relative to its largest value."""
-    assert found.keys() == expected.keys()
+def measure_difference(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Returns the largest difference of each tensor, relative to its largest value."""
+    assert result.keys() == expected.keys()
     return {
-        name: ((found[name] - reference).abs().max() / reference.abs().max().clamp(min=1e-30)).item()
+        name: ((result[name] - reference).abs().max() / reference.abs().max().clamp(min=1e-30)).item()
         for name, reference in expected.items()
         if isinstance(reference, Tensor)
     }

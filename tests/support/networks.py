@@ -1,4 +1,4 @@
-"""Machines as network namespaces of this one, joined by a switch; traffic never leaves them."""
+"""Simulates machines as network namespaces of this one, joined by a switch; traffic never leaves them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-NETWORK = "TEST_NETWORK"  # in a command's environment: where it runs
+NETWORK = "TEST_NETWORK"  # in a command's environment: the machine on which it runs
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 LISTENS = "0A"  # net/tcp_states.h
 
@@ -20,7 +20,7 @@ def ip(*words: str) -> None:
 
 
 def find_obstacle() -> str:
-    """Why there can be no namespaces here; '' when there can."""
+    """Returns why there can be no namespaces here, or ''."""
     try:
         done = subprocess.run(["unshare", "--net", "ip", "link"], check=False, capture_output=True, text=True)
     except FileNotFoundError as error:
@@ -30,7 +30,7 @@ def find_obstacle() -> str:
 
 @contextmanager
 def open_networks(count: int) -> Iterator[list[str]]:
-    """Machine number N has 10.231.7.N+1 on eth0 and 10.231.8.N+1 on eth1, on two networks that all share."""
+    """Opens machines. Number N has 10.231.7.N+1 on eth0 and 10.231.8.N+1 on eth1, on two networks that all share."""
     switch, *names = [f"ulysses-{os.getpid()}-{name}" for name in ("switch", *range(count))]
     with ExitStack() as stack:
         for name in (switch, *names):
@@ -50,7 +50,7 @@ def open_networks(count: int) -> Iterator[list[str]]:
 
 
 def enter(name: str) -> None:
-    """This thread, and all that it starts."""
+    """Moves this thread, and all that it starts, into a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as handle:
         if libc.setns(handle.fileno(), CLONE_NEWNET):
@@ -63,7 +63,7 @@ def run_in(name: str, command: Sequence[str], timeout: float = 60) -> subprocess
 
 
 def list_listening(process: int) -> list[tuple[str, int]]:
-    """(address, port) at which a process listens, as the kernel says."""
+    """Returns (address, port) of the sockets at which a process listens, from the kernel."""
     inodes = set()
     for link in Path(f"/proc/{process}/fd").iterdir():
         try:
@@ -83,6 +83,6 @@ def list_listening(process: int) -> list[tuple[str, int]]:
 
 
 def read_address(text: str) -> str:
-    """The kernel writes words of four bytes in the machine's order."""
+    """Reads an address, which the kernel writes as words of four bytes in the machine's byte order."""
     words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
     return str(ipaddress.ip_address(b"".join(words)))

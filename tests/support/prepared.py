@@ -1,4 +1,4 @@
-"""Prepared data from plain lists of tokens, for tests that need rows and no recipe."""
+"""Makes prepared data from plain lists of tokens, for tests that need rows and no recipe."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,8 @@ Documents = Sequence[Sequence[int]]
 
 
 def make_store(folder: Path, documents: Documents, flags: Documents | None = None, **facts: Any) -> TokenStore:
-    """`flags`: per token 1 = target, 2 = a turn begins; left out: all are targets."""
+    """Makes a store. `flags` has per token 1 for a target and 2 for the beginning of a turn; without it all are
+    targets."""
 
     def build(partial: Path) -> dict[str, Any]:
         writer = StoreWriter(partial, 1000)
@@ -36,7 +37,8 @@ def make_prepared(
     weights: Sequence[float] | None = None,
     **settings: Any,
 ) -> Path:
-    """A folder for open_rows. `train`, `evaluation`: documents source by source; `settings`: those of RowSettings."""
+    """Makes a folder for open_rows. `train` and `evaluation` are documents source by source; `settings` are those of
+    RowSettings."""
     chosen = RowSettings(**settings)
     stores = [
         make_store(root / "tokens" / f"s{index}", documents, flags[index] if flags else None)

@@ -1,5 +1,7 @@
-"""Recipes that nobody chose: drawn from a seed over families, sizes, levers, layouts, stages, adapters and engine
-settings, kept where every rule of the checks lets them pass; and the ledger's formula held against a trace of each.
+"""Draws random recipes from a seed and compares the ledger's formula with a trace of each.
+
+Families, sizes, levers, layouts, stages, adapters and engine settings are drawn. A recipe is used when it passes every
+rule of the checks.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ TRACE_SECONDS = 900
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A recipe and where it comes from: the same seed and number give it again."""
+class DrawnRecipe:
+    """A recipe and its origin: the same seed and number give it again."""
 
     seed: int
     number: int
@@ -45,7 +47,7 @@ class Drawn:
 
     @property
     def config(self) -> dict[str, Any]:
-        """As config.json holds it."""
+        """Returns the content of config.json."""
         return dict(self.settings["model"]["config"])
 
     @property
@@ -54,7 +56,7 @@ class Drawn:
 
     @property
     def digest(self) -> str:
-        """Of what was drawn, whatever other settings there are."""
+        """Returns a hash of what was drawn, independent of other settings."""
         return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -66,10 +68,10 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Bytes of a rank's GPU by phase, by the formula and by the trace."""
+class ComparedPhases:
+    """Holds bytes of a rank's GPU by phase, by the formula and by the trace."""
 
-    drawn: Drawn
+    drawn: DrawnRecipe
     formula: dict[str, int]
     traced: dict[str, int]
 
@@ -79,7 +81,7 @@ class Compared:
 
     @property
     def phase_errors(self) -> dict[str, float]:
-        """Of every phase that is not the trace's fullest."""
+        """Returns the errors of every phase except the trace's fullest."""
         fullest = max(self.traced, key=lambda phase: self.traced[phase])
         return {name: self.formula[name] / size - 1 for name, size in self.traced.items() if name != fullest}
 
@@ -88,13 +90,13 @@ class Compared:
         return max(self.phase_errors.items(), key=lambda each: abs(each[1]))
 
 
-def draw_recipes(seed: int, num: int, start: int = 0) -> Iterator[Drawn]:
+def draw_recipes(seed: int, num: int, start: int = 0) -> Iterator[DrawnRecipe]:
     for number in range(start, start + num):
         yield draw_recipe(seed, number)
 
 
-def draw_recipe(seed: int, number: int) -> Drawn:
-    """As many as there are families in a row cover all of them."""
+def draw_recipe(seed: int, number: int) -> DrawnRecipe:
+    """Draws a recipe. As many consecutive recipes as there are families cover all families."""
     order = sorted(FAMILIES)
     random.Random(f"families {seed} {number // len(order)}").shuffle(order)
     dice = random.Random(f"recipe {seed} {number}")
@@ -103,7 +105,7 @@ def draw_recipe(seed: int, number: int) -> Drawn:
         loaded = parse_recipe(yaml.safe_dump(settings), f"recipe {number} of seed {seed}", [])
         shape = read_model_shape(settings["model"]["config"], "the drawn model")
         if not check_recipe(loaded, shape):
-            return Drawn(seed, number, settings, loaded.recipe)
+            return DrawnRecipe(seed, number, settings, loaded.recipe)
 
 
 def _draw_settings(dice: random.Random, family: str) -> dict[str, Any]:
@@ -148,12 +150,12 @@ def _draw_settings(dice: random.Random, family: str) -> dict[str, Any]:
 
 
 def _draw_size(dice: random.Random, low: float, high: float) -> float:
-    """Each doubling is as likely as the next."""
+    """Draws a size; each doubling is equally likely."""
     return math.exp(dice.uniform(math.log(low), math.log(high)))
 
 
 def _draw_config(dice: random.Random, family: str) -> dict[str, Any]:
-    """config.json's content: few layers, and widths in any ratio."""
+    """Draws config.json's content: few layers, and widths in any ratio."""
     num_layers, heads = dice.randint(2, 4), dice.choice((4, 6, 8, 12, 16))
     head_dim = dice.choice((32, 64, 64, 128))
     multiple = math.lcm(64, heads)
@@ -212,7 +214,7 @@ def _draw_levers(dice: random.Random, local_heads: int, num_layers: int, stage: 
 
 
 def _draw_engine(dice: random.Random, config: dict[str, Any], stage: int) -> dict[str, int]:
-    """Buckets as much smaller than DeepSpeed's as the model is smaller than those they are made for, or the usual."""
+    """Draws buckets as much smaller than DeepSpeed's as the model is smaller than usual ones, or the usual."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     about = hidden * (config["vocab_size"] + 7 * layers * max(hidden, config["intermediate_size"]))
     sizes = {"reduce_bucket_size": (0.02, 1.5)}
@@ -233,13 +235,13 @@ def _draw_adapters(dice: random.Random, family: str) -> dict[str, Any]:
     }
 
 
-def make_drawn_job(drawn: Drawn) -> Job:
+def make_drawn_job(drawn: DrawnRecipe) -> Job:
     shape = read_model_shape(drawn.config, "the drawn model")
     return make_job(drawn.recipe, shape, read_levers(drawn.recipe, shape)[0])
 
 
 def predict_phases(job: Job) -> dict[str, int]:
-    """The formula's bytes of what a trace sees, in each phase at the fullest."""
+    """Returns the formula's bytes of what a trace sees, in each phase at its fullest."""
     phases: dict[str, int] = {}
     for snapshot in walk_snapshots(job):
         seen = sum(size for line, size in snapshot.lines.items() if line not in UNSEEN)
@@ -247,8 +249,8 @@ def predict_phases(job: Job) -> dict[str, int]:
     return phases
 
 
-def trace_phases(drawn: Drawn) -> dict[str, int]:
-    """In a process of its own, forked from one that has torch and DeepSpeed loaded."""
+def trace_phases(drawn: DrawnRecipe) -> dict[str, int]:
+    """Traces in a process of its own, forked from one that has torch and DeepSpeed loaded."""
     job = make_drawn_job(drawn)
     request = {
         "recipe": drawn.recipe.model_dump(mode="json"),
@@ -257,7 +259,7 @@ def trace_phases(drawn: Drawn) -> dict[str, int]:
         "world_size": job.world_size,
     }
     ours, reference = Pipe()
-    process = start_process(_trace_wish, (request, reference))
+    process = start_process(_send_trace, (request, reference))
     reference.close()
     try:
         if not ours.poll(TRACE_SECONDS):
@@ -271,45 +273,47 @@ def trace_phases(drawn: Drawn) -> dict[str, int]:
     return {name: result[name] for name in result}
 
 
-def _trace_wish(wish: dict[str, Any], pipe: Connection) -> None:
+def _send_trace(request: dict[str, Any], pipe: Connection) -> None:
     from ulysses_cli.prove.trace.trace import prepare_process, trace
 
     try:
-        prepare_process(wish)
-        pipe.send(trace(wish)["device"])
-    except BaseException:  # noqa: BLE001 - told to whoever asked
+        prepare_process(request)
+        pipe.send(trace(request)["device"])
+    except BaseException:  # noqa: BLE001 - the caller gets it
         pipe.send(traceback.format_exc())
 
 
-def compare(drawn: Drawn) -> Compared:
-    return Compared(drawn, predict_phases(make_drawn_job(drawn)), trace_phases(drawn))
+def compare(drawn: DrawnRecipe) -> ComparedPhases:
+    return ComparedPhases(drawn, predict_phases(make_drawn_job(drawn)), trace_phases(drawn))
 
 
-def summarize(found: Sequence[Compared]) -> dict[str, Any]:
-    """Counts against the bars, the rows that miss one or come closest, and all rows in short."""
-    peaks = [abs(each.peak_error) for each in found]
+def summarize(comparisons: Sequence[ComparedPhases]) -> dict[str, Any]:
+    """Compares counts with the bars, lists the rows that miss one or come closest, and all rows in short."""
+    peaks = [abs(each.peak_error) for each in comparisons]
     near = sum(error <= PEAK_BAR for error in peaks)
     close = sum(error <= WORST_PEAK_BAR for error in peaks)
-    phases = sum(abs(each.worst_phase[1]) <= PHASE_BAR for each in found)
-    ranked = sorted(found, key=lambda each: -max(abs(each.peak_error) / PEAK_BAR, abs(each.worst_phase[1]) / PHASE_BAR))
+    phases = sum(abs(each.worst_phase[1]) <= PHASE_BAR for each in comparisons)
+    ranked = sorted(
+        comparisons, key=lambda each: -max(abs(each.peak_error) / PEAK_BAR, abs(each.worst_phase[1]) / PHASE_BAR)
+    )
     return {
         "bars": {
             "peak": PEAK_BAR, "share_of_peaks": SHARE_WITHIN, "worst_peak": WORST_PEAK_BAR, "other_phases": PHASE_BAR
         },
-        "num_recipes": len(found),
+        "num_recipes": len(comparisons),
         "within_3_percent": near,
         "within_5_percent": close,
         "phases_within_10_percent": phases,
-        "is_good": near >= SHARE_WITHIN * len(found) and close == phases == len(found),
+        "is_good": near >= SHARE_WITHIN * len(comparisons) and close == phases == len(comparisons),
         "worst": [_list_row(each) for each in ranked[:20]],
         "rows": [
             {"number": each.drawn.number, "digest": each.drawn.digest, "traced": each.traced, "formula": each.formula}
-            for each in found
+            for each in comparisons
         ],
     }  # fmt: skip
 
 
-def _list_row(each: Compared) -> dict[str, Any]:
+def _list_row(each: ComparedPhases) -> dict[str, Any]:
     return {
         "number": each.drawn.number,
         "family": each.drawn.family,

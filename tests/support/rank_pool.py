@@ -1,9 +1,9 @@
-"""Starts N gloo ranks once and runs functions on them: forked from one server, file rendezvous, a time
-limit, the first failing rank's trace.
+"""Starts N gloo ranks once and runs functions on them.
 
-A test hands over a function of its own module; it runs as `function(*args)` on each rank and returns what can be
-pickled. Ranks are kept for the next test. A rank that fails or hangs takes its whole pool with it, so that no test
-inherits a broken group.
+Ranks are forked from one server and meet through a file. Each call has a time limit; a failure raises the first failing
+rank's trace. A test passes a function of its own module; it runs as `function(*args)` on each rank and returns what can
+be pickled. The next test uses the same ranks. A rank that fails or hangs ends its whole pool, so that no test inherits
+a broken group.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _pools: dict[int, Pool] = {}
 
 
 class RankError(AssertionError):
-    """One rank's trace."""
+    """Holds one rank's trace."""
 
 
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, time_limit: float = TIME_LIMIT) -> list[Any]:
-    """`function(*args)` on every rank of a gloo world -> its results in the order of the ranks."""
+    """Runs `function(*args)` on every rank of a gloo world; returns the results in the order of the ranks."""
     if num_ranks not in _pools:
         _pools[num_ranks] = Pool(num_ranks)
     try:
@@ -45,7 +45,8 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, time_
 
 
 def clear_stale_locks() -> None:
-    """A process killed while it built one of DeepSpeed's operators leaves a lock that all others wait for."""
+    """Removes the lock that a process leaves when it is killed while it builds one of DeepSpeed's operators. All others
+    would wait for it."""
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
     for lock in Path(folder).rglob("lock"):
         if time.time() - lock.stat().st_mtime > STALE_SECONDS:
@@ -72,7 +73,7 @@ class Pool:
         return self.collect(time_limit)
 
     def collect(self, time_limit: float) -> list[Any]:
-        """Wait for all ranks; the first failure wins, since the others then hang in a collective."""
+        """Waits for all ranks. The first failure wins, since the others then hang in a collective."""
         end = time.monotonic() + time_limit
         results: dict[int, Any] = {}
         while len(results) < len(self.pipes):
@@ -96,7 +97,7 @@ class Pool:
         return [results[rank] for rank in range(len(self.pipes))]
 
     def read_stacks(self) -> str:
-        """Where each rank stands, asked for by signal."""
+        """Returns each rank's stack, requested by signal."""
         import signal
 
         for process in self.processes:
@@ -129,7 +130,7 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
-    stack = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115 - lives as long as the rank
+    stack = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115 - open as long as the rank lives
     faulthandler.register(signal.SIGUSR1, stack)
     import torch
     import torch.distributed as dist
@@ -152,7 +153,7 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
             value = function(*args)
             dist.barrier()
             pipe.send((True, value))
-        except BaseException:  # noqa: BLE001 - the test that asked is told
+        except BaseException:  # noqa: BLE001 - the test that asked gets it
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
 

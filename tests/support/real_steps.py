@@ -1,4 +1,4 @@
-"""Real training steps on CPU ranks with every byte counted, and the wish for a trace of the same."""
+"""Runs real training steps on CPU ranks with every byte counted, and requests a trace of the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNSEEN = {*DEVICE_LINES, "cublas_workspace", "attention_kernel", "process", "wei
 
 
 def make_case(config: dict[str, Any], *overrides: str) -> Any:
-    """Small buckets, so that a small model fills them as a large one does."""
+    """Makes a recipe with small buckets, which a small model fills as a large model fills large ones."""
     small = (
         f"{ZERO}.reduce_bucket_size=1000000",
         f"{ZERO}.prefetch_bucket_size=200000",
@@ -43,12 +43,12 @@ def make_case(config: dict[str, Any], *overrides: str) -> Any:
 
 
 def measure_step(recipe: Any) -> int:
-    """On a rank: most bytes alive in the second step."""
+    """Returns, on a rank, the most bytes alive in the second step."""
     return measure_steps(recipe, "step")[0]
 
 
 def measure_steps(recipe: Any, *order: str) -> list[int]:
-    """On a rank: most bytes alive in each step or evaluation, after a first step that is not counted."""
+    """Returns, on a rank, the most bytes alive in each step or evaluation, after a first step that is not counted."""
     from deepspeed.utils import groups as ds_groups
 
     peaks = []
@@ -73,7 +73,7 @@ def measure_steps(recipe: Any, *order: str) -> list[int]:
     return peaks
 
 
-def make_wish(recipe: Any) -> dict[str, Any]:
+def make_request(recipe: Any) -> dict[str, Any]:
     shape = read_model_shape(recipe.model.config, "test")
     levers = choose_levers(recipe, shape, None).levers
     return {
@@ -85,17 +85,17 @@ def make_wish(recipe: Any) -> dict[str, Any]:
 
 
 def trace_step(recipe: Any) -> int:
-    """The same step without data, in a process of its own."""
+    """Traces the same step without data, in a process of its own."""
     command = [sys.executable, "-m", "ulysses_cli.prove.trace"]
-    done = subprocess.run(command, input=json.dumps(make_wish(recipe)), capture_output=True, text=True)
+    done = subprocess.run(command, input=json.dumps(make_request(recipe)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout)
     return max(answer["device"][phase] + answer["host"][phase] for phase in PHASES)  # a CPU rank has one memory
 
 
 def predict_step(recipe: Any) -> int:
-    """The formula's bytes of what a counter of tensors sees. A CPU rank has one memory for the GPU's and its share of
-    the host's."""
+    """Returns the formula's bytes of what a counter of tensors sees. A CPU rank has one memory for the GPU's and its
+    share of the host's."""
     shape = read_model_shape(recipe.model.config, "test")
     job = make_job(recipe, shape, choose_levers(recipe, shape, None).levers)
     ledger = compute_ledger(job)

@@ -1,4 +1,4 @@
-"""A small valid recipe for the tests to spoil."""
+"""Holds a small valid recipe for tests to change."""
 
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.problem import Problem

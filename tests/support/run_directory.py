@@ -1,4 +1,4 @@
-"""A run directory as a real run leaves it, for the tests of what people see."""
+"""Writes a run directory as a real run leaves it, for tests of the report."""
 
 import json
 import math

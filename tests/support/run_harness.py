@@ -1,4 +1,4 @@
-"""A run without its command: rows in memory, an engine on the ranks of a test, the real loop."""
+"""Runs training without its command: rows in memory, an engine on the ranks of a test, the real loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ulysses_cli.train.train_state import StepResult
 
 
 class RunHarness:
-    """A train_state with what stands around it."""
+    """A train_state with the parts of a run that it needs."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class RunHarness:
         groups = make_groups(make_layout(recipe), timedelta(seconds=60))
         shape = shape or read_model_shape(load_model_config(recipe).to_dict(), "test")
         self.plan = plan = settle(recipe, shape, choose_levers(recipe, shape, gpu).levers)
-        # a run's own folder: inputs.py makes it
+        # a run's own folder, which inputs.py makes
         swap = Path(recipe.memory.nvme_path) if recipe.memory.nvme_path else None
         run = assemble_run(plan, groups, device or torch.device("cpu"), rows, num_steps, swap_folder=swap)
         self.built, self.train_state, self.context = run.built, run.state, run.context
@@ -66,7 +66,7 @@ class RunHarness:
         rehearse(self.train_state, None, batching, self.context, scratch, lambda _: None)
 
     def read_weights(self) -> dict[str, torch.Tensor]:
-        """Whole float32 weights of everything that is trained."""
+        """Returns whole float32 weights of everything that is trained."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         trained = [(name, p) for name, p in self.built.module.named_parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""The one small model and the one small recipe that tests and benchmarks train on CPU ranks."""
+"""Holds the one small model and the one small recipe that tests and benchmarks train on CPU ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
-# With room for the embedded tokenizer's bytes.
+# large enough for the embedded tokenizer's bytes
 BYTES_CONFIG = {**CONFIG, "vocab_size": 260, "max_position_embeddings": 512, "tie_word_embeddings": True}
-# Adam divides a gradient by its own size: with the usual epsilon, elements whose gradient is rounding noise would take
+# Adam divides a gradient by its own size. With the usual epsilon, elements whose gradient is rounding noise would take
 # full steps in a random direction, on any two machines.
 CALM = {"adam_epsilon": 1e-3}
 
 
 def make_settings(config: dict[str, Any] | None = None, **sections: dict[str, Any]) -> dict[str, Any]:
-    """What a recipe file holds, in float32 on CPU ranks; `sections` are laid over it key by key."""
+    """Returns a recipe file's content, in float32 on CPU ranks; `sections` are merged over it key by key."""
     settings: dict[str, dict[str, Any]] = {
         "model": {"config": config or BYTES_CONFIG, "tokenizer": "bytes", "dtype": "float32"},
         "data": {"datasets": [{"type": "synthetic"}], "max_length": 128},

@@ -1,5 +1,8 @@
-"""Chat templates in the style of known ones, and for each a plain reading of its text: which characters the assistant
-says. The reading knows the marks of its template and nothing of how the tool finds them."""
+"""Holds chat templates in the style of known ones, and for each a plain reader of its text, which returns the
+assistant's characters.
+
+A reader knows its template's marks and does not use the product's way to find them.
+"""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -71,7 +74,7 @@ MARKED = CHATML.replace(
 
 @dataclass(frozen=True)
 class Template:
-    """`pattern`: matches what the assistant says, in its group 1, end mark included."""
+    """`pattern` matches what the assistant says, in its group 1, end mark included."""
 
     text: str
     pattern: str

@@ -1,4 +1,5 @@
-"""What of the tests runs where: `make test` a case of each class, `make check` a wider sample, `make test-full` all."""
+"""Decides which tests run where: `make test` runs a case of each class, `make check` a wider sample, `make test-full`
+all."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ TIER = FULL if os.environ.get("ULYSSES_FULL") else CHECK if os.environ.get("ULYS
 
 
 def sample(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Parameters of a test: those in `quick` for every run, the others from `make check` on."""
+    """Returns parameters of a test: those in `quick` for every run, the others from `make check` on."""
     return [value if value in quick else _mark(value, pytest.mark.check) for value in values]
 
 
 def mark_by(is_quick: bool, is_checked: bool) -> Any:
-    """For a parameter's `marks`."""
+    """Returns a parameter's `marks`."""
     return () if is_quick else pytest.mark.check if is_checked else pytest.mark.full
 
 
@@ -27,7 +28,7 @@ def _mark(value: Any, mark: Any) -> Any:
 
 
 def count_examples(number: int) -> int:
-    """Hypothesis draws fewer in the quicker runs."""
+    """Returns how many examples hypothesis draws: fewer in the quicker runs."""
     return max(5, number // (1, 2, 6)[FULL - TIER])
 
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that matters, trained on the spot."""
+"""Trains small tokenizers of every kind that behaves differently."""
 
 from functools import cache
 from typing import Any
@@ -55,7 +55,7 @@ KINDS = (
 
 @cache
 def train(kind: str) -> Tokenizer:
-    """A tokenizer of one kind with about 600 tokens."""
+    """Trains a tokenizer of one kind with about 600 tokens."""
     size: dict[str, Any] = {"vocab_size": 600, "special_tokens": SPECIALS, "show_progress": False}
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe = trainers.BpeTrainer(**size, initial_alphabet=alphabet)
@@ -77,12 +77,12 @@ def train(kind: str) -> Tokenizer:
         if kind == "llama3":
             made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
         trainer = bpe
-    elif kind in ("llama2", "gemma"):  # no pre-tokenizer that cuts: words are kept apart by the vocabulary alone
+    elif kind in ("llama2", "gemma"):  # no pre-tokenizer cuts the text: the vocabulary alone separates words
         made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
         spaces = normalizers.Replace(" ", "▁")
         made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if kind == "llama2" else spaces
         made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-        made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # for training; taken away below
+        made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # for training only; removed below
         trainer = trainers.BpeTrainer(**size)
         trainer.special_tokens = [
             AddedToken(t, special=True) for t in [*SPECIALS, *(f"<0x{b:02X}>" for b in range(256))]
@@ -117,7 +117,7 @@ def train(kind: str) -> Tokenizer:
 
 
 def wrap(backend: Tokenizer, **more: Any) -> Any:
-    """As transformers would hand it out."""
+    """Wraps a tokenizer as transformers would return it."""
     from transformers import PreTrainedTokenizerFast
 
     own = Tokenizer.from_str(backend.to_str())

@@ -1,4 +1,4 @@
-"""What training is, written once more with plain torch on one process: the reference for everything that trains."""
+"""The reference for training, written independently with plain torch on one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Part:
 
 
 class MemoryRows:
-    """Rows of made-up documents, held in memory. A document is (length, first token that is a target)."""
+    """Rows of synthetic documents, held in memory. A document is (length, first token that is a target)."""
 
     def __init__(self, rows: list[list[tuple[int, int]]], vocabulary: int = 64) -> None:
         self.documents: list[list[tuple[np.ndarray, np.ndarray]]] = []
@@ -58,7 +58,7 @@ class MemoryRows:
 
 
 def make_recipe(*overrides: str, config: dict[str, Any] | None = None) -> Recipe:
-    """A small valid recipe in float32 on CPU ranks, changed by overrides as on the command line."""
+    """Makes a small valid recipe in float32 on CPU ranks, changed by overrides as on the command line."""
     import yaml
 
     settings = make_settings(
@@ -72,7 +72,7 @@ def make_recipe(*overrides: str, config: dict[str, Any] | None = None) -> Recipe
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What happened in each step."""
+    """Holds the values of each step."""
 
     losses: list[float]
     grads: list[dict[str, Tensor]]
@@ -83,7 +83,7 @@ class Trajectory:
 def train_plainly(
     model: Any, rows: MemoryRows, steps: list[list[int]], recipe: Recipe, rates: list[float]
 ) -> Trajectory:
-    """The model as it is, one document at a time, the whole step as one mean over its targets."""
+    """Trains the plain model, one document at a time, with the whole step as one mean over its targets."""
     train = recipe.train
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [
@@ -110,7 +110,7 @@ def train_plainly(
 
 
 def measure_difference(ours: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """The worst tensor's relative error: length of the difference by the length of the right one."""
+    """Returns the worst tensor's relative error: length of the difference over length of the right one."""
     assert ours.keys() == right.keys(), ours.keys() ^ right.keys()
     pairs = [(ours[name].double(), right[name].double()) for name in right]
     return max(((a - b).norm() / b.norm().clamp_min(1e-12)).item() for a, b in pairs)

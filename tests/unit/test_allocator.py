@@ -1,4 +1,4 @@
-"""The allocator's model against a brute force that knows no blocks: one byte of a map for each unit of memory."""
+"""Compares the allocator's model with a brute force that knows no blocks: one byte of a map for each unit of memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Moves = st.lists(st.tuples(Sizes, st.integers(0, 1), st.integers(0, 5)), min_siz
 
 
 class Map:
-    """One segment: which units are taken, and where a free stretch may be given away."""
+    """Maps one segment: which units are taken, and where a free stretch may be returned."""
 
     def __init__(self, num_units: int) -> None:
         self.taken = [0] * num_units  # 0 free, else the storage's number
 
     def list_stretches(self) -> list[tuple[int, int]]:
-        """(length, start) of each run of free units."""
+        """Returns (length, start) of each run of free units."""
         result, start = [], None
         for at, owner in enumerate([*self.taken, -1]):
             if owner == 0 and start is None:
@@ -31,7 +31,7 @@ class Map:
 
 
 def replay_plainly(moves: list[tuple[int, int, int]], *, expandable: bool) -> int:
-    """By scanning every unit of every segment at every birth."""
+    """Replays births by scanning every unit of every segment at each of them."""
     pools: dict[tuple[int, bool], list[Map]] = {}
     for storage, num_bytes, stream in moves:
         if num_bytes < 0:
@@ -69,7 +69,7 @@ def replay_plainly(moves: list[tuple[int, int, int]], *, expandable: bool) -> in
 
 
 def make_moves(drawn: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Births, and after each the death of one that is alive (or none)."""
+    """Draws births, and after each the death of one that is alive, or none."""
     moves, alive = [], []
     for storage, (size, stream, dying) in enumerate(drawn):
         moves.append((storage, size, stream))
@@ -81,7 +81,7 @@ def make_moves(drawn: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 @given(Moves)
-def test_what_is_held_is_what_a_map_of_memory_says(drawn: list[tuple[int, int, int]]) -> None:
+def test_reserved_bytes_equal_those_of_the_map(drawn: list[tuple[int, int, int]]) -> None:
     distinct = [(size + 4096 * at, stream, dying) for at, (size, stream, dying) in enumerate(drawn)]
     moves = make_moves(distinct)
     for expandable in (True, False):
@@ -89,7 +89,7 @@ def test_what_is_held_is_what_a_map_of_memory_says(drawn: list[tuple[int, int, i
 
 
 @given(Moves)
-def test_no_less_than_what_is_alive(drawn: list[tuple[int, int, int]]) -> None:
+def test_reserved_bytes_are_at_least_those_alive(drawn: list[tuple[int, int, int]]) -> None:
     moves = make_moves(drawn)
     now = peak = 0
     for _, size, _ in moves:
@@ -99,9 +99,9 @@ def test_no_less_than_what_is_alive(drawn: list[tuple[int, int, int]]) -> None:
     assert replay(moves, expandable=False) >= peak
 
 
-def test_a_hole_cannot_serve_a_larger_tensor_and_streams_do_not_share() -> None:
+def test_a_gap_fits_no_larger_tensor_and_no_other_stream() -> None:
     hole = [(0, 100 * MIB, 0), (1, 2 * MIB, 0), (0, -100 * MIB, 0), (2, 140 * MIB, 0)]
-    assert replay(hole, expandable=False) == 260 * MIB  # 20 for the small one
+    assert replay(hole, expandable=False) == 260 * MIB  # the small tensor takes 20
     again = [(0, 100 * MIB, 0), (0, -100 * MIB, 0), (1, 140 * MIB, 0)]
     assert replay(again, expandable=True) == 140 * MIB
     assert replay(again, expandable=False) == 240 * MIB

@@ -1,6 +1,6 @@
-"""Pages as a browser shows them: every chart has its size, nothing sticks out or covers its neighbour, dark is dark.
+"""Tests pages in a browser: every chart has its size, no element sticks out or covers its neighbour, and dark is dark.
 
-The page stays as it is, policy included: a page around it holds it in frames of several widths and measures.
+The page stays unchanged, policy included: an outer page holds it in frames of several widths and measures them.
 """
 
 import html
@@ -30,7 +30,7 @@ WIDTHS = (340, 768, 1280)
 LIMIT_SECONDS = 90
 MEASURE = """
 addEventListener('load', () => {
-  const found = [...document.querySelectorAll('iframe')].map(frame => {
+  const frames = [...document.querySelectorAll('iframe')].map(frame => {
     const page = frame.contentDocument, view = frame.contentWindow, width = page.documentElement.clientWidth;
     for (const details of page.querySelectorAll('details')) details.open = true;
     const name = e => e.tagName + ' ' + e.textContent.slice(0, 40);
@@ -55,7 +55,7 @@ addEventListener('load', () => {
       series: view.getComputedStyle(page.querySelector('svg .s0')).color,
       scripts: page.scripts.length, title: page.title};
   });
-  document.body.textContent = JSON.stringify(found);
+  document.body.textContent = JSON.stringify(frames);
 });
 """
 
@@ -86,7 +86,7 @@ def measure(folder: Path, page: str, *, is_dark: bool = False) -> list[dict[str,
 
 
 def read_pixel(file: Path, x: int, y: int) -> tuple[int, ...]:
-    """Of an 8-bit RGB or RGBA PNG, by the format's own definition."""
+    """Returns a pixel of an 8-bit RGB or RGBA PNG, by the format's own definition."""
     data, at, packed = file.read_bytes(), 8, b""
     width = depth = 0
     while at < len(data):
@@ -115,7 +115,7 @@ def read_colour(text: str) -> str:
 
 
 def make_gallery() -> str:
-    """Charts at their limits: many series, long names, many bars, values that are no numbers."""
+    """Makes charts at their limits: many series, long names, many bars, values that are no numbers."""
     steps, lengths = range(1, 4001), [2**power for power in range(13, 21)]
     phases, parts = ["load", "forward", "backward", "optimizer step", "save"], [f"part {i} of them" for i in range(10)]
     kernels = ["sdpa", "flash_attention_2", "flash_attention_3", "flex"]
@@ -144,7 +144,7 @@ def make_gallery() -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_browser_that_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
+def find_working_browser(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("first")
     (folder / "empty.html").write_text("<!doctype html><p>hello</p>")
     try:
@@ -190,7 +190,7 @@ def test_a_gallery_fits_every_width_and_dark_is_dark(tmp_path: Path) -> None:
 
 @pytest.mark.check
 @pytest.mark.parametrize("is_dark", [False, True])
-def test_the_page_itself_is_shown_without_a_complaint(run_html: str, tmp_path: Path, is_dark: bool) -> None:
+def test_the_page_is_shown_without_a_console_message(run_html: str, tmp_path: Path, is_dark: bool) -> None:
     page, picture = tmp_path / "report.html", tmp_path / "report.png"
     page.write_text(run_html)
     done = browse(tmp_path, page, "--window-size=1200,400", f"--screenshot={picture}", is_dark=is_dark)
@@ -200,7 +200,7 @@ def test_the_page_itself_is_shown_without_a_complaint(run_html: str, tmp_path: P
     assert "#" + "".join(f"{part:02x}" for part in read_pixel(picture, 70, 175)) == surface["surface"]
 
 
-def test_a_complaint_would_be_seen(tmp_path: Path) -> None:
+def test_a_console_message_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "bad.html"
     page.write_text(make_gallery().replace("<main>", "<main><script>alert(1)</script>"))
     assert "CONSOLE" in browse(tmp_path, page, "--dump-dom").stderr

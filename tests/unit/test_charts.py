@@ -1,4 +1,4 @@
-"""Charts as pictures of numbers: every spike drawn, gaps kept, text escaped and readable, places exact."""
+"""Tests charts: every spike is drawn, gaps stay gaps, text is escaped and legible, positions are exact."""
 
 import math
 import re
@@ -19,7 +19,7 @@ anything = st.floats(allow_nan=True, allow_infinity=True) | st.none()
 
 
 def read(svg: str) -> ET.Element:
-    """As strict XML, with every place a finite number inside the picture."""
+    """Reads a chart as strict XML and checks that every position is a finite number inside the picture."""
     root = ET.fromstring(svg.encode())
     for element in root.iter():
         for name in ("x", "y", "cx", "cy", "width", "height"):
@@ -35,7 +35,7 @@ def list_texts(svg: str) -> list[str]:
 
 
 def read_line(svg: str) -> list[list[tuple[float, float]]]:
-    """The unbroken runs of the first line."""
+    """Returns the unbroken runs of the first line."""
     path = next(e.attrib["d"] for e in read(svg).iter(f"{SVG}path") if "line" in e.attrib["class"])
     pair = r"([-\d.]+) ([-\d.]+)"
     return [[(float(x), float(y)) for x, y in re.findall(pair, run)] for run in path.split("M")[1:]]
@@ -71,24 +71,24 @@ def test_a_spike_of_one_step_among_many_is_drawn() -> None:
     assert len(svg) < 20_000
 
 
-def test_points_stand_where_the_ticks_say() -> None:
+def test_points_agree_with_the_ticks() -> None:
     svg = draw_lines("t", [Series("a", [1, 2, 3], [2.0, 4.0, 8.0])], "step", "loss", y_log=True)
     heights = [y for _, y in read_line(svg)[0]]
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
     assert heights[0] == pytest.approx(find_tick(svg, "2"), abs=0.2)
 
 
-def test_gaps_are_gaps_and_broken_values_are_told() -> None:
+def test_gaps_stay_gaps_and_values_that_are_no_numbers_are_mentioned() -> None:
     svg = draw_lines("t", [Series("a", range(7), [1.0, 2.0, None, 2.0, 1.0, math.nan, 1.0])], "step", "loss")
     assert [len(run) for run in read_line(svg)] == [2, 2]
     circles = list(read(svg).iter(f"{SVG}circle"))
-    assert len(circles) == 1  # the last value stands alone
+    assert len(circles) == 1  # the last value has no neighbour
     assert "not a number" in svg
     assert "1 value not a number" in svg
     assert "not a number" not in draw_lines("t", [Series("a", [1, 2], [None, 1.0])], "step", "loss")
 
 
-def test_a_run_that_went_back_is_two_lines() -> None:
+def test_a_run_that_resumed_at_an_earlier_step_is_two_lines() -> None:
     svg = draw_lines("t", [Series("a", [1, 2, 3, 2, 3], [5.0, 4.0, 3.0, 4.0, 3.0])], "step", "loss")
     assert [len(run) for run in read_line(svg)] == [3, 2]
 
@@ -125,7 +125,9 @@ def test_no_values_break_bars(values: list[float | None], label: str) -> None:
     st.booleans(),
     st.floats(0, 0.1),
 )
-def test_ticks_are_few_distinct_rising_and_inside(values: list[float], unit: str, is_log: bool, padding: float) -> None:
+def test_ticks_are_few_distinct_increasing_and_inside(
+    values: list[float], unit: str, is_log: bool, padding: float
+) -> None:
     values = [abs(value) + 1e-200 for value in values] if is_log else values
     axis = make_axis(values, 300, 10, unit, is_log=is_log, padding=padding)
     places = [axis.place(value) for value, _ in axis.ticks]
@@ -161,7 +163,7 @@ def test_parts_of_a_stack_stand_on_each_other(rows: list[list[float]]) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
-def test_a_part_that_is_no_amount_is_refused(bad: float) -> None:
+def test_a_part_that_is_negative_or_no_number_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="logits of Memory has a part that is negative or not a number"):
         draw_stack("Memory", ["a", "b"], {"logits": [1.0, bad]}, "bytes")
 
@@ -196,7 +198,7 @@ def test_labels_never_cover_each_other(heights: list[float]) -> None:
 
 
 def compute_contrast(first: str, second: str) -> float:
-    """As WCAG 2 defines it."""
+    """Returns the contrast as WCAG 2 defines it."""
 
     def compute_luminance(colour: str) -> float:
         parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
@@ -247,7 +249,7 @@ def test_quantities_in_words(value: float | None, unit: str, text: str) -> None:
     assert quantities.format_quantity(value, unit) == text
 
 
-def test_shortening_keeps_what_tells_names_apart() -> None:
+def test_shortened_names_stay_different() -> None:
     names = ["flash_attention_2", "flash_attention_3"]
     assert len({drawing.shorten(name, 80) for name in names}) == 2
     assert all(40 < drawing.estimate_width(drawing.shorten(name, 80)) <= 80 for name in names)

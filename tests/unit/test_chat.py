@@ -1,4 +1,4 @@
-"""assistant_only_loss against a plain reading of the rendered text, character by character and token by token."""
+"""Compares assistant_only_loss with a plain reader of the rendered text, character by character and token by token."""
 
 from functools import cache
 from typing import Any
@@ -32,7 +32,8 @@ def make_tokenizer(name: str) -> Any:
 
 @st.composite
 def draw_chats(draw: st.DrawFn, name: str) -> dict[str, Any]:
-    """Turns as a template may see them: a system prompt, rounds of tools, thoughts, the last word with either side."""
+    """Draws turns as a template may see them: a system prompt, rounds of tools, thoughts, the last turn by either
+    side."""
     template = TEMPLATES[name]
     messages: list[dict[str, Any]] = []
     if "system" in template.roles and draw(st.booleans()):
@@ -55,14 +56,15 @@ def draw_chats(draw: st.DrawFn, name: str) -> dict[str, Any]:
 
 
 def measure_tokens(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Bytes of each token, from its name: a special token's own, or one for each letter of a byte-level name."""
+    """Returns the bytes of each token from its name: a special token's own, or one for each letter of a byte-level
+    name."""
     names = tokenizer.convert_ids_to_tokens(ids)
     specials = set(tokenizer.all_special_tokens)
     return [len(name.encode()) if name in specials else len(name) for name in names]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_targets_are_what_a_reader_would_mark(name: str) -> None:
+def test_targets_equal_those_of_the_plain_reader(name: str) -> None:
     tokenizer, template = make_tokenizer(name), TEMPLATES[name]
     encoder = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True))
 
@@ -93,7 +95,7 @@ def test_targets_are_what_a_reader_would_mark(name: str) -> None:
 @pytest.mark.parametrize(
     "name", sample(TEMPLATES, quick=["chatml", "llama3", "mistral-tools", "plain", "shipped qwen"])
 )
-def test_turns_taken_together_are_those_taken_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_rendered_together_give_the_spans_of_single_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer(name)
 
     def find(sample: Chat, text: str) -> Any:
@@ -139,7 +141,7 @@ def test_a_long_chat_takes_few_renderings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])
-def test_a_chat_may_be_cut_where_a_turn_of_the_assistant_has_ended(name: str) -> None:
+def test_a_chat_may_be_cut_after_a_turn_of_the_assistant(name: str) -> None:
     tokenizer = make_tokenizer(name)
     row = {"messages": [{"role": role, "content": "hi there"} for role in ("user", "assistant") * 3]}
     ids, flags = Encoder(tokenizer, EncoderSettings(assistant_only_loss=True)).encode(read_sample("chat", row))
@@ -158,7 +160,7 @@ def test_everything_is_a_target_without_the_setting() -> None:
 
 @pytest.mark.parametrize("name", ["chatml", "mistral", "qwen3"])
 def test_completions(name: str) -> None:
-    """Only what stands behind the prompt: an earlier answer of the assistant is none."""
+    """Only what follows the prompt is a target: an earlier answer of the assistant is not."""
     tokenizer, template = make_tokenizer(name), TEMPLATES[name]
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
     sample = read_sample("completion", {"prompt": turns[:3], "completion": turns[3:]})
@@ -184,7 +186,7 @@ TURNED = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% end
 
 
 @pytest.mark.parametrize("template", [LATE, SILENT, TURNED])
-def test_a_template_that_does_not_tell_is_refused(template: str) -> None:
+def test_a_template_without_clear_spans_is_refused(template: str) -> None:
     tokenizer = wrap(train("qwen"), chat_template=template)
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
     render = make_render(tokenizer, None)
@@ -195,8 +197,8 @@ def test_a_template_that_does_not_tell_is_refused(template: str) -> None:
         encoder.encode(read_sample("chat", {"messages": turns}))
 
 
-def test_headings_without_a_generation_prompt_are_not_said() -> None:
-    """And no prefix of this chat's text is the text of its first turns."""
+def test_headings_without_a_generation_prompt_are_no_targets() -> None:
+    """No prefix of this chat's text is the text of its first turns."""
     tokenizer = wrap(train("qwen"), chat_template=COUNTING)
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
     render = make_render(tokenizer, None)
@@ -204,7 +206,7 @@ def test_headings_without_a_generation_prompt_are_not_said() -> None:
     assert [text[start:stop] for start, stop in find_spans(render, turns, text, ()).answers] == ["b\n", "d\n"]
 
 
-def test_an_assistant_who_speaks_first() -> None:
+def test_a_chat_that_the_assistant_begins() -> None:
     tokenizer = make_tokenizer("chatml")
     turns = [
         {"role": role, "content": text} for role, text in zip(("assistant", "user", "assistant"), "abc", strict=True)

@@ -1,4 +1,4 @@
-"""The shipped chat templates against texts written by hand, with what the assistant says between « and »."""
+"""Compares the shipped chat templates with texts written by hand, in which « and » enclose the assistant's part."""
 
 from functools import cache
 from typing import Any
@@ -81,7 +81,7 @@ def make_tokenizer(name: str) -> Any:
 
 
 def show(name: str, messages: list[Any], tools: Any = None, *, only_said: bool = True) -> str:
-    """The text of the tokens, with runs of targets in « and »."""
+    """Returns the text of the tokens, with runs of targets in « and »."""
     tokenizer = make_tokenizer(name)
     sample = read_sample("chat", {"messages": messages, "tools": tools})
     ids, flags = Encoder(tokenizer, EncoderSettings(assistant_only_loss=only_said)).encode(sample)
@@ -94,7 +94,7 @@ def show(name: str, messages: list[Any], tools: Any = None, *, only_said: bool =
     return "".join(parts) + "»" * is_target[-2]
 
 
-def test_the_set_is_what_is_shipped() -> None:
+def test_every_shipped_template_is_tested() -> None:
     assert {file.stem for file in FOLDER.glob("*.jinja")} == SHIPPED.keys() == EXPECTED.keys()
 
 
@@ -109,7 +109,7 @@ def test_a_chat(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_what_a_model_is_asked_ends_where_its_answer_begins(name: str) -> None:
+def test_a_prompt_ends_where_the_answer_begins(name: str) -> None:
     asked = make_tokenizer(name).apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
     answered = make_tokenizer(name).apply_chat_template(CHAT[:2], tokenize=False)
     answer = {"mistral": " Hello.</s>"}.get(name, f"Hello.{SHIPPED[name].end}")
@@ -130,7 +130,7 @@ def test_tools_are_shown_or_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma", "mistral"])
-def test_a_system_prompt_has_its_place(name: str) -> None:
+def test_a_system_prompt_comes_first_or_is_merged(name: str) -> None:
     for messages in ([SYSTEM, CHAT[1]], [*CHAT, SYSTEM]):
         with pytest.raises(BadRow, match="in front of the first turn of the user, and no other"):
             show(name, messages)
@@ -145,7 +145,7 @@ def test_results_of_tools_share_a_turn() -> None:
     )
 
 
-def test_chatml_begins_as_texts_of_the_tokenizer_do() -> None:
+def test_chatml_begins_with_the_tokenizers_bos() -> None:
     tokenizer = wrap(train("qwen"), chat_template=read_template("chatml").text)
     assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False) == "<|im_start|>user\nHi <|im_end|>\n"
 
@@ -164,7 +164,7 @@ def complain(value: str) -> str:
     return str(problem).strip()
 
 
-def test_what_cannot_be_a_template(tmp_path: Any) -> None:
+def test_text_that_is_no_template_is_refused(tmp_path: Any) -> None:
     assert complain("chatlm") == (
         "data.chat_template: chatlm is neither a shipped template nor a file\n\nhint: did you mean `chatml`?"
     )
@@ -186,7 +186,7 @@ def test_what_cannot_be_a_template(tmp_path: Any) -> None:
     assert "is not UTF-8 text" in complain(str(file))
 
 
-def test_what_transformers_understands_is_understood() -> None:
+def test_features_of_transformers_templates_work() -> None:
     text = (
         "{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}{% generation %}{{ m | tojson }}"
         "{% endgeneration %}{% endfor %}{{ raise_exception('no') if false }}{{ strftime_now('%d') }}"

@@ -1,4 +1,4 @@
-"""Each rule: the recipe that breaks it and the full message; and the recipe that keeps it."""
+"""Tests each rule with a recipe that breaks it and the full message, and with one that keeps it."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_check_process_count() -> None:
         "parallel.dp_replicate_size: 2"
     )
     assert check("parallel.dp_shard_size=2", num_processes=8) == []
-    # 3 x 4 ranks: sp 12 would not divide the heads, so it is not offered
+    # 3 x 4 ranks: sp 12 would not divide the heads, so it is not suggested
     assert "sp_size: 12" not in only(num_processes=12)
 
 
@@ -51,7 +51,7 @@ def test_check_heads() -> None:
         "command line: parallel.sp_size: 12 does not divide the 32 attention heads of owner/model"
         "\n\nhint: use 1, 2, 4, 8, 16 or 32; 8 is nearest"
     )
-    assert check("parallel.sp_size=32") == []  # more ranks than key/value heads is fine
+    assert check("parallel.sp_size=32") == []  # more ranks than key/value heads are allowed
 
 
 def test_check_row_length() -> None:
@@ -473,7 +473,7 @@ def test_check_rotary() -> None:
     assert "has a stretch of its own (linear)" in only("model.rope_scaling.type=yarn", rope_scaling={"type": "linear"})
 
 
-def test_a_second_yarn_starts_where_the_first_did() -> None:
+def test_yarn_over_yarn_starts_from_the_original_length() -> None:
     own = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     assert "{type: yarn, factor: 64, original_max_position_embeddings: 4096}" in only(
         "data.max_length=256Ki", rope_scaling=own
@@ -545,7 +545,7 @@ def test_check_datasets(tmp_path: Path) -> None:
         assert check(f"data.datasets=[{fine}]") == []
 
 
-def test_paths_that_are_no_hub_names(tmp_path: Path) -> None:
+def test_paths_that_are_not_names_on_the_hub(tmp_path: Path) -> None:
     for path in ("data/", "my data set", "a/b/c"):
         assert "does not exist" in only(f"data.datasets.0.path='{path}'")
     assert "is an address" in only("data.datasets.0.path=s3://bucket/x")
@@ -560,7 +560,7 @@ def test_check_loss_mask() -> None:
         "hint: use data of type chat or conversations, or set assistant_only_loss: false"
     )
     assert check("data.assistant_only_loss=true", "data.datasets.0.type=chat") == []
-    assert check("data.assistant_only_loss=true") == []  # auto: known once rows are read
+    assert check("data.assistant_only_loss=true") == []  # auto is decided once rows are read
 
 
 def test_check_output_dir(tmp_path: Path) -> None:
@@ -597,7 +597,7 @@ def test_check_folders(tmp_path: Path) -> None:
     assert check("model.tokenizer=owner/tokenizer") == []
 
 
-def test_suggested_sizes_pass_their_own_rules() -> None:
+def test_suggested_sizes_pass_the_rules() -> None:
     assert "sp_size" not in only("parallel.sp_size=1", num_processes=8, kv_lora_rank=512).partition("hint")[2]
     assert "dp_replicate" not in only("parallel.zero_stage=2", num_processes=8).partition("hint")[2]
 

@@ -1,5 +1,8 @@
-"""Chats and tokenizers without a template, before a run: one problem that says how to set one; and rows for added
-tokens, counted from files as the tokenizers library numbers tokens."""
+"""Tests chats and tokenizers without a template before a run, and rows for added tokens.
+
+A missing template is one problem that says how to set one. Rows are counted from files as the tokenizers library
+numbers tokens.
+"""
 
 import json
 from pathlib import Path
@@ -23,7 +26,7 @@ MARKERS = ["<|im_start|>", "<|im_end|>"]
 
 
 def save_model(folder: Path, *, vocab_size: int | None = None, kind: str = "gpt2", **more: Any) -> int:
-    """A model's config and its tokenizer, without weights -> the tokenizer's size."""
+    """Saves a model's config and its tokenizer, without weights; returns the tokenizer's size."""
     tokenizer = wrap(train(kind), **more)
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": vocab_size or len(tokenizer)}))
@@ -59,7 +62,7 @@ def test_one_problem_for_chats_without_a_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["settings", "file", "old file"])
-def test_a_template_of_the_tokenizer_is_seen(where: str, tmp_path: Path) -> None:
+def test_a_template_of_the_tokenizer_is_used(where: str, tmp_path: Path) -> None:
     save_model(tmp_path / "m")
     config = tmp_path / "m" / "tokenizer_config.json"
     if where == "settings":
@@ -70,7 +73,7 @@ def test_a_template_of_the_tokenizer_is_seen(where: str, tmp_path: Path) -> None
     assert not find_problems(tmp_path, CHATS)
 
 
-def test_the_first_row_of_a_file_tells_of_chats(tmp_path: Path) -> None:
+def test_the_first_row_of_a_file_shows_whether_it_holds_chats(tmp_path: Path) -> None:
     save_model(tmp_path / "m")
     for row, is_chat in (({"messages": []}, True), ({"conversations": []}, True), ({"text": "a"}, False)):
         (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
@@ -102,7 +105,7 @@ def test_the_shape_has_room_for_added_tokens(spare: int, grown: int, tmp_path: P
     assert find_model_config(recipe)[0]["vocab_size"] == after.vocab_size
 
 
-def test_the_plan_says_what_becomes_of_new_rows(tmp_path: Path) -> None:
+def test_the_plan_says_how_new_rows_begin(tmp_path: Path) -> None:
     size = save_model(tmp_path / "m")
     override = (f"model.name_or_path={tmp_path / 'm'}", f"run.output_dir={tmp_path / 'out'}")
     for more, words in (
@@ -118,7 +121,7 @@ def test_the_plan_says_what_becomes_of_new_rows(tmp_path: Path) -> None:
         assert [line for line in shown.splitlines() if line.startswith("vocabulary")] == [words][: bool(words)]
 
 
-def test_a_vocabulary_that_is_not_here_may_have_no_room() -> None:
+def test_a_vocabulary_that_is_not_local_may_lack_rows() -> None:
     recipe = parse_recipe(
         VALID.replace("owner/model", "meta-llama/Llama-3.1-8B"), "r.yaml", ['data.added_tokens=["<a>", "<b>"]']
     ).recipe
@@ -127,7 +130,7 @@ def test_a_vocabulary_that_is_not_here_may_have_no_room() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_tell_what_the_library_will_do(kind: str, tmp_path: Path) -> None:
+def test_token_numbers_from_files_equal_the_librarys(kind: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     wrap(train(kind), pad_token="<pad>").save_pretrained(tmp_path)

@@ -1,4 +1,5 @@
-"""Processes of the package end with whoever started them, wait for no reader, and know their limits."""
+"""Tests that processes of the package end with the process that started them, do not block on output, and know their
+limits."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_a_child_ends_with_a_parent_that_is_killed() -> None:
     os.close(handle)
 
 
-def test_an_export_that_says_much_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_with_much_output_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "noisy.py").write_text(NOISY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     start = children.start_module
@@ -85,7 +86,7 @@ def test_an_export_that_says_much_comes_to_its_end(tmp_path: Path, monkeypatch: 
     assert "at work\nall\n" in result.stderr
 
 
-def test_an_export_that_is_killed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_export_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dying.py").write_text("import os\nprint('last words', flush=True)\nos.kill(os.getpid(), 9)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     start = children.start_module
@@ -97,7 +98,7 @@ def test_an_export_that_is_killed_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def run_limited(soft: int, hard: int, num_ranks: int) -> str:
-    """In a process of its own, since a hard limit never rises again."""
+    """Runs in a process of its own, since a hard limit cannot be raised again."""
     code = "import resource; from ulysses_cli.host.children import find_file_shortage as find; "
     code += f"print(find({num_ranks})); print(resource.getrlimit(resource.RLIMIT_NOFILE))"
 
@@ -141,7 +142,7 @@ def test_a_signal_is_explained() -> None:
     assert describe_end(None) == "ended with exit code unknown"
 
 
-def test_the_end_of_a_process_that_prepares_data_names_what_it_read(
+def test_a_killed_prepare_worker_names_the_file_that_it_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "dying.py").write_text(DYING_READER)
@@ -165,7 +166,7 @@ os.abort()
 
 
 @pytest.mark.parametrize(("wanted", "is_refused"), [(None, True), ("0", True), ("1", False)])
-def test_a_crash_writes_no_core_file_unless_told_to(tmp_path: Path, wanted: str | None, is_refused: bool) -> None:
+def test_a_crash_writes_no_core_file_by_default(tmp_path: Path, wanted: str | None, is_refused: bool) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     environ |= {children.CORE_FILES: wanted} if wanted else {}
     command = [sys.executable, "-c", CRASHING]

@@ -1,4 +1,4 @@
-"""The commands as a user meets them: exit codes, stdout for data, stderr for talk, no traces, a quick start."""
+"""Tests the commands as a user meets them: exit codes, data on stdout, messages on stderr, no traces, a quick start."""
 
 import json
 import re
@@ -76,13 +76,13 @@ def test_wrong_usage_ends_with_2_and_no_trace(words: tuple[str, ...]) -> None:
     assert done.stderr
 
 
-def test_a_reader_that_goes_away_is_no_failure() -> None:
+def test_a_closed_pipe_is_no_failure() -> None:
     command = f"{sys.executable} -m ulysses_cli validate-config {TINY} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_cannot_be_written_is_said() -> None:
+def test_an_output_that_cannot_be_written_is_reported() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "ulysses_cli", "validate-config", TINY]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -90,12 +90,12 @@ def test_what_cannot_be_written_is_said() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_several_recipes_say_whose_problem_it_is() -> None:
+def test_a_problem_names_its_recipe_among_several() -> None:
     done = run("validate-config", TINY, TINY, "parallel.sp_size=3")
     assert done.stderr.count(f"{TINY}, command line: parallel.sp_size: 3 does not divide") == 2
 
 
-def test_letters_that_a_terminal_cannot_show(tmp_path: Path) -> None:
+def test_characters_that_a_terminal_cannot_show(tmp_path: Path) -> None:
     (tmp_path / "r\u00e9.yaml").write_text("a: 1\n")
     done = run_process("validate-config", str(tmp_path / "r\u00e9.yaml"), PYTHONIOENCODING="ascii")
     assert done.returncode == 2
@@ -105,7 +105,7 @@ def test_letters_that_a_terminal_cannot_show(tmp_path: Path) -> None:
 def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     assert "tiny-cpu" in run("recipes", "list").stdout
     assert run("recipes", "show", "tiny-cpu").stdout == Path(TINY).read_text()
-    assert run("recipes", "copy", "tiny-cpu", cwd=RECIPES).returncode == 2  # it is there already
+    assert run("recipes", "copy", "tiny-cpu", cwd=RECIPES).returncode == 2  # it exists already
     target = tmp_path / "new" / "my.yaml"
     assert run("recipes", "copy", "tiny-cpu", str(target)).returncode == 0
     assert target.read_text() == Path(TINY).read_text()
@@ -187,7 +187,7 @@ def test_a_section_of_the_schema_is_printed() -> None:
         assert f"SECTION: no section or setting is called {key}\n\nhint: {hint}" in result.stderr
 
 
-def test_quiet_says_what_is_wrong_and_what_does_not_fit() -> None:
+def test_quiet_prints_problems_and_what_does_not_fit() -> None:
     recipe = str(RECIPES / "llama-3.1-8b-128k-8gpu.yaml")
     quiet = ["validate-config", "--quiet", recipe, "run.output_dir=nowhere"]
     assert CliRunner().invoke(app, quiet).output == ""

@@ -1,4 +1,4 @@
-"""The report of prepared data, as text, page and JSON: its numbers add up, and what is said is what happened."""
+"""Tests the report of prepared data, as text, page and JSON: its numbers add up and agree with the data."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def test_lengths_are_counted_and_compared() -> None:
 @pytest.mark.parametrize(
     ("share", "text"), [(0, "0.0%"), (1e-6, "<0.1%"), (0.5, "50.0%"), (0.99999, ">99.9%"), (1, "100.0%")]
 )
-def test_a_share_is_never_rounded_to_nothing_or_all(share: float, text: str) -> None:
+def test_a_share_is_never_rounded_to_0_or_100_percent(share: float, text: str) -> None:
     assert format_share(share) == text
 
 

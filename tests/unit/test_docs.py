@@ -1,4 +1,5 @@
-"""README, ARCHITECTURE and docs/: links, paths, generated parts, printed outputs, the commands of the quickstart."""
+"""Tests README, ARCHITECTURE and docs/: links, paths, generated parts, printed outputs, the commands of the
+quickstart."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from support.house import MODULES, PACKAGE, ROOT, parse
 
 from ulysses_cli.plan.recipe.schema import walk_settings
 
-# Names that docs use and no folder of the repository has: a run's files, a user's, and those that a reader makes.
+# Names that docs use but no folder of the repository has: files of a run, of a user, and those that a reader makes.
 NOT_OURS = re.compile(r"(~|output_dir|runs|logs|model)/.*|.*[A-Z*].*|use\.py|\w+\.(html|yaml|json)")
 SUFFIXES = (".py", ".md", ".yaml", ".json", ".jinja", ".toml", ".txt")
 readme = (ROOT / "README.md").read_text()
@@ -35,7 +36,7 @@ def drop_blocks(text: str) -> str:
 
 
 def list_anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Returns the anchors of a page's headings, as GitHub makes them."""
     heads = re.findall(r"^#+ (.*)$", drop_blocks(page.read_text()), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -106,7 +107,7 @@ def test_the_recipe_of_the_readme_is_valid_and_its_outputs_are_real(tmp_path: Pa
 
 
 def test_commands_that_docs_print_exist() -> None:
-    """Each `ulysses` command of a block has a help page that knows its options."""
+    """Checks that each `ulysses` command of a block has a help page that lists its options."""
     helps: dict[str, str] = {}
     for page in PAGES:
         blocks = [*list_blocks(page.read_text(), "sh"), *list_blocks(page.read_text(), "console")]
@@ -124,7 +125,7 @@ def test_commands_that_docs_print_exist() -> None:
 
 @pytest.mark.check
 def test_every_command_of_the_quickstart_runs(tmp_path: Path) -> None:
-    """In the order of the page, in an empty folder: from documents to a model that transformers loads."""
+    """Runs them in the order of the page, in an empty folder: from documents to a model that transformers loads."""
     (tmp_path / "my.yaml").write_text(list_blocks(quickstart, "yaml")[0])
     (tmp_path / "use.py").write_text(list_blocks(quickstart, "python")[0])
     (tmp_path / "bin").mkdir()

@@ -1,4 +1,4 @@
-"""The DeepSpeed config that a recipe makes, and what a user may lay over it."""
+"""Tests the DeepSpeed config that a recipe makes, and what a user may set in it."""
 
 from support.recipes import load
 
@@ -18,14 +18,14 @@ def test_for_deepspeed_every_rank_is_data_parallel() -> None:
     assert "sequence_parallel_size" not in made
 
 
-def test_what_travels_and_what_is_summed_is_float32() -> None:
+def test_gradients_travel_and_are_summed_in_float32() -> None:
     assert make()["communication_data_type"] == "fp32"
     assert make("train.gradient_accumulation_steps=2")["data_types"] == {"grad_accum_dtype": "fp32"}
     assert "data_types" not in make("train.gradient_accumulation_steps=2", "model.dtype=float32")
     assert "data_types" not in make("train.gradient_accumulation_steps=2", "parallel.zero_stage=1")
 
 
-def test_bfloat16_travels_where_no_sum_is_rounded_more_than_once() -> None:
+def test_bfloat16_gradients_travel_where_a_sum_is_rounded_once() -> None:
     def travels(*overrides: str) -> object:
         return make(*overrides)["communication_data_type"]
 
@@ -54,7 +54,7 @@ def test_copies_and_offload() -> None:
     assert "zero_hpz_partition_size" not in make()["zero_optimization"]
 
 
-def test_a_users_keys_are_laid_over_and_the_recipes_stay() -> None:
+def test_a_users_keys_are_merged_and_the_recipes_win() -> None:
     made = make()
     given = ("deepspeed.zero_optimization.reduce_bucket_size=7", "deepspeed.wall_clock_breakdown=true")
     recipe = load(*given).recipe
@@ -66,7 +66,7 @@ def test_a_users_keys_are_laid_over_and_the_recipes_stay() -> None:
     assert "wall_clock_breakdown" not in made
 
 
-def test_a_contradiction_is_told_in_the_recipes_own_words() -> None:
+def test_a_contradiction_names_the_recipes_setting() -> None:
     recipe = load("deepspeed.bf16.enabled=false", "deepspeed.zero_optimization.offload_param.device=cpu").recipe
     assert list(find_contradictions(recipe, make_ds_config(recipe, make_layout(recipe)))) == [
         (

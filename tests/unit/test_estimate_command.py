@@ -1,4 +1,5 @@
-"""estimate-memory and plan as a user meets them: stable JSON, exit codes, mistakes, written recipes that validate."""
+"""Tests estimate-memory and plan as a user meets them: stable JSON, exit codes, mistakes, written recipes that
+validate."""
 
 import itertools
 import json
@@ -18,7 +19,7 @@ KEYS = {
     "uncertainty_bytes", "peak_phase", "phases", "max_length", "max_length_all_levers", "suggestion", "step_seconds",
     "step_parts", "tokens_per_second", "mfu", "usd_per_million_tokens",
 }  # fmt: skip
-NOISE = 2.5  # a shared core's speed doubles and halves; benchmarks/estimate.py holds the bars themselves
+NOISE = 2.5  # the speed of a shared core doubles and halves; benchmarks/estimate.py holds the real bars
 
 
 def test_the_json_of_an_estimate() -> None:
@@ -47,7 +48,7 @@ def test_the_text_of_an_estimate() -> None:
         assert words in done.stdout
 
 
-def test_without_a_recipe_what_was_assumed_is_said() -> None:
+def test_without_a_recipe_assumptions_are_listed() -> None:
     done = run("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "256Ki", "--num-processes", "16")
     assert done.returncode == 0
     assert "sp_size 8, the largest valid one inside a machine; levers are auto" in done.stdout
@@ -59,7 +60,7 @@ def test_without_a_recipe_what_was_assumed_is_said() -> None:
     assert json.loads(with_lora.stdout)["results"][0]["phases"]["backward"]["optimizer_adam"] < 2**30
 
 
-def test_what_does_not_fit_says_what_would() -> None:
+def test_a_recipe_that_does_not_fit_says_what_would() -> None:
     words = ("estimate-memory", RECIPE, "--gpu", "l40s", "memory.tiled_loss=false", "memory.offload_optimizer=none")
     done = run(*words, "memory.activation_offloading=false", "memory.tiled_mlp=false")
     assert done.returncode == 0
@@ -69,15 +70,15 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 
 def test_a_row_that_ends_at_an_index_says_so() -> None:
-    """With whole logits, 2^31 elements come long before this GPU is full; in tiles, memory comes first."""
+    """With whole logits, 2^31 elements come long before this GPU is full; with tiles, memory is full first."""
     output = run("estimate-memory", RECIPE, "--gpu", "h200", "memory.tiled_loss=false").stdout
     assert "with these levers (a longer row has a tensor of more than 2^31 elements)" in output
     output = run("estimate-memory", RECIPE, "--gpu", "h100-80gb", "memory.tiled_loss=true").stdout
     assert "2^31" not in output
 
 
-def spend(*words: str) -> float:
-    """CPU seconds of a command: what others do on this machine meanwhile does not count."""
+def measure_cpu_seconds(*words: str) -> float:
+    """Returns a command's CPU seconds, which other programs on the machine do not change."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run(*words).returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -85,7 +86,7 @@ def spend(*words: str) -> float:
 
 
 def test_it_answers_in_half_a_second() -> None:
-    assert min(spend("estimate-memory", RECIPE) for _ in range(3)) < 0.5 * NOISE
+    assert min(measure_cpu_seconds("estimate-memory", RECIPE) for _ in range(3)) < 0.5 * NOISE
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_a_search_over_8_kinds_and_64_machines_takes_3_seconds() -> None:
         f"{name}:512" for name in ["h100-80gb", "h200", "b200", "b300", "a100-80gb", "mi300x", "l40s", "rtx-pro-6000"]
     )
     words = ("--model", "meta-llama/Llama-3.1-70B", "--max-length", "128Ki", "--tokens", "10B", "--gpus", kinds)
-    assert min(spend("plan", *words) for _ in range(2)) < 3 * NOISE
+    assert min(measure_cpu_seconds("plan", *words) for _ in range(2)) < 3 * NOISE
 
 
 def test_the_longest_row() -> None:
@@ -208,7 +209,7 @@ def test_a_sweep_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
     assert "cannot be written" in done.stderr
 
 
-def test_what_a_recipe_says_a_gpu_costs_is_its_price() -> None:
+def test_a_recipes_price_of_a_gpu_wins() -> None:
     words = ("estimate-memory", RECIPE, "run.price_per_gpu_hour=3.5")
     answer = json.loads(run(*words, "--format", "json").stdout)["results"][0]
     dollars = 3.5 * 8 / 3600 * 1e6 / answer["tokens_per_second"]

@@ -1,4 +1,4 @@
-"""The model's own work, against a count by hand and pair by pair."""
+"""Compares the model's own FLOPs with a count by hand and pair by pair."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ CONFIG = {
 
 
 @given(st.integers(1, 60), st.none() | st.integers(1, 80))
-def test_pairs_are_those_that_a_causal_window_allows(length: int, window: int | None) -> None:
+def test_pairs_are_counted_within_a_causal_window(length: int, window: int | None) -> None:
     pairs = sum(1 for q in range(length) for k in range(q + 1) if window is None or q - k < window)
     assert count_pairs(length, window) == pairs
 
@@ -32,7 +32,7 @@ def test_a_small_model_by_hand() -> None:
     assert compute_pair_flops(shape) == 3 * 2 * 4 * 4 * 16
 
 
-def test_experts_count_where_a_token_is_sent() -> None:
+def test_only_experts_that_a_token_reaches_count() -> None:
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     shape = read_model_shape({**CONFIG, "model_type": "mixtral", **experts, "head_dim": 16}, "test")
     dense = read_model_shape(CONFIG, "test")

@@ -1,5 +1,8 @@
-"""Whatever a file holds, its reader takes it or refuses it in words: no other exception, no hang, no memory without
-bound. A small sample always; many more bytes and structures in `make test-full`."""
+"""Tests that a reader takes any file content or refuses it with a message.
+
+It raises no other exception, does not hang and uses bounded memory. A small sample always runs; many more bytes and
+structures run in `make test-full`.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,8 @@ VALUES = st.recursive(
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """An error where the code within takes too long or too much memory. Its own CPU time counts, since a machine may be
-    busy; a wait that takes no CPU time is given six times as long."""
+    """Raises where the code within takes too long or too much memory. Its own CPU time counts, since a machine may be
+    busy. A wait that takes no CPU time may take six times as long."""
 
     def stop(number: int, frame: Any) -> None:
         raise AssertionError(f"not done in {SECONDS} s")
@@ -74,7 +77,7 @@ def bounded() -> Iterator[None]:
 
 @st.composite
 def damage(draw: st.DrawFn, valid: bytes) -> bytes:
-    """A valid file with a few bytes replaced, cut out or put in; or bytes of any kind."""
+    """Returns a valid file with a few bytes replaced, cut out or inserted; or any bytes."""
     kind = draw(st.sampled_from(["bytes", "splice", "json", "deep"]))
     if kind == "bytes":
         return draw(st.binary(max_size=200))
@@ -92,7 +95,7 @@ def damage(draw: st.DrawFn, valid: bytes) -> bytes:
 
 
 def _replace(draw: st.DrawFn, value: Any) -> Any:
-    """One value somewhere inside is another."""
+    """Replaces one value somewhere inside."""
     if isinstance(value, dict) and value and draw(st.integers(0, 4)):
         name = draw(st.sampled_from(sorted(value)))
         new = draw(st.sampled_from([name] * 9 + ["another"]))
@@ -104,7 +107,7 @@ def _replace(draw: st.DrawFn, value: Any) -> Any:
 
 
 def read_manifest(folder: Path, content: bytes) -> None:
-    """A damaged newest checkpoint never keeps an older one from being found."""
+    """Checks that a damaged newest checkpoint does not hide an older one."""
     good, bad = (folder / "checkpoints" / name for name in ("step-3", "step-6"))
     if not good.exists():
         make_checkpoint(folder, 3), make_checkpoint(folder, 6)
@@ -116,7 +119,7 @@ def read_manifest(folder: Path, content: bytes) -> None:
 
 
 def read_state(folder: Path, content: bytes) -> None:
-    """Whoever wrote it gave it its right hash."""
+    """Reads a state whose manifest has its right hash."""
     path = folder / "checkpoints" / "step-6"
     if not path.exists():
         make_checkpoint(folder, 6)
@@ -187,7 +190,7 @@ def read_rows(folder: Path, content: bytes) -> None:
 
 
 def read_chat_answer(folder: Path, content: bytes) -> None:
-    """Whatever a template makes of a chat, spans are found in it or it is refused."""
+    """Checks that for any output of a template, spans are located in it or it is refused."""
     text = content.decode("utf-8", "replace")
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}]
 
@@ -262,7 +265,7 @@ READERS: dict[str, tuple[bytes, Callable[[Path, bytes], None]]] = {
 }
 NUM_EXAMPLES = int(os.environ.get("ULYSSES_FUZZ_EXAMPLES", "1000"))
 SLOWNESS = {"tokenizer.json": 5, "metrics": 5, "config.json": 2, "JSONL": 2}  # transformers takes a second
-SAMPLED = ("manifest", "state", "recipe", "safetensors", "JSONL", "chat template output")  # cheap ones
+SAMPLED = ("manifest", "state", "recipe", "safetensors", "JSONL", "chat template output")  # these are cheap
 
 
 def fuzz(name: str, folder: Path, num_examples: int) -> None:

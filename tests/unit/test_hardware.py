@@ -1,4 +1,4 @@
-"""The hardware table: what is shipped, a user's own entries, and every mistake in them."""
+"""Tests the hardware table: what is shipped, a user's own entries, and every mistake in them."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_the_shipped_table(key: str) -> None:
         assert gpu.price_date >= "2026"
 
 
-def test_names_are_found_however_they_are_written() -> None:
+def test_a_name_matches_in_any_spelling() -> None:
     table = load_hardware()
     for name in ("h100", "H100", "h100_80gb", " h100-sxm "):
         assert table.get_gpu(name).key == "h100-80gb"
@@ -101,7 +101,7 @@ def test_no_value_raises_anything_but_recipe_error(key: str, value: object) -> N
 
 
 @pytest.mark.parametrize("content", ["[]", "[1]", "words", "3"])
-def test_a_users_table_that_is_no_mapping_is_told(
+def test_a_users_table_that_is_no_mapping_is_refused(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

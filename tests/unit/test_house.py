@@ -1,4 +1,4 @@
-"""The house rules: who imports whom, how large a room may be, where printing is allowed, names that are unique."""
+"""Tests the house rules: imports, size of rooms, where printing is allowed, unique names."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ from support.house import (
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc", "manager", "base", "core"}
 STDLIB_ONLY = {"plan/packing", "plan/bins", "plan/layout", "plan/problem"}
 SPEAKS_TO_THE_WORLD = {"typer", "rich", "huggingface_hub", "requests", "urllib", "socket"}
-# Inside train/ the stages of a rank and the assembler see a Recipe; the rest takes plain arguments.
+# Inside train/, the stages of a rank and train/assembly see a Recipe. The rest takes plain arguments.
 SEE_A_RECIPE = ("train/assembly", "train/inputs", "train/worker", "train/__main__", "train/export/job")
 IMPORT_DEEPSPEED = {
     "train/assembly/build",
@@ -75,7 +75,7 @@ def test_every_room_has_its_place_in_the_order() -> None:
         assert len(order) == len(set(order)), top
 
 
-def test_no_arrow_leads_from_a_lower_room_to_a_higher_one() -> None:
+def test_no_lower_room_imports_a_higher_one() -> None:
     assert list_upward_arrows() == []
 
 

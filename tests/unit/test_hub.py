@@ -1,4 +1,4 @@
-"""Where shapes come from, and what is said when they cannot be had. The hub is a server of the test's own."""
+"""Tests where shapes come from, and the messages when they are missing. The hub is a server of the test's own."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_the_table_by_any_of_its_names_and_the_users_own() -> None:
     assert "has no `repo` and `config`" in complain("owner/x")
 
 
-def test_a_slip_of_the_pen() -> None:
+def test_a_misspelt_model_name() -> None:
     assert complain("owner/none") == (
         "model.name_or_path: config.json of owner/none is not on this machine: not in a folder, the Hugging Face cache "
         "or the table\n\nhint: add --online to download its config.json, or name a local folder"
@@ -85,7 +85,7 @@ def test_a_slip_of_the_pen() -> None:
     )
 
 
-def test_a_hub_that_may_not_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_not_asked_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "_reach", lambda _: pytest.fail("the network was asked"))
     with pytest.raises(RecipeError) as caught:
@@ -179,7 +179,7 @@ def validate_online(address: str, name: str, tmp_path: Path) -> subprocess.Compl
         ("owner/empty", 2, "owner/empty has no config.json"),
     ],
 )
-def test_the_hub_is_asked_when_told_to(hub_address: str, tmp_path: Path, name: str, code: int, words: str) -> None:
+def test_the_hub_is_asked_on_request(hub_address: str, tmp_path: Path, name: str, code: int, words: str) -> None:
     done = validate_online(hub_address, name, tmp_path)
     assert words in done.stdout + done.stderr
     assert done.returncode == code

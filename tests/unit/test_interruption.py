@@ -1,4 +1,4 @@
-"""What a rank does when it is told to stop, phase by phase; signals and a parent's death in real processes."""
+"""Tests what a rank does with a signal to stop, phase by phase; signals and a parent's death in real processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, STOP_
 
 
 class Rank:
-    """An interruption with a clock that tests turn."""
+    """An interruption with a clock that tests set."""
 
     def __init__(self) -> None:
         self.now, self.ended, self.said = 100.0, [], []
@@ -29,19 +29,19 @@ class Rank:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, ORPHANED])
-def test_while_nothing_can_be_lost_the_end_is_at_once(number: int) -> None:
+def test_a_rank_ends_at_once_while_nothing_can_be_lost(number: int) -> None:
     rank = Rank()
     rank.interruption.receive(number)
     assert rank.ended == [number]
     assert rank.said == []
 
 
-def test_a_loop_is_asked_and_has_its_time() -> None:
+def test_a_loop_is_asked_to_stop_and_has_a_time_limit() -> None:
     rank = Rank()
     rank.interruption.wait_for_boundary(600.0, lambda: False)
     assert not rank.interruption.is_asked
     rank.interruption.receive(signal.SIGTERM)
-    rank.interruption.receive(signal.SIGTERM)  # from the launcher, and from a scheduler that tells every process
+    rank.interruption.receive(signal.SIGTERM)  # one from the agent, one from a scheduler that signals every process
     assert rank.interruption.is_asked
     assert rank.said == ["stopping after this step; Ctrl-C again, or a second signal, stops now"]
     rank.wait(STOP_SECONDS - 1)
@@ -50,7 +50,7 @@ def test_a_loop_is_asked_and_has_its_time() -> None:
     assert rank.ended == [signal.SIGTERM]
 
 
-def test_a_short_time_out_of_steps_is_a_short_time_to_stop() -> None:
+def test_a_short_step_timeout_bounds_the_time_to_stop() -> None:
     rank = Rank()
     rank.interruption.wait_for_boundary(8.0, lambda: False)
     rank.interruption.receive(signal.SIGTERM)
@@ -58,7 +58,7 @@ def test_a_short_time_out_of_steps_is_a_short_time_to_stop() -> None:
     assert rank.ended == [signal.SIGTERM]
 
 
-def test_a_save_takes_its_time_unless_the_launcher_is_dead() -> None:
+def test_a_save_may_take_long_unless_the_agent_is_dead() -> None:
     rank = Rank()
     rank.interruption.wait_for_boundary(600.0, lambda: True)
     rank.interruption.receive(signal.SIGTERM)
@@ -69,7 +69,7 @@ def test_a_save_takes_its_time_unless_the_launcher_is_dead() -> None:
     assert rank.ended == [signal.SIGTERM]
 
 
-def test_one_that_was_told_before_ends_when_nothing_is_left_to_save() -> None:
+def test_an_early_signal_ends_the_rank_when_nothing_is_left_to_save() -> None:
     rank = Rank()
     rank.interruption.wait_for_boundary(600.0, lambda: False)
     rank.interruption.receive(signal.SIGINT)
@@ -90,7 +90,7 @@ CHILD = """
 
 @contextmanager
 def start_child(*, through: bool = False) -> Iterator[subprocess.Popen[bytes]]:
-    """`through`: by a process that ends when its stdin does."""
+    """Starts a child; `through` is a process between them that ends when its stdin is closed."""
     script = textwrap.dedent(CHILD)
     if through:
         script = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {script!r}]); sys.stdin.read()"
@@ -107,7 +107,7 @@ def start_child(*, through: bool = False) -> Iterator[subprocess.Popen[bytes]]:
             child.kill()
 
 
-def test_signals_are_heard_while_the_main_thread_waits() -> None:
+def test_signals_are_handled_while_the_main_thread_waits() -> None:
     with start_child() as child:
         assert child.stdout is not None
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -115,7 +115,7 @@ def test_signals_are_heard_while_the_main_thread_waits() -> None:
             assert child.stdout.readline() == f"{int(number)}\n".encode()
 
 
-def test_the_death_of_the_parent_is_heard() -> None:
+def test_the_death_of_the_parent_is_noticed() -> None:
     with start_child(through=True) as parent:
         assert parent.stdout is not None
         parent.kill()

@@ -1,4 +1,4 @@
-"""From a layout to a launcher's command line: which machine this is, and what was wrong when a run ends."""
+"""Tests how a layout becomes an agent's command line: which machine this is, and what failed when a run ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ulysses_cli.run_folder.run_lock import LostFolderError, RunLock
 from ulysses_cli.run_folder.seal import KEY, Seal
 
 
-def test_the_launchers_command_line(tmp_path: Path) -> None:
+def test_the_agents_command_line(tmp_path: Path) -> None:
     alone_here = Nodes(processes_here=2)
     with rendezvous.open_rendezvous(alone_here, tmp_path, {}) as place:
         folder = place.folder
@@ -40,7 +40,7 @@ def test_the_launchers_command_line(tmp_path: Path) -> None:
     assert len(environ[KEY]) == 64
 
 
-def test_several_machines_share_a_key_that_no_command_line_shows(tmp_path: Path) -> None:
+def test_the_key_of_several_machines_is_on_no_command_line(tmp_path: Path) -> None:
     both = [Nodes(2, rank, "127.0.0.1", 1234, 8) for rank in range(2)]
     open_rendezvous = rendezvous.open_rendezvous
     with open_rendezvous(both[1], tmp_path, {}) as second, open_rendezvous(both[0], tmp_path, {}) as first:
@@ -63,7 +63,7 @@ def test_several_machines_share_a_key_that_no_command_line_shows(tmp_path: Path)
     assert f"--rdzv-id={Seal('g' * 40).name_run()}" not in args[0]
 
 
-def test_a_key_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_bad_key_is_refused(tmp_path: Path) -> None:
     nodes, file = Nodes(2, 0, "localhost"), tmp_path / "key"
 
     def refuse(environ: dict[str, str]) -> Problem:
@@ -87,7 +87,7 @@ def test_a_key_that_is_none_is_refused(tmp_path: Path) -> None:
     assert refuse({}).message.endswith("is not a file")
 
 
-def test_a_key_is_waited_for_until_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_read_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "key"
     file.touch(0o600)
     monkeypatch.setattr(run_key.time, "sleep", lambda _: file.write_text("b" * 64))
@@ -102,7 +102,7 @@ def test_a_key_is_waited_for_until_it_is_whole(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_master_that_only_this_machine_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where /etc/hosts says 127.0.1.1 of the machine's own name."""
+    """/etc/hosts may give 127.0.1.1 for the machine's own name."""
     assert network.find_route("127.0.0.1") == network.Route("127.0.0.1", "lo")
     assert network.find_route("localhost").interface == "lo"
     values = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
@@ -123,7 +123,7 @@ def test_a_master_that_only_this_machine_reaches_is_refused(monkeypatch: pytest.
         network.find_route("gpu01")
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_the_users_environment_wins() -> None:
     made = make_environment({"OMP_NUM_THREADS": "7", "PATH": "p"}, "cuda", 1)
     assert made["OMP_NUM_THREADS"] == "7"
     assert made["PATH"] == "p"
@@ -146,7 +146,7 @@ def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_was_killed_has_said_nothing(tmp_path: Path) -> None:
+def test_a_killed_rank_has_no_record(tmp_path: Path) -> None:
     (tmp_path / "failure.json").write_text(json.dumps([{"rank": 3, "exit_code": -9, "time": 5}]))
     assert format_failure(find_first_failure(tmp_path, 1), tmp_path) == (
         "rank 3 was killed by SIGKILL: most often the system ran out of host memory"
@@ -156,7 +156,7 @@ def test_a_rank_that_was_killed_has_said_nothing(tmp_path: Path) -> None:
     assert "the run ended with exit code 1" in format_failure(find_first_failure(tmp_path, 1), tmp_path)
 
 
-def test_a_launcher_that_was_killed_is_named(tmp_path: Path) -> None:
+def test_a_killed_agent_is_named(tmp_path: Path) -> None:
     """The records of its ranks only say that they were interrupted."""
     record = {"rank": 1, "phase": "reading inputs", "is_interruption": True, "exit_code_wanted": 143}
     (tmp_path / "rank-1.error.json").write_text(json.dumps(record))
@@ -167,7 +167,7 @@ def test_a_launcher_that_was_killed_is_named(tmp_path: Path) -> None:
     assert find_first_failure(tmp_path, -9)["message"] == "disk full"
 
 
-def test_a_folder_belongs_to_one_run_as_long_as_a_process_of_it_lives(tmp_path: Path) -> None:
+def test_a_folder_is_locked_as_long_as_a_process_of_its_run_lives(tmp_path: Path) -> None:
     lock = start_lock.lock_run(tmp_path / "run", 0)
     rank = RunLock(lock.file)
     for end in (lambda: os.close(lock.handle), lambda: os.close(rank.handle)):
@@ -195,7 +195,7 @@ def test_a_lock_that_was_removed_with_its_folder_is_put_back(tmp_path: Path) -> 
         start_lock.lock_run(run_dir, 0)
 
 
-def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path) -> None:
     first = {"model": {"hub_token": "hf_abcdefghijkl"}, "train": {"max_steps": 6, "learning_rate": 1e-4}}
     second = {"model": {"hub_token": "hf_mnopqrstuvwx"}, "train": {"max_steps": 9, "learning_rate": 1e-4}}
     lock = start_lock.lock_run(tmp_path, 0, first)
@@ -212,8 +212,8 @@ def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:
         start_lock.lock_run(tmp_path, 0, first)
 
 
-class Agent:
-    """What a command may do to its launcher."""
+class AgentDouble:
+    """What a command does to its agent."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -226,8 +226,8 @@ class Agent:
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_first_signal_asks_and_a_second_ends(first: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent, now, alarms = Agent(), [0.0], []
+def test_a_first_signal_asks_and_a_second_kills(first: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, now, alarms = AgentDouble(), [0.0], []
     monkeypatch.setattr(signal, "alarm", alarms.append)
     signals = launcher.StopSignals(agent, lambda: now[0])  # type: ignore[arg-type]
     signals.handle(first, None)
@@ -245,7 +245,7 @@ def test_a_first_signal_asks_and_a_second_ends(first: signal.Signals, monkeypatc
 
 
 def test_a_signal_to_a_rank_is_no_cause(tmp_path: Path) -> None:
-    """The launcher ends the others with a signal when one has failed."""
+    """The agent ends the other ranks with a signal when one has failed."""
     record = {"rank": 0, "time": 1.0, "is_interruption": True, "phase": "loading the model", "exit_code_wanted": 143}
     (tmp_path / "rank-0.error.json").write_text(json.dumps(record))
     assert find_first_failure(tmp_path, 1)["is_interruption"]
@@ -254,7 +254,7 @@ def test_a_signal_to_a_rank_is_no_cause(tmp_path: Path) -> None:
     assert find_first_failure(tmp_path, 1)["rank"] == 1
 
 
-def test_an_earlier_run_is_deleted_only_when_told_so(tmp_path: Path) -> None:
+def test_an_earlier_run_is_deleted_only_with_overwrite(tmp_path: Path) -> None:
     results.check_run_dir(tmp_path, [], overwrite=False)
     for name, own in (("checkpoints", "mine.pt"), ("model", "weights.bin")):
         (tmp_path / name).mkdir()
@@ -271,7 +271,7 @@ def test_an_earlier_run_is_deleted_only_when_told_so(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_an_earlier_run_stays_until_a_new_model_stands(tmp_path: Path) -> None:
+def test_an_earlier_run_stays_until_the_new_model_is_complete(tmp_path: Path) -> None:
     assert results.set_results_aside(tmp_path) is None
     (tmp_path / "model").mkdir()
     assert results.set_results_aside(tmp_path) is None, "an empty folder is nothing to keep"
@@ -309,7 +309,7 @@ def test_the_newest_checkpoint_by_name(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RecipeError, match="cannot be written: Not a directory"):
         start_lock.lock_run(tmp_path / "file" / "run", 0)
@@ -322,13 +322,13 @@ def test_a_lock_of_a_build_that_died_is_cleared(tmp_path: Path) -> None:
         lock.touch()
     for lock, when in ((old, 0), (held, 0), (early, 1 << 40)):  # the clock jumped forwards, or back
         os.utime(lock, (when, when))
-    with open(held, "rb"):  # by whoever builds
+    with open(held, "rb"):  # by the process that builds
         launcher.clear_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert [lock for lock in locks if lock.exists()] == [new, held]
 
 
-def test_a_killed_rank_is_the_cause_unless_a_rank_knows_better(tmp_path: Path) -> None:
-    """A rank that lost its peer speaks before the launcher has seen the peer's death."""
+def test_a_killed_rank_is_the_cause_unless_another_rank_recorded_one(tmp_path: Path) -> None:
+    """A rank that lost its peer reports before the agent has noticed the peer's death."""
     (tmp_path / "failure.json").write_text(json.dumps([{"rank": 1, "exit_code": -9, "time": 12}]))
     (tmp_path / "rank-0.error.json").write_text(json.dumps({"rank": 0, "message": "connection reset", "time": 11}))
     assert find_first_failure(tmp_path, 1)["rank"] == 1

@@ -1,4 +1,4 @@
-"""Ranks and coordinates are a bijection and groups partition the world, for worlds up to 4096."""
+"""Tests that ranks and coordinates are a bijection and groups partition the world, for worlds up to 4096."""
 
 from itertools import chain
 
@@ -32,7 +32,7 @@ def test_sp_groups_partition_the_world(layout: Layout) -> None:
     groups, size = layout.sp_groups, layout.sp_size
     assert sorted(chain.from_iterable(groups)) == list(range(layout.world_size))
     assert {len(group) for group in groups} == {size}
-    for group in groups[:5]:  # along the group only the sp axis moves, and it moves in order
+    for group in groups[:5]:  # along the group only the sp coordinate changes, in order
         at = [layout.get_coordinates(rank) for rank in group]
         assert [coordinates.sp for coordinates in at] == list(range(size))
         assert len({coordinates._replace(sp=0) for coordinates in at}) == 1

@@ -1,4 +1,5 @@
-"""Levers: each on only where it is needed, in the order of its cost, with a reason; suggestions that do fit."""
+"""Tests the choice of levers: each is on only where it is needed, in the order of cost, with a reason; suggestions
+fit."""
 
 from dataclasses import replace
 
@@ -46,7 +47,7 @@ def test_none_is_on_where_none_is_needed() -> None:
     assert all(reason.startswith("not needed: the peak is ") for reason in choice.reasons.values())
 
 
-def test_they_come_on_one_after_another_as_rows_grow() -> None:
+def test_levers_come_on_one_by_one_as_rows_grow() -> None:
     results = [choose(f"data.max_length={length}Ki").levers for length in (64, 512, 1024, 1536)]
     counts = [sum([each.tiled_loss, each.tiled_mlp, each.offloaded_layers > 0]) for each in results]
     assert counts == sorted(counts)
@@ -57,7 +58,7 @@ def test_they_come_on_one_after_another_as_rows_grow() -> None:
         assert each.offload_optimizer == "none"
 
 
-def test_what_is_on_is_needed() -> None:
+def test_every_lever_that_is_on_is_needed() -> None:
     for length in ("512Ki", "1Mi", "1536Ki"):
         recipe = load(*EIGHT, f"data.max_length={length}").recipe
         choice = choose_levers(recipe, LLAMA_8B, H100)
@@ -75,7 +76,7 @@ def test_what_is_on_is_needed() -> None:
 
 @pytest.mark.parametrize("length", sample(["832Ki", "1Mi", "1280Ki", "3Mi"], quick=["1Mi"]))
 def test_no_more_layers_are_offloaded_than_needed(length: str) -> None:
-    """Against every number, tried one by one: the smallest that fits."""
+    """Compares with every number, tried one by one: the smallest that fits."""
     recipe = load(*EIGHT, f"data.max_length={length}").recipe
     choice = choose_levers(recipe, LLAMA_8B, H100)
     job = make_job(recipe, LLAMA_8B, choice.levers)
@@ -91,7 +92,7 @@ def test_no_more_layers_are_offloaded_than_needed(length: str) -> None:
 
 
 def test_layers_stay_where_the_host_has_no_room_for_them() -> None:
-    """Neither memory holds what all layers keep; together they do."""
+    """Neither memory holds what all layers save; both together do."""
     recipe = load(*EIGHT, "data.max_length=1Mi", "memory.offload_optimizer=none").recipe
     all_levers = make_job(recipe, LLAMA_8B, Levers(offloaded_layers=31, tiled_loss=True, tiled_mlp=True))
     ledger = compute_ledger(all_levers)
@@ -113,7 +114,7 @@ def test_layers_stay_where_the_host_has_no_room_for_them() -> None:
     ),
 )
 def test_the_longest_row_offloads_what_the_host_has_room_for(name: str, kind: str, adapters: Adapters | None) -> None:
-    """Where memory of the host ends first, with some layers and with none: no number of them reaches farther."""
+    """Where host memory ends first, with some layers and with none, no number of them reaches farther."""
     shape, gpu = get_shape(name), load_hardware().get_gpu(kind)
     job = Job(shape, Layout(), 4096, Levers(), adapters=adapters)
     longest, _ = find_longest(job, gpu)
@@ -133,7 +134,7 @@ def test_a_suggestion_leaves_a_number_that_fits() -> None:
     assert estimate.suggestion == "memory:\n  tiled_loss: true\n"
 
 
-def test_where_nothing_fits_the_host_is_asked_for_no_more_than_the_gpu_needs() -> None:
+def test_where_nothing_fits_no_more_is_offloaded_than_the_gpu_needs() -> None:
     recipe = load(*EIGHT, "data.max_length=1Mi").recipe
     tight = replace(H100, host_bytes_per_gpu=10 << 30)
     choice = choose_levers(recipe, LLAMA_8B, tight)
@@ -156,7 +157,7 @@ def test_layers_to_offload_are_all_or_a_number(said: str, num_layers: int) -> No
     assert read_levers(written, LLAMA_8B)[0] == levers
 
 
-def test_what_the_recipe_says_stays() -> None:
+def test_the_recipes_levers_are_not_changed() -> None:
     choice = choose("data.max_length=1Mi", "memory.tiled_mlp=false", "memory.offload_optimizer=cpu")
     assert (choice.levers.tiled_mlp, choice.levers.offload_optimizer) == (False, "cpu")
     assert "tiled_mlp" not in choice.reasons
@@ -171,7 +172,7 @@ def test_kernels_that_count_in_32_bits_turn_levers_on() -> None:
 
 
 def test_weights_leave_the_gpu_last() -> None:
-    """One GPU of 20 GB: states on the host are not enough for 8 B parameters, weights there as well are."""
+    """On one GPU of 20 GB, states on the host are not enough for 8 B parameters; with weights there too they are."""
     small = replace(H100, memory_bytes=20 << 30, host_bytes_per_gpu=400 << 30)
     recipe = load("data.max_length=4Ki", "parallel.sp_size=1").recipe
     choice = choose_levers(recipe, LLAMA_8B, small)
@@ -221,8 +222,8 @@ def test_no_suggestion_where_none_helps() -> None:
 
 
 @pytest.mark.parametrize("length", sample(["256Ki", "2Mi"], quick=["256Ki"]))
-def test_the_cheapest_is_the_cheapest(length: str) -> None:
-    """Against every combination, tried one by one."""
+def test_the_choice_is_the_cheapest_that_fits(length: str) -> None:
+    """Compares with every combination, tried one by one."""
     recipe = load(*EIGHT, f"data.max_length={length}").recipe
     levers, open_names = read_levers(recipe, LLAMA_8B)
     job = make_job(recipe, LLAMA_8B, levers)
@@ -249,7 +250,7 @@ def test_all_levers_reach_at_least_as_far_as_the_given_ones(name: str, kind: str
 
 
 def test_tiles_of_the_mlp_are_not_chosen_where_they_take_more() -> None:
-    """Their float32 sums of experts' gradients are more than a short row's inside."""
+    """With experts, the float32 sums of gradients are larger than what a short row saves."""
     job = Job(get_shape("openai/gpt-oss-120b"), Layout(1, 8, 1), 8192, Levers())
 
     def peak(is_on: bool) -> int:

@@ -1,4 +1,4 @@
-"""YAML in, a Recipe or every mistake with its place out; and nothing else, whatever the text."""
+"""Tests that YAML text becomes a Recipe or every mistake with its place, whatever the text."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_a_small_recipe_loads() -> None:
     assert loaded.recipe.data.max_length == 8192
     assert loaded.recipe.parallel.sp_size == 4
     assert (loaded.places["parallel.sp_size"].line, loaded.places["parallel.sp_size"].column) == (4, 12)
-    assert str(loaded.locate("parallel.zero_stage")) == "r.yaml:4:3"  # not written: its section
+    assert str(loaded.locate("parallel.zero_stage")) == "r.yaml:4:3"  # not written: the section's place
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_numbers(text: str, value: object) -> None:
     assert type(parse_number(text)) is type(value)
 
 
-def test_a_scalar_is_read_as_what_may_stand_there() -> None:
+def test_a_scalar_is_read_as_its_setting_expects() -> None:
     recipe = load("model.revision=1e5", "train.learning_rate=1", "train.max_steps=1e3", "run.run_name=500K").recipe
     assert (recipe.model.revision, recipe.run.run_name) == ("1e5", "500K")
     assert (recipe.train.learning_rate, recipe.train.max_steps) == (1.0, 1000)
@@ -71,7 +71,7 @@ def test_spellings_of_values() -> None:
     assert load("data.sample_packing=true").recipe.data.packing == "documents"
 
 
-def test_every_alias_is_understood_and_said() -> None:
+def test_every_alias_is_accepted_and_shown() -> None:
     samples = {
         "model.dtype": "float32",
         "data.added_tokens": "[a]",
@@ -210,7 +210,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file() -> None:
     assert [line.split(": ")[1] for line in result] == ["train.optim", "train.warmup_steps", "run.sed"]
 
 
-def test_missing_sections_name_what_they_take() -> None:
+def test_missing_sections_list_their_settings() -> None:
     result = complain("")
     assert result[0].startswith(
         "r.yaml:1:1: model: required and not written\n\nhint: write model, a section with name_or"
@@ -252,7 +252,7 @@ def test_more_mistakes(line: str, message: str) -> None:
     assert complain(VALID + line + "\n") == [message]
 
 
-def test_true_is_not_one() -> None:
+def test_true_is_not_the_number_1() -> None:
     assert complain(VALID, "parallel.zero_stage=true")[0].startswith(
         "command line: parallel.zero_stage: true is not `1`, `2` or `3`"
     )
@@ -266,7 +266,7 @@ def test_an_override_changes_one_place_of_an_anchor() -> None:
     assert (data.datasets[0].path, data.eval_datasets[0].path) == ("a/b", "c/d")
 
 
-def test_rules_look_at_what_can_be_read(tmp_path: Path) -> None:
+def test_rules_check_what_can_be_read(tmp_path: Path) -> None:
     from ulysses_cli.validate import validate_recipe
 
     file = tmp_path / "r.yaml"
@@ -276,7 +276,7 @@ def test_rules_look_at_what_can_be_read(tmp_path: Path) -> None:
     assert [problem.key for problem in validate_recipe(str(file)).problems] == ["parallel.sp_size", "train.max_stps"]
 
 
-def test_merged_mappings_give_way_to_written_keys() -> None:
+def test_written_keys_win_over_merged_mappings() -> None:
     text = VALID.replace("train:\n", "train:\n  <<: {max_steps: 3, warmup_steps: 2}\n")
     assert load(text=text).recipe.train.max_steps == 10
     assert load(text=text).recipe.train.warmup_steps == 2
@@ -296,7 +296,7 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
             load_recipe(file)
 
 
-def test_the_hash_follows_what_decides_values() -> None:
+def test_the_hash_changes_with_settings_that_decide_values() -> None:
     base = compute_recipe_hash(load().recipe)
     for same in ("parallel.sp_size=2", "memory.tiled_mlp=true", "run.output_dir=x", "data.num_workers=2"):
         assert compute_recipe_hash(load(same).recipe) == base
@@ -369,7 +369,7 @@ def test_no_value_raises_anything_but_recipe_error(values: dict[str, object]) ->
         assert keys <= values.keys() | {"data.datasets"}
 
 
-def test_text_on_the_command_line_is_what_was_typed() -> None:
+def test_text_on_the_command_line_stays_as_typed() -> None:
     for text in (
         "*.jsonl",
         "&c",
@@ -422,13 +422,13 @@ def test_an_element_may_stand_for_a_list_of_one(tmp_path: Path) -> None:
         ("train.yaml model.yml x", ["train.yaml", "model.yml", "x"], []),
     ],
 )
-def test_keys_that_lack_a_value_are_no_files(words: str, files: list[str], overrides: list[str]) -> None:
+def test_keys_without_a_value_are_no_files(words: str, files: list[str], overrides: list[str]) -> None:
     from ulysses_cli.validate import split_words
 
     assert split_words(words.split()) == (files, overrides)
 
 
-def test_a_key_that_lacks_its_value_is_told_how_to_get_one() -> None:
+def test_a_key_without_a_value_gets_a_hint() -> None:
     template = "command line: {}: has no value\n\nhint: write {}"
     assert complain(VALID, "train.max_steps") == [template.format("train.max_steps", "train.max_steps=VALUE")]
     assert complain(VALID, "max_steps 10") == [template.format("max_steps", "train.max_steps=10")]

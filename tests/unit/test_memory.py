@@ -1,4 +1,4 @@
-"""The ledger: figures of a trace of the real engine, sums, and what must never fall or rise."""
+"""Tests the ledger: figures of a trace of the real engine, sums, and how bytes change with length, ranks and levers."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,16 +37,17 @@ FULL = Levers(gradient_checkpointing="full")
         (4, 98_304, Levers(gradient_checkpointing=False), 207.0),
     ],
 )
-def test_a_trace_of_the_real_engine_gave_the_same(sp_size: int, row_tokens: int, levers: Levers, traced: float) -> None:
-    """Allocated GiB of Qwen3-4B under DeepSpeed 0.19.8, bfloat16 reduction: every allocation counted, no GPU."""
+def test_figures_equal_a_trace_of_the_real_engine(sp_size: int, row_tokens: int, levers: Levers, traced: float) -> None:
+    """Holds allocated GiB of Qwen3-4B under DeepSpeed 0.19.8 with bfloat16 reduction, every allocation counted without
+    a GPU."""
     ledger = compute_ledger(Job(QWEN, Layout(1, 1, sp_size), row_tokens, levers))
     assert ledger.gpu_allocated_bytes / GIB == pytest.approx(traced, abs=0.06)
     assert (ledger.peak.phase, ledger.peak.name) == ("backward", "loss")
 
 
 def test_what_the_engine_holds_between_steps() -> None:
-    """After init and after a step, traced: 8.423 and 15.915 GiB for 4B on 4 ranks, 2.801 for 8B on 8 with the optimizer
-    on the host."""
+    """A trace gave after init and after a step: 8.423 and 15.915 GiB for 4B on 4 ranks, 2.801 for 8B on 8 with the
+    optimizer on the host."""
 
     def hold(job: Job) -> list[int]:
         lines = [
@@ -65,7 +66,7 @@ def test_what_the_engine_holds_between_steps() -> None:
     assert eight / GIB == pytest.approx(2.801, abs=0.003)
 
 
-def test_the_optimizer_on_the_host_takes_18_bytes_a_weight() -> None:
+def test_the_optimizer_on_the_host_takes_18_bytes_per_weight() -> None:
     job = Job(LLAMA, Layout(1, 1, 8), 4096, replace(FULL, offload_optimizer="cpu", offload_param="cpu"))
     lines = list_host_phases(job, ["forward"])["forward"]
     taken = lines["optimizer_pinned"] + lines["optimizer_pageable"]
@@ -149,7 +150,7 @@ KEEPS_TILES = Levers(gradient_checkpointing=False, tiled_mlp=True, tiled_loss=Tr
 def test_memory_never_falls_with_length(job: Job, more: int) -> None:
     longer = replace(job, row_tokens=job.row_tokens + 128 * job.layout.sp_size * more)
     ours, reference = compute_ledger(job), compute_ledger(longer)
-    # A tile more makes each tile smaller: at most one tile of the MLP, or of the loss, apart.
+    # One tile more makes each tile smaller: memory may fall by at most one tile of the MLP, or of the loss.
     slack = 0.02 if job.levers.tiled_mlp or job.levers.tiled_loss else 0.0
     kinds, tile = job.shape.layer_kinds, min(job.local_tokens, job.shape.hidden_size)
     inside = max(mlp.compute_inside_saved(job, kind, tile) for kind in kinds) * job.levers.tiled_mlp
@@ -159,7 +160,7 @@ def test_memory_never_falls_with_length(job: Job, more: int) -> None:
 
 @given(make_jobs())
 def test_memory_never_rises_with_sp_at_the_same_length(job: Job) -> None:
-    """Apart from what sharing a row costs by itself: communicators, gathering, float32 sums, and exchange buffers."""
+    """Except what sharing a row costs by itself: communicators, gathering, float32 sums, and exchange buffers."""
     sp_size = job.layout.sp_size
     if sp_size == 1 or job.shape.num_heads % (2 * sp_size * job.levers.head_chunks):
         return
@@ -173,7 +174,7 @@ def test_memory_never_rises_with_sp_at_the_same_length(job: Job) -> None:
 
 @given(make_jobs())
 def test_every_lever_has_the_right_sign(job: Job) -> None:
-    """On frees GPU memory at the moment it is meant for, and never costs any beyond what it needs itself."""
+    """A lever that is on frees GPU memory where it is meant to, and elsewhere takes at most what it needs itself."""
     base = replace(job, levers=Levers(gradient_checkpointing=True), zero_stage=3)
 
     def measure(**levers: Any) -> dict[str, int]:
@@ -191,7 +192,7 @@ def test_every_lever_has_the_right_sign(job: Job) -> None:
 
 
 @given(make_jobs())
-def test_each_layer_on_the_host_spares_the_gpu_until_two_are_left(job: Job) -> None:
+def test_each_offloaded_layer_frees_gpu_memory_until_two_are_left(job: Job) -> None:
     num_layers = job.shape.num_layers
     base = replace(job.levers, gradient_checkpointing=job.levers.gradient_checkpointing or True)
     counts = [0, 1, num_layers // 2, num_layers - 2, num_layers - 1, num_layers]
@@ -199,11 +200,11 @@ def test_each_layer_on_the_host_spares_the_gpu_until_two_are_left(job: Job) -> N
     peaks, hosts = [each.gpu_peak_bytes for each in ledgers], [each.host_peak_bytes for each in ledgers]
     assert peaks == sorted(peaks, reverse=True)
     assert hosts == sorted(hosts)
-    assert peaks[-2] > 0.998 * peaks[-3]  # with adapters that leave MLPs alone, one more spares its norms' input
+    assert peaks[-2] > 0.998 * peaks[-3]  # with adapters that leave MLPs alone, one more layer frees its norms' input
     assert counts[-3] == count_most_offloaded(job.shape)
 
 
-# A lever -> its value, and the lines that may grow with it; what stands beside torch's tensors grows with each.
+# Maps a lever to its value and the lines that may grow with it. What stands beside torch's tensors grows with each.
 SIGNS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "tiled_loss": (True, ("loss_tile", "head_accumulator", "hidden_gradient")),
     "tiled_mlp": (True, ("mlp", "lora_work", "parameters_gathered", "kept_mlp_outputs")),
@@ -217,7 +218,7 @@ SIGNS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", SIGNS)
 @given(make_jobs())
-def test_a_lever_raises_nothing_but_its_own_lines(name: str, job: Job) -> None:
+def test_a_lever_raises_only_its_own_lines(name: str, job: Job) -> None:
     value, may_rise = SIGNS[name]
     off = replace(job, zero_stage=3, levers=replace(job.levers, **{name: getattr(Levers(), name)}))
     if off.levers.gradient_checkpointing is False:
@@ -233,8 +234,8 @@ def test_a_lever_raises_nothing_but_its_own_lines(name: str, job: Job) -> None:
         assert with_it.host_peak_bytes >= without.host_peak_bytes
 
 
-def test_levers_at_work() -> None:
-    """Where its line is the largest, a lever takes most of it away."""
+def test_levers_remove_most_of_their_line() -> None:
+    """Where its line is the largest, a lever removes most of it."""
     long = Job(LLAMA, Layout(1, 1, 8), 2**20, Levers())
 
     def peak(**levers: Any) -> float:
@@ -257,7 +258,7 @@ def test_one_rank_gathers_nothing_unless_weights_are_elsewhere() -> None:
     assert compute_gathered(replace(alone, layout=Layout(1, 1, 2), zero_stage=2)).get_most("forward") == 0
 
 
-def test_making_the_engine_takes_nothing_of_the_gpu_where_the_optimizer_is_on_the_host() -> None:
+def test_building_the_engine_takes_no_gpu_memory_with_the_optimizer_on_the_host() -> None:
     """stage3.py casts each sub-group where its master will be; the clone is the master."""
     job = Job(LLAMA, Layout(1, 1, 4), 4096, Levers())
     assert 4 * 10**9 <= states.compute_load_transients(job) < 4 * (10**9 + job.weights.largest // 4)
@@ -287,7 +288,7 @@ def test_gathering_is_bounded_by_the_settings() -> None:
 def test_replicas_keep_a_second_shard() -> None:
     job = Job(LLAMA, Layout(2, 1, 8), 4096, Levers())
     whole = 2 * LLAMA.num_parameters / 8  # type: ignore[operator]
-    assert states.compute_second_shard(job, 0) == pytest.approx(whole, rel=1e-4)  # norms are never let go
+    assert states.compute_second_shard(job, 0) == pytest.approx(whole, rel=1e-4)  # norms are never released
     assert states.compute_second_shard(job, 8 * 10**9) == pytest.approx(whole - 10**9, rel=1e-4)
     assert states.compute_second_shard(replace(job, layout=Layout(1, 2, 8)), 0) == 0
 
@@ -334,7 +335,7 @@ def test_the_host_is_judged_with_a_margin_too() -> None:
 
 
 @given(st.integers(0, 100_000))
-def test_the_largest_is_found(limit: int) -> None:
+def test_find_largest_returns_the_largest_that_fits(limit: int) -> None:
     match = find_largest(lambda number: number <= limit)
     assert match <= limit
     assert limit - match <= max(1, limit // 256)
@@ -342,7 +343,7 @@ def test_the_largest_is_found(limit: int) -> None:
 
 
 def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
-    """With levers that leave no other wall than memory."""
+    """With levers that leave memory as the only wall."""
     from ulysses_cli.hardware_table import load_hardware
 
     gpu = load_hardware().get_gpu("h200")

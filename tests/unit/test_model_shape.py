@@ -1,4 +1,5 @@
-"""config.json -> shape: the shipped table, layer kinds and windows, and configs that cannot be used."""
+"""Tests how config.json becomes a shape: the shipped table, layer kinds and windows, and configs that cannot be
+used."""
 
 import json
 
@@ -64,7 +65,7 @@ def test_an_explicit_null_wins_over_the_familys_default() -> None:
     assert windows(model_type="mistral") == [4096] * 6
 
 
-def test_a_multimodal_model_shows_its_language_part() -> None:
+def test_a_multimodal_model_gives_its_language_part() -> None:
     shape = read_model_shape({"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text"}}, "x")
     assert shape.model_type == "gemma3_text"
 

@@ -1,4 +1,4 @@
-"""What is counted agrees with its number."""
+"""Tests that a noun agrees with its count."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Files that never end, never begin or are cut while they are read: each is one problem with its place."""
+"""Tests files that never end, never begin or are cut while they are read: each is one problem with its place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_tree(folder: Path) -> None:
         (folder / name).write_text("{}")
 
 
-def test_patterns_are_those_of_a_shell(tmp_path: Path) -> None:
+def test_patterns_match_as_in_a_shell(tmp_path: Path) -> None:
     make_tree(tmp_path)
     import glob
 
@@ -63,7 +63,7 @@ def test_patterns_are_those_of_a_shell(tmp_path: Path) -> None:
 
 
 def test_links_that_lead_in_circles(tmp_path: Path) -> None:
-    """Two links to a folder above are 2^40 ways down."""
+    """Two links to a folder above make 2^40 paths."""
     make_tree(tmp_path)
     for name in ("one", "two", "a/three"):
         (tmp_path / name).symlink_to(tmp_path, target_is_directory=True)
@@ -131,8 +131,8 @@ def test_a_file_that_expands_without_end(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_an_arrow_file_that_is_cut_while_it_is_read(tmp_path: Path, is_stream: bool) -> None:
-    """Mapped into memory it would end this process with SIGBUS."""
+def test_an_arrow_file_that_is_truncated_while_it_is_read(tmp_path: Path, is_stream: bool) -> None:
+    """Mapped into memory, it would end this process with SIGBUS."""
     import pyarrow
 
     file = tmp_path / "d.arrow"
@@ -145,8 +145,8 @@ def test_an_arrow_file_that_is_cut_while_it_is_read(tmp_path: Path, is_stream: b
     blocks = walk_blocks([file])
     assert next(blocks).num_bytes
     os.truncate(file, 4096)
-    assert hashes.find_changed() == str(file)  # prepare says so, too
-    if is_stream:  # one that ends between two parts of it is whole by its format
+    assert hashes.find_changed() == str(file)  # prepare reports it too
+    if is_stream:  # a file that ends between two parts is complete by its format
         assert not any("x" in str(block.content) for block in blocks)
         return
     with pytest.raises(DataError, match="cannot be read: ") as caught:

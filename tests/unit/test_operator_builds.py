@@ -1,4 +1,4 @@
-"""Where operators are built: a folder that cannot be written is told with what to do, before anything is started."""
+"""Tests where operators are built: a folder that cannot be written is reported with a remedy, before a rank starts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from ulysses_cli.host.operator_builds import find_write_problem, get_builds_folder
 
 
-def test_the_folder_is_the_one_that_torch_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/me")
     assert str(get_builds_folder({})) == "/me/.cache/torch_extensions"
     assert str(get_builds_folder({"XDG_CACHE_HOME": "/c"})) == "/c/torch_extensions"
     assert str(get_builds_folder({"XDG_CACHE_HOME": "/c", "TORCH_EXTENSIONS_DIR": "/t"})) == "/t"
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "a" / "b")}
     assert not find_write_problem(environ)
     assert not (tmp_path / "a").exists()

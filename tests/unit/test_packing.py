@@ -1,4 +1,4 @@
-"""Every token exactly once, rows never over-full, orders that are bijections, and rows that are alike in work."""
+"""Tests packing: every token exactly once, rows never over-full, orders that are bijections, rows with equal work."""
 
 import random
 from collections import Counter
@@ -27,7 +27,7 @@ WORK = RowCost(per_token=1.0, per_pair=0.01)
 
 
 def count_tokens(rows: RowPieces) -> Counter[tuple[int, int]]:
-    """How often each token of each document stands in a row; rows are checked on the way."""
+    """Counts how often each token of each document stands in a row, and checks the rows."""
     seen: Counter[tuple[int, int]] = Counter()
     for index in range(len(rows)):
         pieces = rows.get_row(index)
@@ -52,7 +52,7 @@ def test_every_token_exactly_once(lengths: list[int], capacity: int, seed: int) 
         assert seen.keys() == expected
         assert set(seen.values()) <= {1}
     full = packings[1].capacity * (len(packings[1]) - 1)
-    assert packings[1].count_tokens() > full or not expected  # a stream leaves room in its last row only
+    assert packings[1].count_tokens() > full or not expected  # a stream leaves space in its last row only
 
 
 @given(LENGTHS, CAPACITY)
@@ -64,7 +64,7 @@ def test_whole_pieces_stay_whole(lengths: list[int], capacity: int) -> None:
 
 
 @given(LENGTHS, CAPACITY, st.sampled_from(["split", "truncate", "drop"]))
-def test_nothing_vanishes_without_a_number(lengths: list[int], capacity: int, strategy: str) -> None:
+def test_dropped_tokens_are_counted(lengths: list[int], capacity: int, strategy: str) -> None:
     cut = cut_documents(lengths, capacity, strategy)  # type: ignore[arg-type]
     assert sum(piece.stop - piece.start for piece in cut.pieces) + cut.lost_tokens == sum(lengths)
     num_long = sum(length > capacity for length in lengths)
@@ -94,8 +94,8 @@ def test_orders_differ_between_seeds_and_epochs_and_look_random() -> None:
 
 
 @given(st.integers(1, 50), st.integers(0, 500), st.integers(0, 100))
-def test_any_position_of_the_stream_is_known_at_once(num_rows: int, position: int, seed: int) -> None:
-    """Exactly once per epoch; each epoch in an order of its own; no position depends on another."""
+def test_any_position_of_the_stream_is_located_directly(num_rows: int, position: int, seed: int) -> None:
+    """Each row comes exactly once per epoch, each epoch in an order of its own; no position depends on another."""
     first = position // num_rows * num_rows
     places = [locate_row(at, num_rows, seed) for at in range(first, first + num_rows)]
     assert sorted(place.row for place in places) == list(range(num_rows))
@@ -112,7 +112,7 @@ def test_rows_of_a_step_are_dealt_exactly_once(works: list[float], num_groups: i
     assert dealt.count(-1) == -len(works) % num_groups
 
 
-def test_rows_of_a_micro_step_are_alike() -> None:
+def test_rows_of_a_micro_step_have_equal_work() -> None:
     works = [float(work) for work in (9, 1, 8, 2, 7, 3, 6, 4)]
     shares = share_rows(works, 2)
     for step in range(4):
@@ -121,7 +121,7 @@ def test_rows_of_a_micro_step_are_alike() -> None:
 
 
 def draw_lengths(count: int, seed: int = 0) -> list[int]:
-    """A log-normal mix: mostly short, a few as long as a row and longer."""
+    """Draws a log-normal mix: mostly short, a few as long as a row and longer."""
     draw = random.Random(seed)
     return [max(1, int(draw.lognormvariate(8.0, 1.3))) for _ in range(count)]
 
@@ -140,7 +140,7 @@ def test_a_log_normal_mix_is_packed_well() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3_000_000)), max_size=60), st.integers(0, 3_000_000))
-def test_the_set_of_rooms_finds_the_next_number(changes: list[tuple[bool, int]], start: int) -> None:
+def test_the_set_of_free_spaces_returns_the_next_larger_number(changes: list[tuple[bool, int]], start: int) -> None:
     result, expected = NumberSet(3_000_000), set[int]()
     for is_added, number in changes:
         if is_added:
@@ -153,7 +153,7 @@ def test_the_set_of_rooms_finds_the_next_number(changes: list[tuple[bool, int]],
         assert result.find_from(at) == min((number for number in expected if number >= at), default=None)
 
 
-def test_cuts_keep_to_the_places_that_do_no_harm() -> None:
+def test_cuts_fall_only_where_they_do_no_harm() -> None:
     cut = cut_documents([10, 3], 4, "split", lambda _: [2, 6, 7])
     assert cut.pieces == [(0, 0, 2), (0, 2, 6), (0, 6, 7 + 3), (1, 0, 3)]
     assert cut.num_torn == 0

@@ -1,4 +1,4 @@
-"""One page that needs nothing else, whatever text is planted in it."""
+"""Tests that a page is complete in itself, whatever text is planted in it."""
 
 import base64
 import hashlib
@@ -27,7 +27,7 @@ VOID = {"meta", "link", "img", "br", "hr", "input", "path", "rect", "circle"}
 
 
 class Reader(HTMLParser):
-    """Tags, attributes and text; fails on a tag that is closed wrongly."""
+    """Reads tags, attributes and text; fails on a tag that is closed wrongly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def make_evil_page() -> str:
     return make_page(EVIL, [PageSection(EVIL, blocks), PageSection("empty", [])], EVIL)
 
 
-def test_nothing_planted_comes_alive() -> None:
+def test_planted_text_stays_text() -> None:
     page = make_evil_page()
     page.encode()  # a lone surrogate would fail
     reader = read(page)
@@ -84,7 +84,7 @@ def test_nothing_planted_comes_alive() -> None:
     assert reader.text.count("<script>alert(1)</script>") >= 15  # as text
 
 
-def test_the_policy_admits_the_page_own_styles_and_nothing_else() -> None:
+def test_the_policy_admits_only_the_pages_own_styles() -> None:
     page = make_evil_page()
     policy = next(a["content"] for tag, a in read(page).tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None
@@ -103,16 +103,16 @@ def test_the_policy_admits_the_page_own_styles_and_nothing_else() -> None:
 def test_charts_stand_side_by_side_and_tables_have_scopes() -> None:
     page = make_evil_page()
     assert page.count('<div class="charts">') == 1
-    assert page.count("<figure>") == 3  # a table beside charts is framed like them
+    assert page.count("<figure>") == 3  # a table beside charts has their frame
     assert "<th scope=col class=n>n</th>" in page
 
 
-def test_a_chart_is_no_way_in_for_markup() -> None:
+def test_markup_in_a_charts_text_is_escaped() -> None:
     with pytest.raises(ValueError, match=r"charts\.py"):
         make_page("t", [PageSection("s", [Chart("<p>hello</p>")])])
 
 
-def test_the_numbers_of_lines_are_merged_by_place_and_sampled_honestly() -> None:
+def test_the_numbers_of_lines_are_merged_by_position_and_sampled() -> None:
     few = tabulate_lines([Series("a", [1, 2], [0.5, None]), Series("b", [2], [3.0])], "step", "loss")
     assert [*few.header] == ["step", "a", "b"]
     assert few.rows == [("1", "0.5", "–"), ("2", "–", "3")]

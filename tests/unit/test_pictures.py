@@ -1,4 +1,4 @@
-"""The pictures of the docs are what their script makes, and all can read them: two themes, text, nothing external."""
+"""Tests that the docs' pictures are what their script makes, in two themes, with a text, and load no external file."""
 
 import os
 import re
@@ -17,14 +17,14 @@ MAX_BYTES = 200_000
 
 
 def test_pictures_are_what_the_script_makes() -> None:
-    """That of a report page, which takes a run and Chromium, by the hash of what it is made from."""
+    """Compares the picture of a report page, which needs a run and Chromium, by the hash of its inputs."""
     command = [sys.executable, str(FOLDER / "make.py"), "--check"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_each_picture_is_there_for_light_and_dark_pages() -> None:
+def test_each_picture_exists_for_light_and_dark_pages() -> None:
     names = {path.name.replace("-dark.", "-light.") for path in PICTURES}
     assert len(names) == 6
     assert {path.name for path in PICTURES} == names | {name.replace("-light.", "-dark.") for name in names}

@@ -1,4 +1,4 @@
-"""Long documents in pieces: token for token the same as whole, for every kind of tokenizer; or left whole."""
+"""Tests that long documents in pieces give the same tokens as whole, for every kind of tokenizer, or stay whole."""
 
 import random
 
@@ -32,7 +32,7 @@ TEXT = st.lists(st.text(ALPHABET, max_size=6) | st.sampled_from(PIECES), max_siz
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So short that small texts are cut many times."""
+    """Makes pieces so short that small texts are cut many times."""
     from ulysses_cli.data.tokenizing.pieces import CutRule
 
     monkeypatch.setattr(encoder_module, "PIECE_CHARS", 12)
@@ -44,7 +44,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "gemma"]))
-def test_pieces_are_token_for_token_the_whole(kind: str) -> None:
+def test_pieces_give_the_tokens_of_the_whole(kind: str) -> None:
     backend = train(kind)
     encoder = Encoder(wrap(backend))
     assert encoder.rule.before, encoder.rule.reason
@@ -66,7 +66,7 @@ def test_pieces_are_token_for_token_the_whole(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "gemma"]))
-def test_documents_are_what_transformers_makes_of_them(kind: str) -> None:
+def test_documents_have_the_tokens_of_transformers(kind: str) -> None:
     tokenizer = wrap(train(kind))
     encoder = Encoder(tokenizer)
     texts = [*CORPUS[:4], "x", "".join(CORPUS)]
@@ -75,7 +75,7 @@ def test_documents_are_what_transformers_makes_of_them(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sample(KINDS, quick=["qwen", "gemma"]))
-def test_a_long_document_is_cut_and_stays_the_same(kind: str) -> None:
+def test_a_long_document_is_cut_and_keeps_its_tokens(kind: str) -> None:
     draw = random.Random(0)
     text = " ".join(draw.choice(CORPUS)[draw.randrange(20) :] for _ in range(20_000))
     encoder = Encoder(wrap(train(kind)))
@@ -106,21 +106,21 @@ def make_odd(name: str) -> Tokenizer:
         ("added", "'new york' holds a letter and white space"),
     ],
 )
-def test_what_is_not_proven_stays_whole_and_says_why(name: str, reason: str) -> None:
+def test_an_unknown_tokenizer_keeps_documents_whole_and_says_why(name: str, reason: str) -> None:
     rule = find_cut_rule(make_odd(name).to_str())
     assert not rule.before
     assert reason in rule.reason
     assert rule.find_cuts("a b " * 1_000_000) == []
 
 
-def test_letters_that_a_token_joins_to_a_space_are_barred() -> None:
+def test_no_cut_before_letters_that_a_token_joins_to_a_space() -> None:
     rule = find_cut_rule(make_odd("").to_str())
     assert rule.find_cuts("a b " * 100, 20)
     assert all(("a b " * 100)[at - 1] == "b" for at in rule.find_cuts("a b " * 100, 20))
 
 
 @pytest.mark.check
-def test_a_cut_that_fails_in_its_neighbourhood_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_that_changes_tokens_around_it_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder(wrap(train("gpt2")))
     monkeypatch.setattr(Encoder, "_is_exact", lambda *_: False)
     text = "word " * 200_000

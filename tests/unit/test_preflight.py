@@ -1,4 +1,4 @@
-"""What a machine lacks is said before anything is prepared or started."""
+"""Tests that what a machine lacks is reported before data is prepared or a rank starts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_weight_files_are_read_by_their_headers_without_torch(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_recipe_that_does_not_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_recipe_that_cannot_resume_from_the_newest_checkpoint(tmp_path: Path) -> None:
     written = load(tmp_path, "data.max_length=4Ki").recipe.model_dump(mode="json")
     folder = make_checkpoint(tmp_path, 3, recipe=written)
     for wanted in ("auto", str(folder)):
@@ -121,7 +121,7 @@ def test_a_recipe_that_does_not_go_on_from_the_newest_checkpoint(tmp_path: Path)
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", "rank-00001.safetensors"])
-def test_the_newest_valid_checkpoint_decides_what_recipe_goes_on(tmp_path: Path, file: str) -> None:
+def test_the_newest_valid_checkpoint_decides_whether_a_recipe_resumes(tmp_path: Path, file: str) -> None:
     written = load(tmp_path, "data.max_length=4Ki").recipe.model_dump(mode="json")
     make_checkpoint(tmp_path, 3, recipe=written)
     newest = make_checkpoint(tmp_path, 6, recipe=load(tmp_path, "data.max_length=2Ki").recipe.model_dump(mode="json"))
@@ -142,7 +142,7 @@ def test_the_command_stops_before_data_is_prepared(tmp_path: Path, monkeypatch: 
     assert "run.report_to: wandb is not installed" in result.stderr
 
 
-def test_what_cannot_be_exported_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
+def test_an_export_without_a_checkpoint_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     run_dir, file, model = tmp_path / "run", tmp_path / "file", tmp_path / "run" / "model"
     newest = make_checkpoint(run_dir, 4)
     make_checkpoint(run_dir, 2)
@@ -180,7 +180,7 @@ def test_a_run_is_exported_from_its_newest_valid_checkpoint(tmp_path: Path) -> N
         archive.choose_checkpoint(steps[2], messages.append)
 
 
-def test_a_folder_of_builds_that_cannot_be_written_is_an_obstacle_where_operators_are_built(
+def test_an_unwritable_builds_folder_is_refused_where_operators_are_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "find_write_problem", lambda _: "FOLDER cannot be written")

@@ -1,5 +1,5 @@
-"""Preparing a recipe: what lands on disk, what is found again, what is noticed, and what happens to the killed and to
-two at once."""
+"""Tests how a recipe's data is prepared: what is written, what is reused, what changes are noticed, kills, and two
+processes at once."""
 
 import gzip
 import json
@@ -52,7 +52,7 @@ def write_texts(tmp_path: Path, count: int = 12, name: str = "d.jsonl") -> Path:
 
 
 def read_documents(prepared: Prepared, split: Any = "train") -> list[str]:
-    """Every document, put together again from the rows that hold its pieces."""
+    """Yields every document, joined again from the rows that hold its pieces."""
     rows, tokenizer = open_rows(prepared.path, split), make_bytes_tokenizer()
     parts: dict[int, list[tuple[int, list[int]]]] = {}
     for row in range(len(rows)):
@@ -63,7 +63,7 @@ def read_documents(prepared: Prepared, split: Any = "train") -> list[str]:
     return [tokenizer.decode([i for _, ids in sorted(parts[number]) for i in ids]) for number in sorted(parts)]
 
 
-def test_what_went_in_comes_out(tmp_path: Path) -> None:
+def test_documents_are_read_back_unchanged(tmp_path: Path) -> None:
     write_texts(tmp_path)
     prepared = prepare(tmp_path)
     assert read_documents(prepared) == [f"document {n} " * (n + 1) + "<|end|>" for n in range(12)]
@@ -73,7 +73,7 @@ def test_what_went_in_comes_out(tmp_path: Path) -> None:
     json.dumps(prepared.report)
 
 
-def test_a_second_run_does_nothing_and_a_change_is_noticed(tmp_path: Path) -> None:
+def test_a_second_prepare_reuses_all_and_notices_a_change(tmp_path: Path) -> None:
     write_texts(tmp_path)
     first = prepare(tmp_path)
     stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*.*") if file.suffix != ".lock"}
@@ -96,10 +96,12 @@ def test_a_second_run_does_nothing_and_a_change_is_noticed(tmp_path: Path) -> No
         ("data.excess_length_strategy=truncate", False),
         ("model.tokenizer=TOKENIZER", True),
         ("data.num_workers=1", None),
-        ("run.seed=7", None),  # neither packing nor splitting draws
+        ("run.seed=7", None),  # neither packing nor splitting is random
     ],
 )
-def test_what_a_setting_makes_anew(tmp_path: Path, override: str, has_new_tokens: bool | None) -> None:
+def test_what_is_prepared_again_after_a_setting_changes(
+    tmp_path: Path, override: str, has_new_tokens: bool | None
+) -> None:
     wrap(train("gpt2")).save_pretrained(tmp_path / "tokenizer")
     write_texts(tmp_path)
     first, stores = prepare(tmp_path), set((tmp_path / "store" / "tokens").glob("[!.]*"))
@@ -135,7 +137,7 @@ def test_bad_rows_are_an_error_or_counted_and_never_hidden(tmp_path: Path) -> No
     assert (report["sources"][0]["num_bad"], report["sources"][0]["num_blank"]) == (2, 1)
     assert report["sources"][0]["num_documents"] == 4
     with pytest.raises(DataError, match="column `text` is empty"):
-        prepare(tmp_path)  # the store is there by now, and still says so
+        prepare(tmp_path)  # the store exists by now, and still has the counts
 
 
 def test_long_documents(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_long_documents(tmp_path: Path) -> None:
         prepare(tmp_path, "data.excess_length_strategy=raise")
 
 
-def test_a_chat_is_not_cut_without_a_word(tmp_path: Path) -> None:
+def test_a_cut_chat_is_reported(tmp_path: Path) -> None:
     turns = [{"role": role, "content": "x" * 20} for role in ("user", "assistant") * 2]
     write_rows(tmp_path, {"messages": turns}, {"messages": turns[:2]})
     with pytest.raises(DataError, match=r"a chat of .* tokens is longer than data.max_length 120") as error:
@@ -233,7 +235,7 @@ def test_empty_text_files_are_counted(tmp_path: Path) -> None:
         prepare(tmp_path, f"data.datasets.0.path={folder / 'a.txt'}")
 
 
-def test_so_many_samples_of_each_source(tmp_path: Path) -> None:
+def test_a_number_of_samples_of_each_source(tmp_path: Path) -> None:
     files = [write_texts(tmp_path, 5), write_texts(tmp_path, 2, "e.jsonl")]
     sources = f"data.datasets=[{', '.join(f'{{path: {file}}}' for file in files)}]"
     text = RECIPE.replace("STORE", str(tmp_path / "store"))
@@ -245,7 +247,7 @@ def test_so_many_samples_of_each_source(tmp_path: Path) -> None:
 
 @pytest.mark.check
 def test_chats_without_a_template_are_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever workers find in however many rows, and when bad rows are skipped too."""
+    """It stays one problem for any number of workers and rows, and when bad rows are skipped too."""
     from ulysses_cli.data.sources import files
 
     monkeypatch.setattr(files, "BLOCK_BYTES", 300)
@@ -268,7 +270,7 @@ def test_chats_without_a_template_are_one_problem(tmp_path: Path, monkeypatch: p
     assert len(caught.value.problems) == 1
 
 
-def test_a_key_in_a_document_is_masked_in_the_sample_and_said(tmp_path: Path) -> None:
+def test_a_secret_in_a_document_is_masked_in_the_sample_and_reported(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "use hf_QwErTyUiOpAsDfGh"}, {"role": "assistant", "content": "no"}]
     write_rows(tmp_path, {"messages": turns})
     report = prepare(tmp_path, "data.assistant_only_loss=true").report
@@ -296,7 +298,7 @@ def test_evaluation_documents(tmp_path: Path) -> None:
         prepare(tmp_path, "data.eval_split=0.1")
 
 
-def test_equal_tokens_are_one_document_whatever_is_a_target_in_them(tmp_path: Path) -> None:
+def test_equal_tokens_are_one_document_whatever_their_targets(tmp_path: Path) -> None:
     texts = [f"document {number}" for number in range(40)]
     write_rows(tmp_path, *({"text": text} for text in texts))
     ids = [[*text.encode(), 257] for text in texts]
@@ -311,7 +313,7 @@ def test_equal_tokens_are_one_document_whatever_is_a_target_in_them(tmp_path: Pa
     assert prepared.report["leaked_documents"] == 40
 
 
-def test_what_is_not_read_or_read_twice_is_noted(tmp_path: Path) -> None:
+def test_files_not_read_or_read_twice_are_noted(tmp_path: Path) -> None:
     write_texts(tmp_path)
     (tmp_path / "e.txt").write_text("e")
     prepared = prepare(tmp_path, f"data.datasets=[{{path: {tmp_path}}}, {{path: {tmp_path}}}]", "data.max_length=512")
@@ -353,7 +355,7 @@ def test_a_folder_from_end_to_end(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'tree'}, type: folder}}]")
     assert read_documents(prepared) == ["=== a.py ===\na = 1\n=== b.py ===\nb = 'ä'\n<|end|>"]
     inside = f"data.store_dir={tmp_path / 'tree' / 'store'}"
-    for _ in range(2):  # what a run writes into the tree is no part of it
+    for _ in range(2):  # what a run writes into the tree does not belong to it
         again = prepare(tmp_path, f"data.datasets=[{{path: {tmp_path / 'tree'}, type: folder}}]", inside)
         assert read_documents(again) == read_documents(prepared)
         assert again.path.name == prepared.path.name
@@ -401,7 +403,7 @@ def test_a_damaged_store_is_made_again(tmp_path: Path) -> None:
     assert read_documents(prepare(tmp_path)) == expected
 
 
-def test_what_killed_processes_left_is_swept_but_not_what_is_held(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_deleted_unless_locked(tmp_path: Path) -> None:
     tokens = tmp_path / "store" / "tokens"
     for name in (".dead.1.partial", ".held.2.partial"):
         (tokens / name).mkdir(parents=True)
@@ -413,7 +415,7 @@ def test_what_killed_processes_left_is_swept_but_not_what_is_held(tmp_path: Path
         assert {file.name for file in tokens.glob(".*")} == {".held.lock", ".held.2.partial"}
 
 
-def test_a_store_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_written_gets_a_hint(tmp_path: Path) -> None:
     write_texts(tmp_path)
     (tmp_path / "store").write_text("a file")
     with pytest.raises(
@@ -423,7 +425,7 @@ def test_a_store_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.check
-def test_the_process_speaks_plainly(tmp_path: Path) -> None:
+def test_the_messages_of_the_process(tmp_path: Path) -> None:
     write_rows(tmp_path, {"text": "a"}, {"text": None})
     process = start(tmp_path)
     out, err = process.communicate(timeout=120)

@@ -1,4 +1,4 @@
-"""Words of others on the terminal: without secrets, and nothing that moves the cursor or passes for another line."""
+"""Tests that text from elsewhere is printed without secrets, moves no cursor and does not look like another line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLEAN = r"a\x1b[2J\x1b]0;title\x07\r\nforged: line\u202e\x9b31m\u2028b"
 SECRET = "correct-horse-battery"
 
 
-def is_tame(text: str) -> bool:
+def is_harmless(text: str) -> bool:
     return not any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in text.replace("\n", "").replace("\t", ""))
 
 
@@ -37,8 +37,8 @@ def test_the_cleaner() -> None:
 
 
 @given(st.text(max_size=40))
-def test_nothing_that_is_cleaned_moves_the_cursor(text: str) -> None:
-    assert is_tame(printing.clean_text(text))
+def test_cleaned_text_moves_no_cursor(text: str) -> None:
+    assert is_harmless(printing.clean_text(text))
     assert "\n" not in printing.clean_text(text)
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     printing.write_to(stream, text)
@@ -54,11 +54,11 @@ def test_problems_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"name\n{CLEAN}\n"
 
 
-def test_json_stays_json_and_is_tame(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_stays_json_and_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
     printing.print_json({EVIL: [EVIL, "é漢"]})
     output = capsys.readouterr().out
     assert json.loads(output) == {EVIL: [EVIL, "é漢"]}
-    assert is_tame(output)
+    assert is_harmless(output)
     assert "\u202e" not in output
     assert "é漢" in output
 
@@ -79,7 +79,7 @@ def test_displays_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     for event in ({"event": "warning", "message": EVIL}, {"event": "phase", "name": EVIL}, {"event": EVIL, EVIL: EVIL}):
         display.emit(event)
     display.close()
-    assert is_tame(stream.getvalue())
+    assert is_harmless(stream.getvalue())
     assert len(stream.getvalue().splitlines()) == 3
     counts = {"bytes": 1, "total_bytes": 1, "tokens": 1, "is_done": True}
     ProgressLine().show({"event": "progress", "source": "", "name": EVIL, **counts})

@@ -1,4 +1,4 @@
-"""The display of a run: plain lines that can be grepped, a live one that fits, and neither can hurt the run."""
+"""Tests the display of a run: plain lines for grep, a live display that fits, and no event that hurts the run."""
 
 import io
 import os
@@ -93,10 +93,10 @@ def test_steps_between_logging_steps_are_silent_but_the_last_is_not() -> None:
 def test_the_time_left_counts_evaluations_and_saves() -> None:
     steps = [{**STEP, "step": step} for step in (41, 42, 43)]  # resumed
     lines = show(*steps, seconds=60)
-    assert "eta_seconds=3420" in lines[-1]  # 57 steps of a minute, though a step takes 20 s
+    assert "eta_seconds=3420" in lines[-1]  # 57 steps of a minute, although a step takes 20 s
 
 
-def test_a_loss_that_is_no_number_is_said() -> None:
+def test_a_loss_that_is_no_number_is_shown() -> None:
     lines = show({**STEP, "loss": float("nan")}, {**STEP, "step": 2, "loss": None})
     assert all(" loss=nan " in line for line in lines)
 
@@ -109,18 +109,18 @@ events = st.dictionaries(st.sampled_from([*STEP, "name", "detail", "message", "p
 
 
 @given(st.lists(st.tuples(names, events), max_size=8), st.integers(0, 120), st.booleans())
-def test_no_event_hurts_and_every_row_fits(found: list[tuple[str, Any]], width: int, has_unicode: bool) -> None:
+def test_no_event_hurts_and_every_row_fits(named_events: list[tuple[str, Any]], width: int, has_unicode: bool) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), "utf-8" if has_unicode else "ascii")
     display = make_display(stream, 10, 2.0, 8)
     assert display._screen.has_unicode is has_unicode
-    for name, event in found:
+    for name, event in named_events:
         display.emit({**event, "event": name})
         for row in display._draw(width):
             assert sum(len(text) for text, _ in screen.fit_row(row, width)) <= width
     display.close()
 
 
-def test_a_stream_that_goes_away_stops_nothing() -> None:
+def test_a_closed_stream_does_not_stop_the_run() -> None:
     read, write = os.pipe()
     os.close(read)
     with open(write, "w", buffering=1) as stream:
@@ -128,12 +128,12 @@ def test_a_stream_that_goes_away_stops_nothing() -> None:
         for step in range(3):
             display.emit({**STEP, "step": step})
         display.close()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is left in the buffer has to go somewhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # the rest of the buffer must go somewhere
     display.emit(STEP)
 
 
 def measure(emit: Callable[[dict[str, Any]], None]) -> float:
-    """Median seconds of an event."""
+    """Returns the median seconds of an event."""
     times = []
     for step in range(500):
         start = time.perf_counter()
@@ -148,7 +148,7 @@ def test_an_event_costs_less_than_a_millisecond() -> None:
     display.close()
 
 
-def test_sparks_show_the_course() -> None:
+def test_sparks_show_the_losses() -> None:
     sparks = screen.Screen(io.StringIO(), lambda _: ()).make_sparks
     assert sparks([1, 2, 3, 4, 5, 6, 7, 8], 8) == screen.SPARKS
     assert sparks([3.0] * 5, 24) == screen.SPARKS[0] * 5
@@ -178,7 +178,7 @@ print("slowest", max(slowest), "median", sorted(slowest)[21])
 
 
 def run_on_a_terminal(columns: int, **environment: str) -> tuple[str, str]:
-    """(what the terminal got, stdout), as a process with a terminal of its own on stderr only."""
+    """Returns (what the terminal got, stdout) of a process with a terminal of its own on stderr only."""
     pty = pytest.importorskip("pty")
     fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
     main, other = pty.openpty()
@@ -208,7 +208,7 @@ def run_on_a_terminal(columns: int, **environment: str) -> tuple[str, str]:
 
 
 def render(text: str) -> list[str]:
-    """The lines that are left on a terminal, which knows no more than these movements."""
+    """Returns the lines that are left on a terminal, which knows only these movements."""
     rows, row, column = [""], 0, 0
     for word in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|.|\n", text, re.S):
         if word == "\n":
@@ -239,7 +239,7 @@ def test_on_a_terminal_it_is_live() -> None:
     for line in ("eval step=42 loss=1.5", "warning: café [bold]markup[/bold] is text", "said by a library"):
         assert line in plain
     assert [line.split(" ")[0] for line in render(text)] == ["said", "eval", "warning:", "step=42/100"]  # what stays
-    assert text.rindex("\x1b[?25h") > text.find("\x1b[?25l")  # the cursor is there
+    assert text.rindex("\x1b[?25h") > text.find("\x1b[?25l")  # the cursor is visible
     assert output.startswith("slowest ")
     assert float(output.split()[-1]) < 1e-3
 

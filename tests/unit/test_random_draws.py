@@ -1,4 +1,4 @@
-"""Recipes that nobody chose: what is drawn, and the formula against the traces that benchmarks/results keeps."""
+"""Tests how random recipes are drawn, and compares the formula with the traces in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.random_recipes import (
     PEAK_BAR,
     PHASE_BAR,
     WORST_PEAK_BAR,
-    Compared,
+    ComparedPhases,
     draw_recipe,
     draw_recipes,
     make_drawn_job,
@@ -25,12 +25,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 NUM_COVERED = 60
 
 
-def test_a_seed_and_a_number_give_the_same_recipe_again() -> None:
+def test_a_seed_and_a_number_give_the_same_recipe() -> None:
     assert [each.settings for each in draw_recipes(3, 4)] == [draw_recipe(3, number).settings for number in range(4)]
     assert draw_recipe(3, 0).digest != draw_recipe(4, 0).digest
 
 
-def test_as_many_recipes_as_families_cover_all_and_a_few_more_every_lever() -> None:
+def test_draws_cover_every_family_and_every_lever() -> None:
     drawn = list(draw_recipes(1, NUM_COVERED))
     for start in (0, len(FAMILIES)):
         assert {each.family for each in drawn[start : start + len(FAMILIES)]} == set(FAMILIES)
@@ -58,14 +58,14 @@ def test_as_many_recipes_as_families_cover_all_and_a_few_more_every_lever() -> N
         quick=["estimate-random-424242.json"],
     ),
 )
-def test_the_formula_gives_what_traces_gave(name: str) -> None:
-    """Traces are those of the versions that the file names; after a change of the draws, make the file anew."""
+def test_the_formula_agrees_with_saved_traces(name: str) -> None:
+    """Traces are those of the versions that the file names. After a change of the draws, make the file again."""
     record = json.loads((RESULTS / name).read_text())
     results = []
     for row in record["rows"]:
         drawn = draw_recipe(record["seed"], row["number"])
         assert drawn.digest == row["digest"], f"run {drawn.command} --json {name} for all of them"
-        results.append(Compared(drawn, predict_phases(make_drawn_job(drawn)), row["traced"]))
+        results.append(ComparedPhases(drawn, predict_phases(make_drawn_job(drawn)), row["traced"]))
     summary = summarize(results)
     worst = [(each["number"], each["peak_error"], each["phase_errors"]) for each in summary["worst"][:5]]
     assert summary["within_3_percent"] >= record["within_3_percent"], worst
@@ -77,16 +77,16 @@ def test_the_formula_gives_what_traces_gave(name: str) -> None:
     ("number", "phase"),
     [
         (84, "backward"),  # gradients larger than the bucket stay to the end
-        (95, "backward"),  # a head that ranks do not share evenly is laid flat
+        (95, "backward"),  # a head that ranks do not share evenly is flattened
         (66, "backward"),  # a tied head's gradient leaves with the embedding's
         (43, "backward"),  # shares are cast back
-        (28, "evaluation"),  # what is on its way is waited for
+        (28, "evaluation"),  # transfers in flight are waited for
         (93, "forward"),  # experts are gathered before they are computed
-        (70, "load"),  # a module is drawn with those inside
+        (70, "load"),  # a module is drawn with those inside it
         (47, "backward"),  # frozen weights leave before the widest of the MLP
     ],
 )
-def test_what_was_missed_once_is_counted(number: int, phase: str) -> None:
+def test_bytes_that_the_formula_once_missed(number: int, phase: str) -> None:
     check_phase("estimate-random.json", number, phase)
 
 
@@ -107,7 +107,7 @@ def test_what_was_missed_once_is_counted(number: int, phase: str) -> None:
         (60, "forward"),  # a forward ends where the backward begins
     ],
 )
-def test_what_another_seed_found_is_counted(number: int, phase: str) -> None:
+def test_bytes_that_the_formula_missed_at_another_seed(number: int, phase: str) -> None:
     check_phase("estimate-random-7001.json", number, phase)
 
 
@@ -118,7 +118,7 @@ def test_what_another_seed_found_is_counted(number: int, phase: str) -> None:
         (24, "optimizer_step"),  # persistent weights leave before the step
     ],
 )
-def test_what_a_third_seed_found_is_counted(number: int, phase: str) -> None:
+def test_bytes_that_the_formula_missed_at_a_third_seed(number: int, phase: str) -> None:
     check_phase("estimate-random-424242.json", number, phase)
 
 
@@ -129,25 +129,25 @@ def check_phase(name: str, number: int, phase: str) -> None:
     assert result[phase] == pytest.approx(row["traced"][phase], rel=0.03)
 
 
-def test_bars_are_held_against_the_trace() -> None:
+def test_bars_judge_the_formula_by_the_trace() -> None:
     drawn = draw_recipe(1, 0)
     traced = {"load": 100_000, "forward": 500_000, "backward": 1_000_000}
-    exact = Compared(drawn, traced, traced)
+    exact = ComparedPhases(drawn, traced, traced)
     assert (exact.peak_error, exact.phase_errors) == (0, {"load": 0, "forward": 0})
     assert summarize([exact])["is_good"]
     for phase, factor in (("backward", 1 + 1.01 * WORST_PEAK_BAR), ("load", 1 - 1.01 * PHASE_BAR)):
-        off = Compared(drawn, {**traced, phase: round(traced[phase] * factor)}, traced)
+        off = ComparedPhases(drawn, {**traced, phase: round(traced[phase] * factor)}, traced)
         assert not summarize([*[exact] * 99, off])["is_good"]
-    near = Compared(drawn, {**traced, "backward": round(1_000_000 * (1 + 1.1 * PEAK_BAR))}, traced)
+    near = ComparedPhases(drawn, {**traced, "backward": round(1_000_000 * (1 + 1.1 * PEAK_BAR))}, traced)
     assert summarize([*[exact] * 99, near])["is_good"]
     assert not summarize([*[exact] * 9, near])["is_good"]
 
 
-def test_a_miss_says_how_to_see_it_again() -> None:
+def test_a_miss_prints_the_command_that_repeats_it() -> None:
     assert draw_recipe(202648, 7).command == "python benchmarks/estimate.py --random 1 --seed 202648 --first 7"
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_what_is_drawn_needs_no_choice_of_levers(number: int) -> None:
+def test_drawn_recipes_leave_no_lever_open(number: int) -> None:
     job = make_drawn_job(draw_recipe(2, number))
     assert min(predict_phases(job).values()) > 0

@@ -1,4 +1,4 @@
-"""What a rank asks of the ledger: which GPU this is, and what to change after memory ran out."""
+"""Tests what a rank asks of the ledger: which GPU this is, and what to change after memory ran out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOST = 200 << 30
         ("NVIDIA GeForce RTX 4090", 25e9, "rtx-4090", True),
         ("NVIDIA RTX 6000 Ada Generation", 50e9, "rtx-6000-ada", True),
         ("NVIDIA H200", 150e9, "h200", True),
-        ("Tesla V100-SXM2-32GB", 34e9, "rtx-5090", False),  # the nearest in size lends its rates
+        ("Tesla V100-SXM2-32GB", 34e9, "rtx-5090", False),  # the nearest in size gives its rates
     ],
 )
 def test_a_device_is_recognised_and_keeps_its_own_memory(said: str, memory: float, key: str, is_known: bool) -> None:
@@ -38,7 +38,7 @@ def test_a_device_is_recognised_and_keeps_its_own_memory(said: str, memory: floa
     assert (gpu.memory_bytes, gpu.host_bytes_per_gpu) == (int(memory), HOST)
 
 
-def test_after_memory_ran_out_the_advice_needs_less_than_what_was_tried() -> None:
+def test_advice_after_out_of_memory_needs_less_memory() -> None:
     recipe = load("model.name_or_path=Qwen/Qwen3-4B", "data.max_length=128Ki", "parallel.sp_size=4").recipe
     shape = find_model_shape(recipe).shape
     gpu = load_hardware().get_gpu("h100-80gb")

@@ -1,4 +1,4 @@
-"""Every shipped recipe is valid, has its header, and is listed."""
+"""Tests that every shipped recipe is valid, has its header, and is listed."""
 
 import math
 import re
@@ -21,7 +21,7 @@ HEADER = ("model", "hardware", "launch", "predicted")
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_recipe_is_valid_and_has_its_header(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where nobody has trained
+    monkeypatch.chdir(tmp_path)  # a folder without a run
     result = validate_recipe(str(file))
     assert [str(problem) for problem in result.problems] == []
     lines = file.read_text().splitlines()
@@ -41,7 +41,7 @@ def read_field(file: Path, field: str) -> str:
 
 
 @pytest.mark.parametrize("file", list_predicted(), ids=lambda file: file.stem)
-def test_the_header_says_what_the_ledger_says_and_the_hardware_is_enough(file: Path) -> None:
+def test_the_header_agrees_with_the_ledger_and_the_recipe_fits(file: Path) -> None:
     written = read_field(file, "predicted")
     gpu = load_hardware().get_gpu(written.split(" on ")[1])
     recipe = load_recipe(file).recipe
@@ -61,7 +61,7 @@ def test_the_header_says_what_the_ledger_says_and_the_hardware_is_enough(file: P
     assert estimate.job.world_size <= int(hardware.split()[0]) * (8 if "machines" in hardware else 1)
 
 
-def test_the_recipes_that_people_want_are_there() -> None:
+def test_recipes_for_common_models_are_shipped() -> None:
     assert len(FILES) >= 11
     assert [name for name, _ in list_recipes()] == [file.stem for file in FILES]
     loaded = [load_recipe(file).recipe for file in FILES]

@@ -1,4 +1,5 @@
-"""Chat templates that never end or fill the memory: one problem with its place, soon, and no process is left behind."""
+"""Tests chat templates that never end or fill the memory: each is soon one problem with its place and leaves no
+process."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_a_template_that_never_ends_is_one_problem(monkeypatch: pytest.MonkeyPat
     assert str(problem).startswith("d.jsonl:5:1: the chat template ")
 
 
-def test_one_that_ends_for_the_first_rendering_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_ends_for_the_first_rendering_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renderer, "SECONDS", 1.0)
     body = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
     odd = f"{{% if messages[-1]['content'] != 'a' %}}{MANY.replace('BODY', '')}{{% endif %}}{body}"
@@ -59,7 +60,7 @@ def test_one_that_ends_for_the_first_rendering_only(monkeypatch: pytest.MonkeyPa
         encode_block(make_encoder(odd), "chat", Block("d.jsonl", "lines", [CHAT], 1, 1))
 
 
-def test_refusals_and_texts_come_through() -> None:
+def test_refusals_and_texts_reach_the_caller() -> None:
     tokenizer = make_bytes_tokenizer()
     messages = [{"role": "user", "content": "é\ud800" * 3}, {"role": "assistant", "content": "a"}]
     chat = Renderer(tokenizer, ["<|end|>"]).render(RenderRequest(messages, is_marked=True))
@@ -74,8 +75,8 @@ def test_refusals_and_texts_come_through() -> None:
 
 @settings(max_examples=count_examples(30), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 4))
-def test_chats_that_are_announced_are_shown_as_if_alone(kinds: list[tuple[int, bool]], num_sent: int) -> None:
-    """Whatever is left out, comes unannounced or is refused in between."""
+def test_announced_chats_are_rendered_as_if_alone(kinds: list[tuple[int, bool]], num_sent: int) -> None:
+    """Announced chats may be left out, may come without an announcement or may be refused in between."""
     tokenizer = make_bytes_tokenizer()
     tokenizer.chat_template = TEMPLATE
     one = Renderer(tokenizer)
@@ -118,7 +119,7 @@ def test_the_child_ends_with_a_parent_that_is_killed() -> None:
 
 
 def test_the_child_holds_no_file_of_the_parent(tmp_path: Path) -> None:
-    """A lock would else be held as long as it lives."""
+    """It would otherwise hold a lock as long as it lives."""
     with open(tmp_path / "lock", "w") as lock:
         one = Renderer(make_bytes_tokenizer())
         one.render(RenderRequest([{"role": "user", "content": "a"}]))

@@ -1,4 +1,4 @@
-"""`ulysses report` as a user meets it."""
+"""Tests `ulysses report` as a user meets it."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Where a run begins: damage that is found and named, folders that a dead process left, recipes that have changed."""
+"""Tests where a run resumes: damaged checkpoints, folders that a dead process left, recipes that have changed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def spoil_manifest(old: str, new: str) -> Callable[[Path], None]:
 
 
 def spoil_state(**changes: Any) -> Callable[[Path], None]:
-    """With the right hash: whoever wrote it meant it."""
+    """Gives the spoilt state its right hash, so that only its content is wrong."""
 
     def spoil(path: Path) -> None:
         contents = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"}
@@ -129,7 +129,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_named_and_passed_over(tmp_path: Path, name: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, name: str) -> None:
     damage, words = DAMAGES[name]
     good, bad = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 6)
     assert find_damage(bad) == ""
@@ -148,7 +148,7 @@ def test_damage_is_named_and_passed_over(tmp_path: Path, name: str) -> None:
 
 
 def test_docs_and_help_list_what_may_change() -> None:
-    """The list of the check, key by key."""
+    """Compares with the check's own list, key by key."""
     page = (ROOT / "docs" / "checkpoints.md").read_text()
     page = " ".join(page.split("**`--resume auto`** takes")[1].split("- **")[0].split())
     messages = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
@@ -159,7 +159,7 @@ def test_docs_and_help_list_what_may_change() -> None:
     assert named == changes.FREE | set(changes.LENGTHS)
 
 
-def test_a_run_may_become_longer_and_says_what_that_does(tmp_path: Path) -> None:
+def test_a_longer_run_says_what_changes(tmp_path: Path) -> None:
     old = load("train.max_steps=6").recipe.model_dump(mode="json")
     new = load("train.max_steps=20").recipe.model_dump(mode="json")
     state = {"recipe": old, "data": "d", "step": 6, "num_steps": 6}
@@ -176,7 +176,7 @@ def test_a_run_may_become_longer_and_says_what_that_does(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_of_this_run_knows_its_last_evaluation_and_model(tmp_path: Path) -> None:
-    """Rank 0 reads them and tells all: they decide collectives."""
+    """Rank 0 reads them and sends them to all ranks, since they decide collectives."""
     make_checkpoint(tmp_path, 6)
     (tmp_path / "eval.jsonl").write_text('{"step": 3}\n{"step": 6}\n{"step": 9}\n{"step":')
     (tmp_path / "model").mkdir()
@@ -207,7 +207,7 @@ def test_a_restart_in_place_looks_for_its_own_newest(tmp_path: Path) -> None:
 
 
 def test_a_replacement_can_die_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of the same name is there before, during and after."""
+    """A checkpoint of the same name exists before, during and after."""
     calls = {"replace": archive.os.replace, "rmtree": archive.shutil.rmtree}
     for die_at in range(6):
         run_dir = tmp_path / str(die_at)
@@ -249,7 +249,7 @@ def test_pruning_keeps_the_newest_and_can_die(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-12"]
 
 
-def test_an_abandoned_course_is_set_aside(tmp_path: Path) -> None:
+def test_checkpoints_after_the_resumed_step_are_set_aside(tmp_path: Path) -> None:
     for step in (3, 6, 9):
         make_checkpoint(tmp_path, step)
     messages: list[str] = []
@@ -266,7 +266,7 @@ def dump(*overrides: str) -> dict[str, Any]:
     return json.loads(json.dumps(recipe))  # type: ignore[no-any-return]
 
 
-def test_changes_that_decide_values_are_listed() -> None:
+def test_changed_settings_that_decide_values_are_listed() -> None:
     same = ["memory.tiled_mlp=true", "run.output_dir=x", "data.num_workers=2", "train.gradient_accumulation_steps=4"]
     same += ["parallel.zero_stage=2", "model.attn_implementation=sdpa", "run.save_steps=7"]
     assert list_changes(dump(), dump(*same)) == []
@@ -281,7 +281,7 @@ def test_changes_that_decide_values_are_listed() -> None:
     assert list_changes(old, dump()) == []
 
 
-def test_a_masked_setting_may_be_anything_now() -> None:
+def test_a_masked_setting_matches_any_value() -> None:
     old, new = dump(), dump()
     old["data"]["datasets"][0]["path"] = "s3://***@bucket/x"
     new["data"]["datasets"][0]["path"] = "s3://me:another@bucket/x"
@@ -324,7 +324,7 @@ def test_rows_per_step_are_kept() -> None:
     assert fit(8, (1, 4), (1, 2), 2, anyway=True) == 2
 
 
-def test_steps_ahead_of_a_beginning() -> None:
+def test_steps_that_remain_after_a_resume() -> None:
     assert resume.FRESH.count_ahead(10, 40, 4) == (40, 10)
     assert resume.FRESH.count_ahead(None, 41, 4) == (41, 11)
     begun = resume.ResumePoint(Path("x"), {"step": 6, "position": 24})

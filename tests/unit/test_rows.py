@@ -1,5 +1,7 @@
-"""Rows read from disk against a plain list of what each position holds, predicts and sees; every document exactly once
-over epochs, resumes and rank counts."""
+"""Compares rows read from disk with a plain list of what each position holds, predicts and attends to.
+
+Every document comes exactly once over epochs, resumes and rank counts.
+"""
 
 import tempfile
 from collections import Counter
@@ -24,7 +26,7 @@ PACKINGS = st.sampled_from(["documents", "stream", "off"])
 
 
 def read_plainly(rows: PackedRows, row: int, documents: list[list[int]], flags: list[list[int]]) -> list[Any]:
-    """(token, label, position) of a row's tokens, written once more from the documents themselves."""
+    """Yields (token, label, position) of a row's tokens, derived again from the documents themselves."""
     results: list[list[int]] = []
     targets: list[bool] = []
     for number, start, stop in rows.pieces(row):
@@ -46,7 +48,7 @@ def read_plainly(rows: PackedRows, row: int, documents: list[list[int]], flags: 
 
 @settings(max_examples=count_examples(80))
 @given(st.data(), PACKINGS, st.booleans(), st.integers(4, 50), st.integers(0, 5))
-def test_rows_hold_what_the_documents_say(
+def test_rows_hold_the_documents_tokens(
     data: st.DataObject, packing: str, is_joined: bool, max_length: int, seed: int
 ) -> None:
     sources = data.draw(st.lists(SOURCE, min_size=1, max_size=3))
@@ -99,7 +101,7 @@ def test_rows_hold_what_the_documents_say(
 def test_every_token_exactly_once_per_epoch_over_resumes_and_rank_counts(
     sources: list[Any], packing: str, max_length: int, seed: int, legs: list[tuple[int, int, int]]
 ) -> None:
-    """A run of two epochs in legs, each on other numbers of groups, that goes on from the cursor of the one before."""
+    """Runs two epochs in several parts, each on other numbers of groups, from the cursor of the part before."""
     with tempfile.TemporaryDirectory() as folder:
         rows = open_rows(
             make_prepared(Path(folder), sources, max_length=max_length, packing=packing, seed=seed), "train"
@@ -134,7 +136,7 @@ def test_weights_are_copies_per_epoch(tmp_path: Path) -> None:
     assert max(seen[n] for n in range(10, 110)) == 1
 
 
-def test_a_weight_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_weight_that_leaves_no_document_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"data.datasets.0.weight: 0.01 of 10 documents is not one document"):
         make_prepared(tmp_path, [[[n, n] for n in range(10)]], weights=[0.01], max_length=4)
 
@@ -177,7 +179,7 @@ def test_truncation_that_removes_every_target_is_an_error(tmp_path: Path) -> Non
         make_prepared(tmp_path, [[[1, 2, 3, 4, 5]]], flags=[[[0, 0, 0, 0, 1]]], max_length=3, strategy="truncate")
 
 
-def test_when_nothing_is_left_the_counts_are_told(tmp_path: Path) -> None:
+def test_without_a_row_left_the_counts_are_reported(tmp_path: Path) -> None:
     documents = [[list(range(10)), list(range(20)), [1, 2]]]
     flags = [[[1] * 10, [1] * 20, [0, 0]]]
     messages = (

@@ -1,4 +1,4 @@
-"""A run directory as a page and as a summary: right numbers, no secrets, whatever a crash leaves."""
+"""Tests a run directory as a page and as a summary: right numbers and no secrets, whatever a crash leaves."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def test_the_summary_against_the_files_themselves(tmp_path: Path) -> None:
     assert summary["notes"] == []
 
 
-def test_the_page_shows_every_story_and_no_secret(tmp_path: Path) -> None:
+def test_the_page_shows_every_section_and_no_secret(tmp_path: Path) -> None:
     _, page = make(write_run(tmp_path / "run"))
     for text in ("Qwen/Qwen3-8B: run", "Loss", "64K-128K", "Learning rate", "Gradient norm", "Tokens per second"):
         assert text in page
@@ -67,7 +67,7 @@ def test_the_page_shows_every_story_and_no_secret(tmp_path: Path) -> None:
     assert page.count("<summary>numbers</summary>") == 11
 
 
-def test_what_is_planted_stays_text(tmp_path: Path) -> None:
+def test_planted_markup_stays_text(tmp_path: Path) -> None:
     facts = dict.fromkeys(("recipe_hash", "started", "recipe_file"), EVIL)
     facts |= {name: {EVIL: EVIL, "name": EVIL, "kernel": EVIL} for name in ("recipe", "layout", "model", "attention")}
     facts |= {name: {EVIL: {"value": EVIL, "reason": EVIL}} for name in ("levers", "data", "machine", "versions")}
@@ -80,7 +80,7 @@ def test_what_is_planted_stays_text(tmp_path: Path) -> None:
     assert page.count("&lt;script&gt;") > 15
 
 
-def test_a_cut_off_last_line_is_told_and_left_out(tmp_path: Path) -> None:
+def test_a_half_written_last_line_is_reported_and_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 5)
     with open(folder / "metrics.jsonl", "a") as stream:
         stream.write('{"step": 6, "loss": 1.')
@@ -131,7 +131,7 @@ def test_a_run_without_metrics_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[1]", '{"layout": 3, "recipe": [], "prediction": null, "levers": {"a": 1}}']
 )
-def test_a_damaged_run_json_stops_nothing(tmp_path: Path, text: str) -> None:
+def test_a_damaged_run_json_does_not_stop_the_page(tmp_path: Path, text: str) -> None:
     folder = write_run(tmp_path / "run", 3)
     (folder / "run.json").write_text(text)
     summary, page = make(folder)
@@ -146,7 +146,7 @@ def test_one_evaluation_is_bars_by_position(tmp_path: Path) -> None:
     assert all(name in page for name in BUCKETS)
 
 
-def test_what_is_no_run_directory_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder, words in (
         (tmp_path, "is no run directory"),
@@ -221,6 +221,6 @@ def test_secrets_are_masked_and_names_are_not(key: str, value: Any, is_masked: b
         assert not {"abc", "12345", "pass", SECRET} & set(str(masked).replace("@", " ").replace("=", " ").split())
 
 
-def test_what_stands_below_a_secret_key_is_secret() -> None:
+def test_values_below_a_secret_key_are_masked() -> None:
     assert mask_secrets({"secrets": {"a": {"b": "x"}}, SECRET: 1}) == {"secrets": {"a": {"b": MASK}}, MASK: 1}
     assert mask_text(f"saved with {SECRET}.") == f"saved with {MASK}"

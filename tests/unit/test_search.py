@@ -1,4 +1,4 @@
-"""The planner: what it offers fits and is the best, and walls are named with their distance."""
+"""Tests the planner: its offers fit and are the best, and walls are named with their distance."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ def offer(*kinds: str) -> list[Offer]:
 WISH = PlanRequest(LLAMA, 2**18, 10**8)
 
 
-def test_what_is_offered_fits_and_is_legal() -> None:
+def test_every_offer_fits_and_is_valid() -> None:
     plan_results = search(WISH, offer("h100-80gb:16", "h200:8", "a100-80gb:8"))
     assert plan_results.by_cost
     assert not plan_results.walls
@@ -44,7 +44,7 @@ def test_what_is_offered_fits_and_is_legal() -> None:
         assert layout.dp_size == 1 or WISH.num_tokens / each.speed.tokens_per_step >= MIN_STEPS
 
 
-def test_a_kind_that_is_left_out_is_told_with_its_reason() -> None:
+def test_a_gpu_that_is_left_out_has_a_reason() -> None:
     request = replace(WISH, max_length=2**16, budget_usd=40.0)
     plan_results = search(request, offer("h100-80gb:8", "l40s:1", "rtx-6000-ada:8", "a100-80gb:8"), limit=1)
     reasons = {
@@ -73,7 +73,7 @@ def test_prices_are_named_with_their_source() -> None:
 @pytest.mark.parametrize("length", [4096, 16_385, 50_001, 100_000, 2**17])
 @pytest.mark.parametrize("is_lora", [False, True])
 @pytest.mark.parametrize("kinds", [("h100-80gb:8", "rtx-4090:2"), ("h200:16", "l40s:1")])
-def test_a_plan_is_what_its_recipe_is(length: int, is_lora: bool, kinds: tuple[str, ...]) -> None:
+def test_a_plan_equals_its_recipe(length: int, is_lora: bool, kinds: tuple[str, ...]) -> None:
     """The written recipe, read again, is the job that was judged: the same engine, the same row."""
     request = PlanRequest(SHAPES["Qwen/Qwen3-4B"], length, 10**8, is_lora)
     plan_results = search(request, offer(*kinds))
@@ -93,7 +93,7 @@ def test_a_plan_is_what_its_recipe_is(length: int, is_lora: bool, kinds: tuple[s
     [("openai/gpt-oss-120b", "b300:8"), ("microsoft/phi-4", "b300:1"), ("Qwen/Qwen3-4B", "h100-80gb:1")],
 )
 def test_some_levers_let_a_row_fit_where_all_of_them_do_not(name: str, kind: str) -> None:
-    """Of those with the optimizer or weights on the GPU, none reaches beyond what is called the longest."""
+    """Of those with the optimizer or weights on the GPU, none reaches beyond the length called the longest."""
     (longest,) = search_longest(PlanRequest(get_shape(name), 0, 10**9), offer(kind))
     job, gpu = longest.candidate.job, longest.candidate.gpu
     assert longest.candidate.fit.verdict == "fits"
@@ -160,7 +160,7 @@ def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
     assert lengths["h100-80gb:1"] < lengths["l40s:8"] < lengths["h200:8"]
 
 
-def test_nothing_fits_a_gpu_that_is_too_small() -> None:
+def test_no_plan_fits_a_gpu_that_is_too_small() -> None:
     tiny = replace(TABLE.get_gpu("rtx-4090"), memory_bytes=2 << 30)
     assert search_longest(PlanRequest(LLAMA, 0, 10**9), [Offer(tiny, 1)]) == []
 

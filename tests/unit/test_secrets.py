@@ -1,4 +1,4 @@
-"""Secrets by name, by look and by value; none of it takes longer than the text is long."""
+"""Tests secrets by name, by look and by value, in time that grows with the text's length alone."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_a_variable_is_a_secret_by_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["PWD", "OLDPWD", "PATH", "HF_TOKEN_PATH", "SSH_AUTH_SOCK", "GIT_AUTHOR", "COMPASS"])
-def test_other_variables_are_not(name: str) -> None:
+def test_other_variables_are_no_secrets(name: str) -> None:
     assert collect_secrets({}, {name: VALUE}) == frozenset()
 
 
 def test_a_value_of_several_lines_is_known_by_each() -> None:
-    """Logs are masked line by line, and JSON writes a line's end otherwise."""
+    """Logs are masked line by line, and JSON writes a line's end in another way."""
     for name, value in (("SSH_KEY", PEM), ("GCP_CREDENTIALS_JSON", ACCOUNT)):
         known = collect_secrets({}, {name: value})
         for text in (PEM, json.dumps(PEM), *PEM.splitlines(), repr(PEM)):
@@ -72,7 +72,7 @@ def test_a_secret_is_known_by_its_look(text: str, secret: str) -> None:
     ["the bearer of news", "npm_config_cache", "pypi-publish", "basic usage", "https://host/a?b=c", "num_tokens: 5",
      "http://localhost:29400/x", "model.tokenizer: bytes"],
 )  # fmt: skip
-def test_other_words_stay(text: str) -> None:
+def test_other_words_are_not_masked(text: str) -> None:
     assert mask_text(text) == text
 
 
@@ -88,7 +88,7 @@ def test_a_document_is_masked_across_its_parts() -> None:
 
 
 @given(st.text(alphabet="?&=/:@ tokenkyhf_a-.\"'", max_size=200), st.integers(1, 4))
-def test_masking_is_quick_and_leaves_no_look_behind(text: str, times: int) -> None:
+def test_masking_is_quick_and_complete(text: str, times: int) -> None:
     started = time.process_time()
     masked = mask_text(text * times)
     mask_text(text * 100)
@@ -99,7 +99,7 @@ def test_masking_is_quick_and_leaves_no_look_behind(text: str, times: int) -> No
 @pytest.mark.parametrize(
     "text", ["?token", "://a:", "bearer ", "authorization:", "password", "-----BEGIN PRIVATE KEY-----", "hf_"]
 )
-def test_a_text_that_was_made_to_be_slow(text: str) -> None:
+def test_a_text_made_to_slow_down_masking(text: str) -> None:
     started = time.process_time()
     mask_document([text * ((1 << 17) // len(text))])
     assert time.process_time() - started < 4

@@ -1,4 +1,5 @@
-"""Sources of every kind, the same rows from every format, folders as git sees them, and every way a row can be bad."""
+"""Tests sources of every kind: the same rows from every format, folders as git reads them, and every kind of bad
+row."""
 
 import csv
 import gzip
@@ -104,18 +105,18 @@ def test_a_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert open_one(tmp_path, file).fingerprint == first
     stat = file.stat()
     file.write_text('{"text": "b"}\n')
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size, same time: only the content differs
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size and time: only the content differs
     assert open_one(tmp_path, file).fingerprint != first
 
 
-def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path) -> None:
+def test_hashes_are_cached_until_a_file_changes(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("old")
     cache = tmp_path / "hashes.json"
     hashes = FileHashes(cache)
     first = hashes.hash_file(file)
     hashes.save()
-    assert not cache.exists()  # too fresh to be trusted
+    assert not cache.exists()  # too recent to be trusted
     assert hashes.find_changed() is None
     stat = file.stat()
     facts = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
@@ -129,7 +130,7 @@ def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["[]", "null", '{"FILE": 5}', '{"FILE": []}', '{"FILE": ["a", 1]}', "{", "[" * 99999]
 )
-def test_damaged_memory_of_hashes_is_no_memory(content: str, tmp_path: Path) -> None:
+def test_a_damaged_cache_of_hashes_is_ignored(content: str, tmp_path: Path) -> None:
     file, cache = tmp_path / "a.jsonl", tmp_path / "hashes.json"
     file.write_text("a")
     expected = FileHashes(cache).hash_file(file)
@@ -137,13 +138,13 @@ def test_damaged_memory_of_hashes_is_no_memory(content: str, tmp_path: Path) -> 
     assert FileHashes(cache).hash_file(file) == expected
 
 
-def test_hashes_that_cannot_be_saved_are_hashes(tmp_path: Path) -> None:
+def test_hashes_that_cannot_be_cached_are_computed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("a")
     os.utime(tmp_path / "a.jsonl", (1, 1))
     (tmp_path / "file").write_text("")
     hashes = FileHashes(tmp_path / "file" / "hashes.json")
     hashes.hash_file(tmp_path / "a.jsonl")
-    hashes._is_changed = True  # whatever the clock says
+    hashes._is_changed = True  # whatever the clock shows
     hashes.save()
 
 
@@ -175,7 +176,7 @@ def make_tree(root: Path) -> None:
     os.mkfifo(root / "pipe")
 
 
-def test_a_folder_is_what_git_would_take(tmp_path: Path) -> None:
+def test_a_folder_gives_the_files_that_git_would_add(tmp_path: Path) -> None:
     root = tmp_path / "repository"
     make_tree(root)
     subprocess.run(["git", "init", "-q", str(root)], check=True)
@@ -233,7 +234,7 @@ PATTERNS += [
 ]
 
 
-def test_random_trees_are_what_git_would_take(tmp_path: Path) -> None:
+def test_random_folders_give_the_files_that_git_would_add(tmp_path: Path) -> None:
     rng = random.Random(3)
     for number in range(60):
         top = tmp_path / str(number)
@@ -253,7 +254,7 @@ def test_random_trees_are_what_git_would_take(tmp_path: Path) -> None:
         taken = ask_git(top)
         assert set(walk_tree(top).files) == taken
         inside = {path.partition("/")[0] for path in taken if "/" in path}
-        for name in inside:  # a folder inside of a repository is under its rules
+        for name in inside:  # the rules of the outer repository apply to a folder inside it
             below = {path.removeprefix(f"{name}/") for path in taken if path.startswith(f"{name}/")}
             assert set(walk_tree(top / name).files) == below
 
@@ -332,7 +333,7 @@ def test_bad_rows(kind: Any, row: Any, message: str) -> None:
     assert str(error.value).startswith(message)
 
 
-def test_columns_tell_the_kind() -> None:
+def test_columns_decide_the_kind_of_sample() -> None:
     assert detect_kind({"id": 1, "messages": []}) == "chat"
     assert detect_kind({"conversations": []}) == "conversations"
     assert detect_kind({"prompt": "", "completion": ""}) == "completion"
@@ -386,8 +387,8 @@ def test_files_that_cannot_be_read(name: str, content: bytes, message: str, tmp_
         read_all_and_find_kind(open_one(tmp_path, tmp_path / name))
 
 
-def test_mappings_of_a_table_are_those_of_the_lines(tmp_path: Path) -> None:
-    """Arrow fills mappings to the union of their keys; nulls that a template would show are taken out again."""
+def test_mappings_of_a_table_equal_those_of_json_lines(tmp_path: Path) -> None:
+    """Arrow fills mappings to the union of their keys; nulls that a template would show are removed again."""
     call = [{"type": "function", "function": {"name": name, "arguments": {name: 1}}} for name in "fg"]
     tool = [
         {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "integer"}}}}}
@@ -418,8 +419,8 @@ def test_a_csv_row_with_too_many_or_too_few_fields(tmp_path: Path) -> None:
     assert result[2][1] == "3 fields where the header has 2"
 
 
-def test_bad_rows_of_csv_and_json_are_rows(tmp_path: Path) -> None:
-    """So that on_bad_row: skip leaves out no more than they."""
+def test_bad_rows_of_csv_and_json_can_be_skipped(tmp_path: Path) -> None:
+    """So that on_bad_row: skip leaves out only them."""
     (tmp_path / "a.tsv").write_bytes(b'text\nhello\n\n"a"b\nc\xff\nworld\n')
     source = open_one(tmp_path, tmp_path / "a.tsv")
     assert read_all(source) == [

@@ -1,4 +1,4 @@
-"""Seconds by part: published rows, brute-force counts of work, and what must not speed anything up."""
+"""Tests seconds by part: published rows, brute-force counts of work, and settings that must not speed a step up."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -34,7 +34,7 @@ TILED = Levers("full", 1, 32, True, True)
     [(128, 1, 2320.47), (512, 1, 878.63), (3072, 1, 162.41), (128, 4, 2281.05), (1024, 4, 472.53), (5120, 4, 98.25)],
 )
 def test_published_rows(kibi_tokens: int, chunks: int, published: float) -> None:
-    """Llama3-8B on 8 H100, tokens/s of each: arXiv 2602.21196. All rows stand in benchmarks/estimate.py."""
+    """Published tokens/s of Llama3-8B on 8 H100: arXiv 2602.21196. All rows stand in benchmarks/estimate.py."""
     llama_3 = Job(LLAMA, Layout(1, 1, 8), kibi_tokens * 1024, replace(TILED, head_chunks=chunks), fused_norms=True)
     assert compute_speed(llama_3, H100).tokens_per_second / 8 == pytest.approx(published, rel=0.15)
 
@@ -57,21 +57,21 @@ def test_documents_make_rows_cheaper_and_windows_too() -> None:
     assert compute_attention_flops(gemma) == pytest.approx(full / 2, rel=0.01)  # every other layer sees 4,096 tokens
 
 
-def test_matrix_work_is_two_for_each_weight_and_token() -> None:
+def test_matrix_products_take_two_flops_per_weight_and_token() -> None:
     job = Job(LLAMA, Layout(1, 1, 8), 2**17, Levers())
     assert LLAMA.num_parameters is not None
     matrices = LLAMA.num_parameters - 2 * 128_256 * 4096 - 65 * 4096  # without embedding, head and norms
     assert compute_projection_flops(job) + compute_mlp_flops(job) == 2 * matrices * 2**17 / 8
 
 
-def test_experts_that_nobody_chose_do_no_work() -> None:
+def test_unrouted_experts_do_no_work() -> None:
     job = Job(SHAPES["Qwen/Qwen3-30B-A3B"], Layout(1, 1, 4), 2**17, Levers())
     per_token = compute_mlp_flops(job) / job.local_tokens / 48
     assert per_token == 2 * 2048 * (8 * 3 * 768 + 128)
 
 
-def test_what_an_exchange_moves() -> None:
-    """Forward: q, k, v there and the result back, of which one part in sp stays where it is."""
+def test_bytes_that_an_exchange_moves() -> None:
+    """In the forward q, k, v go out and the result comes back; one part in sp of it stays where it is."""
     job = Job(QWEN, Layout(1, 1, 4), 2**16, Levers(gradient_checkpointing=False))
     q, kv = 4096, 1024
     forward = 2 * (q + 2 * kv + q)
@@ -81,7 +81,7 @@ def test_what_an_exchange_moves() -> None:
 
 
 def test_only_what_goes_to_another_machine_waits_for_the_network() -> None:
-    """Of 16 ranks on two machines a rank sends to 15, 8 of them beyond the network."""
+    """Of 16 ranks on two machines, each sends to 15, 8 of them over the network."""
     job = Job(LLAMA, Layout(1, 1, 16), 2**21, Levers())
     beyond = compute_exchange_bytes(job) * 8 / 15 / (H100.network_gb_s * 1e9 * H100.efficiency.network)
     endless = replace(H100, memory_gb_s=1e12)
@@ -127,8 +127,8 @@ BUSY = Job(LLAMA, Layout(1, 64, 1), 4096, Levers(offloaded_layers=31, offload_pa
 
 @given(jobs, st.integers(1, 8), st.sampled_from(list(TABLE.gpus.values())))
 @example(BUSY, 1, TABLE.get_gpu("rtx-4090"))
-def test_a_second_of_computing_hides_one_of_moving(job: Job, more: int, gpu: object) -> None:
-    """So that more work is never faster, whatever is moved meanwhile."""
+def test_a_second_of_compute_hides_a_second_of_transfer(job: Job, more: int, gpu: object) -> None:
+    """So more work is never faster, whatever travels meanwhile."""
     speed = compute_speed(job, gpu)  # type: ignore[arg-type]
     moving = ("gather_reduce", "offload", "optimizer")
     computing = sum(seconds for part, seconds in speed.parts.items() if part not in moving)
@@ -138,13 +138,13 @@ def test_a_second_of_computing_hides_one_of_moving(job: Job, more: int, gpu: obj
 
 
 @given(jobs)
-def test_nothing_that_saves_memory_saves_time(job: Job) -> None:
+def test_no_memory_lever_saves_time(job: Job) -> None:
     def check_rising(name: str, *values: object, **others: object) -> None:
         sets = [replace(job.levers, **{name: value}, **others) for value in values]  # type: ignore[arg-type]
         seconds = [compute_speed(replace(job, levers=each), H100).step_seconds for each in sets]
         assert all(more >= less * (1 - 1e-12) for less, more in pairwise(seconds)), (name, seconds)
 
-    # what is kept more has farther to go to the host
+    # more saved bytes go to the host
     check_rising("gradient_checkpointing", False, True, "full", offloaded_layers=0)
     check_rising("offload_optimizer", "none", "cpu")
     check_rising("offloaded_layers", 0, 5, 12)

@@ -1,4 +1,5 @@
-"""Steps: every row of an epoch once, whatever the layout; slices that make up whole rows; the same plan everywhere."""
+"""Tests steps: every row of an epoch once at any layout, slices that make up whole rows, the same plan on every
+rank."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Part:
 
 
 class Rows:
-    """Row r's token i is 1000 r + i; every token but a document's last is a target."""
+    """Rows in which token i of row r is 1000 r + i, and every token but a document's last is a target."""
 
     def __init__(self, lengths: list[list[int]]) -> None:
         self.lengths = lengths
@@ -49,7 +50,7 @@ SIZES = st.integers(1, 4)
 
 
 @given(ROWS, SIZES, SIZES, SIZES, st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_every_row_of_an_epoch_once_and_in_the_same_order_at_every_layout(
+def test_every_layout_has_each_row_of_an_epoch_once_in_one_order(
     rows: Rows, dp_size: int, width: int, micro_steps: int, epochs: int, seed: int
 ) -> None:
     batching = Batching(dp_size, width, micro_steps, pad_multiple=8, seed=seed)
@@ -92,16 +93,16 @@ def test_slices_make_up_whole_rows(rows: Rows, dp_size: int, width: int, sp_size
     assert read == plan.num_targets
 
 
-def test_a_fixed_length_is_every_rows() -> None:
+def test_a_fixed_length_pads_every_row() -> None:
     rows = Rows([[3], [9, 2]])
     plan = plan_step(rows, Batching(2, 1, 1, pad_multiple=4, fixed_row_tokens=64), 0, 2)
     assert {tokens for group in plan.row_tokens for tokens in group} == {64}
 
 
-def test_the_longest_step_has_the_heaviest_rows_and_fills_up() -> None:
+def test_the_heaviest_step_has_the_heaviest_rows_and_is_full() -> None:
     rows = Rows([[3], [40], [20, 20]])
     plan = plan_longest(rows, Batching(1, 1, 2, pad_multiple=4))
-    assert plan.rows == (1, 2)  # by number where both weigh the same
+    assert plan.rows == (1, 2)  # by number where both have the same weight
     assert plan_longest(rows, Batching(4, 1, 1, pad_multiple=4)).rows == (1, 2, 0, 1)
 
 
@@ -112,7 +113,7 @@ def test_facts_differ_where_plans_do() -> None:
     assert plans[0].list_facts()["rows"] != plans[1].list_facts()["rows"]
 
 
-def test_outside_the_stream_there_is_no_row() -> None:
+def test_a_position_outside_the_stream_is_refused() -> None:
     plan = plan_step(Rows([[3]]), Batching(1, 1, 2, 4), 1, 2)
     assert plan.shares == (((0,), (NO_ROW,)),)
     with pytest.raises(AttributeError):

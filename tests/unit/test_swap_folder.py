@@ -1,4 +1,5 @@
-"""The folder of optimizer states on a disk: made private and empty, refused with a reason, gone at the end."""
+"""Tests the folder of optimizer states on a disk: private and empty at first, refused with a reason, removed at the
+end."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return name_folder(str(tmp_path / "fast"), tmp_path / "run")
 
 
-def test_it_is_private_empty_and_the_same_for_every_rank(folder: Path, tmp_path: Path) -> None:
+def test_the_folder_is_private_empty_and_the_same_for_every_rank(folder: Path, tmp_path: Path) -> None:
     left = folder / "zero_stage_3" / "optimizer" / "rank7" / "0_5.tensor.swp"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"of a run that was killed")
@@ -35,7 +36,7 @@ def test_it_is_private_empty_and_the_same_for_every_rank(folder: Path, tmp_path:
     assert name_folder(str(tmp_path / "fast"), tmp_path / "other") != folder
 
 
-def test_other_ranks_of_the_machine_leave_it_alone(
+def test_other_ranks_of_the_machine_do_not_touch_the_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -43,7 +44,7 @@ def test_other_ranks_of_the_machine_leave_it_alone(
     assert not folder.exists()
 
 
-def test_the_last_rank_closes_the_door(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_rank_removes_the_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_folder(folder, tmp_path / "run", 1000, 1000)
     for rank in (0, 1):
         (folder / "zero_stage_3" / "optimizer" / f"rank{rank}").mkdir(parents=True)
@@ -56,7 +57,7 @@ def test_the_last_rank_closes_the_door(folder: Path, tmp_path: Path, monkeypatch
     remove_rank_files(None)
 
 
-def test_a_disk_without_room_is_told_with_what_others_left(
+def test_a_full_disk_is_refused_and_leftovers_are_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = folder.with_name("ulysses-0123456789ab")
@@ -91,13 +92,13 @@ def test_a_file_system_without_direct_writes_is_refused(
     assert not folder.exists()
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     folder = name_folder(str(tmp_path / "file"), tmp_path / "run")
     assert open_folder(folder, tmp_path / "run", 1000, 1000) == f"memory.nvme_path: {folder}: Not a directory"
 
 
-def test_a_limit_of_locked_memory_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_locked_memory_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
     monkeypatch.setattr(swap_folder, "_may_lock_all", lambda: False)
     assert open_folder(folder, tmp_path / "run", 1 << 19, 8 << 20) == ""

@@ -1,4 +1,4 @@
-"""What optimizer states on a disk take: there, in locked memory, on the GPU, and of a step's time."""
+"""Tests what optimizer states on a disk take: disk space, locked memory, GPU memory, and a step's time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make(*overrides: str) -> Recipe:
     return load("parallel.sp_size=8", *overrides).recipe
 
 
-def test_a_disk_spares_the_host_and_costs_time(tmp_path: Path) -> None:
+def test_a_disk_frees_host_memory_and_costs_time(tmp_path: Path) -> None:
     gpu = load_hardware().get_gpu("h100-80gb")
     swap = ("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
     on_host = compute_estimate(make("memory.offload_optimizer=cpu"), SHAPE, gpu)
@@ -69,7 +69,7 @@ def test_a_disk_spares_the_host_and_costs_time(tmp_path: Path) -> None:
 
 
 def test_small_gradients_wait_on_the_gpu(tmp_path: Path) -> None:
-    """On 8 ranks shares of matrices have files of their own, and norms wait. On 128 most shares are below 1 MiB."""
+    """On 8 ranks, shares of matrices have files of their own and norms wait. On 128, most shares are below 1 MiB."""
     swap = ("memory.offload_optimizer=nvme", f"memory.nvme_path={tmp_path}")
     gpu = load_hardware().get_gpu("h100-80gb")
     few = compute_estimate(make(*swap), SHAPE, gpu).job
@@ -93,8 +93,8 @@ def test_need_of_a_recipe_and_of_a_model_without_formulas(tmp_path: Path) -> Non
 
 
 def test_weights_on_a_disk(tmp_path: Path) -> None:
-    """8 ranks: of a layer seven weights have files, of 1 MiB or more; two norms do not. The embedding's is
-    the largest."""
+    """On 8 ranks, seven weights of a layer have files of 1 MiB or more; two norms do not. The embedding's is the
+    largest."""
     gpu = load_hardware().get_gpu("h100-80gb")
     cpu, disk = "memory.offload_param=cpu", ("memory.offload_param=nvme", f"memory.nvme_path={tmp_path}")
     host = compute_estimate(make("memory.offload_optimizer=cpu", cpu), SHAPE, gpu)
@@ -114,7 +114,7 @@ def test_weights_on_a_disk(tmp_path: Path) -> None:
 
 
 def test_a_save_copies_what_is_not_in_host_memory(tmp_path: Path) -> None:
-    """The embedding's weight and both moments follow each other on their way to the file."""
+    """The embedding's weight and both moments are copied to the file one after the other."""
     swap = (f"memory.nvme_path={tmp_path}",)
     for where, more in (("none", ()), ("cpu", ()), ("nvme", swap)):
         recipe = make(f"memory.offload_optimizer={where}", *more)

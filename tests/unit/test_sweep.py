@@ -1,4 +1,4 @@
-"""Memory against length: what the table and the picture say where a row cannot be indexed."""
+"""Tests memory against length: the table and the picture where a row cannot be indexed."""
 
 import re
 
@@ -33,7 +33,7 @@ def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() ->
 
 
 @pytest.mark.parametrize("name", ["llama-3.3-70b-128k-4x8gpu", "qwen3-32b-128k-4x8gpu", "tiny-cpu"])
-def test_no_title_and_no_legend_of_the_picture_is_cut(name: str) -> None:
+def test_the_pictures_titles_and_legends_are_complete(name: str) -> None:
     page = make_sweep_page(sweep(name, gpu="a100-40gb"))
     texts = re.findall("<text[^>]*>([^<]*)</text>", page)
     assert [text for text in texts if "\u2026" in text] == []

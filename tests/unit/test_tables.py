@@ -1,4 +1,4 @@
-"""Parquet and Arrow files that hold little and say much: bounded memory, one problem with the file's name."""
+"""Tests Parquet and Arrow files that are small and expand to much: bounded memory, one problem with the file's name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_arrow(file: Path, table: Any, compression: str | None = None) -> None:
 
 
 def name_often(num_rows: int, num_letters: int) -> Any:
-    """One text that many rows name."""
+    """Makes one text to which many rows refer."""
     return pa.DictionaryArray.from_arrays(pa.array(np.zeros(num_rows, np.int32)), pa.array(["x" * num_letters]))
 
 
@@ -53,8 +53,8 @@ def write_page(file: Path) -> None:
     parquet.write_table(pa.table({"text": ["x" * 10 * SMALL]}), file, compression="zstd", write_statistics=False)
 
 
-def write_lie(file: Path) -> None:
-    """A buffer's header announces a tebibyte."""
+def write_false_header(file: Path) -> None:
+    """Makes a buffer whose header announces a tebibyte."""
     write_arrow(file, pa.table({"text": ["a b c d" * 1000]}), "zstd")
     content, header = file.read_bytes(), struct.pack("<q", 7000)
     assert header + b"\x28\xb5" in content
@@ -62,7 +62,7 @@ def write_lie(file: Path) -> None:
 
 
 def write_views(file: Path) -> None:
-    """Views of one text, each of it all."""
+    """Makes views of one text, each of it all."""
     views = np.tile(np.array([5000, int.from_bytes(b"xxxx", "little"), 0, 0], np.int32), 5000)
     buffers = [None, pa.py_buffer(views.tobytes()), pa.py_buffer(b"x" * 5000)]
     write_arrow(file, pa.table({"text": pa.Array.from_buffers(pa.string_view(), 5000, buffers)}))
@@ -74,7 +74,7 @@ BOMBS = {
     "list.parquet": write_list,
     "nulls.parquet": write_nulls,
     "page.parquet": write_page,
-    "lie.arrow": write_lie,
+    "lie.arrow": write_false_header,
     "views.arrow": write_views,
 }
 

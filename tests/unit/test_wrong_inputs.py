@@ -1,4 +1,4 @@
-"""What a new user may type wrongly, over all commands: the exit code, the place, what is said; never a trace.
+"""Tests mistakes that a new user may type, over all commands: exit code, place and message, never a trace.
 
 The commands run in this process, in a folder of their own with a few wrong files in it.
 """
@@ -130,7 +130,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *COMMANDS,
     ],
 )
-def test_a_wrong_input_is_told(line: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_input_is_reported(line: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     result = CliRunner().invoke(app, line.replace("QWEN", " ".join(QWEN)).split())
     assert isinstance(result.exception, SystemExit)
@@ -138,7 +138,7 @@ def test_a_wrong_input_is_told(line: str, said: str, folder: Path, monkeypatch: 
     assert said in result.stderr
 
 
-def test_what_follows_from_a_wrong_value_is_not_told_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consequences_of_a_wrong_value_are_not_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     output = CliRunner().invoke(app, ["validate-config", "t.yaml", "data.eval_split=10%"]).stderr
     assert "data.eval_split: '10%' is not a number" in output
