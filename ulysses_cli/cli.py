@@ -17,6 +17,7 @@ from ulysses_cli.commands import (
     doctor,
     estimate_memory,
     export,
+    launch,
     plan,
     prepare,
     recipes,
@@ -35,6 +36,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+launch_app = typer.Typer(
+    help="Write the file that submits a recipe to a cluster.",
+    no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -76,12 +83,20 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "plan": (plan.plan, "Find the GPUs and the layout that fit and cost least."),
     "report": (report.report, "Make one HTML page of a run."),
 }
+CLUSTERS: dict[str, tuple[Callable[..., None], str]] = {
+    "slurm": (launch.slurm, "Write a batch script for SLURM."),
+    "k8s": (launch.k8s, "Write objects for Kubeflow Trainer v2."),
+    "sky": (launch.sky, "Write a task for SkyPilot."),
+}
 for name, (command, short_help) in COMMANDS.items():
     app.command(name, short_help=short_help)(command)
 app.add_typer(recipes_app, name="recipes")
 recipes_app.command("list")(recipes.list_recipes)
 recipes_app.command("show")(recipes.show_recipe)
 recipes_app.command("copy")(recipes.copy_recipe)
+app.add_typer(launch_app, name="launch")
+for cluster, (command, short_help) in CLUSTERS.items():
+    launch_app.command(cluster, short_help=short_help)(command)
 
 
 def run() -> None:

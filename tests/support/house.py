@@ -64,7 +64,7 @@ ORDER: dict[str, list[str]] = {
     "host": ["network", "operator_builds", "children"],
     "launch": [
         *("environments", "hostfile", "nodes", "rendezvous", "start_lock", "results", "failures", "launcher"),
-        "preflight",
+        *("preflight", "jobs"),
     ],
     "data": [
         *("problems", "selection", "sources", "steps", "batching", "transaction", "store", "rows", "packer", "facts"),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ulysses_cli.cli import COMMANDS, app
 from ulysses_cli.commands.options import EXIT_CODES
 from ulysses_cli.launch import launcher
-from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
+from ulysses_cli.plan.exit_codes import DONE, FAILED, STOPPED, USAGE, get_signal_code
 
 TINY = str(TINY_RECIPE)
 
@@ -149,21 +149,21 @@ def test_the_light_half_imports_nothing_heavy(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 100])
-@pytest.mark.parametrize("words", [["--help"], ["recipes", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["recipes", "--help"], ["launch", "--help"]])
 def test_every_line_of_help_is_whole(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0
     commands = result.stdout.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
-    assert len(commands) == (len(COMMANDS) + 1 if len(words) == 1 else 3)
-    assert all(re.fullmatch(r"  [a-z-]+ +[A-Z].*\.", line) and "..." not in line for line in commands)
+    assert len(commands) == (len(COMMANDS) + 2 if len(words) == 1 else 3)
+    assert all(re.fullmatch(r"  [a-z0-9-]+ +[A-Z].*\.", line) and "..." not in line for line in commands)
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
 def test_exit_codes_are_in_help_and_faq() -> None:
     rows = [line.split(maxsplit=1) for line in EXIT_CODES.replace("130, 143", "130,143").splitlines()[1:]]
-    assert [codes for codes, _ in rows] == ["0", "1", "2", "130,143"]
-    assert (DONE, FAILED, USAGE) == (0, 1, 2)
+    assert [codes for codes, _ in rows] == ["0", "1", "2", "75", "130,143"]
+    assert (DONE, FAILED, USAGE, STOPPED) == (0, 1, 2, 75)
     assert {get_signal_code(number) for number in launcher.STOP_SIGNALS} == {130, 143}
     help_text, faq = CliRunner().invoke(app, ["--help"]).stdout, (ROOT / "docs" / "faq.md").read_text()
     for line in EXIT_CODES.splitlines():

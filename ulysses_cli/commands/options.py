@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 EXIT_CODES = """\
 Exit codes:
-  0         done; also a run that was stopped early and saved a checkpoint, without a scheduler
+  0         done; also stopped early with a checkpoint, if no scheduler runs it
   1         the run or the proof failed; may not fit in memory (--strict)
   2         a mistake in the recipe or the command; no plan fits
   75        stopped early with a checkpoint, under a scheduler (run.stop_exit_code)

