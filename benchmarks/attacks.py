@@ -514,7 +514,7 @@ int gettimeofday(struct timeval *seconds, void *zone) {
 time_t time(time_t *seconds) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
-    if (seconds) *result = now.tv_sec;
+    if (seconds) *seconds = now.tv_sec;
     return now.tv_sec;
 }
 """  # the time of day jumps each second by hours to ten years, forwards and back; files keep the true time

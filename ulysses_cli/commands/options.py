@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 EXIT_CODES = """\
 Exit codes:
-  0         done; also stopped early with a checkpoint, if no scheduler runs it
+  0         done; stopped early with a checkpoint, without a scheduler
   1         the run or the proof failed; may not fit in memory (--strict)
   2         a mistake in the recipe or the command; no plan fits
-  75        stopped early with a checkpoint, under a scheduler (run.stop_exit_code)
+  75        stopped early with a checkpoint, under a scheduler
   130, 143  ended by Ctrl-C or SIGTERM before a checkpoint was saved
 """
 T = TypeVar("T")
