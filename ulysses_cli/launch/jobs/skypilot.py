@@ -58,7 +58,7 @@ def write_skypilot(
         "accelerators": f"{ACCELERATORS[job.gpu.key]}:{job.gpus_per_node}",
         "image_id": f"docker:{image}",
         "use_spot": spot,
-        "job_recovery": {"max_restarts_on_errors": job.max_restarts, "recover_on_exit_codes": [STOPPED]},
+        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [STOPPED]},
     }
     place = f"{WORKDIR}/{job.run_dir}"
     # MOUNT_CACHED writes like a disk; plain MOUNT cannot rename a folder, which makes a checkpoint whole
