@@ -400,13 +400,13 @@ def kill_masking(folder: Path) -> str:
     return "it goes on unmasked" if done.returncode == 0 or SECRET in (folder / "log").read_text() else ""
 
 
-@attack("processes", "kill -9 of ranks and of the launcher, then resume")
+@attack("processes", "kill -9 of ranks and of the agent, then resume")
 def kill_ranks(folder: Path) -> str:
     return run_test("tests/ranks/test_faults.py::test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run")
 
 
-@attack("processes", "kill -9 of the launcher: ranks end, and hold the run's folder as long as they live")
-def kill_launcher(folder: Path) -> str:
+@attack("processes", "kill -9 of the agent: ranks end, and hold the run's folder as long as they live")
+def kill_agent(folder: Path) -> str:
     recipe = write_recipe(folder, train={"max_steps": 100_000})
     command = [sys.executable, "-m", "ulysses_cli", "train", recipe]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -415,11 +415,11 @@ def kill_launcher(folder: Path) -> str:
     end, metrics = time.monotonic() + SECONDS, folder / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text()) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
-    launchers = list_children(process.pid)
-    ranks = [rank for launcher in launchers for rank in list_children(launcher) if is_rank(rank)]
+    agents = list_children(process.pid)
+    ranks = [rank for agent in agents for rank in list_children(agent) if is_rank(rank)]
     handles = [os.pidfd_open(rank) for rank in ranks]
-    for launcher in launchers:
-        os.kill(launcher, signal.SIGKILL)
+    for agent in agents:
+        os.kill(agent, signal.SIGKILL)
     free = [rank for rank in ranks if is_alive(rank) and is_free(folder / "run" / "lock-0") and is_alive(rank)]
     process.wait(SECONDS)
     alive = [handle for handle in handles if not select.select([handle], [], [], 60)[0]]
@@ -469,7 +469,7 @@ for name, test in {
         return run_test(f"tests/ranks/test_listening.py::{test}")
 
 
-@attack("network", "a payload in the launchers' state")
+@attack("network", "a payload in the agents' state")
 def write_state(folder: Path) -> str:
     return run_test("tests/one_process/test_rendezvous.py::test_a_state_without_the_runs_seal_is_not_unpickled")
 

@@ -40,7 +40,7 @@ COLUMNS = ("injected", "survived", "refused", "lost")
 TIME_LIMIT = 300
 WALKED_STEP = 8
 WALKED = ["run.rehearsal=true", "data.eval_split=0.02", f"run.eval_steps={WALKED_STEP}"]
-WHO = {"all": "all ranks", "one": "one rank", "agent": "the launcher", "command": "the command"}
+WHO = {"all": "all ranks", "one": "one rank", "agent": "the agent", "command": "the command"}
 WALKS = [("command", signal.SIGTERM), *((who, signal.SIGKILL) for who in WHO)]
 Ends = list[tuple[str, str]]  # (fault, how the run ended)
 

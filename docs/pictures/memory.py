@@ -34,7 +34,7 @@ GROUPS = {  # lines of the ledger, from the bottom of a bar up
     "weights": ("parameters", "parameters_persistent", "parameters_gathered"),
     "gradients": ("gradients", "reduce_bucket"),
     "optimizer states": ("optimizer_master", "optimizer_adam", "optimizer_transients"),
-    "saved for backward": ("kept_layer_inputs", "kept_attention_results"),
+    "saved for backward": ("saved_layer_inputs", "saved_attention_results"),
     "logits and loss": ("logits", "final_norm", "residual"),
 }
 PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM = 78, 556, 96, 376

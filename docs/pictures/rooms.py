@@ -20,7 +20,7 @@ PURPOSES = {
     "launch": "starts the processes of a run, on one machine or many",
     "run_folder": "checkpoints, manifests and logs of a run",
     "host": "network, operator builds, child processes",
-    "data": "documents to rows of tokens",
+    "data": "documents to rows of tokens, with transformers and datasets, without torch",
     "train": "one rank of a run, from start-up to teardown",
     "prove": "runs that prove a claim: parity, speed, a healthy machine",
 }
@@ -41,7 +41,7 @@ def draw_rooms(theme: Theme) -> str:
     heavy_width = WIDTH - MARGIN - HEAVY_LEFT
     parts += [
         write(theme, MARGIN, 98, "Light", 15, light_colour, bold=True),
-        write(theme, MARGIN, 116, "starts at once; never imports torch", 12, "muted"),
+        write(theme, MARGIN, 116, "starts at once; imports none of the libraries on the right", 12, "muted"),
         write(theme, HEAVY_LEFT, 98, "Heavy", 15, heavy_colour, bold=True),
         write(theme, HEAVY_LEFT, 116, f"may import {', '.join(_sort_heavy()[:3])}, …", 12, "muted"),
     ]
@@ -186,7 +186,10 @@ def _draw_processes(theme: Theme, tops: list[float], names: list[str]) -> list[s
 
 def _describe(heavy: list[str]) -> str:
     light = [name for name in MAY_IMPORT if name not in heavy and name not in ENTRY]
-    halves = f"The light half, which never imports torch: {', '.join(light)}. The heavy half: {', '.join(heavy)}."
+    halves = (
+        f"The light half, which imports none of {', '.join(_sort_heavy())}: {', '.join(light)}. The heavy half, which "
+        f"may: {', '.join(heavy)}; data needs no torch."
+    )
     imports = " ".join(
         f"{name} imports {', '.join(_list_imports(name)) or 'no other room'}."
         for name in MAY_IMPORT

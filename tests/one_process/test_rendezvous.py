@@ -95,7 +95,7 @@ def test_messages_of_agents_belong_to_a_key_and_a_round() -> None:
     assert ours.add("count", 2) == 2
     store.set("b", store.get("a"))
     for other, key in ((ours, "b"), (SealedStore(store, THEIRS, "round 1"), "a"), (SealedStore(store, OURS, "2"), "a")):
-        with pytest.raises(MeetingError, match="was not written by a launcher of this run"):
+        with pytest.raises(MeetingError, match="was not written by an agent of this run"):
             other.get(key)
     with pytest.raises(AttributeError):
         ours.append("a", "x")
@@ -104,15 +104,15 @@ def test_messages_of_agents_belong_to_a_key_and_a_round() -> None:
 def test_an_agent_stops_waiting_when_the_state_is_not_valid() -> None:
     store, messages = dist.HashStore(), list[MeetingError]()
     backend = SealedBackend(store, OURS, "x", messages.append)
-    launchers = SealedStore(store, OURS, "round 1", backend.get_state)
+    agents = SealedStore(store, OURS, "round 1", backend.get_state)
     with pytest.raises(dist.DistStoreError, match="timed out waiting for the others"):
-        launchers.wait(["the others"], timedelta(seconds=0.1))
+        agents.wait(["the others"], timedelta(seconds=0.1))
     store.set(backend.key, "spoilt")
     with pytest.raises(MeetingError):
-        launchers.wait(["the others"], TIMEOUT)
+        agents.wait(["the others"], TIMEOUT)
     assert len(messages) == 1
     store.set("the others", "here")
-    launchers.wait(["the others"], TIMEOUT)
+    agents.wait(["the others"], TIMEOUT)
 
 
 def find_port() -> int:

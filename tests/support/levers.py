@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from support.families import make_config
+from ulysses_cli.data.steps import IGNORE_INDEX
 from ulysses_cli.train.assembly.loss_model import LossModel
 from ulysses_cli.train.attention import ulysses
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
-from ulysses_cli.train.loss import IGNORED, HeadRule
+from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.offload import Offloader
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
@@ -89,8 +90,8 @@ def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossMode
         logits = head(hidden).to(torch.promote_types(hidden.dtype, torch.float32)).flatten(0, 1) / rule.divisor
         if rule.softcap is not None:
             logits = rule.softcap * torch.tanh(logits / rule.softcap)
-        total = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        squares = torch.logsumexp(logits, -1).square()[labels.flatten() != IGNORED]
+        total = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        squares = torch.logsumexp(logits, -1).square()[labels.flatten() != IGNORE_INDEX]
         return total + rule.z_loss_weight * squares.sum()
 
     loss: Any = compute_plain_loss
@@ -113,7 +114,7 @@ def make_row(lengths: tuple[int, ...]) -> dict[str, Tensor]:
     tokens = sum(lengths)
     ids = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
     labels = ids * 7 % VOCABULARY
-    labels[:, tokens // 4 : tokens // 2 + 1] = IGNORED
+    labels[:, tokens // 4 : tokens // 2 + 1] = IGNORE_INDEX
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return {"input_ids": ids, "positions": positions, "labels": labels}
 

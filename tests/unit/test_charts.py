@@ -238,7 +238,7 @@ def test_every_colour_is_legible(colours: dict[str, str], series: tuple[str, ...
         (7260, "seconds", "2 h 1 min"),
         (3599.9, "seconds", "1 h"),
         (0.1234, "share", "12.3%"),
-        (312.4, "USD", "$312.40"),
+        (312.4, "USD", "USD 312.40"),
         (123_456, "tokens", "123,456"),
         (math.nan, "bytes", quantities.NO_VALUE),
         (None, "", quantities.NO_VALUE),

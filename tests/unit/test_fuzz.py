@@ -232,7 +232,10 @@ def write_arrow(table: Any, sink: Any) -> None:
 ENCODER = Encoder(make_bytes_tokenizer())
 RECIPE_TEXT = VALID.replace("owner/texts", "./texts.jsonl")
 MANIFEST_TEXT = json.dumps(
-    {"files": {name: {"bytes": 700, "sha256": "0" * 64} for name in ("rank-00000.safetensors", "state.json")}}
+    {
+        "format": 1,
+        "files": {name: {"bytes": 700, "sha256": "0" * 64} for name in ("rank-00000.safetensors", "state.json")},
+    }
 )
 HEADER = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"b": "c"}}).encode()
 ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": []}]}

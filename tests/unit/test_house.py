@@ -60,6 +60,8 @@ def test_a_module_imports_what_its_room_may(module: str) -> None:
         first = name.split(".")[0]
         if top in LIGHT:
             assert first not in HEAVY, f"{module} imports {name}: heavy work is a child process"
+        if top == "data":
+            assert first not in ("torch", "deepspeed"), f"{module} imports {name}"
         if top in ("plan", "run_folder"):
             assert first not in SPEAKS_TO_THE_WORLD, f"{module} imports {name}"
         if module in STDLIB_ONLY:

@@ -14,7 +14,7 @@ import pytest
 from ulysses_cli.host import network
 from ulysses_cli.launch import launcher, rendezvous, results, start_lock
 from ulysses_cli.launch.failures import find_first_failure
-from ulysses_cli.launch.launcher import make_environment, make_launcher_args
+from ulysses_cli.launch.launcher import make_agent_args, make_environment
 from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.report.run_end import format_failure, format_interruption
@@ -29,12 +29,12 @@ def test_the_agents_command_line(tmp_path: Path) -> None:
         folder = place.folder
         assert folder is not None
         assert folder.stat().st_mode & 0o777 == 0o700
-        alone = make_launcher_args(alone_here, 0, place, ["--log-dir=x"])
+        alone = make_agent_args(alone_here, 0, place, ["--log-dir=x"])
         environ = make_environment({}, "cpu", 2, place)
     assert not folder.exists()
     assert list(tmp_path.iterdir()) == []
     assert alone[:3] == ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=0"]
-    assert {f"--rdzv-endpoint={folder}/launcher", "--rdzv-conf=store_type=file,node_rank=0"} < set(alone)
+    assert {f"--rdzv-endpoint={folder}/agent", "--rdzv-conf=store_type=file,node_rank=0"} < set(alone)
     assert alone[-1] == "--log-dir=x"
     assert environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert len(environ[KEY]) == 64
@@ -44,7 +44,7 @@ def test_the_key_of_several_machines_is_on_no_command_line(tmp_path: Path) -> No
     both = [Nodes(2, rank, "127.0.0.1", 1234, 8) for rank in range(2)]
     open_rendezvous = rendezvous.open_rendezvous
     with open_rendezvous(both[1], tmp_path, {}) as second, open_rendezvous(both[0], tmp_path, {}) as first:
-        args = [make_launcher_args(node, 3, each) for node, each in zip(both, (first, second), strict=True)]
+        args = [make_agent_args(node, 3, each) for node, each in zip(both, (first, second), strict=True)]
         environ = make_environment({"NCCL_SOCKET_IFNAME": "ib0"}, "cuda", 8, first)
         assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     assert first.key == second.key
@@ -150,7 +150,7 @@ def test_a_killed_rank_has_no_record(tmp_path: Path) -> None:
     (tmp_path / "failure.json").write_text(json.dumps([{"rank": 3, "exit_code": -9, "time": 5}]))
     assert format_failure(find_first_failure(tmp_path, 1), tmp_path) == (
         "rank 3 was killed by SIGKILL: most often the system ran out of host memory"
-        f"\n\nthe whole trace: {tmp_path}/launcher.log"
+        f"\n\nthe whole trace: {tmp_path}/agent.log"
     )
     (tmp_path / "failure.json").write_text("{")
     assert "the run ended with exit code 1" in format_failure(find_first_failure(tmp_path, 1), tmp_path)
@@ -161,7 +161,7 @@ def test_a_killed_agent_is_named(tmp_path: Path) -> None:
     record = {"rank": 1, "phase": "reading inputs", "is_interruption": True, "exit_code_wanted": 143}
     (tmp_path / "rank-1.error.json").write_text(json.dumps(record))
     assert format_failure(find_first_failure(tmp_path, -9), tmp_path).startswith(
-        "the launcher of the ranks was killed by SIGKILL: most often the system ran out of host memory"
+        "the agent of the ranks was killed by SIGKILL: most often the system ran out of host memory"
     )
     (tmp_path / "rank-0.error.json").write_text(json.dumps({"rank": 0, "message": "disk full", "is_cause": True}))
     assert find_first_failure(tmp_path, -9)["message"] == "disk full"

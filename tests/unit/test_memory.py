@@ -187,7 +187,7 @@ def test_every_lever_has_the_right_sign(job: Job) -> None:
     assert measure(offloaded_layers=most)["host"] > none["host"]
     assert measure(offload_optimizer="cpu")["gpu"] < none["gpu"]
     assert measure(offload_optimizer="cpu")["host"] > none["host"]
-    kept = compute_ledger(base).phases["backward"].lines.get("kept_attention_results", 0)
+    kept = compute_ledger(base).phases["backward"].lines.get("saved_attention_results", 0)
     assert measure(gradient_checkpointing="full")["gpu"] <= none["gpu"] + kept
 
 
@@ -207,7 +207,7 @@ def test_each_offloaded_layer_frees_gpu_memory_until_two_are_left(job: Job) -> N
 # Maps a lever to its value and the lines that may grow with it. What stands beside torch's tensors grows with each.
 SIGNS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "tiled_loss": (True, ("loss_tile", "head_accumulator", "hidden_gradient")),
-    "tiled_mlp": (True, ("mlp", "lora_work", "parameters_gathered", "kept_mlp_outputs")),
+    "tiled_mlp": (True, ("mlp", "lora_work", "parameters_gathered", "saved_mlp_outputs")),
     "offloaded_layers": (3, ()),
     "offload_optimizer": ("cpu", ()),
     "offload_param": ("cpu", ("parameters_gathered", "parameters_persistent", "parameters_arriving")),

@@ -36,7 +36,7 @@ def load(run_dir: Path, *overrides: str) -> Loaded:
 
 def look(run_dir: Path, *overrides: str, processes_here: int = 1, anyway: bool = False, dry: bool = False) -> list[str]:
     match = preflight.find_obstacles(
-        load(run_dir, *overrides), processes_here=processes_here, resumes_anyway=anyway, is_rehearsal=dry
+        load(run_dir, *overrides), processes_here=processes_here, resumes_anyway=anyway, is_dry_run=dry
     )
     return [str(problem).strip() for problem in match]
 

@@ -89,6 +89,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (lambda path: (path / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
     "missing manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
     "torn manifest": (lambda path: (path / "manifest.json").write_text('{"files": {"a'), "manifest.json cannot be"),
+    "another format": (
+        spoil_manifest('"format": 1', '"format": 2'),
+        "manifest.json has format 2, and this version of ulysses reads format 1",
+    ),
     "no mapping": (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
     "unnamed shard": (
         edit_manifest(lambda files: files.pop("rank-00001.safetensors")),

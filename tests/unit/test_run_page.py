@@ -56,7 +56,7 @@ def test_the_page_shows_every_section_and_no_secret(tmp_path: Path) -> None:
     _, page = make(write_run(tmp_path / "run"))
     for text in ("Qwen/Qwen3-8B: run", "Loss", "64K-128K", "Learning rate", "Gradient norm", "Tokens per second"):
         assert text in page
-    for text in ("Parts of a step", "attention takes most: 50%", "predicted 96.0 GiB", "$116", "flash_attention_3"):
+    for text in ("Parts of a step", "attention takes most: 50%", "predicted 96.0 GiB", "USD 116", "flash_attention_3"):
         assert text in page
     assert "sp_size: 8" in page
     assert "layout sp size" in page

@@ -99,7 +99,7 @@ def test_a_fixed_length_pads_every_row() -> None:
     assert {tokens for group in plan.row_tokens for tokens in group} == {64}
 
 
-def test_the_heaviest_step_has_the_heaviest_rows_and_is_full() -> None:
+def test_the_longest_step_has_the_longest_rows_and_is_full() -> None:
     rows = Rows([[3], [40], [20, 20]])
     plan = plan_longest(rows, Batching(1, 1, 2, pad_multiple=4))
     assert plan.rows == (1, 2)  # by number where both have the same weight

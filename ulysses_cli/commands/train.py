@@ -29,8 +29,8 @@ def train(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="RECIPE [KEY=VALUE ...] [-- LAUNCHER ARGS]",
-            help="a recipe file, settings that override it, and after -- arguments for torch's elastic launcher",
+            metavar="RECIPE [KEY=VALUE ...] [-- AGENT ARGS]",
+            help="a recipe file, settings that override it, and after -- arguments for torch's elastic agent",
         ),
     ],
     num_processes: Annotated[
@@ -117,7 +117,7 @@ class TrainOptions:
     resume_anyway: bool
     overwrite: bool
     dry_run: bool
-    launcher_args: tuple[str, ...]
+    agent_args: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions) -
         valid.loaded,
         processes_here=nodes.processes_here,
         resumes_anyway=options.resume_anyway,
-        is_rehearsal=options.dry_run,
+        is_dry_run=options.dry_run,
     )
     if obstacles:
         printing.print_problems(obstacles)
@@ -240,19 +240,19 @@ def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptio
     with ExitStack() as stack:
         rendezvous = or_exit(lambda: stack.enter_context(open_rendezvous(nodes, valid.run_dir, os.environ)))
         aside = set_results_aside(valid.run_dir) if place.starts_anew else None
-        launcher_args = launcher.make_launcher_args(nodes, run.max_restarts, rendezvous, options.launcher_args)
+        agent_args = launcher.make_agent_args(nodes, run.max_restarts, rendezvous, options.agent_args)
         environ = launcher.make_environment(os.environ, device, nodes.processes_here, rendezvous)
-        outcome = launcher.launch(launcher_args, rank_args, environ, valid.run_dir / "logs", place.lock, nodes.rank)
-    _report_end(valid.run_dir, outcome, aside, is_rehearsal=options.dry_run)
+        outcome = launcher.launch(agent_args, rank_args, environ, valid.run_dir / "logs", place.lock, nodes.rank)
+    _report_end(valid.run_dir, outcome, aside, is_dry_run=options.dry_run)
     return outcome
 
 
-def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_rehearsal: bool) -> None:
+def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_dry_run: bool) -> None:
     """Deletes an earlier run's results when the new model is complete, or restores them; then reports the end."""
     from ulysses_cli.launch import results
     from ulysses_cli.report import printing, run_end
 
-    is_complete = outcome.exit_code == DONE and not is_rehearsal and results.is_model_of_newest(run_dir)
+    is_complete = outcome.exit_code == DONE and not is_dry_run and results.is_model_of_newest(run_dir)
     if is_complete:
         results.drop_replaced_results(run_dir)
     elif aside is not None:

@@ -108,8 +108,8 @@ def plan_longest(rows: Rows, batching: Batching) -> StepPlan:
         lengths = rows.get_lengths(row)
         return -sum(lengths), -_weigh(lengths, batching.work), row
 
-    heaviest = sorted(range(len(rows)), key=rank)
-    ids = (heaviest * math.ceil(batching.rows_per_step / len(heaviest)))[: batching.rows_per_step]
+    longest = sorted(range(len(rows)), key=rank)
+    ids = (longest * math.ceil(batching.rows_per_step / len(longest)))[: batching.rows_per_step]
     return _make_plan(rows, batching, 0, tuple(ids))
 
 

@@ -102,7 +102,7 @@ def find_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
     """Returns the cluster that started this command. Raises RecipeError where its variables tell of a job that this
     command cannot be one process of."""
     if "TORCHELASTIC_RUN_ID" in environ:
-        hint = "leave torchrun out: `ulysses train` starts torch's elastic launcher"
+        hint = "leave torchrun out: `ulysses train` starts torch's elastic agent"
         raise refuse("torchrun started this command once for each process", hint)
     cluster = next((each for each in CLUSTERS if all(environ.get(mark) for mark in each.marks)), NO_CLUSTER)
     if cluster.tasks and (num_tasks := _count_tasks(environ.get(cluster.tasks, ""))) > 1:

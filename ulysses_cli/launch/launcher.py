@@ -1,6 +1,6 @@
-"""Makes the launcher's command line and environment, starts it, waits, and returns how the run ended.
+"""Makes the agent's command line and environment, starts it, waits, and returns how the run ended.
 
-Imports nothing heavy: the launcher and the ranks are child processes.
+Imports nothing heavy: the agent and the ranks are child processes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ulysses_cli.run_folder.seal import KEY, Seal
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_SIGNAL_SECONDS = 0.5  # some programs signal a process and then its group
-AGENT_SECONDS = 5  # after a second signal, the launcher is killed when it has not ended by then
+AGENT_SECONDS = 5  # after a second signal, the agent is killed when it has not ended by then
 PEER_SHUTDOWN_SECONDS = "10"  # after one rank has failed, the others hang in a collective
 
 
-def make_launcher_args(nodes: Nodes, max_restarts: int, rendezvous: Rendezvous, extra: Sequence[str] = ()) -> list[str]:
-    """Arguments of torch's elastic launcher. Several machines may start in any order: they meet at the master's
+def make_agent_args(nodes: Nodes, max_restarts: int, rendezvous: Rendezvous, extra: Sequence[str] = ()) -> list[str]:
+    """Arguments of torch's elastic agent. Several machines may start in any order: they meet at the master's
     address."""
     args = [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.processes_here}", f"--max-restarts={max_restarts}"]
     store = "file" if rendezvous.folder else "tcp"
@@ -90,14 +90,14 @@ class Outcome:
 
 
 def launch(
-    launcher_args: Sequence[str],
+    agent_args: Sequence[str],
     rank_args: Sequence[str],
     environ: Mapping[str, str],
     logs: Path,
     lock: NewLock,
     node_rank: int = 0,
 ) -> Outcome:
-    """Starts the launcher and waits. Ranks write their display to this process's stderr and all other output to
+    """Starts the agent and waits. Ranks write their display to this process's stderr and all other output to
     logs."""
     mask = narrow_umask(logs.parent)  # the run's files get no wider permissions than its folder
     logs.mkdir(parents=True, exist_ok=True, mode=0o777 & ~mask)
@@ -105,10 +105,10 @@ def launch(
     failure_file, stop_file = logs / "failure.json", logs / f"stopped-{node_rank}.txt"
     for stale in [failure_file, stop_file, *logs.glob("rank-*.error*.json")]:
         stale.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "ulysses_cli.train.agent", *launcher_args, "-m", "ulysses_cli.train", *rank_args]
+    command = [sys.executable, "-m", "ulysses_cli.train.agent", *agent_args, "-m", "ulysses_cli.train", *rank_args]
     ours = {"ULYSSES_FAILURE_FILE": str(failure_file), "ULYSSES_LAUNCH": str(time.time_ns())}
     ours |= {STOP_FILE: str(stop_file), "ULYSSES_LOCK": str(lock.file), "ULYSSES_STARTED_BY": str(os.getpid())}
-    with open(logs / "launcher.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o666 & ~mask)) as log:
+    with open(logs / "agent.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o666 & ~mask)) as log:
         agent = subprocess.Popen(
             command,
             stdout=sys.stderr.fileno(),
@@ -131,7 +131,7 @@ def launch(
         return Outcome(DONE, {}, read_early_stop(stop_file))
     if signals.first is None:
         failure = find_first_failure(logs, code)
-    else:  # the launcher was told to end, perhaps by this process's SIGKILL
+    else:  # the agent was told to end, perhaps by this process's SIGKILL
         failure = find_first_failure(logs, abs(code))
         if not failure.get("is_cause"):
             return Outcome(get_signal_code(signals.first), failure)
@@ -139,7 +139,7 @@ def launch(
 
 
 class StopSignals:
-    """Forwards signals to the launcher: the first one asks for a checkpoint, a second one ends the run at once."""
+    """Forwards signals to the agent: the first one asks for a checkpoint, a second one ends the run at once."""
 
     def __init__(self, agent: subprocess.Popen[bytes], clock: Callable[[], float] = time.monotonic) -> None:
         self.agent, self.clock = agent, clock
@@ -147,7 +147,7 @@ class StopSignals:
         self.first_time = 0.0
 
     def handle(self, number: int, frame: Any) -> None:
-        if number == signal.SIGALRM:  # the launcher has not ended its ranks; they end with it
+        if number == signal.SIGALRM:  # the agent has not ended its ranks; they end with it
             self.agent.kill()
         elif self.first is None:
             self.first, self.first_time = signal.Signals(number), self.clock()

@@ -30,12 +30,12 @@ Problems = Iterator[Problem]
 
 
 def find_obstacles(
-    loaded: Loaded, *, processes_here: int, resumes_anyway: bool = False, is_rehearsal: bool = False
+    loaded: Loaded, *, processes_here: int, resumes_anyway: bool = False, is_dry_run: bool = False
 ) -> list[Problem]:
     """All problems at once, each with its place in the recipe. A dry run may need more GPUs than this machine has."""
     recipe = loaded.recipe
     problems = [*check_trackers(recipe), *check_weight_files(recipe)]
-    if not is_rehearsal:
+    if not is_dry_run:
         problems += check_gpus(recipe, processes_here)
     problems += check_builds(recipe)
     if (shortage := find_file_shortage(make_layout(recipe).world_size)) is not None:

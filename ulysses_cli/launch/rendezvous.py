@@ -21,7 +21,7 @@ class Rendezvous:
     key: str = field(repr=False)
     address: str  # of this machine; its processes listen there
     interface: str
-    endpoint: str  # of the launchers: a file, or host:port
+    endpoint: str  # of the agents: a file, or host:port
     folder: Path | None = None  # the ranks of a single machine meet here
 
 
@@ -33,7 +33,7 @@ def open_rendezvous(nodes: Nodes, run_dir: Path, environ: Mapping[str, str]) -> 
     if nodes.master_addr is None or nodes.count == 1:
         with tempfile.TemporaryDirectory(prefix="ulysses-meeting-", ignore_cleanup_errors=True) as folder:
             key = own_key or secrets.token_hex(run_key.NUM_BYTES)
-            yield Rendezvous(key, "localhost", "lo", str(Path(folder) / "launcher"), Path(folder))
+            yield Rendezvous(key, "localhost", "lo", str(Path(folder) / "agent"), Path(folder))
         return
     route = network.find_route(nodes.master_addr)
     key = own_key or run_key.share_key(run_dir)

@@ -42,7 +42,7 @@ def format_quantity(value: float | None, unit: str = "") -> str:
         case "share":
             return format_share(value)
         case "USD":
-            return f"${value:,.2f}"
+            return f"USD {value:,.2f}"
     return format_number(value)
 
 

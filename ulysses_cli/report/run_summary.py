@@ -112,7 +112,7 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     if summary["steps_cost_usd"] is not None:
         remark = f"of the steps alone, {format_count(summary['world_size'], 'GPU')}"
         if summary["tokens"]:
-            remark += f"; ${summary['steps_cost_usd'] / summary['tokens'] * 1e6:,.3g} per million tokens"
+            remark += f"; USD {summary['steps_cost_usd'] / summary['tokens'] * 1e6:,.3g} per million tokens"
         figures.append(("cost", format_quantity(summary["steps_cost_usd"], "USD"), remark))
     return figures
 

@@ -1,6 +1,6 @@
 """Why a run stopped with a checkpoint before its last step: one rank of each machine tells its command.
 
-The ranks exit with 0 then, since torch's launcher would take any other code for a failure and end the others.
+The ranks exit with 0 then, since torch's agent would take any other code for a failure and end the others.
 """
 
 from __future__ import annotations

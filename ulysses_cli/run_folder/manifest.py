@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ulysses_cli.plan.files.regular_files import read_regular
 
 MANIFEST, STATE = "manifest.json", "state.json"
+FORMAT = 1  # of a checkpoint
 SHARE = re.compile(r"rank-(\d{5,})\.safetensors", re.ASCII)
 MODEL_FACTS = "ulysses.json"  # in an exported model
 MAX_BYTES = 16 << 20  # a manifest names a file for each rank; a state contains a recipe
@@ -35,6 +36,7 @@ class FileEntry(_Part):
 class Manifest(_Part):
     """Sizes and hashes of the checkpoint's files, by name."""
 
+    format: Count
     files: dict[str, FileEntry]
 
 
@@ -75,7 +77,10 @@ def name_share(rank: int) -> str:
 
 def load_manifest(path: Path) -> dict[str, FileEntry]:
     """Size and hash by name: of state.json and of the files of ranks 0 to n - 1, no more and no less."""
-    entries = _load(path / MANIFEST, Manifest).files
+    manifest = _load(path / MANIFEST, Manifest)
+    if manifest.format != FORMAT:
+        raise ValueError(f"{MANIFEST} has format {manifest.format}, and this version of ulysses reads format {FORMAT}")
+    entries = manifest.files
     for name in entries:
         if name != STATE and not SHARE.fullmatch(name):
             raise ValueError(f"{MANIFEST} names {shorten(name)}, which is outside the checkpoint")

@@ -62,7 +62,7 @@ FRESH = ResumePoint(None, {})
 
 
 def count_restarts(logs: Path) -> int:
-    """On rank 0: how often this launch's ranks have been started before. The launcher counts only its own machine's."""
+    """On rank 0: how often this launch's ranks have been started before. The agent counts only its own machine's."""
     launch, file = os.environ.get("ULYSSES_LAUNCH", ""), logs / "launch.json"
     try:
         before = json.loads(file.read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 KEY = "ULYSSES_RUN_KEY"
 CODE_BYTES = hashlib.sha256().digest_size
-LONE = secrets.token_hex(32)  # the key of a process without a launcher, and of its forks
+LONE = secrets.token_hex(32)  # the key of a process without an agent, and of its forks
 
 
 class ForgedError(RuntimeError):

@@ -1,7 +1,7 @@
-"""torch's elastic launcher with failures as data and a sealed rendezvous: `python -m ulysses_cli.train.agent ...`
+"""torch's elastic agent with failures as data and a sealed rendezvous: `python -m ulysses_cli.train.agent ...`
 
 Starts and watches this machine's ranks. Signals are forwarded to them: they save and end by themselves, however long
-that takes; torch's own launcher would kill them after half a minute. torch is imported after the listener has started.
+that takes; torch's own agent would kill them after half a minute. torch is imported after the listener has started.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
     try:
         config, command, command_args = config_from_args(parse_args(list(arguments)))
     except SystemExit:
-        message = "torch's launcher does not understand its arguments, those after --"
+        message = "torch's agent does not understand its arguments, those after --"
         failure_file.write_text(json.dumps([{"message": message, "exit_code_wanted": USAGE}]))
         return USAGE
     try:

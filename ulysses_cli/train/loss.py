@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-IGNORED = -100
+from ulysses_cli.data.steps import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def apply_rule(logits: Tensor, rule: HeadRule) -> Tensor:
 def compute_token_losses(logits: Tensor, labels: Tensor, rule: HeadRule) -> Tensor:
     """Takes logits [N, vocabulary] and labels [N], returns losses [N] in float32 (float64 stays float64)."""
     logits = apply_rule(logits.to(torch.promote_types(logits.dtype, torch.float32)), rule)
-    losses = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+    losses = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     if rule.z_loss_weight:
         squares = torch.logsumexp(logits, -1).square()
-        losses = losses + rule.z_loss_weight * torch.where(labels == IGNORED, 0.0, squares)
+        losses = losses + rule.z_loss_weight * torch.where(labels == IGNORE_INDEX, 0.0, squares)
     return losses
 
 

@@ -1,4 +1,4 @@
-"""Runs one step, evaluation and save at the heaviest rows before training, without effect: an out-of-memory error or a
+"""Runs one step, evaluation and save at the longest rows before training, without effect: an out-of-memory error or a
 full disk shows in the first minute.
 
 The learning rate is 0; moments, step count and random numbers are restored: losses are bitwise those without it.
@@ -21,8 +21,8 @@ from ulysses_cli.train.processes.randomness import get_rng_states, set_rng_state
 from ulysses_cli.train.train_state import TrainState
 
 
-class HeaviestRow:
-    """The heaviest row of a split, alone: the one for which evaluation needs most memory."""
+class LongestRow:
+    """The longest row of a split, alone: the one for which evaluation needs most memory."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -58,7 +58,7 @@ def rehearse(
         run_step(state, plan, learning_rate=0.0)
         if eval_rows is not None and len(eval_rows):
             state.phase = "rehearsal: evaluation"
-            evaluate(state.engine, state.groups, HeaviestRow(eval_rows), replace(eval_batching, seed=0))
+            evaluate(state.engine, state.groups, LongestRow(eval_rows), replace(eval_batching, seed=0))
         state.phase = "rehearsal: save"
         path = save_checkpoint(context, scratch, 0, {"rehearsal": True})
         if context.rank == 0:

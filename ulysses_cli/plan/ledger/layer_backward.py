@@ -28,7 +28,7 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
     if has_norm_behind(job.shape):
         yield NORM_BEHIND, take("norm behind the MLP", whole_attention, mlp_saved, norm_backward=norm_work)
         if output := mlp.compute_saved_output(job):
-            base = {**base, "kept_mlp_outputs": base["kept_mlp_outputs"] - output}
+            base = {**base, "saved_mlp_outputs": base["saved_mlp_outputs"] - output}
     left = count_mlp_left(job, kind)
     if not kind.num_experts and not layer.is_tiled(job):
         yield "down", take("the MLP's last matrix", whole_attention, left, mlp=mlp.compute_down_backward(job))
@@ -71,4 +71,4 @@ def make_inside(
         return MemorySnapshot("backward", name, {**base, **left, **work})
     whole = attention.compute_attention_saved(job) + attention.compute_attention_result(job)
     gone = whole - attention_left + mlp.compute_mlp_saved(job, kind) - mlp_left
-    return MemorySnapshot("backward", name, {**base, "kept_layers": base["kept_layers"] - gone, **work})
+    return MemorySnapshot("backward", name, {**base, "saved_layers": base["saved_layers"] - gone, **work})

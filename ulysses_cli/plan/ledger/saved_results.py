@@ -22,16 +22,16 @@ def list_saved(job: Job) -> Lines:
         # a frozen embedding's output needs no gradient, so the first norm, which reads it, saves nothing
         unsaved = layer.compute_norm_saved(job, job.shape.hidden_size) if job.adapters is not None else 0
         unsaved *= has_norm_before(job.shape)
-        return {"kept_layers": len(layers) * inside + sum(mlps[kind] for kind in layers) - unsaved}
+        return {"saved_layers": len(layers) * inside + sum(mlps[kind] for kind in layers) - unsaved}
     num = count_on_device(job, len(layers))
     return {name: num * size for name, size in _list_saved_by_layer(job).items()}
 
 
 def _list_saved_by_layer(job: Job) -> Lines:
     return {
-        "kept_layer_inputs": layer.compute_layer_input(job),
-        "kept_attention_results": attention.compute_attention_result(job) if layer.saves_result(job) else 0,
-        "kept_mlp_outputs": mlp.compute_saved_output(job),
+        "saved_layer_inputs": layer.compute_layer_input(job),
+        "saved_attention_results": attention.compute_attention_result(job) if layer.saves_result(job) else 0,
+        "saved_mlp_outputs": mlp.compute_saved_output(job),
     }
 
 
@@ -53,12 +53,12 @@ def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
     came back from the host is freed by the layer's forward, unless a norm has saved it unchanged."""
     num_layers = job.shape.num_layers
     if job.levers.gradient_checkpointing is False:
-        return {name: size * num_left // num_layers if name == "kept_layers" else size for name, size in lines.items()}
+        return {name: size * num_left // num_layers if name == "saved_layers" else size for name, size in lines.items()}
     if num_left == num_layers > job.levers.offloaded_layers:
         return lines  # nothing has been freed, and the last layer's input never left the device
     num_gone = count_on_device(job, num_layers) - count_on_device(job, num_left)
     left = {name: lines[name] - num_gone * size for name, size in _list_saved_by_layer(job).items() if name in lines}
     came_back = "recomputed_mlp" in lines and num_left <= job.levers.offloaded_layers
     if came_back and not job.fused_norms and not layer.is_tiled(job):
-        left["kept_layer_inputs"] -= layer.compute_layer_input(job)
+        left["saved_layer_inputs"] -= layer.compute_layer_input(job)
     return {**lines, **left}

@@ -15,7 +15,7 @@ from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.saved_results import count_embedded, drop_layers, list_saved
 from ulysses_cli.plan.ledger.zero import lower_stages, states
 from ulysses_cli.plan.ledger.zero.flushes import list_last_filled
-from ulysses_cli.plan.ledger.zero.gathering import Gathered, Highs, compute_gathered
+from ulysses_cli.plan.ledger.zero.gathering import Gathered, LayerMaxima, compute_gathered
 from ulysses_cli.plan.ledger.zero.reductions import SENT, walk_flushes, walk_sent
 from ulysses_cli.plan.models.shape import Layer
 
@@ -55,16 +55,16 @@ def _settle_gradients(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
     is_sending = snapshot.name.endswith((SENT, EMBEDDED, LAST_SENT, HEAD_SENT))
     is_first = snapshot.name.startswith((FIRST, HEAD_SENT))
     has_sent = (is_sending and not is_first) or (
-        sent.layer == lower_stages.ABOVE and snapshot.name not in HEAD_SNAPSHOTS
+        sent.layer == lower_stages.ABOVE_LAYERS and snapshot.name not in HEAD_SNAPSHOTS
     )
     gradients = lower_stages.compute_gradients(
         job, phase, is_reducing=is_reducing, has_sent=has_sent, is_sending=is_sending
     )
     lines = {
-        "gradients": gradients - snapshot.lines.get(lower_stages.MOVED, 0),
+        "gradients": gradients - snapshot.lines.get(lower_stages.FREED_GRADIENTS, 0),
         "reduce_bucket": lower_stages.compute_buckets(job, is_reducing=is_reducing) if phase in PASSES else 0,
     }
-    return MemorySnapshot(snapshot.phase, snapshot.name, {**snapshot.lines, **lines, lower_stages.MOVED: 0})
+    return MemorySnapshot(snapshot.phase, snapshot.name, {**snapshot.lines, **lines, lower_stages.FREED_GRADIENTS: 0})
 
 
 def _list_before_gradients(job: Job) -> tuple[str, ...]:
@@ -88,8 +88,8 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
                 work = {name: max(0, size - saved.get(name, 0)) for name, size in work.items()}
             snapshot = MemorySnapshot("forward", place, {**held, **inside, **work})
             if place == "attention" and layer.saves_result(job):  # attention is still making this layer's result
-                snapshot.lines["kept_attention_results"] -= attention.compute_attention_result(job)
-            yield from _gather(job, snapshot, gathered.get_highs("forward", place))
+                snapshot.lines["saved_attention_results"] -= attention.compute_attention_result(job)
+            yield from _gather(job, snapshot, gathered.get_maxima("forward", place))
     norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
     yield MemorySnapshot("forward", "final norm", {**held, **inside, **norm})
     fetched = _list_fetched(job, gathered.head, min(gathered.head, head.count_head_elements(job)))
@@ -109,10 +109,10 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
         residual = {"residual_gradient": layer.compute_layer_input(job)}
         yield MemorySnapshot("backward", HEAD_SENT, {**at_norm, **residual, "reduce_flush": leaves})
     base = {**held, **saved_results, **tied, "residual_gradient": layer.compute_layer_input(job)}
-    base["kept_gradients"] = lower_stages.compute_retained_gradients(job, 1)
+    base["retained_gradients"] = lower_stages.compute_retained_gradients(job, 1)
     for kind in job.shape.layer_kinds:
         for place, snapshot in walk_layer_backward(job, kind, base):
-            yield from _gather(job, snapshot, gathered.get_highs("backward", place))
+            yield from _gather(job, snapshot, gathered.get_maxima("backward", place))
             if job.zero_stage < 3:
                 yield from walk_sent(job, kind, snapshot)
             if job.zero_stage < 3 and job.adapters is not None and job.shape.num_layers > 1:  # gradients have come
@@ -120,7 +120,7 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
                 yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, one layer down", lines)
             for below, num_sent in lower_stages.list_layers_below(job).items():
                 lines = drop_layers(job, snapshot.lines, below + 1)
-                large = {"kept_gradients": lower_stages.compute_retained_gradients(job, num_sent)}
+                large = {"retained_gradients": lower_stages.compute_retained_gradients(job, num_sent)}
                 yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, {SENT}", {**lines, **large})
         yield from walk_flushes(job, kind, base, gathered)
     yield from _walk_ends(job, held, gathered)
@@ -138,9 +138,9 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
         yield "down", {"mlp": mlp.compute_down_forward(job)}
 
 
-def _gather(job: Job, snapshot: MemorySnapshot, highs: Highs) -> Iterator[MemorySnapshot]:
+def _gather(job: Job, snapshot: MemorySnapshot, maxima: LayerMaxima) -> Iterator[MemorySnapshot]:
     """The same snapshot in each layer in which more is gathered than in any layer above it."""
-    for num_gone, num_elements in highs:
+    for num_gone, num_elements in maxima:
         lines = drop_layers(job, snapshot.lines, job.shape.num_layers - num_gone)
         yield MemorySnapshot(
             snapshot.phase, snapshot.name, {**lines, "parameters_gathered": job.dtype_bytes * num_elements}
@@ -179,17 +179,17 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     """After the layers' backward: the embedding's gradient, the optimizer's step, evaluation and saving."""
     b, embedding = job.dtype_bytes, head.compute_head_gradient(job)
     end = {**held, "parameters_gathered": b * gathered.embedding}
-    end["kept_gradients"] = lower_stages.compute_retained_gradients(job, job.weights.num_trained)
+    end["retained_gradients"] = lower_stages.compute_retained_gradients(job, job.weights.num_trained)
     came = {"residual_gradient": layer.compute_layer_input(job), "embedding_gradient": embedding}
     # a tied weight's two gradients are added to a third
     tied = {"embedding_gradient": embedding * (3 if job.shape.tie_word_embeddings else 1)}
     before, last = list_last_filled(job.weights, job.engine.reduce_bucket)
-    came[lower_stages.MOVED] = lower_stages.compute_moved(job, before.num_before)
+    came[lower_stages.FREED_GRADIENTS] = lower_stages.compute_freed_gradients(job, before.num_before)
     yield MemorySnapshot("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **came, **tied})
     flush = {"reduce_flush": states.compute_flush(job, *before)}
     yield MemorySnapshot("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **came, **flush})
     flush = {"reduce_flush": states.compute_flush(job, *last)}
-    flush[lower_stages.MOVED] = lower_stages.compute_moved(job, last.num_before + last.num_elements)
+    flush[lower_stages.FREED_GRADIENTS] = lower_stages.compute_freed_gradients(job, last.num_before + last.num_elements)
     yield MemorySnapshot("backward", LAST_SENT if last.num_before else FIRST + LAST_SENT, {**end, **flush})
     between = {**held, "inputs": INPUT_BYTES * job.local_tokens}
     if job.zero_stage == 1 and lower_stages.accumulates(job):
@@ -210,7 +210,7 @@ def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[Memo
     residual = {"residual": 2 * layer.compute_layer_input(job)}
     works = (work for kind in job.shape.layer_kinds for work in _list_forward_work(job, kind))
     for place, work in works:
-        most = {"parameters_gathered": job.dtype_bytes * gathered.get_highs("forward", place)[-1][1]}
+        most = {"parameters_gathered": job.dtype_bytes * gathered.get_maxima("forward", place)[-1][1]}
         yield MemorySnapshot("evaluation", place, {**held, **residual, **most, **work})
     loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job, trains=False)}
     at_loss = {"parameters_gathered": job.dtype_bytes * gathered.loss, "residual": layer.compute_layer_input(job)}

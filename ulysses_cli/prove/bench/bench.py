@@ -27,13 +27,12 @@ from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.prove.bench.calibration import calibrate
 from ulysses_cli.prove.bench.speed import Timed, time_steps
 from ulysses_cli.prove.ranks.interleaving import compare_pairs
-from ulysses_cli.prove.ranks.ranks import RankFailureError, run_interleaved
+from ulysses_cli.prove.ranks.ranks import MAX_CPU_RANKS, RankFailureError, run_interleaved
 from ulysses_cli.prove.results import Findings, Report, Row
 from ulysses_cli.train.processes.host_memory import count_host_bytes
 
 LeverMode = Literal["auto", "all", "none"]
 NUM_WARMUP = 3  # the last one is timed by parts, which costs a little time
-LARGEST_CPU_WORLD = 8
 MEMORY_WORDS = ("OutOfMemoryError", "MemoryError", "killed")
 SAME_LOSS = 5e-3  # relative; bfloat16 and another order of sums
 
@@ -102,7 +101,7 @@ def find_device(recipe: Recipe, hardware: Hardware) -> BenchDevice:
     """The recipe's device where this machine has it; CPU ranks otherwise."""
     count = torch.cuda.device_count() if recipe.run.device != "cpu" else 0
     if not count:
-        return BenchDevice("cpu", LARGEST_CPU_WORLD, None)
+        return BenchDevice("cpu", MAX_CPU_RANKS, None)
     facts = torch.cuda.get_device_properties(0)
     host_bytes = count_host_bytes() // count
     return BenchDevice("cuda", count, hardware.recognise(facts.name, facts.total_memory, host_bytes)[0])

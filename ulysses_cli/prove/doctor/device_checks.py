@@ -23,7 +23,7 @@ from ulysses_cli.train.attention.kernels.choice import choose_kernel
 from ulysses_cli.train.attention.kernels.operators import KERNELS
 
 SIZES_BYTES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28)}
-LARGEST_CPU_WORLD = 4
+MAX_EXCHANGING_CPU_RANKS = 4
 NUM_TIMED = 7
 SLOW_LINK, SLOW_MATMUL = 0.4, 0.5  # shares of the datasheet's rate; below them something is wrong
 EXCHANGE_LIMIT_SECONDS = 180.0
@@ -32,7 +32,7 @@ EXCHANGE_LIMIT_SECONDS = 180.0
 def check_exchange(target: CheckTarget) -> Iterator[Finding]:
     """The collective of attention under sequence parallelism: every rank sends a part to every rank."""
     sp_size = target.recipe.parallel.sp_size if target.recipe else 2
-    slots = target.num_gpus if target.device == "cuda" else LARGEST_CPU_WORLD
+    slots = target.num_gpus if target.device == "cuda" else MAX_EXCHANGING_CPU_RANKS
     num_ranks = max(size for size in range(1, slots + 1) if sp_size % size == 0) if sp_size > 1 else min(2, slots)
     back_end = "NCCL" if target.device == "cuda" else "gloo"
     if num_ranks < 2:

@@ -27,6 +27,7 @@ from ulysses_cli.prove.ranks.interleaving import Interleaving
 from ulysses_cli.prove.ranks.rank_server import start_process
 
 CAUSE_WAIT_SECONDS = 2.0  # after one rank has failed, the rank that caused the failure may still be ending
+MAX_CPU_RANKS = 8  # of a proof
 OUT_OF_MEMORY_EXIT = -9  # killed: on Linux, nearly always for want of memory
 
 

@@ -59,7 +59,7 @@ class RecordedSteps:
     probes: list[Probe]
 
 
-def trace_steps(
+def record_steps(
     recipe: Recipe, shape: ModelShape, prepared: Path, num_steps: int, end: int, device: torch.device
 ) -> RecordedSteps:
     """Collective over all ranks of the world."""

@@ -27,16 +27,15 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout, resolve
-from ulysses_cli.prove.ranks.ranks import RankFailureError, run_on_ranks
+from ulysses_cli.prove.ranks.ranks import MAX_CPU_RANKS, RankFailureError, run_on_ranks
 from ulysses_cli.prove.results import Findings, Report, Row
 from ulysses_cli.prove.rows import Document, cut_row, make_documents, write_documents
-from ulysses_cli.prove.verify.recorded_run import RecordedSteps, trace_steps
+from ulysses_cli.prove.verify.recorded_run import RecordedSteps, record_steps
 from ulysses_cli.prove.verify.reference import ReferenceSteps, train_plainly
 from ulysses_cli.prove.verify.shrink import LEARNING_RATE, NUM_BYTES, compute_row_tokens, make_proof_recipe, pick_layers
 from ulysses_cli.train.processes.host_memory import count_free_bytes
 
 NUM_STEPS, NUM_EVAL_ROWS = 2, 3
-LARGEST_CPU_WORLD = 8
 CPU_RANK_BYTES = 1 << 30
 TIME_LIMIT_SECONDS = 900.0  # the first run may build DeepSpeed's CPU Adam
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4, 1e-3
@@ -65,12 +64,12 @@ class LayoutCase:
         return f"sp {self.sp_size}" + (f" x dp {self.dp_size}" if self.dp_size > 1 else "")
 
 
-def count_rank_slots() -> tuple[int, str]:
-    """How many ranks this machine can run, and on which device."""
+def choose_device() -> tuple[int, str]:
+    """Returns how many ranks a proof can use here, and their device."""
     gpus = torch.cuda.device_count()
     if gpus > 1:
         return gpus, "cuda"
-    return max(1, min(LARGEST_CPU_WORLD, count_free_bytes() // CPU_RANK_BYTES)), "cpu"
+    return max(1, min(MAX_CPU_RANKS, count_free_bytes() // CPU_RANK_BYTES)), "cpu"
 
 
 def list_cases(recipe: Recipe, shape: ModelShape, slots: int, *, is_all: bool) -> tuple[list[LayoutCase], list[str]]:
@@ -97,7 +96,7 @@ def verify(recipe: Recipe, config: Mapping[str, Any], subject: str, report: Repo
     """For a recipe that passed its checks."""
     findings = Findings("verify", subject)
     shape = read_model_shape(config, subject)
-    slots, device = count_rank_slots()
+    slots, device = choose_device()
     cases, notes = list_cases(recipe, shape, slots, is_all=is_all)
     picked = pick_layers(shape)
     findings.notes += notes
@@ -171,7 +170,7 @@ def describe_source(file: Path) -> dict[str, Any]:
 
 
 def trace_on_rank(device: torch.device, task: VerifyTask) -> RecordedSteps:
-    return trace_steps(task.proof, task.shape, task.prepared, NUM_STEPS, task.end, device)
+    return record_steps(task.proof, task.shape, task.prepared, NUM_STEPS, task.end, device)
 
 
 def make_reference(task: VerifyTask) -> ReferenceSteps:

@@ -177,8 +177,8 @@ class RunDisplay:
         if is_number(line.get("communication_share")):
             parts.append(f"communication {line['communication_share']:.0%}")
         if self._price_per_hour is not None:
-            end = self._write_cost(" of about $", left) if left is not None else ""
-            parts.append(f"{self._write_cost('$')}{end}")
+            end = self._write_cost(" of about ", left) if left is not None else ""
+            parts.append(f"{self._write_cost('USD ')}{end}")
         return [piece for part in parts for piece in ((part, ""), GAP)]
 
 

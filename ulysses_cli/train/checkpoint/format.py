@@ -32,7 +32,7 @@ from ulysses_cli.run_folder.archive import (
     put_in_place,
     sync,
 )
-from ulysses_cli.run_folder.manifest import MANIFEST, STATE, load_state, name_share
+from ulysses_cli.run_folder.manifest import FORMAT, MANIFEST, STATE, load_state, name_share
 from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.optimizer.shards import Shard, list_shards
 from ulysses_cli.train.optimizer.states import KINDS, Flat, list_flats, set_step_count, walk_chunks
@@ -96,7 +96,7 @@ def finish_folder(folder: Path, state: Mapping[str, Any], entries: Entries) -> P
     text = json.dumps(mask_facts(dict(state)), indent=1, default=str)
     _write_text(folder / STATE, text)
     files = entries | {STATE: {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
-    _write_text(folder / MANIFEST, json.dumps({"format": 1, "files": files}, indent=1))
+    _write_text(folder / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
     sync(folder)
     final = folder.with_name(folder.name.removesuffix(WRITING))
     put_in_place(folder, final)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ulysses_cli.plan.exit_codes import get_signal_code
 
 ORPHANED = 0  # used like a signal's number: the parent process is dead
-STOP_SECONDS = 45.0  # from a signal to the end of a rank that reaches no boundary; the launcher needs up to 10 s more
+STOP_SECONDS = 45.0  # from a signal to the end of a rank that reaches no boundary; the agent needs up to 10 s more
 ORPHAN_SECONDS = 10.0
 RECORD_SECONDS = 3.0  # to write the failure record
 CHECK_SECONDS = 0.5
@@ -102,7 +102,7 @@ class Interruption:
         self.check()
 
     def check(self) -> None:
-        """Ends the rank when its time is over. A save that has begun may finish, unless the launcher is dead."""
+        """Ends the rank when its time is over. A save that has begun may finish, unless the agent is dead."""
         if self.number is None:
             return
         is_waiting = self.is_saving() and not self.is_orphan

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ulysses_cli.train.loss import IGNORED, HeadRule
+from ulysses_cli.data.steps import IGNORE_INDEX
+from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_whole
 
 
@@ -123,7 +124,7 @@ def compute_losses(logits: Tensor, labels: Tensor, rule: HeadRule, *, with_grad:
         log_probs = functional.log_softmax(logits.to(precision) / rule.divisor, -1)
     else:
         log_probs = functional.log_softmax(logits, -1, dtype=precision)
-    is_target = labels != IGNORED
+    is_target = labels != IGNORE_INDEX
     targets = torch.where(is_target, labels, 0)[:, None]
     target_log_probs = log_probs.gather(-1, targets)[:, 0]
     losses = torch.where(is_target, -target_log_probs, 0.0)

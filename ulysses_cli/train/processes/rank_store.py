@@ -27,7 +27,7 @@ def join_ranks(device: torch.device, timeout: timedelta) -> None:
 
 
 def list_store_options(timeout: timedelta) -> dict[str, Any]:
-    """Arguments of torch's init_process_group for the ranks' own store. Empty where no launcher has set the rank."""
+    """Arguments of torch's init_process_group for the ranks' own store. Empty where no agent has set the rank."""
     if "MASTER_ADDR" not in os.environ:
         return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -52,7 +52,7 @@ def open_file_store(file: str, world_size: int = -1) -> dist.Store:
 
 
 def connect(timeout: timedelta) -> dist.Store | None:
-    """A new connection, separate from the process group's. None where there is no launcher, or no longer one."""
+    """A new connection, separate from the process group's. None where there is no agent, or no longer one."""
     try:
         if (file := _name_file("words")) is not None:
             store = open_file_store(file)

@@ -1,4 +1,4 @@
-"""The rendezvous of a run's launchers. torch's elastic rendezvous keeps its state as a pickle in a store that answers
+"""The rendezvous of a run's agents. torch's elastic rendezvous keeps its state as a pickle in a store that answers
 anyone who reaches its port. Here only content with the run's seal is read or unpickled, and the store listens at one
 address. On one machine the store is a file in a folder that is the user's alone.
 """
@@ -97,7 +97,7 @@ class SealedBackend(RendezvousBackend):
 
 
 class SealedStore:
-    """Holds what launchers exchange besides the state: ranks, the address of the ranks' own store. Counters carry no
+    """Holds what agents exchange besides the state: ranks, the address of the ranks' own store. Counters carry no
     seal; a forged one can only end a wait early."""
 
     def __init__(self, store: dist.Store, seal: Seal, prefix: str, check: Callable[[], object] = lambda: None) -> None:
@@ -111,7 +111,7 @@ class SealedStore:
         try:
             return self.seal.open(self._name(key), base64.b64decode(self.store.get(key), validate=True))
         except (ForgedError, binascii.Error):
-            raise MeetingError(f"{key} was not written by a launcher of this run", KEY_HINT) from None
+            raise MeetingError(f"{key} was not written by an agent of this run", KEY_HINT) from None
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -121,7 +121,7 @@ class SealedStore:
         return [self.get(key) for key in keys]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Ends early when `check_state` raises: launchers that have ended will not join."""
+        """Ends early when `check_state` raises: agents that have ended will not join."""
         end = time.monotonic() + (timeout or self.store.timeout).total_seconds()
         while not self.store.check(keys):
             self.check_state()
@@ -132,7 +132,7 @@ class SealedStore:
     def __getattr__(self, name: str) -> Any:
         """Passes on add, check, timeout and set_timeout, which carry no content."""
         if name not in ("add", "check", "timeout", "set_timeout"):
-            raise AttributeError(f"launchers share nothing by {name}")
+            raise AttributeError(f"agents share nothing by {name}")
         return getattr(self.store, name)
 
     def _name(self, key: str) -> str:

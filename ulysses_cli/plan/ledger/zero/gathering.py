@@ -19,8 +19,8 @@ from ulysses_cli.plan.ledger.zero.coordinator import Coordinator
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
 from ulysses_cli.plan.models.shape import ModelShape
 
-Highs = tuple[tuple[int, int], ...]
-NOTHING: Highs = ((0, 0),)
+LayerMaxima = tuple[tuple[int, int], ...]
+NOTHING: LayerMaxima = ((0, 0),)
 VIEWED_EXPERTS = {"mixtral", "qwen3_moe"}  # their weights are transposed before they are multiplied
 WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed's own leaf modules, gathered as a whole (utils/z3_leaf_module.py)
 
@@ -38,8 +38,8 @@ class Gathered:
     just before its module is left.
     """
 
-    forward: dict[str, Highs]
-    backward: dict[str, Highs]
+    forward: dict[str, LayerMaxima]
+    backward: dict[str, LayerMaxima]
     proof: int = 0
     final: int = 0
     head: int = 0
@@ -50,12 +50,12 @@ class Gathered:
     persistent: int = 0
     at_gradients: Mapping[str, int] = field(default_factory=dict)
 
-    def get_highs(self, phase: str, place: str) -> Highs:
+    def get_maxima(self, phase: str, place: str) -> LayerMaxima:
         return (self.forward if phase == "forward" else self.backward).get(place, NOTHING)
 
     def get_most(self, phase: str) -> int:
         places = self.forward if phase == "forward" else self.backward
-        return max((highs[-1][1] for highs in places.values()), default=0)
+        return max((maxima[-1][1] for maxima in places.values()), default=0)
 
 
 NONE = Gathered({}, {})
@@ -122,10 +122,10 @@ def _replay(
         elif event.is_backward and (module.part == EMBEDDING or not (event.enters or module.part == HEAD)):
             most["embedding"] = max(most["embedding"], coordinator.held)
     persistent = sum(n for n in weights.persistent_sizes if n <= engine.persistence_threshold)
-    highs = {key: tuple(_list_highs(layers.items())) for key, layers in in_layers.items()}
+    by_place = {key: tuple(_list_maxima(layers.items())) for key, layers in in_layers.items()}
     return Gathered(
-        forward={place: maxima for (phase, place), maxima in highs.items() if phase == "forward"},
-        backward={place: maxima for (phase, place), maxima in highs.items() if phase == "backward"},
+        forward={place: maxima for (phase, place), maxima in by_place.items() if phase == "forward"},
+        backward={place: maxima for (phase, place), maxima in by_place.items() if phase == "backward"},
         proof=max(
             weights.largest_trained,
             *(count_proof(module, engine.persistence_threshold, splits=splits) for module in modules),
@@ -181,7 +181,7 @@ def _name_mlp_backward(module: Module, event: HookEvent) -> str:
     return "down" if module.name.startswith("down_proj") else "gate" if module.name != "mlp" else ""
 
 
-def _list_highs(layers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _list_maxima(layers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     ordered, most = sorted(layers, reverse=True), -1
     for layer, num_elements in ordered:
         if num_elements > most:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.weights import LAYERS, Weights, count_shard
 
-MOVED = "moved"  # a line that is subtracted from the gradients
+FREED_GRADIENTS = "freed_gradients"  # a line that is subtracted from the gradients
 NORM_BYTES = 8  # runtime/utils.py: get_norm_dtype
 
 
@@ -55,14 +55,15 @@ def _list_touched(weights: Weights, num_ranks: int) -> tuple[tuple[int, int], ..
 @dataclass(frozen=True)
 class Sent:
     """When a backward first sends gradients: in which layer, how many elements, and when the gradient of which weight
-    is made. The layer is `ABOVE` for weights above all layers, `NEVER` if nothing is sent before the embedding's."""
+    is made. The layer is `ABOVE_LAYERS` for weights above all layers, `NEVER` if nothing is sent before the
+    embedding's."""
 
     layer: int
     num_elements: int
     weight: str = ""
 
 
-ABOVE, NEVER = 1 << 30, -1
+ABOVE_LAYERS, NEVER = 1 << 30, -1
 
 
 @lru_cache(maxsize=64)
@@ -75,7 +76,7 @@ def find_first_sent(weights: Weights, bucket: int) -> Sent:
             if not module.is_trained or name in seen:
                 continue
             if filled and filled + size > bucket:
-                return Sent(module.layer if module.part == LAYERS else ABOVE, filled, name.partition(".")[2])
+                return Sent(module.layer if module.part == LAYERS else ABOVE_LAYERS, filled, name.partition(".")[2])
             seen.add(name)
             filled += size
     return Sent(NEVER, filled)
@@ -109,7 +110,7 @@ def compute_gradients(
     return own + (0 if is_compact(job) else before) + passing
 
 
-def compute_moved(job: Job, num_sent: int) -> int:
+def compute_freed_gradients(job: Job, num_sent: int) -> int:
     """Of the gradients that ZeRO-1 keeps whole, the bytes freed since the first were sent."""
     if job.zero_stage > 1 or not accumulates(job):
         return 0
@@ -128,7 +129,7 @@ def sends_head(job: Job) -> bool:
     """Whether an untied head is sent by itself, before any gradient of a layer."""
     if job.zero_stage == 3 or job.shape.tie_word_embeddings or job.adapters is not None:
         return False
-    return find_first_sent(job.weights, job.engine.reduce_bucket).layer == ABOVE
+    return find_first_sent(job.weights, job.engine.reduce_bucket).layer == ABOVE_LAYERS
 
 
 def compute_retained_gradients(job: Job, num_sent: int) -> int:

@@ -65,8 +65,8 @@ def walk_sent(job: Job, kind: Layer, snapshot: MemorySnapshot) -> Iterator[Memor
         ),
         default=0,
     )
-    lines, moved = drop_layers(job, snapshot.lines, number + 1), lower_stages.compute_moved(job, num_sent)
-    yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, {SENT}", {**lines, lower_stages.MOVED: moved})
+    lines, freed = drop_layers(job, snapshot.lines, number + 1), lower_stages.compute_freed_gradients(job, num_sent)
+    yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, {SENT}", {**lines, lower_stages.FREED_GRADIENTS: freed})
 
 
 def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
@@ -79,8 +79,8 @@ def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iter
         work = {
             "reduce_flush": states.compute_flush(job, flush.num_elements, flush.largest, flush.num_before),
             "parameters_gathered": job.dtype_bytes * num_gathered,
-            lower_stages.MOVED: lower_stages.compute_moved(job, flush.num_sent),
-            "kept_gradients": lower_stages.compute_retained_gradients(job, flush.num_before),
+            lower_stages.FREED_GRADIENTS: lower_stages.compute_freed_gradients(job, flush.num_sent),
+            "retained_gradients": lower_stages.compute_retained_gradients(job, flush.num_before),
             # in tiles all weights' gradients leave the MLP at once (train/memory/tiled_mlp.py)
             "coming_gradients": job.dtype_bytes * (flush.num_waiting if is_together else flush.num_coming),
         }
