@@ -55,8 +55,8 @@ class Ended:
     err: str
     rss_bytes: int
 
-    def judge(self, *wanted: str, codes: tuple[int, ...] = (1, 2)) -> str:
-        """Returns '' where the process ended with a message that holds the `wanted` patterns, without a trace and
+    def judge(self, *patterns: str, codes: tuple[int, ...] = (1, 2)) -> str:
+        """Returns '' where the process ended with a message that holds all `patterns`, without a trace and
         within bounds."""
         output = self.out + self.err
         if self.code not in codes:
@@ -65,7 +65,7 @@ class Ended:
             return f"a trace: {output[-300:]}"
         if self.rss_bytes > MAX_RSS_BYTES:
             return f"{self.rss_bytes / 2**30:.1f} GiB of memory"
-        lost = [words for words in wanted if not re.search(words, output)]
+        lost = [words for words in patterns if not re.search(words, output)]
         return f"nothing of `{lost[0]}` in: {output[-300:]}" if lost else ""
 
 
@@ -551,10 +551,10 @@ def shrink_shm(folder: Path) -> str:
     recipe = write_recipe(folder, **SHORT, data=data, parallel={"sp_size": 2})
     mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm && [ $(df -k --output=size /dev/shm | tail -1) = 1024 ]"
     tool = f"{sys.executable} -m ulysses_cli"
-    for words, wanted in ((f"train {recipe}", "done model_dir"), (f"verify {recipe}", "PASS")):
+    for words, pattern in ((f"train {recipe}", "done model_dir"), (f"verify {recipe}", "PASS")):
         command = f"{mount} && exec {tool} {words}"
         space = ["unshare", "-m" if os.getuid() == 0 else "-rm", "bash", "-c", command]
-        if result := ulysses(folder, start=space).judge(wanted, codes=(0,)):
+        if result := ulysses(folder, start=space).judge(pattern, codes=(0,)):
             return f"{words}: {result}"
     return ""
 
@@ -598,9 +598,9 @@ def write_nothing(folder: Path) -> str:
         (kept, (1, 2), (denied,), ["recipes", "copy", "tiny-cpu"]),
     )
     try:
-        for environ, codes, wanted, words in tries:
+        for environ, codes, patterns, words in tries:
             ended = ulysses(out, *words, start=drop_rights(), here=here, **{**unwritable, **environ})
-            if result := ended.judge(*wanted, codes=codes):
+            if result := ended.judge(*patterns, codes=codes):
                 return f"{' '.join(words)}: {result}"
     finally:
         for made in (here, home):
@@ -623,9 +623,9 @@ def start(folder: Path, name: str, *words: str, **environ: str) -> subprocess.Po
         )  # fmt: skip
 
 
-def judge(process: subprocess.Popen[bytes], output: Path, *wanted: str, codes: tuple[int, ...] = (0,)) -> str:
+def judge(process: subprocess.Popen[bytes], output: Path, *patterns: str, codes: tuple[int, ...] = (0,)) -> str:
     code = process.wait(SECONDS)
-    return Ended(code, output.read_text(errors="replace"), "", 0).judge(*wanted, codes=codes)
+    return Ended(code, output.read_text(errors="replace"), "", 0).judge(*patterns, codes=codes)
 
 
 @attack("signals", "SIGTERM in an evaluation, then --resume auto")

@@ -177,11 +177,11 @@ class Report:
     def __init__(self, path: Path, **facts: Any) -> None:
         self.path, self.results = path, {**facts, "speed": [], "longest_row": {}}
 
-    def write(self, said: str, **result: Any) -> None:
+    def write(self, line: str, **result: Any) -> None:
         self.results |= result
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.results, indent=1) + "\n")
-        print(said, flush=True)
+        print(line, flush=True)
 
 
 def try_run(row: dict[str, Any], side: Side, kernel: str, use: Callable[[Run], None], **options: Any) -> None:

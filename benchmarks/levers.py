@@ -214,10 +214,10 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         known = json.loads(options.json.read_text())["cases"]
         print(f"{len(known)} cases are remembered in {options.json.name}; --fresh counts anew", file=sys.stderr)
     full = options.tokens
-    wanted = [(name, tokens, 4) for tokens in (full, CHECKED) for name in VARIANTS]
-    wanted += [(name, tokens, 4) for tokens in (full // 2, 2 * full, 4 * full) for name in (THEIRS, OURS)]
-    wanted += [(OURS, full, layers) for layers in (2, 8)]
-    for name, tokens, num_layers in wanted:
+    cases = [(name, tokens, 4) for tokens in (full, CHECKED) for name in VARIANTS]
+    cases += [(name, tokens, 4) for tokens in (full // 2, 2 * full, 4 * full) for name in (THEIRS, OURS)]
+    cases += [(OURS, full, layers) for layers in (2, 8)]
+    for name, tokens, num_layers in cases:
         key = f"{name}, {tokens} tokens, {num_layers} layers"
         if known.get(key, {}).get("variant") != asdict(VARIANTS[name]):
             print(f"counting {key} ...", file=sys.stderr, flush=True)

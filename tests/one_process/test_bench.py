@@ -230,7 +230,7 @@ def test_a_calibration_applies_to_its_gpus_and_the_users_own_file_wins(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--sp-size", "3"], "3 does not divide the 4 attention heads"),
         (["--max-length", "8Kx"], "8Kx is not a whole number"),
@@ -240,10 +240,10 @@ def test_a_calibration_applies_to_its_gpus_and_the_users_own_file_wins(
         (["--sp-on-off", "parallel.sp_size=1"], "the recipe has sp_size 1"),
     ],
 )
-def test_mistakes_end_the_command_before_ranks_start(words: list[str], said: str) -> None:
+def test_mistakes_end_the_command_before_ranks_start(words: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", str(TINY_RECIPE), *words])
     assert done.exit_code == 2
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 def test_a_local_model_without_weights_is_refused_before_ranks_start(tmp_path: Path) -> None:

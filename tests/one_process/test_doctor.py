@@ -174,8 +174,8 @@ def test_processes_against_gpus(world: int, gpus: int, verdict: str) -> None:
 
 def test_all_ranks_of_a_recipe_are_counted() -> None:
     ranks = {("parallel.sp_size=2", "parallel.dp_shard_size=4"): 8, ("parallel.sp_size=2",): 2}
-    for sizes, wanted in ranks.items():
-        assert machine.count_ranks_here(make_target(*sizes)) == wanted
+    for sizes, count in ranks.items():
+        assert machine.count_ranks_here(make_target(*sizes)) == count
     eight = ("parallel.sp_size=2", "parallel.dp_shard_size=4", "run.device=auto")
     assert machine.count_ranks_here(replace(make_target(*eight), num_gpus=4)) == 4
     assert machine.count_ranks_here(replace(make_target(), recipe=None, num_gpus=0)) == 1
@@ -221,7 +221,7 @@ def test_a_stale_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_check_that_raises_stops_no_other_and_failures_come_first() -> None:
-    def breaks(_: CheckTarget) -> Iterator[Finding]:
+    def raises(_: CheckTarget) -> Iterator[Finding]:
         yield Finding("first", "WARN", "slow", "later")
         raise OSError("no such device")
 
@@ -229,7 +229,7 @@ def test_a_check_that_raises_stops_no_other_and_failures_come_first() -> None:
         yield Finding("second", "FAIL", "missing", "now")
 
     findings = Findings("doctor", "test")
-    run_checks(make_target(), [("a", breaks), ("b", fails)], findings, lambda _: None)
+    run_checks(make_target(), [("a", raises), ("b", fails)], findings, lambda _: None)
     assert [row.verdict for row in findings.rows] == ["WARN", "WARN", "FAIL"]
     assert "no such device" in findings.rows[1].text
     assert [how for _, how in findings.fixes] == ["now", "later"]

@@ -166,7 +166,7 @@ def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
         (folder / "to").mkdir()
         files = find_base_files(str(folder / "base"), None)
         merging = Merging(checkpoint, files, settings, torch.float32, torch.float32)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = read_peak()
         merging.write(folder / "to", skeleton)
         print(size, read_peak() - before)

@@ -82,11 +82,11 @@ def test_weights_and_tokens_of_two_dtypes(dtypes: tuple[torch.dtype, torch.dtype
 def test_a_trained_norm_of_tokens_without_a_gradient(needs_gradient: bool) -> None:
     norm, hidden = make_norm("scaled"), torch.randn(1, 9, WIDTH, dtype=torch.float64, requires_grad=needs_gradient)
     norm(hidden).sum().backward()
-    wanted = norm.weight.grad
+    expected = norm.weight.grad
     norm.zero_grad()
     tile_norms(norm, lambda _: 4)
     norm(hidden).sum().backward()
-    torch.testing.assert_close(norm.weight.grad, wanted)
+    torch.testing.assert_close(norm.weight.grad, expected)
 
 
 def test_only_vector_weights_make_a_norm() -> None:

@@ -47,10 +47,10 @@ def step_beside_bitsandbytes(recipe: Recipe) -> tuple[list[float], int]:
         other.step()
         real(optimizer, weight, group)
         assert torch.equal(weight.data, copy.data)
-        result, wanted = optimizer.state[weight], other.state[copy]
+        result, expected_states = optimizer.state[weight], other.state[copy]
         for moment, number in zip(MOMENTS, "12", strict=True):
-            assert torch.equal(result[f"{moment}_codes"], wanted[f"state{number}"])
-            assert torch.equal(result[f"{moment}_scales"], wanted[f"absmax{number}"])
+            assert torch.equal(result[f"{moment}_codes"], expected_states[f"state{number}"])
+            assert torch.equal(result[f"{moment}_scales"], expected_states[f"absmax{number}"])
         compared += 1
 
     ours._step = step.__get__(ours)
@@ -126,10 +126,10 @@ def test_a_resumed_run_has_the_same_codes_and_losses(
     before = run_on_ranks(2, save_and_train, recipe, str(tmp_path), SavePolicy(is_async=is_async))
     assert find_damage(tmp_path / "checkpoints" / "step-3") == ""
     after = run_on_ranks(2, resume, recipe, str(tmp_path))
-    for (losses, states), (expected, wanted) in zip(after, before, strict=True):
+    for (losses, states), (expected, expected_states) in zip(after, before, strict=True):
         assert losses == expected
-        assert len(states) == len(wanted)
-        assert all(torch.equal(ours, reference) for ours, reference in zip(states, wanted, strict=True))
+        assert len(states) == len(expected_states)
+        assert all(torch.equal(ours, reference) for ours, reference in zip(states, expected_states, strict=True))
 
 
 @pytest.mark.check

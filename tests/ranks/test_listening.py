@@ -133,7 +133,7 @@ def attack(network: str, *words: str) -> str:
 def test_two_machines_train_and_execute_nothing_from_a_third(tmp_path: Path, lan: list[str]) -> None:
     """The two listen only at the address that leads to the master. A machine with another key is refused, and the run
     goes on. Payloads in the agents' and the ranks' stores are not executed, and the run says why it ends."""
-    runs, alien, loot = Runs(tmp_path), tmp_path / "alien", tmp_path / "loot"
+    runs, third, evidence = Runs(tmp_path), tmp_path / "third", tmp_path / "evidence"
     first = start(runs, lan[0], "--node-rank=0", "train.max_steps=100000", "run.save_steps=null")
     second = start(runs, lan[1], "--node-rank=1", "train.max_steps=100000", "run.save_steps=null", peer=first)
     assert wait_until(first, lambda: runs.count_steps("run") >= 2), first.read_stderr()
@@ -150,8 +150,8 @@ def test_two_machines_train_and_execute_nothing_from_a_third(tmp_path: Path, lan
             assert key not in Path(f"/proc/{process}/cmdline").read_text()
     assert [port for _, port in list_listening(list_processes(first)[1])] == [PORT]
 
-    alien.mkdir()
-    stranger = Runs(alien)
+    third.mkdir()
+    stranger = Runs(third)
     started = time.monotonic()
     refused = start(stranger, lan[2], "--node-rank=1", key="another key of forty letters, or nearly")
     _, output = refused.communicate(timeout=240)
@@ -162,14 +162,14 @@ def test_two_machines_train_and_execute_nothing_from_a_third(tmp_path: Path, lan
     before = runs.count_steps("run")
     assert wait_until(first, lambda: runs.count_steps("run") > before), first.read_stderr()
 
-    overwritten = [int(count) for count in attack(lan[2], ATTACK, "10.231.7.1", str(PORT), str(loot)).split()]
+    overwritten = [int(count) for count in attack(lan[2], ATTACK, "10.231.7.1", str(PORT), str(evidence)).split()]
     assert len(overwritten) == 2
     assert min(overwritten) > 0
     output = first.communicate(timeout=240)[1]
     second.communicate(timeout=240)
     assert first.returncode == 1, output
     assert "the state in the machines' store was not written by this run" in output
-    assert not loot.exists(), "a payload was run"
+    assert not evidence.exists(), "a payload was executed"
     assert not (tmp_path / "run" / "key").exists()
 
 
@@ -177,12 +177,12 @@ def test_two_machines_train_and_execute_nothing_from_a_third(tmp_path: Path, lan
 @pytest.mark.parametrize("how", ["plain", "sealed"])
 def test_a_process_in_a_ranks_place_runs_no_code(tmp_path: Path, lan: list[str], how: str) -> None:
     """torch's own gather of objects runs what it receives, which shows that the attack is real."""
-    loot, port = tmp_path / "loot", PORT + 1 + (how == "plain")
+    evidence, port = tmp_path / "evidence", PORT + 1 + (how == "plain")
     environ = [f"PYTHONPATH={ROOT}", "RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=10.231.7.1", f"MASTER_PORT={port}"]
     environ += ["GLOO_SOCKET_IFNAME=eth0", f"ULYSSES_RUN_KEY={KEY}"]
     with ThreadPoolExecutor(1) as pool:
         victim = pool.submit(networks.run_in, lan[0], ["env", *environ, sys.executable, "-c", VICTIM, how], 120)
-        attack(lan[2], POSE, f"10.231.7.1:{port}", str(loot))
+        attack(lan[2], POSE, f"10.231.7.1:{port}", str(evidence))
         ended = victim.result()
-    assert loot.exists() == (how == "plain")
+    assert evidence.exists() == (how == "plain")
     assert ("ForgedError: a value gathered from all ranks" in ended.stderr) == (how == "sealed"), ended.stderr

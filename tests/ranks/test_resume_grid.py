@@ -20,7 +20,7 @@ from ulysses_cli.train.loop import train
 
 ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
 ROWS_PER_STEP, SAVED, NUM_STEPS = 4, 3, 23
-Told = tuple[list[tuple[int, ...]], list[float]]
+History = tuple[list[tuple[int, ...]], list[float]]
 # (ranks, sp_size), and which of them `make test` and `make check` include
 MESHES = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 WRITERS = {
@@ -42,11 +42,11 @@ def fit(*overrides: str) -> Recipe:
     return make_recipe(*overrides, f"train.gradient_accumulation_steps={fitted}")
 
 
-def log_row(harness: RunHarness) -> Told:
+def get_history(harness: RunHarness) -> History:
     return [tuple(result.plan.rows) for result in harness.results], harness.losses
 
 
-def write(recipe: Recipe, folder: str) -> Told:
+def write(recipe: Recipe, folder: str) -> History:
     """Trains without a stop, with a checkpoint after step 3. Returns what followed it."""
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
     harness.train_state.num_steps = SAVED
@@ -54,20 +54,20 @@ def write(recipe: Recipe, folder: str) -> Told:
     harness.saves.save(harness.train_state)
     harness.train_state.num_steps = NUM_STEPS
     train(harness.train_state)
-    rows, losses = log_row(harness)
+    rows, losses = get_history(harness)
     return rows[SAVED:], losses[SAVED:]
 
 
-def resume(recipe: Recipe, folder: str) -> Told:
+def resume(recipe: Recipe, folder: str) -> History:
     harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
     harness.saves.resume(
         harness.train_state, ResumePoint(Path(folder) / "checkpoints" / f"step-{SAVED}", {}, is_own=True)
     )
     train(harness.train_state)
-    return log_row(harness)
+    return get_history(harness)
 
 
-written: dict[str, tuple[str, Told]] = {}
+written: dict[str, tuple[str, History]] = {}
 
 
 @pytest.fixture(scope="module")

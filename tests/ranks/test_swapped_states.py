@@ -100,9 +100,9 @@ def test_states_on_a_disk_change_no_bit(tmp_path: Path, more: tuple[str, ...]) -
     reference = run_on_ranks(2, train_and_save, make(*more), str(on_host))
     recipe = make(*more, disk=disk)
     results = run_on_ranks(2, train_and_save, recipe, str(on_disk), True)
-    for (losses, states, num_swapped), (expected, wanted, none) in zip(results, reference, strict=True):
+    for (losses, states, num_swapped), (expected, expected_states, none) in zip(results, reference, strict=True):
         assert losses == expected
-        check_same(states, wanted)
+        check_same(states, expected_states)
         assert num_swapped >= 2
         assert num_swapped < len(states) / len(KINDS)  # the norms' are small and stay in memory
         assert none == 0
@@ -135,9 +135,9 @@ def test_weights_on_a_disk_change_no_bit(tmp_path: Path, case: str) -> None:
     reference = run_on_ranks(2, train_and_save, plain, str(memory))
     there = make_large(*words, f"memory.nvme_path={disk}", "memory.offload_param=nvme")
     results = run_on_ranks(2, train_and_save, there, str(tmp_path / "disk"), True)
-    for (losses, states, _), (expected, wanted, _) in zip(results, reference, strict=True):
+    for (losses, states, _), (expected, expected_states, _) in zip(results, reference, strict=True):
         assert losses == expected
-        check_same(states, wanted)
+        check_same(states, expected_states)
     files = list(disk.glob("zero_stage_3/*params/rank0/*"))
     assert len(files) >= 2 * 7  # of each layer and rank
     for recipe, folder in ((there, memory), (plain, tmp_path / "disk")):

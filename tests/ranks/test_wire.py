@@ -32,7 +32,7 @@ def test_bfloat16_gradients_lose_no_bit(num_ranks: int, more: tuple[str, ...]) -
     words += ("deepspeed.zero_optimization.reduce_bucket_size=5000",)
     results = run_on_ranks(num_ranks, run, make_recipe(*words))
     reference = run_on_ranks(num_ranks, run, make_recipe(*words, "deepspeed.communication_data_type=fp32"))
-    for (losses, weights, dtypes), (expected, wanted, others) in zip(results, reference, strict=True):
+    for (losses, weights, dtypes), (expected, expected_weights, others) in zip(results, reference, strict=True):
         assert (dtypes, others) == ([torch.bfloat16], [torch.float32])
         assert losses == expected
-        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+        assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)

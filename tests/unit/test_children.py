@@ -165,10 +165,10 @@ os.abort()
 """
 
 
-@pytest.mark.parametrize(("wanted", "is_refused"), [(None, True), ("0", True), ("1", False)])
-def test_a_crash_writes_no_core_file_by_default(tmp_path: Path, wanted: str | None, is_refused: bool) -> None:
+@pytest.mark.parametrize(("setting", "is_refused"), [(None, True), ("0", True), ("1", False)])
+def test_a_crash_writes_no_core_file_by_default(tmp_path: Path, setting: str | None, is_refused: bool) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environ |= {children.CORE_FILES: wanted} if wanted else {}
+    environ |= {children.CORE_FILES: setting} if setting else {}
     command = [sys.executable, "-c", CRASHING]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]

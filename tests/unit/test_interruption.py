@@ -20,8 +20,8 @@ class Rank:
     """An interruption with a clock that tests set."""
 
     def __init__(self) -> None:
-        self.now, self.ended, self.said = 100.0, [], []
-        self.interruption = Interruption(self.ended.append, self.said.append, lambda: self.now)
+        self.now, self.ended, self.messages = 100.0, [], []
+        self.interruption = Interruption(self.ended.append, self.messages.append, lambda: self.now)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -33,7 +33,7 @@ def test_a_rank_ends_at_once_while_nothing_can_be_lost(number: int) -> None:
     rank = Rank()
     rank.interruption.receive(number)
     assert rank.ended == [number]
-    assert rank.said == []
+    assert rank.messages == []
 
 
 def test_a_loop_is_asked_to_stop_and_has_a_time_limit() -> None:
@@ -43,7 +43,7 @@ def test_a_loop_is_asked_to_stop_and_has_a_time_limit() -> None:
     rank.interruption.receive(signal.SIGTERM)
     rank.interruption.receive(signal.SIGTERM)  # one from the agent, one from a scheduler that signals every process
     assert rank.interruption.is_asked
-    assert rank.said == ["stopping after this step; Ctrl-C again, or a second signal, stops now"]
+    assert rank.messages == ["stopping after this step; Ctrl-C again, or a second signal, stops now"]
     rank.wait(STOP_SECONDS - 1)
     assert rank.ended == []
     rank.wait(2)

@@ -146,10 +146,10 @@ def test_where_nothing_fits_no_more_is_offloaded_than_the_gpu_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "num_layers"), [("true", 30), ("false", 0), ("0", 0), ("1", 1), ("12", 12), ("32", 32)]
+    ("value", "num_layers"), [("true", 30), ("false", 0), ("0", 0), ("1", 1), ("12", 12), ("32", 32)]
 )
-def test_layers_to_offload_are_all_or_a_number(said: str, num_layers: int) -> None:
-    levers, open_names = read_levers(load(f"memory.activation_offloading={said}").recipe, LLAMA_8B)
+def test_layers_to_offload_are_all_or_a_number(value: str, num_layers: int) -> None:
+    levers, open_names = read_levers(load(f"memory.activation_offloading={value}").recipe, LLAMA_8B)
     assert levers == Levers(offloaded_layers=num_layers)
     assert "offloaded_layers" not in open_names
     rest = ["data: {datasets: [{path: a}], max_length: 8}", "model: {name_or_path: a/b}"]
@@ -207,8 +207,8 @@ def test_a_suggestion_fits_when_it_is_followed() -> None:
     assert estimate.fit.verdict == "does_not_fit"
     assert estimate.suggestion.startswith("memory:\n")
     lines = [line.strip().replace(": ", "=") for line in estimate.suggestion.splitlines()[1:]]
-    mended = compute_estimate(load(*overrides, *never, *(f"memory.{line}" for line in lines)).recipe, LLAMA_8B, small)
-    assert mended.fit.verdict == "fits"
+    followed = compute_estimate(load(*overrides, *never, *(f"memory.{line}" for line in lines)).recipe, LLAMA_8B, small)
+    assert followed.fit.verdict == "fits"
     assert parse_recipe(
         estimate.suggestion + "data: {datasets: [{path: a}], max_length: 8}\nmodel: {name_or_path: a/b}"
     )

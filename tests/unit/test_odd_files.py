@@ -51,9 +51,9 @@ def test_patterns_match_as_in_a_shell(tmp_path: Path) -> None:
 
     patterns = ["**/*.jsonl", "**", "a/**", "*/**/*.jsonl", "**/b/*", "a/*", "**/a/**/z.jsonl", "*.jsonl", "no/**/x"]
     for pattern in patterns:
-        wanted = {os.path.normpath(values) for values in glob.glob(str(tmp_path / pattern), recursive=True)}
+        expected = {os.path.normpath(values) for values in glob.glob(str(tmp_path / pattern), recursive=True)}
         values = {os.path.normpath(values) for values in expand_pattern(str(tmp_path / pattern))}
-        assert values - {str(tmp_path), str(tmp_path / "a")} == wanted - {str(tmp_path), str(tmp_path / "a")}, pattern
+        assert values - {str(tmp_path), str(tmp_path / "a")} == expected - {str(tmp_path), str(tmp_path / "a")}, pattern
     before = os.getcwd()
     os.chdir(tmp_path)
     try:

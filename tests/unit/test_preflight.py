@@ -107,13 +107,13 @@ def test_weight_files_are_read_by_their_headers_without_torch(tmp_path: Path) ->
 def test_a_recipe_that_cannot_resume_from_the_newest_checkpoint(tmp_path: Path) -> None:
     written = load(tmp_path, "data.max_length=4Ki").recipe.model_dump(mode="json")
     folder = make_checkpoint(tmp_path, 3, recipe=written)
-    for wanted in ("auto", str(folder)):
-        (result,) = look(tmp_path, f"run.resume_from_checkpoint={wanted}")
+    for choice in ("auto", str(folder)):
+        (result,) = look(tmp_path, f"run.resume_from_checkpoint={choice}")
         assert (
             "the recipe has changed since the checkpoint was written:\n  data.max_length: was 4096, is 8192" in result
         )
         assert "hint: put it back, start over" in result
-        assert look(tmp_path, f"run.resume_from_checkpoint={wanted}", anyway=True) == []
+        assert look(tmp_path, f"run.resume_from_checkpoint={choice}", anyway=True) == []
     assert look(tmp_path, "run.resume_from_checkpoint=auto", "data.max_length=4Ki") == []
     (folder / "state.json").write_text("{")
     assert look(tmp_path, "run.resume_from_checkpoint=auto") == []

@@ -240,8 +240,8 @@ def test_a_number_of_samples_of_each_source(tmp_path: Path) -> None:
     sources = f"data.datasets=[{', '.join(f'{{path: {file}}}' for file in files)}]"
     text = RECIPE.replace("STORE", str(tmp_path / "store"))
     recipe = parse_recipe(text, "r.yaml", [sources]).recipe
-    for wanted, result in ((0, 0), (1, 2), (3, 5)):
-        samples = prepare_data(recipe, 8, lambda _: None, wanted).report["samples"]
+    for count, result in ((0, 0), (1, 2), (3, 5)):
+        samples = prepare_data(recipe, 8, lambda _: None, count).report["samples"]
         assert len({sample["where"] for sample in samples}) == len(samples) == result
 
 

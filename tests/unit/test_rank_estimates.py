@@ -20,7 +20,7 @@ HOST = 200 << 30
 
 
 @pytest.mark.parametrize(
-    ("said", "memory", "key", "is_known"),
+    ("name", "memory", "key", "is_known"),
     [
         ("NVIDIA H100 80GB HBM3", 85e9, "h100-80gb", True),
         ("NVIDIA H100 PCIe", 85e9, "h100-pcie", True),
@@ -32,8 +32,8 @@ HOST = 200 << 30
         ("Tesla V100-SXM2-32GB", 34e9, "rtx-5090", False),  # the nearest in size gives its rates
     ],
 )
-def test_a_device_is_recognised_and_keeps_its_own_memory(said: str, memory: float, key: str, is_known: bool) -> None:
-    gpu, known = load_hardware().recognise(said, int(memory), HOST)
+def test_a_device_is_recognised_and_keeps_its_own_memory(name: str, memory: float, key: str, is_known: bool) -> None:
+    gpu, known = load_hardware().recognise(name, int(memory), HOST)
     assert (gpu.key, known) == (key, is_known)
     assert (gpu.memory_bytes, gpu.host_bytes_per_gpu) == (int(memory), HOST)
 

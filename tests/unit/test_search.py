@@ -27,25 +27,25 @@ def offer(*kinds: str) -> list[Offer]:
     return [Offer(TABLE.get_gpu(name), int(count)) for name, count in (kind.split(":") for kind in kinds)]
 
 
-WISH = PlanRequest(LLAMA, 2**18, 10**8)
+REQUEST = PlanRequest(LLAMA, 2**18, 10**8)
 
 
 def test_every_offer_fits_and_is_valid() -> None:
-    plan_results = search(WISH, offer("h100-80gb:16", "h200:8", "a100-80gb:8"))
+    plan_results = search(REQUEST, offer("h100-80gb:16", "h200:8", "a100-80gb:8"))
     assert plan_results.by_cost
     assert not plan_results.walls
     for each in (*plan_results.by_cost, *plan_results.by_time):
         layout = each.job.layout
         assert judge(each.job, compute_ledger(each.job), each.gpu).verdict == "fits"
         assert LLAMA.num_heads % layout.sp_size == 0
-        assert WISH.max_length % layout.sp_size == 0
+        assert REQUEST.max_length % layout.sp_size == 0
         assert each.job.world_size <= {"h100-80gb": 16, "h200": 8, "a100-80gb": 8}[each.gpu.key]
-        assert each.seconds == pytest.approx(WISH.num_tokens / each.speed.tokens_per_second)
-        assert layout.dp_size == 1 or WISH.num_tokens / each.speed.tokens_per_step >= MIN_STEPS
+        assert each.seconds == pytest.approx(REQUEST.num_tokens / each.speed.tokens_per_second)
+        assert layout.dp_size == 1 or REQUEST.num_tokens / each.speed.tokens_per_step >= MIN_STEPS
 
 
 def test_a_gpu_that_is_left_out_has_a_reason() -> None:
-    request = replace(WISH, max_length=2**16, budget_usd=40.0)
+    request = replace(REQUEST, max_length=2**16, budget_usd=40.0)
     plan_results = search(request, offer("h100-80gb:8", "l40s:1", "rtx-6000-ada:8", "a100-80gb:8"), limit=1)
     reasons = {
         "l40s": r"does not fit: 1 of them need [\d.]+ GiB of host memory, of 90\.0",
@@ -107,7 +107,7 @@ def test_some_levers_let_a_row_fit_where_all_of_them_do_not(name: str, kind: str
 
 
 def test_the_order_is_by_cost_and_by_time() -> None:
-    plan_results = search(WISH, offer("h100-80gb:64", "h200:64", "b200:64", "a100-80gb:64"))
+    plan_results = search(REQUEST, offer("h100-80gb:64", "h200:64", "b200:64", "a100-80gb:64"))
     costs = [each.usd_middle for each in plan_results.by_cost]
     times = [each.seconds for each in plan_results.by_time]
     assert all(a <= b * 1.11 for a, b in itertools.pairwise(costs))  # to two digits
@@ -117,36 +117,36 @@ def test_the_order_is_by_cost_and_by_time() -> None:
 
 
 def test_a_kind_without_a_price_comes_last_by_cost() -> None:
-    plan_results = search(WISH, offer("b300:8", "h100-80gb:8"))
+    plan_results = search(REQUEST, offer("b300:8", "h100-80gb:8"))
     assert [each.gpu.key for each in plan_results.by_cost] == ["h100-80gb", "b300"]
     assert plan_results.by_cost[1].usd is None
 
 
 def test_a_bound_is_kept_or_named() -> None:
-    free = search(WISH, offer("h100-80gb:64"))
+    free = search(REQUEST, offer("h100-80gb:64"))
     cheapest, fastest = free.by_cost[0], free.by_time[0]
-    inside = search(replace(WISH, budget_usd=cheapest.usd_middle * 1.2), offer("h100-80gb:64"))
+    inside = search(replace(REQUEST, budget_usd=cheapest.usd_middle * 1.2), offer("h100-80gb:64"))
     assert all(each.usd_middle <= cheapest.usd_middle * 1.2 for each in inside.by_cost)
-    broke = search(replace(WISH, budget_usd=1.0), offer("h100-80gb:64"))
+    broke = search(replace(REQUEST, budget_usd=1.0), offer("h100-80gb:64"))
     assert [wall.kind for wall in broke.walls] == ["price"]
     assert "times the budget" in broke.walls[0].message
-    late = search(replace(WISH, deadline_seconds=fastest.seconds / 3), offer("h100-80gb:64"))
+    late = search(replace(REQUEST, deadline_seconds=fastest.seconds / 3), offer("h100-80gb:64"))
     assert [wall.kind for wall in late.walls] == ["deadline"]
     assert "3 times the deadline" in late.walls[0].message
-    nobody = search(replace(WISH, budget_usd=100.0), offer("b300:8"))
-    assert "no price is known" in nobody.walls[0].message
+    unpriced = search(replace(REQUEST, budget_usd=100.0), offer("b300:8"))
+    assert "no price is known" in unpriced.walls[0].message
 
 
 def test_walls_of_memory_and_heads() -> None:
-    plan_results = search(replace(WISH, max_length=2**24 - 2**16), offer("a100-40gb:64"))
+    plan_results = search(replace(REQUEST, max_length=2**24 - 2**16), offer("a100-40gb:64"))
     assert plan_results.walls[0].kind == "gpu"
     assert "of 40.0" in plan_results.walls[0].message
     assert plan_results.walls[-1].kind == "heads"
     assert "a row is shared by at most 32 GPUs here: 32 heads" in plan_results.walls[-1].message
-    far = search(replace(WISH, max_length=2**26), offer("h100-80gb:8"))
+    far = search(replace(REQUEST, max_length=2**26), offer("h100-80gb:8"))
     assert [wall.kind for wall in far.walls] == ["heads"]
     poor = replace(TABLE.get_gpu("h100-80gb"), host_bytes_per_gpu=1 << 30)
-    assert [wall.kind for wall in search(WISH, [Offer(poor, 8)]).walls] == ["host"]
+    assert [wall.kind for wall in search(REQUEST, [Offer(poor, 8)]).walls] == ["host"]
 
 
 def test_the_longest_row_is_longer_on_more_and_larger_gpus() -> None:
@@ -173,7 +173,7 @@ def test_a_plan_for_experts_and_for_adapters() -> None:
     best = search(adapted, offer("h200:8")).by_cost[0]
     text = write_draft(*draft_candidate(best, adapted, "Qwen/Qwen3-30B-A3B", "x.yaml"))
     assert list(check_lora_targets(parse_recipe(text).recipe, adapted.shape)) == []
-    full = search(replace(WISH, max_length=2**15), offer("l40s:2"))
-    lora = search(replace(WISH, max_length=2**15, is_lora=True), offer("l40s:2"))
+    full = search(replace(REQUEST, max_length=2**15), offer("l40s:2"))
+    lora = search(replace(REQUEST, max_length=2**15, is_lora=True), offer("l40s:2"))
     assert lora.by_cost[0].job.levers.offload_optimizer == "none"
     assert not full.by_cost or full.by_cost[0].usd_middle >= lora.by_cost[0].usd_middle

@@ -123,19 +123,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
-        *((f"validate-config {recipe}", said) for recipe, said in RECIPES),
-        *((f"validate-config t.yaml {setting}", said) for setting, said in SETTINGS),
+        *((f"validate-config {recipe}", message) for recipe, message in RECIPES),
+        *((f"validate-config t.yaml {setting}", message) for setting, message in SETTINGS),
         *COMMANDS,
     ],
 )
-def test_a_wrong_input_is_reported(line: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_input_is_reported(line: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     result = CliRunner().invoke(app, line.replace("QWEN", " ".join(QWEN)).split())
     assert isinstance(result.exception, SystemExit)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 def test_consequences_of_a_wrong_value_are_not_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,21 +93,14 @@ def check_packed_layers(recipe: Recipe, shape: ModelShape) -> Problems:
 def check_router_loss(recipe: Recipe, shape: ModelShape) -> Problems:
     """The loss is the tokens' loss only: a router loss that the config asks for would silently be missing."""
     if shape.has_router_loss:
-        yield Problem(
-            _name_model(recipe),
-            f"the config of {shape.name} asks for a router loss (output_router_logits), which is not offered",
-            "set output_router_logits: false in a local copy of its config.json",
-        )
+        yield _refuse_config(recipe, shape, "a router loss (output_router_logits)", "output_router_logits: false")
 
 
 def check_dropout(recipe: Recipe, shape: ModelShape) -> Problems:
     """Refuses attention dropout: no kernel here draws the same numbers on one rank and on several."""
     if shape.attention_dropout:
-        yield Problem(
-            _name_model(recipe),
-            f"the config of {shape.name} asks for attention_dropout {shape.attention_dropout:g}, which is not offered",
-            "set attention_dropout: 0.0 in a local copy of its config.json",
-        )
+        asked = f"attention_dropout {shape.attention_dropout:g}"
+        yield _refuse_config(recipe, shape, asked, "attention_dropout: 0.0")
 
 
 def check_weights(recipe: Recipe, shape: ModelShape) -> Problems:
@@ -196,6 +189,14 @@ RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_index_bounds,
     check_lora_targets,
 )
+
+
+def _refuse_config(recipe: Recipe, shape: ModelShape, asked: str, setting: str) -> Problem:
+    return Problem(
+        _name_model(recipe),
+        f"the config of {shape.name} asks for {asked}, which is not offered",
+        f"set {setting} in a local copy of its config.json",
+    )
 
 
 def _name_model(recipe: Recipe) -> str:
