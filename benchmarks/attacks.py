@@ -408,13 +408,8 @@ def kill_ranks(folder: Path) -> str:
 @attack("processes", "kill -9 of the agent: ranks end, and hold the run's folder as long as they live")
 def kill_agent(folder: Path) -> str:
     recipe = write_recipe(folder, train={"max_steps": 100_000})
-    command = [sys.executable, "-m", "ulysses_cli", "train", recipe]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with open(folder / "err", "wb") as err:
-        process = subprocess.Popen(command, cwd=folder, stdout=err, stderr=err, env=environ)
-    end, metrics = time.monotonic() + SECONDS, folder / "run" / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text()) and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.05)
+    process, metrics = start(folder, "output", "train", recipe), folder / "run" / "metrics.jsonl"
+    wait_for(process, lambda: metrics.exists() and bool(metrics.read_text()))
     agents = list_children(process.pid)
     ranks = [rank for agent in agents for rank in list_children(agent) if is_rank(rank)]
     handles = [os.pidfd_open(rank) for rank in ranks]
@@ -769,20 +764,15 @@ def dump_core(folder: Path) -> str:
     resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
     process = start(folder, "output", "train", write_recipe(folder, train={"max_steps": 4000}), MY_PASSPHRASE=SECRET)
     wait_for(process, lambda: b"step=2/" in (folder / "output").read_bytes())
-    for pid in find_descendants(process.pid):
+    for pid in list_descendants(process.pid):
         os.kill(pid, signal.SIGSEGV)
     process.wait(SECONDS)
     cores = [file.name for file in folder.rglob("core*") if file.is_file()]
     return f"{cores} written" if cores else ""
 
 
-def find_descendants(pid: int) -> list[int]:
-    children = [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in _read_children(task)]
-    return [result for child in children for result in (*find_descendants(child), child)]
-
-
-def _read_children(task: Path) -> list[str]:
-    return (task / "children").read_text().split()
+def list_descendants(process: int) -> list[int]:
+    return [each for child in list_children(process) for each in (*list_descendants(child), child)]
 
 
 def run_test(*words: str) -> str:

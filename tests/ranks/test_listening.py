@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from support import networks
 from support.faults import ROOT, Runs, wait_until
-from support.forked import Command
+from support.forked import Command, read_parent
 from support.networks import list_listening
 
 KEY, PORT = "k" * 40, 29411
@@ -77,17 +77,13 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=60), **options)
 def list_processes(command: Command) -> list[int]:
     """Returns the command, its agent and its ranks."""
     ranks = [rank for rank in command.list_ranks() if command.pid in walk_parents(rank)]
-    return [command.pid, *{find_parent(rank) for rank in ranks}, *ranks]
-
-
-def find_parent(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return [command.pid, *{read_parent(rank) for rank in ranks}, *ranks]
 
 
 def walk_parents(process: int) -> Iterator[int]:
     while process > 1:
         yield process
-        process = find_parent(process)
+        process = read_parent(process)
 
 
 def test_an_open_port_is_detected() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.faults import Runs
-from support.forked import Command, is_alive
+from support.forked import Command, is_alive, read_parent
 from support.kill_points import list_phases, read_collectives
 from support.small_run import make_settings
 
@@ -46,13 +46,6 @@ def list_processes(command: Command) -> set[int]:
     """Returns the ranks and their agent."""
     ranks = {int(file.read_text()) for file in command.pids.glob("[0-9]")}
     return ranks | {parent for rank in ranks if (parent := read_parent(rank)) not in (0, 1)}
-
-
-def read_parent(process: int) -> int:
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def wait_for_end(processes: set[int], seconds: float) -> float:

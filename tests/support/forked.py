@@ -135,6 +135,14 @@ def is_alive(process: int) -> bool:
     return any(state not in "ZX" for state in states)
 
 
+def read_parent(process: int) -> int:
+    """Returns 0 where the process has ended."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 class Command:
     """`python -m ulysses_cli WORDS`, forked from the server that tests' ranks come from. It behaves like a Popen. Its
     output goes to files, so that it may be of any length."""

@@ -218,7 +218,7 @@ def test_a_chat_that_the_assistant_begins() -> None:
     assert tokenizer.decode(ids[(flags & TARGET) > 0]) == "a<|im_end|>c<|im_end|>"
 
 
-def test_what_a_template_refuses_is_a_bad_row() -> None:
+def test_a_chat_that_its_template_refuses_is_a_bad_row() -> None:
     turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     with pytest.raises(BadRow, match="refuses this chat: only user and assistant"):
         Encoder(make_tokenizer("mistral")).encode(read_sample("chat", {"messages": turns}))

@@ -85,7 +85,7 @@ def measure_cpu_seconds(*words: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_it_answers_in_half_a_second() -> None:
+def test_an_estimate_takes_half_a_second() -> None:
     assert min(measure_cpu_seconds("estimate-memory", RECIPE) for _ in range(3)) < 0.5 * NOISE
 
 

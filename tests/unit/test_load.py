@@ -471,7 +471,7 @@ def test_a_key_without_a_value_gets_a_hint() -> None:
         ("run.seed=\x00", "character '\\x00' is not allowed", "remove it"),
     ],
 )
-def test_what_to_write_instead(override: str, message: str, hint: str) -> None:
+def test_a_hint_says_what_to_write_instead(override: str, message: str, hint: str) -> None:
     key = override.partition("=")[0]
     assert complain(VALID, override) == [f"command line: {key}: {message}\n\nhint: {hint}"]
 

@@ -438,7 +438,7 @@ def test_bad_rows_of_csv_and_json_can_be_skipped(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
+def test_rows_and_files_not_read_are_counted(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl", "c.txt", "d.rst"):
         (tmp_path / name).write_text('{"text": "a"}\n')
     source = open_one(tmp_path, tmp_path)
