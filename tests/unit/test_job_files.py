@@ -1,4 +1,4 @@
-"""Files that submit a recipe to a cluster, each read by that project's own loader; the batch script is run."""
+"""Tests files that submit a recipe to a cluster: each project's own loader reads them, and the batch script runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_job_names_machines_and_secrets_but_holds_none() -> None:
 
 
 def test_kubeflows_own_models_read_every_key() -> None:
-    """They drop keys that they do not know, so what they write must be what they read."""
+    """The models drop unknown keys, so what they write must equal what they read."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     text = write_kubernetes(make(), RECIPE, "my.k8s.yaml", image="me/u:1", claim="data", queue="team")
     config, runtime, job = yaml.safe_load_all(text)
@@ -116,7 +116,7 @@ sleep "$STEP_SECONDS" & wait $!; exit "$STEP_CODE\"""",
 
 
 def start_script(folder: Path, seconds: str, code: int) -> subprocess.Popen[str]:
-    """The batch script with stand-ins for SLURM's programs, which write down how they were called."""
+    """Runs the batch script with stand-ins for SLURM's programs, which log how they were called."""
     for name, text in PROGRAMS.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""Which machine of how many this is: from options, a hostfile, and the environment of each kind of cluster."""
+"""Tests which machine of how many this is, from options, a hostfile, and the environment of each kind of cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_one_machine_has_all_processes() -> None:
     assert find_nodes(8, {"NPROC_PER_NODE": "8", "MASTER_ADDR": "gpu01"}) == Nodes(processes_here=8)
 
 
-def test_options_win_over_the_environment_which_wins_over_slurm() -> None:
+def test_options_win_over_the_environment_and_that_over_slurm() -> None:
     slurm = {
         "SLURM_STEP_NODELIST": "gpu[07-08,12]",
         "SLURM_STEP_NUM_NODES": "3",
@@ -141,12 +141,12 @@ def test_a_job_of_several_machines_that_cannot_be_read_is_refused(environ: dict[
     ],
 )
 def test_lists_of_machines(text: str, hosts: list[str]) -> None:
-    """As `scontrol show hostnames` prints them."""
+    """The lists equal those that `scontrol show hostnames` prints."""
     assert list(expand_host_list(text)) == hosts
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=9, unique=True), st.sampled_from(["a", "a-", "r1n"]))
-def test_a_compressed_list_holds_the_machines_that_it_was_made_of(numbers: list[int], prefix: str) -> None:
+def test_a_compressed_list_expands_to_its_machines(numbers: list[int], prefix: str) -> None:
     text = f"{prefix}[{','.join(f'{number:02}' for number in numbers)}]"
     assert list(expand_host_list(text)) == [f"{prefix}{number:02}" for number in numbers]
 
@@ -172,7 +172,7 @@ def test_a_hostfile_names_the_machines(tmp_path: Path, monkeypatch: pytest.Monke
             find_nodes(16, {}, hostfile=file)
 
 
-def test_this_machine_finds_itself_by_name_and_address(tmp_path: Path) -> None:
+def test_this_machine_is_recognised_by_name_and_address(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text(f"elsewhere.invalid slots=2\n{socket.gethostname()} slots=2\n")
     assert hostfile.read_hostfile(file).find_rank() == 1
