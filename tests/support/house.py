@@ -88,7 +88,8 @@ ORDER: dict[str, list[str]] = {
     ],
     "prove": ["ranks", "results", "rows", "doctor", "bench", "trace", "verify", "__main__"],
     "report": [
-        *("printing", "quantities", "settings", "live", "ledger", "planner", "traced", "resolved_plan", "run_end"),
+        *("printing", "quantities", "settings", "live", "ledger", "planner", "traced", "placement"),
+        *("resolved_plan", "run_end"),
         *("data_report", "run_files", "run_summary", "page", "proofs", "sweep"),
     ],
 }

@@ -32,6 +32,9 @@ def validate_config(
             help="also predict whether it fits this kind of GPU, such as h200, and which memory levers it needs"
         ),
     ] = None,
+    nnodes: Annotated[
+        int | None, typer.Option(min=1, help="also draw the ranks on so many machines; warn of rows that cross them")
+    ] = None,
     online: OnlineOption = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="print problems only, and recipes that do not fit --gpu")
@@ -48,6 +51,7 @@ def validate_config(
       ulysses validate-config recipes/tiny-cpu.yaml
       ulysses validate-config my.yaml parallel.sp_size=8 data.max_length=512Ki --num-processes 8
       ulysses validate-config my.yaml --gpu h200
+      ulysses validate-config my.yaml --nnodes 4 --gpu h100
       ulysses validate-config recipes/*.yaml --format json
     """
     from ulysses_cli import validate
@@ -60,6 +64,10 @@ def validate_config(
     if gpu is not None:
         verdicts = or_exit(lambda: _predict_memory(gpu, [result for result in results if not result.problems]))
         plans = [{**plan, "memory": verdict} for plan, verdict in zip(plans, verdicts, strict=True)]
+    if nnodes is not None:
+        valid = [result for result in results if not result.problems]
+        drawn = or_exit(lambda: [_place(result, nnodes, gpu) for result in valid])
+        plans = [{**plan, "placement": placement} for plan, placement in zip(plans, drawn, strict=True)]
     if not files:
         problems = [validate.no_recipe(words)]
     if output is Format.json:
@@ -82,6 +90,29 @@ def _print_plans(plans: list[dict[str, Any]], *, quiet: bool, with_defaults: boo
                 printing.print_data(f"{plan['recipe']}: {memory['gpu']}: {memory['text']}")
     elif plans:
         printing.print_data("\n\n".join(resolved_plan.format_plan(plan, with_defaults=with_defaults) for plan in plans))
+
+
+def _place(valid: Validated, num_nodes: int, gpu: str | None) -> dict[str, Any]:
+    """Where the ranks stand on so many machines, and what it costs where rows cross them."""
+    from ulysses_cli.hardware_table import load_hardware
+    from ulysses_cli.plan.layout import Placement
+    from ulysses_cli.plan.planner.estimate import compute_estimate
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.report.placement import compute_exchange_seconds, describe_placement
+
+    assert valid.loaded is not None
+    assert valid.shape is not None
+    assert valid.resolved is not None
+    layout = valid.resolved.layout
+    if layout.world_size % num_nodes:
+        message = f"{layout.world_size} processes do not fill {num_nodes} machines evenly"
+        raise RecipeError([Problem("--nnodes", message, "every machine runs the same number of processes")])
+    placement = Placement(layout, num_nodes)
+    if gpu is None:
+        return describe_placement(placement, None)
+    kind = load_hardware().get_gpu(gpu)
+    job = compute_estimate(valid.loaded.recipe, valid.shape, kind).job
+    return describe_placement(placement, compute_exchange_seconds(placement, job, kind))
 
 
 def _predict_memory(gpu: str, valid: list[Validated]) -> list[dict[str, Any]]:

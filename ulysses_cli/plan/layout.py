@@ -6,7 +6,9 @@ farthest apart. Makes no process groups.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 Group = tuple[int, ...]
@@ -72,6 +74,50 @@ class Layout:
         """The first `limit` of sp_groups, without making the others."""
         starts = range(0, min(self.dp_size, limit) * self.sp_size, self.sp_size)
         return tuple(tuple(range(start, start + self.sp_size)) for start in starts)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks stand: a machine holds neighbouring ranks, and those that share a row should share one."""
+
+    layout: Layout
+    num_nodes: int
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.layout.world_size // self.num_nodes
+
+    @property
+    def num_crossing(self) -> int:
+        """How many groups that share a row stand on more than one machine."""
+        size, per_node = self.layout.sp_size, self.gpus_per_node
+        starts = range(0, self.layout.world_size, size)
+        return sum(start // per_node != (start + size - 1) // per_node for start in starts)
+
+    @property
+    def must_cross(self) -> bool:
+        return self.layout.sp_size > self.gpus_per_node
+
+    def list_machine(self, node: int) -> list[range]:
+        """Returns the machine's ranks, as one range for each row that they share."""
+        size, per_node = self.layout.sp_size, self.gpus_per_node
+        first, end = node * per_node, (node + 1) * per_node
+        bounds = [first, *range((first // size + 1) * size, end, size), end]
+        return [range(begin, stop) for begin, stop in pairwise(bounds)]
+
+
+def count_near_ranks(sp_size: int, gpus_per_node: int) -> int:
+    """Returns how many ranks of its row the worst-placed rank has on its machine, itself included.
+
+    A row begins at a multiple of sp_size; only its place inside a machine matters, which repeats soon."""
+    starts = range(0, math.lcm(sp_size, gpus_per_node), sp_size)
+    return min(min(_list_parts(start % gpus_per_node, sp_size, gpus_per_node)) for start in starts)
+
+
+def _list_parts(first: int, size: int, per_node: int) -> list[int]:
+    """Returns how many of `size` neighbouring ranks stand on each machine; the first stands at `first` of its own."""
+    bounds = [0, *range(per_node - first, size, per_node), size]
+    return [end - begin for begin, end in pairwise(bounds)]
 
 
 def list_divisors(number: int) -> list[int]:

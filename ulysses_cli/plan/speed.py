@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ulysses_cli.plan.flops import count_pairs
 from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.layout import count_near_ranks
 from ulysses_cli.plan.ledger import host
 from ulysses_cli.plan.ledger.attention import saves_slices
 from ulysses_cli.plan.ledger.job import Job
@@ -164,7 +165,7 @@ def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> float:
     """To ranks of the same machine over NVLink or PCIe and to others over the network, at the same time; and two copies
     that reorder heads, each read and written. Attention waits for the exchange, so it is never hidden."""
     num_bytes, sp_size = compute_exchange_bytes(job), job.layout.sp_size
-    near = num_bytes * (min(sp_size, gpu.gpus_per_node) - 1) / max(1, sp_size - 1)
+    near = num_bytes * (count_near_ranks(sp_size, gpu.gpus_per_node) - 1) / max(1, sp_size - 1)
     inside = near / (gpu.link_gb_s * GIGA * gpu.efficiency.link)
     between = (num_bytes - near) / (gpu.network_gb_s * GIGA * gpu.efficiency.network)
     return max(inside, between) + 4 * num_bytes / memory

@@ -10,6 +10,7 @@ from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.schema import format_value
 from ulysses_cli.report.ledger import format_mesh
+from ulysses_cli.report.placement import format_placement
 from ulysses_cli.validate import Validated
 
 SHOWN_GROUPS = 4
@@ -96,6 +97,8 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
             for name, reason in reasons.items()
         ]
         lines += [("", line) for line in memory["suggestion"].splitlines()]
+    if "placement" in plan:
+        lines += format_placement(plan["placement"])
     lines += [("understood", note) for note in plan["understood"]]
     text = "\n".join(f"{name:<11} {value}" for name, value in lines)
     if with_defaults:
