@@ -82,6 +82,7 @@ ORDER: dict[str, list[str]] = {
             "optimizer",
             "memory",
             "attention",
+            "recurrence",
         ),
         *("engine", "train_state", "loop", "evaluation", "hooks", "checkpoint", "rehearsal", "assembly", "export"),
         *("inputs", "connection", "completion", "worker", "failure", "__main__"),

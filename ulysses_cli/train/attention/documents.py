@@ -30,6 +30,14 @@ class Documents:
     def max_tokens(self) -> int:
         return max(self.lengths)
 
+    def check_num_tokens(self, batch: int, tokens: int, num_ranks: int) -> None:
+        """Documents must fill the rows that the ranks hold together, `batch` of `tokens` on each."""
+        if self.num_tokens != batch * tokens * num_ranks:
+            raise ValueError(
+                f"documents hold {self.num_tokens} tokens, but {batch} rows x {tokens} tokens x {num_ranks} ranks make "
+                f"{batch * tokens * num_ranks}"
+            )
+
     def walk(self) -> Iterator[tuple[int, int]]:
         """Yields (first token, one past the last) of each document."""
         return walk_bounds(self.lengths)

@@ -24,7 +24,7 @@ _numbers = itertools.count()
 # Arguments of transformers' layers that this attention computes anyway, or that do not concern it.
 IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "position_embeddings"}
-    | {"return_dict", "num_items_in_batch", "output_router_logits", "labels", "sequence_axis"}
+    | {"return_dict", "num_items_in_batch", "output_router_logits", "labels"}
 )
 
 

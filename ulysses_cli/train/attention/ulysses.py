@@ -49,11 +49,7 @@ def ulysses_attention(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}; with q {q.dtype} {list(q.shape)} it must be {q.dtype} "
                 f"{[batch, tokens, k.size(2), dim]}"
             )
-    if documents.num_tokens != batch * tokens * axis.size:
-        raise ValueError(
-            f"documents hold {documents.num_tokens} tokens, but {batch} rows x {tokens} tokens x {axis.size} ranks "
-            f"make {batch * tokens * axis.size}"
-        )
+    documents.check_num_tokens(batch, tokens, axis.size)
     plan = plan_heads(heads, k.size(2), axis.size, num_head_chunks)
     out: Tensor = _Attention.apply(q, k, v, sinks, _Call(documents, rule, axis, kernel, plan, is_saving_results()))
     return out

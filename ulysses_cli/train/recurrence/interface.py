@@ -1,135 +1,189 @@
-"""transformers' recurrent and convolution layers, cut at their modeling module's functions: no forward is copied.
+"""Serves transformers' convolution and recurrent layers on split rows, at the functions of their modeling modules: no
+layer's forward is copied.
 
-A function that is replaced looks for `documents` and `sequence_axis` among its keyword arguments, which the model's
-forward hands on to every layer. Without them it does what it did before: nothing about a run is global.
+A hook hands each such layer a RecurrentCall among its keyword arguments, which the layer passes on to the functions
+that are replaced here. A function that gets none does what it did before: nothing about a run is global.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 
+from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.attention.interface import IGNORED_ARGUMENTS
+from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.convolution import convolve
 from ulysses_cli.train.recurrence.rules import apply_delta_rule, apply_scan
 
+CALL = "recurrent_call"
 CONVOLUTION, FUSED, SCAN = "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-# What layers pass on that concerns no recurrence.
-PASSED_ON = frozenset(
-    {"position_ids", "cache_position", "position_embeddings", "use_cache", "output_attentions", "output_hidden_states"}
-    | {"return_dict", "num_items_in_batch", "output_router_logits", "labels", "seq_idx", "cu_seqlens", "cu_seq_lens_q"}
-)
+RECURRENCES = (*DELTA_RULES, SCAN)
 
 
 class UnknownLayersError(ValueError):
-    """The modeling module's functions are not those that this version knows."""
+    """Layers whose modeling module does not have the functions that this version replaces."""
 
 
-def serve_recurrent_layers(model: torch.nn.Module) -> list[str]:
-    """Replace the functions of the modules that define the model's layers -> their names. A second call changes
-    nothing."""
-    modules = {sys.modules[type(layer).__module__] for layer in model.modules()}
-    replaced = []
-    for module in modules:
+@dataclass(eq=False)
+class RecurrentCall:
+    """One call of a layer. `reached`: names of the replaced functions that it has called so far."""
+
+    documents: Documents
+    axis: SequenceAxis
+    reached: set[str] = field(default_factory=set)
+
+
+def serve_recurrent_layers(model: nn.Module, axis: SequenceAxis) -> int:
+    """Makes the model's convolution and recurrent layers exact on rows that are split over `axis`. Returns their
+    number. The model's forward then takes `documents`, as its attention does."""
+    layers = dict(list_recurrent_layers(model))
+    for module in {sys.modules[type(layer).__module__] for layer in layers.values()}:
         for name, make in REPLACEMENTS.items():
             function = getattr(module, name, None)
-            if function is None:
-                continue
-            replaced.append(f"{module.__name__}.{name}")
-            if not hasattr(function, "on_whole_rows"):
+            if function is not None and not hasattr(function, "is_served"):
                 setattr(module, name, make(function))
-    return sorted(replaced)
-
-
-def find_unserved_layers(model: torch.nn.Module) -> list[str]:
-    """Names of layers with a convolution or a state whose modeling module has no function to replace."""
-    unserved = []
-    for name, layer in model.named_modules():
-        has_state = any(hasattr(layer, each) for each in ("A_log", "conv1d")) or type(layer).__name__.endswith(
-            "ShortConv"
+    unserved = find_unserved_layers(model)
+    if unserved:
+        raise UnknownLayersError(
+            f"transformers {transformers.__version__} computes these layers with functions that this version does not "
+            f"know, so they cannot be exact on split rows: {'; '.join(unserved)}"
         )
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(_make_entry(name, axis), with_kwargs=True)
+        layer.register_forward_hook(_make_exit(name, _has_state(layer)), with_kwargs=True)
+    return len(layers)
+
+
+def list_recurrent_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of layers with a causal convolution or a state."""
+    for name, module in model.named_modules():
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            yield name, module
+
+
+def find_unserved_layers(model: nn.Module) -> list[str]:
+    """Says for each kind of layer which functions its modeling module lacks."""
+    unserved: dict[type[nn.Module], str] = {}
+    for name, layer in list_recurrent_layers(model):
         module = sys.modules[type(layer).__module__]
-        if has_state and not any(hasattr(getattr(module, each, None), "on_whole_rows") for each in REPLACEMENTS):
-            unserved.append(name)
-    return unserved
+        wanted = [(CONVOLUTION,)] + ([RECURRENCES] if _has_state(layer) else [])
+        lacking = [names for names in wanted if not any(hasattr(getattr(module, n, None), "is_served") for n in names)]
+        if lacking:
+            text = ", ".join(" or ".join(names) for names in lacking)
+            unserved.setdefault(type(layer), f"{name} ({type(layer).__name__}) has no {text}")
+    return list(unserved.values())
 
 
-def _split(options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    documents, axis = options.pop("documents", None), options.pop("sequence_axis", None)
-    return documents, axis, {name: value for name, value in options.items() if name not in PASSED_ON}
+def _has_state(layer: nn.Module) -> bool:
+    return any(name.rpartition(".")[2] == "A_log" for name, _ in layer.named_parameters())
 
 
-def _make_convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _make_entry(name: str, axis: SequenceAxis) -> Callable[..., Any]:
+    def enter(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        documents = options.get("documents")
+        if documents is None:
+            raise ValueError(f"{name} got no documents: pass documents=make_documents(...) to the model's forward")
+        if options.get("attention_mask") is not None:
+            raise ValueError(f"{name} got a mask; documents decide which tokens change a token's result")
+        return args, {**options, CALL: RecurrentCall(documents, axis)}
+
+    return enter
+
+
+def _make_exit(name: str, has_state: bool) -> Callable[..., None]:
+    def leave(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        reached = options[CALL].reached
+        if CONVOLUTION not in reached or (has_state and not reached.intersection(RECURRENCES)):
+            raise UnknownLayersError(
+                f"{name} ({type(layer).__name__} of transformers {transformers.__version__}) called only "
+                f"{', '.join(sorted(reached)) or 'none'} of the functions that make it exact on split rows"
+            )
+
+    return leave
+
+
+def _read_options(name: str, options: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+    """The options of a function that its result depends on. One that is not known is an error."""
+    unknown = {key for key, value in options.items() if value is not None and value is not False}
+    unknown -= {*known, *IGNORED_ARGUMENTS, "documents"}
+    if unknown:
+        raise ValueError(f"{name} is asked for {', '.join(sorted(unknown))}, which it is not known to compute exactly")
+    return {key: options[key] for key in known if key in options}
+
+
+def _make_convolution(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def convolution(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
     ) -> Tensor:
-        documents, axis, rest = _split(options)
-        if documents is None:
+        call: RecurrentCall | None = options.pop(CALL, None)
+        if call is None:
             return original(hidden_states, weight, bias, activation=activation, **options)
-        return convolve(original, hidden_states, weight, bias, documents, axis, activation=activation, **rest)
+        call.reached.add(name)
+        _read_options(name, options, ())
+        return convolve(original, hidden_states, weight, bias, call.documents, call.axis, activation=activation)
 
-    return _mark(convolution, original)
+    return convolution
 
 
-def _make_delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_delta_rule(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-        documents, axis, rest = _split(options)
-        if documents is None:
+        call: RecurrentCall | None = options.pop(CALL, None)
+        if call is None:
             return original(query, key, value, g=g, beta=beta, **options)
-        _refuse_states(rest, "initial_state", "output_final_state")
-        return apply_delta_rule(original, query, key, value, g, beta, documents, axis, **rest), None
+        call.reached.add(name)
+        rest = _read_options(name, options, ("use_qk_l2norm_in_kernel", "chunk_size"))
+        return apply_delta_rule(original, query, key, value, g, beta, call.documents, call.axis, rest), None
 
-    return _mark(rule, original)
+    return rule
 
 
-def _make_scan(original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_scan(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def scan(hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Any:
-        documents, axis, rest = _split(options)
-        if documents is None:
+        call: RecurrentCall | None = options.pop(CALL, None)
+        if call is None:
             return original(hidden_states, dt, A, B, C, **options)
-        _refuse_states(rest, "initial_states", "return_final_states")
-        skip, dt_bias = rest.pop("D", None), rest.pop("dt_bias", None)
-        if rest.get("z") is not None:
-            raise UnknownLayersError("a scan with a gate of its own is not known to be exact on split rows")
-        return apply_scan(
-            original, hidden_states, dt, A, B, C, documents, axis, skip=skip, dt_bias=dt_bias, **rest
-        )  # fmt: skip
+        call.reached.add(name)
+        of_heads = {"A": A, "D": options.pop("D", None), "dt_bias": options.pop("dt_bias", None)}
+        rest = _read_options(name, options, ("chunk_size", "dt_softplus", "dt_limit"))
+        return apply_scan(original, hidden_states, dt, B, C, of_heads, call.documents, call.axis, rest)
 
-    return _mark(scan, original)
+    return scan
 
 
-def _make_fused(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Convolution, scan, norm and projection in one kernel cannot be cut: the layer then takes its unfused path."""
+def _make_fused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Convolution, scan, norm and projection in one kernel cannot be cut: the layer takes its other path."""
 
     @wraps(original)
     def fused(*args: Any, **options: Any) -> Any:
-        return None if options.get("documents") is not None else original(*args, **options)
+        return None if options.pop(CALL, None) is not None else original(*args, **options)
 
-    return _mark(fused, original)
-
-
-def _mark(function: Any, original: Any) -> Any:
-    function.on_whole_rows = original
-    return function
+    return fused
 
 
-def _refuse_states(options: dict[str, Any], *names: str) -> None:
-    for name in names:
-        if options.pop(name, None) not in (None, False):
-            raise UnknownLayersError(f"{name}: states of a cache do not go with split rows")
+def _make(make: Callable[[str, Callable[..., Any]], Any], name: str) -> Callable[[Callable[..., Any]], Any]:
+    def replace(original: Callable[..., Any]) -> Any:
+        function = torch.compiler.disable(make(name, original))
+        function.is_served = True
+        return function
+
+    return replace
 
 
-REPLACEMENTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    CONVOLUTION: _make_convolution,
-    FUSED: _make_fused,
-    SCAN: _make_scan,
-    **dict.fromkeys(DELTA_RULES, _make_delta_rule),
+REPLACEMENTS: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    CONVOLUTION: _make(_make_convolution, CONVOLUTION),
+    FUSED: _make(_make_fused, FUSED),
+    SCAN: _make(_make_scan, SCAN),
+    **{name: _make(_make_delta_rule, name) for name in DELTA_RULES},
 }

@@ -15,6 +15,9 @@ from ulysses_cli.train.attention.heads import plan_heads
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.heads_exchange import gather_rows, scatter_rows
 
+# Takes tensors [1, T, h, ...] of one document and these heads, returns [1, T, h, D].
+Rule = Callable[[Sequence[Tensor], Sequence[Tensor], slice], Tensor]
+
 
 def apply_delta_rule(
     rule: Callable[..., tuple[Tensor, Any]],
@@ -25,80 +28,69 @@ def apply_delta_rule(
     beta: Tensor,
     documents: Documents,
     axis: SequenceAxis,
-    **options: Any,
+    options: dict[str, Any],
 ) -> Tensor:
-    """query, key [B, S, key heads, Dk], value [B, S, heads, Dv], g [B, S, heads] or with a decay for each of Dk
-    channels, beta [B, S, heads] -> [B, S, heads, Dv]."""
-    plan = plan_heads(value.size(2), key.size(2), axis.size)
-    queries, keys = plan.chunks[0].queries, plan.chunks[0].keys
-    q, k = gather_rows([query, key], [keys, keys], axis)
-    (v,) = gather_rows([value], [queries], axis)
-    decay = _gather_small([g if g.dim() == 4 else g[..., None], beta[..., None]], [queries, queries], axis)
-    gates = [part if g.dim() == 4 and at == 0 else part[..., 0] for at, part in enumerate(decay)]
+    """Takes query and key [B, S, key heads, Dk], value [B, S, heads, Dv], beta [B, S, heads], and the log of the decay
+    g [B, S, heads] or, for each channel, [B, S, heads, Dk]. Returns [B, S, heads, Dv]."""
+    has_channels = g.dim() == 4
 
-    def run(begin: int, end: int) -> Tensor:
-        part = slice(begin, end)
-        results = []
-        for own, shared in plan.list_runs(plan.chunks[0], axis.rank):
-            heads, kv = slice(*own), slice(*shared)
-            out, _ = rule(
-                q[None, part, kv], k[None, part, kv], v[None, part, heads],
-                g=gates[0][None, part, heads], beta=gates[1][None, part, heads], **options,
-            )  # fmt: skip
-            results.append(out[0])
-        return torch.cat(results, 1)
+    def run(shared: Sequence[Tensor], own: Sequence[Tensor], heads: slice) -> Tensor:
+        (q, k), (v, decay, strength) = shared, own
+        decay = decay if has_channels else decay[..., 0]
+        return rule(q, k, v, g=decay, beta=strength[..., 0], **options)[0]
 
-    rows = _run_documents(run, documents)
-    return scatter_rows(rows, queries, axis, value.size(0), value.size(2))
+    own = [value, g if has_channels else g[..., None], beta[..., None]]
+    return run_on_whole_rows(run, [query, key], own, documents, axis)
 
 
 def apply_scan(
     scan: Callable[..., Tensor],
     hidden: Tensor,
     dt: Tensor,
-    decay: Tensor,
     b: Tensor,
     c: Tensor,
+    of_heads: dict[str, Tensor | None],
     documents: Documents,
     axis: SequenceAxis,
-    *,
-    skip: Tensor | None,
-    dt_bias: Tensor | None,
-    **options: Any,
+    options: dict[str, Any],
 ) -> Tensor:
-    """Mamba2: hidden [B, S, heads, D], dt [B, S, heads], b and c [B, S, groups, N]; decay, skip and dt_bias of all heads
-    -> [B, S, heads, D]. What belongs to a head alone is sliced; its gradient is zero for the other ranks' heads, and sums
-    up over ranks as every gradient does."""
-    plan = plan_heads(hidden.size(2), b.size(2), axis.size)
-    queries, keys = plan.chunks[0].queries, plan.chunks[0].keys
-    (x,) = gather_rows([hidden], [queries], axis)
-    b_rows, c_rows = gather_rows([b, c], [keys, keys], axis)
-    (steps,) = gather_rows([dt[..., None]], [queries], axis)
-    first = queries[axis.rank].start
+    """Mamba2's scan. Takes hidden [B, S, heads, D], dt [B, S, heads], b and c [B, S, groups, N]; returns
+    [B, S, heads, D]. `of_heads`: parameters [heads]. A rank uses those of its own heads; their gradients are zero for
+    other heads, so that the sum over ranks is right, as it is for every weight."""
 
-    def run(begin: int, end: int) -> Tensor:
-        part = slice(begin, end)
-        results = []
-        for own, shared in plan.list_runs(plan.chunks[0], axis.rank):
-            heads, groups = slice(*own), slice(*shared)
-            mine = slice(first + own.start, first + own.stop)
-            out = scan(
-                x[None, part, heads], steps[None, part, heads, 0], decay[mine], b_rows[None, part, groups],
-                c_rows[None, part, groups], D=None if skip is None else skip[mine],
-                dt_bias=None if dt_bias is None else dt_bias[mine], **options,
-            )  # fmt: skip
-            results.append(out[0])
-        return torch.cat(results, 1)
+    def run(shared: Sequence[Tensor], own: Sequence[Tensor], heads: slice) -> Tensor:
+        (x, steps), (b_rows, c_rows) = own, shared
+        parameters = {name: None if whole is None else whole[heads] for name, whole in of_heads.items()}
+        return scan(x, steps[..., 0], parameters.pop("A"), b_rows, c_rows, **parameters, **options)
 
-    rows = _run_documents(run, documents)
-    return scatter_rows(rows, queries, axis, hidden.size(0), hidden.size(2))
+    return run_on_whole_rows(run, [b, c], [hidden, dt[..., None]], documents, axis)
 
 
-def _gather_small(parts: Sequence[Tensor], spans: Sequence[Any], axis: SequenceAxis) -> list[Tensor]:
-    """Gates differ in width and dtype from what they gate: each goes by itself."""
-    return [gather_rows([part], [span], axis)[0] for part, span in zip(parts, spans, strict=True)]
+def run_on_whole_rows(
+    rule: Rule, shared: Sequence[Tensor], own: Sequence[Tensor], documents: Documents, axis: SequenceAxis
+) -> Tensor:
+    """`own`: tensors [B, S, heads, D]; `shared`: tensors [B, S, groups, D], where a group serves heads / groups heads
+    that adjoin. Returns the rule's results as slices with all heads. Collective over the axis."""
+    batch, tokens, num_heads, _ = own[0].shape
+    documents.check_num_tokens(batch, tokens, axis.size)
+    plan = plan_heads(num_heads, shared[0].size(2), axis.size)
+    chunk = plan.chunks[0]
+    spans = [chunk.keys] * len(shared) + [chunk.queries] * len(own)
+    all_rows = gather_rows([*shared, *own], spans, axis)
+    shared_rows, own_rows = all_rows[: len(shared)], all_rows[len(shared) :]
+    first = chunk.queries[axis.rank].start
+    results = []
+    for heads, groups in plan.list_runs(chunk, axis.rank):
+        rows = [row[:, slice(*heads)] for row in own_rows]
+        group_rows = [row[:, slice(*groups)] for row in shared_rows]
+        parts = [
+            rule([row[None, begin:end] for row in group_rows], [row[None, begin:end] for row in rows],
+                 slice(first + heads.start, first + heads.stop))[0]
+            for begin, end in documents.walk()
+        ]  # fmt: skip
+        results.append(_join(parts, 0))
+    return scatter_rows(_join(results, 1), chunk.queries, axis, batch)
 
 
-def _run_documents(run: Callable[[int, int], Tensor], documents: Documents) -> Tensor:
-    results = [run(begin, end) for begin, end in documents.walk()]
-    return results[0] if len(results) == 1 else torch.cat(results, 0)
+def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -1,0 +1,199 @@
+"""Convolutions and recurrences on split rows, in float64, for drawn documents: bounds on, before and after the edges of
+slices, documents shorter than the convolution, one-token documents. The reference knows no ranks and no packing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rank_pool import run_on_ranks
+from support.tiers import NUM_RANKS, count_examples
+from torch import Tensor
+
+from ulysses_cli.train.attention.documents import make_documents, walk_bounds
+from ulysses_cli.train.processes.sequence_axis import SequenceAxis, make_sequence_axis
+from ulysses_cli.train.recurrence.convolution import convolve
+from ulysses_cli.train.recurrence.rules import apply_delta_rule, apply_scan
+
+LOCAL_TOKENS = 8
+WIDTH, KEY_WIDTH = 3, 2
+HEADS = [(8, 2), (4, 4), (8, 1), (12, 3), (4, 2)]  # of 12 in 3 groups, a rank of 4 has heads of two groups
+
+
+def draw_lengths(tokens: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Documents that fill a row, with bounds that like to be near the edges of slices."""
+    near = [edge + shift for edge in range(0, tokens, LOCAL_TOKENS) for shift in (-1, 0, 1)]
+    bound = st.one_of(st.sampled_from(near), st.integers(1, tokens - 1))
+    bounds = st.sets(bound.filter(lambda b: 0 < b < tokens), max_size=6)
+    return bounds.map(lambda drawn: sorted({0, tokens, *drawn})).map(
+        lambda drawn: tuple(end - begin for begin, end in pairwise(drawn))
+    )
+
+
+def convolve_plainly(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """By the definition, tap by tap."""
+    out = torch.zeros_like(hidden) + (0 if bias is None else bias[:, None])
+    for back in range(min(weight.size(1), hidden.size(2))):
+        out[:, :, back:] += weight[:, weight.size(1) - 1 - back, None] * hidden[:, :, : hidden.size(2) - back]
+    return out
+
+
+def run_delta_rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor) -> tuple[Tensor, None]:
+    """The gated delta rule, token by token. A key head serves the value heads that adjoin."""
+    group = v.size(2) // k.size(2)
+    state = torch.zeros(v.size(0), v.size(2), k.size(3), v.size(3), dtype=v.dtype)
+    outputs = []
+    for t in range(v.size(1)):
+        query, key = (part[:, t].repeat_interleave(group, 1) for part in (q, k))
+        decay = g[:, t] if g.dim() == 4 else g[:, t, :, None]
+        state = state * decay.exp()[..., None]
+        correction = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, key))
+        state = state + key[..., None] * correction[..., None, :]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, query))
+    return torch.stack(outputs, 1), None
+
+
+def run_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, D: Tensor, dt_bias: Tensor) -> Tensor:
+    group, steps = x.size(2) // b.size(2), torch.nn.functional.softplus(dt + dt_bias)
+    state = torch.zeros(x.size(0), x.size(2), b.size(3), x.size(3), dtype=x.dtype)
+    outputs = []
+    for t in range(x.size(1)):
+        into, out_of = (part[:, t].repeat_interleave(group, 1) for part in (b, c))
+        state = state * (steps[:, t] * a).exp()[..., None, None]
+        state = state + steps[:, t, :, None, None] * into[..., None] * x[:, t, :, None, :]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, out_of) + D[:, None] * x[:, t])
+    return torch.stack(outputs, 1)
+
+
+def run_layer(kind: str, tensors: dict[str, Tensor], lengths: tuple[int, ...], axis: SequenceAxis) -> Tensor:
+    """One layer of each kind on this rank's slices, [B, S, heads, D]."""
+    documents = make_documents(lengths)
+    inputs = {name: part for name, part in tensors.items() if name not in ("weight", "bias")}
+    weight, bias = tensors["weight"], tensors["bias"]
+    x = inputs["x"]
+    hidden = convolve(convolve_plainly, x.flatten(2).mT, weight, bias, documents, axis).mT.unflatten(2, x.shape[2:])
+    if kind == "scan":
+        of_heads = {"A": inputs["A"], "D": inputs["D"], "dt_bias": inputs["dt_bias"]}
+        return apply_scan(run_scan, hidden, inputs["g"], inputs["q"], inputs["k"], of_heads, documents, axis, {})
+    g = inputs["channels"] if kind == "channels" else inputs["g"]
+    return apply_delta_rule(
+        run_delta_rule, inputs["q"], inputs["k"], hidden, -g.abs(), inputs["beta"], documents, axis, {}
+    )
+
+
+def draw_tensors(heads: tuple[int, int], rows: int, tokens: int, taps: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) / 2
+
+    num_heads, groups = heads
+    return {
+        "x": draw(rows, tokens, num_heads, WIDTH),
+        "q": draw(rows, tokens, groups, KEY_WIDTH),
+        "k": draw(rows, tokens, groups, KEY_WIDTH),
+        "g": draw(rows, tokens, num_heads),
+        "channels": draw(rows, tokens, num_heads, KEY_WIDTH),
+        "beta": draw(rows, tokens, num_heads),
+        "A": -draw(num_heads).abs(),
+        "D": draw(num_heads),
+        "dt_bias": draw(num_heads),
+        "weight": draw(num_heads * WIDTH, taps),
+        "bias": draw(num_heads * WIDTH),
+    }
+
+
+OF_ROWS = ("x", "q", "k", "g", "channels", "beta")  # the others are weights
+
+
+def compare_layers(kind: str, heads: tuple[int, int], rows: int, taps: int, lengths: tuple[int, ...]) -> float:
+    """`lengths` are those of each row. Largest error of results and gradients on this rank."""
+    axis = make_sequence_axis(dist.group.WORLD)
+    tokens = sum(lengths)
+    whole = {name: part.requires_grad_() for name, part in draw_tensors(heads, rows, tokens, taps).items()}
+    alone = SequenceAxis(None, 1, 0)
+    by_document = []
+    for row in range(rows):
+        for begin, end in walk_bounds(lengths):
+            parts = {n: p[row : row + 1, begin:end] if n in OF_ROWS else p for n, p in whole.items()}
+            by_document.append(run_one_document(kind, parts, end - begin, alone))
+    expected = torch.cat(by_document, 1).view(rows, tokens, heads[0], WIDTH)
+    factors = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view(expected.shape)
+    grads = torch.autograd.grad((expected * factors).sum(), list(whole.values()), allow_unused=True)
+
+    mine = {
+        name: (part.detach().chunk(axis.size, 1)[axis.rank] if name in OF_ROWS else part.detach()).requires_grad_()
+        for name, part in whole.items()
+    }
+    out = run_layer(kind, mine, lengths * rows, axis)
+    (out * factors.chunk(axis.size, 1)[axis.rank]).sum().backward()
+    errors = [(out - expected.chunk(axis.size, 1)[axis.rank]).abs().max()]
+    for (name, part), grad in zip(mine.items(), grads, strict=True):
+        assert (grad is None) == (part.grad is None), name
+        if grad is None or part.grad is None:
+            continue
+        if name in OF_ROWS:
+            grad = grad.chunk(axis.size, 1)[axis.rank]
+        else:
+            dist.all_reduce(part.grad)
+        errors.append((part.grad - grad).abs().max())
+    return max(error.item() for error in errors)
+
+
+def run_one_document(kind: str, parts: dict[str, Tensor], tokens: int, axis: SequenceAxis) -> Tensor:
+    """By the definitions alone."""
+    x = parts["x"]
+    hidden = convolve_plainly(x.flatten(2).mT, parts["weight"], parts["bias"]).mT.unflatten(2, x.shape[2:])
+    if kind == "scan":
+        return run_scan(hidden, parts["g"], parts["A"], parts["q"], parts["k"], D=parts["D"], dt_bias=parts["dt_bias"])
+    g = parts["channels"] if kind == "channels" else parts["g"]
+    return run_delta_rule(parts["q"], parts["k"], hidden, g=-g.abs(), beta=parts["beta"])[0]
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_documents_of_any_lengths(num_ranks: int) -> None:
+    @settings(max_examples=count_examples(60), deadline=None, derandomize=True, database=None)
+    @given(
+        kind=st.sampled_from(["delta", "channels", "scan"]),
+        lengths=draw_lengths(LOCAL_TOKENS * num_ranks),
+        heads=st.sampled_from(HEADS),
+        rows=st.integers(1, 2),
+        taps=st.sampled_from([1, 3, 4, 9]),
+    )
+    def check(kind: str, lengths: tuple[int, ...], heads: tuple[int, int], rows: int, taps: int) -> None:
+        errors = run_on_ranks(num_ranks, compare_layers, kind, heads, rows, taps, lengths)
+        assert max(errors) < 1e-12
+
+    check()
+
+
+def refuse_short_slices() -> str:
+    axis = make_sequence_axis(dist.group.WORLD)
+    hidden, weight = torch.zeros(1, 2, 4), torch.zeros(2, 6)
+    with pytest.raises(ValueError, match="a slice of 4 tokens") as refusal:
+        convolve(convolve_plainly, hidden, weight, None, make_documents((8,)), axis)
+    return str(refusal.value)
+
+
+def test_a_slice_shorter_than_the_halo_is_refused_on_all_ranks() -> None:
+    expected = "a slice of 4 tokens is shorter than the 5 that the next rank's convolution needs"
+    assert run_on_ranks(2, refuse_short_slices) == [expected, expected]
+
+
+def refuse_wrong_documents() -> str:
+    axis = make_sequence_axis(dist.group.WORLD)
+    tensors = draw_tensors((4, 2), 1, LOCAL_TOKENS, 3)
+    with pytest.raises(ValueError, match="documents hold") as refusal:
+        run_layer("delta", tensors, (LOCAL_TOKENS,), axis)
+    return str(refusal.value)
+
+
+def test_documents_of_another_row_length_are_refused() -> None:
+    for message in run_on_ranks(2, refuse_wrong_documents):
+        assert message == "documents hold 8 tokens, but 1 rows x 8 tokens x 2 ranks make 16"
