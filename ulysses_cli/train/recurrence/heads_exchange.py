@@ -83,7 +83,9 @@ def _exchange_out(rows: Sequence[Tensor], spans: Sequence[Spans], axis: Sequence
         for rank in range(axis.size)
     ]
     incoming = _trade([list(parts) for parts in zip(*by_rank, strict=True)], like, axis)
-    return tuple(_add_up(list(parts), of_ranks) for parts, of_ranks in zip(zip(*incoming, strict=True), spans, strict=True))
+    return tuple(
+        _add_up(list(parts), of_ranks) for parts, of_ranks in zip(zip(*incoming, strict=True), spans, strict=True)
+    )
 
 
 def _add_up(parts: Sequence[Tensor], spans: Spans) -> Tensor:
