@@ -27,6 +27,7 @@ from ulysses_cli.train.assembly.loss_model import LossModel
 from ulysses_cli.train.assembly.model_config import load_model_config, stretch_positions
 from ulysses_cli.train.assembly.optimizer import make_optimizer, make_schedule
 from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts
+from ulysses_cli.train.assembly.recurrent_layers import serve_layers
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
 from ulysses_cli.train.engine import Engine
@@ -76,6 +77,7 @@ def build(
     stretch_positions(config, recipe, plan.resolved)
     attention = register_attention(groups.sp_axis, kernel.name, plan.levers.head_chunks)
     model = _load_model(plan, groups, config, attention, device, ds_config, parts, report)
+    serve_layers(model, recipe, groups.sp_axis)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
     head_rule = read_head_rule(config, recipe.train.z_loss_weight)
     module = LossModel(model, apply_levers(model, plan, head_rule, device))

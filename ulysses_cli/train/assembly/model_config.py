@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -18,7 +19,8 @@ def load_model_config(recipe: Recipe) -> PretrainedConfig:
     model = recipe.model
     try:
         if model.config is not None:
-            config = AutoConfig.for_model(**model.config)
+            # as config.json would hold it: a recipe's lists are tuples, which transformers' configs refuse
+            config = AutoConfig.for_model(**json.loads(json.dumps(model.config)))
         else:
             path = os.path.expanduser(str(model.name_or_path))
             config = AutoConfig.from_pretrained(
