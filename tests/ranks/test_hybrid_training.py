@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 from support.hybrids import HYBRIDS, TINY
 from support.tiers import mark_by
-
 from test_exact_training import LEVERS, check_training
 
 SIZES = {"vocab_size": 64, "max_position_embeddings": 256, "tie_word_embeddings": False}
 CONFIGS: dict[str, dict[str, Any]] = {
     model_type: {**TINY, **HYBRIDS[model_type], **SIZES, "model_type": model_type}
-    for model_type in ("qwen3_5_text", "qwen3_next", "bamba", "nemotron_h", "lfm2", "kimi_linear")
+    for model_type in (
+        "qwen3_5_text",
+        "qwen3_next",
+        "bamba",
+        "nemotron_h",
+        "lfm2",
+        "kimi_linear",
+        "zamba2",
+        "granitemoehybrid",
+    )
 }
 # transformers' rules compute in float32. Gradients of A_log and dt_bias are sums of terms that nearly cancel: on one
 # rank too they differ by 2e-4 between a packed row and its documents.
@@ -32,6 +40,8 @@ CASES = [
     ("lfm2", "2x1", 3, False, "all"),
     ("lfm2", "1x1", 1, False, "none"),
     ("kimi_linear", "2x1", 3, False, "full"),
+    ("zamba2", "2x1", 3, False, "default"),
+    ("granitemoehybrid", "2x1", 3, False, "all"),
 ]
 CHECKED = (CASES[0], CASES[4], CASES[7])
 

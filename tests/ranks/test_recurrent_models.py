@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
+from ulysses_cli.train.memory.checkpointing import Mode, checkpoint_layers
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis, make_sequence_axis
 from ulysses_cli.train.recurrence.interface import UnknownLayersError, serve_recurrent_layers
 
@@ -51,12 +52,12 @@ def make_split_model(model_type: str, axis: SequenceAxis, **changes: Any) -> tor
     return model
 
 
-def run_split(model_type: str, checkpointing: bool, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def run_split(model_type: str, checkpointing: Mode | None, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The packed row, split over all ranks."""
     axis = make_sequence_axis(dist.group.WORLD if dist.is_initialized() else None)
     model = make_split_model(model_type, axis, **changes).train()
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, checkpointing)
     ids, positions = (whole.chunk(axis.size, 1)[axis.rank] for whole in make_row())
     logits = model(ids, position_ids=positions, use_cache=False, documents=make_documents(LENGTHS)).logits
     loss = compute_loss(logits, ids)
@@ -69,7 +70,7 @@ def run_split(model_type: str, checkpointing: bool, **changes: Any) -> tuple[Ten
     return total, grads
 
 
-def compare_models(model_type: str, checkpointing: bool = False, changes: dict[str, Any] | None = None) -> float:
+def compare_models(model_type: str, checkpointing: Mode | None = None, changes: dict[str, Any] | None = None) -> float:
     """Largest difference of loss and gradients, relative to each one's largest value."""
     expected_loss, expected = run_plain(model_type, **(changes or {}))
     loss, grads = run_split(model_type, checkpointing, **(changes or {}))
@@ -106,10 +107,40 @@ def test_a_family_is_exact(model_type: str, num_ranks: int) -> None:
     assert max(run_on_ranks(num_ranks, compare_models, model_type)) < TOLERANCE
 
 
-@pytest.mark.parametrize("model_type", sample(["qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1"], quick=["lfm2"]))
-def test_with_checkpointing(model_type: str) -> None:
-    """Documents must reach the recomputation too."""
-    assert max(run_on_ranks(2, compare_models, model_type, True)) < TOLERANCE
+@pytest.mark.parametrize(
+    ("model_type", "mode"),
+    sample(
+        [
+            *(("qwen3_5_text", "full"), ("nemotron_h", "save_attention"), ("falcon_h1", "save_attention")),
+            *(("lfm2", "full"), ("kimi_linear", "save_attention"), ("zamba2", "save_attention")),
+        ],
+        quick=[("lfm2", "full"), ("nemotron_h", "save_attention")],
+    ),
+)
+def test_with_checkpointing(model_type: str, mode: Mode) -> None:
+    """Documents must reach the recomputation too, which gets the saved result of a recurrence."""
+    assert max(run_on_ranks(2, compare_models, model_type, mode)) < TOLERANCE
+
+
+def count_rules(mode: Mode) -> int:
+    """Calls of the rule in a step, by layer and document."""
+    module = sys.modules[type(make_hybrid("qwen3_5_text", "eager")).__module__]
+    axis, calls = SequenceAxis(None, 1, 0), []
+    model = make_split_model("qwen3_5_text", axis).train()
+    ids, positions = make_row()
+    checkpoint_layers(model, mode)
+    original = module.l2norm  # the rule calls it for queries and for keys
+    module.l2norm = lambda *args, **options: (calls.append(1), original(*args, **options))[1]
+    try:
+        model(ids, position_ids=positions, use_cache=False, documents=make_documents(LENGTHS)).logits.sum().backward()
+    finally:
+        module.l2norm = original
+    return len(calls) // (2 * 3 * len(LENGTHS))
+
+
+def test_a_recomputation_gets_the_saved_result() -> None:
+    """Once forward and once in the backward in either mode; what is saved is not computed a third time."""
+    assert [count_rules("save_attention"), count_rules("full")] == [2, 2]
 
 
 def compute_logits(model_type: str, changed_token: int | None, changes: dict[str, Any]) -> Tensor:

@@ -23,8 +23,14 @@ Mode = Literal["save_attention", "full"]
 
 
 def list_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers that can be checkpointed, in the model's order."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """The layers that can be checkpointed, in the model's order. A layer inside another is recomputed with it."""
+    layers: list[GradientCheckpointingLayer] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+            layers.append(module)
+            inside.update(module.modules())
+    return layers
 
 
 def checkpoint_layers(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class ResultStorage(Protocol):
@@ -73,3 +74,30 @@ def save_for_recompute(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tenso
     """Returns `compute()`. Inside a layer that saves results, its recomputation gets them without computing."""
     results = _current.get()
     return compute() if results is None else results.save(compute)
+
+
+def compute_and_save(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Returns `compute(*tensors)`, which autograd differentiates. Inside a layer that saves results, the result is
+    saved and the layer's recomputation gets it; the backward then computes it once more for what autograd needs."""
+    if not is_saving_results():
+        return compute(*tensors)
+    result: Tensor = _SavedResult.apply(compute, *tensors)
+    return result
+
+
+class _SavedResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.compute = compute
+        ctx.save_for_backward(*tensors)
+        return save_for_recompute(lambda: (compute(*tensors),))[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [part.detach().requires_grad_(need) for part, need in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            result = ctx.compute(*inputs)
+        grads = iter(torch.autograd.grad(result, [part for part in inputs if part.requires_grad], grad))
+        return None, *(next(grads) if need else None for need in needed)

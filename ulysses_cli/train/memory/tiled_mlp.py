@@ -20,6 +20,7 @@ from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_
 
 # A layer that has one of these after its MLP needs the MLP's output again in the backward.
 NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
+LAST_LINEARS = ("down_proj", "w2", "output_linear")  # by which a dense MLP is recognised
 
 
 def tile_mlps(
@@ -33,7 +34,7 @@ def tile_mlps(
     num_blocks = 0
     for layer in list_layers(model):
         for block in layer.children():
-            if hasattr(block, "down_proj") or hasattr(block, "experts"):
+            if hasattr(block, "experts") or _get_last_linear(block) is not None:
                 if getattr(block, "jitter_noise", 0):
                     raise ValueError(f"{type(block).__name__} adds noise to its input in place: it cannot run in tiles")
                 TiledBlock(block, count_tiles, saves_output=any(hasattr(layer, name) for name in NORMS_AFTER))
@@ -43,8 +44,12 @@ def tile_mlps(
     return num_blocks
 
 
+def _get_last_linear(block: nn.Module) -> nn.Module | None:
+    return next((getattr(block, name) for name in LAST_LINEARS if hasattr(block, name)), None)
+
+
 class _NotLastError(Exception):
-    """A block's result is not that of its `down_proj`."""
+    """A block's result is not that of its last linear layer."""
 
 
 class TiledBlock:
@@ -53,7 +58,7 @@ class TiledBlock:
     def __init__(self, block: nn.Module, count_tiles: Callable[[int], int], *, saves_output: bool = False) -> None:
         self.block, self.count_tiles, self.saves_output = block, count_tiles, saves_output
         self.whole_forward: Callable[[Tensor], Any] = block.forward
-        last = getattr(block, "down_proj", None)
+        last = _get_last_linear(block)
         self.last: nn.Linear | None = last if type(last) is nn.Linear else None
         self.num_results = 0  # of a block that returns a tuple; all but its first element become None
         block.forward = self._run

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.attention.heads import plan_heads
+from ulysses_cli.train.memory.saved_results import compute_and_save
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.heads_exchange import gather_rows, scatter_rows
 
-# Takes tensors [1, T, h, ...] of one document and these heads, returns [1, T, h, D].
-Rule = Callable[[Sequence[Tensor], Sequence[Tensor], slice], Tensor]
+# Takes tensors [1, T, h, D] of one document: those of groups of heads, then those of heads, and parameters [h].
+# Returns [1, T, h, D].
+Rule = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 def apply_delta_rule(
@@ -34,13 +36,13 @@ def apply_delta_rule(
     g [B, S, heads] or, for each channel, [B, S, heads, Dk]. Returns [B, S, heads, Dv]."""
     has_channels = g.dim() == 4
 
-    def run(shared: Sequence[Tensor], own: Sequence[Tensor], heads: slice) -> Tensor:
+    def run(shared: Sequence[Tensor], own: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
         (q, k), (v, decay, strength) = shared, own
         decay = decay if has_channels else decay[..., 0]
         return rule(q, k, v, g=decay, beta=strength[..., 0], **options)[0]
 
     own = [value, g if has_channels else g[..., None], beta[..., None]]
-    return run_on_whole_rows(run, [query, key], own, documents, axis)
+    return run_on_whole_rows(run, [query, key], own, [], documents, axis)
 
 
 def apply_scan(
@@ -58,38 +60,57 @@ def apply_scan(
     [B, S, heads, D]. `of_heads`: parameters [heads]. A rank uses those of its own heads; their gradients are zero for
     other heads, so that the sum over ranks is right, as it is for every weight."""
 
-    def run(shared: Sequence[Tensor], own: Sequence[Tensor], heads: slice) -> Tensor:
-        (x, steps), (b_rows, c_rows) = own, shared
-        parameters = {name: None if whole is None else whole[heads] for name, whole in of_heads.items()}
-        return scan(x, steps[..., 0], parameters.pop("A"), b_rows, c_rows, **parameters, **options)
+    names = [name for name, whole in of_heads.items() if whole is not None]
 
-    return run_on_whole_rows(run, [b, c], [hidden, dt[..., None]], documents, axis)
+    def run(shared: Sequence[Tensor], own: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        (x, steps), (b_rows, c_rows) = own, shared
+        by_name = dict(zip(names, parameters, strict=True))
+        return scan(x, steps[..., 0], by_name.pop("A"), b_rows, c_rows, **by_name, **options)
+
+    parameters = [whole for whole in of_heads.values() if whole is not None]
+    return run_on_whole_rows(run, [b, c], [hidden, dt[..., None]], parameters, documents, axis)
 
 
 def run_on_whole_rows(
-    rule: Rule, shared: Sequence[Tensor], own: Sequence[Tensor], documents: Documents, axis: SequenceAxis
+    rule: Rule,
+    shared: Sequence[Tensor],
+    own: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    documents: Documents,
+    axis: SequenceAxis,
 ) -> Tensor:
     """`own`: tensors [B, S, heads, D]; `shared`: tensors [B, S, groups, D], where a group serves heads / groups heads
-    that adjoin. Returns the rule's results as slices with all heads. Collective over the axis."""
+    that adjoin; `parameters`: tensors [heads]. Returns the rule's results as slices with all heads. Collective over the
+    axis. A checkpointed layer saves the result, so that its recomputation needs neither the rule nor a collective."""
     batch, tokens, num_heads, _ = own[0].shape
     documents.check_num_tokens(batch, tokens, axis.size)
     plan = plan_heads(num_heads, shared[0].size(2), axis.size)
     chunk = plan.chunks[0]
     spans = [chunk.keys] * len(shared) + [chunk.queries] * len(own)
-    all_rows = gather_rows([*shared, *own], spans, axis)
-    shared_rows, own_rows = all_rows[: len(shared)], all_rows[len(shared) :]
     first = chunk.queries[axis.rank].start
-    results = []
-    for heads, groups in plan.list_runs(chunk, axis.rank):
-        rows = [row[:, slice(*heads)] for row in own_rows]
-        group_rows = [row[:, slice(*groups)] for row in shared_rows]
-        parts = [
-            rule([row[None, begin:end] for row in group_rows], [row[None, begin:end] for row in rows],
-                 slice(first + heads.start, first + heads.stop))[0]
-            for begin, end in documents.walk()
-        ]  # fmt: skip
-        results.append(_join(parts, 0))
-    return scatter_rows(_join(results, 1), chunk.queries, axis, batch)
+
+    def compute(*tensors: Tensor) -> Tensor:
+        rows = gather_rows(tensors[: len(spans)], spans, axis)
+        shared_rows, own_rows, wholes = rows[: len(shared)], rows[len(shared) :], tensors[len(spans) :]
+        results = []
+        for heads, groups in plan.list_runs(chunk, axis.rank):
+            mine = [whole[first + heads.start : first + heads.stop] for whole in wholes]
+            parts = [row[:, slice(*groups)] for row in shared_rows], [row[:, slice(*heads)] for row in own_rows]
+            results.append(_run_documents(rule, *parts, mine, documents))
+        return scatter_rows(_join(results, 1), chunk.queries, axis, batch)
+
+    return compute_and_save(compute, *shared, *own, *parameters)
+
+
+def _run_documents(
+    rule: Rule, shared: Sequence[Tensor], own: Sequence[Tensor], parameters: Sequence[Tensor], documents: Documents
+) -> Tensor:
+    """Each document is a call of its own: no state passes from one to the next."""
+    results = [
+        rule([row[None, begin:end] for row in shared], [row[None, begin:end] for row in own], parameters)[0]
+        for begin, end in documents.walk()
+    ]
+    return _join(results, 0)
 
 
 def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
