@@ -38,6 +38,7 @@ IMPORT_DEEPSPEED = {
     "train/assembly/levers",
     "train/assembly/loading",
     "train/assembly/optimizer",
+    "train/assembly/recurrent_layers",
     "prove/trace/fake_device",
     "prove/verify/recorded_run",
 }
