@@ -33,7 +33,7 @@ def encode_with_bitsandbytes(values: torch.Tensor, table: torch.Tensor) -> tuple
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("numel", [1, 255, 256, 40 * 256 + 3])
 def test_decoded_codes_are_encoded_exactly(name: str, moment: str, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also checks tensors of several chunks."""
+    """Checks tensors of one chunk and of several."""
     monkeypatch.setattr(codes, "CHUNK", 16 * BLOCK)
     torch.manual_seed(numel)
     values = NUMBERS[name](max(numel, BLOCK))[:numel]

@@ -121,7 +121,7 @@ LONG_RULES = [Rule(0.3), Rule(0.3, 100), Rule(0.3, None, 2.0), Rule(0.3, 700, 2.
     ids=str,
 )
 def test_long_documents_cross_blocks(rule: Rule, heads: tuple[int, int]) -> None:
-    """In float64, with documents longer than a block of the blockwise kernel."""
+    """Compares in float64, with documents longer than a block of the blockwise kernel."""
     problem = Problem(
         *heads, lengths=(700, 1, 130, 1100), window=rule.window_tokens, softcap=rule.softcap, scale=rule.scale
     )

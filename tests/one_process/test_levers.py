@@ -101,7 +101,7 @@ def test_any_combination(kind: str, lengths: list[int], levers: Levers) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_adapters(kind: str) -> None:
-    """Also on the head, and on an MLP whose own weights are frozen."""
+    """Adapters are also on the head, and on an MLP whose own weights are frozen."""
     case = Case(kind, ALL, lora=("q_proj", "gate_proj", "down_proj", *(["lm_head"] if kind == "llama" else [])))
     assert compare(case) < TOLERANCE
 

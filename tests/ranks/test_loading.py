@@ -37,7 +37,7 @@ def load_and_read(recipe: Recipe) -> dict[str, torch.Tensor]:
 @pytest.mark.check
 @pytest.mark.parametrize(("kind", "stage"), sample(product(KINDS, (3, 2)), quick=[("yarn", 3)]))
 def test_rotary_frequencies_stay_in_float32(kind: str, stage: int, tmp_path: Path) -> None:
-    """Also where the model's weights are bfloat16, and under zero.Init everything that it makes."""
+    """This also holds where the model's weights are bfloat16, and under zero.Init everything that it makes."""
     config = {**CONFIG, **KINDS[kind]}
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     plain.to(torch.bfloat16).save_pretrained(tmp_path / "base")

@@ -95,7 +95,7 @@ def test_heads(num_ranks: int, heads: tuple[int, int]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("heads", "kv_heads", "chunks"), [(6, 2, 2), (24, 2, 2), (9, 3, 1), (12, 4, 2), (6, 1, 1)])
 def test_three_ranks(heads: int, kv_heads: int, chunks: int) -> None:
-    """With numbers that do not divide each other."""
+    """The sizes do not divide each other."""
     check(3, Problem(heads, kv_heads, lengths=(5, 30, 1, 1, 26), chunks=chunks))
 
 

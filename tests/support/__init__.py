@@ -1,1 +1,1 @@
-"""What tests share: small models and recipes, rank processes, commands, kill points. Holds no test."""
+"""Holds what tests share: small models and recipes, rank processes, commands, kill points. Contains no test."""

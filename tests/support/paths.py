@@ -1,4 +1,4 @@
-"""Where the checkout and its recipes are."""
+"""The paths of the checkout and its recipes."""
 
 from pathlib import Path
 

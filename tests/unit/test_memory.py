@@ -343,7 +343,7 @@ def test_find_largest_returns_the_largest_that_fits(limit: int) -> None:
 
 
 def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
-    """With levers that leave memory as the only wall."""
+    """The levers leave memory as the only wall."""
     from ulysses_cli.hardware_table import load_hardware
 
     gpu = load_hardware().get_gpu("h200")
