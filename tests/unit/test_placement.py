@@ -1,4 +1,4 @@
-"""Where ranks stand on machines, against counting them one by one."""
+"""Compares where ranks stand on machines with a count of them one by one."""
 
 from __future__ import annotations
 
