@@ -213,7 +213,7 @@ def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path) -> None:
 
 
 class AgentDouble:
-    """Records what a command does to its agent."""
+    """What a command does to its agent."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
