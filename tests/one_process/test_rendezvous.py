@@ -9,6 +9,7 @@ import pickle
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +30,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from ulysses_cli.run_folder.seal import KEY, Seal
 from ulysses_cli.train.processes import rendezvous
 from ulysses_cli.train.processes.rank_store import listen
-from ulysses_cli.train.processes.rendezvous import MeetingError, SealedBackend, SealedStore, make_handler, open_store
+from ulysses_cli.train.processes.rendezvous import (
+    MeetingError,
+    SealedBackend,
+    SealedStore,
+    StoreCalls,
+    make_handler,
+    open_store,
+)
 
 OURS, THEIRS = Seal("o" * 40), Seal("t" * 40)
 TIMEOUT = timedelta(seconds=20)
@@ -186,3 +194,25 @@ def test_a_store_listens_at_one_address() -> None:
     before = set(list_listening(os.getpid()))
     store = listen("127.0.0.1", 0, TIMEOUT)
     assert set(list_listening(os.getpid())) - before == {("127.0.0.1", store.port)}
+
+
+def test_a_store_that_does_not_answer_is_timed() -> None:
+    """The longest call counts, of any thread; one that has ended does not."""
+    calls, release = StoreCalls(), threading.Event()
+    assert calls.find_longest() == 0.0
+
+    @calls.timed()
+    def wait() -> None:
+        release.wait(60)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not calls.begun:
+        time.sleep(0.001)
+    begun = next(iter(calls.begun.values()))
+    with calls.timed():
+        assert calls.find_longest() >= time.monotonic() - begun - 1.0
+        assert len(calls.begun) == 2
+    release.set()
+    thread.join()
+    assert calls.find_longest() == 0.0

@@ -13,7 +13,7 @@ import pytest
 
 from ulysses_cli.host import network
 from ulysses_cli.launch import launcher, rendezvous, results, start_lock
-from ulysses_cli.launch.failures import find_first_failure
+from ulysses_cli.launch.failures import MachineLogs, find_first_failure
 from ulysses_cli.launch.launcher import make_agent_args, make_environment
 from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -139,7 +139,7 @@ def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path) -> None:
         record = {"rank": rank, "time": when, "message": f"ValueError: of {rank}", "phase": "training, step 3"}
         record |= {"boot": "b", "uptime": uptime}
         (tmp_path / f"rank-{rank}.error.json").write_text(json.dumps(record))
-    failure = find_first_failure(tmp_path, 1)
+    failure = find_first_failure(MachineLogs(tmp_path), 1)
     assert failure["rank"] == 1
     assert format_failure(failure, tmp_path) == (
         f"rank 1 failed (training, step 3): ValueError: of 1\n\nthe whole trace: {tmp_path}/rank-1.log"
@@ -148,23 +148,23 @@ def test_the_first_failure_is_the_one_that_is_shown(tmp_path: Path) -> None:
 
 def test_a_killed_rank_has_no_record(tmp_path: Path) -> None:
     (tmp_path / "failure.json").write_text(json.dumps([{"rank": 3, "exit_code": -9, "time": 5}]))
-    assert format_failure(find_first_failure(tmp_path, 1), tmp_path) == (
+    assert format_failure(find_first_failure(MachineLogs(tmp_path), 1), tmp_path) == (
         "rank 3 was killed by SIGKILL: most often the system ran out of host memory"
         f"\n\nthe whole trace: {tmp_path}/agent.log"
     )
     (tmp_path / "failure.json").write_text("{")
-    assert "the run ended with exit code 1" in format_failure(find_first_failure(tmp_path, 1), tmp_path)
+    assert "the run ended with exit code 1" in format_failure(find_first_failure(MachineLogs(tmp_path), 1), tmp_path)
 
 
 def test_a_killed_agent_is_named(tmp_path: Path) -> None:
     """The records of its ranks only say that they were interrupted."""
     record = {"rank": 1, "phase": "reading inputs", "is_interruption": True, "exit_code_wanted": 143}
     (tmp_path / "rank-1.error.json").write_text(json.dumps(record))
-    assert format_failure(find_first_failure(tmp_path, -9), tmp_path).startswith(
+    assert format_failure(find_first_failure(MachineLogs(tmp_path), -9), tmp_path).startswith(
         "the agent of the ranks was killed by SIGKILL: most often the system ran out of host memory"
     )
     (tmp_path / "rank-0.error.json").write_text(json.dumps({"rank": 0, "message": "disk full", "is_cause": True}))
-    assert find_first_failure(tmp_path, -9)["message"] == "disk full"
+    assert find_first_failure(MachineLogs(tmp_path), -9)["message"] == "disk full"
 
 
 def test_a_folder_is_locked_as_long_as_a_process_of_its_run_lives(tmp_path: Path) -> None:
@@ -248,10 +248,10 @@ def test_a_signal_to_a_rank_is_no_cause(tmp_path: Path) -> None:
     """The agent ends the other ranks with a signal when one has failed."""
     record = {"rank": 0, "time": 1.0, "is_interruption": True, "phase": "loading the model", "exit_code_wanted": 143}
     (tmp_path / "rank-0.error.json").write_text(json.dumps(record))
-    assert find_first_failure(tmp_path, 1)["is_interruption"]
+    assert find_first_failure(MachineLogs(tmp_path), 1)["is_interruption"]
     record = {"rank": 1, "time": 2.0, "message": "RuntimeError: x", "exit_code_wanted": 1}
     (tmp_path / "rank-1.error.json").write_text(json.dumps(record))
-    assert find_first_failure(tmp_path, 1)["rank"] == 1
+    assert find_first_failure(MachineLogs(tmp_path), 1)["rank"] == 1
 
 
 def test_an_earlier_run_is_deleted_only_with_overwrite(tmp_path: Path) -> None:
@@ -331,7 +331,21 @@ def test_a_killed_rank_is_the_cause_unless_another_rank_recorded_one(tmp_path: P
     """A rank that lost its peer reports before the agent has noticed the peer's death."""
     (tmp_path / "failure.json").write_text(json.dumps([{"rank": 1, "exit_code": -9, "time": 12}]))
     (tmp_path / "rank-0.error.json").write_text(json.dumps({"rank": 0, "message": "connection reset", "time": 11}))
-    assert find_first_failure(tmp_path, 1)["rank"] == 1
+    assert find_first_failure(MachineLogs(tmp_path), 1)["rank"] == 1
     known = {"rank": 2, "message": "bad data", "time": 13, "is_cause": True}
     (tmp_path / "rank-2.error.json").write_text(json.dumps(known))
-    assert find_first_failure(tmp_path, 1) == known
+    assert find_first_failure(MachineLogs(tmp_path), 1) == known
+
+
+def test_machines_on_one_disk_leave_each_others_files_alone(tmp_path: Path) -> None:
+    first, second = (MachineLogs(tmp_path, rank, 2, 4) for rank in range(2))
+    for rank in (0, 3, 4, 12):
+        (tmp_path / f"rank-{rank}.error.json").write_text(json.dumps({"rank": rank, "time": 1.0}))
+    began = first.clear()
+    assert sorted(file.name for file in tmp_path.glob("rank-*")) == ["rank-12.error.json", "rank-4.error.json"]
+    assert {first.agent_log, first.failure_file, first.stop_file}.isdisjoint(
+        {second.agent_log, second.failure_file, second.stop_file}
+    )
+    assert {record["rank"] for record in first.list_rank_failures(began)} == {4, 12}
+    os.utime(tmp_path / "rank-4.error.json", (began - 3600, began - 3600))
+    assert {record["rank"] for record in first.list_rank_failures(began)} == {12}, "that one is an earlier run's"

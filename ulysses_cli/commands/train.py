@@ -224,6 +224,7 @@ def _prepare_rows(valid: ValidRecipe) -> Path:
 def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptions) -> Outcome:
     """Starts the ranks, waits for them, and reports how the run ended."""
     from ulysses_cli.launch import launcher
+    from ulysses_cli.launch.failures import MachineLogs
     from ulysses_cli.launch.nodes import Nodes
     from ulysses_cli.launch.rendezvous import open_rendezvous
     from ulysses_cli.launch.results import set_results_aside
@@ -242,7 +243,8 @@ def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptio
         aside = set_results_aside(valid.run_dir) if place.starts_anew else None
         agent_args = launcher.make_agent_args(nodes, run.max_restarts, rendezvous, options.agent_args)
         environ = launcher.make_environment(os.environ, device, nodes.processes_here, rendezvous)
-        outcome = launcher.launch(agent_args, rank_args, environ, valid.run_dir / "logs", place.lock, nodes.rank)
+        logs = MachineLogs(valid.run_dir / "logs", nodes.rank, nodes.count, nodes.processes_here)
+        outcome = launcher.launch(agent_args, rank_args, environ, logs, place.lock)
     _report_end(valid.run_dir, outcome, aside, is_dry_run=options.dry_run)
     return outcome
 

@@ -3,27 +3,76 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.run_folder.failure_record import choose_first, read_json
 
+STAGGER_SECONDS = 60.0  # one machine may fail before another one starts
 
-def find_first_failure(logs: Path, agent_code: int) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class MachineLogs:
+    """The files of one machine among a run's logs: machines that share a disk do not delete each other's."""
+
+    folder: Path
+    node_rank: int = 0
+    num_nodes: int = 1
+    processes_here: int = 1
+
+    @property
+    def suffix(self) -> str:
+        return f"-{self.node_rank}" if self.num_nodes > 1 else ""
+
+    @property
+    def agent_log(self) -> Path:
+        return self.folder / f"agent{self.suffix}.log"
+
+    @property
+    def failure_file(self) -> Path:
+        return self.folder / f"failure{self.suffix}.json"
+
+    @property
+    def stop_file(self) -> Path:
+        return self.folder / f"stopped{self.suffix}.txt"
+
+    def clear(self) -> float:
+        """Deletes what an earlier run of this machine left. Returns the time by the clock of the disk."""
+        first = self.node_rank * self.processes_here
+        ranks = range(first, first + self.processes_here)
+        own = [file for rank in ranks for file in self.folder.glob(f"rank-{rank}.error*.json")]
+        for file in (self.failure_file, self.stop_file, *own):
+            file.unlink(missing_ok=True)
+        self.failure_file.write_text("[]")
+        return self.failure_file.stat().st_mtime
+
+    def list_rank_failures(self, began: float) -> list[dict[str, Any]]:
+        """Returns the records of all ranks whose machines write here. Those from before `began` are an earlier run's,
+        of a machine that has not started again."""
+        files = [
+            file for file in self.folder.glob("rank-*.error.json") if file.stat().st_mtime >= began - STAGGER_SECONDS
+        ]
+        return [record for file in files if (record := read_json(file))]
+
+
+def find_first_failure(logs: MachineLogs, agent_code: int, began: float = 0.0) -> dict[str, Any]:
     """The record of the first rank that failed; or, when that rank was killed and wrote none, the agent's record of
     it. Where nobody wrote one: how the agent itself ended, minus the number of the signal that killed it.
 
     A rank that lost its peer writes its record before the agent sees the peer's death, which is the cause."""
-    written = [record for file in logs.glob("rank-*.error.json") if (record := read_json(file))]
+    written = logs.list_rank_failures(began)
     failures = [record for record in written if not record.get("is_interruption")]
     interruptions = [record for record in written if record.get("is_interruption")]  # mostly sent after a failure
-    seen = read_json(logs / "failure.json") or []
+    seen = read_json(logs.failure_file) or []
     killed = [record for record in seen if record.get("exit_code") == -signal.SIGKILL]
     causes = [record for record in (*failures, *seen) if record.get("is_cause")]
     if killed and not causes:
-        return dict(killed[0])
+        return {**killed[0], "log": logs.agent_log.name}
     if agent_code < 0 and not causes:
-        return {"process": "the agent of the ranks", "exit_code": agent_code}
+        return {"process": "the agent of the ranks", "exit_code": agent_code, "log": logs.agent_log.name}
     if failures or interruptions:
         return choose_first(causes or failures or interruptions)
-    return dict(min(seen, key=lambda record: record.get("time", 0), default={"exit_code": agent_code}))
+    return dict(min(seen, key=lambda record: record.get("time", 0), default={"exit_code": agent_code})) | {
+        "log": logs.agent_log.name
+    }

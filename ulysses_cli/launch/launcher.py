@@ -17,7 +17,7 @@ from typing import Any
 
 from ulysses_cli.host.children import narrow_umask
 from ulysses_cli.host.operator_builds import list_dead_locks
-from ulysses_cli.launch.failures import find_first_failure
+from ulysses_cli.launch.failures import MachineLogs, find_first_failure
 from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.launch.rendezvous import Rendezvous
 from ulysses_cli.launch.start_lock import NewLock
@@ -93,22 +93,19 @@ def launch(
     agent_args: Sequence[str],
     rank_args: Sequence[str],
     environ: Mapping[str, str],
-    logs: Path,
+    logs: MachineLogs,
     lock: NewLock,
-    node_rank: int = 0,
 ) -> Outcome:
     """Starts the agent and waits. Ranks write their display to this process's stderr and all other output to
     logs."""
-    mask = narrow_umask(logs.parent)  # the run's files get no wider permissions than its folder
-    logs.mkdir(parents=True, exist_ok=True, mode=0o777 & ~mask)
+    mask = narrow_umask(logs.folder.parent)  # the run's files get no wider permissions than its folder
+    logs.folder.mkdir(parents=True, exist_ok=True, mode=0o777 & ~mask)
     clear_build_locks(environ)
-    failure_file, stop_file = logs / "failure.json", logs / f"stopped-{node_rank}.txt"
-    for stale in [failure_file, stop_file, *logs.glob("rank-*.error*.json")]:
-        stale.unlink(missing_ok=True)
+    began = logs.clear()
     command = [sys.executable, "-m", "ulysses_cli.train.agent", *agent_args, "-m", "ulysses_cli.train", *rank_args]
-    ours = {"ULYSSES_FAILURE_FILE": str(failure_file), "ULYSSES_LAUNCH": str(time.time_ns())}
-    ours |= {STOP_FILE: str(stop_file), "ULYSSES_LOCK": str(lock.file), "ULYSSES_STARTED_BY": str(os.getpid())}
-    with open(logs / "agent.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o666 & ~mask)) as log:
+    ours = {"ULYSSES_FAILURE_FILE": str(logs.failure_file), "ULYSSES_LAUNCH": str(time.time_ns())}
+    ours |= {STOP_FILE: str(logs.stop_file), "ULYSSES_LOCK": str(lock.file), "ULYSSES_STARTED_BY": str(os.getpid())}
+    with open(logs.agent_log, "ab", opener=lambda path, flags: os.open(path, flags, 0o666 & ~mask)) as log:
         agent = subprocess.Popen(
             command,
             stdout=sys.stderr.fileno(),
@@ -128,11 +125,11 @@ def launch(
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     if code == 0:
-        return Outcome(DONE, {}, read_early_stop(stop_file))
+        return Outcome(DONE, {}, read_early_stop(logs.stop_file))
     if signals.first is None:
-        failure = find_first_failure(logs, code)
+        failure = find_first_failure(logs, code, began)
     else:  # the agent was told to end, perhaps by this process's SIGKILL
-        failure = find_first_failure(logs, abs(code))
+        failure = find_first_failure(logs, abs(code), began)
         if not failure.get("is_cause"):
             return Outcome(get_signal_code(signals.first), failure)
     return Outcome(int(failure.get("exit_code_wanted", 1)), failure)

@@ -65,6 +65,7 @@ def format_failure(failure: Mapping[str, Any], logs: Path) -> str:
         text = "\n  ".join((f"{who} failed{at}: {first}", *map(str.strip, more)))
     else:
         text = f"{who} {describe_end(failure.get('exit_code'))}"
-    trace = logs / (f"rank-{rank}.log" if rank is not None and failure.get("message") else "agent.log")
+    is_of_rank = rank is not None and failure.get("message")
+    trace = logs / (f"rank-{rank}.log" if is_of_rank else failure.get("log", "agent.log"))
     hint = f"\n\nhint: {failure['hint']}" if failure.get("hint") else ""
     return f"{text}{hint}\n\nthe whole trace: {trace}"

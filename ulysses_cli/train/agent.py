@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.train.guard.interruption import ORPHAN_SECONDS, ORPHANED, SignalListener
 from ulysses_cli.train.guard.masked_log import open_masked
 
+LOST_SECONDS = 40.0  # a call to the store takes milliseconds
 NOW = signal.SIGINT  # the command sends it to end ranks without a checkpoint
 
 
@@ -61,6 +62,32 @@ class RankSignals:
         os._exit(code)
 
 
+class LostStore:
+    """Ends the agent when no rank is left and the machines' store no longer answers: its host is gone, and torch would
+    wait for it. While ranks run, their own time-out decides."""
+
+    def __init__(self, signals: RankSignals, find_longest: Callable[[], float], failure_file: Path) -> None:
+        self.signals, self.find_longest, self.failure_file = signals, find_longest, failure_file
+
+    def check(self) -> None:
+        seconds = self.find_longest()
+        if seconds < LOST_SECONDS or any(is_running(rank) for rank in self.signals.find_ranks()):
+            return
+        message = f"the machine with number 0 has not answered for {seconds:.0f} s"
+        hint = "look at its log; a machine that is lost or cut off ends the run on all others"
+        failure = {"message": message, "hint": hint, "is_cause": True, "time": time.time()}
+        self.failure_file.write_text(json.dumps([failure]))
+        self.signals.end(FAILED)
+
+
+def is_running(process: int) -> bool:
+    """False for a process that has ended and that nobody has waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def list_children() -> set[int]:
     children: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
@@ -82,7 +109,13 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
     secrets = collect_secrets({}, os.environ)
     os.dup2(open_masked(os.dup(2), secrets), 2)
     signals = RankSignals(list_children())
-    SignalListener(signals.receive, signals.check).start()
+    checks = [signals.check]
+
+    def check() -> None:
+        for each in checks:
+            each()
+
+    SignalListener(signals.receive, check).start()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
@@ -90,6 +123,7 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
     from ulysses_cli.train.processes import rendezvous
 
     problems, failures = rendezvous.register(), []
+    checks.append(LostStore(signals, rendezvous.CALLS.find_longest, failure_file).check)
     try:
         config, command, command_args = config_from_args(parse_args(list(arguments)))
     except SystemExit:

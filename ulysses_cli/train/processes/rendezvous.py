@@ -10,8 +10,8 @@ import binascii
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -54,6 +54,31 @@ class MeetingError(RendezvousStateError):
         self.hint = hint
 
 
+class StoreCalls:
+    """Times the calls to the machines' store. A host that is cut off answers none, and torch's client waits for the
+    network's own time-out then: many minutes."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, float] = {}  # by thread
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        self.begun[thread] = time.monotonic()
+        try:
+            yield
+        finally:
+            self.begun.pop(thread)
+
+    def find_longest(self) -> float:
+        """Returns the seconds of the call that has gone on longest, 0 for none."""
+        now = time.monotonic()
+        return max((now - begun for begun in [*self.begun.values()]), default=0.0)
+
+
+CALLS = StoreCalls()  # of this process, which has one agent
+
+
 class SealedBackend(RendezvousBackend):
     """Keeps the rendezvous's state under one key of a store."""
 
@@ -91,7 +116,8 @@ class SealedBackend(RendezvousBackend):
 
     def _call(self, name: str, *args: str) -> bytes:
         try:
-            return bytes(getattr(self.store, name)(*args))
+            with CALLS.timed():
+                return bytes(getattr(self.store, name)(*args))
         except (ValueError, RuntimeError) as error:
             raise RendezvousConnectionError("the machines' store is gone") from error
 
@@ -105,11 +131,14 @@ class SealedStore:
 
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else value
-        self.store.set(key, base64.b64encode(self.seal.close(self._name(key), content)).decode("ascii"))
+        with CALLS.timed():
+            self.store.set(key, base64.b64encode(self.seal.close(self._name(key), content)).decode("ascii"))
 
     def get(self, key: str) -> bytes:
         try:
-            return self.seal.open(self._name(key), base64.b64decode(self.store.get(key), validate=True))
+            with CALLS.timed():
+                text = self.store.get(key)
+            return self.seal.open(self._name(key), base64.b64decode(text, validate=True))
         except (ForgedError, binascii.Error):
             raise MeetingError(f"{key} was not written by an agent of this run", KEY_HINT) from None
 
@@ -123,7 +152,7 @@ class SealedStore:
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Ends early when `check_state` raises: agents that have ended will not join."""
         end = time.monotonic() + (timeout or self.store.timeout).total_seconds()
-        while not self.store.check(keys):
+        while not self.check(keys):
             self.check_state()
             if time.monotonic() > end:
                 raise dist.DistStoreError(f"timed out waiting for {', '.join(keys)}")
@@ -133,7 +162,8 @@ class SealedStore:
         """Passes on add, check, timeout and set_timeout, which carry no content."""
         if name not in ("add", "check", "timeout", "set_timeout"):
             raise AttributeError(f"agents share nothing by {name}")
-        return getattr(self.store, name)
+        attribute = getattr(self.store, name)
+        return CALLS.timed()(attribute) if callable(attribute) else attribute
 
     def _name(self, key: str) -> str:
         return f"{self.prefix}/{key}"

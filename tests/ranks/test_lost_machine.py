@@ -1,0 +1,42 @@
+"""Two machines, as network namespaces. One of them is cut off in the middle of a run; both commands end and say why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import networks
+from support.faults import Runs, wait_until
+
+STEP_TIMEOUT, MARGIN = 8, 60
+MACHINES = ["--nnodes=2", "--master-addr=10.231.7.1", "--master-port=29431", "parallel.dp_shard_size=2"]
+ENDLESS = ["parallel.sp_size=1", "train.max_steps=100000", "run.save_steps=2", f"run.step_timeout={STEP_TIMEOUT}"]
+
+
+@pytest.fixture
+def lan() -> Iterator[list[str]]:
+    if why := networks.find_obstacle():
+        pytest.skip(f"network namespaces are not permitted here: {why}")
+    with networks.open_networks(2) as names:
+        yield names
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [0, 1], ids=["the rendezvous host", "the other host"])
+def test_every_command_ends_after_a_machine_is_lost(tmp_path: Path, lan: list[str], lost: int) -> None:
+    runs, commands = Runs(tmp_path), []
+    for rank, name in enumerate(lan):
+        runs.environ |= {networks.NETWORK: name}
+        peer = commands[0] if commands else None
+        commands.append(runs.start("run", *MACHINES, *ENDLESS, f"--node-rank={rank}", peer=peer))
+    assert wait_until(commands[0], lambda: runs.count_steps("run") >= 4), commands[0].read_stderr()
+    networks.ip("-n", lan[lost], "link", "set", "eth0", "down")
+    began = time.monotonic()
+    outputs = [command.communicate(timeout=300)[1] for command in commands]
+    assert time.monotonic() - began < STEP_TIMEOUT + MARGIN, outputs
+    for command, output in zip(commands, outputs, strict=True):
+        assert command.returncode == 1, output
+        assert "Traceback" not in output
+        assert "the newest checkpoint is " in output
