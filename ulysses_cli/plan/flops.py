@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ulysses_cli.plan.models.shape import Layer, ModelShape
+from ulysses_cli.plan.models.layers import Layer
+from ulysses_cli.plan.models.shape import ModelShape
 
 
 def compute_model_flops(shape: ModelShape, lengths: Sequence[int]) -> float:

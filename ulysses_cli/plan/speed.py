@@ -15,7 +15,7 @@ from ulysses_cli.plan.ledger.attention import saves_slices
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes
-from ulysses_cli.plan.models.shape import Layer
+from ulysses_cli.plan.models.layers import Layer
 from ulysses_cli.plan.step_parts import PARTS
 
 GIGA, TERA = 1e9, 1e12

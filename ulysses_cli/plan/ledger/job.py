@@ -13,7 +13,9 @@ from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.weights import Adapters, Weights, list_weights
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.models.families import FAMILIES, Family
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.family import Family
+from ulysses_cli.plan.models.layers import ExpertsMlp, Layer
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -136,7 +138,20 @@ class Job:
 
 def is_known(shape: ModelShape) -> bool:
     """Whether there is a formula for its layers."""
-    return shape.model_type in FAMILIES and shape.num_parameters is not None
+    return shape.num_parameters is not None and all(_is_plain(layer, shape) for layer in shape.layer_kinds)
+
+
+def _is_plain(layer: Layer, shape: ModelShape) -> bool:
+    """Attention whose heads have one size, and an MLP of three matrices or experts of that kind."""
+    attention, mlp, family = layer.attention, layer.mlp, FAMILIES[shape.model_type]
+    if attention is None or len(layer.mixers) > 1 or mlp is None:
+        return False
+    if family.norm_parts != 1 or family.norms_per_layer < 2:
+        return False
+    is_bare = attention.latent is None and not (attention.gate_width or attention.borrows_kv)
+    heads = (attention.num_heads, attention.head_dim, attention.value_head_dim)
+    has_shared = isinstance(mlp, ExpertsMlp) and mlp.shared_size > 0
+    return is_bare and heads == (shape.num_heads, shape.head_dim, shape.head_dim) and mlp.is_gated and not has_shared
 
 
 def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
@@ -145,9 +160,8 @@ def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
         return
     why = f": {shape.inexact}" if shape.inexact and "not on the list" not in shape.inexact else ""
     message = f"there is no memory formula for {shape.name}, a model of type {shape.model_type}{why}"
-    raise RecipeError(
-        [Problem(key, message, f"estimate-memory --trace needs none; formulas know {', '.join(sorted(FAMILIES))}")]
-    )
+    hint = "estimate-memory --trace needs none; formulas know plain attention with gated MLPs or experts"
+    raise RecipeError([Problem(key, message, hint)])
 
 
 def make_engine(recipe: Recipe, levers: Levers) -> EngineSettings:

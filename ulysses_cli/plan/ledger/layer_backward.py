@@ -8,7 +8,7 @@ from ulysses_cli.plan.ledger import attention, layer, mlp
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.weights import INPUT_NORM, NORM_BEHIND, has_norm_before, has_norm_behind
-from ulysses_cli.plan.models.shape import Layer
+from ulysses_cli.plan.models.layers import Layer
 
 
 def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, MemorySnapshot]]:

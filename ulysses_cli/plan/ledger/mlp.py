@@ -16,7 +16,7 @@ from ulysses_cli.plan.ledger.layer import (
     saves_result,
 )
 from ulysses_cli.plan.ledger.weights import has_norm_before, has_norm_behind
-from ulysses_cli.plan.models.shape import Layer
+from ulysses_cli.plan.models.layers import Layer
 
 EXPERT_INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
 PRECISE_EXPERTS = {"mixtral"}  # experts' results are weighted in float32 (modeling_mixtral.py: MixtralTopKRouter)

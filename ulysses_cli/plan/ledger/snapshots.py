@@ -17,7 +17,7 @@ from ulysses_cli.plan.ledger.zero import lower_stages, states
 from ulysses_cli.plan.ledger.zero.flushes import list_last_filled
 from ulysses_cli.plan.ledger.zero.gathering import Gathered, LayerMaxima, compute_gathered
 from ulysses_cli.plan.ledger.zero.reductions import SENT, walk_flushes, walk_sent
-from ulysses_cli.plan.models.shape import Layer
+from ulysses_cli.plan.models.layers import Layer
 
 # Names of snapshots that other rules test for.
 LEAVES, HEAD_SENT = "head's gradient leaves", "head's gradient is reduced"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.models.families import FAMILIES
-from ulysses_cli.plan.models.shape import Layer, ModelShape
+from ulysses_cli.plan.models.layers import Layer
+from ulysses_cli.plan.models.shape import ModelShape
 
 POST_NORMS = {"gemma2", "gemma3_text", "olmo2"}
 NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three are projected

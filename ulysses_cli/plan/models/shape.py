@@ -11,28 +11,34 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ulysses_cli.plan.models.families import (
-    CROSSING,
-    EXPERTS_ADAPTED,
-    FAMILIES,
-    INEXACT_KEYS,
-    INEXACT_LAYER_TYPES,
-    Family,
+from ulysses_cli.plan.layout import list_divisors
+from ulysses_cli.plan.models.config_facts import ConfigFacts
+from ulysses_cli.plan.models.config_layers import LayerReader, count_written_layers, read_expert_size
+from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES
+from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION, Family
+from ulysses_cli.plan.models.layers import (
+    AttentionMixer,
+    ConvolutionMixer,
+    DeltaNetMixer,
+    ExpertsMlp,
+    KimiDeltaMixer,
+    Layer,
+    Mamba2Mixer,
+    Mixer,
 )
-from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.models.parameter_counts import count_model
+from ulysses_cli.plan.models.refusals import CROSSING, find_inexact
 
 MAX_LAYERS = 10_000
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
-FULL_ATTENTION = "full_attention"
-SLIDING_ATTENTION = "sliding_attention"
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One decoder layer: its attention window (None: back to the document's start) and its number of experts."""
-
-    window_tokens: int | None
-    num_experts: int
+UNKNOWN = Family(kind_of_layer=lambda facts, index: SLIDING_ATTENTION)
+HEAD_NAMES: dict[type[Mixer], str] = {
+    AttentionMixer: "attention",
+    DeltaNetMixer: "linear attention",
+    KimiDeltaMixer: "linear attention",
+    Mamba2Mixer: "mamba",
+}
+DROPOUTS = ("residual_dropout", "hidden_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop")
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class ModelShape:
     inexact: str
     has_router_loss: bool = False
     logits_divisor: float = 1.0
+    other_dropouts: tuple[tuple[str, float], ...] = ()
 
     @property
     def crosses_documents(self) -> bool:
@@ -85,7 +92,32 @@ class ModelShape:
     @cached_property
     def layer_kinds(self) -> tuple[Layer, ...]:
         """The kinds of layers that differ in memory, each once; windows make no difference."""
-        return tuple(Layer(None, num_experts) for num_experts in sorted({layer.num_experts for layer in self.layers}))
+        kinds = dict.fromkeys(layer.without_window() for layer in dict.fromkeys(self.layers))
+        return tuple(sorted(kinds, key=lambda kind: kind.num_experts))
+
+    @cached_property
+    def sp_sizes(self) -> tuple[int, ...]:
+        """The sp sizes that divide the heads of every layer."""
+        return tuple(list_divisors(math.gcd(*(count for _, count in self.head_counts)) or self.num_heads))
+
+    @cached_property
+    def head_counts(self) -> tuple[tuple[str, int], ...]:
+        """What its layers have heads of, and how many, each once."""
+        mixers = dict.fromkeys(mixer for layer in dict.fromkeys(self.layers) for mixer in layer.mixers)
+        counts = dict.fromkeys(
+            (HEAD_NAMES[type(mixer)], mixer.num_heads) for mixer in mixers if not isinstance(mixer, ConvolutionMixer)
+        )
+        return tuple(counts)
+
+    @property
+    def common_heads(self) -> int:
+        """Heads of an attention layer; where layers differ, the number that divides all of theirs."""
+        return math.gcd(*(attention.num_heads for attention in self.attentions)) or self.num_heads
+
+    @cached_property
+    def attentions(self) -> tuple[AttentionMixer, ...]:
+        """The kinds of softmax attention, each once, in the order of the layers."""
+        return tuple(dict.fromkeys(layer.attention for layer in dict.fromkeys(self.layers) if layer.attention))
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -95,106 +127,81 @@ class ModelShape:
 
 def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.name_or_path") -> ModelShape:
     """Takes config.json's content. Raises RecipeError, with the recipe's `key`, if it cannot be used."""
-    facts = _Facts(_find_text_part(config), name, key)
+    facts = ConfigFacts(_find_text_part(config), name, key)
     model_type = facts.get_text("model_type")
     family = FAMILIES.get(model_type)
-    facts.defaults = dict((family or Family({})).defaults)
-    num_layers = facts.get_count("num_hidden_layers")
-    num_heads = facts.get_count("num_attention_heads")
+    facts.defaults = dict((family or UNKNOWN).defaults)
+    num_layers = facts.find_count("num_hidden_layers") or count_written_layers(facts)
     hidden_size = facts.get_count("hidden_size")
-    num_kv_heads = facts.find_count("num_key_value_heads") or num_heads
-    head_dim = facts.find_count("head_dim") or hidden_size // num_heads
     if num_layers > MAX_LAYERS:
         raise facts.complain(f"num_hidden_layers is {num_layers}, more than {MAX_LAYERS}")
-    if num_heads % num_kv_heads:
-        raise facts.complain(f"{num_kv_heads} key/value heads do not divide {num_heads} attention heads")
-    if not head_dim or (facts.find_count("head_dim") is None and hidden_size % num_heads):
-        raise facts.complain(f"hidden_size {hidden_size} is not a multiple of {num_heads} attention heads")
-    num_experts = facts.find_count("num_local_experts") or facts.find_count("num_experts") or 0
-    layers = _list_layers(facts, family, num_layers, num_experts)
-    takes_experts = num_experts > 0 and (model_type in EXPERTS_ADAPTED or all(layer.num_experts for layer in layers))
-    mlp_modules = () if family is None or takes_experts else family.mlp_modules
+    reader = LayerReader(facts, family or UNKNOWN, hidden_size, num_layers)
+    layers = reader.read_layers()
+    _check_heads(facts, reader, layers)
+    num_experts = max(layer.num_experts for layer in layers)
+    attentions = [layer.attention for layer in layers if layer.attention]
+    widest = max(attentions, key=lambda each: each.num_heads * each.head_dim, default=None)
     intermediate_size = facts.get_count("intermediate_size")
-    shape = ModelShape(
+    rope = _read_rope(facts)
+    return ModelShape(
         name=name,
         model_type=model_type,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        moe_intermediate_size=_read_expert_size(facts, family) or intermediate_size,
+        moe_intermediate_size=read_expert_size(facts, family or UNKNOWN),
         num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_heads=widest.num_heads if widest else reader.num_heads,
+        num_kv_heads=widest.num_kv_heads if widest else reader.num_kv_heads,
+        head_dim=widest.head_dim if widest else reader.head_dim,
         vocab_size=facts.get_count("vocab_size"),
-        max_position_embeddings=facts.get_count("max_position_embeddings"),
-        tie_word_embeddings=bool(facts.find("tie_word_embeddings")),
+        max_position_embeddings=facts.get_count("max_position_embeddings", "model_max_length"),
+        tie_word_embeddings=bool(facts.find("tie_word_embeddings", "tie_embedding")),
         layers=layers,
         num_experts=num_experts,
-        num_experts_per_token=facts.find_count("num_experts_per_tok") or 0,
-        attention_scale=_compute_scale(facts, family, head_dim),
+        num_experts_per_token=reader.num_chosen,
+        attention_scale=_compute_scale(facts, family, widest.head_dim if widest else reader.head_dim),
         attention_softcap=facts.find_number("attn_logit_softcapping"),
         attention_dropout=facts.find_number("attention_dropout") or 0.0,
         final_softcap=facts.find_number("final_logit_softcapping"),
-        has_sinks=family is not None and family.has_sinks,
-        rope_type=str(_read_rope(facts).get("rope_type") or _read_rope(facts).get("type") or "default"),
+        has_sinks=any(attention.has_sinks for attention in attentions),
+        rope_type=str(rope.get("rope_type") or rope.get("type") or "default"),
         rope_original_positions=_read_original_positions(facts),
         quantization=_read_quantization(config),
-        linear_modules=() if family is None else family.attention_modules + mlp_modules,
-        num_parameters=None,
-        inexact=_find_inexact(facts, family),
+        linear_modules=_list_linear_modules(facts, family, layers),
+        num_parameters=count_model(layers, facts, family) if family else None,
+        inexact=find_inexact(facts, family),
         has_router_loss=bool(facts.find("output_router_logits")),
         logits_divisor=facts.find_number("logits_scaling") or 1.0,
+        other_dropouts=tuple((each, rate) for each in DROPOUTS if (rate := facts.find_number(each))),
     )
-    return shape if family is None else _with_parameters(shape, facts, family)
 
 
-@dataclass
-class _Facts:
-    """config.json with the family's defaults for missing fields; errors name the model and the field."""
+def _check_heads(facts: ConfigFacts, reader: LayerReader, layers: tuple[Layer, ...]) -> None:
+    for attention in dict.fromkeys(layer.attention for layer in layers if layer.attention):
+        num_heads, kv_heads = attention.num_heads, attention.num_kv_heads
+        if num_heads % kv_heads:
+            raise facts.complain(f"{kv_heads} key/value heads do not divide {num_heads} attention heads")
+    is_free = reader.latent is not None or facts.find_count("head_dim", "attention_head_dim")
+    if not reader.head_dim or (not is_free and reader.hidden_size % reader.num_heads):
+        what = f"hidden_size {reader.hidden_size} is not a multiple of {reader.num_heads} attention heads"
+        raise facts.complain(what)
 
-    values: Mapping[str, Any]
-    name: str
-    key: str
-    defaults: Mapping[str, Any] | None = None
 
-    def find(self, field: str) -> Any:
-        return self.values[field] if field in self.values else (self.defaults or {}).get(field)
-
-    def find_number(self, field: str) -> float | None:
-        value = self.find(field)
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
-            return value
-        raise self.complain(f"{field} is {value!r}, not a number")
-
-    def find_count(self, field: str) -> int | None:
-        number = self.find_number(field)
-        if number is None:
-            return None
-        if number != int(number) or number < 0 or number > 2**40:
-            raise self.complain(f"{field} is {number}, not a count")
-        return int(number)
-
-    def find_list(self, field: str) -> list[Any]:
-        items = self.find(field)
-        if items is None or isinstance(items, list | tuple):
-            return list(items or ())
-        raise self.complain(f"{field} is {items!r}, not a list")
-
-    def get_count(self, field: str) -> int:
-        count = self.find_count(field)
-        if not count:
-            raise self.complain(f"{field} is missing" if count is None else f"{field} is {count}")
-        return count
-
-    def get_text(self, field: str) -> str:
-        text = self.find(field)
-        if not isinstance(text, str) or not text:
-            raise self.complain(f"{field} is {'missing' if text is None else repr(text)}")
-        return text
-
-    def complain(self, what: str) -> RecipeError:
-        hint = "a model's config.json gives model_type, sizes and head counts"
-        return RecipeError([Problem(self.key, f"the config of {self.name} cannot be used: {what}", hint)])
+def _list_linear_modules(facts: ConfigFacts, family: Family | None, layers: tuple[Layer, ...]) -> tuple[str, ...]:
+    """Names of the linear layers that take an adapter; experts are parts of one tensor and not layers."""
+    if family is None:
+        return ()
+    has_experts = any(layer.num_experts for layer in layers)
+    is_adapted = has_experts and facts.find("model_type") in EXPERTS_ADAPTED
+    has_mlp = any(
+        layer.mlp is not None and (not isinstance(layer.mlp, ExpertsMlp) or layer.mlp.shared_size) for layer in layers
+    )
+    latent = next((layer.attention.latent for layer in layers if layer.attention and layer.attention.latent), None)
+    queries = () if latent is None else ("q_proj",) if latent.query_rank is None else ("q_a_proj", "q_b_proj")
+    mlp_modules = family.mlp_modules if has_mlp and not is_adapted else ()
+    extras = ((each, True) if isinstance(each, str) else each for each in family.linear_extras)
+    chosen = (name for name, flag in extras if facts.decide(flag))
+    return tuple(dict.fromkeys((*queries, *family.attention_modules, *mlp_modules, *chosen)))
 
 
 def _find_text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -205,54 +212,20 @@ def _find_text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def _list_layers(facts: _Facts, family: Family | None, num_layers: int, num_experts: int) -> tuple[Layer, ...]:
-    window = facts.find_count("sliding_window")
-    if facts.find("use_sliding_window") is False:
-        window = None
-    written = facts.find_list("layer_types")
-    step = facts.find_count("decoder_sparse_step") or 1
-    dense = facts.find_list("mlp_only_layers")
-
-    def slides(index: int) -> bool:
-        if index < len(written):
-            return bool(written[index] == SLIDING_ATTENTION)
-        if family is None or family.windows in ("all", "none"):
-            return family is None or family.windows == "all"
-        if family.windows == "from_max_window_layers":
-            return index >= (facts.find_count("max_window_layers") or 0)
-        if family.windows == "without_rope":
-            return (index + 1) % (facts.find_count("no_rope_layer_interval") or 4) == 0
-        every = facts.find_count("sliding_window_pattern") if family.windows == "all_but_every_6th" else 2
-        return (index + 1) % (every or 6) != 0
-
-    return tuple(
-        Layer(
-            window_tokens=window if window and slides(index) else None,
-            num_experts=num_experts if (index + 1) % step == 0 and index not in dense else 0,
-        )
-        for index in range(num_layers)
-    )
-
-
-def _read_expert_size(facts: _Facts, family: Family | None) -> int | None:
-    """Families without their own size for experts ignore the key."""
-    has_own = family is None or "moe_intermediate_size" in family.defaults
-    return facts.find_count("moe_intermediate_size") if has_own else None
-
-
-def _compute_scale(facts: _Facts, family: Family | None, head_dim: int) -> float:
+def _compute_scale(facts: ConfigFacts, family: Family | None, head_dim: int) -> float:
     if family and family.attention_scale == "query_pre_attn_scalar":
         scalar = facts.find_number("query_pre_attn_scalar")
         if scalar is None or scalar <= 0:
             raise facts.complain(f"query_pre_attn_scalar is {scalar}")
         return float(scalar**-0.5)
-    if family and family.attention_scale == "attention_multiplier":
-        multiplier = facts.find_number("attention_multiplier")
-        return 1.0 if multiplier is None else float(multiplier)
+    if family and family.attention_scale == "attention_multiplier" and facts.find("attention_multiplier") is not None:
+        return float(facts.find_number("attention_multiplier") or 0.0)
+    if family and family.attention_scale == "one":
+        return 1.0
     return float(max(head_dim, 1) ** -0.5)
 
 
-def _read_rope(facts: _Facts) -> Mapping[str, Any]:
+def _read_rope(facts: ConfigFacts) -> Mapping[str, Any]:
     """The stretch that is already part of the model. transformers 5 writes rope_parameters, older files rope_scaling;
     both may hold one entry for each kind of layer."""
     rope = facts.find("rope_parameters") or facts.find("rope_scaling")
@@ -262,7 +235,7 @@ def _read_rope(facts: _Facts) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else rope
 
 
-def _read_original_positions(facts: _Facts) -> int | None:
+def _read_original_positions(facts: ConfigFacts) -> int | None:
     """How many positions the model had before its own stretch; None if the config does not say."""
     count = _read_rope(facts).get("original_max_position_embeddings")
     count = facts.find("original_max_position_embeddings") if count is None else count
@@ -273,42 +246,3 @@ def _read_quantization(config: Mapping[str, Any]) -> str:
     """The method by which the stored weights are quantized, or ''."""
     section = config.get("quantization_config")
     return str(section.get("quant_method") or "an unnamed method") if isinstance(section, Mapping) else ""
-
-
-def _find_inexact(facts: _Facts, family: Family | None) -> str:
-    for field, reason in INEXACT_KEYS.items():
-        if facts.find(field):
-            return reason
-    for kind in facts.find_list("layer_types"):
-        if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
-            return INEXACT_LAYER_TYPES.get(str(kind), f"layers of kind {kind} are not known to this tool")
-    return "" if family else f"model type {facts.find('model_type')} is not on the list of those proven exact"
-
-
-def _with_parameters(shape: ModelShape, facts: _Facts, family: Family) -> ModelShape:
-    total = count_parameters(
-        shape,
-        family,
-        attention_bias=bool(facts.find("attention_bias")),
-        mlp_bias=bool(facts.find("mlp_bias")),
-    )
-    return ModelShape(**{**vars(shape), "num_parameters": total})
-
-
-def count_parameters(shape: ModelShape, family: Family, *, attention_bias: bool, mlp_bias: bool) -> int:
-    """Unique weights: embedding, layers, final norm, and the head where it is not the embedding."""
-    hidden, query, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    has_qkv_bias = attention_bias if family.has_qkv_bias is None else family.has_qkv_bias
-    has_out_bias = attention_bias if family.has_out_bias is None else family.has_out_bias
-    attention = hidden * (query + 2 * kv) + query * hidden
-    attention += has_qkv_bias * (query + 2 * kv) + has_out_bias * hidden
-    attention += {"": 0, "head": 2 * shape.head_dim, "full": query + kv}[family.query_key_norm]
-    attention += family.has_sinks * shape.num_heads
-    dense = 3 * hidden * shape.intermediate_size + mlp_bias * (2 * shape.intermediate_size + hidden)
-    expert = 3 * hidden * shape.moe_intermediate_size
-    expert += family.experts_have_bias * (2 * shape.moe_intermediate_size + hidden)
-    router = hidden + family.experts_have_bias
-    norms = family.norms_per_layer * hidden
-    mlps = sum(layer.num_experts * (expert + router) if layer.num_experts else dense for layer in shape.layers)
-    head = 0 if shape.tie_word_embeddings else shape.vocab_size * hidden
-    return shape.vocab_size * hidden + shape.num_layers * (attention + norms) + mlps + hidden + head

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from ulysses_cli.plan.layout import Layout, list_divisors
+from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.levers import Levers, get_key
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.rules.positions import LENGTH_DEPENDENT, REPLACEABLE
@@ -46,7 +46,7 @@ def find_sp_size(shape: ModelShape, num_processes: int, max_length: int, gpus_pe
         return 1
     legal = [
         size
-        for size in list_divisors(shape.num_heads)
+        for size in shape.sp_sizes
         if size <= gpus_per_node and num_processes % size == 0 and max_length % size == 0
     ]
     return max(legal)

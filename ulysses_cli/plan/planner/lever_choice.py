@@ -204,7 +204,7 @@ def _fits_somehow(job: Job, gpu: Gpu) -> bool:
 
 def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
     """All combinations of the open levers. The given value of each lever is among its values."""
-    given, chunks = job.levers, list_divisors(job.shape.num_heads // job.layout.sp_size)
+    given, chunks = job.levers, list_divisors(job.shape.common_heads // job.layout.sp_size)
     options: dict[str, list[Any]] = {
         "head_chunks": [n for n in chunks if n in (*FEW_CHUNKS, chunks[-1])],
         "offloaded_layers": [0, count_most_offloaded(job.shape)],

@@ -91,7 +91,7 @@ def list_sp_sizes(shape: ModelShape, num_gpus: int, max_length: int | None) -> l
     """Sizes that divide heads, GPUs and the row; `max_length` None: any row."""
     if find_obstacle(shape):
         return [1]
-    return [n for n in list_divisors(shape.num_heads) if num_gpus % n == 0 and (max_length or 0) % n == 0]
+    return [n for n in shape.sp_sizes if num_gpus % n == 0 and (max_length or 0) % n == 0]
 
 
 def list_limits(request: PlanRequest, offers: Sequence[Offer]) -> list[str]:

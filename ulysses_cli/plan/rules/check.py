@@ -64,7 +64,7 @@ def check_process_count(case: RuleCase) -> Problems:
 def _may_be(case: RuleCase, name: str, size: int) -> bool:
     """Whether a size suggested for an axis would pass the rules for that axis."""
     if name == "sp_size" and size > 1:
-        fits = case.shape is None or (case.shape.num_heads % size == 0 and not case.shape.inexact)
+        fits = case.shape is None or (size in case.shape.sp_sizes and not case.shape.inexact)
         return fits and case.recipe.data.max_length % size == 0
     return name != "dp_replicate_size" or size == 1 or case.recipe.parallel.zero_stage == 3
 

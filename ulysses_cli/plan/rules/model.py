@@ -7,7 +7,7 @@ from typing import Literal
 
 from ulysses_cli.plan.attention import BACK_ENDS, Device, Need, list_able
 from ulysses_cli.plan.layout import list_divisors
-from ulysses_cli.plan.models.families import UNSERVED
+from ulysses_cli.plan.models.refusals import UNSERVED
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
@@ -19,13 +19,13 @@ Problems = Iterator[Problem]
 
 def check_heads(recipe: Recipe, shape: ModelShape) -> Problems:
     """Every rank of an sp group gets the same number of query heads."""
-    sp_size, heads = recipe.parallel.sp_size, shape.num_heads
-    if heads % sp_size:
-        legal = list_divisors(heads)
+    sp_size, legal = recipe.parallel.sp_size, list(shape.sp_sizes)
+    if sp_size not in legal:
         nearest = min(legal, key=lambda size: (abs(size - sp_size), size))
+        heads = " and ".join(format_count(count, f"{kind} head") for kind, count in shape.head_counts)
         yield Problem(
             "parallel.sp_size",
-            f"{sp_size} does not divide the {format_count(heads, 'attention head')} of {shape.name}",
+            f"{sp_size} does not divide the {heads} of {shape.name}",
             f"use {_list_choices(legal)}; {nearest} is nearest",
         )
 
@@ -33,13 +33,13 @@ def check_heads(recipe: Recipe, shape: ModelShape) -> Problems:
 def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Problems:
     """Chunks of heads are equal."""
     chunks, sp_size = recipe.memory.attention_head_chunks, recipe.parallel.sp_size
-    if chunks == "auto" or shape.num_heads % sp_size:
+    if chunks == "auto" or shape.common_heads % sp_size:
         return
-    local = shape.num_heads // sp_size
+    local = shape.common_heads // sp_size
     if local % chunks:
         yield Problem(
             "memory.attention_head_chunks",
-            f"{chunks} does not divide the {format_count(local, 'head')} of a rank ({shape.num_heads} / {sp_size})",
+            f"{chunks} does not divide the {format_count(local, 'head')} of a rank ({shape.common_heads} / {sp_size})",
             f"use auto, {_list_choices(list_divisors(local))}",
         )
 

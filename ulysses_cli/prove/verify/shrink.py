@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ulysses_cli.plan.models.shape import FULL_ATTENTION, SLIDING_ATTENTION, TEXT_PARTS, ModelShape
+from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION
+from ulysses_cli.plan.models.shape import TEXT_PARTS, ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import compute_rope_factor
 

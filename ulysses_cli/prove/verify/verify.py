@@ -21,7 +21,6 @@ from ulysses_cli.data.batching import make_batching
 from ulysses_cli.data.prepare import prepare_data
 from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.steps import plan_step
-from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.data_section import Dataset
@@ -74,7 +73,7 @@ def choose_device() -> tuple[int, str]:
 
 def list_cases(recipe: Recipe, shape: ModelShape, slots: int, *, is_all: bool) -> tuple[list[LayoutCase], list[str]]:
     """sp 1, and the recipe's sp size or every legal one. The notes name sizes that this machine cannot run."""
-    legal = [1] if shape.inexact else list_divisors(shape.num_heads)
+    legal = (1,) if shape.inexact else shape.sp_sizes
     own_size, notes = recipe.parallel.sp_size, []
     if is_all:
         sizes = [size for size in legal if size <= slots]

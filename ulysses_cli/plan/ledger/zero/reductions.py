@@ -14,7 +14,7 @@ from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, INPUT_NORM, NORM_
 from ulysses_cli.plan.ledger.zero import lower_stages, states
 from ulysses_cli.plan.ledger.zero.flushes import NO_LEAVES, Flush, list_flushes
 from ulysses_cli.plan.ledger.zero.gathering import Gathered, find_leaves
-from ulysses_cli.plan.models.shape import Layer
+from ulysses_cli.plan.models.layers import Layer
 
 SENT, FIRST_SENT = "gradients are reduced", "the first gradients are reduced"
 GRADIENT_PLACES = {  # the order in which the gradients of a layer are made

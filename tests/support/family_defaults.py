@@ -1,0 +1,72 @@
+"""Writes transformers' own defaults of the fields that shapes are read from:
+`PYTHONPATH=tests:. python -m support.family_defaults`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from support.paths import ROOT
+from ulysses_cli.plan.models.dense_families import DENSE
+from ulysses_cli.plan.models.expert_families import EXPERTS
+from ulysses_cli.plan.models.hybrid_families import HYBRIDS
+from ulysses_cli.plan.models.refusals import INEXACT_KEYS
+
+FILE = ROOT / "ulysses_cli" / "plan" / "models" / "defaults" / "transformers.json"
+FIELDS = (
+    *("num_key_value_heads", "head_dim", "attention_head_dim", "tie_word_embeddings", "max_position_embeddings"),
+    *("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qk_norm", "use_post_norm"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "no_rope_layer_interval"),
+    *("global_attn_every_n_layers", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
+    *("attention_multiplier", "logits_scaling", "attention_dropout", "residual_dropout", "hidden_dropout"),
+    *("embedding_dropout", "output_router_logits", "num_experts", "num_local_experts", "n_routed_experts"),
+    *("moe_num_experts", "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("num_shared_experts", "n_shared_experts", "moe_num_shared_experts", "moe_latent_size", "num_dense_layers"),
+    *("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "moe_layer_start_index"),
+    *("moe_layer_end_index", "moe_layer_interval", "prefix_dense_intermediate_size", "enable_moe_block"),
+    *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "attention_k_eq_v"),
+    *("num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+    *("gating", "use_attention_gate", "use_sandwich_norm", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "linear_num_heads"),
+    *("linear_head_dim", "mamba_num_heads", "mamba_n_heads", "mamba_head_dim", "mamba_d_head", "mamba_d_ssm"),
+    *("mamba_expand", "n_groups", "mamba_n_groups", "ssm_state_size", "mamba_d_state", "conv_kernel"),
+    *("mamba_d_conv", "chunk_size", "mamba_chunk_size", "use_conv_bias", "mamba_conv_bias", "mamba_proj_bias"),
+    *("mamba_rms_norm", "projectors_bias", "attn_layer_indices", "conv_L_cache", "conv_bias", "full_attn_idxs"),
+    *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
+    *INEXACT_KEYS,
+)
+# Published config.json files of these leave out sizes too.
+SPARING = {"gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "vaultgemma"}
+SPARED = ("num_attention_heads", "vocab_size")
+# Arguments of a config's own constructor that are no fields of it.
+HIDDEN = {
+    "gemma4_text": {"global_head_dim": 512},
+    "gemma4_unified_text": {"global_head_dim": 512},
+}
+
+
+def read_defaults(model_type: str, names: Iterable[str]) -> dict[str, Any]:
+    fields = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    found = {name: fields[name] for name in names if name in fields}
+    return {name: value for name, value in found.items() if value is not dataclasses.MISSING}
+
+
+def make_defaults() -> dict[str, dict[str, Any]]:
+    return {
+        name: read_defaults(name, (*FIELDS, *(SPARED if name in SPARING else ()))) | HIDDEN.get(name, {})
+        for name in (DENSE | EXPERTS | HYBRIDS)
+    }
+
+
+def format_defaults() -> str:
+    lines = (f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in make_defaults().items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(format_defaults())

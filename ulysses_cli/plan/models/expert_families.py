@@ -1,0 +1,207 @@
+"""Families of which some layers send each token to a few of many experts, all with softmax attention."""
+
+from __future__ import annotations
+
+from ulysses_cli.plan.models import refusals
+from ulysses_cli.plan.models.config_facts import ConfigFacts
+from ulysses_cli.plan.models.dense_families import (
+    slide,
+    slide_but_every,
+    slide_but_first_of,
+    slide_from_max_window_layers,
+)
+from ulysses_cli.plan.models.family import FULL_ATTENTION, LATENT_PROJECTIONS, SLIDING_ATTENTION, Chooses, Count, Family
+
+
+def share_by_number(*fields: str) -> Count:
+    """So many experts, side by side, for every token."""
+    return lambda facts: (facts.find_count(*fields) or 0) * (facts.find_count("moe_intermediate_size") or 0)
+
+
+def share_by_size(field: str) -> Count:
+    return lambda facts: facts.find_count(field) or 0
+
+
+def follow_dense_layers(field: str, default: int) -> Chooses:
+    """The first layers have a dense MLP."""
+
+    def has_experts(facts: ConfigFacts, index: int) -> bool:
+        count = facts.find_count(field)
+        return index >= (default if count is None else count)
+
+    return has_experts
+
+
+def choose_ernie_layers(facts: ConfigFacts, index: int) -> bool:
+    first, step = facts.find_count("moe_layer_start_index") or 0, facts.find_count("moe_layer_interval") or 1
+    last = facts.find_number("moe_layer_end_index")
+    stop = facts.get_count("num_hidden_layers") - 1 if last in (None, -1) else last
+    return (index + 1) % step == 0 and first <= index <= (stop or 0)
+
+
+def find_flint_kind(facts: ConfigFacts, index: int) -> str:
+    is_full = index < 2 or index % 4 == 1 or index == facts.get_count("num_hidden_layers") - 1
+    return FULL_ATTENTION if is_full else SLIDING_ATTENTION
+
+
+def choose_flint_layers(facts: ConfigFacts, index: int) -> bool:
+    step = facts.find_count("decoder_sparse_step") or 1
+    dense = [0, 1] if facts.find("mlp_only_layers") is None else facts.find_list("mlp_only_layers")
+    return index not in dense and (index + 1) % step == 0
+
+
+def slide_qwen_2(facts: ConfigFacts, index: int) -> str:
+    slides = index % 2 == 0 and index < (facts.find_count("max_window_layers") or 0)
+    return SLIDING_ATTENTION if slides else FULL_ATTENTION
+
+
+def find_prefix_size(facts: ConfigFacts, index: int) -> int:
+    return facts.find_count("prefix_dense_intermediate_size") or facts.get_count("intermediate_size")
+
+
+EXPERTS: dict[str, Family] = {
+    "qwen3_moe": Family(query_key_norm="head", mlp_bias=False, kind_of_layer=slide),
+    "mixtral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, kind_of_layer=slide),
+    "gpt_oss": Family(has_sinks=True, experts_have_bias=True, mlp_bias=False, kind_of_layer=slide_but_every(2, "")),
+    "afmoe": Family(
+        query_key_norm="head",
+        attention_gate="elements",
+        linear_extras=("gate_proj",),
+        mlp_bias=False,
+        norms_per_layer=4,
+        kind_of_layer=slide_but_every(4, "global_attn_every_n_layers"),
+        has_experts=follow_dense_layers("num_dense_layers", 1),
+        shared_size=share_by_number("num_shared_experts"),
+        router_extras=1,
+    ),
+    "cohere2_moe": Family(
+        norms_per_layer=1,
+        mlp_bias=False,
+        kind_of_layer=slide_but_every(4),
+        has_experts=follow_dense_layers("first_k_dense_replace", 0),
+        shared_size=lambda facts: (facts.find_count("num_shared_experts") or 0) * facts.get_count("intermediate_size"),
+        dense_size=find_prefix_size,
+    ),
+    "deepseek_v2": Family(
+        attention_modules=LATENT_PROJECTIONS,
+        latent=True,
+        refused=refusals.LATENT,
+        has_experts=follow_dense_layers("first_k_dense_replace", 0),
+        shared_size=share_by_number("n_shared_experts"),
+    ),
+    "deepseek_v3": Family(
+        attention_modules=LATENT_PROJECTIONS,
+        latent=True,
+        refused=refusals.LATENT,
+        mlp_bias=False,
+        has_experts=follow_dense_layers("first_k_dense_replace", 3),
+        shared_size=share_by_number("n_shared_experts"),
+    ),
+    "dots1": Family(
+        query_key_norm="head",
+        mlp_bias=False,
+        kind_of_layer=slide_from_max_window_layers,
+        has_experts=follow_dense_layers("first_k_dense_replace", 0),
+        shared_size=share_by_number("n_shared_experts"),
+    ),
+    "ernie4_5_moe": Family(
+        qkv_bias="use_bias",
+        out_bias="use_bias",
+        mlp_bias="use_bias",
+        has_experts=choose_ernie_layers,
+        shared_size=share_by_number("moe_num_shared_experts"),
+        router_extras=1,
+    ),
+    "exaone_moe": Family(
+        query_key_norm="head",
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        kind_of_layer=slide_but_every(4),
+        has_experts=follow_dense_layers("first_k_dense_replace", 1),
+        shared_size=share_by_number("num_shared_experts"),
+    ),
+    "flex_olmo": Family(query_key_norm="full", mlp_bias=False),
+    "flint": Family(
+        query_key_norm="head",
+        has_sinks=True,
+        mlp_bias=False,
+        kind_of_layer=find_flint_kind,
+        has_experts=choose_flint_layers,
+        shared_size=share_by_size("shared_expert_intermediate_size"),
+    ),
+    "glm4_moe": Family(
+        query_key_norm="head",
+        norms_queries="use_qk_norm",
+        out_bias=False,
+        mlp_bias=False,
+        has_experts=follow_dense_layers("first_k_dense_replace", 1),
+        shared_size=share_by_number("n_shared_experts"),
+    ),
+    "glm4_moe_lite": Family(
+        attention_modules=LATENT_PROJECTIONS,
+        latent=True,
+        refused=refusals.LATENT,
+        mlp_bias=False,
+        has_experts=follow_dense_layers("first_k_dense_replace", 1),
+        shared_size=share_by_number("n_shared_experts"),
+    ),
+    "granitemoe": Family(mlp_bias=False, attention_scale="attention_multiplier"),
+    "granitemoe_swa": Family(
+        mlp_modules=("input_linear", "output_linear"),
+        has_sinks=True,
+        mlp_bias=False,
+        attention_scale="attention_multiplier",
+        kind_of_layer=slide_but_first_of(4),
+        shared_size=share_by_size("shared_intermediate_size"),
+    ),
+    "granitemoeshared": Family(
+        mlp_modules=("input_linear", "output_linear"),
+        mlp_bias=False,
+        attention_scale="attention_multiplier",
+        shared_size=share_by_size("shared_intermediate_size"),
+    ),
+    "hunyuan_v1_moe": Family(
+        query_key_norm="head",
+        mlp_bias=False,
+        shared_size=share_by_size("intermediate_size"),
+    ),
+    "hy_v3": Family(
+        query_key_norm="head",
+        has_experts=follow_dense_layers("first_k_dense_replace", 1),
+        shared_size=share_by_number("num_shared_experts"),
+    ),
+    "kolibri1": Family(
+        query_key_norm="head",
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        norms_per_layer=4,
+        kind_of_layer=slide_but_every(5, ""),
+        shared_size=share_by_size("shared_expert_intermediate_size"),
+    ),
+    "laguna": Family(
+        query_key_norm="head",
+        attention_gate="heads",
+        is_gated="gating",
+        linear_extras=("g_proj",),
+        mlp_bias=False,
+        has_experts=follow_dense_layers("", 1),
+        shared_size=share_by_size("shared_expert_intermediate_size"),
+        router_extras=1,
+    ),
+    "mellum": Family(query_key_norm="head", mlp_bias=False),
+    "minimax_m2": Family(query_key_norm="full", qkv_bias=False, out_bias=False, mlp_bias=False),
+    "olmoe": Family(query_key_norm="full", mlp_bias=False),
+    "qwen2_moe": Family(
+        qkv_bias="qkv_bias",
+        out_bias=False,
+        mlp_bias=False,
+        kind_of_layer=slide_qwen_2,
+        hides_windows=True,
+        shared_size=share_by_size("shared_expert_intermediate_size"),
+        has_shared_gate=True,
+        linear_extras=("shared_expert_gate",),
+    ),
+    "solar_open": Family(mlp_bias=False, shared_size=share_by_number("n_shared_experts")),
+}

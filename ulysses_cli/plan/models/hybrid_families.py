@@ -1,0 +1,210 @@
+"""Families with recurrent or convolution layers, most of them beside layers with softmax attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ulysses_cli.plan.models import refusals
+from ulysses_cli.plan.models.config_facts import ConfigFacts
+from ulysses_cli.plan.models.expert_families import follow_dense_layers, share_by_number, share_by_size
+from ulysses_cli.plan.models.family import (
+    CONVOLUTION,
+    FULL_ATTENTION,
+    HYBRID,
+    LATENT_PROJECTIONS,
+    LINEAR_ATTENTION,
+    ONLY_EXPERTS,
+    ONLY_MLP,
+    PLAIN_MLP,
+    SLIDING_ATTENTION,
+    Family,
+)
+
+NEMOTRON_LETTERS = {"M": LINEAR_ATTENTION, "E": ONLY_EXPERTS, "*": FULL_ATTENTION, "-": ONLY_MLP}
+
+
+def find_qwen_kind(facts: ConfigFacts, index: int) -> str:
+    every = facts.find_count("full_attention_interval") or 4
+    return LINEAR_ATTENTION if (index + 1) % every else FULL_ATTENTION
+
+
+def find_olmo_kind(facts: ConfigFacts, index: int) -> str:
+    num_layers = facts.get_count("num_hidden_layers")
+    is_full = index % 4 == 3 or (num_layers < 4 and index == num_layers - 1)
+    return FULL_ATTENTION if is_full else LINEAR_ATTENTION
+
+
+def find_kimi_kind(facts: ConfigFacts, index: int) -> str:
+    """config.json counts layers from one."""
+    own = facts.find_mapping("linear_attn_config")
+    if isinstance(own.get("full_attn_layers"), list) and isinstance(own.get("kda_layers"), list):
+        return FULL_ATTENTION if index + 1 in own["full_attn_layers"] else LINEAR_ATTENTION
+    return FULL_ATTENTION if index and index % 4 == 0 else LINEAR_ATTENTION
+
+
+def find_nemotron_kind(facts: ConfigFacts, index: int) -> str:
+    pattern = facts.find("hybrid_override_pattern")
+    letter = pattern[index] if isinstance(pattern, str) and index < len(pattern) else ""
+    return NEMOTRON_LETTERS.get(letter, (LINEAR_ATTENTION, ONLY_EXPERTS, FULL_ATTENTION, ONLY_MLP)[index % 4])
+
+
+def find_bamba_kind(facts: ConfigFacts, index: int) -> str:
+    return FULL_ATTENTION if index in facts.find_list("attn_layer_indices") else LINEAR_ATTENTION
+
+
+def find_lfm_2_kind(facts: ConfigFacts, index: int) -> str:
+    full = facts.find("full_attn_idxs")
+    return FULL_ATTENTION if full is None or index in facts.find_list("full_attn_idxs") else CONVOLUTION
+
+
+def find_lfm_3_kind(facts: ConfigFacts, index: int) -> str:
+    return FULL_ATTENTION if index % 4 == 2 else SLIDING_ATTENTION if index % 4 == 0 and index else CONVOLUTION
+
+
+def find_lfm_2_size(facts: ConfigFacts, index: int) -> int:
+    size = facts.get_count("block_ff_dim", "intermediate_size")
+    if not facts.find("block_auto_adjust_ff_dim"):
+        return size
+    factor, multiple = facts.find_number("block_ffn_dim_multiplier"), facts.find_count("block_multiple_of") or 1
+    size = int((1.0 if factor is None else factor) * int(2 * size / 3))
+    return -(-size // multiple) * multiple
+
+
+QWEN_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+MAMBA_PROJECTIONS = ("in_proj", "out_proj")
+LFM_MLP = ("w1", "w3", "w2")
+QWEN_3_5 = Family(
+    linear_extras=QWEN_PROJECTIONS,
+    query_key_norm="head",
+    mlp_bias=False,
+    kind_of_layer=find_qwen_kind,
+    attention_gate="elements",
+    recurrence="delta_net",
+    other_kinds=(LINEAR_ATTENTION,),
+    refused=refusals.LINEAR,
+)
+QWEN_EXPERTS = replace(
+    QWEN_3_5,
+    linear_extras=(*QWEN_PROJECTIONS, "shared_expert_gate"),
+    shared_size=share_by_size("shared_expert_intermediate_size"),
+    has_shared_gate=True,
+)
+
+HYBRIDS: dict[str, Family] = {
+    "qwen3_next": replace(QWEN_EXPERTS, linear_extras=("in_proj_qkvz", "in_proj_ba", "out_proj")),
+    "qwen3_5_text": QWEN_3_5,
+    "qwen3_5_moe_text": QWEN_EXPERTS,
+    "olmo_hybrid": Family(
+        linear_extras=("a_proj", "b_proj", "g_proj"),
+        query_key_norm="full",
+        mlp_bias=False,
+        kind_of_layer=find_olmo_kind,
+        recurrence="delta_net",
+        other_kinds=(LINEAR_ATTENTION,),
+        refused=refusals.LINEAR,
+    ),
+    "kimi_linear": Family(
+        attention_modules=LATENT_PROJECTIONS,
+        linear_extras=("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),
+        latent=True,
+        mlp_bias=False,
+        kind_of_layer=find_kimi_kind,
+        has_experts=follow_dense_layers("first_k_dense_replace", 1),
+        shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
+        recurrence="kimi_delta",
+        other_kinds=(LINEAR_ATTENTION,),
+        refused=refusals.LINEAR,
+    ),
+    "nemotron_h": Family(
+        mlp_modules=PLAIN_MLP,
+        linear_extras=(
+            *MAMBA_PROJECTIONS,
+            ("fc1_latent_proj", "moe_latent_size"),
+            ("fc2_latent_proj", "moe_latent_size"),
+        ),
+        norms_per_layer=1,
+        is_mlp_gated=False,
+        kind_of_layer=find_nemotron_kind,
+        shared_size=share_by_size("moe_shared_expert_intermediate_size"),
+        recurrence="mamba2",
+        recurrence_bias="use_bias",
+        recurrence_out_bias="use_bias",
+        recurrence_conv_bias="use_conv_bias",
+        other_kinds=(LINEAR_ATTENTION, ONLY_EXPERTS, ONLY_MLP),
+        refused=refusals.MAMBA,
+    ),
+    "granitemoehybrid": Family(
+        mlp_bias=False,
+        mlp_modules=("input_linear", "output_linear"),
+        linear_extras=MAMBA_PROJECTIONS,
+        kind_of_layer=lambda facts, index: LINEAR_ATTENTION,
+        shared_size=share_by_size("shared_intermediate_size"),
+        dense_size=lambda facts, index: facts.get_count("shared_intermediate_size"),
+        attention_scale="attention_multiplier",
+        recurrence="mamba2",
+        recurrence_bias="mamba_proj_bias",
+        recurrence_out_bias="mamba_proj_bias",
+        recurrence_conv_bias="mamba_conv_bias",
+        other_kinds=(LINEAR_ATTENTION,),
+        refused=refusals.MAMBA,
+    ),
+    "falcon_h1": Family(
+        linear_extras=MAMBA_PROJECTIONS,
+        kind_of_layer=lambda facts, index: HYBRID,
+        recurrence="mamba2",
+        recurrence_bias="mamba_proj_bias",
+        recurrence_out_bias="projectors_bias",
+        recurrence_conv_bias="mamba_conv_bias",
+        norms_recurrence="mamba_rms_norm",
+        other_kinds=(HYBRID,),
+        refused=refusals.MAMBA,
+    ),
+    "bamba": Family(
+        linear_extras=MAMBA_PROJECTIONS,
+        kind_of_layer=find_bamba_kind,
+        recurrence="mamba2",
+        recurrence_bias="mamba_proj_bias",
+        recurrence_out_bias="mamba_proj_bias",
+        recurrence_conv_bias="mamba_conv_bias",
+        other_kinds=(LINEAR_ATTENTION,),
+        refused=refusals.MAMBA,
+    ),
+    "lfm2": Family(
+        attention_modules=("q_proj", "k_proj", "v_proj", "out_proj"),
+        mlp_modules=LFM_MLP,
+        linear_extras=("in_proj",),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        query_key_norm="head",
+        kind_of_layer=find_lfm_2_kind,
+        dense_size=find_lfm_2_size,
+        other_kinds=(CONVOLUTION,),
+        refused=refusals.CONVOLUTION,
+    ),
+    "lfm2_moe": Family(
+        attention_modules=("q_proj", "k_proj", "v_proj", "out_proj"),
+        mlp_modules=LFM_MLP,
+        linear_extras=("in_proj",),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        query_key_norm="head",
+        kind_of_layer=find_lfm_2_kind,
+        has_experts=follow_dense_layers("num_dense_layers", 2),
+        other_kinds=(CONVOLUTION,),
+        refused=refusals.CONVOLUTION,
+    ),
+    "lfm3": Family(
+        mlp_modules=LFM_MLP,
+        linear_extras=("in_proj", "out_proj", "g_proj"),
+        mlp_bias=False,
+        query_key_norm="head",
+        attention_gate="heads",
+        is_gated="use_attention_gate",
+        has_post_norms="use_sandwich_norm",
+        kind_of_layer=find_lfm_3_kind,
+        other_kinds=(CONVOLUTION,),
+        refused=refusals.CONVOLUTION,
+    ),
+}

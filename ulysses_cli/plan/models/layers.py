@@ -1,0 +1,143 @@
+"""What a decoder layer is made of: mixers, which read other tokens, and an MLP, with the sizes that memory, operations
+and legal sp sizes depend on.
+
+Plain values; config_layers.py reads them from config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (MLA): keys and values are made from `kv_rank` numbers per token, queries from
+    `query_rank` (None: from the hidden state). The last `rope_dim` numbers of a key are the same in all heads."""
+
+    query_rank: int | None
+    kv_rank: int
+    rope_dim: int
+
+
+@dataclass(frozen=True)
+class AttentionMixer:
+    """Softmax attention. `window_tokens`: None reaches back to the document's start. `keys_are_values`: one projection
+    makes both. `borrows_kv`: an earlier layer's keys and values are used. `gate_width`: outputs are multiplied with
+    this many gates per token, made by a projection of their own."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    window_tokens: int | None = None
+    has_sinks: bool = False
+    keys_are_values: bool = False
+    borrows_kv: bool = False
+    gate_width: int = 0
+    latent: Latent | None = None
+
+
+@dataclass(frozen=True)
+class DeltaNetMixer:
+    """Gated delta net: a convolution over queries, keys and values, then a state [key_head_dim, value_head_dim] for
+    each value head."""
+
+    num_key_heads: int
+    num_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_tokens: int
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_heads * self.value_head_dim
+
+
+@dataclass(frozen=True)
+class KimiDeltaMixer:
+    """Kimi delta attention: a delta net whose state decays by a factor of its own in each key channel."""
+
+    num_heads: int
+    head_dim: int
+    conv_tokens: int
+
+    @property
+    def conv_channels(self) -> int:
+        return 3 * self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Mamba2Mixer:
+    """Mamba2: a convolution, then a scan with a state [head_dim, state_dim] for each head. `num_groups` groups of heads
+    share what writes and reads the state (B and C)."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    conv_tokens: int
+    chunk_tokens: int
+
+    @property
+    def conv_channels(self) -> int:
+        return self.num_heads * self.head_dim + 2 * self.num_groups * self.state_dim
+
+
+@dataclass(frozen=True)
+class ConvolutionMixer:
+    """A short convolution over `conv_channels` channels. It has no heads, so that any sp size serves."""
+
+    conv_channels: int
+    conv_tokens: int
+
+
+Mixer = AttentionMixer | DeltaNetMixer | KimiDeltaMixer | Mamba2Mixer | ConvolutionMixer
+
+
+@dataclass(frozen=True)
+class DenseMlp:
+    """`is_gated`: three matrices instead of two."""
+
+    inner_size: int
+    is_gated: bool = True
+
+
+@dataclass(frozen=True)
+class ExpertsMlp:
+    """`shared_size`: the inner size of the expert that every token goes to; 0: there is none."""
+
+    num_experts: int
+    num_per_token: int
+    inner_size: int
+    shared_size: int = 0
+    is_gated: bool = True
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer. Most have one mixer and an MLP; Falcon-H1 has two mixers side by side, Nemotron-H either a
+    mixer or an MLP."""
+
+    mixers: tuple[Mixer, ...]
+    mlp: DenseMlp | ExpertsMlp | None
+    num_parameters: int = 0
+
+    @property
+    def attention(self) -> AttentionMixer | None:
+        return next((mixer for mixer in self.mixers if isinstance(mixer, AttentionMixer)), None)
+
+    @property
+    def window_tokens(self) -> int | None:
+        """Tokens that its attention reaches back; None: to the document's start."""
+        return self.attention.window_tokens if self.attention else None
+
+    @property
+    def num_experts(self) -> int:
+        return self.mlp.num_experts if isinstance(self.mlp, ExpertsMlp) else 0
+
+    def without_window(self) -> Layer:
+        """The same layer as far as memory is concerned."""
+        mixers = (
+            replace(mixer, window_tokens=None) if isinstance(mixer, AttentionMixer) else mixer for mixer in self.mixers
+        )
+        return replace(self, mixers=tuple(mixers))
