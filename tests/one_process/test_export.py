@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.checkpoints import save_as_ranks
-from support.families import make_config
+from support.families import TELLING, make_config
 from support.training import make_recipe
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,9 @@ def read_names(folder: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=() if name in TELLING else pytest.mark.full) for name in sorted(FAMILIES)]
+)
 def test_a_family_is_exported_as_transformers_saves_it(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

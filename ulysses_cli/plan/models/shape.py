@@ -171,7 +171,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         num_parameters=count_model(layers, facts, family) if family else None,
         inexact=find_inexact(facts, family),
         has_router_loss=bool(facts.find("output_router_logits")),
-        logits_divisor=facts.find_number("logits_scaling") or 1.0,
+        logits_divisor=(facts.find_number("logits_scaling") or 1.0) / (facts.find_number("logit_scale") or 1.0),
         other_dropouts=tuple((each, rate) for each in DROPOUTS if (rate := facts.find_number(each))),
     )
 

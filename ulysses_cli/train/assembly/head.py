@@ -22,7 +22,8 @@ HEAD_TOLERANCE = 0.02  # bfloat16 keeps 8 bits; a lost scale or softcap costs fa
 def read_head_rule(config: PretrainedConfig, z_loss_weight: float) -> HeadRule:
     """The rule of known families. check_head detects a model that does anything else."""
     softcap, divisor = getattr(config, "final_logit_softcapping", None), getattr(config, "logits_scaling", None)
-    return HeadRule(softcap, float(divisor or 1.0), z_loss_weight)
+    factor = getattr(config, "logit_scale", None)  # of Cohere's models
+    return HeadRule(softcap, float(divisor or 1.0) / float(factor or 1.0), z_loss_weight)
 
 
 @torch.no_grad()

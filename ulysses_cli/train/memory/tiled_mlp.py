@@ -19,8 +19,8 @@ from ulysses_cli.train.memory.saved_results import save_for_recompute
 from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_whole, split_tokens
 
 # A layer that has one of these after its MLP needs the MLP's output again in the backward.
-NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
-LAST_LINEARS = ("down_proj", "w2", "output_linear")  # by which a dense MLP is recognised
+NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2", "post_ffn_norm")
+LAST_LINEARS = ("down_proj", "fc2", "c_proj", "w2", "output_linear")  # by which a dense MLP is recognised
 
 
 def tile_mlps(
@@ -45,7 +45,9 @@ def tile_mlps(
 
 
 def _get_last_linear(block: nn.Module) -> nn.Module | None:
-    return next((getattr(block, name) for name in LAST_LINEARS if hasattr(block, name)), None)
+    """Experts that stand beside an MLP have a tensor of that name, and are no MLP."""
+    found = (getattr(block, name, None) for name in LAST_LINEARS)
+    return next((each for each in found if isinstance(each, nn.Module)), None)
 
 
 class _NotLastError(Exception):
