@@ -16,7 +16,7 @@ CHANGES = {"gemma2": {"final_logit_softcapping": 0.5}, "granite": {"logits_scali
 
 
 @pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if not family.refused])
-def test_the_heads_rule_gives_every_familys_own_logits(model_type: str) -> None:
+def test_the_head_gives_every_familys_own_logits(model_type: str) -> None:
     assert set(OWN_VALUES) <= set(FAMILIES)
     model = make_model(model_type, "eager", **CHANGES.get(model_type, {})).eval()
     ids = torch.arange(3, 20)[None]
