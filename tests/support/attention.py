@@ -16,6 +16,7 @@ class Problem:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 8
+    value_dim: int = 0  # 0: as wide as keys
     lengths: tuple[int, ...] = (16,)
     batch: int = 1
     window: int | None = None
@@ -30,6 +31,11 @@ class Problem:
         """Returns the tokens of one row."""
         return sum(self.lengths) // self.batch
 
+    @property
+    def width(self) -> int:
+        """Returns the numbers of one value."""
+        return self.value_dim or self.dim
+
 
 def make_tensors(problem: Problem, seed: int = 0) -> dict[str, Tensor]:
     """Returns q, k, v and dout [B, row, heads, dim] and sinks [heads], the same on every rank."""
@@ -42,9 +48,9 @@ def make_tensors(problem: Problem, seed: int = 0) -> dict[str, Tensor]:
     return {
         "q": draw(*shape, problem.heads, problem.dim),
         "k": draw(*shape, problem.kv_heads, problem.dim),
-        "v": draw(*shape, problem.kv_heads, problem.dim),
+        "v": draw(*shape, problem.kv_heads, problem.width),
         "sinks": draw(problem.heads),
-        "dout": draw(*shape, problem.heads, problem.dim),
+        "dout": draw(*shape, problem.heads, problem.width),
     }
 
 
@@ -52,7 +58,7 @@ def compute_reference(problem: Problem, tensors: dict[str, Tensor]) -> dict[str,
     """Returns output and gradients in float64."""
     leaves = {name: tensor.double().clone().requires_grad_() for name, tensor in tensors.items() if name != "dout"}
     total = problem.batch * problem.tokens
-    q, k, v = (leaves[name].reshape(total, -1, problem.dim) for name in "qkv")
+    q, k, v = (leaves[name].reshape(total, -1, tensors[name].size(-1)) for name in "qkv")
     group = problem.heads // problem.kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     logits = torch.einsum("qhd,khd->hqk", q, k) * problem.scale
@@ -68,7 +74,7 @@ def compute_reference(problem: Problem, tensors: dict[str, Tensor]) -> dict[str,
     if problem.has_sinks:
         logits = torch.cat([logits, leaves["sinks"][:, None, None].expand(-1, total, 1)], -1)
     out = torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., :total], v)
-    out = out.reshape(problem.batch, problem.tokens, problem.heads, problem.dim)
+    out = out.reshape(problem.batch, problem.tokens, problem.heads, problem.width)
     names = ["q", "k", "v", *(["sinks"] if problem.has_sinks else [])]
     grads = torch.autograd.grad(out, [leaves[name] for name in names], tensors["dout"].double())
     return {"out": out.detach(), **{f"d{name}": grad for name, grad in zip(names, grads, strict=True)}}

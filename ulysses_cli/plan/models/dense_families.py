@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ulysses_cli.plan.models import refusals
 from ulysses_cli.plan.models.config_facts import ConfigFacts
 from ulysses_cli.plan.models.family import (
     FULL_ATTENTION,
@@ -74,7 +73,7 @@ GEMMA_4_EXTRAS = (
     ("per_layer_model_projection", "hidden_size_per_layer_input"),
     ("proj", "enable_moe_block"),
 )
-LATENT = Family(attention_modules=LATENT_PROJECTIONS, latent=True, mlp_bias=False, refused=refusals.LATENT)
+LATENT = Family(attention_modules=LATENT_PROJECTIONS, latent=True, mlp_bias=False)
 
 DENSE: dict[str, Family] = {
     "llama": Family(),

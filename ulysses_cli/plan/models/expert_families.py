@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ulysses_cli.plan.models import refusals
 from ulysses_cli.plan.models.config_facts import ConfigFacts
 from ulysses_cli.plan.models.dense_families import (
     slide,
@@ -85,14 +84,12 @@ EXPERTS: dict[str, Family] = {
     "deepseek_v2": Family(
         attention_modules=LATENT_PROJECTIONS,
         latent=True,
-        refused=refusals.LATENT,
         has_experts=follow_dense_layers("first_k_dense_replace", 0),
         shared_size=share_by_number("n_shared_experts"),
     ),
     "deepseek_v3": Family(
         attention_modules=LATENT_PROJECTIONS,
         latent=True,
-        refused=refusals.LATENT,
         mlp_bias=False,
         has_experts=follow_dense_layers("first_k_dense_replace", 3),
         shared_size=share_by_number("n_shared_experts"),
@@ -141,7 +138,6 @@ EXPERTS: dict[str, Family] = {
     "glm4_moe_lite": Family(
         attention_modules=LATENT_PROJECTIONS,
         latent=True,
-        refused=refusals.LATENT,
         mlp_bias=False,
         has_experts=follow_dense_layers("first_k_dense_replace", 1),
         shared_size=share_by_number("n_shared_experts"),

@@ -21,10 +21,19 @@ from ulysses_cli.train.telemetry.clock import part_of_step
 
 def exchange_in(slices: list[Tensor], spans: Sequence[Spans], axis: SequenceAxis) -> list[Tensor]:
     """Takes tensors [B, S, all heads, D], returns tensors [T, h, D], views of one buffer. `spans` lists which heads of
-    each tensor each rank gets.
+    each tensor each rank gets. Neighbours with the same D share a collective; each other D has one of its own.
 
     `slices` is emptied: each tensor is released as soon as it is copied.
     """
+    rows = []
+    for part in _list_groups(slices):
+        group = slices[: part.stop - part.start]
+        del slices[: len(group)]
+        rows += _exchange_group_in(group, spans[part], axis)
+    return rows
+
+
+def _exchange_group_in(slices: list[Tensor], spans: Sequence[Spans], axis: SequenceAxis) -> list[Tensor]:
     if axis.group is None:
         parts = [
             part[:, :, rank_spans[0].start : rank_spans[0].stop] for part, rank_spans in zip(slices, spans, strict=True)
@@ -61,7 +70,31 @@ def exchange_out(
 
     Heads that went to several ranks come back as a sum. `parts` is emptied: each is released as soon as it is copied.
     """
-    adds = adds or [False] * len(parts)
+    adds, results = adds or [False] * len(parts), list[Tensor]()
+    for part in _list_groups(parts):
+        group = parts[: part.stop - part.start]
+        del parts[: len(group)]
+        own = None if into is None else into[part]
+        results += _exchange_group_out(group, spans[part], axis, batch, own, num_heads[part], adds[part])
+    return results
+
+
+def _list_groups(tensors: Sequence[Tensor]) -> list[slice]:
+    """Runs of neighbours with the same D. All ranks have the same shapes, and so the same runs."""
+    dims = [tensor.size(-1) for tensor in tensors]
+    starts = [at for at, dim in enumerate(dims) if at == 0 or dim != dims[at - 1]]
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(dims)], strict=True)]
+
+
+def _exchange_group_out(
+    parts: list[Tensor],
+    spans: Sequence[Spans],
+    axis: SequenceAxis,
+    batch: int,
+    into: Sequence[Tensor] | None,
+    num_heads: Sequence[int],
+    adds: Sequence[bool],
+) -> Sequence[Tensor]:
     if axis.group is None:
         if into is None:
             return [part.unflatten(0, (batch, -1)) for part in parts]

@@ -39,15 +39,16 @@ def ulysses_attention(
 ) -> Tensor:
     """Exact causal attention inside documents of rows that are split over the ranks of `axis`.
 
-    Takes q [B, S, heads, D], k and v [B, S, kv_heads, D], any strides; returns [B, S, heads, D]. `documents` describes
-    the whole rows. Collective over the axis, with the same shapes on all its ranks: each call is two all-to-alls.
+    Takes q [B, S, heads, D], k [B, S, kv_heads, D] and v [B, S, kv_heads, V], any strides; returns [B, S, heads, V].
+    `documents` describes the whole rows. Collective over the axis, with the same shapes on all its ranks: each call is
+    two all-to-alls, or three where V is not D.
     """
     batch, tokens, heads, dim = q.shape
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype or tensor.shape != (batch, tokens, k.size(2), dim):
+    for name, tensor, width in (("k", k, dim), ("v", v, v.size(3))):
+        if tensor.dtype != q.dtype or tensor.shape != (batch, tokens, k.size(2), width):
             raise ValueError(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}; with q {q.dtype} {list(q.shape)} it must be {q.dtype} "
-                f"{[batch, tokens, k.size(2), dim]}"
+                f"{[batch, tokens, k.size(2), width]}"
             )
     documents.check_num_tokens(batch, tokens, axis.size)
     plan = plan_heads(heads, k.size(2), axis.size, num_head_chunks)
@@ -78,7 +79,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
-        ctx.call, ctx.num_kv_heads = call, k.size(2)
+        ctx.call, ctx.num_kv_heads, ctx.dim = call, k.size(2), q.size(3)
         ctx.saves_rows = len(call.plan.chunks) == 1 and not call.saves_output
         if ctx.saves_rows:
             rows, result, lse = _attend_at_once(q, k, v, sinks, call)
@@ -108,7 +109,7 @@ def _attend_by_chunks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cal
         _, result, lse = _attend_at_once(q, k, v, sinks, call)
         spans = [call.plan.chunks[0].queries]
         return exchange_out([result], spans, call.axis, q.size(0), num_heads=[q.size(2)])[0], lse
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty((*q.shape[:3], v.size(3)), dtype=q.dtype, device=q.device)
     all_lse = []
     for chunk in call.plan.chunks:
         rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], call.axis)
@@ -140,7 +141,7 @@ def _backward_at_once(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     del rows, result, drows
     if not call.plan.adds_up:
         return *exchange_out(grads, spans, call.axis, batch, num_heads=counts), dsinks, None
-    into = _make_gradients(dout, counts, adds=True)
+    into = _make_gradients(dout, counts, ctx.dim, adds=True)
     exchange_out(grads, spans, call.axis, batch, into, adds=[False, True, True])
     return *(grad.to(dout.dtype) for grad in into), dsinks, None
 
@@ -149,7 +150,7 @@ def _backward_by_chunks(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     call: _Call = ctx.call
     q, k, v, out, sinks, *all_lse = ctx.saved_tensors
     counts, adds = [q.size(2), k.size(2), k.size(2)], call.plan.adds_up
-    into = _make_gradients(dout, counts, adds=adds)
+    into = _make_gradients(dout, counts, ctx.dim, adds=adds)
     wanted_sinks = sinks if ctx.needs_input_grad[3] else None
     total_dsinks: Tensor | None = None
     for chunk, lse in zip(call.plan.chunks, all_lse, strict=True):
@@ -164,14 +165,16 @@ def _backward_by_chunks(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return *(grad.to(dout.dtype) for grad in into), total_dsinks, None
 
 
-def _make_gradients(dout: Tensor, counts: Sequence[int], *, adds: bool) -> list[Tensor]:
-    """Allocates gradients. With `adds`, those of keys and values are sums, in float32 or better."""
-    batch, tokens, _, dim = dout.shape
+def _make_gradients(dout: Tensor, counts: Sequence[int], dim: int, *, adds: bool) -> list[Tensor]:
+    """Allocates gradients; queries and keys have `dim` numbers. With `adds`, those of keys and values are sums, in
+    float32 or better."""
+    batch, tokens, _, value_dim = dout.shape
     precision = torch.promote_types(dout.dtype, torch.float32) if adds else dout.dtype
     dtypes = (dout.dtype, precision, precision)
     make = torch.zeros if adds else torch.empty
     return [
-        make(batch, tokens, n, dim, dtype=dtype, device=dout.device) for n, dtype in zip(counts, dtypes, strict=True)
+        make(batch, tokens, n, width, dtype=dtype, device=dout.device)
+        for n, dtype, width in zip(counts, dtypes, (dim, dim, value_dim), strict=True)
     ]
 
 

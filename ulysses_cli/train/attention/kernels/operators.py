@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
+from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from ulysses_cli.plan.flops import count_pairs
@@ -54,13 +55,13 @@ def attend(
     window_tokens: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside documents. Returns out, shaped like q, and log-sum-exp [heads, tokens]. A sink is a logit
-    of its head with weight but no value: it only raises the log-sum-exp, so any kernel that returns that supports
-    sinks."""
+    """Causal attention inside documents. Returns out [tokens, heads, V] and log-sum-exp [heads, tokens]. A sink is a
+    logit of its head with weight but no value: it only raises the log-sum-exp, so any kernel that returns that
+    supports sinks."""
     documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
-        out, lse = KERNELS[kernel].forward(q, k, v, documents, rule)
-        out, lse = out.contiguous(), lse.contiguous()
+        out, lse = KERNELS[kernel].forward(*_widen(q, k, v), documents, rule)
+        out, lse = out[..., : v.size(2)].contiguous(), lse.contiguous()
         if sinks is None:
             return out, lse
         raised = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -73,7 +74,7 @@ def _(
     kernel: str, scale: float, window_tokens: int | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     precision = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty((q.size(1), q.size(0)), dtype=precision)
+    return q.new_empty((*q.shape[:2], v.size(2))), q.new_empty((q.size(1), q.size(0)), dtype=precision)
 
 
 @library.custom_op("ulysses::attend_backward", mutates_args=())
@@ -95,7 +96,7 @@ def attend_backward(
     it computes the weights as exp(logit - lse) and their mean from dout and out, and both already include the sink."""
     documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
-        dq, dk, dv = KERNELS[kernel].backward(dout, q, k, v, out, lse, documents, rule)
+        dq, dk, dv = _call_backward(kernel, dout, q, k, v, out, lse, documents, rule)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -117,7 +118,24 @@ def run_backward(
         grads: tuple[Tensor, Tensor, Tensor] = attend_backward(dout, q, k, v, out, lse, *options)
         return grads
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
-        return KERNELS[kernel].backward(dout, q, k, v, out, lse, Documents(tuple(lengths), cu_seqlens), Rule(*rule))
+        documents = Documents(tuple(lengths), cu_seqlens)
+        return _call_backward(kernel, dout, q, k, v, out, lse, documents, Rule(*rule))
+
+
+def _call_backward(
+    kernel: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *row: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where values are narrower than keys, the gradient of what was filled up is dropped; it is zero."""
+    wide = _widen(dout, q, k, v, out)
+    dq, dk, dv = KERNELS[kernel].backward(*wide, lse, *row)
+    return dq[..., : q.size(2)], dk[..., : k.size(2)], dv[..., : v.size(2)]
+
+
+def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Fills up heads with zeros to one width, which kernels expect: zeros add nothing to a logit, and a zero of a value
+    makes a zero of the output."""
+    width = max(tensor.size(2) for tensor in tensors)
+    return tuple(tensor if tensor.size(2) == width else pad(tensor, (0, width - tensor.size(2))) for tensor in tensors)
 
 
 def compute_sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -132,11 +150,11 @@ def compute_sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor)
 
 @register_flop_formula(torch.ops.ulysses.attend)
 def _count_forward_flops(q: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    lengths, window_tokens = args[4], args[7]
-    return 4 * q[1] * q[2] * sum(count_pairs(length, window_tokens) for length in lengths)
+    lengths, window_tokens, value = args[4], args[7], args[1]
+    return 2 * q[1] * (q[2] + value[2]) * sum(count_pairs(length, window_tokens) for length in lengths)
 
 
 @register_flop_formula(torch.ops.ulysses.attend_backward)
 def _count_backward_flops(dout: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    lengths, window_tokens = args[6], args[9]
-    return 10 * dout[1] * dout[2] * sum(count_pairs(length, window_tokens) for length in lengths)
+    lengths, window_tokens, query = args[6], args[9], args[0]
+    return 2 * dout[1] * (3 * query[2] + 2 * dout[2]) * sum(count_pairs(length, window_tokens) for length in lengths)
