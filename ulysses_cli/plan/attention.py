@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ulysses_cli.plan.models.layers import AttentionMixer
+from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import AttentionName
 
 Device = Literal["cuda", "cpu"]
@@ -22,6 +24,24 @@ class Need:
     has_softcap: bool = False
     has_sinks: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+def list_needs(shape: ModelShape, dtype: Literal["bfloat16", "float32"]) -> dict[Need, tuple[AttentionMixer, ...]]:
+    """What each kind of attention in a model needs, with its layers. Kinds differ in the width of their heads, where
+    values that are narrower than keys count as wide as keys."""
+    by_width: dict[int, list[AttentionMixer]] = {}
+    for mixer in shape.attentions:
+        by_width.setdefault(max(mixer.head_dim, mixer.value_head_dim), []).append(mixer)
+    return {
+        Need(
+            head_dim=width,
+            has_window=any(mixer.window_tokens is not None for mixer in mixers),
+            has_softcap=shape.attention_softcap is not None,
+            has_sinks=any(mixer.has_sinks for mixer in mixers),
+            dtype=dtype,
+        ): tuple(mixers)
+        for width, mixers in (by_width or {shape.head_dim: []}).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -66,7 +86,7 @@ BACK_ENDS: dict[str, BackEnd] = {
     "cudnn": BackEnd(
         "cuDNN through torch, one document at a time", max_head_dim=128, has_window=False, has_softcap=False
     ),
-    "flex_attention": BackEnd("torch's compiled flex attention", max_head_dim=256, head_dim_multiple=16),
+    "flex_attention": BackEnd("torch's compiled flex attention", max_head_dim=512, head_dim_multiple=16),
     "sdpa": BackEnd(
         "torch's own flash attention where it serves, otherwise plain torch in blocks; serves everything",
         devices=("cuda", "cpu"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from ulysses_cli.plan.attention import BACK_ENDS, Device, Need, list_able
+from ulysses_cli.plan.attention import BACK_ENDS, Device, list_able, list_needs
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.models.refusals import UNSERVED
 from ulysses_cli.plan.models.shape import ModelShape
@@ -117,13 +117,12 @@ def check_attention(recipe: Recipe, shape: ModelShape) -> Problems:
     """The named back end serves this model on this device."""
     device: Device = "cpu" if recipe.run.device == "cpu" else "cuda"
     dtype: Literal["bfloat16", "float32"] = recipe.model.dtype
-    need = Need(shape.head_dim, bool(shape.windows), shape.attention_softcap is not None, shape.has_sinks, dtype)
-    name = recipe.model.attn_implementation
-    obstacle = "" if name == "auto" else BACK_ENDS[name].find_obstacle(need, device)
+    name, needs = recipe.model.attn_implementation, list_needs(shape, dtype)
+    obstacles = ("" if name == "auto" else BACK_ENDS[name].find_obstacle(need, device) for need in needs)
+    obstacle = next(filter(None, obstacles), "")
     if obstacle:
-        yield Problem(
-            "model.attn_implementation", f"{name} {obstacle}", f"use auto, {_list_choices(list_able(need, device))}"
-        )
+        able = [each for each in BACK_ENDS if all(each in list_able(need, device) for need in needs)]
+        yield Problem("model.attn_implementation", f"{name} {obstacle}", f"use auto, {_list_choices(able)}")
 
 
 def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:

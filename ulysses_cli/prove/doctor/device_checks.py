@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ulysses_cli.plan.attention import BACK_ENDS, Need
+from ulysses_cli.plan.attention import BACK_ENDS, Need, list_needs
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding
 from ulysses_cli.prove.ranks.ranks import RankFailureError, run_on_ranks
@@ -96,29 +96,36 @@ def check_kernels(target: CheckTarget) -> Iterator[Finding]:
     """Forward and backward of each kernel on packed documents, compared with the definition of attention."""
     device = torch.device("cuda", 0) if target.device == "cuda" else torch.device("cpu")
     shape, recipe = target.shape, target.recipe
-    need, window = Need(64, dtype="bfloat16"), None
+    needs, window = [Need(64, dtype="bfloat16")], None
     if shape is not None and recipe is not None:
         window = min(shape.windows) if shape.windows else None
-        softcap, dtype = shape.attention_softcap is not None, recipe.model.dtype
-        need = Need(shape.head_dim, bool(shape.windows), softcap, shape.has_sinks, dtype)
+        needs = list(list_needs(shape, recipe.model.dtype))
     requested = recipe.model.attn_implementation if recipe else "auto"
+    for need in needs:
+        title = "" if len(needs) == 1 else f", heads of {need.head_dim}"
+        yield from _check_kernels_of(need, title, requested, device, window if need.has_window else None)
+
+
+def _check_kernels_of(
+    need: Need, title: str, requested: str, device: torch.device, window: int | None
+) -> Iterator[Finding]:
     num_exact = 0
     for name, back_end in BACK_ENDS.items():
         obstacle = back_end.find_obstacle(need, "cuda" if device.type == "cuda" else "cpu")
         obstacle = obstacle or KERNELS[name].find_missing()
         if obstacle:  # it cannot be run here
             verdict: Verdict = "FAIL" if name == requested else "SKIP"
-            yield Finding(name, verdict, obstacle, "model.attn_implementation=auto")
+            yield Finding(f"{name}{title}", verdict, obstacle, "model.attn_implementation=auto")
             continue
         try:
             choose_kernel(name, need, device, window)
         except ValueError as error:
             reason = str(error).removeprefix(f"attention {name} ").partition(";")[0]
             fix = "model.attn_implementation=auto" if name == requested else ""  # auto skips it
-            yield Finding(name, "FAIL" if name == requested else "WARN", reason, fix)
+            yield Finding(f"{name}{title}", "FAIL" if name == requested else "WARN", reason, fix)
             continue
         num_exact += 1
-        yield Finding(name, "PASS", f"exact: forward and backward, head_dim {need.head_dim}, {need.dtype}")
+        yield Finding(f"{name}{title}", "PASS", f"exact: forward and backward, head_dim {need.head_dim}, {need.dtype}")
     if not num_exact:
         yield Finding("attention", "FAIL", "no kernel is exact here", "pip install a torch built for this GPU")
 

@@ -80,7 +80,7 @@ def record_steps(
         weights=recorder.read_weights(),
         eval_loss=float(evaluated["loss"]),
         eval_tokens=int(evaluated["tokens"]),
-        probes=[*probes, *_probe_window(shape, groups, built.kernel.name, device)],
+        probes=[*probes, *_probe_window(shape, groups, built.kernel.pick(shape.head_dim), device)],
     )
 
 

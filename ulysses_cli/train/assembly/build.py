@@ -75,7 +75,7 @@ def build(
     report(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
     stretch_positions(config, recipe, plan.resolved)
-    attention = register_attention(groups.sp_axis, kernel.name, plan.levers.head_chunks)
+    attention = register_attention(groups.sp_axis, kernel.by_head_dim or kernel.name, plan.levers.head_chunks)
     model = _load_model(plan, groups, config, attention, device, ds_config, parts, report)
     serve_layers(model, recipe, groups.sp_axis)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from ulysses_cli.plan.attention import Need
+from ulysses_cli.plan.attention import list_needs
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.train.assembly.adapters import add_adapters
 from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained, start_from_random
-from ulysses_cli.train.attention.kernels.choice import KernelChoice, KernelWorkload, choose_kernel
+from ulysses_cli.train.attention.kernels.choice import KernelChoice, KernelWorkload, choose_kernel, join_choices
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
 
@@ -34,21 +34,20 @@ def choose_common_kernel(plan: RunPlan, groups: Groups, device: torch.device, le
     """Collective over all ranks. Rank 0 tries and times the kernels; all use its choice, since times differ from rank
     to rank. `lengths`: document lengths of one row of the run, on which kernels are timed."""
     shape, recipe = plan.shape, plan.recipe
-    need = Need(
-        head_dim=shape.head_dim,
-        has_window=bool(shape.windows),
-        has_softcap=shape.attention_softcap is not None,
-        has_sinks=shape.has_sinks,
-        dtype=recipe.model.dtype,
-    )
     choice: KernelChoice | str | None = None
     if groups.is_first:
         try:
-            window = min(shape.windows) if shape.windows else None
-            heads = max(1, shape.num_heads // groups.sp_axis.size // plan.levers.head_chunks)
-            kv_heads = max(1, heads * shape.num_kv_heads // shape.num_heads)
-            work = KernelWorkload(tuple(lengths), heads, kv_heads) if lengths else KernelWorkload()
-            choice = choose_kernel(recipe.model.attn_implementation, need, device, window, work)
+            choices = {}
+            for need, mixers in list_needs(shape, recipe.model.dtype).items():
+                window = min(shape.windows) if need.has_window else None
+                num_heads, num_kv_heads = (
+                    (mixers[0].num_heads, mixers[0].num_kv_heads) if mixers else (shape.num_heads, shape.num_kv_heads)
+                )
+                heads = max(1, num_heads // groups.sp_axis.size // plan.levers.head_chunks)
+                kv_heads = max(1, heads * num_kv_heads // num_heads)
+                work = KernelWorkload(tuple(lengths), heads, kv_heads) if lengths else KernelWorkload()
+                choices[need.head_dim] = choose_kernel(recipe.model.attn_implementation, need, device, window, work)
+            choice = join_choices(choices)
         except ValueError as error:
             choice = str(error)
     choice = gather_values(choice, groups.host_group)[0]

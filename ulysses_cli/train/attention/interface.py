@@ -9,6 +9,7 @@ step.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ IGNORED_ARGUMENTS = frozenset(
 )
 
 
-def register_attention(axis: SequenceAxis, kernel: str, num_head_chunks: int = 1) -> str:
+def register_attention(axis: SequenceAxis, kernel: str | Mapping[int, str], num_head_chunks: int = 1) -> str:
     """Registers an attention implementation. Returns its name, for `attn_implementation`. Each call registers another,
     so that one process can hold models of different groups. Heads are read from the tensors."""
 
@@ -69,7 +70,7 @@ def register_attention(axis: SequenceAxis, kernel: str, num_head_chunks: int = 1
             documents,
             rule,
             axis=axis,
-            kernel=kernel,
+            kernel=kernel if isinstance(kernel, str) else kernel[max(query.size(-1), value.size(-1))],
             sinks=s_aux,
             num_head_chunks=num_head_chunks,
         )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,10 +22,15 @@ from ulysses_cli.train.attention.kernels.rule import Rule
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel of a run, and why it was chosen."""
+    """The kernel of a run, and why it was chosen. `by_head_dim`: where layers differ in the width of their heads, the
+    kernel of each width."""
 
     name: str
     reason: str
+    by_head_dim: Mapping[int, str] = field(default_factory=dict)
+
+    def pick(self, head_dim: int) -> str:
+        return self.by_head_dim.get(head_dim, self.name)
 
 
 # Largest relative error of any token's head against float32. bfloat16 keeps 8 bits and rounds inputs, weights and
@@ -86,6 +91,18 @@ def choose_kernel(
         reason = f"fastest of those exact here, forward and backward of {timed}: {times}"
         reason += f"; passed over: {'; '.join(notes)}" if notes else ""
     return KernelChoice(best, reason)
+
+
+def join_choices(choices: Mapping[int, KernelChoice]) -> KernelChoice:
+    """Takes the choice for each width of heads. One that serves all widths has one name."""
+    names = {width: choice.name for width, choice in choices.items()}
+    if len(names) == 1:
+        return next(iter(choices.values()))
+    reason = "; ".join(f"heads of {width}: {choice.reason}" for width, choice in choices.items())
+    if len(set(names.values())) == 1:
+        return KernelChoice(next(iter(names.values())), reason)
+    name = " and ".join(f"{name} (heads of {width})" for width, name in names.items())
+    return KernelChoice(name, reason, names)
 
 
 def _list_rules(need: Need, window_tokens: int | None) -> list[Rule]:

@@ -12,6 +12,13 @@ from ulysses_cli.train.attention.documents import Documents, walk_bounds
 from ulysses_cli.train.attention.kernels.rule import Rule
 
 FLEX_BLOCK = 128
+MAX_USUAL_DIM = 256
+# Blocks of torch's own choice for wider heads exceed a GPU's shared memory: a block of 32 tokens of 512 bfloat16 is
+# 32 KB, and a kernel holds three of them forward, six backward.
+WIDE_OPTIONS = {
+    "BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32,
+    "num_stages": 1, "num_warps": 8,
+}  # fmt: skip
 
 
 def forward_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -47,6 +54,7 @@ def _call_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule
     out, aux = compiled(
         *heads, score_mod=apply_softcap if softcap else None, block_mask=mask, scale=rule.scale,
         enable_gqa=q.size(1) != k.size(1), return_aux=AuxRequest(lse=True),
+        kernel_options=WIDE_OPTIONS if q.size(2) > MAX_USUAL_DIM else None,
     )  # fmt: skip
     return out[0].transpose(0, 1), aux.lse[0]
 
