@@ -16,7 +16,6 @@ class Problem:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 8
-    value_dim: int = 0  # 0: as wide as keys
     lengths: tuple[int, ...] = (16,)
     batch: int = 1
     window: int | None = None
@@ -25,6 +24,7 @@ class Problem:
     chunks: int = 1
     dtype: torch.dtype = torch.float64
     scale: float = field(default=0.3)
+    value_dim: int = 0  # 0: as wide as keys
 
     @property
     def tokens(self) -> int:
