@@ -1,0 +1,128 @@
+"""Tests that `verify` passes models with convolutions and recurrences, and detects each fault planted in what splits
+them over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hybrids import HYBRIDS, TINY
+from support.rank_pool import run_on_ranks
+from support.tiers import mark_by
+from test_verify import make_proof, patch
+
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.prove.results import Row
+
+SIZES = {"vocab_size": 260, "max_position_embeddings": 256, "tie_word_embeddings": False, "initializer_range": 0.2}
+
+
+def prove_hybrid(model_type: str, fault: str, folder: Path) -> list[Row]:
+    from ulysses_cli.prove.verify.verify import judge, make_reference, make_task
+
+    config = {**TINY, **HYBRIDS[model_type], **SIZES, "model_type": model_type}
+    proof = make_proof()
+    proof = proof.model_copy(update={"model": proof.model.model_copy(update={"config": config})})
+    shape = read_model_shape(config, "test")
+    task = make_task(proof, shape, folder)
+    results = run_on_ranks(2, trace_with, fault, task)
+    return judge("sp 2", results[0], make_reference(task), shape)
+
+
+def trace_with(fault: str, task: Any) -> Any:
+    from ulysses_cli.prove.verify.verify import trace_on_rank
+
+    patches = FAULTS[fault]()
+    for each in patches:
+        each.start()
+    try:
+        return trace_on_rank(torch.device("cpu"), task)
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def plant_dropped_halo() -> list[Any]:
+    """A slice begins as if nothing came before it."""
+
+    def make(real: Any) -> Any:
+        return lambda slices, num_tokens, num_kept, axis: real(slices, num_tokens, [0] * len(num_kept), axis)
+
+    return [patch("ulysses_cli.train.recurrence.convolution.gather_halo", make)]
+
+
+def plant_kept_state() -> list[Any]:
+    """The state of a document is where the next one begins."""
+    from ulysses_cli.train.attention.documents import make_documents
+
+    def make(real: Any) -> Any:
+        def run(rule: Any, shared: Any, own: Any, parameters: Any, documents: Any) -> Any:
+            return real(rule, shared, own, parameters, make_documents([documents.num_tokens]))
+
+        return run
+
+    return [patch("ulysses_cli.train.recurrence.rules._run_documents", make)]
+
+
+def plant_wrong_group() -> list[Any]:
+    """Each rank gets the B and C of the other one's heads."""
+
+    def make(real: Any) -> Any:
+        def plan(*args: Any) -> Any:
+            right = real(*args)
+            chunks = tuple(replace(chunk, keys=chunk.keys[::-1]) for chunk in right.chunks)
+            wrong = replace(right, chunks=chunks)
+            object.__setattr__(wrong, "list_runs", lambda chunk, rank: right.list_runs(right.chunks[0], rank))
+            return wrong
+
+        return plan
+
+    return [patch("ulysses_cli.train.recurrence.rules.plan_heads", make)]
+
+
+def plant_lost_decay_gradient() -> list[Any]:
+    """The gradient of A_log lacks the share of rank 1's heads."""
+
+    def make(real: Any) -> Any:
+        def scan(original: Any, hidden: Any, dt: Any, b: Any, c: Any, of_heads: Any, documents: Any, axis: Any, options: Any) -> Any:  # fmt: skip  # noqa: E501
+            if axis.rank == 1 and of_heads["A"].requires_grad:
+                decay = of_heads["A"] * 1.0
+                decay.register_hook(torch.zeros_like)
+                of_heads = {**of_heads, "A": decay}
+            return real(original, hidden, dt, b, c, of_heads, documents, axis, options)
+
+        return scan
+
+    return [patch("ulysses_cli.train.recurrence.interface.apply_scan", make)]
+
+
+FAULTS: dict[str, Callable[[], list[Any]]] = {
+    "none": list,
+    "halo": plant_dropped_halo,
+    "state": plant_kept_state,
+    "group": plant_wrong_group,
+    "decay": plant_lost_decay_gradient,
+}
+FOUND_BY = {"halo": "loss", "state": "leak: the first document", "group": "loss", "decay": "gradients"}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=mark_by(False, name == "lfm2")) for name in ("lfm2", "bamba", "qwen3_5_text")],
+)
+def test_without_a_fault_everything_passes(model_type: str, tmp_path: Path) -> None:
+    rows = prove_hybrid(model_type, "none", tmp_path)
+    assert {row.verdict for row in rows} == {"PASS"}, rows
+    assert "leak: the first document" in {row.name for row in rows}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=mark_by(False, fault in ("state", "decay"))) for fault in FOUND_BY]
+)
+def test_a_planted_fault_fails(fault: str, tmp_path: Path) -> None:
+    failed = {row.name: row for row in prove_hybrid("bamba", fault, tmp_path) if row.verdict == "FAIL"}
+    assert FOUND_BY[fault] in failed, failed
