@@ -59,12 +59,13 @@ ORDER: dict[str, list[str]] = {
         *("recipe", "attention", "ds_config", "resolved", "step_parts", "tiles", "ledger", "rules", "speed", "planner"),
     ],
     "run_folder": [
-        *("failure_record", "early_stop", "line_files", "manifest", "archive", "resume", "run_lock", "seal", "run_key"),
+        *("failure_record", "early_stop", "line_files", "manifest", "archive", "bucket", "remote_archive", "resume"),
+        *("run_lock", "seal", "run_key"),
     ],
     "host": ["network", "operator_builds", "children"],
     "launch": [
         *("environments", "hostfile", "nodes", "rendezvous", "start_lock", "results", "failures", "launcher"),
-        *("preflight", "jobs"),
+        *("downloads", "preflight", "jobs"),
     ],
     "data": [
         *("problems", "selection", "sources", "steps", "batching", "transaction", "store", "rows", "packer", "facts"),

@@ -24,6 +24,7 @@ PLAN, PIDS = "FAULTS_PLAN", "FAULTS_PIDS"
 MOMENTS = ("step", "share", "state", "manifest", "rename", "renamed", "prune", "start")
 STEP_SECONDS, SHARE_SECONDS, MAX_OPENS = 0.4, 0.004, 250
 FINAL = re.compile(r"/step-\d+$")
+UPLOADED = re.compile(r"/checkpoints/step-\d+/[^/]+$")  # read after it has its name
 
 
 def draw(seed: int) -> dict[str, Any]:
@@ -208,6 +209,9 @@ class KillAtFile:
                 return is_named
             case "renamed":  # the folder is synced after its checkpoint has its name
                 return event == "open" and path.endswith("/checkpoints") and self.num_saves > self.plan["ahead"]
+            case "upload":
+                self.num_seen += event == "open" and bool(UPLOADED.search(path))
+                return self.num_seen >= self.plan["nth"]
             case "prune":
                 self.is_pruning = self.is_pruning or target.endswith(".gone")
                 self.num_seen += self.is_pruning

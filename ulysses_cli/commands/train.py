@@ -81,6 +81,9 @@ def train(
     RunPod and mpirun say by themselves which machine this is. The machines share a key: ULYSSES_RUN_KEY, or a
     file in run.output_dir on a disk that all machines can read. A machine with another key is refused.
 
+    With run.checkpoint_uri, checkpoints and the model are uploaded while steps go on, and --resume auto on an empty
+    machine downloads the newest valid one.
+
     --resume continues from a checkpoint, with the same rows and losses as a run that never stopped. What may change:
     train.max_steps and train.num_train_epochs (a longer run; the learning rate follows the longer schedule from there
     on), model.attn_implementation, model.trust_remote_code, data.store_dir, data.num_workers, data.pad_to_multiple_of,
@@ -93,6 +96,7 @@ def train(
       ulysses train my.yaml train.max_steps=100 parallel.sp_size=8
       ulysses train my.yaml --resume auto
       ulysses train my.yaml --resume auto train.max_steps=2000
+      ulysses train my.yaml --resume auto run.checkpoint_uri=s3://bucket/mine
       ulysses train my.yaml --nnodes 2 --node-rank 0 --master-addr gpu01
       ulysses train my.yaml --dry-run parallel.dp_shard_size=8
     """
@@ -179,6 +183,7 @@ def _validate(words: list[str], resume: str | None, num_processes: int | None, *
 def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions) -> RunPlace:
     """Finds this machine's part in the run, locks the run's folder, and reports what would stop the run later."""
     from ulysses_cli.launch import preflight
+    from ulysses_cli.launch.downloads import bring_checkpoint
     from ulysses_cli.launch.nodes import find_nodes
     from ulysses_cli.launch.results import check_run_dir
     from ulysses_cli.launch.start_lock import lock_run
@@ -193,6 +198,8 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions) -
     inputs = [path for path in (recipe.model.name_or_path, *(dataset.path for dataset in recipe.data.datasets)) if path]
     if starts_anew:
         or_exit(lambda: check_run_dir(valid.run_dir, inputs, overwrite=options.overwrite))
+    if recipe.run.resume_from_checkpoint == "auto" and not options.dry_run and nodes.rank == 0:
+        or_exit(lambda: bring_checkpoint(valid.loaded, valid.run_dir, printing.print_message))
     obstacles = preflight.find_obstacles(
         valid.loaded,
         processes_here=nodes.processes_here,

@@ -15,6 +15,7 @@ from pathlib import Path
 from ulysses_cli.host.children import find_file_shortage
 from ulysses_cli.host.operator_builds import HINT, find_write_problem
 from ulysses_cli.launch.launcher import count_rank_slots
+from ulysses_cli.plan.files.addresses import SCHEMES, get_scheme
 from ulysses_cli.plan.files.weight_files import find_weight_problem
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
@@ -22,7 +23,9 @@ from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.run_folder.archive import NAME, find_damage, find_run_dir, get_folder, list_checkpoints
+from ulysses_cli.run_folder.bucket import Bucket, BucketError
 from ulysses_cli.run_folder.manifest import MANIFEST, load_state
+from ulysses_cli.run_folder.remote_archive import list_remote_steps, try_out
 from ulysses_cli.run_folder.resume import ResumeError, check_changes
 
 OTHER_GPUS = ("/dev/kfd", "/dev/dxg")  # of AMD, and of WSL: only torch can count them
@@ -30,13 +33,20 @@ Problems = Iterator[Problem]
 
 
 def find_obstacles(
-    loaded: Loaded, *, processes_here: int, resumes_anyway: bool = False, is_dry_run: bool = False
+    loaded: Loaded,
+    *,
+    processes_here: int,
+    resumes_anyway: bool = False,
+    is_dry_run: bool = False,
+    starts_anew: bool = False,
 ) -> list[Problem]:
-    """All problems at once, each with its place in the recipe. A dry run may need more GPUs than this machine has."""
+    """All problems at once, each with its place in the recipe. A dry run may need more GPUs than this machine has.
+    `starts_anew`: this is the first machine of a run that neither resumes nor overwrites."""
     recipe = loaded.recipe
     problems = [*check_trackers(recipe), *check_weight_files(recipe)]
     if not is_dry_run:
         problems += check_gpus(recipe, processes_here)
+        problems += check_bucket(recipe, starts_anew=starts_anew)
     problems += check_builds(recipe)
     if (shortage := find_file_shortage(make_layout(recipe).world_size)) is not None:
         problems.append(shortage)
@@ -111,6 +121,28 @@ def check_newest_checkpoint(recipe: Recipe, *, anyway: bool) -> Problems:
             text, *details, hint = str(error).split("\n")
             yield Problem("run.resume_from_checkpoint", text, hint, details=tuple(map(str.strip, details)))
         return
+
+
+def check_bucket(recipe: Recipe, *, starts_anew: bool) -> Problems:
+    """run.checkpoint_uri can be written, read and deleted from, and a new run finds no checkpoints there."""
+    key, address = "run.checkpoint_uri", recipe.run.checkpoint_uri
+    if address is None:
+        return
+    scheme = SCHEMES[get_scheme(address)]
+    if find_spec(scheme.package) is None:
+        yield Problem(key, f"{scheme.package} is not installed", f"pip install ulysses-cli[{scheme.extra}]")
+        return
+    hint = "check the address, the network and your rights"
+    hint += f"; keys are read from the environment: {scheme.credentials}" if scheme.credentials else ""
+    try:
+        bucket = Bucket(address, pauses=(1.0,))
+        if problem := try_out(bucket):
+            yield Problem(key, f"{address}: {problem}", hint)
+        elif starts_anew and (steps := list_remote_steps(bucket)):
+            text = f"{address} holds checkpoints of an earlier run, the newest of step {steps[0]}"
+            yield Problem(key, text, "go on from it with --resume auto, name another address, or use --overwrite")
+    except (BucketError, OSError, ImportError) as error:
+        yield Problem(key, str(error), hint)
 
 
 def check_export(checkpoint: Path, to: Path) -> Problems:

@@ -36,6 +36,7 @@ def finish(
         evaluation.run(state, signals)
         reason = signals.decide(state.groups.host_group)
     if reason:
+        saves.finish_uploads(state)
         write_early_stop(reason)
         record.emit(event="stopped", reason=f"by {reason} after step {state.step} of {state.num_steps}")
         return
@@ -45,6 +46,7 @@ def finish(
     if state.groups.is_first:
         write_model(launch, inputs, run, saves, record)
     run.context.wait()
+    saves.finish_uploads(state, launch.run_dir / "model")
     for warning in list_base_warnings(recipe.model.model_dump()) if run.built.adapter is not None else []:
         record.warn(warning)
     record.emit(event="done", model_dir=str(launch.run_dir / "model"))

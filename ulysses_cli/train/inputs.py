@@ -23,6 +23,8 @@ from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import Resolved, resolve
+from ulysses_cli.run_folder.bucket import Bucket, BucketError
+from ulysses_cli.run_folder.remote_archive import has_checkpoint, read_remote_model_step
 from ulysses_cli.run_folder.resume import (
     FRESH,
     ResumePoint,
@@ -141,7 +143,20 @@ def _find_checkpoint(launch: Launch, warn: Callable[[str], None]) -> ResumePoint
     restarts = count_restarts(logs)
     if restarts:
         warn(describe_restart(logs, restarts, launch.loaded.recipe.run.max_restarts))
-    return find_resume_point(launch.run_dir, launch.options.resume, restarts, warn)
+    point = find_resume_point(launch.run_dir, launch.options.resume, restarts, warn)
+    return point if _is_uploaded(launch, point) else replace(point, model_step=None)
+
+
+def _is_uploaded(launch: Launch, point: ResumePoint) -> bool:
+    """Whether the run's checkpoint and model are where run.checkpoint_uri says. If not, the run is not finished."""
+    address = launch.loaded.recipe.run.checkpoint_uri
+    if address is None or point.path is None or point.model_step is None:
+        return True
+    try:
+        bucket = Bucket(address)
+        return read_remote_model_step(bucket) == point.model_step and has_checkpoint(bucket, point.path)
+    except (BucketError, OSError):
+        return False  # the upload will say why
 
 
 def plan_remaining(

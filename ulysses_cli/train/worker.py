@@ -5,6 +5,7 @@ Each stage takes the values of those before it. This file holds the order; each 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,10 +19,12 @@ from ulysses_cli.data.steps import plan_step
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.planner.estimate import explain_memory
+from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.resume import describe_longer_run
 from ulysses_cli.train.assembly.optimizer import make_schedule
 from ulysses_cli.train.assembly.run import AssembledRun, assemble_run
 from ulysses_cli.train.checkpoint.saves import SAVING, SavePolicy, Saves, find_shortage
+from ulysses_cli.train.checkpoint.uploads import NoUploads, Uploads
 from ulysses_cli.train.completion import finish
 from ulysses_cli.train.connection import Connected, connect
 from ulysses_cli.train.evaluation import Evaluation
@@ -94,7 +97,8 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     settings, state, point = connected.plan.recipe.run, run.state, connected.resume_point
     bad_steps = BadSteps(settings.max_bad_steps, record.warn)
     policy = SavePolicy(settings.save_total_limit, settings.async_save, settings.on_save_error == "continue")
-    saves = Saves(run.context, record, policy, list_checkpoint_facts(launch, inputs, connected), bad_steps)
+    uploads = open_uploads(launch, run, record)
+    saves = Saves(run.context, record, policy, list_checkpoint_facts(launch, inputs, connected), bad_steps, uploads)
     evaluation = Evaluation(inputs.eval_rows, make_eval_batching(inputs.shape, inputs.resolved), record.write_eval)
     if connected.has_steps_ahead:
         check_disk(launch, inputs, connected, run, record)
@@ -103,6 +107,8 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     if point.path is not None:
         record.set_phase("loading the checkpoint")
         saves.resume(state, point)
+    else:
+        uploads.begin(-1)
     record.start_files(state.step)
     if connected.groups.is_first:
         write_run_file(launch.run_dir, list_run_facts(launch, inputs, connected, run))
@@ -110,11 +116,11 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     post_step_hooks: list[Callable[[TrainState, StepResult], None]] = [meter.record, bad_steps.check]
     post_step_hooks += [every(settings.eval_steps, evaluation.run)] if settings.eval_steps else []
     post_step_hooks += [every(settings.save_steps, saves.save)] if settings.save_steps else []
-    post_step_hooks += [saves.check_pending] if settings.async_save else []
+    post_step_hooks += [saves.check_pending] if settings.async_save or settings.checkpoint_uri else []
     state.pre_step_hooks, state.post_step_hooks = (meter.start,), tuple(post_step_hooks)
     record.set_phase("training")
     connected.groups.wait_without_limit()
-    launch.interruption.wait_for_boundary(settings.step_timeout, lambda: state.phase == SAVING)
+    launch.interruption.wait_for_boundary(settings.step_timeout, lambda: state.phase.startswith(SAVING))
     context = run.context
     watchdog = Watchdog(state, settings.step_timeout, context.rank, context.world_size, launch.run_dir)
     if settings.eval_steps and 0 < state.step < state.num_steps and state.last_eval_step < state.step:
@@ -123,9 +129,20 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         reason = train(state)
     except BadStepsError:
         saves.save_last(state)  # bad steps were not applied: the weights are good
+        saves.finish_uploads(state)
         raise
     finish(launch, inputs, run, saves, evaluation, record, reason)
     watchdog.stop()
+
+
+def open_uploads(launch: Launch, run: AssembledRun, record: Record) -> NoUploads:
+    """Collective over all ranks."""
+    settings = launch.loaded.recipe.run
+    if settings.checkpoint_uri is None:
+        return NoUploads()
+    machines = run.context.gather(os.environ.get("GROUP_RANK", "0"))
+    bucket = Bucket(settings.checkpoint_uri)
+    return Uploads(bucket, run.context, machines, settings.save_total_limit, record.report)
 
 
 def check_disk(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:

@@ -231,6 +231,12 @@ class Run(Section):
         2, "checkpoints kept; null = all; the newest valid one is never deleted", unit="checkpoints", ge=1, le=1_000_000
     )
     async_save: bool = setting(False, "write checkpoints while steps go on")
+    checkpoint_uri: str | None = text(
+        None,
+        "where checkpoints and the model are uploaded too, beside the steps: s3://, gs://, hf:// or file://; keys come "
+        "from the environment",
+        unit="address",
+    )
     on_save_error: Literal["stop", "continue"] = setting("stop", "what follows when a checkpoint cannot be written")
     resume_from_checkpoint: str | None = text(
         None, "checkpoint folder, or `auto` for the newest valid one", unit="path"

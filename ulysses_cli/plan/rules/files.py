@@ -9,10 +9,12 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ulysses_cli.plan.files.addresses import find_address_problem
 from ulysses_cli.plan.files.patterns import expand_pattern
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
+from ulysses_cli.plan.secrets import mask_text
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 DATA_SUFFIXES = (
@@ -77,6 +79,14 @@ def check_resume(recipe: Recipe) -> Problems:
         yield Problem(
             "run.resume_from_checkpoint", f"{path} is not a folder", "use auto for the newest valid checkpoint"
         )
+
+
+def check_checkpoint_uri(recipe: Recipe) -> Problems:
+    """The address has a known scheme and holds no key."""
+    if (address := recipe.run.checkpoint_uri) is not None:
+        message, hint = find_address_problem(address)
+        if message:
+            yield Problem("run.checkpoint_uri", f"{mask_text(address)} {message}", hint)
 
 
 def _check_dataset(dataset: Dataset, key: str) -> Problems:
@@ -168,5 +178,6 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_loss_mask,
     check_output_dir,
     check_resume,
+    check_checkpoint_uri,
     check_folders,
 )

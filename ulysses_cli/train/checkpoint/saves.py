@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from ulysses_cli.train.checkpoint.format import (
     save_checkpoint,
     take_share,
 )
+from ulysses_cli.train.checkpoint.uploads import NoUploads
 from ulysses_cli.train.hooks.bad_steps import BadSteps
 from ulysses_cli.train.telemetry.record import Record
 from ulysses_cli.train.train_state import StepResult, TrainState
@@ -56,34 +57,51 @@ class Saves:
         policy: SavePolicy,
         facts: Mapping[str, Any],
         bad_steps: BadSteps,
+        uploads: NoUploads | None = None,
     ) -> None:
         self.context, self.record, self.policy, self.facts, self.bad_steps = context, record, policy, facts, bad_steps
         self.last_step: int | None = None
+        self.uploads = uploads or NoUploads()
         self.pending: BackgroundSave | None = None
         self.copies = HostCopies()
 
     def save(self, state: TrainState) -> None:
         """A post-step hook. Collective over all ranks. A failed earlier save does not prevent this one."""
         state.phase = SAVING
-        for part in (self.wait_for_pending, partial(self._start if self.policy.is_async else self._save, state)):
-            try:
-                part()
-            except CheckpointError as error:
-                if not self.policy.continue_on_error:
-                    raise
-                self.record.warn(f"{error}; the run continues (run.on_save_error: continue)")
+        save = self._start if self.policy.is_async else self._save
+        for part in (self.wait_for_pending, partial(self.wait_for_upload, state), partial(save, state)):
+            self._or_continue(part)
 
     def save_last(self, state: TrainState) -> None:
         """Collective over all ranks. When it returns, the present step is on disk."""
         state.phase = SAVING
-        try:
-            self.wait_for_pending()
-        except CheckpointError as error:
-            self.record.warn(str(error))
+        for part in (self.wait_for_pending, partial(self.wait_for_upload, state)):
+            try:
+                part()
+            except CheckpointError as error:
+                self.record.warn(str(error))
         self._save(state)
 
+    def finish_uploads(self, state: TrainState, model: Path | None = None) -> None:
+        """Collective over all ranks. When it returns, the last checkpoint, and the model if there is one, are where
+        run.checkpoint_uri says, or a warning says why not."""
+        self._or_continue(partial(self.wait_for_upload, state))
+        if model is not None:
+            self.uploads.start_model(model)
+            self._or_continue(partial(self.wait_for_upload, state))
+
+    def _or_continue(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except CheckpointError as error:
+            if not self.policy.continue_on_error:
+                raise
+            self.record.warn(f"{error}; the run continues (run.on_save_error: continue)")
+
     def check_pending(self, state: TrainState, _: StepResult) -> None:
-        """A post-step hook while saves are in the background: on this rank, without a collective."""
+        """A post-step hook while saves or uploads are in the background: on this rank, without a collective."""
+        if (problem := self.uploads.read_problem()) and not self.policy.continue_on_error:
+            raise CheckpointError(f"run.checkpoint_uri: a checkpoint was not uploaded: {problem}")
         pending = self.pending
         if pending is not None and pending.is_done and pending.problem and not self.policy.continue_on_error:
             raise CheckpointError(f"checkpoint step-{pending.step} was not written: {pending.problem}")
@@ -94,9 +112,24 @@ class Saves:
         if pending is None:
             return
         if problem := pending.wait():
+            self.uploads.cancel()
             raise CheckpointError(f"checkpoint step-{pending.step} was not written: {problem}")
         self.last_step = pending.step
         self.record.emit(event="saved", path=str(self.get_last_path()), seconds=pending.seconds)
+
+    def wait_for_upload(self, state: TrainState) -> None:
+        """Collective over all ranks. When it returns, an upload in progress is complete; raises if it failed."""
+
+        def show(progress: str) -> None:
+            if state.phase == SAVING:
+                self.record.report(f"waiting for the upload of {progress}")
+            state.phase = f"{SAVING}: {progress}"  # the watchdog sees that it changes
+
+        state.phase = SAVING
+        problem = self.uploads.wait(show)
+        state.phase = SAVING
+        if problem:
+            raise CheckpointError(problem)
 
     def _save(self, state: TrainState) -> None:
         if self.last_step == state.step:
@@ -107,6 +140,7 @@ class Saves:
             prune_checkpoints(self.record.run_dir, self.policy.total_limit)
         self.last_step = state.step
         self.record.emit(event="saved", path=str(path), seconds=time.perf_counter() - started)
+        self.uploads.start(path)
 
     def _start(self, state: TrainState) -> None:
         folder = open_folder(self.context, self.record.run_dir, state.step)
@@ -115,6 +149,7 @@ class Saves:
             self.context, folder, state.step, share, self.read_state(state),
             lambda: prune_checkpoints(self.record.run_dir, self.policy.total_limit),
         )  # fmt: skip
+        self.uploads.start(self.get_path(state.step), self.pending)
 
     def read_state(self, state: TrainState) -> dict[str, Any]:
         return {
@@ -141,6 +176,9 @@ class Saves:
         state.last_eval_step = resume_point.last_eval_step
         if resume_point.is_own:
             self.last_step = state.step
+        self.uploads.begin(state.step if resume_point.is_own else -1)
+        if resume_point.is_own:
+            self.uploads.start_missing(path)
         self.record.report(f"resumed from {path} after step {state.step}")
 
     def get_path(self, step: int) -> Path:

@@ -1,0 +1,188 @@
+"""Tests runs with run.checkpoint_uri: real processes, killed during uploads, that go on from the bucket alone; uploads
+that are slow, and uploads that fail."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bucket_server import IS_INSTALLED, REASON, serve_bucket
+from support.faults import Runs
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.training import MemoryRows, make_recipe
+
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.run_folder.archive import CheckpointError, find_damage, list_checkpoints
+from ulysses_cli.run_folder.bucket import Bucket
+from ulysses_cli.run_folder.remote_archive import (
+    fetch_checkpoint,
+    list_remote_steps,
+    read_remote_model_step,
+)
+from ulysses_cli.train.checkpoint.saves import SavePolicy
+from ulysses_cli.train.checkpoint.uploads import Uploads
+from ulysses_cli.train.loop import train
+
+NUM_STEPS = 8
+WORDS = (f"train.max_steps={NUM_STEPS}", "run.save_steps=2")
+NUM_KILLS = 10
+ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    made = Runs(tmp_path_factory.mktemp("uploads"))
+    code, err = made.train("plain", *WORDS)
+    assert code == 0, err
+    return made
+
+
+def resume_elsewhere(runs: Runs, run: str, address: str, bucket: Bucket) -> str:
+    """Removes the run's folder, as a machine that is gone does, and goes on from the bucket. Returns what is shown."""
+    done = list_remote_steps(bucket)
+    shutil.rmtree(runs.folder / run)
+    code, err = runs.train(run, *WORDS, f"run.checkpoint_uri={address}", "--resume", "auto")
+    assert code == 0, err
+    assert (f"resumed from {run}/checkpoints/step-{done[0]} " in err) if done else "starting at step 1" in err
+    losses, plain = runs.read_losses(run), runs.read_losses("plain")
+    assert losses == {step: loss for step, loss in plain.items() if step > (done[0] if done else 0)}
+    assert runs.read_model(run) == runs.read_model("plain")
+    assert list_remote_steps(bucket) == [NUM_STEPS, NUM_STEPS - 2]
+    assert read_remote_model_step(bucket) == NUM_STEPS
+    assert bucket.read("model/model.safetensors") == runs.read_model("plain")
+    return err
+
+
+@pytest.mark.check
+def test_a_run_goes_on_from_the_bucket_alone(runs: Runs, tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/bucket"
+    process = runs.start("moved", *WORDS, f"run.checkpoint_uri={address}", plan={
+        "moment": "upload", "ranks": [0, 1], "ahead": 2, "nth": 6, "wait": 0.0,
+    })  # fmt: skip
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 1, err
+    bucket = Bucket(address)
+    assert list_remote_steps(bucket)
+    err = resume_elsewhere(runs, "moved", address, bucket)
+    assert f"uploaded {address}/model" in err
+    code, err = runs.train("moved", *WORDS, f"run.checkpoint_uri={address}", "--resume", "auto")
+    assert (code, "already finished" in err) == (0, True), err
+
+
+def kill_and_resume(runs: Runs, seed: int, address: str) -> None:
+    generator, run = random.Random(seed), f"killed-{seed}"
+    plan: Mapping[str, Any] = {
+        "moment": "upload",
+        "ranks": generator.choice([[0], [1], [0, 1]]),
+        "ahead": generator.randint(0, 2),
+        "nth": generator.randint(1, 5),
+        "wait": 0.0,
+    }
+    process = runs.start(run, *WORDS, f"run.checkpoint_uri={address}/{run}", plan=plan)
+    _, err = process.communicate(timeout=240)
+    assert (process.pids / "fired").exists(), err
+    assert process.returncode == 1, err
+    bucket = Bucket(f"{address}/{run}")
+    complete = list_remote_steps(bucket)
+    local = [int(path.name[5:]) for path in list_checkpoints(runs.folder / run) if not find_damage(path)]
+    assert not complete or complete[0] <= local[0]
+    for step in complete:
+        assert fetch_checkpoint(bucket, step, runs.folder / f"copy-{seed}") == ""
+    resume_elsewhere(runs, run, f"{address}/{run}", bucket)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Mapping[str, str]]:
+    with serve_bucket() as environ:
+        yield environ
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not IS_INSTALLED, reason=REASON)
+@pytest.mark.parametrize("seed", range(NUM_KILLS))
+def test_nothing_is_lost_when_ranks_are_killed_during_uploads(
+    runs: Runs, server: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+        runs.environ[name] = value
+    kill_and_resume(runs, seed, "s3://runs")
+
+
+def save_to(recipe: Recipe, folder: str, address: str, pause: float, policy: SavePolicy) -> dict[str, Any]:
+    """Saves after each step of three. Each file takes `pause` seconds to arrive."""
+    harness = RunHarness(recipe, MemoryRows(ROWS), 3, folder, policy=policy)
+    lines: list[str] = []
+    bucket, put = Bucket(address, pauses=(0.0,)), Bucket.put_file
+
+    def put_slowly(self: Bucket, *args: Any) -> None:
+        time.sleep(pause)
+        put(self, *args)
+
+    machines = ["a", "b"]
+    harness.saves.record.report = lines.append  # type: ignore[method-assign]
+    harness.saves.record.warn = lines.append  # type: ignore[method-assign]
+    harness.saves.uploads = Uploads(bucket, harness.context, machines, policy.total_limit, lines.append)
+    Bucket.put_file = put_slowly  # type: ignore[method-assign]
+    failure = ""
+    state = harness.train_state
+    try:
+        harness.saves.uploads.begin(-1)
+        for step in (1, 2):
+            state.num_steps = step
+            train(state)
+            harness.saves.save(state)
+        state.num_steps = 3
+        train(state)
+        harness.saves.save_last(state)
+        harness.saves.finish_uploads(state)
+    except CheckpointError as error:
+        failure = str(error)
+    finally:
+        Bucket.put_file = put  # type: ignore[method-assign]
+    return {"lines": lines, "failure": failure, "steps": list_remote_steps(bucket), "step": state.step}
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_save_waits_for_the_upload_before_it_and_says_so(tmp_path: Path, is_async: bool) -> None:
+    recipe, address = make_recipe("parallel.sp_size=2"), f"file://{tmp_path}/bucket"
+    policy = SavePolicy(2, is_async=is_async)
+    first, second = run_on_ranks(2, save_to, recipe, str(tmp_path / "run"), address, 1.2, policy)
+    assert first["failure"] == second["failure"] == ""
+    assert first["steps"] == [3, 2]
+    assert any(line.startswith("waiting for the upload of checkpoints/step-1") for line in first["lines"])
+    assert sum(line.startswith(f"uploaded {address}/checkpoints/step-") for line in first["lines"]) == 3
+    for step in (2, 3):
+        assert fetch_checkpoint(Bucket(address), step, tmp_path / "copy") == ""
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_upload_that_fails_follows_on_save_error(tmp_path: Path, goes_on: bool) -> None:
+    (tmp_path / "file").touch()
+    recipe, address = make_recipe("parallel.sp_size=2"), f"file://{tmp_path}/file"
+    run: Callable[..., Any] = save_without_listing
+    results = run_on_ranks(2, run, recipe, str(tmp_path / "run"), address, SavePolicy(continue_on_error=goes_on))
+    for result in results:
+        assert bool(result["failure"]) is not goes_on
+        assert result["step"] == (3 if goes_on else 2)
+        text = "\n".join(result["lines"]) + result["failure"]
+        assert f"{address}/below/checkpoints/step-1 was not uploaded: " in text
+        assert ("the run continues" in text) is goes_on
+    newest = list_checkpoints(tmp_path / "run")[0]
+    assert find_damage(newest) == ""
+    assert newest.name == ("step-3" if goes_on else "step-1")
+
+
+def save_without_listing(recipe: Recipe, folder: str, address: str, policy: SavePolicy) -> dict[str, Any]:
+    """The address cannot be listed either, so nothing is set aside there."""
+    Uploads.begin = lambda *_: None  # type: ignore[method-assign, assignment]
+    result = save_to(recipe, folder, f"{address}/below", 0.0, policy)
+    return result

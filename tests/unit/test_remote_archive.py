@@ -1,0 +1,218 @@
+"""Tests checkpoints and models in a bucket: what is uploaded, what is fetched, what is deleted, what is refused. The
+bucket is a folder with a file:// address; tests/ranks/test_uploads.py has a server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import make_checkpoint
+from support.recipes import load
+
+from ulysses_cli.launch.preflight import check_bucket
+from ulysses_cli.plan.files.addresses import find_address_problem
+from ulysses_cli.run_folder import remote_archive
+from ulysses_cli.run_folder.archive import CheckpointError, find_damage
+from ulysses_cli.run_folder.bucket import Bucket, BucketError
+from ulysses_cli.run_folder.manifest import FORMAT, name_share
+from ulysses_cli.run_folder.remote_archive import Sending, bring_newest, list_remote_steps
+
+FORGED = json.dumps({"format": FORMAT, "files": {"../../evil": {"bytes": 1, "sha256": ""}}}).encode()
+SHARES = [name_share(0), name_share(1)]
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Bucket:
+    return Bucket(f"file://{tmp_path}/bucket/my runs", pauses=(0.0,))
+
+
+def upload(bucket: Bucket, run_dir: Path, *steps: int) -> None:
+    for step in steps:
+        Sending(bucket).send_checkpoint(make_checkpoint(run_dir, step), SHARES, 0, 1)
+
+
+def bring(bucket: Bucket, run_dir: Path) -> list[str]:
+    lines: list[str] = []
+    bring_newest(bucket, run_dir, lines.append)
+    return [line.replace(bucket.address, "BUCKET") for line in lines]
+
+
+def list_local(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in run_dir.glob("checkpoints/*"))
+
+
+def test_the_newest_checkpoint_comes_back_byte_for_byte(bucket: Bucket, tmp_path: Path) -> None:
+    upload(bucket, tmp_path / "here", 2, 4)
+    assert bring(bucket, tmp_path / "there") == ["downloading BUCKET/checkpoints/step-4"]
+    assert list_local(tmp_path / "there") == ["step-4"]
+    for file in (tmp_path / "here" / "checkpoints" / "step-4").iterdir():
+        assert (tmp_path / "there" / "checkpoints" / "step-4" / file.name).read_bytes() == file.read_bytes()
+    assert bring(bucket, tmp_path / "there") == []
+
+
+def test_a_newer_checkpoint_of_the_run_folder_is_kept(bucket: Bucket, tmp_path: Path) -> None:
+    upload(bucket, tmp_path / "here", 2)
+    make_checkpoint(tmp_path / "there", 3)
+    assert bring(bucket, tmp_path / "there") == []
+    assert list_local(tmp_path / "there") == ["step-3"]
+
+
+def test_a_damaged_checkpoint_of_the_run_folder_is_replaced_by_the_one_in_the_bucket(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    upload(bucket, tmp_path / "here", 4)
+    damaged = make_checkpoint(tmp_path / "there", 4)
+    (damaged / SHARES[0]).write_bytes(b"short")
+    assert bring(bucket, tmp_path / "there") == ["downloading BUCKET/checkpoints/step-4"]
+    assert find_damage(damaged) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        (SHARES[1], None, f"{SHARES[1]} is missing"),
+        (SHARES[1], b"x", f"{SHARES[1]} has 1 bytes instead of 700"),
+        ("state.json", b"{}", "state.json has 2 bytes"),
+        ("manifest.json", b"{", "manifest.json cannot be read"),
+        ("manifest.json", FORGED, "outside the checkpoint"),
+    ],
+)
+def test_a_damaged_checkpoint_of_the_bucket_is_skipped_with_its_reason(
+    bucket: Bucket, tmp_path: Path, name: str, content: bytes | None, reason: str
+) -> None:
+    upload(bucket, tmp_path / "here", 2, 4)
+    damaged = f"checkpoints/step-4/{name}"
+    bucket.delete(damaged) if content is None else bucket.put_bytes(content, damaged)
+    lines = bring(bucket, tmp_path / "there")
+    assert [line[:40] for line in lines[::2]] == [f"downloading BUCKET/checkpoints/step-{n}" for n in (4, 2)]
+    assert lines[1].startswith("BUCKET/checkpoints/step-4 is skipped: ")
+    assert reason in lines[1]
+    assert list_local(tmp_path / "there") == ["step-2"]
+
+
+def test_a_flipped_byte_is_found_by_its_hash(bucket: Bucket, tmp_path: Path) -> None:
+    upload(bucket, tmp_path / "here", 4)
+    content = bytearray(bucket.read(f"checkpoints/step-4/{SHARES[0]}"))
+    content[7] ^= 1
+    bucket.put_bytes(bytes(content), f"checkpoints/step-4/{SHARES[0]}")
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* is valid"):
+        bring(bucket, tmp_path / "there")
+    assert list_local(tmp_path / "there") == []
+
+
+def test_an_unfinished_upload_is_no_checkpoint(bucket: Bucket, tmp_path: Path) -> None:
+    upload(bucket, tmp_path / "here", 2, 4)
+    bucket.delete("checkpoints/step-4/manifest.json")
+    assert list_remote_steps(bucket) == [2]
+    assert bring(bucket, tmp_path / "there") == ["downloading BUCKET/checkpoints/step-2"]
+
+
+def test_the_manifest_waits_for_every_machine(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_archive, "POLL_SECONDS", 0.01)
+    folder = make_checkpoint(tmp_path / "here", 2)
+    first = threading.Thread(target=lambda: Sending(bucket).send_checkpoint(folder, SHARES[:1], 0, 2))
+    first.start()
+    first.join(0.2)
+    assert first.is_alive()
+    assert list_remote_steps(bucket) == []
+    Sending(bucket).send_checkpoint(folder, SHARES[1:], 1, 2)
+    first.join(20)
+    assert list_remote_steps(bucket) == [2]
+    names = {name.rpartition("/")[2] for name in bucket.list_names("checkpoints")}
+    assert names == {*SHARES, "state.json", "manifest.json"}
+
+
+def test_an_upload_that_fails_on_another_machine_fails_on_the_first(bucket: Bucket, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "here", 2)
+    with pytest.raises(FileNotFoundError):
+        Sending(bucket).send_checkpoint(folder, [name_share(9)], 1, 2)
+    with pytest.raises(BucketError, match="No such file"):
+        Sending(bucket).send_checkpoint(folder, SHARES[:1], 0, 2)
+    assert list_remote_steps(bucket) == []
+
+
+def test_old_checkpoints_go_and_the_newest_stays(bucket: Bucket, tmp_path: Path) -> None:
+    upload(bucket, tmp_path / "here", 2, 4, 6, 8)
+    bucket.delete("checkpoints/step-2/manifest.json")  # never finished
+    remote_archive.prune_remote(bucket, 8, 2)
+    assert list_remote_steps(bucket) == [8, 6]
+    assert remote_archive.list_objects(bucket).keys() == {8, 6}
+    remote_archive.prune_remote(bucket, 8, None)
+    assert list_remote_steps(bucket) == [8, 6]
+
+
+def test_checkpoints_of_another_attempt_are_kept_and_not_used(bucket: Bucket, tmp_path: Path) -> None:
+    upload(bucket, tmp_path / "here", 2, 4, 6)
+    lines: list[str] = []
+    remote_archive.set_remote_aside(bucket, 2, lines.append)
+    assert list_remote_steps(bucket) == [2]
+    assert len(lines) == 2
+    remote_archive.prune_remote(bucket, 8, 1)
+    assert remote_archive.list_objects(bucket).keys() == {2, 4, 6}
+
+
+def test_a_call_that_fails_is_tried_again(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, failures = bucket.files.pipe_file, [ConnectionError("reset"), TimeoutError()]
+
+    def pipe(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*args)
+
+    monkeypatch.setattr(bucket.files, "pipe_file", pipe)
+    with pytest.raises(BucketError, match="ConnectionError: reset"):
+        bucket.put_bytes(b"content", "name")  # one pause, two attempts
+    bucket.put_bytes(b"content", "name")
+    assert bucket.read("name") == b"content"
+
+
+def test_a_model_is_complete_when_its_step_is_there(bucket: Bucket, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / "base").mkdir(parents=True)
+    for name in ("model.safetensors", "base/config.json"):
+        (model / name).write_text(name)
+    (model / "ulysses.json").write_text(json.dumps({"step": 8}))
+    bucket.put_bytes(b"", "model/model-00002.safetensors")
+    Sending(bucket).send_model(model)
+    assert remote_archive.read_remote_model_step(bucket) == 8
+    assert bucket.list_names("model") == ["model/base/config.json", "model/model.safetensors", "model/ulysses.json"]
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/runs", "gs://b", "hf://me/model/runs", "file:///disk/runs"])
+def test_known_addresses(address: str) -> None:
+    assert find_address_problem(address) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("runs/mine", "has no scheme"),
+        ("ftp://host/runs", "ftp:// is not supported"),
+        ("s3:///runs", "does not name a bucket"),
+        ("file://runs", "does not name a folder from the root"),
+        ("s3://key:secret@bucket/runs", "holds a key"),
+        ("s3://bucket/runs?secret=1234567", "holds a key"),
+        ("s3://bucket/../other", "leads out of its folder"),
+    ],
+)
+def test_addresses_that_are_refused(address: str, message: str) -> None:
+    assert message in find_address_problem(address)[0]
+
+
+def test_preflight_tries_the_address(tmp_path: Path) -> None:
+    def look(address: str, starts_anew: bool = True) -> list[str]:
+        recipe = load(f"run.checkpoint_uri={address}").recipe
+        return [problem.message for problem in check_bucket(recipe, starts_anew=starts_anew)]
+
+    assert look(f"file://{tmp_path}/new") == []
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").touch()
+    (message,) = look(f"file://{tmp_path}/file/below")
+    assert "it cannot be written to: NotADirectoryError" in message
+    upload(Bucket(f"file://{tmp_path}/used"), tmp_path / "here", 2)
+    (message,) = look(f"file://{tmp_path}/used")
+    assert "holds checkpoints of an earlier run, the newest of step 2" in message
+    assert look(f"file://{tmp_path}/used", starts_anew=False) == []

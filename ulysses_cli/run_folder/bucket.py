@@ -1,0 +1,118 @@
+"""Reads and writes objects below a remote address (s3, gs, hf, file), through fsspec's own packages.
+
+A call that fails is tried again; a missing object is not. Nothing is renamed: buckets cannot.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ulysses_cli.plan.files.addresses import get_scheme
+from ulysses_cli.plan.secrets import collect_secrets, mask_text
+
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further attempt
+NUM_STREAMS = 4  # objects in transit at a time
+FINAL_ERRORS = (FileNotFoundError, PermissionError)
+_T = TypeVar("_T")
+
+
+class BucketError(RuntimeError):
+    """A remote disk did not do what was asked, however often."""
+
+
+class Bucket:
+    """The objects below one address. `pauses` are the seconds before each further attempt."""
+
+    def __init__(self, address: str, pauses: tuple[float, ...] = PAUSES) -> None:
+        import fsspec
+
+        options = {"auto_mkdir": True} if get_scheme(address) == "file" else {}
+        self.address, self.pauses = address.rstrip("/"), pauses
+        with _told(self.address):
+            self.files, root = fsspec.core.url_to_fs(self.address, **options)
+        self.root = str(root).rstrip("/")
+
+    def locate(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def put_file(self, file: Path, name: str, callback: Any = None) -> None:
+        """Uploads a file. Its size is compared afterwards."""
+        options = {"callback": callback} if callback is not None else {}
+
+        def put() -> None:
+            self.files.put_file(str(file), self.locate(name), **options)
+            self.files.invalidate_cache()
+            if (size := self.files.size(self.locate(name))) != (expected := file.stat().st_size):
+                raise OSError(f"{name} has {size:,} bytes there instead of {expected:,}")
+
+        self._try(put)
+
+    def put_bytes(self, content: bytes, name: str) -> None:
+        self._try(lambda: self.files.pipe_file(self.locate(name), content))
+
+    def read(self, name: str) -> bytes:
+        """Raises FileNotFoundError where there is no such object."""
+        return bytes(self._try(lambda: self.files.cat_file(self.locate(name))))
+
+    def get_file(self, name: str, file: Path) -> None:
+        """Raises FileNotFoundError where there is no such object."""
+        self._try(lambda: self.files.get_file(self.locate(name), str(file)))
+
+    def list_names(self, folder: str) -> list[str]:
+        """Names of all objects below a folder, as other methods take them."""
+
+        def find() -> list[str]:
+            self.files.invalidate_cache()
+            try:
+                return [str(path) for path in self.files.find(self.locate(folder))]
+            except FileNotFoundError:
+                return []
+
+        return sorted(path[path.index(self.root) + len(self.root) + 1 :] for path in self._try(find))
+
+    def delete(self, name: str) -> None:
+        """A missing object counts as deleted."""
+        try:
+            self._try(lambda: self.files.rm_file(self.locate(name)))
+        except FileNotFoundError:
+            pass
+
+    def is_there(self, name: str) -> bool:
+        return name in self.list_names(name.rpartition("/")[0])
+
+    def _try(self, call: Callable[[], _T]) -> _T:
+        for pause in (*self.pauses, None):
+            try:
+                with _told(self.address):
+                    return call()
+            except BucketError as error:
+                if pause is None or isinstance(error.__cause__, FINAL_ERRORS):
+                    raise
+            time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+
+@contextmanager
+def _told(address: str) -> Iterator[None]:
+    """Every package has exceptions of its own. They become one, in words and without secrets."""
+    try:
+        yield
+    except (FileNotFoundError, BucketError):
+        raise
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0][:300]
+        message = f"{address}: {type(error).__name__}: {text}" if text else f"{address}: {type(error).__name__}"
+        raise BucketError(mask_text(message, collect_secrets({}, os.environ))) from error
+
+
+def each(call: Callable[[_T], object], values: list[_T]) -> None:
+    """Calls for every value, some at a time. The first error is raised when none is in progress any more."""
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        for future in [pool.submit(call, value) for value in values]:
+            future.result()
