@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.families import TELLING, make_model
+from support.families import ATTENTION_ONLY, TELLING, make_model
 from support.rank_pool import run_on_ranks
 from support.tiers import NUM_RANKS, sample
 from torch import Tensor
 
-from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
@@ -79,17 +78,16 @@ def compare_models(
 # depends on the number of rows computed together. It bounds what float64 weights can show.
 TOLERANCE = 1e-5
 TOLERANCES = {"gemma4_unified_text": 3e-5, "gemma4_text": 3e-5}  # at one rank too
-SERVED = [name for name, family in FAMILIES.items() if not family.refused]
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
 def test_a_family_is_exact(model_type: str, num_ranks: int) -> None:
     assert max(run_on_ranks(num_ranks, compare_models, model_type, 1)) < TOLERANCES.get(model_type, TOLERANCE)
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
 def test_a_family_is_exact_on_one_rank(model_type: str) -> None:
     assert compare_models(model_type, 2) < TOLERANCES.get(model_type, TOLERANCE)
 

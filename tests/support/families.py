@@ -39,6 +39,10 @@ TELLING = (
 )  # fmt: skip
 
 
+# Families whose layers read other tokens by attention alone; support/hybrids.py has the others.
+ATTENTION_ONLY = [name for name, family in FAMILIES.items() if not family.other_kinds]
+
+
 def has_experts(model_type: str) -> bool:
     return any(name in FAMILIES[model_type].defaults for name in NUM_EXPERTS)
 
@@ -62,6 +66,7 @@ FIXED_VALUES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA_NET),
     "olmo_hybrid": {**DELTA_NET, "linear_num_key_heads": 4},
     "kimi_linear": {"q_lora_rank": None, "linear_attn_config": {"num_heads": 4, "head_dim": 8}},
+    "bailing_hybrid": {"q_lora_rank": None, "num_mtp_layers": 0},
     "nemotron_h": {
         "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8,
         "layer_types": ["mamba", "moe", "attention", "mlp"], "moe_shared_expert_intermediate_size": 20,

@@ -362,6 +362,32 @@ def test_check_exactness(changes: dict[str, object], reason: str) -> None:
         assert check("parallel.sp_size=1", "data.packing=off", **changes) == []
 
 
+HYBRID: dict[str, object] = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+
+
+def test_check_heads_of_every_kind() -> None:
+    assert only("parallel.sp_size=32", "data.max_length=32Ki", **HYBRID) == (
+        "command line: parallel.sp_size: 32 does not divide the 48 linear attention heads and 24 attention heads of "
+        "owner/model\n\nhint: use 1, 2, 3, 4, 6, 8, 12 or 24; 24 is nearest"
+    )
+    assert check("parallel.sp_size=8", **HYBRID) == []
+
+
+def test_check_convolutions() -> None:
+    assert only("parallel.sp_size=4", "data.max_length=8", **HYBRID) == (
+        "command line: data.max_length: a rank's 2 tokens are fewer than the 3 that the convolutions of owner/model "
+        "read from the rank before\n\nhint: use 12 or more"
+    )
+
+
 def test_check_attention_kind() -> None:
     assert "chunked" in only("parallel.sp_size=1", attention_chunk_size=8192)
     assert "looks ahead" in only("parallel.sp_size=1", use_bidirectional_attention=True)

@@ -123,9 +123,9 @@ class LayerReader:
             own = facts.find_mapping("linear_attn_config")
             heads, width = own.get("num_heads"), own.get("head_dim")
             return KimiDeltaMixer(
-                heads if isinstance(heads, int) else facts.get_count("linear_num_heads"),
-                width if isinstance(width, int) else facts.get_count("linear_head_dim"),
-                facts.get_count("linear_conv_kernel_dim"),
+                heads if isinstance(heads, int) else facts.find_count("linear_num_heads") or self.num_heads,
+                width if isinstance(width, int) else facts.get_count("linear_head_dim", "head_dim"),
+                facts.get_count("linear_conv_kernel_dim", "short_conv_kernel_size"),
             )
         if self.family.recurrence == "delta_net":
             num_keys = facts.find_count("linear_num_key_heads") or self.num_heads

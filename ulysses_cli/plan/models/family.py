@@ -83,6 +83,7 @@ class Family:
     latent: bool = False
     has_global_heads: bool = False
     recurrence: Literal["", "delta_net", "kimi_delta", "mamba2"] = ""
+    has_narrow_gates: bool = True  # Kimi's gates are made through a narrow vector
     recurrence_bias: Flag = False
     recurrence_out_bias: Flag = False
     recurrence_conv_bias: Flag = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ulysses_cli.plan.models import refusals
 from ulysses_cli.plan.models.config_facts import ConfigFacts
 from ulysses_cli.plan.models.expert_families import follow_dense_layers, share_by_number, share_by_size
 from ulysses_cli.plan.models.family import (
@@ -40,6 +39,11 @@ def find_kimi_kind(facts: ConfigFacts, index: int) -> str:
     if isinstance(own.get("full_attn_layers"), list) and isinstance(own.get("kda_layers"), list):
         return FULL_ATTENTION if index + 1 in own["full_attn_layers"] else LINEAR_ATTENTION
     return FULL_ATTENTION if index and index % 4 == 0 else LINEAR_ATTENTION
+
+
+def find_bailing_kind(facts: ConfigFacts, index: int) -> str:
+    every = facts.find_count("layer_group_size") or 6
+    return LINEAR_ATTENTION if (index + 1) % every else FULL_ATTENTION
 
 
 def find_nemotron_kind(facts: ConfigFacts, index: int) -> str:
@@ -81,7 +85,6 @@ QWEN_3_5 = Family(
     attention_gate="elements",
     recurrence="delta_net",
     other_kinds=(LINEAR_ATTENTION,),
-    refused=refusals.LINEAR,
 )
 QWEN_EXPERTS = replace(
     QWEN_3_5,
@@ -101,7 +104,6 @@ HYBRIDS: dict[str, Family] = {
         kind_of_layer=find_olmo_kind,
         recurrence="delta_net",
         other_kinds=(LINEAR_ATTENTION,),
-        refused=refusals.LINEAR,
     ),
     "kimi_linear": Family(
         attention_modules=LATENT_PROJECTIONS,
@@ -113,7 +115,19 @@ HYBRIDS: dict[str, Family] = {
         shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
         recurrence="kimi_delta",
         other_kinds=(LINEAR_ATTENTION,),
-        refused=refusals.LINEAR,
+    ),
+    "bailing_hybrid": Family(
+        attention_modules=LATENT_PROJECTIONS,
+        linear_extras=("q_proj", "k_proj", "v_proj", "b_proj", "f_proj", "g_proj"),
+        latent=True,
+        mlp_bias=False,
+        attention_gate="heads",
+        kind_of_layer=find_bailing_kind,
+        other_kinds=(LINEAR_ATTENTION,),
+        has_experts=follow_dense_layers("first_k_dense_replace", 2),
+        shared_size=share_by_number("n_shared_experts", "num_shared_experts"),
+        recurrence="kimi_delta",
+        has_narrow_gates=False,
     ),
     "nemotron_h": Family(
         mlp_modules=PLAIN_MLP,
@@ -131,7 +145,6 @@ HYBRIDS: dict[str, Family] = {
         recurrence_out_bias="use_bias",
         recurrence_conv_bias="use_conv_bias",
         other_kinds=(LINEAR_ATTENTION, ONLY_EXPERTS, ONLY_MLP),
-        refused=refusals.MAMBA,
     ),
     "granitemoehybrid": Family(
         mlp_bias=False,
@@ -146,7 +159,6 @@ HYBRIDS: dict[str, Family] = {
         recurrence_out_bias="mamba_proj_bias",
         recurrence_conv_bias="mamba_conv_bias",
         other_kinds=(LINEAR_ATTENTION,),
-        refused=refusals.MAMBA,
     ),
     "falcon_h1": Family(
         linear_extras=MAMBA_PROJECTIONS,
@@ -157,7 +169,6 @@ HYBRIDS: dict[str, Family] = {
         recurrence_conv_bias="mamba_conv_bias",
         norms_recurrence="mamba_rms_norm",
         other_kinds=(HYBRID,),
-        refused=refusals.MAMBA,
     ),
     "bamba": Family(
         linear_extras=MAMBA_PROJECTIONS,
@@ -167,7 +178,6 @@ HYBRIDS: dict[str, Family] = {
         recurrence_out_bias="mamba_proj_bias",
         recurrence_conv_bias="mamba_conv_bias",
         other_kinds=(LINEAR_ATTENTION,),
-        refused=refusals.MAMBA,
     ),
     "lfm2": Family(
         attention_modules=("q_proj", "k_proj", "v_proj", "out_proj"),
@@ -180,7 +190,6 @@ HYBRIDS: dict[str, Family] = {
         kind_of_layer=find_lfm_2_kind,
         dense_size=find_lfm_2_size,
         other_kinds=(CONVOLUTION,),
-        refused=refusals.CONVOLUTION,
     ),
     "lfm2_moe": Family(
         attention_modules=("q_proj", "k_proj", "v_proj", "out_proj"),
@@ -193,7 +202,6 @@ HYBRIDS: dict[str, Family] = {
         kind_of_layer=find_lfm_2_kind,
         has_experts=follow_dense_layers("num_dense_layers", 2),
         other_kinds=(CONVOLUTION,),
-        refused=refusals.CONVOLUTION,
     ),
     "lfm3": Family(
         mlp_modules=LFM_MLP,
@@ -205,6 +213,5 @@ HYBRIDS: dict[str, Family] = {
         has_post_norms="use_sandwich_norm",
         kind_of_layer=find_lfm_3_kind,
         other_kinds=(CONVOLUTION,),
-        refused=refusals.CONVOLUTION,
     ),
 }

@@ -46,7 +46,8 @@ def _count_mixer(mixer: Mixer, hidden: int, facts: ConfigFacts, family: Family) 
         return projections + mixer.conv_channels * mixer.conv_tokens + 2 * mixer.num_heads + mixer.value_head_dim
     if isinstance(mixer, KimiDeltaMixer):
         width, dim = mixer.num_heads * mixer.head_dim, mixer.head_dim
-        gates = 2 * (hidden * dim + dim * width) + hidden * mixer.num_heads
+        gate = hidden * dim + dim * width if family.has_narrow_gates else hidden * width
+        gates = 2 * gate + hidden * mixer.num_heads
         own = width + mixer.num_heads + dim  # dt_bias, A_log, the norm of a head
         return 4 * hidden * width + gates + mixer.conv_channels * mixer.conv_tokens + own
     bias = facts.decide("conv_bias")

@@ -110,6 +110,12 @@ class ModelShape:
         return tuple(counts)
 
     @property
+    def conv_tokens(self) -> int:
+        """Tokens that its longest convolution reads; 0 without one."""
+        mixers = (mixer for layer in dict.fromkeys(self.layers) for mixer in layer.mixers)
+        return max((each.conv_tokens for each in mixers if not isinstance(each, AttentionMixer)), default=0)
+
+    @property
     def common_heads(self) -> int:
         """Heads of an attention layer; where layers differ, the number that divides all of theirs."""
         return math.gcd(*(attention.num_heads for attention in self.attentions)) or self.num_heads

@@ -30,6 +30,20 @@ def check_heads(recipe: Recipe, shape: ModelShape) -> Problems:
         )
 
 
+def check_convolutions(recipe: Recipe, shape: ModelShape) -> Problems:
+    """A convolution takes its earlier tokens from the rank before, and from no other."""
+    if recipe.parallel.sp_size == 1 or not shape.conv_tokens:
+        return
+    local, needed = recipe.data.max_length // recipe.parallel.sp_size, shape.conv_tokens - 1
+    if local < needed:
+        yield Problem(
+            "data.max_length",
+            f"a rank's {format_count(local, 'token')} are fewer than the {needed} that the convolutions of "
+            f"{shape.name} read from the rank before",
+            f"use {needed * recipe.parallel.sp_size} or more",
+        )
+
+
 def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Problems:
     """Chunks of heads are equal."""
     chunks, sp_size = recipe.memory.attention_head_chunks, recipe.parallel.sp_size
@@ -176,6 +190,7 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
 
 RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_heads,
+    check_convolutions,
     check_head_chunks,
     check_offloading,
     check_exactness,
