@@ -18,6 +18,7 @@ from ulysses_cli.commands import (
     estimate_memory,
     export,
     launch,
+    models,
     plan,
     prepare,
     recipes,
@@ -81,6 +82,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "bench": (bench.bench, "Measure a recipe's speed and memory on this machine."),
     "estimate-memory": (estimate_memory.estimate_memory, "Predict the memory, time and price of a recipe."),
     "plan": (plan.plan, "Find the GPUs and the layout that fit and cost least."),
+    "models": (models.models, "List the models that are served; describe one."),
     "report": (report.report, "Make one HTML page of a run."),
 }
 CLUSTERS: dict[str, tuple[Callable[..., None], str]] = {

@@ -16,6 +16,7 @@ from typing import Any
 
 from ulysses_cli.plan.files.regular_files import find_special, read_regular
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.models.summary import ModelSummary, summarize
 from ulysses_cli.plan.models.vocabulary import (
     TokenizerFacts,
     describe_bytes,
@@ -130,6 +131,25 @@ def load_table() -> dict[str, Mapping[str, Any]]:
             for name in (entry["repo"], *other_names):
                 table[str(name).lower()] = entry
     return table
+
+
+def summarize_table() -> list[ModelSummary]:
+    """Every well-known model once, by name."""
+    entries = {str(entry["repo"]): entry for entry in load_table().values()}
+    return [
+        summarize(read_model_shape(entry["config"], name), _read_gate(entry))
+        for name, entry in sorted(entries.items(), key=lambda item: item[0].lower())
+    ]
+
+
+def find_gate(name: str) -> bool | None:
+    """Whether the hub asks to accept a licence first; None where the table does not know."""
+    return _read_gate(load_table().get(name.lower()) or {})
+
+
+def _read_gate(entry: Mapping[str, Any]) -> bool | None:
+    gated = entry.get("gated")
+    return gated if isinstance(gated, bool) else None
 
 
 def get_user_folder() -> Path:

@@ -7,7 +7,6 @@ texts come from docs/pictures/README.md.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 from collections import defaultdict
@@ -15,10 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from support.house import ENTRY_MAY_IMPORT, MAY_IMPORT, MODULES, ORDER, PACKAGE, ROOT, parse
+from ulysses_cli.hub import summarize_table
 from ulysses_cli.plan.attention import BACK_ENDS
 from ulysses_cli.plan.models.families import FAMILIES
-from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
 from ulysses_cli.plan.recipe.schema import Setting, format_value, walk_settings
+from ulysses_cli.report.models import format_gate, format_parameters, format_sizes
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
@@ -87,25 +88,37 @@ def make_imports() -> str:
     )
 
 
-def list_known_shapes() -> list[ModelShape]:
-    """Returns the models of plan/models/*.json, one for each file."""
-    entries = [json.loads(file.read_text()) for file in sorted((PACKAGE / "plan" / "models").glob("*.json"))]
-    return [read_model_shape(entry["config"], entry["repo"]) for entry in entries]
-
-
 def make_families() -> str:
+    """Returns the families that are served, with the kinds of layers of one model of each in the table."""
     names: dict[str, list[str]] = defaultdict(list)
-    for shape in list_known_shapes():
-        names[shape.model_type].append(f"`{shape.name}`")
-    rows = [(f"`{family}`", ", ".join(names[family]) or "none in the table") for family in FAMILIES]
+    for summary in summarize_table():
+        names[summary.model_type].append(f"`{summary.name}`")
+    rows = [(f"`{family}`", ", ".join(names[family]) or "none in the table") for family in sorted(FAMILIES)]
     return make_table(("`model_type`", "models whose shape is known without a download"), rows)
 
 
-def make_refused_models() -> str:
+def make_models() -> str:
+    """Returns what `ulysses models` says of each model in the table."""
     rows = [
-        (f"`{shape.name}`", f"`{shape.model_type}`", shape.inexact) for shape in list_known_shapes() if shape.inexact
+        (
+            f"`{summary.name}`",
+            f"`{summary.model_type}`",
+            format_parameters(summary),
+            "; ".join(summary.layers),
+            "; ".join(summary.heads),
+            format_sizes(summary),
+            f"{summary.max_positions:,}",
+            format_gate(summary),
+        )
+        for summary in summarize_table()
     ]
-    return make_table(("model", "`model_type`", "why a row cannot be split over ranks"), rows)
+    header = ("model", "`model_type`", "parameters", "layers", "heads", "sp sizes", "positions", "licence gate")
+    return make_table(header, rows)
+
+
+def make_refused_families() -> str:
+    rows = [(f"`{family}`", why) for family, why in REFUSED_FAMILIES.items()]
+    return make_table(("`model_type`", "why a row cannot be split over ranks"), rows)
 
 
 def make_back_ends() -> str:
@@ -125,7 +138,7 @@ def make_back_ends() -> str:
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "recipes.md": {"settings": make_settings},
     "code-map.md": {"imports": make_imports, "modules": make_code_map},
-    "models.md": {"families": make_families, "refused": make_refused_models},
+    "models.md": {"families": make_families, "models": make_models, "refused": make_refused_families},
     "attention.md": {"back ends": make_back_ends},
 }
 

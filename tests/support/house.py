@@ -92,7 +92,7 @@ ORDER: dict[str, list[str]] = {
     "report": [
         *("printing", "quantities", "settings", "live", "ledger", "planner", "traced", "placement"),
         *("resolved_plan", "run_end"),
-        *("data_report", "run_files", "run_summary", "page", "proofs", "sweep"),
+        *("data_report", "run_files", "run_summary", "page", "proofs", "sweep", "models"),
     ],
 }
 

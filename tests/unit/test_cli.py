@@ -204,7 +204,7 @@ def test_quiet_prints_problems_and_what_does_not_fit() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *("validate-config", "config-schema", "prepare", "train", "report", "estimate-memory", "plan"),
+        *("validate-config", "config-schema", "prepare", "train", "report", "estimate-memory", "plan", "models"),
         *("recipes list", "recipes show", "recipes copy"),
     ],
 )

@@ -63,7 +63,7 @@ def bench(
       ulysses bench my.yaml --max-length 8Ki,32Ki,128Ki --sp-size 1,2,4 --html curves.html
       ulysses bench recipes/tiny-cpu.yaml --max-length 512,1Ki --against trainer
     """
-    from ulysses_cli.commands.proving import prove, read_subject
+    from ulysses_cli.commands.children.proving import prove, read_subject
 
     subject = read_subject(words, output, online=online)
     parallel, model = subject.recipe.parallel, subject.recipe.model

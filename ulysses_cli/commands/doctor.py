@@ -22,7 +22,7 @@ def doctor(
       ulysses doctor
       ulysses doctor my.yaml parallel.sp_size=8 --format json
     """
-    from ulysses_cli.commands.proving import prove, read_subject
+    from ulysses_cli.commands.children.proving import prove, read_subject
 
     subject = read_subject(words, output, online=online) if words else None
     prove("doctor", subject, {}, output, html)

@@ -121,7 +121,7 @@ def _show_estimates(
 
 def _trace(valid: Validated, levers: Levers, *, online: bool) -> dict[str, Any]:
     from ulysses_cli import hub
-    from ulysses_cli.commands.tracing import trace_recipe
+    from ulysses_cli.commands.children.tracing import trace_recipe
 
     if valid.loaded is None:
         raise AssertionError("no recipe")
@@ -223,8 +223,8 @@ def draft_and_validate(
     return validate.validate_recipe("the command line", overrides, num_processes, online=online, text=text), notes
 
 
-def find_shape(model: str, *, online: bool) -> ModelShape:
-    """A model's shape from its name, without a recipe."""
+def find_shape(model: str, *, online: bool, key: str = "--model") -> ModelShape:
+    """A model's shape from its name, without a recipe. `key`: where the name was written."""
     from dataclasses import replace
 
     from ulysses_cli import hub
@@ -233,12 +233,12 @@ def find_shape(model: str, *, online: bool) -> ModelShape:
     from ulysses_cli.plan.recipe.loader import parse_recipe
 
     if model.endswith((".yaml", ".yml")):
-        raise RecipeError([Problem("--model", f"{model} is a recipe", "name its model: owner/name or a local folder")])
+        raise RecipeError([Problem(key, f"{model} is a recipe", "name its model: owner/name or a local folder")])
     text = f"model:\n  name_or_path: {quote(model)}\ndata:\n  datasets:\n    - path: owner/texts\n  max_length: 2\n"
     try:
         return hub.find_model_shape(parse_recipe(text).recipe, online=online).shape
     except RecipeError as error:
-        raise RecipeError([replace(problem, key="--model", where=Where()) for problem in error.problems]) from None
+        raise RecipeError([replace(problem, key=key, where=Where()) for problem in error.problems]) from None
 
 
 def read_length(key: str, text: str | None) -> int:

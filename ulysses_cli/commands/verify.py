@@ -28,7 +28,7 @@ def verify(
       ulysses verify recipes/tiny-cpu.yaml
       ulysses verify my.yaml parallel.sp_size=4 --all --format json
     """
-    from ulysses_cli.commands.proving import prove, read_subject
+    from ulysses_cli.commands.children.proving import prove, read_subject
 
     subject = read_subject(words, output, online=online)
     prove("verify", subject, {"all": is_all}, output, html)

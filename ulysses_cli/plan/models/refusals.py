@@ -14,6 +14,9 @@ CHUNKED = "chunked attention cuts the row at positions of its own"
 AHEAD = "attention looks ahead as well as back"
 LATENT = "multi-head latent attention (MLA) shares one compressed key among heads"
 INDEXED = "an indexer chooses the keys of each token, which no kernel here does"
+MAMBA_1 = "Mamba-1 layers carry a state from token to token, and their scan has no heads to split"
+SHARED = "layers share the weights of one block, whose memory and gradients are not known to this tool"
+RANDOM = "its router draws random numbers in training, which one rank and several draw differently"
 INEXACT_LAYER_TYPES = {
     "linear_attention": LINEAR,
     "conv": CONVOLUTION,
@@ -38,9 +41,27 @@ INEXACT_KEYS = {
 }
 CAUSAL_FOR_TEXT = "vision"  # a value of use_bidirectional_attention
 # Layers that carry something from one document of a row into the next, which attention's masks cannot prevent.
-CROSSING = frozenset({LINEAR, CONVOLUTION, MAMBA, STATE_SPACE, RECURRENT})
+CROSSING = frozenset({LINEAR, CONVOLUTION, MAMBA, MAMBA_1, STATE_SPACE, RECURRENT})
 # Attention that no kernel here computes, on one rank or on many.
 UNSERVED = frozenset({CHUNKED, AHEAD, INDEXED})
+
+# Families that stay refused, whatever their config.json says.
+REFUSED_FAMILIES = {
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "glm5_next_text", "axk2", "hy_v4"), INDEXED),
+    **dict.fromkeys(("qwen4_exp_text", "minimax_m3_vl_text", "dots3_note_text"), INDEXED),
+    "llama4_text": CHUNKED,
+    "minimax": LINEAR,
+    "mamba": MAMBA_1,
+    "falcon_mamba": MAMBA_1,
+    "jamba": MAMBA_1,
+    "zamba2": SHARED,
+    "phimoe": RANDOM,
+    "recurrent_gemma": RECURRENT,
+    "rwkv": RECURRENT,
+    "xlstm": RECURRENT,
+    "gemma3n_text": "its layers have several streams of hidden states, which have not been tried on split rows",
+    "longcat_flash": "its layers attend twice, which has not been tried on split rows",
+}
 
 
 def find_inexact(facts: ConfigFacts, family: Family | None) -> str:
@@ -53,6 +74,8 @@ def find_inexact(facts: ConfigFacts, family: Family | None) -> str:
     for kind in (*facts.find_list("layer_types"), *facts.find_list("layers_block_type")):
         if RENAMED.get(str(kind), kind) not in known:
             return INEXACT_LAYER_TYPES.get(str(kind), f"layers of kind {kind} are not known to this tool")
+    if family is None and facts.find("model_type") in REFUSED_FAMILIES:
+        return REFUSED_FAMILIES[str(facts.find("model_type"))]
     if family is None:
         return f"model type {facts.find('model_type')} is not on the list of those proven exact"
     if family.hides_windows and facts.find("use_sliding_window"):

@@ -1,0 +1,75 @@
+"""`ulysses models`: the list, one model, one family, and names that are not known."""
+
+import json
+from pathlib import Path
+
+from support.commands import run
+
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
+
+QWEN_3_5 = {
+    "model_type": "qwen3_5",
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 1000,
+        "max_position_embeddings": 32768,
+    },
+}
+
+
+def test_the_list_names_every_family() -> None:
+    listed = json.loads(run("models", "--format", "json").stdout)
+    assert listed["families"] == list(FAMILIES)
+    assert listed["refused"] == REFUSED_FAMILIES
+    assert not FAMILIES.keys() & REFUSED_FAMILIES
+    assert all(model["is_served"] for model in listed["models"])
+    text = run("models").stdout
+    assert text.startswith(f"{len(FAMILIES)} families are exact on rows that are split over ranks:\nllama, ")
+    assert "phimoe" in text
+
+
+def test_one_model_shows_its_layers_and_what_splits_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3_5))
+    assert run("models", str(tmp_path)).stdout.splitlines()[1:] == [
+        "family        qwen3_5_text",
+        "parameters    1.76G",
+        "layers        6 x gated delta net, MLP",
+        "              2 x full attention, MLP",
+        "heads         20 attention heads of 256 over 4",
+        "              32 linear attention heads",
+        "sp sizes      1, 2, 4",
+        "positions     32,768: a longer row needs model.rope_scaling",
+        "licence gate  not known",
+        "served        yes, exactly",
+    ]
+    model = json.loads(run("models", "meta-llama/Llama-3.1-8B", "--format", "json").stdout)
+    assert (model["gated"], model["sp_sizes"], model["refused"]) == (True, [1, 2, 4, 8, 16, 32], "")
+
+
+def test_a_refused_model_says_why(tmp_path: Path) -> None:
+    config = QWEN_3_5["text_config"]
+    assert isinstance(config, dict)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v32"}))
+    why = "an indexer chooses the keys of each token, which no kernel here does"
+    assert f"served        no: {why}" in run("models", str(tmp_path)).stdout
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "novel"}))
+    assert "served        on one rank per row only: model type novel is not" in run("models", str(tmp_path)).stdout
+    assert run("models", "deepseek_v32").stdout == f"deepseek_v32 is refused where a row is split over ranks: {why}\n"
+
+
+def test_one_family_lists_its_models() -> None:
+    assert "LiquidAI/LFM2-1.2B" in run("models", "lfm2").stdout
+    assert "No model of it is in the table" in run("models", "lfm3").stdout
+
+
+def test_an_unknown_name() -> None:
+    result = run("models", "nobody/nothing")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("NAME: config.json of nobody/nothing is not on this machine")

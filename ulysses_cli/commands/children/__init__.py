@@ -1,0 +1,1 @@
+"""Child processes of commands: what verify, bench and doctor start, and traces."""

@@ -1,0 +1,53 @@
+"""`ulysses models [NAME]`: which models are served, and why others are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
+
+
+def models(
+    name: Annotated[
+        str | None, typer.Argument(help="a model on the hub (owner/name), a local folder, or a family (model_type)")
+    ] = None,
+    online: OnlineOption = False,
+    output: FormatOption = Format.text,
+) -> None:
+    """List the models that are served, or describe one: layers, heads, sp sizes, positions, licence gate.
+
+    \b
+    Examples:
+      ulysses models
+      ulysses models Qwen/Qwen3-4B
+      ulysses models gemma4_text
+      ulysses models deepseek_v32
+    """
+    from ulysses_cli import hub
+    from ulysses_cli.commands.estimate_memory import find_shape
+    from ulysses_cli.plan.models.families import FAMILIES
+    from ulysses_cli.plan.models.refusals import REFUSED_FAMILIES
+    from ulysses_cli.plan.models.summary import summarize
+    from ulysses_cli.report import models as shown
+    from ulysses_cli.report import printing
+
+    if name is not None and name not in FAMILIES and name not in REFUSED_FAMILIES:
+        shape = or_exit(lambda: find_shape(name, online=online, key="NAME"))
+        summary = summarize(shape, hub.find_gate(name))
+        if output is Format.json:
+            printing.print_json(shown.make_model(summary))
+        else:
+            printing.print_data(shown.format_model(summary))
+        return
+    summaries = or_exit(hub.summarize_table)
+    served = [family for family in FAMILIES if name in (None, family)]
+    refused = {family: why for family, why in REFUSED_FAMILIES.items() if name in (None, family)}
+    chosen = [summary for summary in summaries if name in (None, summary.model_type)]
+    if output is Format.json:
+        printing.print_json(shown.make_list(chosen, served, refused))
+    elif name is None:
+        printing.print_data(shown.format_list(chosen, served, refused))
+    else:
+        printing.print_data(shown.format_family(name, chosen, refused.get(name, "")))
