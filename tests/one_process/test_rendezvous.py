@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import queue
+import re
 import socket
 import threading
 import time
@@ -34,10 +35,10 @@ from ulysses_cli.train.processes.rendezvous import (
     MeetingError,
     SealedBackend,
     SealedStore,
-    StoreCalls,
     make_handler,
     open_store,
 )
+from ulysses_cli.train.processes.waiting import StoreCalls, name_missing, report_waiting
 
 OURS, THEIRS = Seal("o" * 40), Seal("t" * 40)
 TIMEOUT = timedelta(seconds=20)
@@ -216,3 +217,21 @@ def test_a_store_that_does_not_answer_is_timed() -> None:
     release.set()
     thread.join()
     assert calls.find_longest() == 0.0
+
+
+def test_who_waits_says_for_whom() -> None:
+    lines: list[str] = []
+    said = threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        said.set()
+
+    with report_waiting(lambda: name_missing([1, 3], 4), say, 0.01):
+        assert said.wait(60)
+    num_lines = len(lines)
+    assert re.fullmatch(r"of 4 machines, numbers 1, 3 have not come, after \d+ s", lines[0])
+    assert name_missing([2], 4) == "of 4 machines, number 2 has not come"
+    assert name_missing(range(9), 9).endswith("7, ... have not come")
+    assert "do not agree" in name_missing([], 2)
+    assert len(lines) == num_lines, "the block is over"

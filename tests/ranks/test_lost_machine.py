@@ -1,4 +1,4 @@
-"""Two machines, as network namespaces. One of them is cut off in the middle of a run; both commands end and say why."""
+"""Two machines, as network namespaces: one comes late, or is cut off in mid-run. Commands say so, and end."""
 
 from __future__ import annotations
 
@@ -46,3 +46,18 @@ def test_every_command_ends_after_a_machine_is_lost(tmp_path: Path, lan: list[st
         assert command.returncode == 1, output
         assert "Traceback" not in output
         assert "the newest checkpoint is " in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("early", [0, 1])
+def test_machines_come_in_any_order_and_say_whom_they_wait_for(tmp_path: Path, lan: list[str], early: int) -> None:
+    runs, words = Runs(tmp_path), [*MACHINES, *ENDLESS, "train.max_steps=3"]
+    line = "nothing answers at 10.231.7.1:29431, where machine number 0 should be, after 15 s"
+    line = line if early else "of 2 machines, number 1 has not come, after 15 s"
+    runs.environ |= {networks.NETWORK: lan[early]}
+    first = runs.start("run", *words, f"--node-rank={early}")
+    assert wait_until(first, lambda: line in first.read_stderr()), first.read_stderr()
+    runs.environ |= {networks.NETWORK: lan[1 - early]}
+    second = runs.start("run", *words, f"--node-rank={1 - early}", peer=first)
+    outputs = [command.communicate(timeout=300)[1] for command in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), outputs

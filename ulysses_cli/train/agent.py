@@ -98,6 +98,11 @@ def list_children() -> set[int]:
     return children
 
 
+def say(line: str) -> None:
+    """This process's stdout is the user's terminal."""
+    os.write(1, f"{line}\n".encode())
+
+
 def _send(process: int, number: int) -> None:
     try:
         os.kill(process, number)
@@ -122,7 +127,7 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
 
     from ulysses_cli.train.processes import rendezvous
 
-    problems, failures = rendezvous.register(), []
+    problems, failures = rendezvous.register(say), []
     checks.append(LostStore(signals, rendezvous.CALLS.find_longest, failure_file).check)
     try:
         config, command, command_args = config_from_args(parse_args(list(arguments)))

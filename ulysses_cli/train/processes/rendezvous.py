@@ -10,8 +10,8 @@ import binascii
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -33,7 +33,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from ulysses_cli.run_folder.seal import KEY, ForgedError, Seal, find_seal
 from ulysses_cli.train.processes.rank_store import listen, open_file_store
+from ulysses_cli.train.processes.waiting import StoreCalls, name_missing, report_waiting
 
+Say = Callable[[str], object]
 NAME = "ulysses"
 STATE, EMPTY = "rendezvous", "empty"
 GREETING = "ulysses/greeting"
@@ -52,28 +54,6 @@ class MeetingError(RendezvousStateError):
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
         self.hint = hint
-
-
-class StoreCalls:
-    """Times the calls to the machines' store. A host that is cut off answers none, and torch's client waits for the
-    network's own time-out then: many minutes."""
-
-    def __init__(self) -> None:
-        self.begun: dict[int, float] = {}  # by thread
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        thread = threading.get_ident()
-        self.begun[thread] = time.monotonic()
-        try:
-            yield
-        finally:
-            self.begun.pop(thread)
-
-    def find_longest(self) -> float:
-        """Returns the seconds of the call that has gone on longest, 0 for none."""
-        now = time.monotonic()
-        return max((now - begun for begun in [*self.begun.values()]), default=0.0)
 
 
 CALLS = StoreCalls()  # of this process, which has one agent
@@ -175,6 +155,9 @@ class SealedHandler(DynamicRendezvousHandler):
     backend: SealedBackend
     endpoint: str
     node_rank: int
+    store: dist.Store
+    say: Say
+    num_meetings = 0
 
     def _get_world(self) -> tuple[int, int]:
         """Uses --node-rank: torch orders machines by their names, but the display and the model are on machine 0."""
@@ -189,21 +172,36 @@ class SealedHandler(DynamicRendezvousHandler):
         return SealedStore(super()._get_store(), self.backend.seal, prefix, self.backend.get_state)
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self.num_meetings += 1
+        self.store.add(name_arrivals(self.node_rank), 1)
         try:
-            return super().next_rendezvous()
+            with report_waiting(self._name_missing, self.say):
+                return super().next_rendezvous()
         except RendezvousTimeoutError:
-            wanted = self.settings.max_nodes
-            message = f"not all of {wanted} machines have come to {self.endpoint} within {JOIN_SECONDS} s"
+            message = f"{self._name_missing()} at {self.endpoint} within {JOIN_SECONDS} s"
             hint = "start the command on each with its own --node-rank; a machine that is refused prints the reason"
             raise MeetingError(message, hint) from None
 
+    def _name_missing(self) -> str:
+        """By the counters of machines that have come as often as this one. They carry no seal: a forged one changes
+        these words alone."""
+        wanted = self.settings.max_nodes
+        ranks = [rank for rank in range(wanted) if self.store.add(name_arrivals(rank), 0) < self.num_meetings]
+        return name_missing(ranks, wanted)
 
-def make_handler(params: RendezvousParameters, report: Callable[[MeetingError], None]) -> SealedHandler:
+
+def name_arrivals(node_rank: int) -> str:
+    return f"ulysses/arrivals/{node_rank}"
+
+
+def make_handler(
+    params: RendezvousParameters, report: Callable[[MeetingError], None], say: Say = lambda _: None
+) -> SealedHandler:
     seal, node_rank = find_seal(), int(params.get("node_rank", 0))
     if params.get("store_type") == "file":
         store: dist.Store = open_file_store(params.endpoint)
     else:
-        store = open_store(params.endpoint, seal, None if node_rank else params.local_addr)
+        store = open_store(params.endpoint, seal, None if node_rank else params.local_addr, say)
     backend = SealedBackend(store, seal, params.run_id, report)
     handler = SealedHandler.from_backend(
         params.run_id,
@@ -216,17 +214,19 @@ def make_handler(params: RendezvousParameters, report: Callable[[MeetingError], 
     )
     assert isinstance(handler, SealedHandler)
     handler.backend, handler.endpoint, handler.node_rank = backend, params.endpoint, node_rank
+    handler.store, handler.say = store, say
     return handler
 
 
-def register() -> list[MeetingError]:
-    """Registers --rdzv-backend=ulysses. Returns a list to which errors are added when they occur."""
+def register(say: Say = lambda _: None) -> list[MeetingError]:
+    """Registers --rdzv-backend=ulysses. Returns a list to which errors are added when they occur. `say` tells the user
+    who is waited for."""
     errors: list[MeetingError] = []
-    rendezvous_handler_registry.register(NAME, partial(make_handler, report=errors.append))
+    rendezvous_handler_registry.register(NAME, partial(make_handler, report=errors.append, say=say))
     return errors
 
 
-def open_store(endpoint: str, seal: Seal, own_address: str | None) -> dist.TCPStore:
+def open_store(endpoint: str, seal: Seal, own_address: str | None, say: Say = lambda _: None) -> dist.TCPStore:
     """The master's store, which listens at `own_address` alone; with None, a connection to it."""
     host, _, port = endpoint.rpartition(":")
     if own_address is not None:
@@ -237,7 +237,7 @@ def open_store(endpoint: str, seal: Seal, own_address: str | None) -> dist.TCPSt
             raise MeetingError(f"no store can listen at {own_address}:{port}: {error.strerror}", hint) from None
         store.set(GREETING, base64.b64encode(seal.close(GREETING, b"")).decode("ascii"))
         return store
-    _wait_for_master(host, int(port), endpoint)
+    _wait_for_master(host, int(port), endpoint, say)
     store = _connect(host, int(port), endpoint)
     try:
         store.wait([GREETING], ANSWER_TIMEOUT)
@@ -251,18 +251,19 @@ def open_store(endpoint: str, seal: Seal, own_address: str | None) -> dist.TCPSt
     return store
 
 
-def _wait_for_master(host: str, port: int, endpoint: str) -> None:
+def _wait_for_master(host: str, port: int, endpoint: str, say: Say) -> None:
     """Machines start in any order."""
     end = time.monotonic() + JOIN_SECONDS
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=ANSWER_SECONDS).close()
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                message = f"nothing answers at {endpoint} within {JOIN_SECONDS} s: {error.strerror or error}"
-                raise MeetingError(message, _ask_for_master(endpoint)) from None
-        time.sleep(0.5)
+    with report_waiting(lambda: f"nothing answers at {endpoint}, where machine number 0 should be", say):
+        while True:
+            try:
+                socket.create_connection((host, port), timeout=ANSWER_SECONDS).close()
+                return
+            except OSError as error:
+                if time.monotonic() > end:
+                    message = f"nothing answers at {endpoint} within {JOIN_SECONDS} s: {error.strerror or error}"
+                    raise MeetingError(message, _ask_for_master(endpoint)) from None
+            time.sleep(0.5)
 
 
 def _connect(host: str, port: int, endpoint: str) -> dist.TCPStore:
