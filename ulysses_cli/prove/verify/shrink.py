@@ -13,6 +13,7 @@ from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION
 from ulysses_cli.plan.models.shape import TEXT_PARTS, ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import compute_rope_factor
+from ulysses_cli.prove.verify.small_layers import name_kind, shrink_mixers
 
 HEAD_DIM, HIDDEN_SIZE, INTERMEDIATE_SIZE = 16, 64, 96
 VOCABULARY, NUM_BYTES = (
@@ -38,7 +39,7 @@ def pick_layers(shape: ModelShape) -> list[int]:
     """The first layer of each kind, then other layers from the front until there are two; in the model's order."""
     kinds: dict[Any, int] = {}
     for index, layer in enumerate(shape.layers):
-        kinds.setdefault((layer.window_tokens is not None, layer.num_experts > 0), index)
+        kinds.setdefault((name_kind(layer), layer.num_experts > 0), index)
     picked = set(kinds.values())
     for index in range(shape.num_layers):
         if len(picked) >= min(MIN_LAYERS, shape.num_layers):
@@ -81,9 +82,11 @@ def shrink_config(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any
         small["no_rope_layers"] = [small["no_rope_layers"][index] for index in layers]
     if shape.num_experts:
         chosen = min(2, shape.num_experts_per_token)
-        small |= {"num_experts": NUM_EXPERTS, "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": chosen}
+        small |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), NUM_EXPERTS)
+        small["num_experts_per_tok"] = chosen
         small |= {"moe_intermediate_size": EXPERT_SIZE, "decoder_sparse_step": 1}
         small["mlp_only_layers"] = [at for at, index in enumerate(layers) if not shape.layers[index].num_experts]
+    shrink_mixers(small, [shape.layers[index] for index in layers], HIDDEN_SIZE, EXPERT_SIZE)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(small.get(name), Mapping):
             small[name] = _cut_factors(small[name])
