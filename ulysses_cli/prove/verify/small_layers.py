@@ -55,6 +55,12 @@ def shrink_mixers(small: dict[str, Any], layers: Sequence[Layer], hidden_size: i
         small |= _shrink_mixer(mixer, hidden_size)
 
 
+def has_states(layers: Sequence[Layer]) -> bool:
+    """Whether a layer carries a state from token to token."""
+    mixers = dict.fromkeys(mixer for layer in layers for mixer in layer.mixers)
+    return any(isinstance(mixer, DeltaNetMixer | KimiDeltaMixer | Mamba2Mixer) for mixer in mixers)
+
+
 def name_kind(layer: Layer) -> str:
     """As layer_types of a config.json names it."""
     if not layer.mixers:

@@ -32,12 +32,16 @@ from ulysses_cli.prove.rows import Document, cut_row, make_documents, write_docu
 from ulysses_cli.prove.verify.recorded_run import RecordedSteps, record_steps
 from ulysses_cli.prove.verify.reference import ReferenceSteps, train_plainly
 from ulysses_cli.prove.verify.shrink import LEARNING_RATE, NUM_BYTES, compute_row_tokens, make_proof_recipe, pick_layers
+from ulysses_cli.prove.verify.small_layers import has_states
 from ulysses_cli.train.processes.host_memory import count_free_bytes
 
 NUM_STEPS, NUM_EVAL_ROWS = 2, 3
 CPU_RANK_BYTES = 1 << 30
 TIME_LIMIT_SECONDS = 900.0  # the first run may build DeepSpeed's CPU Adam
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4, 1e-3
+# Gradients of a state's decay are sums of terms that nearly cancel, and transformers' rules compute in float32: on one
+# rank too, a packed row and its documents alone differ by 2e-4.
+STATE_GRADIENT_TOLERANCE = 1e-3
 MOVED_AT_LEAST = 1e-6  # of a loss: a changed token must change the losses of tokens that attend to it
 EXPERT_NOISE = 1e-5
 ORDER = "float32 adds in another order on ranks; real faults change it by 1e-2 or more"
@@ -185,10 +189,11 @@ def judge(group: str, recorded: RecordedSteps, expected: ReferenceSteps, shape: 
     """Every comparison as one row."""
     worst_gradient, gradient_name = find_worst_gradient(recorded.grads, expected.grads)
     worst_weight, weight_name = find_worst_weight(recorded.weights, expected.weights)
+    gradient_limit = STATE_GRADIENT_TOLERANCE if has_states(shape.layers) else GRADIENT_TOLERANCE
     compared = [
         ("loss", _compute_difference(recorded.losses, expected.losses), LOSS_TOLERANCE, ""),
         ("gradient norm", _compute_difference(recorded.norms, expected.norms), GRADIENT_TOLERANCE, ""),
-        ("gradients", worst_gradient, GRADIENT_TOLERANCE, gradient_name),
+        ("gradients", worst_gradient, gradient_limit, gradient_name),
         ("weights", worst_weight, WEIGHT_TOLERANCE, weight_name),
         ("evaluation loss", _compute_difference([recorded.eval_loss], [expected.eval_loss]), LOSS_TOLERANCE, ""),
         ("evaluation tokens", float(abs(recorded.eval_tokens - expected.eval_tokens)), 0.0, ""),
