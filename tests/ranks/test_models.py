@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
+from ulysses_cli.train.attention.rotary import serve_rotary
 from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 LENGTHS = (21, 1, 30, 12)
@@ -51,6 +52,7 @@ def run_split(model_type: str, chunks: int, checkpointing: bool, **changes: Any)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
+    serve_rotary(model, axis)
     ids, positions = (whole.chunk(axis.size, 1)[axis.rank] for whole in make_row())
     logits = model(ids, position_ids=positions, use_cache=False, documents=make_documents(LENGTHS)).logits
     loss = compute_loss(logits, ids)
@@ -96,6 +98,28 @@ def test_a_family_is_exact_on_one_rank(model_type: str) -> None:
 def test_a_family_is_exact_with_chunks_and_checkpointing(model_type: str) -> None:
     """Documents must reach the recomputation too."""
     assert max(run_on_ranks(2, compare_models, model_type, 2, True)) < TOLERANCE
+
+
+# Two documents are longer than the original length, two are shorter.
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.0],
+}  # fmt: skip
+BY_LENGTH: dict[str, dict[str, Any]] = {
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    "llama": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        "max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+@pytest.mark.parametrize("model_type", BY_LENGTH)
+def test_each_document_chooses_its_rotary_frequencies(model_type: str, num_ranks: int) -> None:
+    """As if it were alone: neither a rank's slice nor a longer document of the row decides."""
+    errors = run_on_ranks(num_ranks, compare_models, model_type, 1, True, BY_LENGTH[model_type])
+    assert max(errors) < TOLERANCE
 
 
 @pytest.mark.full

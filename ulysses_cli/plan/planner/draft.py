@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.levers import Levers, get_key
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.rules.positions import LENGTH_DEPENDENT, REPLACEABLE
+from ulysses_cli.plan.rules.positions import REPLACEABLE
 
 GPUS_PER_NODE = 8
 PLAIN = re.compile(r"[A-Za-z][\w./-]*", re.ASCII)
@@ -35,8 +35,6 @@ class Draft:
 
 def find_obstacle(shape: ModelShape) -> str:
     """Why a row of this model cannot be split over ranks, or ''."""
-    if not shape.inexact and shape.rope_type in LENGTH_DEPENDENT:
-        return f"its rotary frequencies ({shape.rope_type}) follow the length that a rank sees"
     return shape.inexact
 
 

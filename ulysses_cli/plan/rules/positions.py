@@ -9,7 +9,6 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import compute_rope_factor, get_original_positions
 
-LENGTH_DEPENDENT = ("dynamic", "longrope", "su")  # frequencies follow the longest position that a rank sees
 REPLACEABLE = ("default", "llama3", "yarn")
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow"),
@@ -53,21 +52,8 @@ def check_positions(recipe: Recipe, shape: ModelShape) -> Problems:
 
 
 def check_rotary(recipe: Recipe, shape: ModelShape) -> Problems:
-    """A stretch that depends on the input's length would see only a rank's slice; a model's own stretch must stay."""
-    scaling, sp_size = recipe.model.rope_scaling, recipe.parallel.sp_size
-    if sp_size > 1 and scaling is not None and scaling.type in LENGTH_DEPENDENT:
-        yield Problem(
-            "model.rope_scaling.type",
-            f"{scaling.type} chooses frequencies by the length that it sees: on {sp_size} ranks, a slice of the row",
-            "use type: yarn, or parallel.sp_size: 1",
-        )
-    if sp_size > 1 and scaling is None and shape.rope_type in LENGTH_DEPENDENT:
-        yield Problem(
-            "parallel.sp_size",
-            f"{shape.name} chooses rotary frequencies ({shape.rope_type}) by the length that it sees: on {sp_size} "
-            "ranks, a slice of the row",
-            "use sp_size: 1, or a model with plain, linear, llama3 or yarn positions",
-        )
+    """A model's own stretch must stay."""
+    scaling = recipe.model.rope_scaling
     if scaling is not None and shape.rope_type not in REPLACEABLE:
         yield Problem(
             "model.rope_scaling",

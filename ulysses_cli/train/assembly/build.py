@@ -30,6 +30,7 @@ from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts
 from ulysses_cli.train.assembly.recurrent_layers import serve_layers
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
+from ulysses_cli.train.attention.rotary import serve_rotary
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.finiteness import WORDS, find_file, find_nonfinite
 from ulysses_cli.train.optimizer.shards import get_shape
@@ -78,6 +79,7 @@ def build(
     attention = register_attention(groups.sp_axis, kernel.by_head_dim or kernel.name, plan.levers.head_chunks)
     model = _load_model(plan, groups, config, attention, device, ds_config, parts, report)
     serve_layers(model, recipe, groups.sp_axis)
+    serve_rotary(model, groups.sp_axis)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
     head_rule = read_head_rule(config, recipe.train.z_loss_weight)
     module = LossModel(model, apply_levers(model, plan, head_rule, device))
