@@ -16,14 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paths import RESULTS
-from support.bucket_server import BUCKET, serve_bucket
+from support.bucket_server import BUCKET, IS_INSTALLED, REASON, serve_bucket
 from support.checkpoints import make_state, write_contents
 
 from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.manifest import STATE, name_share
 from ulysses_cli.run_folder.remote_archive import Sending, fetch_checkpoint
 
-NUM_ROUNDS, NUM_RANKS, SHARE_BYTES, BAR = 7, 4, 48 << 20, 1.3
+NUM_ROUNDS, NUM_RANKS, SHARE_BYTES, BAR = 7, 4, 16 << 20, 1.3
 
 
 def measure(call: Callable[[], object]) -> float:
@@ -33,6 +33,8 @@ def measure(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    if not IS_INSTALLED:
+        raise SystemExit(REASON)
     with tempfile.TemporaryDirectory() as scratch, serve_bucket() as environ:
         os.environ |= environ
         folder = Path(scratch) / "checkpoints" / "step-1"

@@ -59,7 +59,7 @@ def resume_elsewhere(runs: Runs, run: str, address: str, bucket: Bucket) -> str:
     return err
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_run_goes_on_from_the_bucket_alone(runs: Runs, tmp_path: Path) -> None:
     address = f"file://{tmp_path}/bucket"
     process = runs.start("moved", *WORDS, f"run.checkpoint_uri={address}", plan={

@@ -6,8 +6,10 @@ from functools import partial
 
 import torch
 
+from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.run_folder.early_stop import write_early_stop
 from ulysses_cli.train.assembly.run import AssembledRun
+from ulysses_cli.train.checkpoint.collection import Collector
 from ulysses_cli.train.checkpoint.saves import Saves
 from ulysses_cli.train.evaluation import Evaluation
 from ulysses_cli.train.export.check import check_adapter, check_model
@@ -43,6 +45,10 @@ def finish(
     record.set_phase(WRITING)
     state.phase = WRITING
     launch.interruption.end_at_once()
+    if run.context.is_spread:
+        collector = Collector(run.context.disk_owners, run.context.rank, state.groups.host_group)
+        if problem := collector.collect(saves.get_last_path(), [0]):
+            raise CheckpointError(f"{saves.get_last_path()} cannot be exported: {problem}")
     if state.groups.is_first:
         write_model(launch, inputs, run, saves, record)
     run.context.wait()

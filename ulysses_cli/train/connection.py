@@ -6,16 +6,29 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
 from ulysses_cli.data.steps import Batching
 from ulysses_cli.plan.resolved import RunPlan
-from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.run_folder.archive import CheckpointError, tidy_folder
+from ulysses_cli.run_folder.resume import FRESH, ResumePoint
 from ulysses_cli.train.assembly.run import RunLength
+from ulysses_cli.train.checkpoint.collection import Collector
 from ulysses_cli.train.guard.stop_conditions import StopConditions
-from ulysses_cli.train.inputs import Inputs, Launch, plan_remaining, settle_rows_per_step
+from ulysses_cli.train.inputs import (
+    Inputs,
+    Launch,
+    count_machines,
+    find_checkpoint,
+    plan_remaining,
+    report_restart,
+    settle_rows_per_step,
+)
 from ulysses_cli.train.processes.consistency import compare_machines, gather_values
+from ulysses_cli.train.processes.disks import Disks, find_disks
 from ulysses_cli.train.processes.groups import Groups, make_groups
 from ulysses_cli.train.processes.rank_store import join_ranks
 from ulysses_cli.train.telemetry.forecast import Forecast
@@ -36,6 +49,7 @@ class Connected:
     resume_point: ResumePoint
     forecast: Forecast
     stop: StopConditions
+    disks: Disks
 
     @property
     def is_finished(self) -> bool:
@@ -60,10 +74,15 @@ def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:
         join_ranks(inputs.device, START_TIMEOUT)
         check_machines(launch, inputs)
     groups = make_groups(layout, START_TIMEOUT)
-    resume_point = inputs.resume_point
-    if not is_simulated:
-        resume_point = gather_values(resume_point, groups.host_group)[0]
-    remaining = plan_remaining(launch, inputs, resume_point)
+    resume_point, disks = inputs.resume_point, Disks((0,) * layout.world_size)
+    if count_machines() > 1 and not is_simulated:
+        disks = compare_disks(launch, groups, record)
+        resume_point = choose_resume_point(launch, groups, disks, record)
+        remaining = plan_remaining(launch, inputs, resume_point, record.warn)
+    else:
+        if not is_simulated:
+            resume_point = gather_values(resume_point, groups.host_group)[0]
+        remaining = plan_remaining(launch, inputs, resume_point)
     # GPU memory differs a little from rank to rank; levers must not
     forecast = gather_values(inputs.forecast, groups.host_group)[0]
     resolved = settle_rows_per_step(inputs.resolved, remaining.batching)
@@ -71,7 +90,49 @@ def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:
     run = remaining.recipe.run
     usd_per_hour = (run.price_per_gpu_hour or 0.0) * layout.world_size
     stop = StopConditions(run.max_hours, run.max_cost, usd_per_hour, lambda: launch.interruption.is_asked)
-    return Connected(groups, plan, remaining.batching, remaining.length, resume_point, forecast, stop)
+    return Connected(groups, plan, remaining.batching, remaining.length, resume_point, forecast, stop, disks)
+
+
+def compare_disks(launch: Launch, groups: Groups, record: Record) -> Disks:
+    """Collective over all ranks. Says whether machines share the run's folder and the data. Returns whose run folder is
+    on whose disk."""
+    gather = partial(gather_values, group=groups.host_group)
+    disks = find_disks(launch.run_dir, groups.rank, gather)
+    record.report(disks.describe("run.output_dir", "each rank saves its share where it is"))
+    try:
+        store = find_disks(launch.options.data.parent, groups.rank, gather)
+        record.report(store.describe("data.store_dir", "each machine has prepared the data, with the same hash"))
+    except OSError:
+        pass  # prepared data may be on a disk that can only be read
+    return disks
+
+
+def choose_resume_point(launch: Launch, groups: Groups, disks: Disks, record: Record) -> ResumePoint:
+    """Collective over all ranks. Rank 0 decides from its disk. Where machines have disks of their own, the checkpoint
+    is brought together on all of them first."""
+    if launch.options.dry_run:
+        return FRESH
+    rank, wanted = groups.rank, launch.options.resume
+    restarts = report_restart(launch, record.warn) if rank == 0 else 0
+    restarts = gather_values(restarts, groups.host_group)[0]
+    if not disks.is_shared:
+        collector = Collector(disks.owners, rank, groups.host_group)
+        if rank in disks.owners:
+            tidy_folder(launch.run_dir)
+        if wanted == "auto" or restarts:
+            collector.collect_newest(launch.run_dir, record.warn)
+        elif wanted is not None and (problem := collector.collect(Path(os.path.expanduser(wanted)), disks.owners)):
+            raise CheckpointError(f"{wanted} cannot be resumed from: {problem}")
+    found: ResumePoint | Exception = FRESH
+    if rank == 0:
+        try:
+            found = find_checkpoint(launch, restarts, record.warn)
+        except (CheckpointError, OSError) as error:
+            found = error
+    found = gather_values(found, groups.host_group)[0]
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def check_machines(launch: Launch, inputs: Inputs) -> None:

@@ -61,7 +61,8 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What this rank has read. `resume_point` is set on rank 0 alone; the others receive it when ranks connect."""
+    """What this rank has read. `resume_point` is set on rank 0 alone, and on one machine; the others receive it when
+    ranks connect."""
 
     rows: PackedRows
     eval_rows: PackedRows | None
@@ -108,7 +109,9 @@ def read_inputs(launch: Launch, record: Record) -> Inputs:
     swap_folder = _open_swap_folder(launch, shape, forecast.choice.levers)
     is_first = int(os.environ.get("RANK", "0")) == 0
     warnings: list[str] = []  # shown once the display is open
-    resume_point = _find_checkpoint(launch, warnings.append) if is_first and not options.dry_run else FRESH
+    resume_point = FRESH
+    if is_first and not options.dry_run and count_machines() == 1:  # several machines look together, once connected
+        resume_point = find_checkpoint(launch, report_restart(launch, warnings.append), warnings.append)
     inputs = Inputs(
         rows, held_out if len(held_out) else None, tokenizer, shape, config.vocab_size, resolved, device, forecast,
         swap_folder, resume_point,
@@ -138,11 +141,21 @@ def _open_swap_folder(launch: Launch, shape: ModelShape, levers: Levers) -> Path
     return folder
 
 
-def _find_checkpoint(launch: Launch, warn: Callable[[str], None]) -> ResumePoint:
+def count_machines() -> int:
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+def report_restart(launch: Launch, warn: Callable[[str], None]) -> int:
+    """On rank 0, once. Returns how often the ranks have been started before."""
     logs = launch.run_dir / "logs"
     restarts = count_restarts(logs)
     if restarts:
         warn(describe_restart(logs, restarts, launch.loaded.recipe.run.max_restarts))
+    return restarts
+
+
+def find_checkpoint(launch: Launch, restarts: int, warn: Callable[[str], None]) -> ResumePoint:
+    """On rank 0, from the checkpoints on its disk."""
     point = find_resume_point(launch.run_dir, launch.options.resume, restarts, warn)
     return point if _is_uploaded(launch, point) else replace(point, model_step=None)
 

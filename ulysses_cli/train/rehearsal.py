@@ -61,7 +61,7 @@ def rehearse(
             evaluate(state.engine, state.groups, LongestRow(eval_rows), replace(eval_batching, seed=0))
         state.phase = "rehearsal: save"
         path = save_checkpoint(context, scratch, 0, {"rehearsal": True})
-        if context.rank == 0:
+        if context.owns_disk:
             shutil.rmtree(path.parent.parent, ignore_errors=True)
     finally:
         state.stop = stop

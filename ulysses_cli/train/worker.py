@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -76,6 +77,7 @@ def assemble(launch: Launch, inputs: Inputs, connected: Connected, record: Recor
         connected.plan, connected.groups, inputs.device, inputs.rows, connected.length,
         batching=connected.batching, stop=connected.stop, report=record.report, swap_folder=inputs.swap_folder,
     )  # fmt: skip
+    run = replace(run, context=replace(run.context, disk_owners=connected.disks.owners))
     record.describe_step = partial(describe_step, run.state)
     assert_sharded(run, record)
     num_steps = connected.length.num_steps
@@ -96,7 +98,10 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     rehearsal comes before the checkpoint's state is loaded."""
     settings, state, point = connected.plan.recipe.run, run.state, connected.resume_point
     bad_steps = BadSteps(settings.max_bad_steps, record.warn)
-    policy = SavePolicy(settings.save_total_limit, settings.async_save, settings.on_save_error == "continue")
+    is_async = settings.async_save and connected.disks.is_shared
+    if is_async != settings.async_save:
+        record.warn("run.async_save needs a run.output_dir that all machines share: steps wait for saves")
+    policy = SavePolicy(settings.save_total_limit, is_async, settings.on_save_error == "continue")
     uploads = open_uploads(launch, run, record)
     saves = Saves(run.context, record, policy, list_checkpoint_facts(launch, inputs, connected), bad_steps, uploads)
     evaluation = Evaluation(inputs.eval_rows, make_eval_batching(inputs.shape, inputs.resolved), record.write_eval)
@@ -108,7 +113,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         record.set_phase("loading the checkpoint")
         saves.resume(state, point)
     else:
-        uploads.begin(-1)
+        saves.begin()
     record.start_files(state.step)
     if connected.groups.is_first:
         write_run_file(launch.run_dir, list_run_facts(launch, inputs, connected, run))
@@ -146,14 +151,15 @@ def open_uploads(launch: Launch, run: AssembledRun, record: Record) -> NoUploads
 
 
 def check_disk(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:
-    """Collective over all ranks: rank 0 checks, all follow. Reports a disk that will be full before the first step."""
+    """Collective over all ranks: a rank of each disk checks, all follow. Reports a disk that will be full before the
+    first step."""
     recipe, built = connected.plan.recipe, run.built
     settings, width = recipe.run, getattr(torch, recipe.model.dtype).itemsize
     steps = connected.length.num_steps - connected.resume_point.step
     num_saves = -(-steps // settings.save_steps) if settings.save_steps else 1
     model_bytes = width * (built.num_trained if built.adapter is not None else inputs.shape.num_parameters)
     find = partial(find_shortage, launch.run_dir, built.num_trained, model_bytes, settings.save_total_limit)
-    shortage = run.context.gather(find(num_saves) if connected.groups.is_first else "")[0]
+    shortage = next(filter(None, run.context.gather(find(num_saves) if run.context.owns_disk else "")), "")
     if shortage and settings.on_save_error == "stop":
         raise StartError(shortage)
     if shortage:

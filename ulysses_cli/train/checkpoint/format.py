@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,17 @@ class CheckpointContext:
     world_size: int
     wait: Callable[[], None]  # a barrier of all ranks
     gather: Callable[[Any], list[Any]]  # every rank's plain value; collective over all ranks
+    disk_owners: tuple[int, ...] = ()  # for each rank, the first one on the same disk; empty: all share one
+
+    @property
+    def owns_disk(self) -> bool:
+        """This rank makes folders and gives names on its disk."""
+        return self.rank == (self.disk_owners[self.rank] if self.disk_owners else 0)
+
+    @property
+    def is_spread(self) -> bool:
+        """A checkpoint's files are on several disks; the manifest is on all of them."""
+        return len(set(self.disk_owners)) > 1
 
 
 @dataclass(frozen=True)
@@ -73,13 +85,13 @@ def open_folder(context: CheckpointContext, run_dir: Path, step: int) -> Path:
     """Collective over all ranks. Returns the folder to write in, which is renamed to its final name later."""
     folder = get_folder(run_dir) / f"step-{step}{WRITING}"
     problem = ""
-    if context.rank == 0:
+    if context.owns_disk:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         except OSError as error:
             problem = f"{error.strerror or error} ({folder})"
-    problem = context.gather(problem)[0]
+    problem = next(filter(None, context.gather(problem)), "")
     if problem:
         raise CheckpointError(f"checkpoint step-{step} was not written: {problem}")
     return folder
@@ -109,18 +121,22 @@ def save_checkpoint(context: CheckpointContext, run_dir: Path, step: int, state:
     problem, entries = "", {}
     try:
         entries = write_share(folder, context.rank, take_share(context))
+        if context.is_spread:
+            entries = {name: entry | {"machine": socket.gethostname()} for name, entry in entries.items()}
     except OSError as error:
         problem = f"rank {context.rank}: {error.strerror or error} ({folder})"
+    if context.is_spread:  # hours differ from rank to rank; the manifest is the same on all disks
+        state = context.gather(dict(state))[0]
     results = context.gather((problem, entries))
     problem = next((rank_problem for rank_problem, _ in results if rank_problem), "")
-    if not problem and context.rank == 0:
+    if not problem and context.owns_disk:
         try:
             finish_folder(folder, state, {name: entry for _, part in results for name, entry in part.items()})
         except OSError as error:
             problem = f"{error.strerror or error} ({folder})"
-    problem = context.gather(problem)[0]
+    problem = next(filter(None, context.gather(problem)), "")
     if problem:
-        if context.rank == 0:
+        if context.owns_disk:
             shutil.rmtree(folder, ignore_errors=True)
         raise CheckpointError(f"checkpoint step-{step} was not written: {problem}")
     return folder.with_name(f"step-{step}")

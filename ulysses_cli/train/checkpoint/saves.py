@@ -136,7 +136,7 @@ class Saves:
             return
         started = time.perf_counter()
         path = save_checkpoint(self.context, self.record.run_dir, state.step, self.read_state(state))
-        if self.context.rank == 0:
+        if self.context.owns_disk:
             prune_checkpoints(self.record.run_dir, self.policy.total_limit)
         self.last_step = state.step
         self.record.emit(event="saved", path=str(path), seconds=time.perf_counter() - started)
@@ -161,13 +161,19 @@ class Saves:
             **self.facts,
         }
 
+    def begin(self) -> None:
+        """Collective over all ranks. The run starts at step 1."""
+        if self.context.is_spread and self.context.owns_disk:  # the command has looked after the first machine's disk
+            set_aside(self.record.run_dir, self.record.run_dir, self.record.warn)
+        self.uploads.begin(-1)
+
     def resume(self, state: TrainState, resume_point: ResumePoint) -> None:
         """Collective over all ranks."""
         path = resume_point.path
         if path is None:
             raise AssertionError("a fresh run has nothing to resume from")
         saved = load_checkpoint(self.context, path)
-        if self.context.rank == 0:
+        if self.context.owns_disk:
             set_aside(self.record.run_dir, path, self.record.warn)
         state.step, state.position = int(saved["step"]), int(saved["position"])
         state.optimizer_steps = int(saved["optimizer_steps"])
