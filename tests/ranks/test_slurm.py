@@ -1,0 +1,67 @@
+"""The batch script that `ulysses launch slurm` writes, on a real SLURM of two machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from support import slurm
+from support.faults import RECIPE
+from support.paths import ROOT
+from typer.testing import CliRunner
+
+from ulysses_cli.cli import app
+
+NUM_STEPS, SAVE_STEPS = 150, 20
+
+
+@pytest.mark.full
+def test_a_job_is_told_to_stop_and_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines of one GPU each. The job gets SLURM's warning in mid-run, saves, goes back into the queue, resumes
+    and completes; every step is there once."""
+    if why := slurm.find_obstacle():
+        pytest.skip(why)
+    monkeypatch.chdir(tmp_path)
+    settings = {**RECIPE, "parallel": {"sp_size": 2}, "train": {**RECIPE["train"], "max_steps": NUM_STEPS}}
+    settings["run"] = {**RECIPE["run"], "save_steps": SAVE_STEPS, "output_dir": "run"}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(settings))
+    words = ["launch", "slurm", "my.yaml", "--gpu", "h100", "--gpus-per-node", "1", "--hours", "1"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ulysses").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ulysses_cli "$@"\n')
+    (tmp_path / "bin" / "ulysses").chmod(0o755)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def count_steps() -> int:
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    with slurm.start_cluster(tmp_path / "slurm") as cluster:
+        path = f"{tmp_path / 'bin'}:{cluster.environ['PATH']}"
+        began = time.monotonic()
+        out = cluster.run("sbatch", "--parsable", "my.sbatch", PATH=path, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        job = out.strip()
+
+        def describe() -> str:
+            logs = [*tmp_path.glob("*.log"), *(tmp_path / "run" / "logs").glob("*.log")]
+            return "\n".join([str(cluster.get_state(job)), *(f"{log}: {log.read_text()[-2000:]}" for log in logs)])
+
+        cluster.wait(lambda: count_steps() >= 1, describe)
+        print(f"from sbatch to the first step: {time.monotonic() - began:.1f} s")
+        cluster.wait(lambda: count_steps() > 2 * SAVE_STEPS, describe)
+        cluster.run("scancel", "--batch", "--signal=USR1", job)
+        cluster.wait(lambda: cluster.get_state(job).get("Restarts") == "1", describe)
+        assert count_steps() < NUM_STEPS, "the job was stopped before its end"
+        if cluster.get_state(job)["JobState"] == "PENDING":  # SLURM waits two minutes before it starts a job again
+            cluster.run("scontrol", "update", f"job={job}", "StartTime=now")
+        cluster.wait(lambda: cluster.get_state(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"), describe)
+        assert cluster.get_state(job)["JobState"] == "COMPLETED", describe()
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == [*range(1, NUM_STEPS + 1)]
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    nodes = "".join(log.read_text() for log in (tmp_path / "run" / "logs").glob(f"slurm-{job}-*.log"))
+    assert "2; this is number 1, by SLURM; they meet at " in nodes

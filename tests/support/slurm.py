@@ -1,0 +1,130 @@
+"""A SLURM of two machines on this one: its own daemons, each in a network namespace with a host name of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from support import networks
+
+MACHINES = {"ctl": 0, "zeta": 1, "alpha": 2}  # nodes in the reverse order of their names
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+TIME_LIMIT = 240.0
+CONFIG = """\
+ClusterName=test
+SlurmctldHost=ctl(10.231.7.1)
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+SlurmdTimeout=20
+NodeName=zeta NodeAddr=10.231.7.2 CPUs=2 RealMemory=4000 Gres=gpu:1
+NodeName=alpha NodeAddr=10.231.7.3 CPUs=2 RealMemory=4000 Gres=gpu:1
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def find_obstacle() -> str:
+    """Returns why no SLURM can run here, or ''."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"{missing[0]} is not installed: apt-get install slurmd slurmctld slurm-client munge"
+    return networks.find_obstacle()
+
+
+class Cluster:
+    """`folder` holds its configuration and logs."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self.folder, self.names = folder, names
+        self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def run(self, *words: str, **environ: str) -> str:
+        """Runs a command where the controller runs. Returns its output."""
+        done = subprocess.run(
+            ["ip", "netns", "exec", self.names[0], *words],
+            check=False, capture_output=True, text=True, timeout=60, env={**self.environ, **environ},
+        )  # fmt: skip
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout
+
+    def get_state(self, job: str) -> dict[str, str]:
+        """Returns what scontrol says of a job, by name."""
+        words = self.run("scontrol", "-o", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, is_there: Callable[[], bool], describe: Callable[[], object]) -> None:
+        end = time.monotonic() + TIME_LIMIT
+        while not is_there():
+            assert time.monotonic() < end, describe()
+            time.sleep(0.1)
+
+    def read_logs(self) -> str:
+        return "\n".join(f"{file.name}:\n{file.read_text()[-1500:]}" for file in sorted(self.folder.glob("*.log")))
+
+
+@contextmanager
+def start_cluster(folder: Path) -> Iterator[Cluster]:
+    """The daemons end with the block; so do the names that it puts over /etc/hosts."""
+    folder.mkdir()
+    for name in ("state", "spool-zeta", "spool-alpha"):
+        (folder / name).mkdir()
+    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder))
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    (folder / "nvidia0").touch()  # a plain file stands for a GPU
+    (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/nvidia0\n")
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o600)
+    with ExitStack() as stack:
+        names = stack.enter_context(networks.open_networks(len(MACHINES)))
+        cluster = Cluster(folder, names)
+        hosts = "127.0.0.1 localhost\n" + "".join(f"10.231.7.{at + 1} {name}\n" for name, at in MACHINES.items())
+        for name in names:
+            place = Path("/etc/netns") / name
+            place.mkdir(parents=True)
+            stack.callback(shutil.rmtree, place)
+            (place / "hosts").write_text(hosts)
+
+        def start(name: str, command: list[str], host: str | None = None) -> None:
+            inside = ["unshare", "--uts", "bash", "-c", 'hostname "$0"; exec "$@"', host, *command] if host else command
+            words = ["ip", "netns", "exec", names[MACHINES[host]], *inside] if host else inside
+            log = stack.enter_context(open(folder / f"{name}.log", "wb"))
+            process = subprocess.Popen(words, stdout=log, stderr=log, env=cluster.environ)
+            stack.callback(process.wait, 30)
+            stack.callback(process.terminate)
+
+        options = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid", "log-file": "munged.txt"}
+        munge = [f"--{name}={folder / value}" for name, value in options.items()]
+        start("munged", ["munged", "--foreground", "--force", *munge, f"--seed-file={folder}/seed"])
+        cluster.wait((folder / "munge.socket").exists, cluster.read_logs)
+        start("slurmctld", ["slurmctld", "-D"], "ctl")
+        for node in ("zeta", "alpha"):
+            start(node, ["slurmd", "-D", "-N", node], node)
+
+        def is_idle() -> bool:
+            try:
+                lines = cluster.run("sinfo", "-h", "-N", "-o", "%T").split()
+            except AssertionError:
+                return False
+            return lines == ["idle", "idle"]
+
+        cluster.wait(is_idle, cluster.read_logs)
+        yield cluster
