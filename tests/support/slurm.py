@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -95,6 +96,7 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
     (folder / "munge.key").chmod(0o600)
     with ExitStack() as stack:
         names = stack.enter_context(networks.open_networks(len(MACHINES)))
+        stack.callback(_kill_all, names)  # a daemon's end leaves the steps of its jobs running
         cluster = Cluster(folder, names)
         hosts = "127.0.0.1 localhost\n" + "".join(f"10.231.7.{at + 1} {name}\n" for name, at in MACHINES.items())
         for name in names:
@@ -128,3 +130,14 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
 
         cluster.wait(is_idle, cluster.read_logs)
         yield cluster
+
+
+def _kill_all(names: list[str]) -> None:
+    """Kills what runs in the namespaces."""
+    for name in names:
+        listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout
+        for process in listed.split():
+            try:
+                os.kill(int(process), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
