@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.files.addresses import find_address
 from ulysses_cli.plan.files.regular_files import find_special, read_regular
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.models.summary import ModelSummary, summarize
@@ -90,6 +91,9 @@ def _find_own_config(recipe: Recipe, *, online: bool) -> tuple[Mapping[str, Any]
     if os.path.isdir(os.path.expanduser(name)):
         file = Path(os.path.expanduser(name)) / "config.json"
         return _read_config(file), str(file)
+    if address := find_address(name):
+        problem = Problem(KEY, f"{address} is not on this machine yet", "ulysses prepare and train download it")
+        raise RecipeError([problem])
     if "://" in name:
         hint = "write owner/name as the hub shows it, or a local folder"
         raise RecipeError([Problem(KEY, f"{name} is an address, not a name", hint)])

@@ -3,6 +3,7 @@ that are slow, and uploads that fail."""
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import time
@@ -17,6 +18,7 @@ from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
 from support.training import MemoryRows, make_recipe
 
+from ulysses_cli.host.operator_builds import get_builds_folder
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.run_folder.archive import CheckpointError, find_damage, list_checkpoints
 from ulysses_cli.run_folder.bucket import Bucket
@@ -186,3 +188,29 @@ def save_without_listing(recipe: Recipe, folder: str, address: str, policy: Save
     Uploads.begin = lambda *_: None  # type: ignore[method-assign, assignment]
     result = save_to(recipe, folder, f"{address}/below", 0.0, policy)
     return result
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not IS_INSTALLED, reason=REASON)
+def test_model_data_and_checkpoints_are_all_in_a_bucket(
+    runs: Runs, server: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cache = str(get_builds_folder(os.environ).parent)  # operators are built below the home too
+    for name, value in {**server, "HOME": str(tmp_path), "XDG_CACHE_HOME": cache}.items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.setitem(runs.environ, name, value)
+    bucket, model = Bucket("s3://runs/inputs"), runs.folder / "plain" / "model"
+    for file in model.iterdir():
+        bucket.put_file(file, f"model/{file.name}")
+    bucket.put_bytes(b'{"text": "one two three four"}\n' * 40, "texts.jsonl")
+    words = [
+        *("model.config=null", "model.tokenizer=null", "model.name_or_path=s3://runs/inputs/model"),
+        *("data.datasets=[{path: s3://runs/inputs/texts.jsonl}]", "run.checkpoint_uri=s3://runs/of-a-bucket"),
+    ]
+    code, err = runs.train("of-a-bucket", *WORDS, *words)
+    assert code == 0, err
+    assert err.count("downloading s3://runs/inputs/") == 2
+    assert read_remote_model_step(Bucket("s3://runs/of-a-bucket")) == NUM_STEPS
+    code, err = runs.train("again", *WORDS, *words[:-1])
+    assert (code, "downloading" in err) == (0, False), err
+    assert runs.read_losses("again") == runs.read_losses("of-a-bucket")

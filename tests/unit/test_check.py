@@ -568,7 +568,9 @@ def test_check_datasets(tmp_path: Path) -> None:
 def test_paths_that_are_not_names_on_the_hub(tmp_path: Path) -> None:
     for path in ("data/", "my data set", "a/b/c"):
         assert "does not exist" in only(f"data.datasets.0.path='{path}'")
-    assert "is an address" in only("data.datasets.0.path=s3://bucket/x")
+    assert "s3://bucket/x is not on this machine yet" in only("data.datasets.0.path=s3://bucket/x")
+    assert "is of a kind that is not supported" in only("data.datasets.0.path=ftp://host/x")
+    assert "has a pattern" in only("data.datasets.0.path='s3://bucket/*.jsonl'")
     assert "is not used" in only("data.datasets=[{type: synthetic, path: /nope}]")
     (tmp_path / "x[1].jsonl").write_text("{}")
     assert check(f"data.datasets.0.path='{tmp_path}/x[1].jsonl'") == []
@@ -605,6 +607,18 @@ def test_check_resume(tmp_path: Path) -> None:
     )
     assert check("run.resume_from_checkpoint=auto") == []
     assert check(f"run.resume_from_checkpoint={tmp_path}") == []
+
+
+def test_check_checkpoint_uri() -> None:
+    assert only("run.checkpoint_uri=ftp://host/runs") == (
+        "command line: run.checkpoint_uri: ftp://host/runs is of a kind that is not supported\n\n"
+        "hint: write s3://bucket/folder, gs://bucket/folder, hf://owner/model/folder or file:///folder; s3 and gs need "
+        "pip install ulysses-cli[s3] or ulysses-cli[gs]"
+    )
+    keyed = only("run.checkpoint_uri=s3://AKIAabcdefghijk:verysecret@bucket/x")
+    assert "holds a key or other options, which recipes must not" in keyed
+    assert "verysecret" not in keyed
+    assert check("run.checkpoint_uri=s3://bucket/x") == []
 
 
 def test_check_folders(tmp_path: Path) -> None:

@@ -12,8 +12,12 @@ import pytest
 from support.checkpoints import make_checkpoint
 from support.recipes import load
 
+from ulysses_cli import validate
+from ulysses_cli.launch import downloads
 from ulysses_cli.launch.preflight import check_bucket
-from ulysses_cli.plan.files.addresses import find_address_problem
+from ulysses_cli.plan.files.addresses import find_address, find_address_problem, name_local_copy
+from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.run_folder import remote_archive
 from ulysses_cli.run_folder.archive import CheckpointError, find_damage
 from ulysses_cli.run_folder.bucket import Bucket, BucketError
@@ -190,7 +194,7 @@ def test_known_addresses(address: str) -> None:
     ("address", "message"),
     [
         ("runs/mine", "has no scheme"),
-        ("ftp://host/runs", "ftp:// is not supported"),
+        ("ftp://host/runs", "is of a kind that is not supported"),
         ("s3:///runs", "does not name a bucket"),
         ("file://runs", "does not name a folder from the root"),
         ("s3://key:secret@bucket/runs", "holds a key"),
@@ -216,3 +220,91 @@ def test_preflight_tries_the_address(tmp_path: Path) -> None:
     (message,) = look(f"file://{tmp_path}/used")
     assert "holds checkpoints of an earlier run, the newest of step 2" in message
     assert look(f"file://{tmp_path}/used", starts_anew=False) == []
+
+
+def make_recipe(address: str) -> str:
+    return f"""\
+model:
+  name_or_path: {address}/model
+data:
+  datasets:
+    - path: {address}/texts.jsonl
+  max_length: 64
+train:
+  max_steps: 1
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home, and a bucket behind every gs:// address, which is below the folder `remote`."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    real = Bucket.__init__
+
+    def open_folder(self: Bucket, address: str, pauses: tuple[float, ...] = ()) -> None:
+        real(self, address.replace("gs://", f"file://{tmp_path}/remote/"), pauses)
+
+    monkeypatch.setattr(Bucket, "__init__", open_folder)
+    monkeypatch.setattr(downloads, "find_spec", lambda _: object())
+    return tmp_path / "home"
+
+
+def test_a_model_and_data_are_downloaded_once(home: Path, tmp_path: Path) -> None:
+    remote = tmp_path / "remote" / "mine"
+    (remote / "model" / "deep").mkdir(parents=True)
+    (remote / "model" / "deep" / "config.json").write_text("{}")
+    (remote / "texts.jsonl").write_text('{"text": "a"}\n')
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(make_recipe("gs://mine"))
+    lines: list[str] = []
+    for _ in range(2):
+        downloads.bring_inputs(str(recipe), [], lines.append)
+    copies = home / ".cache" / "ulysses" / "gs" / "mine"
+    assert lines == [
+        f"downloading gs://mine/model to {copies}/model",
+        f"downloading gs://mine/texts.jsonl to {copies}/texts.jsonl",
+    ]
+    assert (copies / "model" / "deep" / "config.json").read_text() == "{}"
+    assert (copies / "texts.jsonl").read_text() == '{"text": "a"}\n'
+    assert sorted(path.name for path in copies.iterdir()) == ["model", "texts.jsonl"]
+    loaded = load_recipe(str(recipe), [])
+    assert loaded.recipe.model.name_or_path == "~/.cache/ulysses/gs/mine/model"
+
+
+def test_what_cannot_be_downloaded_is_named_with_its_place(home: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(make_recipe("gs://mine"))
+    with pytest.raises(RecipeError) as raised:
+        downloads.bring_inputs(str(recipe), [], lambda _: None)
+    texts = [str(problem) for problem in raised.value.problems]
+    assert texts[0].startswith(f"{recipe}:2:17: model.name_or_path: gs://mine/model could not be downloaded: ")
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in texts[0]
+    assert texts[1].startswith(f"{recipe}:5:13: data.datasets.0.path: gs://mine/texts.jsonl could not be downloaded: ")
+    assert not any(path.is_file() for path in home.rglob("*"))
+
+
+def test_a_copy_that_is_not_there_is_explained_without_a_network(home: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(make_recipe("gs://mine"))
+    problems = validate.validate_recipe(str(recipe)).problems
+    assert [problem.key for problem in problems] == ["model.name_or_path", "data.datasets.0.path"]
+    for problem in problems:
+        assert "gs://mine/" in problem.message
+        assert problem.message.endswith("is not on this machine yet")
+        assert problem.hint == "ulysses prepare and train download it"
+
+
+@pytest.mark.parametrize(
+    ("address", "copy"),
+    [
+        ("s3://bucket/models/small/", "~/.cache/ulysses/s3/bucket/models/small"),
+        ("file:///disk/data", "/disk/data"),
+        ("owner/model", "owner/model"),
+        ("s3://key:secret@bucket/model", "s3://key:secret@bucket/model"),
+        ("s3://bucket/*.jsonl", "s3://bucket/*.jsonl"),
+        ("s3://bucket/../model", "s3://bucket/../model"),
+    ],
+)
+def test_addresses_and_their_copies(address: str, copy: str) -> None:
+    assert name_local_copy(address) == copy
+    assert find_address(copy) == (address.rstrip("/") if copy.startswith("~") else "")

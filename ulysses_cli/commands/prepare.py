@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ulysses_cli.commands.options import Format, FormatOption, RecipeWords, write_page
+from ulysses_cli.commands.options import Format, FormatOption, RecipeWords, or_exit, write_page
 from ulysses_cli.plan.exit_codes import DONE, USAGE, get_signal_code
 
 ENDED_BY_USER = tuple(code for number in (signal.SIGINT, signal.SIGTERM) for code in (get_signal_code(number), -number))
@@ -49,6 +49,7 @@ def prepare(
       ulysses prepare my.yaml --format json
     """
     from ulysses_cli import validate
+    from ulysses_cli.launch.downloads import bring_inputs
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import data_report, printing
     from ulysses_cli.report.page import data_page
@@ -58,6 +59,7 @@ def prepare(
         several = Problem("", f"{len(files)} recipes: {', '.join(files)}", "name one; settings are KEY=VALUE")
         printing.print_problems([several if files else validate.no_recipe(words)])
         raise typer.Exit(USAGE)
+    or_exit(lambda: bring_inputs(files[0], overrides, printing.print_message), output)
     result = validate.validate_recipe(files[0], overrides, online=True)
     if result.problems:
         if output is Format.json:

@@ -165,6 +165,7 @@ class RunPlace:
 
 def _validate(words: list[str], resume: str | None, num_processes: int | None, *, starts_anew: bool) -> ValidRecipe:
     from ulysses_cli import validate
+    from ulysses_cli.launch.downloads import bring_inputs
     from ulysses_cli.report import printing
 
     files, overrides = validate.split_words(words)
@@ -173,6 +174,7 @@ def _validate(words: list[str], resume: str | None, num_processes: int | None, *
         raise typer.Exit(USAGE)
     if resume:
         overrides = [*overrides, f"run.resume_from_checkpoint={json.dumps(resume)}"]
+    or_exit(lambda: bring_inputs(files[0], overrides, printing.print_message))
     result = validate.validate_recipe(files[0], overrides, num_processes, online=True, starts_anew=starts_anew)
     if result.problems or result.loaded is None or result.resolved is None:
         printing.print_problems(result.problems)

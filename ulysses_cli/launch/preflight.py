@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ulysses_cli.host.children import find_file_shortage
 from ulysses_cli.host.operator_builds import HINT, find_write_problem
+from ulysses_cli.launch.downloads import explain_access, find_missing_package
 from ulysses_cli.launch.launcher import count_rank_slots
-from ulysses_cli.plan.files.addresses import SCHEMES, get_scheme
 from ulysses_cli.plan.files.weight_files import find_weight_problem
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
@@ -128,12 +128,10 @@ def check_bucket(recipe: Recipe, *, starts_anew: bool) -> Problems:
     key, address = "run.checkpoint_uri", recipe.run.checkpoint_uri
     if address is None:
         return
-    scheme = SCHEMES[get_scheme(address)]
-    if find_spec(scheme.package) is None:
-        yield Problem(key, f"{scheme.package} is not installed", f"pip install ulysses-cli[{scheme.extra}]")
+    if (missing := find_missing_package(key, address)) is not None:
+        yield missing
         return
-    hint = "check the address, the network and your rights"
-    hint += f"; keys are read from the environment: {scheme.credentials}" if scheme.credentials else ""
+    hint = explain_access(address)
     try:
         bucket = Bucket(address, pauses=(1.0,))
         if problem := try_out(bucket):
@@ -141,7 +139,7 @@ def check_bucket(recipe: Recipe, *, starts_anew: bool) -> Problems:
         elif starts_anew and (steps := list_remote_steps(bucket)):
             text = f"{address} holds checkpoints of an earlier run, the newest of step {steps[0]}"
             yield Problem(key, text, "go on from it with --resume auto, name another address, or use --overwrite")
-    except (BucketError, OSError, ImportError) as error:
+    except (BucketError, OSError) as error:
         yield Problem(key, str(error), hint)
 
 

@@ -35,9 +35,10 @@ LOOKS = (
         r"\b(?:hf_|sk-|gh[oprsu]_|glpat-|github_pat_|xox[abeoprs]-|AKIA|ASIA|AIza|eyJ|nvapi-|gsk_|r8_|xai-|dckr_pat_"
         r"|hvs\.|whsec_|[rs]k_(?:live|test)_)[\w.\-]{6,}"
         r"|\bnpm_[A-Za-z0-9]{10,}|\bpypi-[\w\-]{16,}"
-        rf"|(?<=://)[^\s/@\"'<>:]{{0,99}}:{WORD}{{1,256}}(?=@)|(?<=://)[^\s/@]{{1,256}}(?=@)"  # user:password@host
         r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:(?!-----END)[^\"']){0,20000}(?:-----END [A-Z ]{0,30}-----)?"
     ),
+    # user:password@host, apart: the user's name may itself look like a key
+    re.compile(rf"(?<=://)[^\s/@\"'<>:]{{0,99}}:{WORD}{{1,256}}(?=@)|(?<=://)[^\s/@]{{1,256}}(?=@)"),
     re.compile(rf"\b(?:Bearer\s{{1,9}}|bearer\s{{1,9}}(?={WORD}{{6}}))(?P<secret>{WORD}+)"),
     re.compile(
         rf"\bauthorization[\"']?\s{{0,9}}[:=]\s{{0,9}}[\"']?(?:[a-z]{{1,20}}\s{{1,9}})?(?P<secret>{WORD}+)", re.I

@@ -39,7 +39,7 @@ class Bucket:
         self.root = str(root).rstrip("/")
 
     def locate(self, name: str) -> str:
-        return f"{self.root}/{name}"
+        return f"{self.root}/{name}" if name else self.root
 
     def put_file(self, file: Path, name: str, callback: Any = None) -> None:
         """Uploads a file. Its size is compared afterwards."""
@@ -82,6 +82,10 @@ class Bucket:
             self._try(lambda: self.files.rm_file(self.locate(name)))
         except FileNotFoundError:
             pass
+
+    def is_object(self) -> bool:
+        """Whether the address is that of one object, which the methods then take as ''."""
+        return bool(self._try(lambda: self.files.isfile(self.root)))
 
     def is_there(self, name: str) -> bool:
         return name in self.list_names(name.rpartition("/")[0])

@@ -27,6 +27,9 @@ SCHEMES = {
 EXAMPLES = "s3://bucket/folder, gs://bucket/folder, hf://owner/model/folder or file:///folder"
 
 
+CACHE = "~/.cache/ulysses"  # what recipes name by an address is downloaded below it, once
+
+
 def get_scheme(address: str) -> str:
     return address.partition("://")[0] if "://" in address else ""
 
@@ -35,7 +38,7 @@ def find_address_problem(address: str) -> tuple[str, str]:
     """Returns what is wrong with an address and what to write instead, or two empty texts."""
     name = get_scheme(address)
     if name not in SCHEMES:
-        what = f"{name}:// is not supported" if name else "has no scheme, such as s3://"
+        what = "is of a kind that is not supported" if name else "has no scheme, such as s3://"
         return what, f"write {EXAMPLES}; s3 and gs need pip install ulysses-cli[s3] or ulysses-cli[gs]"
     rest = address.removeprefix(f"{name}://")
     host, _, path = rest.partition("/")
@@ -50,3 +53,17 @@ def find_address_problem(address: str) -> tuple[str, str]:
     if ".." in path.split("/"):
         return "leads out of its folder with ..", "write the folder itself"
     return "", ""
+
+
+def name_local_copy(address: str) -> str:
+    """The path of the copy that is made of a model or of data. What is not the address of one stays as it is."""
+    if "://" not in address or find_address_problem(address)[0] or set("*[]") & set(address):
+        return address
+    scheme, rest = get_scheme(address), address.partition("://")[2].rstrip("/")
+    return rest if scheme == "file" else f"{CACHE}/{scheme}/{rest}"
+
+
+def find_address(path: str | None) -> str:
+    """The address of which `path` is the copy, or ''."""
+    scheme, _, rest = (path or "").removeprefix(f"{CACHE}/").partition("/")
+    return f"{scheme}://{rest}" if path and path.startswith(f"{CACHE}/") and scheme in SCHEMES else ""

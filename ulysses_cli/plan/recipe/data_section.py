@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from ulysses_cli.plan.files.addresses import name_local_copy
 from ulysses_cli.plan.recipe.setting import MAX_TOKENS, Section, setting, text
 
 DatasetType = Literal[
@@ -16,7 +17,12 @@ DatasetType = Literal[
 class Dataset(Section):
     """One source of documents."""
 
-    path: str | None = text(None, "file, folder, glob or hub data set", unit="path", aliases=("dataset_name",))
+    path: str | None = text(
+        None,
+        "file, folder, glob, hub data set, or s3://, gs:// or hf:// address that is downloaded once",
+        unit="path",
+        aliases=("dataset_name",),
+    )
     name: str | None = text(None, "configuration of a hub data set")
     split: str = text("train", "split of a hub data set")
     type: DatasetType = setting(
@@ -36,6 +42,12 @@ class Dataset(Section):
     )
     join_files: bool = setting(True, "folder: the whole tree is one document; false = each file is one")
     streaming: bool = setting(False, "read without a local copy, for what does not fit on disk")
+
+    @field_validator("path")
+    @classmethod
+    def name_copy(cls, path: str | None) -> str | None:
+        """An address becomes the path of its copy, which train and prepare download."""
+        return None if path is None else name_local_copy(path)
 
 
 class Data(Section):

@@ -10,8 +10,9 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from ulysses_cli.plan.files.addresses import name_local_copy
 from ulysses_cli.plan.recipe.data_section import Data
 from ulysses_cli.plan.recipe.setting import MAX_TOKENS, Section, setting, text
 
@@ -51,7 +52,9 @@ class Model(Section):
     """Which model, in which precision, with which attention."""
 
     name_or_path: str | None = text(
-        None, "hub name or local folder", aliases=("model_name_or_path", "base_model", "pretrained_model_name_or_path")
+        None,
+        "hub name, local folder, or s3://, gs:// or hf:// address that is downloaded once",
+        aliases=("model_name_or_path", "base_model", "pretrained_model_name_or_path"),
     )
     revision: str | None = text(None, "hub branch, tag or commit")
     config: dict[str, Any] | None = setting(
@@ -82,6 +85,12 @@ class Model(Section):
     )
     rope_scaling: RopeScaling | None = setting(None, "stretch of the position encoding beyond the pretrained length")
     trust_remote_code: bool = setting(False, "run Python code that comes with the model")
+
+    @field_validator("name_or_path", "tokenizer")
+    @classmethod
+    def name_copy(cls, name: str | None) -> str | None:
+        """An address becomes the path of its copy, which train and prepare download."""
+        return None if name is None else name_local_copy(name)
 
 
 class Parallel(Section):

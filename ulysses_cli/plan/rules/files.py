@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ulysses_cli.plan.files.addresses import find_address_problem
+from ulysses_cli.plan.files.addresses import find_address, find_address_problem
 from ulysses_cli.plan.files.patterns import expand_pattern
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.data_section import Dataset
@@ -95,13 +95,20 @@ def _check_dataset(dataset: Dataset, key: str) -> Problems:
             yield Problem(f"{key}.path", "is not used: synthetic documents are generated", "leave path out")
         return
     if dataset.path is not None and "://" in dataset.path:
-        yield Problem(f"{key}.path", f"{dataset.path} is an address", "name a hub data set, or copy the files here")
+        message, hint = find_address_problem(dataset.path)
+        hint = hint if message else "name its folder, and the files below it in data_files"
+        yield Problem(f"{key}.path", f"{mask_text(dataset.path)} {message or 'has a pattern'}", hint)
         return
     if dataset.path is None and not dataset.data_files:
         yield Problem(f"{key}.path", "no source is named", "write a file, a folder or a hub data set")
         return
     if dataset.path is not None and (dataset.type == "folder" or is_local(dataset.path)):
         path = Path(os.path.expanduser(dataset.path))
+        if not _exists(path) and (address := find_address(dataset.path)):
+            yield Problem(
+                f"{key}.path", f"{address} is not on this machine yet", "ulysses prepare and train download it"
+            )
+            return
         if not _exists(path):
             yield Problem(f"{key}.path", f"{dataset.path} does not exist", _suggest_nearby(path))
             return
