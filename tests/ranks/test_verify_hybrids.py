@@ -60,8 +60,8 @@ def plant_kept_state() -> list[Any]:
     from ulysses_cli.train.attention.documents import make_documents
 
     def make(real: Any) -> Any:
-        def run(rule: Any, shared: Any, own: Any, parameters: Any, documents: Any) -> Any:
-            return real(rule, shared, own, parameters, make_documents([documents.num_tokens]))
+        def run(rule: Any, shared: Any, own: Any, parameters: Any, documents: Any, bounds: Any) -> Any:
+            return real(rule, shared, own, parameters, make_documents([documents.num_tokens]), bounds)
 
         return run
 
@@ -88,12 +88,12 @@ def plant_lost_decay_gradient() -> list[Any]:
     """The gradient of A_log lacks the share of rank 1's heads."""
 
     def make(real: Any) -> Any:
-        def scan(original: Any, hidden: Any, dt: Any, b: Any, c: Any, of_heads: Any, documents: Any, axis: Any, options: Any) -> Any:  # fmt: skip  # noqa: E501
+        def scan(original: Any, hidden: Any, dt: Any, b: Any, c: Any, of_heads: Any, documents: Any, axis: Any, *more: Any) -> Any:  # fmt: skip  # noqa: E501
             if axis.rank == 1 and of_heads["A"].requires_grad:
                 decay = of_heads["A"] * 1.0
                 decay.register_hook(torch.zeros_like)
                 of_heads = {**of_heads, "A": decay}
-            return real(original, hidden, dt, b, c, of_heads, documents, axis, options)
+            return real(original, hidden, dt, b, c, of_heads, documents, axis, *more)
 
         return scan
 

@@ -78,7 +78,7 @@ def build(
     stretch_positions(config, recipe, plan.resolved)
     attention = register_attention(groups.sp_axis, kernel.by_head_dim or kernel.name, plan.levers.head_chunks)
     model = _load_model(plan, groups, config, attention, device, ds_config, parts, report)
-    serve_layers(model, recipe, groups.sp_axis)
+    serve_layers(model, plan, groups, device, report)
     serve_rotary(model, groups.sp_axis)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
     head_rule = read_head_rule(config, recipe.train.z_loss_weight)

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer
+from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.train.assembly.loading import BuildError
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis
-from ulysses_cli.train.recurrence.interface import UnknownLayersError, list_recurrent_layers, serve_recurrent_layers
+from ulysses_cli.train.processes.consistency import gather_values
+from ulysses_cli.train.processes.groups import Groups
+from ulysses_cli.train.recurrence.interface import (
+    CONVOLUTION,
+    UnknownLayersError,
+    list_functions,
+    list_recurrent_layers,
+    serve_recurrent_layers,
+)
+from ulysses_cli.train.recurrence.kernels import COST, RecurrenceChoice, choose_recurrence_kernel, find_missing
+from ulysses_cli.train.recurrence.probes import make_convolution_probe, make_rule_probe
 
 
-def serve_layers(model: Any, recipe: Recipe, axis: SequenceAxis) -> None:
+def serve_layers(
+    model: Any, plan: RunPlan, groups: Groups, device: torch.device, report: Callable[[str], None]
+) -> None:
+    """Collective over all ranks: rank 0 tries the kernels, and all use its choice."""
+    functions = list_functions(model)
+    choices: dict[str, RecurrenceChoice] = {}
+    if groups.is_first:
+        choices = {name: _choose_kernel(name, function, plan, device) for name, function in functions.items()}
+    choices = gather_values(choices, groups.host_group)[0]
+    for name, choice in choices.items():
+        report(f"{name} {choice.kernel}: {choice.reason}")
     try:
-        serve_recurrent_layers(model, axis)
+        serve_recurrent_layers(model, groups.sp_axis, {name: choice.kernel for name, choice in choices.items()})
     except UnknownLayersError as error:
         raise BuildError(str(error)) from None
-    if recipe.parallel.zero_stage == 3:
+    if plan.recipe.parallel.zero_stage == 3:
         _gather_convolutions(model)
+
+
+def _choose_kernel(name: str, function: Callable[..., Any], plan: RunPlan, device: torch.device) -> RecurrenceChoice:
+    if device.type != "cuda" or dist.get_backend() == "fake":
+        return RecurrenceChoice("torch", "the only one that runs on a CPU")
+    missing = find_missing(function)
+    if missing:
+        return RecurrenceChoice("torch", f"{COST}; {missing}")
+    dtype = getattr(torch, plan.recipe.model.dtype)
+    mixers = dict.fromkeys(mixer for layer in plan.shape.layers for mixer in layer.mixers)
+    recurrent = next(mixer for mixer in mixers if not isinstance(mixer, AttentionMixer))
+    if name == CONVOLUTION:
+        activation = None if isinstance(recurrent, ConvolutionMixer) else "silu"
+        probe = make_convolution_probe(function, recurrent.conv_tokens, activation, device)
+        return choose_recurrence_kernel(probe, dtype, ["by document"])
+    if isinstance(recurrent, ConvolutionMixer):
+        return RecurrenceChoice("torch", "no layer calls it")
+    return choose_recurrence_kernel(make_rule_probe(function, recurrent, device), dtype)
 
 
 def _gather_convolutions(model: nn.Module) -> None:

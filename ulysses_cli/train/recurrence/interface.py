@@ -8,7 +8,7 @@ that are replaced here. A function that gets none does what it did before: nothi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -21,6 +21,7 @@ from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.attention.interface import IGNORED_ARGUMENTS
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.convolution import convolve
+from ulysses_cli.train.recurrence.kernels import Kernel, pick_function
 from ulysses_cli.train.recurrence.rules import apply_delta_rule, apply_scan
 
 CALL = "recurrent_call"
@@ -35,16 +36,25 @@ class UnknownLayersError(ValueError):
 
 @dataclass(eq=False)
 class RecurrentCall:
-    """One call of a layer. `reached`: names of the replaced functions that it has called so far."""
+    """One call of a layer. `kernels`: how functions run, by their names. `reached`: names of the replaced functions
+    that it has called so far."""
 
     documents: Documents
     axis: SequenceAxis
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
 
+    def pick_kernel(self, name: str) -> Kernel:
+        self.reached.add(name)
+        return self.kernels.get(name, "by document")
 
-def serve_recurrent_layers(model: nn.Module, axis: SequenceAxis) -> int:
+
+def serve_recurrent_layers(model: nn.Module, axis: SequenceAxis, kernels: Mapping[str, Kernel] | None = None) -> int:
     """Makes the model's convolution and recurrent layers exact on rows that are split over `axis`. Returns their
-    number. The model's forward then takes `documents`, as its attention does."""
+    number. The model's forward then takes `documents`, as its attention does.
+
+    `kernels`: how each function runs; transformers decides where it says nothing.
+    """
     layers = dict(list_recurrent_layers(model))
     for module in {sys.modules[type(layer).__module__] for layer in layers.values()}:
         for name, make in REPLACEMENTS.items():
@@ -58,7 +68,7 @@ def serve_recurrent_layers(model: nn.Module, axis: SequenceAxis) -> int:
             f"know, so they cannot be exact on split rows: {'; '.join(unserved)}"
         )
     for name, layer in layers.items():
-        layer.register_forward_pre_hook(_make_entry(name, axis), with_kwargs=True)
+        layer.register_forward_pre_hook(_make_entry(name, axis, kernels or {}), with_kwargs=True)
         layer.register_forward_hook(_make_exit(name, _has_state(layer)), with_kwargs=True)
     return len(layers)
 
@@ -68,6 +78,17 @@ def list_recurrent_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             yield name, module
+
+
+def list_functions(model: nn.Module) -> dict[str, Callable[..., Any]]:
+    """transformers' functions that the model's layers call and that have kernels, by name."""
+    functions = {}
+    for module in {sys.modules[type(layer).__module__] for _, layer in list_recurrent_layers(model)}:
+        for name in (CONVOLUTION, *RECURRENCES):
+            function = getattr(module, name, None)
+            if function is not None:
+                functions[name] = function.__wrapped__ if hasattr(function, "is_served") else function
+    return functions
 
 
 def find_unserved_layers(model: nn.Module) -> list[str]:
@@ -87,14 +108,14 @@ def _has_state(layer: nn.Module) -> bool:
     return any(name.rpartition(".")[2] == "A_log" for name, _ in layer.named_parameters())
 
 
-def _make_entry(name: str, axis: SequenceAxis) -> Callable[..., Any]:
+def _make_entry(name: str, axis: SequenceAxis, kernels: Mapping[str, Kernel]) -> Callable[..., Any]:
     def enter(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         documents = options.get("documents")
         if documents is None:
             raise ValueError(f"{name} got no documents: pass documents=make_documents(...) to the model's forward")
         if options.get("attention_mask") is not None:
             raise ValueError(f"{name} got a mask; documents decide which tokens change a token's result")
-        return args, {**options, CALL: RecurrentCall(documents, axis)}
+        return args, {**options, CALL: RecurrentCall(documents, axis, kernels)}
 
     return enter
 
@@ -128,9 +149,9 @@ def _make_convolution(name: str, original: Callable[..., Tensor]) -> Callable[..
         call: RecurrentCall | None = options.pop(CALL, None)
         if call is None:
             return original(hidden_states, weight, bias, activation=activation, **options)
-        call.reached.add(name)
+        function = pick_function(original, call.pick_kernel(name))
         _read_options(name, options, ())
-        return convolve(original, hidden_states, weight, bias, call.documents, call.axis, activation=activation)
+        return convolve(function, hidden_states, weight, bias, call.documents, call.axis, activation=activation)
 
     return convolution
 
@@ -141,9 +162,9 @@ def _make_delta_rule(name: str, original: Callable[..., Any]) -> Callable[..., A
         call: RecurrentCall | None = options.pop(CALL, None)
         if call is None:
             return original(query, key, value, g=g, beta=beta, **options)
-        call.reached.add(name)
+        kernel = call.pick_kernel(name)
         rest = _read_options(name, options, ("use_qk_l2norm_in_kernel", "chunk_size"))
-        return apply_delta_rule(original, query, key, value, g, beta, call.documents, call.axis, rest), None
+        return apply_delta_rule(original, query, key, value, g, beta, call.documents, call.axis, rest, kernel), None
 
     return rule
 
@@ -154,10 +175,10 @@ def _make_scan(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         call: RecurrentCall | None = options.pop(CALL, None)
         if call is None:
             return original(hidden_states, dt, A, B, C, **options)
-        call.reached.add(name)
+        kernel = call.pick_kernel(name)
         of_heads = {"A": A, "D": options.pop("D", None), "dt_bias": options.pop("dt_bias", None)}
         rest = _read_options(name, options, ("chunk_size", "dt_softplus", "dt_limit"))
-        return apply_scan(original, hidden_states, dt, B, C, of_heads, call.documents, call.axis, rest)
+        return apply_scan(original, hidden_states, dt, B, C, of_heads, call.documents, call.axis, rest, kernel)
 
     return scan
 

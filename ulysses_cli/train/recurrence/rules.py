@@ -4,7 +4,7 @@ rank's heads, one document at a time, and the result is exchanged back. The stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from ulysses_cli.train.attention.heads import plan_heads
 from ulysses_cli.train.memory.saved_results import compute_and_save
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.heads_exchange import gather_rows, scatter_rows
+from ulysses_cli.train.recurrence.kernels import Kernel, pick_function
 
 # Takes tensors [1, T, h, D] of one document: those of groups of heads, then those of heads, and parameters [h].
-# Returns [1, T, h, D].
-Rule = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Tensor]
+# Returns [1, T, h, D]. A kernel that packs takes whole rows and the documents' bounds.
+Rule = Callable[..., Tensor]
 
 
 def apply_delta_rule(
@@ -31,18 +32,23 @@ def apply_delta_rule(
     documents: Documents,
     axis: SequenceAxis,
     options: dict[str, Any],
+    kernel: Kernel = "by document",
 ) -> Tensor:
     """Takes query and key [B, S, key heads, Dk], value [B, S, heads, Dv], beta [B, S, heads], and the log of the decay
     g [B, S, heads] or, for each channel, [B, S, heads, Dk]. Returns [B, S, heads, Dv]."""
     has_channels = g.dim() == 4
 
-    def run(shared: Sequence[Tensor], own: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
+    function = pick_function(rule, kernel)
+
+    def run(shared: Sequence[Tensor], own: Sequence[Tensor], _: Sequence[Tensor], **bounds: Tensor) -> Tensor:
         (q, k), (v, decay, strength) = shared, own
         decay = decay if has_channels else decay[..., 0]
-        return rule(q, k, v, g=decay, beta=strength[..., 0], **options)[0]
+        result: Tensor = function(q, k, v, g=decay, beta=strength[..., 0], **options, **bounds)[0]
+        return result
 
     own = [value, g if has_channels else g[..., None], beta[..., None]]
-    return run_on_whole_rows(run, [query, key], own, [], documents, axis)
+    bounds = {"cu_seqlens": documents.cu_seqlens.long()} if kernel == "packed" else {}
+    return run_on_whole_rows(run, [query, key], own, [], documents, axis, bounds)
 
 
 def apply_scan(
@@ -55,6 +61,7 @@ def apply_scan(
     documents: Documents,
     axis: SequenceAxis,
     options: dict[str, Any],
+    kernel: Kernel = "by document",
 ) -> Tensor:
     """Mamba2's scan. Takes hidden [B, S, heads, D], dt [B, S, heads], b and c [B, S, groups, N]; returns
     [B, S, heads, D]. `of_heads`: parameters [heads]. A rank uses those of its own heads; their gradients are zero for
@@ -62,13 +69,24 @@ def apply_scan(
 
     names = [name for name, whole in of_heads.items() if whole is not None]
 
-    def run(shared: Sequence[Tensor], own: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    function = pick_function(scan, kernel)
+
+    def run(shared: Sequence[Tensor], own: Sequence[Tensor], parameters: Sequence[Tensor], **bounds: Tensor) -> Tensor:
         (x, steps), (b_rows, c_rows) = own, shared
         by_name = dict(zip(names, parameters, strict=True))
-        return scan(x, steps[..., 0], by_name.pop("A"), b_rows, c_rows, **by_name, **options)
+        result: Tensor = function(x, steps[..., 0], by_name.pop("A"), b_rows, c_rows, **by_name, **options, **bounds)
+        return result
 
     parameters = [whole for whole in of_heads.values() if whole is not None]
-    return run_on_whole_rows(run, [b, c], [hidden, dt[..., None]], parameters, documents, axis)
+    bounds = {"seq_idx": number_tokens(documents)} if kernel == "packed" else {}
+    return run_on_whole_rows(run, [b, c], [hidden, dt[..., None]], parameters, documents, axis, bounds)
+
+
+def number_tokens(documents: Documents) -> Tensor:
+    """Each token's document, int32 [1, T], without waiting for the device."""
+    starts = torch.zeros(documents.num_tokens, dtype=torch.int32, device=documents.cu_seqlens.device)
+    starts[documents.cu_seqlens[1:-1].long()] = 1
+    return starts.cumsum(0, dtype=torch.int32)[None]
 
 
 def run_on_whole_rows(
@@ -78,10 +96,14 @@ def run_on_whole_rows(
     parameters: Sequence[Tensor],
     documents: Documents,
     axis: SequenceAxis,
+    bounds: Mapping[str, Tensor],
 ) -> Tensor:
     """`own`: tensors [B, S, heads, D]; `shared`: tensors [B, S, groups, D], where a group serves heads / groups heads
-    that adjoin; `parameters`: tensors [heads]. Returns the rule's results as slices with all heads. Collective over the
-    axis. A checkpointed layer saves the result, so that its recomputation needs neither the rule nor a collective."""
+    that adjoin; `parameters`: tensors [heads]. With `bounds`, the rule takes all documents at once.
+
+    Returns the rule's results as slices with all heads. Collective over the axis. A checkpointed layer saves the
+    result, so that its recomputation needs neither the rule nor a collective.
+    """
     batch, tokens, num_heads, _ = own[0].shape
     documents.check_num_tokens(batch, tokens, axis.size)
     plan = plan_heads(num_heads, shared[0].size(2), axis.size)
@@ -96,16 +118,23 @@ def run_on_whole_rows(
         for heads, groups in plan.list_runs(chunk, axis.rank):
             mine = [whole[first + heads.start : first + heads.stop] for whole in wholes]
             parts = [row[:, slice(*groups)] for row in shared_rows], [row[:, slice(*heads)] for row in own_rows]
-            results.append(_run_documents(rule, *parts, mine, documents))
+            results.append(_run_documents(rule, *parts, mine, documents, bounds))
         return scatter_rows(_join(results, 1), chunk.queries, axis, batch)
 
     return compute_and_save(compute, *shared, *own, *parameters)
 
 
 def _run_documents(
-    rule: Rule, shared: Sequence[Tensor], own: Sequence[Tensor], parameters: Sequence[Tensor], documents: Documents
+    rule: Rule,
+    shared: Sequence[Tensor],
+    own: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    documents: Documents,
+    bounds: Mapping[str, Tensor],
 ) -> Tensor:
-    """Each document is a call of its own: no state passes from one to the next."""
+    """Each document is a call of its own: no state passes from one to the next. With `bounds` the kernel sees to it."""
+    if bounds:
+        return rule([row[None] for row in shared], [row[None] for row in own], parameters, **bounds)[0]
     results = [
         rule([row[None, begin:end] for row in shared], [row[None, begin:end] for row in own], parameters)[0]
         for begin, end in documents.walk()

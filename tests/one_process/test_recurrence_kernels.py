@@ -1,0 +1,134 @@
+"""The choice of kernels for recurrences and convolutions, with kernels of a package that is right, leaks or fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.bamba import modeling_bamba
+from transformers.models.kimi_linear import modeling_kimi_linear
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from ulysses_cli.plan.models.layers import DeltaNetMixer, KimiDeltaMixer, Mamba2Mixer
+from ulysses_cli.train.recurrence.kernels import RecurrenceChoice, choose_recurrence_kernel, find_missing
+from ulysses_cli.train.recurrence.probes import make_convolution_probe, make_rule_probe
+
+CPU = torch.device("cpu")
+RULES: dict[str, Any] = {
+    "delta net": (modeling_qwen3_next.torch_chunk_gated_delta_rule, DeltaNetMixer(2, 4, 8, 8, 4)),
+    "kimi delta": (modeling_kimi_linear.chunk_kimi_delta_attention, KimiDeltaMixer(4, 8, 4)),
+    "mamba2": (modeling_bamba.mamba2_chunk_scan, Mamba2Mixer(4, 8, 2, 8, 4, 16)),
+}
+
+
+def get_torch_code(function: Any) -> Callable[..., Any]:
+    """Beneath transformers' wrapper, and ours where another test has served a model of this family."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function  # type: ignore[no-any-return]
+
+
+def choose(rule: str, package: Callable[..., Any]) -> RecurrenceChoice:
+    """As if a package brought this kernel: transformers wraps its torch code with a call of it."""
+    function, mixer = RULES[rule]
+    torch_code = get_torch_code(function)
+
+    @wraps(torch_code)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        return package(torch_code, args, options)
+
+    return choose_recurrence_kernel(make_rule_probe(wrapper, mixer, CPU), torch.float32)
+
+
+def find_bounds(options: dict[str, Any]) -> list[int]:
+    """Takes the documents' bounds out of the options of a packed call."""
+    if "cu_seqlens" in options:
+        return [int(bound) for bound in options.pop("cu_seqlens")]
+    if "seq_idx" in options:
+        number = options.pop("seq_idx")[0]
+        changes = (number[1:] != number[:-1]).nonzero().flatten() + 1
+        return [0, *(int(change) for change in changes), len(number)]
+    return []
+
+
+def run_packed(torch_code: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A right kernel: a document's state begins at its bound."""
+    bounds = find_bounds(options)
+    if not bounds:
+        return torch_code(*args, **options)
+    results = []
+    for begin, end in pairwise(bounds):
+
+        def cut(value: Any, begin: int = begin, end: int = end) -> Any:
+            return value[:, begin:end] if isinstance(value, Tensor) and value.dim() > 2 else value
+
+        result = torch_code(*map(cut, args), **{name: cut(value) for name, value in options.items()})
+        results.append(result[0] if isinstance(result, tuple) else result)
+    out = torch.cat(results, 1)
+    return (out, None) if isinstance(result, tuple) else out
+
+
+def run_leaking(torch_code: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Ignores the bounds."""
+    find_bounds(options)
+    return torch_code(*args, **options)
+
+
+def run_wrong(torch_code: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    result = run_leaking(torch_code, args, options)
+    return (result[0] * 1.5, None) if isinstance(result, tuple) else result * 1.5
+
+
+def run_failing(*_: Any) -> Any:
+    raise RuntimeError("no image of this kernel for this device")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_right_kernel_takes_whole_rows(rule: str) -> None:
+    assert choose(rule, run_packed) == RecurrenceChoice("packed", "equals torch's code on packed documents")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_kernel_that_leaks_takes_one_document_at_a_time(rule: str) -> None:
+    choice = choose(rule, run_leaking)
+    assert choice.kernel == "by document"
+    assert "packed differs from torch's code by" in choice.reason
+
+
+def test_wrong_and_failing_kernels_leave_torch_with_its_cost() -> None:
+    wrong = choose("delta net", run_wrong)
+    assert wrong.kernel == "torch"
+    assert "by document differs from torch's code by" in wrong.reason
+    failing = choose("mamba2", run_failing)
+    assert failing.kernel == "torch"
+    assert "packed failed its probe: no image of this kernel for this device" in failing.reason
+    assert "many times slower than a kernel" in failing.reason
+
+
+def test_a_missing_package_is_named() -> None:
+    function = RULES["delta net"][0]
+    original = function.__wrapped__ if hasattr(function, "is_served") else function
+    assert "flash-linear-attention" in find_missing(original)
+    assert find_missing(get_torch_code(function)) == "transformers has no kernel for it"
+
+
+def test_an_installed_package_is_not_missing() -> None:
+    torch_code = get_torch_code(RULES["mamba2"][0])
+    assert find_missing(wraps(torch_code)(lambda hidden, *_, **__: hidden)) == ""
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_convolution_that_shifts_tokens_is_passed_over(shift: int) -> None:
+    torch_code = get_torch_code(modeling_bamba.causal_conv1d_fn)
+
+    @wraps(torch_code)
+    def package(hidden: Tensor, *args: Any, **options: Any) -> Any:
+        return torch_code(hidden.roll(shift, 2), *args, **options)
+
+    choice = choose_recurrence_kernel(make_convolution_probe(package, 4, "silu", CPU), torch.float32, ["by document"])
+    assert choice.kernel == ("torch" if shift else "by document")

@@ -1,0 +1,79 @@
+"""Chooses how recurrences and convolutions run: by kernels of installed packages (flash-linear-attention, mamba-ssm,
+causal-conv1d) where these equal transformers' own torch code on packed documents, else by that torch code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+# packed: the package's kernel, called once with the bounds of documents; by document: called for each document.
+Kernel = Literal["packed", "by document", "torch"]
+FAST: tuple[Kernel, ...] = ("packed", "by document")
+# Largest relative error of any token's vector against float32, as for attention: bfloat16 keeps 8 bits. A state that
+# is carried into the next document, or a lost token, causes a far larger error.
+PROBE_TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
+PROBE_LENGTHS = (300, 1, 64, 33)  # longer than a chunk of any kernel, one token, no multiple of a chunk
+COST = "many times slower than a kernel, and float32 copies of whole rows; pip install 'ulysses[recurrent]'"
+
+
+@dataclass(frozen=True)
+class RecurrenceChoice:
+    """The kernel of one function, and why it was chosen."""
+
+    kernel: Kernel
+    reason: str
+
+
+def pick_function(original: Callable[..., Any], kernel: Kernel) -> Callable[..., Any]:
+    """transformers wraps its torch code with a function that calls an installed package instead."""
+    return getattr(original, "__wrapped__", original) if kernel == "torch" else original
+
+
+def find_missing(original: Callable[..., Any]) -> str:
+    """Why `original` is transformers' torch code, or ''. Its wrapper refuses documents' bounds where it found no
+    package, before it looks at anything else."""
+    if not hasattr(original, "__wrapped__"):
+        return "transformers has no kernel for it"
+    try:
+        original(cu_seqlens=torch.zeros(2))
+    except ValueError as error:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the package's function, called without tensors
+        return ""
+    return ""
+
+
+def choose_recurrence_kernel(
+    run: Callable[[Kernel, torch.dtype], Sequence[Tensor]], dtype: torch.dtype, kernels: Sequence[Kernel] = FAST
+) -> RecurrenceChoice:
+    """Returns the first of `kernels`, those of a package, whose results equal torch's in float32, else torch. `run`
+    returns results and gradients for packed documents."""
+    expected = run("torch", torch.float32)
+    notes = []
+    for kernel in kernels:
+        try:
+            results = run(kernel, dtype)
+        except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            notes.append(f"{kernel} failed its probe: {lines[0][:160]}")
+            continue
+        errors = [measure_error(result, right) for result, right in zip(results, expected, strict=True)]
+        worst = max(math.inf if math.isnan(error) else error for error in errors)
+        if worst <= PROBE_TOLERANCE[dtype]:
+            return RecurrenceChoice(kernel, "; ".join(["equals torch's code on packed documents", *notes]))
+        notes.append(f"{kernel} differs from torch's code by {worst:.2g} on packed documents")
+    return RecurrenceChoice("torch", f"{COST}; {'; '.join(notes)}")
+
+
+def measure_error(result: Tensor, expected: Tensor) -> float:
+    """The largest relative error of any vector of the last dimension. Vectors near zero use the mean norm."""
+    norm = torch.linalg.vector_norm(expected, dim=-1)
+    floor = 0.1 * norm.square().mean().sqrt()
+    difference = torch.linalg.vector_norm(result.float() - expected, dim=-1)
+    return (difference / torch.maximum(norm, floor).clamp_min(1e-30)).max().item()
