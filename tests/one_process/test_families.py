@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.hub import SHIPPED_TABLE
 from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES
-from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
+from ulysses_cli.prove.verify.shrink import shrink_config
+from ulysses_cli.prove.verify.small_layers import name_kind
 from ulysses_cli.train.assembly.loading import find_unused_weights
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 6}  # with fewer layers, no family has both kinds
@@ -89,6 +91,27 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
         if isinstance(module, torch.nn.Linear) and not (shape.adapts_experts and ".mlp." in name)
     }
     assert set(shape.linear_modules) == linear - {"router"}
+
+
+def name_kinds(shape: ModelShape) -> set[tuple[str, type, bool]]:
+    borrows = ((layer, bool(layer.attention and layer.attention.borrows_kv)) for layer in shape.layers)
+    return {(name_kind(layer), type(layer.mlp), each) for layer, each in borrows}
+
+
+SHRUNK = [(model_type, {}) for model_type in FAMILIES]
+SHRUNK += [("gemma4_text", {"num_kv_shared_layers": 6, "num_hidden_layers": 12}), ("deepseek_v3", {"n_group": 2})]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("model_type", "changes"), SHRUNK)
+def test_the_small_model_of_verify_has_the_same_kinds_of_layers(model_type: str, changes: dict[str, Any]) -> None:
+    config = json.loads(make_config(model_type, **{"num_hidden_layers": 8, **changes}).to_json_string(use_diff=False))
+    shape = read_model_shape(config, "large")
+    small = AutoConfig.for_model(**shrink_config(config, shape))
+    small_shape = read_model_shape(json.loads(small.to_json_string(use_diff=False)), "small")
+    assert small_shape.num_parameters == sum(parameter.numel() for parameter in make_model(small).parameters())
+    assert name_kinds(small_shape) == name_kinds(shape)
+    assert small_shape.head_counts == shape.head_counts
 
 
 TABLE = [json.loads(file.read_text()) for file in sorted(SHIPPED_TABLE.glob("*.json"))]

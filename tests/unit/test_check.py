@@ -476,6 +476,10 @@ def test_check_dropout() -> None:
         "offered\n\nhint: set attention_dropout: 0.0 in a local copy of its config.json"
     )
     assert check(attention_dropout=0.0) == []
+    assert [problem.message.split("asks for ")[1] for problem in check(model_type="seed_oss")] == [
+        "attention_dropout 0.1, which is not offered",
+        "residual_dropout 0.1, which is not offered",
+    ]
 
 
 def test_check_weights() -> None:

@@ -111,10 +111,10 @@ def check_router_loss(recipe: Recipe, shape: ModelShape) -> Problems:
 
 
 def check_dropout(recipe: Recipe, shape: ModelShape) -> Problems:
-    """Refuses attention dropout: no kernel here draws the same numbers on one rank and on several."""
-    if shape.attention_dropout:
-        asked = f"attention_dropout {shape.attention_dropout:g}"
-        yield _refuse_config(recipe, shape, asked, "attention_dropout: 0.0")
+    """Refuses a model's own dropout: one rank and several do not draw the same numbers."""
+    for field, rate in (("attention_dropout", shape.attention_dropout), *shape.other_dropouts):
+        if rate:
+            yield _refuse_config(recipe, shape, f"{field} {rate:g}", f"{field}: 0.0")
 
 
 def check_weights(recipe: Recipe, shape: ModelShape) -> Problems:

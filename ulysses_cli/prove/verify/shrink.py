@@ -13,7 +13,7 @@ from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION
 from ulysses_cli.plan.models.shape import TEXT_PARTS, ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import compute_rope_factor
-from ulysses_cli.prove.verify.small_layers import name_kind, shrink_mixers
+from ulysses_cli.prove.verify.small_layers import name_kind, shrink_experts, shrink_heads, shrink_mixers
 
 HEAD_DIM, HIDDEN_SIZE, INTERMEDIATE_SIZE = 16, 64, 96
 VOCABULARY, NUM_BYTES = (
@@ -21,7 +21,7 @@ VOCABULARY, NUM_BYTES = (
     256,
 )  # room for the built-in byte tokenizer and its padding token; the tokens of documents are below 256
 MIN_LAYERS, MAX_LAYERS = 2, 6
-NUM_EXPERTS, EXPERT_SIZE = 4, 32
+EXPERT_SIZE = 32
 # The window is longer than a rank's slice and shorter than a row that is split over ranks, so that code which compares
 # it with the wrong one of the two fails.
 WINDOW_TOKENS, LOCAL_TOKENS, MIN_ROW_TOKENS = 40, 32, 64
@@ -39,7 +39,8 @@ def pick_layers(shape: ModelShape) -> list[int]:
     """The first layer of each kind, then other layers from the front until there are two; in the model's order."""
     kinds: dict[Any, int] = {}
     for index, layer in enumerate(shape.layers):
-        kinds.setdefault((name_kind(layer), layer.num_experts > 0), index)
+        borrows = layer.attention is not None and layer.attention.borrows_kv
+        kinds.setdefault((name_kind(layer), layer.num_experts > 0, borrows), index)
     picked = set(kinds.values())
     for index in range(shape.num_layers):
         if len(picked) >= min(MIN_LAYERS, shape.num_layers):
@@ -78,14 +79,15 @@ def shrink_config(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any
         small.pop("sliding_window_pattern", None)
     elif "layer_types" in small:
         small["layer_types"] = [FULL_ATTENTION] * len(layers)
-    if "no_rope_layers" in small and isinstance(small["no_rope_layers"], list):
-        small["no_rope_layers"] = [small["no_rope_layers"][index] for index in layers]
+    small |= {
+        name: [value[index] for index in layers]
+        for name, value in small.items()
+        if isinstance(value, list) and len(value) == shape.num_layers and name != "layer_types"
+    }
     if shape.num_experts:
-        chosen = min(2, shape.num_experts_per_token)
-        small |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), NUM_EXPERTS)
-        small["num_experts_per_tok"] = chosen
-        small |= {"moe_intermediate_size": EXPERT_SIZE, "decoder_sparse_step": 1}
+        small |= shrink_experts(small, [shape.layers[index] for index in layers], EXPERT_SIZE)
         small["mlp_only_layers"] = [at for at, index in enumerate(layers) if not shape.layers[index].num_experts]
+    small |= shrink_heads(small, [shape.layers[index] for index in layers], HEAD_DIM)
     shrink_mixers(small, [shape.layers[index] for index in layers], HIDDEN_SIZE, EXPERT_SIZE)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(small.get(name), Mapping):

@@ -7,9 +7,10 @@ Pure functions. Fields that a family does not know are ignored by its config.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ulysses_cli.plan.models.config_layers import NUM_CHOSEN, NUM_EXPERTS
 from ulysses_cli.plan.models.family import (
     CONVOLUTION,
     FULL_ATTENTION,
@@ -23,6 +24,7 @@ from ulysses_cli.plan.models.layers import (
     AttentionMixer,
     ConvolutionMixer,
     DeltaNetMixer,
+    ExpertsMlp,
     KimiDeltaMixer,
     Layer,
     Mamba2Mixer,
@@ -30,6 +32,9 @@ from ulysses_cli.plan.models.layers import (
 
 WIDTH = 8  # of a head's state, of a chunk, of the parts of a latent key
 LATENT_RANK, VALUE_WIDTH = 16, 12
+NUM_SMALL_EXPERTS = 4
+FIRST_WITH_EXPERTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+SHARED_SIZES = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
 # With the usual 0.02, what a narrow layer carries from token to token would be lost in float32's rounding.
 INITIALIZER_RANGE = 0.2
 # What else says which layers there are, with the numbers of the large model.
@@ -53,6 +58,36 @@ def shrink_mixers(small: dict[str, Any], layers: Sequence[Layer], hidden_size: i
         small["initializer_range"] = INITIALIZER_RANGE
     for mixer in recurrent:
         small |= _shrink_mixer(mixer, hidden_size)
+
+
+def shrink_experts(config: Mapping[str, Any], layers: Sequence[Layer], expert_size: int) -> dict[str, Any]:
+    """A few experts, one group of them, and as many dense layers at the front as are kept."""
+    chosen = min(2, max(layer.mlp.num_per_token for layer in layers if isinstance(layer.mlp, ExpertsMlp)))
+    num_dense = sum(not layer.num_experts for layer in layers)
+    small: dict[str, Any] = {"decoder_sparse_step": 1, "moe_intermediate_size": expert_size}
+    small |= dict.fromkeys(NUM_EXPERTS, NUM_SMALL_EXPERTS)
+    small |= {name: chosen for name in NUM_CHOSEN if name in config or name == NUM_CHOSEN[0]}
+    small |= {name: num_dense for name in FIRST_WITH_EXPERTS if name in config}
+    small |= {name: 1 for name in ("n_group", "topk_group", "num_expert_group") if config.get(name)}
+    return small | {name: expert_size for name in SHARED_SIZES if config.get(name)}
+
+
+def shrink_heads(config: Mapping[str, Any], layers: Sequence[Layer], head_dim: int) -> dict[str, Any]:
+    """Where layers without a window have heads of another width, they keep heads twice as wide, and what they share."""
+    mixers = [layer.attention for layer in layers if layer.attention]
+    small: dict[str, Any] = {}
+    if "per_layer_config" in config or "global_head_dim" in config or len({mixer.head_dim for mixer in mixers}) > 1:
+        full = {str(at): mixer for at, mixer in enumerate(mixers) if not mixer.window_tokens}
+        small["per_layer_config"] = {
+            at: {"head_dim": 2 * head_dim, "num_key_value_heads": mixer.num_kv_heads} for at, mixer in full.items()
+        }
+    if "num_kv_shared_layers" in config:
+        small["num_kv_shared_layers"] = sum(mixer.borrows_kv for mixer in mixers)
+    if config.get("hidden_size_per_layer_input"):
+        small |= {"hidden_size_per_layer_input": WIDTH, "vocab_size_per_layer_input": config["vocab_size"]}
+    if isinstance(config.get("time_step_limit"), list):  # files spell infinity in several ways; it is the default
+        small["time_step_limit"] = (0.0, math.inf)
+    return small
 
 
 def has_states(layers: Sequence[Layer]) -> bool:

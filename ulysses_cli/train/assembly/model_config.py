@@ -50,9 +50,8 @@ def stretch_positions(config: PretrainedConfig, recipe: Recipe, resolved: Resolv
         if model.rope_scaling.type in ("yarn", "llama3"):
             scaling.setdefault("original_max_position_embeddings", resolved.original_positions)
         config.rope_parameters = {**_get_rope_base(config), **scaling}
-    if (
-        model.rope_scaling is None or model.rope_scaling.type != "dynamic"
-    ):  # which stretches from the model's own length
+    is_dynamic = model.rope_scaling is not None and model.rope_scaling.type == "dynamic"
+    if not is_dynamic:  # it stretches from the model's own length
         config.max_position_embeddings = max(config.max_position_embeddings, recipe.data.max_length)
 
 
