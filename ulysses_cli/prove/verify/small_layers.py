@@ -46,7 +46,7 @@ def shrink_mixers(small: dict[str, Any], layers: Sequence[Layer], hidden_size: i
     mixers = list(dict.fromkeys(mixer for layer in layers for mixer in layer.mixers))
     if any(isinstance(mixer, AttentionMixer) and mixer.latent is not None for mixer in mixers):
         small |= {"kv_lora_rank": LATENT_RANK, "qk_nope_head_dim": WIDTH, "qk_rope_head_dim": WIDTH}
-        small |= {"v_head_dim": VALUE_WIDTH}
+        small |= {"v_head_dim": VALUE_WIDTH, "head_dim": WIDTH}  # which is the rotary part's
         if small.get("q_lora_rank"):
             small["q_lora_rank"] = LATENT_RANK
     recurrent = [mixer for mixer in mixers if not isinstance(mixer, AttentionMixer)]
