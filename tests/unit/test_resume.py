@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from ulysses_cli.cli import app
 from ulysses_cli.plan.recipe import changes
 from ulysses_cli.plan.recipe.changes import list_changes
+from ulysses_cli.plan.recipe.schema import walk_settings
 from ulysses_cli.run_folder import archive, resume
 from ulysses_cli.run_folder.archive import CheckpointError, find_damage, list_checkpoints
 from ulysses_cli.run_folder.resume import (
@@ -161,6 +162,14 @@ def test_docs_and_help_list_what_may_change() -> None:
         assert key in messages
     named = set(re.findall(r"`((?:model|data|train|lora)\.\w+)`", page))
     assert named == changes.FREE | set(changes.LENGTHS)
+
+
+def test_machines_share_all_settings_but_places_on_their_disks() -> None:
+    recipe = {"run": {"output_dir": "a", "save_steps": 5}, "data": {"datasets": [{"path": "x"}]}, "deepspeed": {}}
+    shared = changes.list_shared_settings(recipe)
+    assert shared == {"run.save_steps": 5, "data.datasets": [{"path": "x"}], "deepspeed": {}}
+    known = {setting.key for setting in walk_settings()}
+    assert known >= changes.PLACES
 
 
 def test_a_longer_run_says_what_changes(tmp_path: Path) -> None:

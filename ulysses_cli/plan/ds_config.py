@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.recipe.changes import flatten
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.recipe.schema import format_value
 
@@ -151,7 +152,7 @@ def merge_user_config(made: Mapping[str, Any], user: Mapping[str, Any]) -> dict[
 def find_contradictions(recipe: Recipe, made: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(DeepSpeed key, what is wrong, what to do) for each key of the recipe's deepspeed section that other settings
     decide or that is unknown. `made` is the config that those settings make."""
-    for key, value in _flatten(recipe.deepspeed):
+    for key, value in flatten(recipe.deepspeed):
         written = json.dumps(value, default=str)
         top, ours, owner = key.partition(".")[0], _get(made, key), OWNERS.get(key)
         if top in REFUSED:
@@ -186,11 +187,3 @@ def _get(tree: Any, key: str) -> Any:
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, Mapping) else None
     return tree
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

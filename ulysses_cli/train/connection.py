@@ -23,6 +23,7 @@ from ulysses_cli.train.inputs import (
     Launch,
     count_machines,
     find_checkpoint,
+    list_settings,
     plan_remaining,
     report_restart,
     settle_rows_per_step,
@@ -140,7 +141,7 @@ def check_machines(launch: Launch, inputs: Inputs) -> None:
     facts = {
         "processes per machine": os.environ.get("LOCAL_WORLD_SIZE"),
         "layout": str(inputs.resolved.layout),
-        "recipe": inputs.resolved.recipe_hash,
+        **list_settings(launch),
         "data": launch.options.data.name,
         **list_versions(),
     }

@@ -20,9 +20,11 @@ from ulysses_cli.plan.ledger.zero.swapping import compute_swap_need
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
+from ulysses_cli.plan.recipe.changes import list_shared_settings
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import Resolved, resolve
+from ulysses_cli.plan.secrets import mask_secrets
 from ulysses_cli.run_folder.bucket import Bucket, BucketError
 from ulysses_cli.run_folder.remote_archive import has_checkpoint, read_remote_model_step
 from ulysses_cli.run_folder.resume import (
@@ -194,3 +196,8 @@ def settle_rows_per_step(resolved: Resolved, batching: Batching) -> Resolved:
     """The resolved plan with the rows per step that the run continues with."""
     rows = batching.rows_per_step
     return replace(resolved, rows_per_step=rows, tokens_per_step=rows * resolved.row_tokens)
+
+
+def list_settings(launch: Launch) -> dict[str, Any]:
+    """Returns the recipe's settings, by key, that all machines must share; secrets are masked, since they are shown."""
+    return list_shared_settings(mask_secrets(launch.loaded.recipe.model_dump(mode="json")))

@@ -21,6 +21,7 @@ FREE = {
     "train.gradient_accumulation_steps",
     "train.per_device_train_batch_size",
 }
+PLACES = {"run.output_dir", "data.store_dir", "data.num_workers", "memory.nvme_path"}
 LENGTHS = ("train.max_steps", "train.num_train_epochs")  # a run may become longer, or shorter by steps not yet done
 
 
@@ -42,6 +43,20 @@ def list_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
     return [
         change for name in sorted(old.keys() | new.keys()) for change in _compare(old.get(name), new.get(name), name)
     ]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of nested mappings; an empty mapping is a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def list_shared_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings, by key, that all machines of a run must share: all but places on their own disks."""
+    return {key: value for key, value in flatten(recipe) if key not in PLACES}
 
 
 def _compare(old: Any, new: Any, key: str, depth: int = 1, free: Collection[str] = frozenset()) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Two machines, as network namespaces: one comes late, or is cut off in mid-run. Commands say so, and end."""
+"""Two machines, as network namespaces: one comes late, has another recipe, or is cut off in mid-run."""
 
 from __future__ import annotations
 
@@ -61,3 +61,19 @@ def test_machines_come_in_any_order_and_say_whom_they_wait_for(tmp_path: Path, l
     second = runs.start("run", *words, f"--node-rank={1 - early}", peer=first)
     outputs = [command.communicate(timeout=300)[1] for command in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), outputs
+
+
+@pytest.mark.full
+def test_a_wrong_recipe_on_one_machine_is_named_with_its_key(tmp_path: Path, lan: list[str]) -> None:
+    """The settings themselves differ in how often ranks meet: without the check they would wait for each other."""
+    runs, commands = Runs(tmp_path), []
+    for rank, name in enumerate(lan):
+        runs.environ |= {networks.NETWORK: name}
+        peer = commands[0] if commands else None
+        words = [*MACHINES, *ENDLESS, f"run.save_steps={5 + rank}", f"data.store_dir=store-{rank}"]
+        commands.append(runs.start("run", *words, f"--node-rank={rank}", peer=peer))
+    for command in commands:
+        output = command.communicate(timeout=300)[1]
+        assert command.returncode == 1, output
+        assert "differ in run.save_steps: 6 and 5" in output
+        assert "Traceback" not in output
