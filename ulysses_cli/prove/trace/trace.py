@@ -104,6 +104,7 @@ def extrapolate(peaks: Mapping[Layers, TracedPeaks], whole: Layers, *, steps_in_
 def trace_layers(request: Mapping[str, Any], layers: Layers) -> TracedPeaks:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    import ulysses_cli.train.assembly.build  # noqa: F401 - libraries make tensors while they are imported
     from ulysses_cli.prove.trace.allocator import replay
     from ulysses_cli.prove.trace.fake_device import forget_groups, get_current_stream
     from ulysses_cli.prove.trace.storages import Storages

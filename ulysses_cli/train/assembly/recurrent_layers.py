@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,12 +28,8 @@ from ulysses_cli.train.recurrence.probes import make_convolution_probe, make_rul
 def serve_layers(
     model: Any, plan: RunPlan, groups: Groups, device: torch.device, report: Callable[[str], None]
 ) -> None:
-    """Collective over all ranks: rank 0 tries the kernels, and all use its choice."""
-    functions = list_functions(model)
-    choices: dict[str, RecurrenceChoice] = {}
-    if groups.is_first:
-        choices = {name: _choose_kernel(name, function, plan, device) for name, function in functions.items()}
-    choices = gather_values(choices, groups.host_group)[0]
+    """Collective over all ranks."""
+    choices = _choose_kernels(list_functions(model), plan, groups, device)
     for name, choice in choices.items():
         report(f"{name} {choice.kernel}: {choice.reason}")
     try:
@@ -44,9 +40,19 @@ def serve_layers(
         _gather_convolutions(model)
 
 
-def _choose_kernel(name: str, function: Callable[..., Any], plan: RunPlan, device: torch.device) -> RecurrenceChoice:
+def _choose_kernels(
+    functions: Mapping[str, Callable[..., Any]], plan: RunPlan, groups: Groups, device: torch.device
+) -> dict[str, RecurrenceChoice]:
+    """Rank 0 tries the kernels, and all use its choice. A traced step has no values to try them with."""
     if device.type != "cuda" or dist.get_backend() == "fake":
-        return RecurrenceChoice("torch", "the only one that runs on a CPU")
+        return dict.fromkeys(functions, RecurrenceChoice("torch", "the only one that runs on a CPU"))
+    choices: dict[str, RecurrenceChoice] = {}
+    if groups.is_first:
+        choices = {name: _choose_kernel(name, function, plan, device) for name, function in functions.items()}
+    return gather_values(choices, groups.host_group)[0]
+
+
+def _choose_kernel(name: str, function: Callable[..., Any], plan: RunPlan, device: torch.device) -> RecurrenceChoice:
     missing = find_missing(function)
     if missing:
         return RecurrenceChoice("torch", f"{COST}; {missing}")
