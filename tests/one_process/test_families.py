@@ -10,6 +10,7 @@ from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTE
 from safetensors.torch import load_file, save_file
 from support.families import TELLING, make_config
 from support.family_defaults import FILE, format_defaults
+from support.hybrids import HYBRIDS
 from support.tiers import sample
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -36,6 +37,11 @@ def test_the_defaults_are_transformers_own() -> None:
 def test_peft_adapts_the_experts_of_these() -> None:
     adapted = {name for name in FAMILIES if _MODEL_TO_CONVERSION_PATTERN.get(name) in _MOE_FUSED_TARGETS}
     assert adapted == EXPERTS_ADAPTED
+
+
+def test_each_family_has_its_proof_on_ranks() -> None:
+    """tests/ranks/test_models.py proves those with attention alone, test_recurrent_models.py the others."""
+    assert {name for name, family in FAMILIES.items() if family.other_kinds} == HYBRIDS.keys() - {"zamba2"}
 
 
 def find_attention(model: Any, num_layers: int) -> list[Any]:
