@@ -1,7 +1,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 RECIPE ?= recipes/tiny-cpu.yaml
-SPREAD ?= --numprocesses 2 --dist loadfile
+SPREAD ?= --numprocesses 3 --dist loadfile
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help

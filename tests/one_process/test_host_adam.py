@@ -47,7 +47,7 @@ def resume(forgets: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return expected.data, parameter.data
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one() -> None:
     expected, ours = resume(forgets=True)
     assert torch.equal(ours, expected)

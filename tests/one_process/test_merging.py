@@ -131,7 +131,7 @@ def test_a_base_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         find_base_files(str(tmp_path / "base"), None)
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
     """A model of 245 MB in shards of 30 MB peaks at a few shards."""
     code = f"""

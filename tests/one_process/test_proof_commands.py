@@ -86,7 +86,7 @@ def find_marked(mark: str) -> list[int]:
 @pytest.mark.parametrize(
     ("command", "number", "code"),
     [
-        ("verify", signal.SIGINT, 130),
+        pytest.param("verify", signal.SIGINT, 130, marks=pytest.mark.full),
         pytest.param("bench", signal.SIGINT, 130, marks=pytest.mark.full),
         pytest.param("doctor", signal.SIGINT, 130, marks=pytest.mark.full),
         pytest.param("verify", signal.SIGTERM, 143, marks=pytest.mark.full),

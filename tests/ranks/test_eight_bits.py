@@ -161,7 +161,7 @@ def rehearse_and_train(recipe: Recipe, folder: str, rehearses: bool) -> tuple[li
     return harness.losses, is_clean
 
 
-@pytest.mark.check
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rehearsal_leaves_no_trace(tmp_path: Path, stage: int) -> None:
     recipe = make_recipe(*CODED, f"parallel.zero_stage={stage}", "lora.r=4", "lora.dropout=0.1")

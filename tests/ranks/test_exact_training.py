@@ -108,6 +108,7 @@ def make_reference(recipe: Recipe) -> Trajectory:
 
 
 QUICK = [("2x1", 3, 3, False), ("2x2", 1, 1, False)]
+TELLING = [("1x2", 3, 3, False), ("2x2", 3, 2, False), ("2x2", 3, 3, False), ("4x1", 1, 3, True)]
 
 
 def list_cases() -> list[Any]:
@@ -116,9 +117,8 @@ def list_cases() -> list[Any]:
         for accumulation in (1, 3):
             for stage in (1, 2, 3):
                 for lora in (False, True):
-                    telling = (stage == 3 and (accumulation == 3) != lora) or (name == "2x2" and not lora and stage < 3)
-                    is_quick = (name, accumulation, stage, lora) in QUICK
-                    cases.append(pytest.param(name, accumulation, stage, lora, marks=mark_by(is_quick, telling)))
+                    case = (name, accumulation, stage, lora)
+                    cases.append(pytest.param(*case, marks=mark_by(case in QUICK, case in TELLING)))
     return cases
 
 
@@ -139,7 +139,7 @@ LEVERS = {
         for levers in LEVERS
         for name in ("2x1", "2x2")
         for lora in (False, True)
-        for telling in [(levers == "all" and name == "2x1") or (levers == "full" and name == "2x1" and lora)]
+        for telling in [levers == "full" and name == "2x1" and lora]
     ],
 )
 def test_levers_through_the_engine_change_nothing(levers: str, name: str, lora: bool) -> None:

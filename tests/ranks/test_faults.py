@@ -152,7 +152,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_run_killed_twice_gives_the_bytes_of_an_uninterrupted_run(runs: Runs) -> None:
     """One rank is killed in the middle of a save. After the resume another rank is killed, and the agent restarts
     all."""

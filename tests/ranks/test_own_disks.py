@@ -81,7 +81,7 @@ def test_each_machine_keeps_its_share_and_resume_brings_them_together(plain: Run
     assert " wrote it on a disk of its own" in shown
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_machines_without_a_shared_disk_go_on_from_the_bucket_alone(
     plain: Runs, machines: list[Runs], tmp_path: Path
 ) -> None:

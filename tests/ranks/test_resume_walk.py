@@ -17,6 +17,7 @@ from support.faults import Runs
 from support.forked import Command, is_alive, read_parent
 from support.kill_points import list_phases, read_collectives
 from support.small_run import make_settings
+from support.tiers import mark_by
 
 RECIPE = make_settings(
     parallel={"sp_size": 2},
@@ -87,8 +88,7 @@ def kill_at(runs: Runs, run: str, event: str, who: str, number: int) -> tuple[Co
 
 
 WALK = [
-    pytest.param(event, marks=() if event == "last evaluation" else pytest.mark.check if at % 2 else pytest.mark.full)
-    for at, event in enumerate(PHASES)
+    pytest.param(event, marks=mark_by(event == "last evaluation", event in ("loading", "mid-step"))) for event in PHASES
 ]
 
 
@@ -131,7 +131,7 @@ def test_a_killed_rank_in_every_phase(runs: Runs, event: str, who: str) -> None:
         pytest.param("agent", "mid-step", marks=pytest.mark.check),
         *(pytest.param("agent", event, marks=pytest.mark.full) for event in PHASES if event != "mid-step"),
         *(pytest.param("command", event, marks=pytest.mark.full) for event in PHASES if event != "evaluation"),
-        pytest.param("command", "evaluation", marks=pytest.mark.check),
+        pytest.param("command", "evaluation", marks=pytest.mark.full),
     ],
 )
 def test_no_process_outlives_a_killed_agent(runs: Runs, who: str, event: str) -> None:

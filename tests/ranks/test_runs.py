@@ -31,7 +31,7 @@ def overfit(recipe: Recipe) -> list[float]:
     return harness.losses
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_adapters_overfit_one_row() -> None:
     recipe = make_recipe(
         *("parallel.sp_size=2", "lora.r=16", "train.learning_rate=0.03", "train.adam_epsilon=1e-8"),
@@ -66,7 +66,7 @@ def count_gathers(recipe: Recipe) -> tuple[list[float], dict[str, Tensor], list[
     return harness.losses, harness.read_weights(), gathers
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_parameter_copies_keep_gathers_inside_a_replica_and_change_no_value() -> None:
     zero = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
     common = ["parallel.sp_size=2", *(f"deepspeed.zero_optimization.{name}=0" for name in zero)]

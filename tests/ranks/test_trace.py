@@ -60,13 +60,13 @@ def test_a_trace_equals_a_real_step(case: str) -> None:
     assert trace_step(make_case({}, *CASES[case][1])) == pytest.approx(measure_case(case), rel=0.01)
 
 
-@pytest.mark.check
+@pytest.mark.full
 @pytest.mark.parametrize("case", list_cases("ZeRO-2, sums in float32"))
 def test_the_formula_equals_a_real_step(case: str) -> None:
     assert predict_step(make_case({}, *CASES[case][1])) == pytest.approx(measure_case(case), rel=0.03)
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_an_evaluation_leaves_nothing_gathered() -> None:
     """DeepSpeed keeps weights gathered after a forward without a backward, and no longer counts them."""
     small = ("parallel.sp_size=2", "data.max_length=256", *TILES, f"{ZERO}.max_reuse_distance=1000000")

@@ -151,7 +151,7 @@ def save_to(recipe: Recipe, folder: str, address: str, pause: float, policy: Sav
     return {"lines": lines, "failure": failure, "steps": list_remote_steps(bucket), "step": state.step}
 
 
-@pytest.mark.check
+@pytest.mark.full
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_save_waits_for_the_upload_before_it_and_says_so(tmp_path: Path, is_async: bool) -> None:
     recipe, address = make_recipe("parallel.sp_size=2"), f"file://{tmp_path}/bucket"

@@ -170,7 +170,7 @@ def test_a_written_plan_is_a_recipe_that_validates_and_fits(tmp_path: Path, meth
     assert "add --force" in again.stderr
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_search_over_8_kinds_and_64_machines_takes_3_seconds() -> None:
     kinds = ",".join(
         f"{name}:512" for name in ["h100-80gb", "h200", "b200", "b300", "a100-80gb", "mi300x", "l40s", "rtx-pro-6000"]

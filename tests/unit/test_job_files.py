@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import Result
 from support.paths import ROOT
+from typer.testing import CliRunner
 
+from ulysses_cli.cli import app
 from ulysses_cli.hardware_table import load_hardware
-from ulysses_cli.launch.jobs.job import ClusterJob, make_job, name_job
+from ulysses_cli.launch.jobs.job import ClusterJob, choose_job_stop_code, make_job, name_job
 from ulysses_cli.launch.jobs.kubernetes import QUEUE_LABEL, write_kubernetes
 from ulysses_cli.launch.jobs.skypilot import ACCELERATORS, write_skypilot
 from ulysses_cli.launch.jobs.slurm import format_time, write_slurm
@@ -45,6 +48,10 @@ def test_a_job_names_machines_and_secrets_but_holds_none() -> None:
     assert (make(8, gpus_per_node=4).num_nodes, make(8, gpus_per_node=4).gpus_per_node) == (2, 4)
     with pytest.raises(RecipeError, match="12 processes do not fill machines of 8 GPUs evenly"):
         make(12)
+    assert choose_job_stop_code(None) == 75
+    assert choose_job_stop_code(9) == 9
+    with pytest.raises(RecipeError, match=r"run\.stop_exit_code is 0, which also ends jobs that are done or failed"):
+        choose_job_stop_code(0)
     assert name_job("8B.runs/x") == "run-8b-runs-x"
     assert len(name_job("x" * 99)) <= 40
 
@@ -191,20 +198,19 @@ def test_the_command(tmp_path: Path, words: list[str]) -> None:
     recipe = tmp_path / "my.yaml"
     recipe.write_text((ROOT / "recipes" / "qwen3-4b-64k-4gpu.yaml").read_text())
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ulysses_cli", "launch", *words, str(recipe), *more]
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    def run(*more: str) -> Result:
+        return CliRunner().invoke(app, ["launch", *words, str(recipe), *more])
 
     shown = run("--dry-run", "--gpu", "h200")
-    assert shown.returncode == 0, shown.stderr
+    assert shown.exit_code == 0, shown.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["my.yaml"]
     written = run("--gpu", "h200")
-    assert (written.returncode, written.stdout) == (0, ""), written.stderr
+    assert (written.exit_code, written.stdout) == (0, ""), written.stderr
     (file,) = [file for file in tmp_path.iterdir() if file != recipe]
     assert file.read_text() == shown.stdout
     again = run("--gpu", "h200")
-    assert again.returncode == 2
+    assert again.exit_code == 2
     assert f"{file} exists" in again.stderr
-    assert run("parallel.sp_size=3").returncode == 2
+    assert run("parallel.sp_size=3").exit_code == 2
     chosen = run("--dry-run")
     assert "a token costs least" in chosen.stderr

@@ -1,4 +1,5 @@
-"""The environments in which clusters start a command on each machine of a job: which variables name the machines.
+"""The environments in which clusters start a command on each machine of a job: which variables name the machines, and
+which tell of a scheduler that starts a job again.
 
 Holds facts and reads texts. nodes.py decides what wins.
 """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,8 @@ class MachineLogs:
         own = [file for rank in ranks for file in self.folder.glob(f"rank-{rank}.error*.json")]
         for file in (self.failure_file, self.stop_file, *own):
             file.unlink(missing_ok=True)
-        self.failure_file.write_text("[]")
-        return self.failure_file.stat().st_mtime
+        with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".clock-") as clock:
+            return os.fstat(clock.fileno()).st_mtime
 
     def list_rank_failures(self, began: float) -> list[dict[str, Any]]:
         """Returns the records of all ranks whose machines write here. Those from before `began` are an earlier run's,

@@ -1,4 +1,4 @@
-"""Reads and writes objects below a remote address (s3, gs, hf, file), through fsspec's own packages.
+"""Reads and writes objects below a remote address (s3, gs, hf, file) through fsspec's own packages, with retries.
 
 A call that fails is tried again; a missing object is not. Nothing is renamed: buckets cannot.
 """

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ulysses_cli.launch.environments import refuse
+from ulysses_cli.plan.exit_codes import DONE, FAILED, STOPPED, USAGE
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.recipe.recipe import Recipe
 
@@ -34,6 +35,7 @@ class ClusterJob:
     secrets: tuple[str, ...]
     hours: float | None
     max_restarts: int
+    stop_code: int
 
     def list_words(self, recipe: str | None = None) -> list[str]:
         """Returns the command line. `recipe`: the file's path where the job runs, if that is another one."""
@@ -78,7 +80,18 @@ def make_job(
         secrets=(*(["HF_TOKEN"] if is_on_hub else []), *of_trackers),
         hours=hours,
         max_restarts=max_restarts,
+        stop_code=choose_job_stop_code(run.stop_exit_code),
     )
+
+
+def choose_job_stop_code(given: int | None) -> int:
+    """Returns the exit code by which the cluster knows an early stop. Raises RecipeError for one that jobs end with for
+    other reasons too."""
+    code = STOPPED if given is None else given
+    if code in (DONE, FAILED, USAGE):
+        hint = f"leave it out, which is {STOPPED}, or take another one: the job goes on by this code alone"
+        raise refuse(f"run.stop_exit_code is {code}, which also ends jobs that are done or failed", hint)
+    return code
 
 
 def name_job(text: str) -> str:

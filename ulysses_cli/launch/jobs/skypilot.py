@@ -7,7 +7,6 @@ from typing import Any
 from ulysses_cli.launch.environments import refuse
 from ulysses_cli.launch.jobs.job import ClusterJob
 from ulysses_cli.launch.jobs.yaml_text import dump_yaml
-from ulysses_cli.plan.exit_codes import STOPPED
 
 WORKDIR = "~/sky_workdir"
 ACCELERATORS = {  # SkyPilot's names of the kinds in hardware.yaml
@@ -58,7 +57,7 @@ def write_skypilot(
         "accelerators": f"{ACCELERATORS[job.gpu.key]}:{job.gpus_per_node}",
         "image_id": f"docker:{image}",
         "use_spot": spot,
-        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [STOPPED]},
+        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [job.stop_code]},
     }
     place = f"{WORKDIR}/{job.run_dir}"
     # MOUNT_CACHED writes like a disk; plain MOUNT cannot rename a folder, which makes a checkpoint whole

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Mapping
 
 from ulysses_cli.launch.jobs.job import WARNING_SECONDS, ClusterJob
-from ulysses_cli.plan.exit_codes import STOPPED
 
 SCRIPT = """\
 #!/bin/bash
@@ -74,7 +73,7 @@ def write_slurm(job: ClusterJob, file: str, settings: Mapping[str, str] = {}) ->
         warning=WARNING_SECONDS,
         logs=shlex.quote(f"{job.run_dir}/logs"),
         command=job.write_command(),
-        stopped=STOPPED,
+        stopped=job.stop_code,
     )
 
 

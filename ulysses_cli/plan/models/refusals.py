@@ -72,7 +72,7 @@ def find_inexact(facts: ConfigFacts, family: Family | None) -> str:
             return reason
     known = {FULL_ATTENTION, SLIDING_ATTENTION, *(family.other_kinds if family else ())}
     for kind in (*facts.find_list("layer_types"), *facts.find_list("layers_block_type")):
-        if RENAMED.get(str(kind), kind) not in known:
+        if RENAMED.get(str(kind), str(kind)) not in known:
             return INEXACT_LAYER_TYPES.get(str(kind), f"layers of kind {kind} are not known to this tool")
     if family is None and facts.find("model_type") in REFUSED_FAMILIES:
         return REFUSED_FAMILIES[str(facts.find("model_type"))]

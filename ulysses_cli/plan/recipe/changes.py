@@ -1,4 +1,4 @@
-"""Lists the differences between the recipe that wrote a checkpoint and the one that resumes from it, as plain data.
+"""Compares recipes as plain data: the one that wrote a checkpoint with the one that resumes, and those of machines.
 
 Layout, levers and bookkeeping may change; so may the length of the run, which changes no finished step. Rows per step
 are compared elsewhere, as a product.
