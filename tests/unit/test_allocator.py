@@ -80,7 +80,6 @@ def make_moves(drawn: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return moves
 
 
-@pytest.mark.full
 @given(Moves)
 def test_reserved_bytes_equal_those_of_the_map(drawn: list[tuple[int, int, int]]) -> None:
     distinct = [(size + 4096 * at, stream, dying) for at, (size, stream, dying) in enumerate(drawn)]
