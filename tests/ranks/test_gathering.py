@@ -33,7 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.check
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[] if name == "adapters" else pytest.mark.full) for name in CASES]
 )

@@ -100,7 +100,7 @@ def list_cases() -> list[object]:
     return results
 
 
-@pytest.mark.check
+@pytest.mark.full
 @pytest.mark.parametrize(("writer", "num_ranks", "sp_size", "stage"), list_cases())
 def test_any_layout_resumes(storage: Path, writer: str, num_ranks: int, sp_size: int, stage: int) -> None:
     sizes = {"parallel.sp_size": sp_size, "parallel.dp_shard_size": num_ranks // sp_size}

@@ -88,7 +88,7 @@ def kill_at(runs: Runs, run: str, event: str, who: str, number: int) -> tuple[Co
 
 
 WALK = [
-    pytest.param(event, marks=mark_by(event == "last evaluation", event in ("loading", "mid-step"))) for event in PHASES
+    pytest.param(event, marks=mark_by(event == "last evaluation", event == "mid-step")) for event in PHASES
 ]
 
 

@@ -54,7 +54,7 @@ def list_cases(quick: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name == quick else pytest.mark.full) for name in CASES]
 
 
-@pytest.mark.check
+@pytest.mark.full
 @pytest.mark.parametrize("case", list_cases("two ranks"))
 def test_a_trace_equals_a_real_step(case: str) -> None:
     assert trace_step(make_case({}, *CASES[case][1])) == pytest.approx(measure_case(case), rel=0.01)
