@@ -56,7 +56,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one() -> None:
     assert torch.allclose(reference, expected)
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_weights_are_those_of_adamw_to_rounding() -> None:
     torch.manual_seed(99)
     start = torch.randn(4096)
