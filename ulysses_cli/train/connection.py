@@ -103,8 +103,8 @@ def compare_disks(launch: Launch, groups: Groups, record: Record) -> Disks:
     try:
         store = find_disks(launch.options.data.parent, groups.rank, gather)
         record.report(store.describe("data.store_dir", "each machine has prepared the data, with the same hash"))
-    except OSError:
-        pass  # prepared data may be on a disk that can only be read
+    except OSError as error:  # raised on all ranks: prepared data may be on a disk that can only be read
+        record.report(f"whether machines share data.store_dir is unknown, since it cannot be written: {error}")
     return disks
 
 
