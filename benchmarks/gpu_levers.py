@@ -34,7 +34,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from ulysses_cli.plan.attention import Need
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
-from ulysses_cli.train.attention.kernels.choice import KernelWorkload, choose_kernel
+from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
+from ulysses_cli.train.attention.kernels.workload import KernelWorkload, LengthMix
 from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.offload import MAX_LEAVING, Offloader
@@ -359,7 +360,8 @@ def main() -> int:
     device, facts = torch.device("cuda", 0), torch.cuda.get_device_properties(0)
     peak = next((value for key, value in PEAK_TFLOPS.items() if key in facts.name), None)
     link, cap = measure_link(), options.cap_gb * 1e9
-    choice = choose_kernel("auto", Need(HEAD_DIM, False, False, False), device, None, KernelWorkload((2**15,), 32, 8))
+    work = KernelWorkload(LengthMix((2**15,), has_few_lengths=True), 32, 8)
+    choice = choose_kernel("auto", KernelSearch(Need(HEAD_DIM), device, work=work))
     machine = {
         "gpu": facts.name, "memory_gb": facts.total_memory / 1e9, "torch": torch.__version__,
         "cuda": torch.version.cuda, "host_link_gb_per_second": link / 1e9, "cap_gb": options.cap_gb,

@@ -31,7 +31,7 @@ rank_server.PRELOADED.extend(PRELOADED)  # one server for ranks and for commands
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left_out = [], []
     for item in items:
-        tier = FULL if "full" in item.keywords else CHECK if "check" in item.keywords else QUICK
+        tier = FULL if item.get_closest_marker("full") else CHECK if item.get_closest_marker("check") else QUICK
         (kept if tier <= TIER else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker in item.iter_markers("operator"):
             if (name := marker.args[0]) and TIER < FULL and not _is_built(name):
                 item.add_marker(pytest.mark.skip(reason=f"{name} is not built, which takes minutes: make test-full"))
-        if "gpu" in item.keywords and not _has_gpu():
+        if item.get_closest_marker("gpu") and not _has_gpu():  # keywords would also hold names of folders
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 

@@ -31,7 +31,9 @@ def main() -> int:
     part = slice(axis.rank * local, (axis.rank + 1) * local)
     is_wrong = False
     for kernel in BACK_ENDS:
-        obstacle = BACK_ENDS[kernel].find_obstacle(Need(PROBLEM.dim), "cuda") or KERNELS[kernel].find_missing()
+        capability = torch.cuda.get_device_capability()
+        obstacle = BACK_ENDS[kernel].find_obstacle(Need(PROBLEM.dim), "cuda", capability)
+        obstacle = obstacle or KERNELS[kernel].find_missing()
         if obstacle:
             continue
         for chunks in (1, 2):

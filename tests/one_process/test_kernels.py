@@ -22,7 +22,7 @@ from ulysses_cli.train.attention import exchange
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.heads import plan_heads
 from ulysses_cli.train.attention.kernels import blockwise, flex, operators
-from ulysses_cli.train.attention.kernels.choice import KernelWorkload, choose_kernel
+from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
 from ulysses_cli.train.attention.kernels.rule import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
 from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
@@ -38,22 +38,16 @@ NEEDS = [
 
 @pytest.mark.parametrize("need", sample(NEEDS, quick=[NEEDS[0], NEEDS[3]]), ids=str)
 def test_auto_probes_the_kernel_that_it_chooses(need: Need) -> None:
-    choice = choose_kernel("auto", need, CPU)
+    choice = choose_kernel("auto", KernelSearch(need, CPU))
     assert (choice.name, choice.reason) == ("sdpa", "the only one that runs on a CPU")
-    assert choose_kernel("sdpa", need, CPU).reason == "as the recipe says"
-
-
-def test_kernels_are_timed_on_a_bounded_part_of_a_row() -> None:
-    assert KernelWorkload((100, 0, 7)).cut() == (100, 7)
-    assert KernelWorkload((30_000, 5_000, 9)).cut() == (30_000, 2_768)
-    assert KernelWorkload((1 << 20,)).cut() == (32_768,)
+    assert choose_kernel("sdpa", KernelSearch(need, CPU)).reason == "as the recipe says"
 
 
 def test_a_refusal_names_the_kernels_that_can() -> None:
     with pytest.raises(
         ValueError, match="attention cudnn runs on cuda only; for this model and device there are: sdpa"
     ):
-        choose_kernel("cudnn", Need(64), CPU)
+        choose_kernel("cudnn", KernelSearch(Need(64), CPU))
 
 
 FAULTS: dict[str, Any] = {
@@ -96,13 +90,13 @@ def test_a_wrong_kernel_is_not_chosen(fault: str, dtype: Any, monkeypatch: pytes
     monkeypatch.setitem(operators.KERNELS, "sdpa", operators.Kernel(forward, backward))
     need = Need(256, has_window=True, has_softcap=True, has_sinks=True, dtype=dtype)
     with pytest.raises(ValueError, match=r"no attention kernel is exact here: sdpa (differs|failed)"):
-        choose_kernel("auto", need, CPU)
+        choose_kernel("auto", KernelSearch(need, CPU))
 
 
 @pytest.mark.parametrize("head_dim", sample([8, 64, 104, 128, 200, 256, 512], quick=[128]))
 def test_a_correct_bfloat16_kernel_passes(head_dim: int) -> None:
-    assert choose_kernel("auto", Need(head_dim, True, True, True), CPU).name == "sdpa"
-    assert choose_kernel("auto", Need(head_dim), CPU).name == "sdpa"
+    assert choose_kernel("auto", KernelSearch(Need(head_dim, True, True, True), CPU)).name == "sdpa"
+    assert choose_kernel("auto", KernelSearch(Need(head_dim), CPU)).name == "sdpa"
 
 
 def test_every_back_end_has_a_kernel_and_sdpa_serves_all() -> None:

@@ -127,12 +127,14 @@ def make_back_ends() -> str:
             f"`{name}`",
             back_end.doc,
             ", ".join(back_end.devices),
+            back_end.describe_capabilities().removeprefix("compute capability "),
             f"up to {back_end.max_head_dim:,}, multiples of {back_end.head_dim_multiple}",
             *("yes" if able else "no" for able in (back_end.has_window, back_end.has_softcap, back_end.has_sinks)),
         )
         for name, back_end in BACK_ENDS.items()
     ]
-    return make_table(("name", "what it is", "device", "head_dim", "windows", "softcap", "sinks"), rows)
+    head = ("name", "what it is", "device", "compute capability", "head_dim", "windows", "softcap", "sinks")
+    return make_table(head, rows)
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {

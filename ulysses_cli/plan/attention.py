@@ -13,6 +13,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import AttentionName
 
 Device = Literal["cuda", "cpu"]
+Capability = tuple[int, int]  # a GPU's compute capability, such as (9, 0) of an H100
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,16 @@ def list_needs(shape: ModelShape, dtype: Literal["bfloat16", "float32"]) -> dict
 
 @dataclass(frozen=True)
 class BackEnd:
-    """What one back end supports. `head_dim_multiple` and `max_head_dim` bound its head sizes."""
+    """What one back end supports. `head_dim_multiple` and `max_head_dim` bound its head sizes, `lowest` and `highest`
+    the compute capability of NVIDIA's GPUs. `speed_class`: auto tries a class only where none of a lower number is
+    exact, and times those of one class. It is 0 on the generations of GPUs for which a kernel was `made_for`."""
 
     doc: str
     devices: tuple[Device, ...] = ("cuda",)
+    lowest: Capability | None = (8, 0)
+    highest: Capability | None = None
+    made_for: tuple[int, ...] = ()
+    speed_class: int = 1
     max_head_dim: int = 256
     head_dim_multiple: int = 8
     has_window: bool = True
@@ -57,10 +64,12 @@ class BackEnd:
     has_sinks: bool = True
     takes_float32: bool = False
 
-    def find_obstacle(self, need: Need, device: Device) -> str:
-        """Why this back end cannot compute it, or ''."""
+    def find_obstacle(self, need: Need, device: Device, capability: Capability | None = None) -> str:
+        """Why this back end cannot compute it, or ''. `capability`: None where it is not known, and for AMD's GPUs."""
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
+        if device == "cuda" and capability is not None and not self.serves(capability):
+            return f"needs {self.describe_capabilities()}, this GPU has {format_capability(capability)}"
         if need.head_dim > self.max_head_dim:
             return f"takes head_dim up to {self.max_head_dim}, this model has {need.head_dim}"
         if need.head_dim % self.head_dim_multiple:
@@ -75,21 +84,57 @@ class BackEnd:
             return "computes in bfloat16 only, the recipe asks for float32"
         return ""
 
+    def serves(self, capability: Capability) -> bool:
+        is_too_old = self.lowest is not None and capability < self.lowest
+        is_too_new = self.highest is not None and capability > self.highest
+        return not (is_too_old or is_too_new)
+
+    def describe_capabilities(self) -> str:
+        """The compute capabilities that it serves, in words."""
+        if self.lowest is None:
+            return "any compute capability"
+        if self.highest is None:
+            return f"compute capability {format_capability(self.lowest)} or higher"
+        if self.highest == self.lowest:
+            return f"compute capability {format_capability(self.lowest)}"
+        return f"compute capability {format_capability(self.lowest)} to {format_capability(self.highest)}"
+
+    def find_speed_class(self, capability: Capability | None) -> int:
+        return 0 if capability is not None and capability[0] in self.made_for else self.speed_class
+
+
+def format_capability(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+FLASH_CAPABILITY: Capability = (8, 0)  # below it no flash kernel computes in bfloat16
+# cuDNN builds a plan for each length of a document, 55 to 400 ms each, and keeps it until the process ends
+# (https://github.com/pytorch/pytorch/issues/190388).
+MAX_CUDNN_LENGTHS = 8
 
 # Sinks need no kernel of their own: they only change the log-sum-exp. Every back end that returns it supports them
-# exactly, forward and backward (train/attention/kernels/operators.py).
+# exactly, forward and backward (train/attention/kernels/operators.py). FlashAttention 3 itself checks only that the
+# capability is 8 or more, and ends the process where a kernel is missing; its backward exists for Hopper alone.
 BACK_ENDS: dict[str, BackEnd] = {
-    "flash_attention_4": BackEnd("FlashAttention-4, Hopper and Blackwell", has_softcap=False),
-    "flash_attention_3": BackEnd("FlashAttention-3, Hopper"),
-    "flash_attention_2": BackEnd("FlashAttention-2, Ampere and newer"),
+    "flash_attention_4": BackEnd(
+        "FlashAttention-4, Hopper and Blackwell",
+        lowest=(9, 0),
+        highest=(11, 9),
+        made_for=(10, 11),
+        has_softcap=False,
+    ),
+    "flash_attention_3": BackEnd("FlashAttention-3, Hopper", lowest=(9, 0), highest=(9, 0), made_for=(9,)),
+    "flash_attention_2": BackEnd("FlashAttention-2, Ampere and newer", made_for=(8,)),
     "torch_varlen": BackEnd("torch's own variable-length flash attention", has_softcap=False),
     "cudnn": BackEnd(
         "cuDNN through torch, one document at a time", max_head_dim=128, has_window=False, has_softcap=False
     ),
-    "flex_attention": BackEnd("torch's compiled flex attention", max_head_dim=512, head_dim_multiple=16),
+    "flex_attention": BackEnd("torch's compiled flex attention", speed_class=2, max_head_dim=512, head_dim_multiple=16),
     "sdpa": BackEnd(
         "torch's own flash attention where it serves, otherwise plain torch in blocks; serves everything",
         devices=("cuda", "cpu"),
+        lowest=None,
+        speed_class=3,
         max_head_dim=4096,
         head_dim_multiple=1,
         takes_float32=True,
@@ -98,6 +143,6 @@ BACK_ENDS: dict[str, BackEnd] = {
 assert set(BACK_ENDS) == set(get_args(AttentionName)) - {"auto"}
 
 
-def list_able(need: Need, device: Device) -> list[str]:
+def list_able(need: Need, device: Device, capability: Capability | None = None) -> list[str]:
     """The back ends that support it, in the order of the table."""
-    return [name for name, back_end in BACK_ENDS.items() if not back_end.find_obstacle(need, device)]
+    return [name for name, back_end in BACK_ENDS.items() if not back_end.find_obstacle(need, device, capability)]

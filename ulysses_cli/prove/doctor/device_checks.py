@@ -19,8 +19,8 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding
 from ulysses_cli.prove.ranks.ranks import RankFailureError, run_on_ranks
 from ulysses_cli.prove.results import Verdict
-from ulysses_cli.train.attention.kernels.choice import choose_kernel
-from ulysses_cli.train.attention.kernels.operators import KERNELS
+from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
+from ulysses_cli.train.attention.kernels.presence import join_presence, read_presence
 
 SIZES_BYTES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28)}
 MAX_EXCHANGING_CPU_RANKS = 4
@@ -110,15 +110,17 @@ def _check_kernels_of(
     need: Need, title: str, requested: str, device: torch.device, window: int | None
 ) -> Iterator[Finding]:
     num_exact = 0
+    presence = join_presence([read_presence(device)])
+    search = KernelSearch(need, device, window, presence=presence)
     for name, back_end in BACK_ENDS.items():
-        obstacle = back_end.find_obstacle(need, "cuda" if device.type == "cuda" else "cpu")
-        obstacle = obstacle or KERNELS[name].find_missing()
+        obstacle = back_end.find_obstacle(need, search.kind, presence.capabilities[0])
+        obstacle = obstacle or presence.missing.get(name, "")
         if obstacle:  # it cannot be run here
             verdict: Verdict = "FAIL" if name == requested else "SKIP"
             yield Finding(f"{name}{title}", verdict, obstacle, "model.attn_implementation=auto")
             continue
         try:
-            choose_kernel(name, need, device, window)
+            choose_kernel(name, search)
         except ValueError as error:
             reason = str(error).removeprefix(f"attention {name} ").partition(";")[0]
             fix = "model.attn_implementation=auto" if name == requested else ""  # auto skips it

@@ -5,7 +5,7 @@ takes plain arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts
 from ulysses_cli.train.assembly.recurrent_layers import serve_layers
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
+from ulysses_cli.train.attention.kernels.workload import ANY_MIX, LengthMix
 from ulysses_cli.train.attention.rotary import serve_rotary
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.finiteness import WORDS, find_file, find_nonfinite
@@ -62,17 +63,17 @@ def build(
     *,
     parts: Parts = REAL_PARTS,
     report: Callable[[str], None] = lambda _: None,
-    row_lengths: Sequence[int] = (),
+    mix: LengthMix = ANY_MIX,
     swap_folder: Path | None = None,
 ) -> Built:
-    """Collective over all ranks. `row_lengths`: document lengths of one row of the run, on which kernels are timed.
+    """Collective over all ranks. `mix`: the lengths of the run's documents, on which kernels are timed.
     `swap_folder`: the folder for optimizer states and weights that are offloaded to a disk."""
     import deepspeed
 
     recipe = plan.recipe
     deepspeed.init_distributed(dist_backend=dist.get_backend())  # takes over torch's groups
     ds_config = _make_engine_config(plan, swap_folder)
-    kernel = parts.choose_kernel(plan, groups, device, row_lengths)
+    kernel = parts.choose_kernel(plan, groups, device, mix)
     report(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
     stretch_positions(config, recipe, plan.resolved)

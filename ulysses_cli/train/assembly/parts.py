@@ -5,7 +5,7 @@ They are arguments of the assembler, so that a traced step without data can use 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,15 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.train.assembly.adapters import add_adapters
 from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained, start_from_random
-from ulysses_cli.train.attention.kernels.choice import KernelChoice, KernelWorkload, choose_kernel, join_choices
+from ulysses_cli.train.attention.kernels.choice import (
+    BrokenDeviceError,
+    KernelChoice,
+    KernelSearch,
+    choose_kernel,
+    join_choices,
+)
+from ulysses_cli.train.attention.kernels.presence import CommonPresence, join_presence, read_presence
+from ulysses_cli.train.attention.kernels.workload import KernelWorkload, LengthMix
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
 
@@ -30,25 +38,15 @@ def load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, devic
     return load_pretrained(options, os.path.expanduser(str(model.name_or_path)), model.revision)
 
 
-def choose_common_kernel(plan: RunPlan, groups: Groups, device: torch.device, lengths: Sequence[int]) -> KernelChoice:
-    """Collective over all ranks. Rank 0 tries and times the kernels; all use its choice, since times differ from rank
-    to rank. `lengths`: document lengths of one row of the run, on which kernels are timed."""
-    shape, recipe = plan.shape, plan.recipe
+def choose_common_kernel(plan: RunPlan, groups: Groups, device: torch.device, mix: LengthMix) -> KernelChoice:
+    """Collective over all ranks. Ranks compare what they have before any of them loads a kernel. Rank 0 tries and times
+    kernels; all use its choice, since times differ from rank to rank. Kernels are timed on `mix`."""
+    presence = join_presence(gather_values(read_presence(device), groups.host_group))
     choice: KernelChoice | str | None = None
     if groups.is_first:
         try:
-            choices = {}
-            for need, mixers in list_needs(shape, recipe.model.dtype).items():
-                window = min(shape.windows) if need.has_window else None
-                num_heads, num_kv_heads = (
-                    (mixers[0].num_heads, mixers[0].num_kv_heads) if mixers else (shape.num_heads, shape.num_kv_heads)
-                )
-                heads = max(1, num_heads // groups.sp_axis.size // plan.levers.head_chunks)
-                kv_heads = max(1, heads * num_kv_heads // num_heads)
-                work = KernelWorkload(tuple(lengths), heads, kv_heads) if lengths else KernelWorkload()
-                choices[need.head_dim] = choose_kernel(recipe.model.attn_implementation, need, device, window, work)
-            choice = join_choices(choices)
-        except ValueError as error:
+            choice = _choose_kernels(plan, groups, device, mix, presence)
+        except (ValueError, BrokenDeviceError) as error:
             choice = str(error)
     choice = gather_values(choice, groups.host_group)[0]
     if not isinstance(choice, KernelChoice):
@@ -56,11 +54,29 @@ def choose_common_kernel(plan: RunPlan, groups: Groups, device: torch.device, le
     return choice
 
 
+def _choose_kernels(
+    plan: RunPlan, groups: Groups, device: torch.device, mix: LengthMix, presence: CommonPresence
+) -> KernelChoice:
+    """A kernel for each width of heads."""
+    shape, recipe = plan.shape, plan.recipe
+    choices = {}
+    for need, mixers in list_needs(shape, recipe.model.dtype).items():
+        window = min(shape.windows) if need.has_window else None
+        num_heads, num_kv_heads = (
+            (mixers[0].num_heads, mixers[0].num_kv_heads) if mixers else (shape.num_heads, shape.num_kv_heads)
+        )
+        heads = max(1, num_heads // groups.sp_axis.size // plan.levers.head_chunks)
+        kv_heads = max(1, heads * num_kv_heads // num_heads)
+        search = KernelSearch(need, device, window, KernelWorkload(mix, heads, kv_heads), presence)
+        choices[need.head_dim] = choose_kernel(recipe.model.attn_implementation, search, uses_cache=True)
+    return join_choices(choices)
+
+
 @dataclass(frozen=True)
 class Parts:
     load_weights: Callable[[Recipe, PretrainedConfig, str, torch.device], Any] = load_weights
     add_adapters: Callable[[Recipe, Any], Any] = add_adapters
-    choose_kernel: Callable[[RunPlan, Groups, torch.device, Sequence[int]], KernelChoice] = choose_common_kernel
+    choose_kernel: Callable[[RunPlan, Groups, torch.device, LengthMix], KernelChoice] = choose_common_kernel
 
 
 REAL_PARTS = Parts()

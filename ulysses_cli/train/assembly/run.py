@@ -16,6 +16,7 @@ from ulysses_cli.data.steps import Batching, Rows
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.train.assembly.build import Built, build
 from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts
+from ulysses_cli.train.attention.kernels.workload import measure_mix
 from ulysses_cli.train.checkpoint.format import CheckpointContext
 from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.processes.consistency import gather_values
@@ -63,7 +64,7 @@ def assemble_run(
     seed_all(plan.recipe.run.seed)
     built = build(
         plan, groups, device, length.num_steps,
-        parts=parts, report=report, row_lengths=rows.get_lengths(0) if len(rows) else (), swap_folder=swap_folder,
+        parts=parts, report=report, mix=measure_mix(rows), swap_folder=swap_folder,
     )  # fmt: skip
     state = TrainState(built.engine, groups, rows, batching, length.num_steps, length.end, stop or StopConditions())
     context = CheckpointContext(

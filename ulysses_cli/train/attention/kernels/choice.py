@@ -5,19 +5,21 @@ plan/attention.py lists what each kernel supports; a model that none supports is
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
 
 import torch
-from torch import Tensor
 
-from ulysses_cli.plan.attention import BACK_ENDS, Device, Need, list_able
+from ulysses_cli.plan.attention import BACK_ENDS, FLASH_CAPABILITY, Device, Need, format_capability, list_able
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.train.attention.documents import Documents, make_documents
-from ulysses_cli.train.attention.kernels.operators import KERNELS, attend, run_backward
-from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.kernels.choice_cache import ChoiceCache, get_folder
+from ulysses_cli.train.attention.kernels.operators import KERNELS
+from ulysses_cli.train.attention.kernels.presence import CommonPresence, join_presence, read_presence
+from ulysses_cli.train.attention.kernels.trial import TrialRequest, TrialResult, describe_error, try_kernel
+from ulysses_cli.train.attention.kernels.trial_process import try_in_process
+from ulysses_cli.train.attention.kernels.workload import ANY_WORK, KernelWorkload
 
 
 @dataclass(frozen=True)
@@ -33,64 +35,150 @@ class KernelChoice:
         return self.by_head_dim.get(head_dim, self.name)
 
 
-# Largest relative error of any token's head against float32. bfloat16 keeps 8 bits and rounds inputs, weights and
-# results; a missing scale, softcap, sink, token, bound or window causes a far larger error.
-PROBE_TOLERANCE = {"bfloat16": 0.1, "float32": 1e-3}
-PROBE_LENGTHS = (700, 1, 64, 33)  # longer than a tile of any kernel, one token, no multiple of a tile
-PROBE_HEADS, PROBE_KV_HEADS = 4, 2
-MAX_TIMED_TOKENS = 32 * 1024  # with more tokens the fastest kernel stays the same
+class BrokenDeviceError(RuntimeError):
+    """The GPU's context in this process is in an error that no later call would survive."""
 
 
-@dataclass(frozen=True)
-class KernelWorkload:
-    """The shape on which kernels are timed: a row of the run, cut to MAX_TIMED_TOKENS, and the heads of one rank."""
+@dataclass(frozen=True, eq=False)
+class KernelSearch:
+    """Where and for what a kernel is sought. `presence`: what all ranks have; None: what this process has."""
 
-    lengths: tuple[int, ...] = (4096, 1500, 1, 2595)
-    num_heads: int = 8
-    num_kv_heads: int = 2
+    need: Need
+    device: torch.device
+    window_tokens: int | None = None
+    work: KernelWorkload = ANY_WORK
+    presence: CommonPresence | None = None
 
-    def cut(self) -> tuple[int, ...]:
-        lengths, num_left = [], MAX_TIMED_TOKENS
-        for length in self.lengths:
-            if num_left > 0 and length:
-                lengths.append(min(length, num_left))
-                num_left -= length
-        return tuple(lengths)
+    @property
+    def kind(self) -> Device:
+        return "cuda" if self.device.type == "cuda" else "cpu"
+
+    def find_presence(self) -> CommonPresence:
+        return self.presence or join_presence([read_presence(self.device)])
 
 
-def choose_kernel(
-    wanted: str, need: Need, device: torch.device, window_tokens: int | None = None, work: KernelWorkload | None = None
-) -> KernelChoice:
-    """Returns the named kernel, or for `auto` the fastest one that is exact here. Each candidate runs once against the
-    reference. One that fails or differs is passed over, with its reason; if the recipe named it, that is an error."""
-    kind: Device = "cuda" if device.type == "cuda" else "cpu"
-    work = work or KernelWorkload()
-    passed: dict[str, float] = {}
-    notes: list[str] = []
-    for name in BACK_ENDS if wanted == "auto" else (wanted,):
-        obstacle = BACK_ENDS[name].find_obstacle(need, kind)
-        obstacle = obstacle or (KERNELS[name].find_missing() if wanted == "auto" else "")
-        obstacle = obstacle or _probe(name, need, device, window_tokens)
-        if not obstacle:
-            passed[name] = (
-                _time(name, need, device, window_tokens, work) if kind == "cuda" and wanted == "auto" else 0.0
-            )
-        elif wanted != "auto":
-            able = [other for other in list_able(need, kind) if other != name and not KERNELS[other].find_missing()]
-            others = f"for this model and device there are: {', '.join(able)}" if able else "nothing else serves here"
-            raise ValueError(f"attention {name} {obstacle}; {others}")
-        elif kind in BACK_ENDS[name].devices:
-            notes.append(f"{name} {obstacle}")
+def choose_kernel(wanted: str, search: KernelSearch, *, uses_cache: bool = False) -> KernelChoice:
+    """Returns the named kernel, or for `auto` a fast one that is exact here. Each candidate runs against the reference.
+    One that fails or differs is passed over, with its reason; if the recipe named it, that is an error."""
+    if search.kind == "cpu" or not uses_cache:
+        return _choose(wanted, search)
+    facts = {"wanted": wanted, "need": asdict(search.need), "window": search.window_tokens, "work": asdict(search.work)}
+    cache = ChoiceCache(get_folder(os.environ), facts | {"presence": asdict(search.find_presence())})
+    if found := cache.read():
+        return KernelChoice(found[0], f"{found[1]} (found in an earlier run: {cache.file})")
+    choice = _choose(wanted, search)
+    cache.write(choice.name, choice.reason)
+    return choice
+
+
+def _choose(wanted: str, search: KernelSearch) -> KernelChoice:
+    if wanted != "auto":
+        return _choose_named(wanted, search)
+    passed, notes = _try_candidates(search)
     if not passed:
         raise ValueError("no attention kernel is exact here: " + "; ".join(notes))
     best = min(passed, key=lambda name: passed[name])
-    reason = "as the recipe says" if wanted != "auto" else "the only one that runs on a CPU"
-    if wanted == "auto" and kind == "cuda":
-        times = ", ".join(f"{name} {passed[name] * 1e3:.2f} ms" for name in sorted(passed, key=lambda n: passed[n]))
-        timed = f"{sum(work.cut()):,} tokens, {format_count(work.num_heads, 'head')}"
+    if search.kind == "cpu":
+        return KernelChoice(best, "the only one that runs on a CPU")
+    times = ", ".join(f"{name} {passed[name] * 1e3:.2f} ms" for name in sorted(passed, key=lambda n: passed[n]))
+    timed = f"{sum(search.work.cut()):,} tokens, {format_count(search.work.num_heads, 'head')}"
+    capability = search.find_presence().capabilities[0]
+    if BACK_ENDS[best].find_speed_class(capability) == 0:
+        reason = f"exact here, and made for this GPU; forward and backward of {timed}: {times}"
+    else:
         reason = f"fastest of those exact here, forward and backward of {timed}: {times}"
-        reason += f"; passed over: {'; '.join(notes)}" if notes else ""
-    return KernelChoice(best, reason)
+    if capability is not None and capability < FLASH_CAPABILITY:
+        reason += (
+            f"; a GPU of compute capability {format_capability(capability)} has no flash kernel for bfloat16, so plain "
+            "torch runs in blocks, many times slower"
+        )
+    return KernelChoice(best, reason + (f"; passed over: {'; '.join(notes)}" if notes else ""))
+
+
+def _choose_named(name: str, search: KernelSearch) -> KernelChoice:
+    presence = search.find_presence()
+    obstacle = _find_obstacle(name, search, presence) or presence.differing.get(name, "")
+    obstacle = obstacle or _try(name, search, is_timed=False).obstacle
+    if not obstacle:
+        return KernelChoice(name, "as the recipe says")
+    able = [other for other in list_able(search.need, search.kind, presence.capabilities[0]) if other != name]
+    able = [other for other in able if not _find_absence(other, presence)]
+    others = f"for this model and device there are: {', '.join(able)}" if able else "nothing else serves here"
+    raise ValueError(f"attention {name} {obstacle}; {others}")
+
+
+def _try_candidates(search: KernelSearch) -> tuple[dict[str, float], list[str]]:
+    """Returns the seconds of exact kernels, all of one speed class, and why others were passed over. A class ends the
+    search when one of its kernels is exact; the kernels that were made for this GPU are the first class."""
+    presence = search.find_presence()
+    passed: dict[str, float] = {}
+    notes: list[str] = []
+    for names in _list_classes(presence):
+        for name in names:
+            obstacle = _find_obstacle(name, search, presence) or _find_absence(name, presence)
+            obstacle = obstacle or _find_reluctance(name, search)
+            result = TrialResult(obstacle) if obstacle else _try(name, search, is_timed=search.kind == "cuda")
+            if not result.obstacle:
+                passed[name] = result.seconds
+            elif search.kind in BACK_ENDS[name].devices:
+                notes.append(f"{name} {result.obstacle}")
+        if passed:
+            break
+    return passed, notes
+
+
+def _list_classes(presence: CommonPresence) -> Iterator[list[str]]:
+    def find_class(name: str) -> int:
+        return BACK_ENDS[name].find_speed_class(presence.capabilities[0])
+
+    for _, names in groupby(sorted(BACK_ENDS, key=find_class), find_class):
+        yield list(names)
+
+
+def _find_obstacle(name: str, search: KernelSearch, presence: CommonPresence) -> str:
+    """The first reason of any rank's GPU."""
+    obstacles = (BACK_ENDS[name].find_obstacle(search.need, search.kind, each) for each in presence.capabilities)
+    return next(filter(None, obstacles), "")
+
+
+def _find_absence(name: str, presence: CommonPresence) -> str:
+    return presence.missing.get(name) or presence.differing.get(name, "")
+
+
+def _find_reluctance(name: str, search: KernelSearch) -> str:
+    """Why `auto` does not take a kernel that would be exact."""
+    if name == "cudnn" and not search.work.mix.has_few_lengths:
+        return "builds a plan for each length, and this run's documents have many lengths"
+    return ""
+
+
+def _try(name: str, search: KernelSearch, *, is_timed: bool) -> TrialResult:
+    request = TrialRequest(
+        name,
+        search.need,
+        str(search.device),
+        search.window_tokens,
+        search.work.cut() if is_timed else (),
+        search.work.num_heads,
+        search.work.num_kv_heads,
+    )
+    if search.kind == "cuda" and KERNELS[name].is_foreign:
+        return try_in_process(request)
+    result = try_kernel(request)
+    if search.kind == "cuda":
+        _check_device(name, result, search.device)
+    return result
+
+
+def _check_device(name: str, result: TrialResult, device: torch.device) -> None:
+    """An illegal access leaves an error in the context of this process, which every later call would meet."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise BrokenDeviceError(
+            f"attention {name} broke this process's GPU context ({result.obstacle or describe_error(error)}): name "
+            "another kernel with model.attn_implementation"
+        ) from error
 
 
 def join_choices(choices: Mapping[int, KernelChoice]) -> KernelChoice:
@@ -103,97 +191,3 @@ def join_choices(choices: Mapping[int, KernelChoice]) -> KernelChoice:
         return KernelChoice(next(iter(names.values())), reason)
     name = " and ".join(f"{name} (heads of {width})" for width, name in names.items())
     return KernelChoice(name, reason, names)
-
-
-def _list_rules(need: Need, window_tokens: int | None) -> list[Rule]:
-    """Rules of every kind of layer that the model may have, with a scale that is no default and a low softcap."""
-    scale, softcap = 0.7 * need.head_dim**-0.5, 1.5 if need.has_softcap else None
-    windows = [None, min(window_tokens or 100, 100)] if need.has_window else [None]
-    return [Rule(scale, window, softcap) for window in windows]
-
-
-def _make_tensors(need: Need, tokens: int, heads: tuple[int, int], device: torch.device) -> list[Tensor]:
-    """Makes dout, q, k and v as an exchange returns them: their heads adjoin in one buffer."""
-    generator = torch.Generator().manual_seed(0)
-    width = 2 * heads[0] + 2 * heads[1]
-    joined = torch.randn(tokens, width, need.head_dim, generator=generator).to(device, getattr(torch, need.dtype))
-    return list(joined.split([heads[0], heads[0], heads[1], heads[1]], dim=1))
-
-
-def _probe(name: str, need: Need, device: torch.device, window_tokens: int | None) -> str:
-    """Compares small cases forward and backward, with the model's head_dim and rules, to plain torch in float32.
-    Returns why the kernel cannot be used, or ''."""
-    documents = make_documents(PROBE_LENGTHS, device)
-    tensors = _make_tensors(need, documents.num_tokens, (PROBE_HEADS, PROBE_KV_HEADS), device)
-    sinks = torch.linspace(-1, 1, PROBE_HEADS, device=device).to(tensors[0].dtype) if need.has_sinks else None
-    for rule in _list_rules(need, window_tokens):
-        try:
-            results = _run(name, tensors, sinks, documents, rule)
-        except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            return f"failed its probe: {reason[0][:160]}"
-        expected = _run_reference([tensor.float() for tensor in tensors], sinks, documents, rule)
-        for label, result, reference in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
-            error_share = _measure_error(result, reference)
-            if math.isnan(error_share) or error_share > PROBE_TOLERANCE[need.dtype]:
-                window = f", window {rule.window_tokens}" if rule.window_tokens else ""
-                return f"differs from the reference by {error_share:.2g} on its probe ({label}{window})"
-    return ""
-
-
-def _measure_error(result: Tensor, expected: Tensor) -> float:
-    """The largest relative error of any token's head: norm of the difference over norm of the expected vector, so that
-    a late token, whose values are means of many, counts like an early one. Vectors near zero use the mean norm."""
-    norm = torch.linalg.vector_norm(expected, dim=-1)
-    floor = 0.1 * norm.square().mean().sqrt()
-    return (torch.linalg.vector_norm(result.float() - expected, dim=-1) / torch.maximum(norm, floor)).max().item()
-
-
-def _run(name: str, tensors: Sequence[Tensor], sinks: Tensor | None, documents: Documents, rule: Rule) -> list[Tensor]:
-    dout, q, k, v = tensors
-    row = (documents.cu_seqlens, documents.lengths, name, rule.scale, rule.window_tokens, rule.softcap)
-    out, lse = attend(q, k, v, sinks, *row)
-    return [out, *run_backward(dout, q, k, v, out, lse, *row)]
-
-
-def _run_reference(tensors: Sequence[Tensor], sinks: Tensor | None, documents: Documents, rule: Rule) -> list[Tensor]:
-    """Attention by its definition, with the whole matrix of logits and autograd."""
-    dout, *inputs = tensors
-    with torch.enable_grad():
-        q, k, v = inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-        group = q.size(1) // k.size(1)
-        key, value = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        logits = torch.einsum("qhd,khd->hqk", q, key) * rule.scale
-        if rule.softcap is not None:
-            logits = rule.softcap * torch.tanh(logits / rule.softcap)
-        positions = torch.arange(q.size(0), device=q.device)
-        document = torch.searchsorted(documents.cu_seqlens, positions, right=True)
-        distance = positions[:, None] - positions
-        allowed = (distance >= 0) & (document[:, None] == document)
-        if rule.window_tokens is not None:
-            allowed &= distance < rule.window_tokens
-        logits = logits.masked_fill(~allowed, -math.inf)
-        if sinks is not None:
-            column = sinks.to(q.dtype)[:, None, None].expand(-1, q.size(0), 1)
-            logits = torch.cat([logits, column], -1)
-        weights = logits.softmax(-1)[..., : q.size(0)]
-        out = torch.einsum("hqk,khd->qhd", weights, value)
-        return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
-
-
-def _time(name: str, need: Need, device: torch.device, window_tokens: int | None, work: KernelWorkload) -> float:
-    """Seconds of forward and backward of a packed row in the model's kinds of layers, best of three after a warm-up."""
-    documents = make_documents(work.cut(), device)
-    tensors = _make_tensors(need, documents.num_tokens, (work.num_heads, work.num_kv_heads), device)
-    best = math.inf
-    try:
-        for _ in range(4):
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            for rule in _list_rules(need, window_tokens):
-                _run(name, tensors, None, documents, rule)
-            torch.cuda.synchronize(device)
-            best = min(best, time.perf_counter() - start)
-    except Exception:  # noqa: BLE001 - it passed the small case; one that fails here counts as the slowest
-        return math.inf
-    return best

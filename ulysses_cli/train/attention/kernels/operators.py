@@ -22,12 +22,14 @@ from ulysses_cli.train.telemetry.clock import part_of_step
 
 
 class Kernel(NamedTuple):
-    """`find_missing`: why this machine lacks it, or ''. `needs_autograd`: autograd computes its backward."""
+    """`find_missing`: why this machine lacks it, or ''. `needs_autograd`: autograd computes its backward. `is_foreign`:
+    of another package than torch."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     find_missing: Callable[[], str] = lambda: ""
     needs_autograd: bool = False
+    is_foreign: bool = False
 
 
 KERNELS: dict[str, Kernel] = {
@@ -36,7 +38,7 @@ KERNELS: dict[str, Kernel] = {
     "cudnn": Kernel(cudnn.forward_cudnn, cudnn.backward_cudnn),
     "flex_attention": Kernel(flex.forward_flex, flex.backward_flex, needs_autograd=True),
     **{
-        name: Kernel(back_end.forward, back_end.backward, back_end.find_missing)
+        name: Kernel(back_end.forward, back_end.backward, back_end.find_missing, is_foreign=True)
         for name, back_end in flash.VERSIONS.items()
     },
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from ulysses_cli.plan.attention import FLASH_CAPABILITY
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.attention.kernels.rule import Rule
 
@@ -33,7 +36,14 @@ def backward_varlen(
 
 def has_varlen(q: Tensor, rule: Rule) -> bool:
     is_half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.device.type == "cuda" and is_half and rule.softcap is None and q.size(2) <= 256 and q.size(2) % 8 == 0
+    fits = rule.softcap is None and q.size(2) <= 256 and q.size(2) % 8 == 0
+    return q.device.type == "cuda" and is_half and fits and has_flash(q.device)
+
+
+@cache
+def has_flash(device: torch.device) -> bool:
+    """Whether this GPU is new enough for flash kernels in bfloat16. AMD's GPUs number their generations otherwise."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 def _window_sides(rule: Rule) -> dict[str, int]:

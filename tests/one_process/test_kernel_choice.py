@@ -1,0 +1,254 @@
+"""Tests how a GPU's attention kernel is chosen: what each GPU can run, which kernels are tried and in which order,
+packages that end their process, machines that differ, and choices kept on disk. No GPU is needed: trials are replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiers import count_examples
+
+from ulysses_cli.plan.attention import BACK_ENDS, Capability, Need, list_able
+from ulysses_cli.train.attention.kernels import choice as choosing
+from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
+from ulysses_cli.train.attention.kernels.presence import CommonPresence, Presence, join_presence
+from ulysses_cli.train.attention.kernels.trial import TrialRequest, TrialResult
+from ulysses_cli.train.attention.kernels.trial_process import try_in_process
+from ulysses_cli.train.attention.kernels.workload import (
+    MAX_TIMED_TOKENS,
+    KernelWorkload,
+    LengthMix,
+    measure_mix,
+)
+from ulysses_cli.train.processes.consistency import DisagreementError
+
+HOPPER: Capability = (9, 0)
+FLASH = {"flash_attention_2", "flash_attention_3", "flash_attention_4"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((7, 5), set()),
+        ((8, 0), {"flash_attention_2"}),
+        ((8, 9), {"flash_attention_2"}),
+        ((9, 0), FLASH),
+        ((10, 0), {"flash_attention_2", "flash_attention_4"}),
+        ((11, 0), {"flash_attention_2", "flash_attention_4"}),
+        ((12, 0), {"flash_attention_2"}),
+    ],
+)
+def test_packages_serve_the_gpus_that_they_were_built_for(capability: Capability, expected: set[str]) -> None:
+    able = set(list_able(Need(128), "cuda", capability))
+    assert able & FLASH == expected
+    assert "sdpa" in able
+    assert ("torch_varlen" in able) == (capability >= (8, 0))
+
+
+def test_an_obstacle_names_both_capabilities() -> None:
+    assert BACK_ENDS["flash_attention_3"].find_obstacle(Need(128), "cuda", (10, 0)) == (
+        "needs compute capability 9.0, this GPU has 10.0"
+    )
+    assert BACK_ENDS["flash_attention_2"].find_obstacle(Need(128), "cuda", (7, 5)) == (
+        "needs compute capability 8.0 or higher, this GPU has 7.5"
+    )
+    assert not BACK_ENDS["flash_attention_3"].find_obstacle(Need(128), "cuda", None)  # AMD numbers GPUs otherwise
+
+
+REQUEST = TrialRequest("sdpa", Need(64, dtype="float32"), "cpu")
+ENDS = {
+    "exit": ("import sys; print('CUDA error: launch failed', file=sys.stderr); sys.exit(1)",
+             r"ended its process with exit code 1: CUDA error: launch failed"),
+    "abort": ("import os; os.abort()", r"ended its process by signal SIGABRT"),
+    "silence": ("pass", r"ended its process with exit code 0"),
+    "raise": ("raise ImportError('undefined symbol')", r"exit code 1: ImportError: undefined symbol"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_package_may_end_its_own_process_only(end: str) -> None:
+    script, expected = ENDS[end]
+    assert expected in try_in_process(REQUEST, command=[sys.executable, "-c", script]).obstacle
+
+
+def test_a_package_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    script = f"sleep 600 & echo $! > {tmp_path / 'pid'}; wait"
+    result = try_in_process(REQUEST, 1.0, ["sh", "-c", script])
+    assert result.obstacle == "did not end its probe within 1 s"
+    grandchild = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
+    until = time.monotonic() + 10
+    while grandchild.exists() and grandchild.read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.01)  # the kernel delivers the signal
+    assert not grandchild.exists() or grandchild.read_text().split()[2] == "Z"
+
+
+@pytest.mark.full
+def test_a_trial_in_a_process_gives_the_result_of_one_here() -> None:
+    timed = try_in_process(TrialRequest("sdpa", Need(64, dtype="float32"), "cpu", None, (40, 24)))
+    assert timed.obstacle == ""
+    assert timed.seconds > 0
+
+
+def make_search(capability: Capability = HOPPER, need: Need | None = None, **work: Any) -> KernelSearch:
+    presence = CommonPresence((capability,), facts={"gpu": f"GPU of {capability}"})
+    mix = LengthMix((1000,), **work)
+    return KernelSearch(need or Need(128), torch.device("cuda"), work=KernelWorkload(mix), presence=presence)
+
+
+class Trials:
+    """Replaces trials: kernels of `broken` fail, the others take the seconds of `seconds`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, broken: set[str], seconds: dict[str, float]) -> None:
+        self.tried: list[str] = []
+        self.broken, self.seconds = broken, seconds
+        monkeypatch.setattr(choosing, "_try", self.run)
+
+    def run(self, name: str, search: KernelSearch, *, is_timed: bool) -> TrialResult:
+        self.tried.append(name)
+        return TrialResult("failed") if name in self.broken else TrialResult("", self.seconds.get(name, 1.0))
+
+
+ORDERS: dict[str, tuple[Capability, set[str], Need, dict[str, Any], list[str], str]] = {
+    "made for Hopper": (HOPPER, set(), Need(128), {}, ["flash_attention_3"], "flash_attention_3"),
+    "made for Blackwell": ((10, 0), set(), Need(128), {}, ["flash_attention_4"], "flash_attention_4"),
+    "made for Ampere": ((8, 0), set(), Need(128), {}, ["flash_attention_2"], "flash_attention_2"),
+    "the rest is timed": (
+        HOPPER, {"flash_attention_3"}, Need(128), {},
+        ["flash_attention_3", "flash_attention_4", "flash_attention_2", "torch_varlen"], "torch_varlen",
+    ),
+    "cuDNN with few lengths": (
+        HOPPER, {"flash_attention_3"}, Need(128), {"has_few_lengths": True},
+        ["flash_attention_3", "flash_attention_4", "flash_attention_2", "torch_varlen", "cudnn"], "cudnn",
+    ),
+    "flex after flash": (
+        (8, 0), {"flash_attention_2"}, Need(128, has_softcap=True), {}, ["flash_attention_2", "flex_attention"],
+        "flex_attention",
+    ),
+    "an old GPU": ((7, 5), set(), Need(128), {}, ["sdpa"], "sdpa"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_kernels_are_tried_by_speed_until_one_is_exact(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability, broken, need, work, tried, chosen = ORDERS[case]
+    trials = Trials(monkeypatch, broken, {"torch_varlen": 0.5, "cudnn": 0.4})
+    choice = choose_kernel("auto", make_search(capability, need, **work))
+    assert (trials.tried, choice.name) == (tried, chosen)
+
+
+def test_a_reason_says_what_was_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    Trials(monkeypatch, {"flash_attention_3"}, {})
+    reason = choose_kernel("auto", make_search()).reason
+    assert "fastest of those exact here" in reason
+    assert "flash_attention_3 failed" in reason
+    assert "cudnn builds a plan for each length" in reason
+    Trials(monkeypatch, set(), {})
+    assert "made for this GPU" in choose_kernel("auto", make_search()).reason
+    assert "many times slower" in choose_kernel("auto", make_search((7, 5))).reason
+
+
+def test_a_named_kernel_is_refused_on_a_gpu_that_cannot_run_it() -> None:
+    with pytest.raises(ValueError, match=r"flash_attention_3 needs compute capability 9\.0, this GPU has 8\.0"):
+        choose_kernel("flash_attention_3", make_search((8, 0)))
+
+
+def make_presence(machine: str = "a", **changes: Any) -> Presence:
+    values: dict[str, Any] = {
+        "gpu": "H100", "capability": HOPPER, "libraries": {"torch": "2.13.0", "NCCL": "2.29.7"},
+        "kernels": {"flash_attention_2": "2.8.3"}, "missing": {"flash_attention_2": "", "flash_attention_3": "absent"},
+    }  # fmt: skip
+    return Presence(machine, **{**values, **changes})
+
+
+def test_machines_that_differ_in_kernels_use_none_of_them() -> None:
+    lacks = make_presence("b", missing={"flash_attention_2": "is not installed", "flash_attention_3": "absent"})
+    joined = join_presence([make_presence(), make_presence(), lacks])
+    assert joined.missing == {"flash_attention_3": "absent"}
+    assert joined.differing == {"flash_attention_2": "is not installed on b (rank 2)"}
+    joined = join_presence([make_presence(), make_presence("b", kernels={"flash_attention_2": "2.8.1"})])
+    assert joined.differing == {"flash_attention_2": "has several versions: 2.8.1 on b and 2.8.3 on a"}
+    search = KernelSearch(Need(128), torch.device("cuda"), presence=joined)
+    with pytest.raises(ValueError, match=r"flash_attention_2 has several versions: .*there are: "):
+        choose_kernel("flash_attention_2", search)
+
+
+def test_machines_with_other_libraries_stop_the_run() -> None:
+    other = make_presence("b", libraries={"torch": "2.13.0", "NCCL": "2.27.5"})
+    with pytest.raises(DisagreementError, match=r"b \(rank 1\) has NCCL 2.27.5, a \(rank 0\) has 2.29.7: install the"):
+        join_presence([make_presence(), other])
+
+
+def test_a_kernel_must_serve_every_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = join_presence([make_presence(missing={}, kernels={}), make_presence("b", capability=(8, 0), missing={})])
+    trials = Trials(monkeypatch, set(), {})
+    choose_kernel("auto", KernelSearch(Need(128), torch.device("cuda"), presence=joined))
+    assert "flash_attention_3" not in trials.tried
+
+
+def test_a_choice_is_kept_by_gpu_versions_and_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    trials = Trials(monkeypatch, set(), {})
+
+    def count_tried(*args: Any) -> int:
+        before = len(trials.tried)
+        choose_kernel("auto", make_search(*args), uses_cache=True)
+        return len(trials.tried) - before
+
+    assert count_tried() == 1
+    assert count_tried() == 0
+    assert "found in an earlier run" in choose_kernel("auto", make_search(), uses_cache=True).reason
+    assert count_tried((10, 0)) == 1
+    assert count_tried(HOPPER, Need(64)) == 1
+    (file,) = [file for file in tmp_path.rglob("*.json") if json.loads(file.read_text())["name"] == "flash_attention_4"]
+    file.write_text("{")
+    assert count_tried((10, 0)) == 1
+    file.unlink()
+    file.parent.chmod(0o500)
+    assert count_tried((10, 0)) >= 1  # a folder that cannot be written stops nothing
+
+
+@settings(max_examples=count_examples(200))
+@given(st.lists(st.integers(0, 60_000), min_size=1, max_size=80).filter(any))
+def test_a_timed_row_keeps_the_mix_of_lengths(lengths: list[int]) -> None:
+    kept = KernelWorkload(LengthMix(tuple(lengths))).cut()
+    assert 0 < sum(kept) <= max(MAX_TIMED_TOKENS, 1)
+    assert min(kept) > 0
+    if sum(lengths) <= MAX_TIMED_TOKENS:
+        assert kept == tuple(length for length in lengths if length)
+
+
+def test_many_short_documents_are_not_timed_as_one_long_one() -> None:
+    mix = LengthMix((65_536, *[512] * 128))  # half of the tokens are in short documents
+    kept = KernelWorkload(mix).cut()
+    assert kept.count(512) >= 16
+    assert sum(kept) <= MAX_TIMED_TOKENS
+
+
+class LengthRows:
+    def __init__(self, rows: list[tuple[int, ...]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def get_lengths(self, row: int) -> tuple[int, ...]:
+        return self.rows[row]
+
+
+def measure(rows: list[tuple[int, ...]]) -> LengthMix:
+    return measure_mix(LengthRows(rows))  # type: ignore[arg-type]
+
+
+def test_the_mix_is_measured_over_all_rows() -> None:
+    assert measure([(4096,)] * 100) == LengthMix((4096,), has_few_lengths=True)
+    assert measure([(4096,)] * 100 + [(n,) for n in range(1, 20)]).has_few_lengths is False
+    assert measure([(8,), *[(100, 28)] * 5, (128,)]).lengths == (100, 28)
+    assert measure([]) == LengthMix()

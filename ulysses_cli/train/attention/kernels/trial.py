@@ -1,0 +1,158 @@
+"""Tries one kernel: compares it with the definition of attention, forward and backward, and times it on the run's mix
+of lengths. trial_process.py does the same in a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.plan.attention import Need
+from ulysses_cli.train.attention.documents import Documents, make_documents
+from ulysses_cli.train.attention.kernels.operators import attend, run_backward
+from ulysses_cli.train.attention.kernels.rule import Rule
+
+# Largest relative error of any token's head against float32. bfloat16 keeps 8 bits and rounds inputs, weights and
+# results; a missing scale, softcap, sink, token, bound or window causes a far larger error.
+PROBE_TOLERANCE = {"bfloat16": 0.1, "float32": 1e-3}
+PROBE_LENGTHS = (700, 1, 64, 33)  # longer than a tile of any kernel, one token, no multiple of a tile
+PROBE_HEADS, PROBE_KV_HEADS = 4, 2
+NUM_TIMED = 3
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """One kernel on one device for one kind of layer. `timed_lengths`: documents on which it is timed, or none."""
+
+    name: str
+    need: Need
+    device: str
+    window_tokens: int | None = None
+    timed_lengths: tuple[int, ...] = ()
+    num_heads: int = PROBE_HEADS
+    num_kv_heads: int = PROBE_KV_HEADS
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """`obstacle`: why the kernel cannot be used, or ''. `seconds` of forward and backward."""
+
+    obstacle: str = ""
+    seconds: float = 0.0
+
+
+def try_kernel(request: TrialRequest) -> TrialResult:
+    """Compares small cases with the model's head_dim and rules to plain torch in float32, then takes the time."""
+    obstacle = _compare(request)
+    if obstacle or not request.timed_lengths:
+        return TrialResult(obstacle)
+    return TrialResult(seconds=_time(request))
+
+
+def _compare(request: TrialRequest) -> str:
+    name, need, device = request.name, request.need, torch.device(request.device)
+    documents = make_documents(PROBE_LENGTHS, device)
+    tensors = _make_tensors(need, documents.num_tokens, (PROBE_HEADS, PROBE_KV_HEADS), device)
+    sinks = torch.linspace(-1, 1, PROBE_HEADS, device=device).to(tensors[0].dtype) if need.has_sinks else None
+    for rule in _list_rules(need, request.window_tokens):
+        try:
+            results = _run(name, tensors, sinks, documents, rule)
+            expected = _run_reference([tensor.float() for tensor in tensors], sinks, documents, rule)
+        except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
+            return f"failed its probe: {describe_error(error)}"
+        for label, result, reference in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
+            error_share = _measure_error(result, reference)
+            if math.isnan(error_share) or error_share > PROBE_TOLERANCE[need.dtype]:
+                window = f", window {rule.window_tokens}" if rule.window_tokens else ""
+                return f"differs from the reference by {error_share:.2g} on its probe ({label}{window})"
+    return ""
+
+
+def describe_error(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:160]
+
+
+def _list_rules(need: Need, window_tokens: int | None) -> list[Rule]:
+    """Rules of every kind of layer that the model may have, with a scale that is no default and a low softcap."""
+    scale, softcap = 0.7 * need.head_dim**-0.5, 1.5 if need.has_softcap else None
+    windows = [None, min(window_tokens or 100, 100)] if need.has_window else [None]
+    return [Rule(scale, window, softcap) for window in windows]
+
+
+def _make_tensors(need: Need, tokens: int, heads: tuple[int, int], device: torch.device) -> list[Tensor]:
+    """Makes dout, q, k and v as an exchange returns them: their heads adjoin in one buffer."""
+    generator = torch.Generator().manual_seed(0)
+    width = 2 * heads[0] + 2 * heads[1]
+    joined = torch.randn(tokens, width, need.head_dim, generator=generator).to(device, getattr(torch, need.dtype))
+    return list(joined.split([heads[0], heads[0], heads[1], heads[1]], dim=1))
+
+
+def _measure_error(result: Tensor, expected: Tensor) -> float:
+    """The largest relative error of any token's head: norm of the difference over norm of the expected vector, so that
+    a late token, whose values are means of many, counts like an early one. Vectors near zero use the mean norm."""
+    norm = torch.linalg.vector_norm(expected, dim=-1)
+    floor = 0.1 * norm.square().mean().sqrt()
+    return (torch.linalg.vector_norm(result.float() - expected, dim=-1) / torch.maximum(norm, floor)).max().item()
+
+
+def _run(name: str, tensors: Sequence[Tensor], sinks: Tensor | None, documents: Documents, rule: Rule) -> list[Tensor]:
+    dout, q, k, v = tensors
+    row = (documents.cu_seqlens, documents.lengths, name, rule.scale, rule.window_tokens, rule.softcap)
+    out, lse = attend(q, k, v, sinks, *row)
+    return [out, *run_backward(dout, q, k, v, out, lse, *row)]
+
+
+def _run_reference(tensors: Sequence[Tensor], sinks: Tensor | None, documents: Documents, rule: Rule) -> list[Tensor]:
+    """Attention by its definition, with the whole matrix of logits and autograd."""
+    dout, *inputs = tensors
+    with torch.enable_grad():
+        q, k, v = inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+        group = q.size(1) // k.size(1)
+        key, value = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        logits = torch.einsum("qhd,khd->hqk", q, key) * rule.scale
+        if rule.softcap is not None:
+            logits = rule.softcap * torch.tanh(logits / rule.softcap)
+        positions = torch.arange(q.size(0), device=q.device)
+        document = torch.searchsorted(documents.cu_seqlens, positions, right=True)
+        distance = positions[:, None] - positions
+        allowed = (distance >= 0) & (document[:, None] == document)
+        if rule.window_tokens is not None:
+            allowed &= distance < rule.window_tokens
+        logits = logits.masked_fill(~allowed, -math.inf)
+        if sinks is not None:
+            column = sinks.to(q.dtype)[:, None, None].expand(-1, q.size(0), 1)
+            logits = torch.cat([logits, column], -1)
+        weights = logits.softmax(-1)[..., : q.size(0)]
+        out = torch.einsum("hqk,khd->qhd", weights, value)
+        return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def _time(request: TrialRequest) -> float:
+    """Seconds of a packed row in the model's kinds of layers, best of three after a warm-up."""
+    device = torch.device(request.device)
+    documents = make_documents(request.timed_lengths, device)
+    heads = (request.num_heads, request.num_kv_heads)
+    tensors = _make_tensors(request.need, documents.num_tokens, heads, device)
+    best = math.inf
+    try:
+        for _ in range(1 + NUM_TIMED):
+            _wait_for(device)
+            start = time.perf_counter()
+            for rule in _list_rules(request.need, request.window_tokens):
+                _run(request.name, tensors, None, documents, rule)
+            _wait_for(device)
+            best = min(best, time.perf_counter() - start)
+    except Exception:  # noqa: BLE001 - it passed the small case; one that fails here counts as the slowest
+        return math.inf
+    return best
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
