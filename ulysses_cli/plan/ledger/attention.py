@@ -10,7 +10,7 @@ from ulysses_cli.plan.ledger.layer import (
     compute_layer_input,
     compute_norm_saved,
     saves_input,
-    saves_norm_input,
+    saves_input_unchanged,
     saves_result,
 )
 from ulysses_cli.plan.ledger.weights import has_norm_before
@@ -55,14 +55,14 @@ def compute_attention_saved(job: Job) -> int:
     saved = compute_query_norms_saved(job) + compute_attention_rows(job) + compute_output_input(job)
     if not has_norm_before(job.shape):
         return saved
-    norm = 0 if shares_layer_input(job) else compute_norm_saved(job, job.shape.hidden_size)
-    return saved + norm + compute_layer_input(job) * saves_input(job, "q_proj", "k_proj", "v_proj", "qkv_proj")
+    return saved + compute_input_norm_saved(job) + compute_layer_input(job) * saves_input(job, "q_proj", "k_proj", "v_proj", "qkv_proj")
 
 
-def shares_layer_input(job: Job) -> bool:
-    """With recomputation, a first norm that saves its input unchanged saves the layer's input, which is counted
-    already."""
-    return saves_norm_input(job) and job.levers.gradient_checkpointing is not False
+def compute_input_norm_saved(job: Job) -> int:
+    """What the norm before attention saves. With recomputation, an input that it saves unchanged is the layer's input,
+    which is counted already."""
+    is_shared = saves_input_unchanged(job) and job.levers.gradient_checkpointing is not False
+    return compute_norm_saved(job, job.shape.hidden_size) - is_shared * compute_layer_input(job)
 
 
 def compute_output_input(job: Job) -> int:
@@ -98,8 +98,8 @@ def compute_attention_again(job: Job) -> int:
     recomputation ends after the rotation."""
     h, q, k = job.shape.hidden_size, job.query_width, job.kv_width
     saved = compute_query_norms_saved(job)
-    if not saves_norm_input(job) and has_norm_before(job.shape):
-        saved += compute_norm_saved(job, h)
+    if has_norm_before(job.shape):
+        saved += compute_input_norm_saved(job)
     if saves_result(job):
         own = h * has_norm_before(job.shape) + q + 2 * k
         return saved + job.dtype_bytes * (own + count_rotating(job)) * job.local_tokens

@@ -67,6 +67,11 @@ def saves_norm_input(job: Job) -> bool:
     return job.fused_norms or is_tiled(job)
 
 
+def saves_input_unchanged(job: Job) -> bool:
+    """Whether a norm saves its input without a float32 copy of it."""
+    return saves_norm_input(job) or job.dtype_bytes == 4
+
+
 def _count_norm_bytes(job: Job) -> int:
     return 4 + _count_scaled_bytes(job) * (job.adapters is None)
 

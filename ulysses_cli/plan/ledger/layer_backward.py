@@ -47,7 +47,7 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         norm = layer.compute_norm_backward(job, job.query_width) + rows
         yield "q_norm", take("query norm", rest - rows - result, 0, norm_backward=norm)
     if has_norm_before(job.shape):
-        saved = norm_saved * (not attention.shares_layer_input(job))
+        saved = attention.compute_input_norm_saved(job)
         yield INPUT_NORM, take("input norm", saved, 0, norm_backward=norm_work + own_input)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ulysses_cli.plan.ledger import attention, layer, mlp
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines
-from ulysses_cli.plan.ledger.weights import has_norm_before
+from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, has_norm_before
 
 # train/memory/offload.py (MAX_LEAVING): what the last two layers to run have saved is on the device, whether it stays
 # or leaves. In the backward one layer's tensors arrive while another's are used.
@@ -19,12 +19,28 @@ def list_saved(job: Job) -> Lines:
         inside = attention.compute_attention_saved(job) + attention.compute_attention_result(job)
         inside += layer.compute_adapter_saved(job)
         mlps = {kind: mlp.compute_mlp_saved(job, kind) for kind in set(layers)}
-        # a frozen embedding's output needs no gradient, so the first norm, which reads it, saves nothing
-        unsaved = layer.compute_norm_saved(job, job.shape.hidden_size) if job.adapters is not None else 0
-        unsaved *= has_norm_before(job.shape)
-        return {"saved_layers": len(layers) * inside + sum(mlps[kind] for kind in layers) - unsaved}
+        whole = len(layers) * inside + sum(mlps[kind] for kind in layers)
+        return {"saved_layers": whole - compute_first_unsaved(job)}
     num = count_on_device(job, len(layers))
     return {name: num * size for name, size in _list_saved_by_layer(job).items()}
+
+
+def compute_first_unsaved(job: Job) -> int:
+    """What the first layer does not save although others do. A frozen embedding's output needs no gradient, so the
+    first norm, which reads it, saves nothing. Where adapters have a dropout, whose copy they save, the first projections
+    save no input, and that dropout no mask."""
+    if job.adapters is None:
+        return 0
+    has_norm = has_norm_before(job.shape)
+    unsaved = layer.compute_norm_saved(job, job.shape.hidden_size) * has_norm
+    if job.adapters.drops:
+        num_adapted = sum(
+            module.layer == 0 and module.name.endswith(".a") and module.name[:-2] in FIRST_PROJECTIONS
+            for module in job.weights.modules
+        )
+        unsaved += layer.DROPOUT_MASK_BYTES * num_adapted * job.shape.hidden_size * job.local_tokens
+        unsaved += layer.compute_layer_input(job) * (has_norm and layer.saves_input(job, *FIRST_PROJECTIONS))
+    return unsaved
 
 
 def _list_saved_by_layer(job: Job) -> Lines:
@@ -59,6 +75,6 @@ def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
     num_gone = count_on_device(job, num_layers) - count_on_device(job, num_left)
     left = {name: lines[name] - num_gone * size for name, size in _list_saved_by_layer(job).items() if name in lines}
     came_back = "recomputed_mlp" in lines and num_left <= job.levers.offloaded_layers
-    if came_back and not job.fused_norms and not layer.is_tiled(job):
+    if came_back and not layer.saves_input_unchanged(job):
         left["saved_layer_inputs"] -= layer.compute_layer_input(job)
     return {**lines, **left}

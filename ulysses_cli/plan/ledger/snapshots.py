@@ -121,6 +121,7 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
             for below, num_sent in lower_stages.list_layers_below(job).items():
                 lines = drop_layers(job, snapshot.lines, below + 1)
                 large = {"retained_gradients": lower_stages.compute_retained_gradients(job, num_sent)}
+                large[lower_stages.FREED_GRADIENTS] = lower_stages.compute_freed_gradients(job, num_sent)
                 yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, {SENT}", {**lines, **large})
         yield from walk_flushes(job, kind, base, gathered)
     yield from _walk_ends(job, held, gathered)
@@ -184,8 +185,13 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     # a tied weight's two gradients are added to a third
     tied = {"embedding_gradient": embedding * (3 if job.shape.tie_word_embeddings else 1)}
     before, last = list_last_filled(job.weights, job.engine.reduce_bucket)
-    came[lower_stages.FREED_GRADIENTS] = lower_stages.compute_freed_gradients(job, before.num_before)
-    yield MemorySnapshot("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **came, **tied})
+    # gradients that wait in the bucket have left their own memory
+    num_moved = before.num_before + (before.num_elements or last.num_elements - embedding // b)
+    came[lower_stages.FREED_GRADIENTS] = lower_stages.compute_freed_gradients(job, num_moved)
+    added = {**came, **tied}
+    if job.shape.tie_word_embeddings:
+        added["residual_gradient"] = 0  # the embedding's backward is over
+    yield MemorySnapshot("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **added})
     flush = {"reduce_flush": states.compute_flush(job, *before)}
     yield MemorySnapshot("backward", EMBEDDED if before.num_before else FIRST + EMBEDDED, {**end, **came, **flush})
     flush = {"reduce_flush": states.compute_flush(job, *last)}

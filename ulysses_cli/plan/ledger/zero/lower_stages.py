@@ -133,23 +133,30 @@ def sends_head(job: Job) -> bool:
 
 
 def compute_retained_gradients(job: Job, num_sent: int) -> int:
-    """With the flat buffer this rank's gradients are freed only at the end of the backward (copy_grads_in_partition).
-    Of those made by the time `num_sent` elements were sent, each that is larger than the bucket has memory of its own.
-    A tied head's is made last."""
-    if job.zero_stage == 3 or not is_compact(job):
-        return 0
+    """Of the gradients made by the time `num_sent` elements were sent, each that is larger than the bucket has memory of
+    its own, and some keep it to the end of the backward (reduce_ipg_grads). ZeRO-1 clears no gradient: those of which
+    this rank has a part are copied to its share, all others stay. ZeRO-2 clears those of other ranks; with the flat
+    buffer this rank's are freed only at the end (copy_grads_in_partition). A tied head's is made last."""
+    retained = (weight for weight in _list_retained(job) if weight.num_before < num_sent)
+    return job.dtype_bytes * sum(weight.num_elements for weight in retained)
+
+
+def _list_retained(job: Job) -> tuple[LargeWeight, ...]:
+    if job.zero_stage == 3 or not (job.zero_stage == 1 or is_compact(job)):
+        return ()
     large = list_large(job.weights, job.engine.reduce_bucket, job.world_size)
-    return job.dtype_bytes * sum(weight.num_elements for weight in large if weight.num_before < num_sent)
+    return tuple(weight for weight in large if weight.is_own == is_compact(job))
 
 
 @dataclass(frozen=True)
 class LargeWeight:
-    """A weight larger than the bucket, a part of which is the last rank's: elements sent before it, its elements, and
-    its layer, -1 outside all layers."""
+    """A weight larger than the bucket: elements sent before it, its elements, its layer (-1 outside all layers), and
+    whether a part of it is the last rank's."""
 
     num_before: int
     num_elements: int
     layer: int
+    is_own: bool
 
 
 @lru_cache(maxsize=64)
@@ -162,17 +169,15 @@ def list_large(weights: Weights, bucket: int, num_ranks: int) -> tuple[LargeWeig
             if not module.is_trained or name in seen:
                 continue
             seen.add(name)
-            if size > bucket and sent < share:
-                large.append(LargeWeight(sent, size, module.layer))
+            if size > bucket:
+                large.append(LargeWeight(sent, size, module.layer, is_own=sent < share))
             sent += size
     return tuple(large)
 
 
 def list_layers_below(job: Job) -> dict[int, int]:
-    """Layers below one that holds a large weight, and the elements sent by the time their backward begins."""
-    if job.zero_stage == 3 or not is_compact(job):
-        return {}
-    large = list_large(job.weights, job.engine.reduce_bucket, job.world_size)
+    """Layers below one whose large gradients stay, and the elements sent by the time their backward begins."""
+    large = _list_retained(job)
     return {weight.layer - 1: weight.num_before + weight.num_elements for weight in large if weight.layer > 0}
 
 

@@ -108,7 +108,7 @@ def _count_left(job: Job, kind: Layer, flush: Flush, *, is_leaf: bool) -> tuple[
     if flush.weight.startswith("norm"):
         return whole, norm_saved
     if flush.weight == INPUT_NORM:
-        return norm_saved, 0
+        return attention.compute_input_norm_saved(job), 0
     if flush.weight.partition(".")[0] in FIRST_PROJECTIONS:
         gone = attention.compute_attention_rows(job) + attention.compute_output_input(job)
         return attention_saved - gone + job.dtype_bytes * (job.query_width + 2 * job.kv_width) * job.local_tokens, 0
