@@ -53,7 +53,12 @@ def test_draws_cover_every_family_and_every_lever() -> None:
 @pytest.mark.parametrize(
     "name",
     sample(
-        ["estimate-random.json", "estimate-random-7001.json", "estimate-random-424242.json"],
+        [
+            "estimate-random.json",
+            "estimate-random-7001.json",
+            "estimate-random-424242.json",
+            "estimate-random-20261201.json",
+        ],
         quick=["estimate-random-424242.json"],
     ),
 )
@@ -119,6 +124,24 @@ def test_bytes_that_the_formula_missed_at_another_seed(number: int, phase: str) 
 )
 def test_bytes_that_the_formula_missed_at_a_third_seed(number: int, phase: str) -> None:
     check_phase("estimate-random-424242.json", number, phase)
+
+
+@pytest.mark.parametrize(
+    ("number", "phase"),
+    [
+        (60, "backward"),  # ZeRO-1 clears no gradient that is larger than the bucket
+        (168, "backward"),  # nor those of experts
+        (12, "backward"),  # gradients that wait in the bucket have left their own memory
+        (17, "forward"),  # all gathers of an MLP arrive before the first buffer is freed
+        (83, "forward"),  # dropout of a frozen embedding's output saves no mask
+        (50, "backward"),  # a norm of a float32 layer saves the layer's input itself
+        (88, "backward"),  # frozen sinks have no gradient
+        (138, "load"),  # a single rank draws no module in a second copy
+        (32, "optimizer_step"),  # inputs are gone
+    ],
+)
+def test_bytes_that_the_formula_missed_at_a_fourth_seed(number: int, phase: str) -> None:
+    check_phase("estimate-random-20261201.json", number, phase)
 
 
 def check_phase(name: str, number: int, phase: str) -> None:

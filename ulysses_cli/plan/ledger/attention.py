@@ -142,11 +142,12 @@ def _count_room_bytes(job: Job) -> int:
 def compute_kernel_workspace(job: Job) -> int:
     """Inside flash attention's backward: a float32 accumulator of dq and one number per token and head. Where the heads
     of this rank and chunk share keys, also dk and dv: of every query head in b bytes (FlashAttention 2, flash_api.cpp:
-    dk_expanded), or of every key head in float32 (3 and newer: dk_accum). No trace sees it. After it, for sinks, three
-    float32 tensors of one head and whole rows (train/attention/kernels/operators.py: compute_sink_gradient)."""
+    dk_expanded), or of every key head in float32 (3 and newer: dk_accum). No trace sees it. After it, for sinks that are
+    trained, three float32 tensors of one head and whole rows (train/attention/kernels/operators.py:
+    compute_sink_gradient)."""
     n, expanded = job.levers.head_chunks, 0
     if job.chunk_kv_width < job.query_width // n:
         is_old = job.kernel not in ("flash_attention_3", "flash_attention_4")
         expanded = 2 * job.dtype_bytes * job.query_width // n if is_old else 8 * job.chunk_kv_width
-    sinks = 12 * job.shape.head_dim * job.layout.sp_size if job.shape.has_sinks else 0
+    sinks = 12 * job.shape.head_dim * job.layout.sp_size if job.shape.has_sinks and job.adapters is None else 0
     return max(4 * (job.query_width + job.shape.num_heads) // n + expanded, sinks) * job.local_tokens

@@ -197,7 +197,7 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     flush = {"reduce_flush": states.compute_flush(job, *last)}
     flush[lower_stages.FREED_GRADIENTS] = lower_stages.compute_freed_gradients(job, last.num_before + last.num_elements)
     yield MemorySnapshot("backward", LAST_SENT if last.num_before else FIRST + LAST_SENT, {**end, **flush})
-    between = {**held, "inputs": INPUT_BYTES * job.local_tokens}
+    between = {**held, "inputs": 0}  # nothing reads them any more
     if job.zero_stage == 1 and lower_stages.accumulates(job):
         yield MemorySnapshot("optimizer_step", BETWEEN, between)
     yield MemorySnapshot("optimizer_step", "before the step", between)
@@ -207,7 +207,6 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     if job.evaluates:
         yield from _walk_evaluation(job, held, compute_gathered(job, trains=False))
     largest = 0 if job.zero_stage < 3 or job.world_size == 1 else 2 * b * job.weights.largest
-    between["inputs"] = 0
     yield MemorySnapshot("save", "weights are gathered one by one", {**between, "parameters_gathered": largest})
 
 

@@ -154,6 +154,7 @@ def install() -> None:
 
     # It compares numbers between ranks; this process is the only rank.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
+    partitioned_param_coordinator.set = LastMadeFirst
     partition_parameters.zero_wrapper_for_fp_tensor_constructor = cast_new_tensors
     _meta_registrations._meta_grouped_mm_common = multiply_groups
     linear.get_accelerator = CPU_Accelerator  # used only for its autocast, which the fake device does not have
@@ -162,6 +163,15 @@ def install() -> None:
     stage_1_and_2.DeepSpeedZeroOptimizer.has_overflow = lambda self, partition_gradients=True: False
     Tensor.record_stream = lambda self, stream: None
     torch.nn.Module.to = stay_or_move
+
+
+class LastMadeFirst(set[Any]):
+    """DeepSpeed waits for a module's weights in the order of a set, which differs from rank to rank. In this order the
+    gathers of a module are all in memory before the first is freed, so that a trace repeats itself and shows the
+    most."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__(), key=lambda each: getattr(each, "ds_id", each), reverse=True))
 
 
 def forget_groups() -> None:

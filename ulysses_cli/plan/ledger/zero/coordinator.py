@@ -85,13 +85,15 @@ class Coordinator:
             self.step += 1
             return self.held
         self._gather([name for name in names if name not in self.available and name not in self.in_flight])
-        peak = self.held
+        # DeepSpeed waits in the order of a set: all buffers may be there before the first is freed
+        arrived = {self.in_flight[name] for name in names if name in self.in_flight} - self.copied
+        peak = self.held + sum(self.flat[number] for number in arrived)
         for name in names:
             self.users.setdefault(name, set()).add(event.module)
             if event.is_recomputing and name in self.frozen:
                 self.recomputed.setdefault(next(reversed(self.in_backward)), set()).add(name)
             if name in self.in_flight:
-                peak = max(peak, self._wait(name))
+                self._wait(name)
         missing = {name for name in names if self.fetched_for.get(name, -1) < self.step}
         while self.queue and missing:
             name, used = self.queue.popleft()
@@ -123,18 +125,16 @@ class Coordinator:
         self.num_live += size
         self.held += size
 
-    def _wait(self, name: str) -> int:
+    def _wait(self, name: str) -> None:
         """Waiting for a gather's first weight copies all of its weights; waiting for its last one frees the buffer."""
         number = self.in_flight.pop(name)
         if number not in self.copied:
             self.copied.add(number)
             self.available.update(self.gathers[number])
             self.held += self.flat[number]
-        peak = self.held
         self.gathers[number].remove(name)
         if not self.gathers[number]:
             self.held -= self.flat[number]
-        return peak
 
     def count_after_all_gathers(self) -> int:
         """The most elements in memory while all gathers in flight are waited for, one after another
