@@ -55,7 +55,8 @@ def compute_attention_saved(job: Job) -> int:
     saved = compute_query_norms_saved(job) + compute_attention_rows(job) + compute_output_input(job)
     if not has_norm_before(job.shape):
         return saved
-    return saved + compute_input_norm_saved(job) + compute_layer_input(job) * saves_input(job, "q_proj", "k_proj", "v_proj", "qkv_proj")
+    projected = compute_layer_input(job) * saves_input(job, "q_proj", "k_proj", "v_proj", "qkv_proj")
+    return saved + compute_input_norm_saved(job) + projected
 
 
 def compute_input_norm_saved(job: Job) -> int:
@@ -142,8 +143,8 @@ def _count_room_bytes(job: Job) -> int:
 def compute_kernel_workspace(job: Job) -> int:
     """Inside flash attention's backward: a float32 accumulator of dq and one number per token and head. Where the heads
     of this rank and chunk share keys, also dk and dv: of every query head in b bytes (FlashAttention 2, flash_api.cpp:
-    dk_expanded), or of every key head in float32 (3 and newer: dk_accum). No trace sees it. After it, for sinks that are
-    trained, three float32 tensors of one head and whole rows (train/attention/kernels/operators.py:
+    dk_expanded), or of every key head in float32 (3 and newer: dk_accum). No trace sees it. After it, for trained
+    sinks, three float32 tensors of one head and whole rows (train/attention/kernels/operators.py:
     compute_sink_gradient)."""
     n, expanded = job.levers.head_chunks, 0
     if job.chunk_kv_width < job.query_width // n:

@@ -27,8 +27,8 @@ def list_saved(job: Job) -> Lines:
 
 def compute_first_unsaved(job: Job) -> int:
     """What the first layer does not save although others do. A frozen embedding's output needs no gradient, so the
-    first norm, which reads it, saves nothing. Where adapters have a dropout, whose copy they save, the first projections
-    save no input, and that dropout no mask."""
+    first norm, which reads it, saves nothing. Where adapters have a dropout, whose copy they save, the first
+    projections save no input, and that dropout no mask."""
     if job.adapters is None:
         return 0
     has_norm = has_norm_before(job.shape)
