@@ -26,7 +26,9 @@ class HeadRule:
 
 
 class Loss(Protocol):
-    """Takes hidden states [B, S, H] and shifted labels [B, S], returns losses."""
+    """Takes hidden states [B, S, H] and shifted labels [B, S], returns losses. `rule`: that of the head."""
+
+    rule: HeadRule
 
     def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Float32 sum over targets, part of the graph even when there is none."""

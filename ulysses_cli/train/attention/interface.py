@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,15 @@ IGNORED_ARGUMENTS = frozenset(
 )
 
 
+class CachedAttention(Protocol):
+    """Attention with a cache, for generation: takes and returns tensors as ulysses_attention does."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None, kernel: str, num_head_chunks: int
+    ) -> Tensor:
+        """Collective over the cache's axis."""
+
+
 def register_attention(axis: SequenceAxis, kernel: str | Mapping[int, str], num_head_chunks: int = 1) -> str:
     """Registers an attention implementation. Returns its name, for `attn_implementation`. Each call registers another,
     so that one process can hold models of different groups. Heads are read from the tensors."""
@@ -42,6 +51,7 @@ def register_attention(axis: SequenceAxis, kernel: str | Mapping[int, str], num_
         attention_mask: Tensor | None,
         *,
         documents: Documents | None = None,
+        generation: CachedAttention | None = None,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
@@ -51,7 +61,7 @@ def register_attention(axis: SequenceAxis, kernel: str | Mapping[int, str], num_
         **other_arguments: Any,
     ) -> tuple[Tensor, None]:
         layer = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
-        if documents is None:
+        if documents is None and generation is None:
             raise ValueError(f"{layer} got no documents: pass documents=make_documents(...) to the model's forward")
         if attention_mask is not None:
             raise ValueError(f"{layer} got an attention mask; documents decide which tokens a token attends to")
@@ -63,16 +73,12 @@ def register_attention(axis: SequenceAxis, kernel: str | Mapping[int, str], num_
             features = ", ".join(sorted(unknown)) or "attention that is not causal"
             raise ValueError(f"{layer} asks for {features}, which this tool is not known to compute exactly")
         rule = Rule(scaling if scaling is not None else query.size(-1) ** -0.5, sliding_window, softcap)
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        name = kernel if isinstance(kernel, str) else kernel[max(query.size(-1), value.size(-1))]
+        if generation is not None:
+            return generation.attend(q, k, v, rule, s_aux, name, num_head_chunks), None
         out = ulysses_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            documents,
-            rule,
-            axis=axis,
-            kernel=kernel if isinstance(kernel, str) else kernel[max(query.size(-1), value.size(-1))],
-            sinks=s_aux,
-            num_head_chunks=num_head_chunks,
+            q, k, v, documents, rule, axis=axis, kernel=name, sinks=s_aux, num_head_chunks=num_head_chunks
         )
         return out, None
 

@@ -28,6 +28,7 @@ def serve_rotary(model: Any, axis: SequenceAxis) -> int:
     def enter(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         for rotary in served:
             rotary.documents = options.get("documents")
+            rotary.length = getattr(options.get("generation"), "num_tokens", None)
 
     if served:
         decoder.register_forward_pre_hook(enter, with_kwargs=True)
@@ -44,11 +45,13 @@ def _depends(rope_type: object) -> bool:
 
 
 class _DocumentRotary:
-    """A rotary embedding whose forward is replaced. `documents`: those of the call that is running."""
+    """A rotary embedding whose forward is replaced. `documents`: those of the call that is running; `length`: the one
+    length of all its tokens, in generation."""
 
     def __init__(self, module: Any, axis: SequenceAxis) -> None:
         self.module, self.axis = module, axis
         self.documents: Documents | None = None
+        self.length: int | None = None
         self.original: Callable[..., tuple[Tensor, Tensor]] = module.forward
         self.buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self.values = {name: value for name, value in vars(module).items() if name.endswith(STATE)}
@@ -76,6 +79,8 @@ class _DocumentRotary:
 
     def _list_lengths(self, position_ids: Tensor) -> Tensor:
         """The length of the document of each of this rank's tokens, [B, S] on the host."""
+        if self.length is not None:
+            return torch.full(position_ids.shape[-2:], self.length)
         if self.documents is None:
             raise ValueError("rotary frequencies follow a document's length, and the model's forward got no documents")
         batch, tokens = position_ids.shape[-2:]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -22,7 +22,7 @@ from ulysses_cli.train.attention.interface import IGNORED_ARGUMENTS
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.convolution import convolve
 from ulysses_cli.train.recurrence.kernels import Kernel, pick_function
-from ulysses_cli.train.recurrence.rules import apply_delta_rule, apply_scan
+from ulysses_cli.train.recurrence.rules import StateKeeper, apply_delta_rule, apply_scan
 
 CALL = "recurrent_call"
 CONVOLUTION, FUSED, SCAN = "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"
@@ -34,15 +34,29 @@ class UnknownLayersError(ValueError):
     """Layers whose modeling module does not have the functions that this version replaces."""
 
 
+class CachedStates(StateKeeper, Protocol):
+    """Inputs of convolutions and states of recurrences that are kept, for generation."""
+
+    def convolve(
+        self, slices: Tensor, num_before: int, run: Callable[[Tensor], Tensor], run_split: Callable[[], Tensor]
+    ) -> Tensor:
+        """`run` looks back over `num_before` tokens. Collective over the axis."""
+
+
 @dataclass(eq=False)
 class RecurrentCall:
     """One call of a layer. `kernels`: how functions run, by their names. `reached`: names of the replaced functions
-    that it has called so far."""
+    that it has called so far. `documents` are those of rows; a call that generates has `generation`."""
 
-    documents: Documents
+    documents: Documents | None
     axis: SequenceAxis
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
+    generation: CachedStates | None = None
+
+    def get_documents(self) -> Documents:
+        assert self.documents is not None, "a call without documents keeps its states"
+        return self.documents
 
     def pick_kernel(self, name: str) -> Kernel:
         self.reached.add(name)
@@ -110,12 +124,12 @@ def _has_state(layer: nn.Module) -> bool:
 
 def _make_entry(name: str, axis: SequenceAxis, kernels: Mapping[str, Kernel]) -> Callable[..., Any]:
     def enter(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        documents = options.get("documents")
-        if documents is None:
+        documents, generation = options.get("documents"), options.get("generation")
+        if documents is None and generation is None:
             raise ValueError(f"{name} got no documents: pass documents=make_documents(...) to the model's forward")
         if options.get("attention_mask") is not None:
             raise ValueError(f"{name} got a mask; documents decide which tokens change a token's result")
-        return args, {**options, CALL: RecurrentCall(documents, axis, kernels)}
+        return args, {**options, CALL: RecurrentCall(documents, axis, kernels, generation=generation)}
 
     return enter
 
@@ -135,7 +149,7 @@ def _make_exit(name: str, has_state: bool) -> Callable[..., None]:
 def _read_options(name: str, options: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
     """The options of a function that its result depends on. One that is not known is an error."""
     unknown = {key for key, value in options.items() if value is not None and value is not False}
-    unknown -= {*known, *IGNORED_ARGUMENTS, "documents"}
+    unknown -= {*known, *IGNORED_ARGUMENTS, "documents", "generation"}
     if unknown:
         raise ValueError(f"{name} is asked for {', '.join(sorted(unknown))}, which it is not known to compute exactly")
     return {key: options[key] for key in known if key in options}
@@ -151,7 +165,15 @@ def _make_convolution(name: str, original: Callable[..., Tensor]) -> Callable[..
             return original(hidden_states, weight, bias, activation=activation, **options)
         function = pick_function(original, call.pick_kernel(name))
         _read_options(name, options, ())
-        return convolve(function, hidden_states, weight, bias, call.documents, call.axis, activation=activation)
+
+        def run_split() -> Tensor:
+            documents = call.get_documents()
+            return convolve(function, hidden_states, weight, bias, documents, call.axis, activation=activation)
+
+        if call.generation is None:
+            return run_split()
+        run = partial(function, weight=weight, bias=bias, activation=activation)
+        return call.generation.convolve(hidden_states, weight.size(-1) - 1, run, run_split)
 
     return convolution
 
@@ -164,7 +186,8 @@ def _make_delta_rule(name: str, original: Callable[..., Any]) -> Callable[..., A
             return original(query, key, value, g=g, beta=beta, **options)
         kernel = call.pick_kernel(name)
         rest = _read_options(name, options, ("use_qk_l2norm_in_kernel", "chunk_size"))
-        return apply_delta_rule(original, query, key, value, g, beta, call.documents, call.axis, rest, kernel), None
+        tensors, place = (query, key, value, g, beta), (call.documents, call.axis)
+        return apply_delta_rule(original, *tensors, *place, rest, kernel, call.generation), None
 
     return rule
 
@@ -178,7 +201,8 @@ def _make_scan(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         kernel = call.pick_kernel(name)
         of_heads = {"A": A, "D": options.pop("D", None), "dt_bias": options.pop("dt_bias", None)}
         rest = _read_options(name, options, ("chunk_size", "dt_softplus", "dt_limit"))
-        return apply_scan(original, hidden_states, dt, B, C, of_heads, call.documents, call.axis, rest, kernel)
+        tensors, place = (hidden_states, dt, B, C), (call.documents, call.axis)
+        return apply_scan(original, *tensors, of_heads, *place, rest, kernel, call.generation)
 
     return scan
 

@@ -5,7 +5,7 @@ rank's heads, one document at a time, and the result is exchanged back. The stat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,19 @@ from ulysses_cli.train.recurrence.kernels import Kernel, pick_function
 # Takes tensors [1, T, h, D] of one document: those of groups of heads, then those of heads, and parameters [h].
 # Returns [1, T, h, D]. A kernel that packs takes whole rows and the documents' bounds.
 Rule = Callable[..., Tensor]
+# The same with the state before, for one sequence per row of the batch. Returns the result and the state after.
+StatefulRule = Callable[
+    [Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor | None]
+]
+
+
+class StateKeeper(Protocol):
+    """Keeps recurrences' states from forward to forward, for generation."""
+
+    def recur(
+        self, run: StatefulRule, shared: Sequence[Tensor], own: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> Tensor:
+        """Takes and returns tensors as run_on_whole_rows does. Collective over the axis."""
 
 
 def apply_delta_rule(
@@ -29,10 +42,11 @@ def apply_delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    documents: Documents,
+    documents: Documents | None,
     axis: SequenceAxis,
     options: dict[str, Any],
     kernel: Kernel = "by document",
+    generation: StateKeeper | None = None,
 ) -> Tensor:
     """Takes query and key [B, S, key heads, Dk], value [B, S, heads, Dv], beta [B, S, heads], and the log of the decay
     g [B, S, heads] or, for each channel, [B, S, heads, Dk]. Returns [B, S, heads, Dv]."""
@@ -40,13 +54,24 @@ def apply_delta_rule(
 
     function = pick_function(rule, kernel)
 
-    def run(shared: Sequence[Tensor], own: Sequence[Tensor], _: Sequence[Tensor], **bounds: Tensor) -> Tensor:
+    def call(shared: Sequence[Tensor], own: Sequence[Tensor], **more: Any) -> tuple[Tensor, Tensor | None]:
         (q, k), (v, decay, strength) = shared, own
         decay = decay if has_channels else decay[..., 0]
-        result: Tensor = function(q, k, v, g=decay, beta=strength[..., 0], **options, **bounds)[0]
+        result: tuple[Tensor, Tensor | None] = function(q, k, v, g=decay, beta=strength[..., 0], **options, **more)
         return result
 
+    def run(shared: Sequence[Tensor], own: Sequence[Tensor], _: Sequence[Tensor], **bounds: Tensor) -> Tensor:
+        return call(shared, own, **bounds)[0]
+
+    def run_on(
+        shared: Sequence[Tensor], own: Sequence[Tensor], _: Sequence[Tensor], state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return call(shared, own, initial_state=state, output_final_state=True)
+
     own = [value, g if has_channels else g[..., None], beta[..., None]]
+    if generation is not None:
+        return generation.recur(run_on, [query, key], own, [])
+    assert documents is not None, "rows without documents"
     bounds = {"cu_seqlens": documents.cu_seqlens.long()} if kernel == "packed" else {}
     return run_on_whole_rows(run, [query, key], own, [], documents, axis, bounds)
 
@@ -58,10 +83,11 @@ def apply_scan(
     b: Tensor,
     c: Tensor,
     of_heads: dict[str, Tensor | None],
-    documents: Documents,
+    documents: Documents | None,
     axis: SequenceAxis,
     options: dict[str, Any],
     kernel: Kernel = "by document",
+    generation: StateKeeper | None = None,
 ) -> Tensor:
     """Mamba2's scan. Takes hidden [B, S, heads, D], dt [B, S, heads], b and c [B, S, groups, N]; returns
     [B, S, heads, D]. `of_heads`: parameters [heads]. A rank uses those of its own heads; their gradients are zero for
@@ -71,13 +97,21 @@ def apply_scan(
 
     function = pick_function(scan, kernel)
 
-    def run(shared: Sequence[Tensor], own: Sequence[Tensor], parameters: Sequence[Tensor], **bounds: Tensor) -> Tensor:
+    def run(shared: Sequence[Tensor], own: Sequence[Tensor], parameters: Sequence[Tensor], **more: Any) -> Any:
         (x, steps), (b_rows, c_rows) = own, shared
         by_name = dict(zip(names, parameters, strict=True))
-        result: Tensor = function(x, steps[..., 0], by_name.pop("A"), b_rows, c_rows, **by_name, **options, **bounds)
+        return function(x, steps[..., 0], by_name.pop("A"), b_rows, c_rows, **by_name, **options, **more)
+
+    def run_on(
+        shared: Sequence[Tensor], own: Sequence[Tensor], parameters: Sequence[Tensor], state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        result: tuple[Tensor, Tensor] = run(shared, own, parameters, initial_states=state, return_final_states=True)
         return result
 
     parameters = [whole for whole in of_heads.values() if whole is not None]
+    if generation is not None:
+        return generation.recur(run_on, [b, c], [hidden, dt[..., None]], parameters)
+    assert documents is not None, "rows without documents"
     bounds = {"seq_idx": number_tokens(documents)} if kernel == "packed" else {}
     return run_on_whole_rows(run, [b, c], [hidden, dt[..., None]], parameters, documents, axis, bounds)
 

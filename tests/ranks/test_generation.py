@@ -1,0 +1,136 @@
+"""Compares greedy generation on split rows with transformers' own `generate`, in float32: tokens and logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.families import ATTENTION_ONLY, make_model
+from support.hybrids import HYBRIDS, make_hybrid
+from support.rank_pool import run_on_ranks
+from support.tiers import mark_by
+from torch import Tensor
+from transformers import DynamicCache
+
+from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.attention.interface import register_attention
+from ulysses_cli.train.attention.rotary import serve_rotary
+from ulysses_cli.train.generation.cache import GenerationCache
+from ulysses_cli.train.generation.decoding import Generator, count_shared_tokens
+from ulysses_cli.train.processes.sequence_axis import SequenceAxis, make_sequence_axis
+from ulysses_cli.train.recurrence.interface import serve_recurrent_layers
+
+NUM_NEW = 6
+TOLERANCE = 2e-5
+
+
+def make(model_type: str, attention: str) -> Any:
+    """In float32, with embeddings so far apart that tokens matter."""
+    model: Any = (make_hybrid if model_type in HYBRIDS else make_model)(model_type, attention)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(20)
+    return model.float().eval()
+
+
+def make_prompts(kind: str) -> list[list[int]]:
+    """One prompt, or several that begin alike and end at different lengths."""
+    ids: list[int] = torch.randint(3, 64, (43,), generator=torch.Generator().manual_seed(1)).tolist()
+    if kind == "one":
+        return [ids]
+    return [[*ids, 7, 8, 9], [*ids, 30], [*ids, 7, 41, 5, 6, 12]]
+
+
+def generate_plainly(model_type: str, prompts: list[list[int]]) -> tuple[list[list[int]], list[Tensor]]:
+    model = make(model_type, "eager")
+    answers, logits = [], []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        # By default transformers cuts the cache to config.sliding_window, also of models that have no windows.
+        options = {} if model_type in HYBRIDS else {"past_key_values": DynamicCache()}
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None,
+            pad_token_id=0, return_dict_in_generate=True, output_logits=True, **options,
+        )  # fmt: skip
+        answers.append(out.sequences[0, len(prompt) :].tolist())
+        logits.append(torch.stack(out.logits)[:, 0])
+    return answers, logits
+
+
+class PlainForward:
+    """transformers' model as it is, with the logits that it gave."""
+
+    def __init__(self, model_type: str, axis: SequenceAxis, chunks: int) -> None:
+        self.model = make(model_type, register_attention(axis, "sdpa", chunks))
+        serve_rotary(self.model, axis)
+        serve_recurrent_layers(self.model, axis)
+        self.logits: list[Tensor] = []
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: GenerationCache,
+        wanted: tuple[Tensor, Tensor],
+        documents: Documents | None,
+    ) -> Tensor:
+        logits: Tensor = self.model(
+            tokens, position_ids=positions, use_cache=False, generation=cache, documents=documents
+        ).logits[wanted]
+        if len(logits):
+            self.logits.append(logits)
+        return logits
+
+
+def make_axis() -> SequenceAxis:
+    return make_sequence_axis(dist.group.WORLD if dist.is_initialized() else None)
+
+
+def compare(model_type: str, kind: str, chunks: int = 1) -> float:
+    """Asserts that tokens are equal. Returns the largest difference of logits, relative to the largest logit."""
+    prompts, axis = make_prompts(kind), make_axis()
+    expected, expected_logits = generate_plainly(model_type, prompts)
+    forward = PlainForward(model_type, axis, chunks)
+    generator = Generator(forward, axis)
+    num_read = generator.read(prompts)
+    assert num_read == count_shared_tokens(prompts) // axis.size * axis.size > 30
+    assert generator.generate(NUM_NEW) == expected
+    longest, worst = max(map(len, prompts)), 0.0
+    by_length = dict(enumerate(forward.logits[1:], min(map(len, prompts)) + 1)) | {
+        min(map(len, prompts)): forward.logits[0]
+    }
+    for at, prompt in enumerate(prompts):
+        for step in range(NUM_NEW):
+            if len(prompt) + step < longest + NUM_NEW:
+                own, right = by_length[len(prompt) + step][at], expected_logits[at][step]
+                worst = max(worst, ((own - right).abs().max() / right.abs().max()).item())
+    scores = generator.score(expected)
+    for score, answer, logits in zip(scores, expected, expected_logits, strict=True):
+        log_probabilities = torch.log_softmax(logits, -1)[range(NUM_NEW), answer]
+        assert score.is_greedy
+        assert abs(score.log_probability - log_probabilities.sum().item()) < 1e-3
+    assert not any(score.is_greedy for score in generator.score([[(answer[0] + 1) % 64] for answer in expected]))
+    assert generator.generate(NUM_NEW) == expected, "a score changes what is generated after it"
+    return worst
+
+
+FAMILIES = [*ATTENTION_ONLY, *HYBRIDS]
+QUICK = [("gemma2", 2, "several")]
+CHECKED = [("gpt_oss", 2, "several"), ("qwen3_next", 2, "several"), ("llama", 4, "one"), ("granitemoehybrid", 2, "one")]
+CASES = [
+    pytest.param(
+        name, num_ranks, kind, marks=mark_by((name, num_ranks, kind) in QUICK, (name, num_ranks, kind) in CHECKED)
+    )
+    for name in FAMILIES
+    for num_ranks in (1, 2, 4)
+    for kind in ("one", "several")
+]
+
+
+@pytest.mark.parametrize(("model_type", "num_ranks", "kind"), CASES)
+def test_tokens_and_logits_equal_those_of_transformers(model_type: str, num_ranks: int, kind: str) -> None:
+    if num_ranks == 1:
+        assert compare(model_type, kind) < TOLERANCE
+    else:
+        assert max(run_on_ranks(num_ranks, compare, model_type, kind)) < TOLERANCE

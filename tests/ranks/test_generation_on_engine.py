@@ -1,0 +1,70 @@
+"""Generation on a live training engine: groups of ranks with other prompts, under ZeRO-3, between two steps."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.training import MemoryRows, make_recipe
+from transformers import AutoModelForCausalLM
+
+from ulysses_cli.train.generation.on_engine import generating
+from ulysses_cli.train.loop import train
+
+PROMPTS = [[[*range(3, 40), 7], [*range(3, 40), 9, 11]], [[*range(20, 41)]]]  # of each group
+NUM_NEW = (4, 9)
+
+
+def train_with_generation(gathers_once: bool | None, overrides: tuple[str, ...]) -> list[float]:
+    """Trains two steps, generates with the weights after the first, and compares with the plain model."""
+    num_groups = dist.get_world_size() // 2
+    recipe = make_recipe("parallel.sp_size=2", "train.max_steps=2", f"parallel.dp_shard_size={num_groups}", *overrides)
+    harness = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 2)
+    state, built = harness.train_state, harness.built
+    group = state.groups.dp_index
+
+    def check(*_: object) -> None:
+        weights = {name.removeprefix("model."): value for name, value in harness.read_weights().items()}
+        with generating(state.engine, gathers_once=gathers_once) as generator:
+            generator.read(PROMPTS[group])
+            answers = generator.generate(NUM_NEW[group])
+        plain = AutoModelForCausalLM.from_config(deepcopy(built.config), attn_implementation="eager").float().eval()
+        plain.load_state_dict(weights)
+        for prompt, answer in zip(PROMPTS[group], answers, strict=True):
+            ids = torch.tensor([prompt])
+            out = plain.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW[group], do_sample=False,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            assert out[0, len(prompt) :].tolist() == answer
+
+    state.post_step_hooks = (*state.post_step_hooks, check)
+    train(state)
+    return harness.losses
+
+
+def train_plainly(num_groups: int) -> list[float]:
+    recipe = make_recipe("parallel.sp_size=2", "train.max_steps=2", f"parallel.dp_shard_size={num_groups}")
+    harness = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 2)
+    train(harness.train_state)
+    return harness.losses
+
+
+CASES = [
+    pytest.param(2, None, (), marks=pytest.mark.check),
+    pytest.param(4, None, (), marks=pytest.mark.full),
+    pytest.param(4, False, ("memory.tiled_loss=true", "memory.tiled_mlp=true"), marks=pytest.mark.full),
+    pytest.param(2, False, ("parallel.zero_stage=1",), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "gathers_once", "overrides"), CASES)
+def test_a_run_generates_between_its_steps(
+    num_ranks: int, gathers_once: bool | None, overrides: tuple[str, ...]
+) -> None:
+    losses = run_on_ranks(num_ranks, train_with_generation, gathers_once, overrides)[0]
+    assert losses == pytest.approx(run_on_ranks(num_ranks, train_plainly, num_ranks // 2)[0], abs=1e-6)

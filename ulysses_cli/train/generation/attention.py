@@ -1,0 +1,119 @@
+"""Attention of a few new tokens to cached keys and values: to those of a prefix that all sequences share, and to those
+of each sequence's own tokens. Both parts return a log-sum-exp, by which they are joined.
+
+Takes tensors. Logits exist for one block of keys at a time.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ulysses_cli.train.attention.kernels.rule import Rule, get_precision
+
+# Shapes. Q sequences, n new tokens of each, T cached tokens, h query heads, k key/value heads, g = h / k, D, V widths.
+
+MAX_LOGITS = 1 << 22  # of a block of keys
+HALF = (torch.bfloat16, torch.float16)
+MAX_FLASH_WIDTH = 256
+
+aten = torch.ops.aten
+Part = tuple[Tensor, Tensor]  # out [Q, n, h, V] and log-sum-exp [Q, n, h]
+
+
+def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, rule: Rule, num_between: int) -> Part:
+    """Takes q [Q, n, h, D], k [T, k, D] and v [T, k, V]. `num_between`: tokens between the last cached token and the
+    first new one. The new tokens of all sequences are queries of one call: nothing is computed once per sequence."""
+    groups = k.size(1), q.size(2) // k.size(1)
+    queries = q.unflatten(2, groups).permute(2, 0, 1, 3, 4)  # [k, Q, n, g, D]
+    shape = queries.shape[:-1]
+    flat = queries.flatten(1, 3)
+    is_visible = rule.window_tokens is None or k.size(0) + num_between + q.size(1) <= rule.window_tokens
+    if is_visible and _has_flash(flat, v, rule):
+        out, lse = _run_flash(flat, k, v, rule)
+    else:
+        distance = None if is_visible else _measure_distances(shape, k.size(0), num_between, q.device)
+        out, lse = _run_blocks(flat, k, v, rule, distance)
+    out = out.view(*shape, v.size(2)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return out, lse.view(shape).permute(1, 2, 0, 3).flatten(2, 3)
+
+
+def _has_flash(q: Tensor, v: Tensor, rule: Rule) -> bool:
+    if rule.softcap is not None or v.size(-1) != q.size(-1):
+        return False
+    if q.device.type == "cpu":
+        return True
+    return q.device.type == "cuda" and q.dtype in HALF and q.size(-1) <= MAX_FLASH_WIDTH and q.size(-1) % 8 == 0
+
+
+def _run_flash(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Part:
+    """torch's flash attention, with a group's query heads as more queries of its key/value head."""
+    rows = q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*rows, 0.0, False, scale=rule.scale)
+    else:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(*rows, 0.0, False, False, scale=rule.scale)
+    return out[0], lse[0]
+
+
+def _measure_distances(shape: torch.Size, num_cached: int, num_between: int, device: torch.device) -> Tensor:
+    """Tokens from the first cached token to each query, [Q n g]."""
+    steps = torch.arange(shape[2], device=device) + num_cached + num_between
+    return steps[None, :, None].expand(shape[1:]).flatten()
+
+
+def _run_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule, distance: Tensor | None) -> Part:
+    """An online softmax over blocks of keys. q [k, M, D]. `distance`: of each query to the first key, where the window
+    hides some keys."""
+    precision = get_precision(q)
+    q = q.to(precision)
+    maximum = q.new_full(q.shape[:2], -math.inf)
+    total, mixed = torch.zeros_like(maximum), q.new_zeros(*q.shape[:2], v.size(2))
+    block = max(1, MAX_LOGITS // (q.size(0) * q.size(1)))
+    for start in range(0, k.size(0), block):
+        keys, values = (row[start : start + block].to(precision).transpose(0, 1) for row in (k, v))
+        logits = _compute_logits(q, keys, rule)
+        if distance is not None:
+            own = distance[:, None] - torch.arange(start, start + keys.size(1), device=k.device)
+            logits = logits.masked_fill(own >= (rule.window_tokens or 0), -math.inf)
+        highest = torch.maximum(maximum, logits.amax(-1))
+        finite = highest.masked_fill(highest == -math.inf, 0.0)
+        weights, rescale = torch.exp(logits - finite[..., None]), torch.exp(maximum - finite)
+        total, mixed = total * rescale + weights.sum(-1), mixed * rescale[..., None] + weights @ values
+        maximum = highest
+    return mixed / total.clamp_min(torch.finfo(precision).tiny)[..., None], maximum + torch.log(total)
+
+
+def _compute_logits(q: Tensor, k: Tensor, rule: Rule) -> Tensor:
+    logits = (q @ k.mT) * rule.scale
+    return logits if rule.softcap is None else torch.tanh(logits / rule.softcap) * rule.softcap
+
+
+def attend_to_own(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Part:
+    """Takes q [Q, n, h, D], k [Q, t, k, D] and v [Q, t, k, V]; the last n of the t tokens are the queries' own."""
+    precision, groups = get_precision(q), (k.size(2), q.size(2) // k.size(2))
+    queries = q.to(precision).unflatten(2, groups).permute(0, 2, 3, 1, 4)  # [Q, k, g, n, D]
+    keys, values = (row.to(precision).transpose(1, 2)[:, :, None] for row in (k, v))  # [Q, k, 1, t, D]
+    logits = _compute_logits(queries, keys, rule)
+    at = torch.arange(k.size(1), device=q.device)
+    distance = at[k.size(1) - q.size(1) :, None] - at
+    is_hidden = distance < 0
+    if rule.window_tokens is not None:
+        is_hidden |= distance >= rule.window_tokens
+    logits = logits.masked_fill(is_hidden, -math.inf)
+    lse = torch.logsumexp(logits, -1)
+    out = torch.exp(logits - lse[..., None]) @ values
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
+
+
+def join_parts(parts: list[Part], sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The attention to all tokens of the parts, from the attention to each part's. Each head's sink has weight but no
+    value."""
+    total = parts[0][1]
+    for _, lse in parts[1:]:
+        total = torch.logaddexp(total, lse)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.to(total.dtype))
+    return torch.stack([out.to(total.dtype) * torch.exp(lse - total)[..., None] for out, lse in parts]).sum(0).to(dtype)

@@ -1,0 +1,247 @@
+"""What a rank keeps of tokens that the model has read: keys and values of its own heads, inputs of convolutions, and
+states of its own heads' recurrences.
+
+A forward passes it to the layers as `generation`. It reads a prefix once, split over the ranks, and then any number of
+sequences that begin with it, some tokens at a time; every rank computes these tokens, each its own heads' share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.attention.exchange import exchange_in, exchange_out
+from ulysses_cli.train.attention.heads import plan_heads
+from ulysses_cli.train.attention.kernels.operators import attend
+from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.generation.attention import attend_to_own, attend_to_prefix, join_parts
+from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.recurrence.heads_exchange import gather_rows, scatter_rows
+from ulysses_cli.train.recurrence.rules import StatefulRule
+
+
+@dataclass(eq=False)
+class KeyValues:
+    """One attention layer's keys and values: the prefix's [T, k, D], and those of each sequence [Q, capacity, k, D]."""
+
+    prefix: tuple[Tensor, Tensor] | None = None
+    own: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(eq=False)
+class States:
+    """One layer's convolution inputs or recurrent states: after the prefix, and after each sequence's tokens."""
+
+    prefix: list[Tensor] = field(default_factory=list)
+    own: list[Tensor] = field(default_factory=list)
+
+
+class GenerationCache:
+    """The caches of all layers, in the order in which a forward calls them: layers may share a module.
+
+    `num_tokens`: the length that rotary frequencies follow, where a model's do.
+    """
+
+    def __init__(self, axis: SequenceAxis) -> None:
+        self.axis = axis
+        self.documents: Documents | None = None  # of the prefix, while it is read
+        self.num_tokens = 0
+        self.prefix_tokens = self.num_sequences = self.own_tokens = self.capacity = 0
+        self._layers: dict[tuple[str, int], Any] = {}
+        self._num_calls: dict[str, int] = {}
+
+    def start_prefix(self, documents: Documents, num_tokens: int) -> None:
+        """The next forward reads the prefix, each rank its slice."""
+        self.documents, self.num_tokens = documents, num_tokens
+        self.prefix_tokens = documents.num_tokens
+        self._num_calls = {}
+
+    def start_sequences(self, num_sequences: int, capacity: int) -> None:
+        """The next forwards read sequences after the prefix, at most `capacity` tokens of each. Earlier ones are
+        forgotten."""
+        self.documents = None
+        self.num_sequences, self.capacity, self.own_tokens = num_sequences, capacity, 0
+        for layer in self._layers.values():
+            layer.own = [] if isinstance(layer, States) else None
+
+    def start_tokens(self, num_tokens: int) -> None:
+        """The next forward reads tokens [Q, n] of each sequence, the same on all ranks. `num_tokens`: as above."""
+        self.num_tokens, self._num_calls = num_tokens, {}
+
+    def end_tokens(self, num_new: int) -> None:
+        self.own_tokens += num_new
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def count_bytes(self) -> int:
+        """Bytes of this rank's cached tensors."""
+        tensors: list[Tensor] = []
+        for layer in self._layers.values():
+            for kept in (layer.prefix, layer.own):
+                tensors += kept or ()
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+
+    def _get_layer(self, kind: str, make: Callable[[], Any]) -> Any:
+        number = self._num_calls[kind] = self._num_calls.get(kind, -1) + 1
+        return self._layers.setdefault((kind, number), make())
+
+    # -- attention --------------------------------------------------------------------------------------------------
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None, kernel: str, num_head_chunks: int
+    ) -> Tensor:
+        """Takes q [B, S, heads, D], k [B, S, kv_heads, D] and v [B, S, kv_heads, V], returns [B, S, heads, V]: of the
+        prefix this rank's slice, of sequences all their new tokens. Collective over the axis."""
+        layer: KeyValues = self._get_layer("attention", KeyValues)
+        if self.documents is not None:
+            return self._attend_prefix(layer, q, k, v, rule, sinks, kernel, num_head_chunks)
+        return self._attend_tokens(layer, q, k, v, rule, sinks)
+
+    def _attend_prefix(
+        self,
+        layer: KeyValues,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: Rule,
+        sinks: Tensor | None,
+        kernel: str,
+        num_head_chunks: int,
+    ) -> Tensor:
+        assert self.documents is not None
+        axis, documents = self.axis, self.documents
+        documents.check_num_tokens(q.size(0), q.size(1), axis.size)
+        own = plan_heads(q.size(2), k.size(2), axis.size).chunks[0].keys[axis.rank]
+        # Later tokens see the token before them and the window before that.
+        num_kept = min(documents.num_tokens, (rule.window_tokens or documents.num_tokens + 1) - 1)
+        layer.prefix = k.new_empty(num_kept, own.num_heads, k.size(3)), v.new_empty(num_kept, own.num_heads, v.size(3))
+        plan = plan_heads(q.size(2), k.size(2), axis.size, num_head_chunks)
+        out = q.new_empty(*q.shape[:3], v.size(3))
+        for chunk in plan.chunks:
+            rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], axis)
+            keys = chunk.keys[axis.rank]
+            for kept, row in zip(layer.prefix, rows[1:], strict=True):
+                kept[:, keys.start - own.start : keys.stop - own.start] = row[documents.num_tokens - num_kept :]
+            first, parts = chunk.queries[axis.rank].start, []
+            for heads, groups in plan.list_runs(chunk, axis.rank):
+                own_sinks = None if sinks is None else sinks[first + heads.start : first + heads.stop]
+                parts.append(
+                    attend(
+                        rows[0][:, slice(*heads)], *(row[:, slice(*groups)] for row in rows[1:]), own_sinks,
+                        documents.cu_seqlens, documents.lengths, kernel, rule.scale, rule.window_tokens, rule.softcap,
+                    )[0]
+                )  # fmt: skip
+            del rows
+            exchange_out([_join(parts, 1)], [chunk.queries], axis, q.size(0), [out])
+        return out
+
+    def _attend_tokens(
+        self, layer: KeyValues, q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None
+    ) -> Tensor:
+        plan = plan_heads(q.size(2), k.size(2), self.axis.size)
+        chunk = plan.chunks[0]
+        queries, keys = chunk.queries[self.axis.rank], chunk.keys[self.axis.rank]
+        begin, end = self.own_tokens, self.own_tokens + q.size(1)
+        if layer.own is None:
+            layer.own = tuple(
+                new.new_empty(self.num_sequences, self.capacity, keys.num_heads, new.size(3)) for new in (k, v)
+            )
+        own = layer.own
+        assert own is not None
+        for kept, new in zip(own, (k, v), strict=True):
+            kept[:, begin:end] = new[:, :, slice(*keys)]
+        own_q, own_sinks = q[:, :, slice(*queries)], None if sinks is None else sinks[slice(*queries)]
+        results = []
+        for heads, groups in plan.list_runs(chunk, self.axis.rank):
+            part = own_q[:, :, slice(*heads)]
+            own_keys, own_values = (kept[:, :end, slice(*groups)] for kept in own)
+            parts = [attend_to_own(part, own_keys, own_values, rule)]
+            if layer.prefix is not None and len(layer.prefix[0]):
+                prefix_keys, prefix_values = (kept[:, slice(*groups)] for kept in layer.prefix)
+                parts.append(attend_to_prefix(part, prefix_keys, prefix_values, rule, begin))
+            results.append(join_parts(parts, None if own_sinks is None else own_sinks[slice(*heads)], q.dtype))
+        return self._gather_heads(_join(results, 2))
+
+    def _gather_heads(self, own: Tensor) -> Tensor:
+        """Takes [Q, n, h, D] of this rank's heads, returns all heads. One collective on the axis: all its ranks reach
+        it, since they run the same layers on the same tokens."""
+        if self.axis.group is None:
+            return own
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.axis.size)]
+        dist.all_gather(parts, own.contiguous(), group=self.axis.group)
+        return torch.cat(parts, 2)
+
+    # -- convolutions and recurrences -------------------------------------------------------------------------------
+
+    def convolve(
+        self, slices: Tensor, num_before: int, run: Callable[[Tensor], Tensor], run_split: Callable[[], Tensor]
+    ) -> Tensor:
+        """Takes and returns [B, C, S]. `run`: the convolution, which looks back over `num_before` tokens; `run_split`
+        computes the prefix's result on split rows. Every rank keeps the last inputs of all channels. Collective over
+        the axis."""
+        layer: States = self._get_layer("convolution", States)
+        if self.documents is not None:
+            layer.prefix = [self._gather_tail(slices, num_before)]
+            return run_split()
+        if not layer.own:
+            zeros = slices.new_zeros(1, slices.size(1), num_before)
+            before = layer.prefix[0] if layer.prefix else zeros
+            layer.own = [before.expand(slices.size(0), -1, -1)]
+        whole = torch.cat([layer.own[0], slices], 2)
+        layer.own = [whole[:, :, whole.size(2) - num_before :]]
+        return run(whole)[:, :, num_before:]
+
+    def _gather_tail(self, slices: Tensor, num_tokens: int) -> Tensor:
+        """The last tokens of the row, on all ranks. One collective on the axis."""
+        tail = slices[:, :, max(0, slices.size(2) - num_tokens) :].contiguous()
+        parts = [tail]
+        if self.axis.group is not None:
+            parts = [torch.empty_like(tail) for _ in range(self.axis.size)]
+            dist.all_gather(parts, tail, group=self.axis.group)
+        whole = torch.cat(parts, 2)
+        missing = num_tokens - whole.size(2)
+        whole = torch.nn.functional.pad(whole, (max(0, missing), 0))
+        return whole[:, :, whole.size(2) - num_tokens :].clone()
+
+    def recur(
+        self, run: StatefulRule, shared: Sequence[Tensor], own: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> Tensor:
+        """Tensors as for run_on_whole_rows in train/recurrence/rules.py. Collective over the axis."""
+        layer: States = self._get_layer("recurrence", States)
+        axis, (batch, _, num_heads, _) = self.axis, own[0].shape
+        plan = plan_heads(num_heads, shared[0].size(2), axis.size)
+        chunk = plan.chunks[0]
+        if self.documents is not None:
+            spans = [chunk.keys] * len(shared) + [chunk.queries] * len(own)
+            rows = [row[None] for row in gather_rows([*shared, *own], spans, axis)]
+            before: Sequence[Tensor | None] = ()
+        else:
+            spans_of_rank = [chunk.keys[axis.rank]] * len(shared) + [chunk.queries[axis.rank]] * len(own)
+            rows = [whole[:, :, slice(*span)] for whole, span in zip([*shared, *own], spans_of_rank, strict=True)]
+            before = layer.own or [state.expand(batch, *state.shape[1:]) for state in layer.prefix]
+        first, results, after = chunk.queries[axis.rank].start, [], []
+        for number, (heads, groups) in enumerate(plan.list_runs(chunk, axis.rank)):
+            mine = [whole[first + heads.start : first + heads.stop] for whole in parameters]
+            parts = [row[:, :, slice(*groups)] for row in rows[: len(shared)]]
+            own_parts = [row[:, :, slice(*heads)] for row in rows[len(shared) :]]
+            result, state = run(parts, own_parts, mine, before[number] if before else None)
+            assert state is not None, "a recurrence that was asked for its state returned none"
+            results.append(result)
+            after.append(state)
+        if self.documents is not None:
+            layer.prefix = after
+            return scatter_rows(_join(results, 2)[0], chunk.queries, axis, batch)
+        layer.own = after
+        return self._gather_heads(_join(results, 2))
+
+
+def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -1,0 +1,182 @@
+"""Greedy decoding and scores of given answers, for prompts that begin alike. All prompts are at the same position at
+all times: one whose prompt ends earlier begins to generate while the others still read.
+
+Takes a forward, no recipe and no model. Every method that runs the model is collective over all ranks of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ulysses_cli.train.attention.documents import Documents, make_documents
+from ulysses_cli.train.generation.cache import GenerationCache
+from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+
+Tokens = Sequence[int]
+
+
+class Forward(Protocol):
+    """The model. Takes tokens and positions [B, S] and returns logits [N, vocabulary] in float32, at `wanted`: indices
+    [N] of a sequence and [N] of a token in it. A forward of a prefix wants none, and `documents` describes it."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: GenerationCache,
+        wanted: tuple[Tensor, Tensor],
+        documents: Documents | None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class AnswerScore:
+    """A given answer's log-probability, and whether each of its tokens is the most likely one: greedy decoding then
+    gives this answer."""
+
+    log_probability: float
+    is_greedy: bool
+
+
+class Generator:
+    """Generates on the ranks of `axis`, which hold one model together.
+
+    `take_turn(has_work)` is called before each forward, with True, and by `finish`, with False. It returns whether any
+    group of ranks has work. Where weights are gathered by all ranks, groups run the same number of forwards by it; the
+    default is for a model that each group holds by itself.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        axis: SequenceAxis,
+        device: torch.device | str = "cpu",
+        take_turn: Callable[[bool], bool] = lambda has_work: has_work,
+    ) -> None:
+        self.forward, self.axis, self.device, self.take_turn = forward, axis, torch.device(device), take_turn
+        self.cache = GenerationCache(axis)
+        self.prompts: list[Tokens] = []
+
+    @torch.no_grad()
+    def read(self, prompts: Sequence[Tokens]) -> int:
+        """Reads the tokens that all prompts begin with, split over the ranks, and keeps their keys and values. Returns
+        how many. What the ranks cannot share evenly, and each prompt's own end, are read by `generate` and `score`."""
+        if not prompts or not all(prompts):
+            raise ValueError("a prompt has at least one token")
+        self.prompts, self.cache = list(prompts), GenerationCache(self.axis)
+        num_local = count_shared_tokens(prompts) // self.axis.size
+        if num_local:
+            first = self.axis.rank * num_local
+            positions = torch.arange(first, first + num_local, device=self.device)[None]
+            tokens = self._move([list(prompts[0][first : first + num_local])])
+            documents = make_documents([num_local * self.axis.size], self.device)
+            self.cache.start_prefix(documents, max(map(len, prompts)))
+            self._run(tokens, positions, [], documents)
+        return num_local * self.axis.size
+
+    @torch.no_grad()
+    def generate(self, max_new_tokens: int, stop_tokens: Collection[int] = ()) -> list[list[int]]:
+        """Returns each prompt's next tokens, at most `max_new_tokens`, without the stop token that ended them. The
+        prompts are those of the last `read`."""
+        prompts, begin = self.prompts, self.cache.prefix_tokens
+        lengths = [len(prompt) for prompt in prompts]
+        answers: list[list[int]] = [[] for _ in prompts]
+        is_done = [max_new_tokens < 1] * len(prompts)
+        self.cache.start_sequences(len(prompts), max(lengths) + max_new_tokens - begin)
+        position, block = begin, [list(prompt[begin : min(lengths)]) for prompt in prompts]
+        while not all(is_done):
+            logits = self._run_block(block, position, [(at, len(block[0]) - 1) for at in range(len(prompts))])
+            position += len(block[0])
+            block = []
+            for at, token in enumerate(self._choose(logits)):
+                if position < lengths[at]:
+                    block.append([prompts[at][position]])
+                    continue
+                if not is_done[at] and token not in stop_tokens:
+                    answers[at].append(token)
+                is_done[at] = is_done[at] or token in stop_tokens or len(answers[at]) == max_new_tokens
+                block.append([token])
+        return answers
+
+    @torch.no_grad()
+    def score(self, answers: Sequence[Tokens]) -> list[AnswerScore]:
+        """Scores an answer for each prompt of the last `read`, in one forward: the answer's own tokens are read after
+        the prompt."""
+        begin = self.cache.prefix_tokens
+        rows = [[*prompt[begin:], *answer] for prompt, answer in zip(self.prompts, answers, strict=True)]
+        longest = max(map(len, rows))
+        self.cache.start_sequences(len(rows), longest)
+        wanted = [
+            (at, len(prompt) - begin + step - 1)
+            for at, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True))
+            for step in range(len(answer))
+        ]
+        logits = self._run_block([row + [row[-1]] * (longest - len(row)) for row in rows], begin, wanted)
+        targets = self._move([[token for answer in answers for token in answer]])[0]
+        log_probabilities = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0].tolist()
+        is_highest = (logits.argmax(-1) == targets).tolist()
+        scores = []
+        for answer in answers:
+            of_answer = [(log_probabilities.pop(0), is_highest.pop(0)) for _ in answer]
+            scores.append(AnswerScore(sum(each for each, _ in of_answer), all(each for _, each in of_answer)))
+        return scores
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Runs forwards of one token, whose result nobody reads, until all groups have finished. Call it once, after
+        the last prompt; nothing happens where groups do not wait for each other."""
+        idle = GenerationCache(self.axis)
+        while self.take_turn(False):
+            idle.start_sequences(1, 1)
+            idle.start_tokens(1)
+            tokens = self._move([[0]])
+            self.forward(tokens, tokens, idle, self._index([(0, 0)]), None)
+
+    def _run_block(self, block: list[list[int]], position: int, wanted: Sequence[tuple[int, int]]) -> Tensor:
+        """Reads the same number of tokens of each sequence, from `position` on."""
+        num_new = len(block[0])
+        end = position + num_new
+        positions = torch.arange(position, end, device=self.device).expand(len(block), -1)
+        self.cache.start_tokens(max(end, *map(len, self.prompts)))
+        logits = self._run(self._move(block), positions, wanted, None)
+        self.cache.end_tokens(num_new)
+        return logits
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, wanted: Sequence[tuple[int, int]], documents: Documents | None
+    ) -> Tensor:
+        self.take_turn(True)
+        logits = self.forward(tokens, positions, self.cache, self._index(wanted), documents)
+        if not self.cache.num_layers:
+            raise RuntimeError("no layer of the model used the cache: its attention is not the one of this tool")
+        return logits
+
+    def _choose(self, logits: Tensor) -> list[int]:
+        """The most likely tokens. Those of the axis' first rank go to its other ranks, so that rounding cannot part
+        them. One collective on the axis: all its ranks generate the same sequences."""
+        tokens = logits.argmax(-1)
+        if self.axis.group is not None:
+            dist.broadcast(tokens, group=self.axis.group, group_src=0)
+        chosen: list[int] = tokens.tolist()
+        return chosen
+
+    def _index(self, wanted: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        rows, columns = self._move([[row for row, _ in wanted], [column for _, column in wanted]])
+        return rows, columns
+
+    def _move(self, values: list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long).to(self.device)
+
+
+def count_shared_tokens(prompts: Sequence[Tokens]) -> int:
+    """Counts the tokens that all prompts begin with. One at least of each prompt is left: its logits are wanted."""
+    ordered = sorted(map(list, prompts))  # its two ends differ first
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ordered[0], ordered[-1], strict=False)))
+    return min(same, min(map(len, prompts)) - 1)

@@ -1,0 +1,130 @@
+"""Generation on an engine, between steps of training or without an optimizer: the same weights, the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.engine import Engine, release_gathered
+from ulysses_cli.train.generation.cache import GenerationCache
+from ulysses_cli.train.generation.decoding import Generator
+from ulysses_cli.train.processes.groups import Groups
+
+MAX_SHARE = 0.4  # of a device's free memory: gathered weights leave the rest to the cache and to activations
+# DeepSpeed's hooks around each module, which fetch and release weights and record their order.
+COORDINATION = ("fetch_sub_module", "release_sub_module", "trace_prologue", "record_module", "reset_step")
+
+
+@contextmanager
+def generating(engine: Engine, *, gathers_once: bool | None = None) -> Iterator[Generator]:
+    """Collective over all ranks of the engine: enter and leave it on all of them. Inside, every group of sequence ranks
+    may read other prompts and run as many forwards as it needs.
+
+    Under ZeRO-3, weights are gathered once where they fit, else in each forward. `gathers_once` decides it instead.
+    Outside, the engine trains as if nothing had happened.
+    """
+    wrapped, groups = engine.wrapped, engine.groups
+    is_sharded = wrapped.zero_optimization_stage() == 3
+    if gathers_once is None:
+        gathers_once = is_sharded and _fits(wrapped, engine.device, groups)
+    is_shared = is_sharded and not gathers_once and groups.layout.world_size > groups.sp_axis.size
+    with ExitStack() as stack:
+        if is_sharded and gathers_once:
+            stack.enter_context(_gathered(wrapped))
+        wrapped.eval()
+        stack.callback(wrapped.train)
+        forward = partial(_run, wrapped)
+        generator = (
+            Generator(forward, groups.sp_axis, engine.device, partial(_take_turn, groups))
+            if is_shared
+            else Generator(forward, groups.sp_axis, engine.device)
+        )
+        yield generator
+        generator.finish()
+        if is_sharded and not gathers_once:
+            release_gathered(wrapped)
+
+
+def _run(
+    wrapped: Any,
+    tokens: Tensor,
+    positions: Tensor,
+    cache: GenerationCache,
+    wanted: tuple[Tensor, Tensor],
+    documents: Documents | None,
+) -> Tensor:
+    logits: Tensor = wrapped(
+        input_ids=tokens, positions=positions, documents=documents, generation=cache, wanted=wanted
+    )
+    return logits
+
+
+def _take_turn(groups: Groups, has_work: bool) -> bool:
+    """Collective over all ranks, on the host: each is about to run a forward or has finished."""
+    working = torch.tensor(int(has_work))
+    dist.all_reduce(working, op=dist.ReduceOp.MAX, group=groups.host_group)
+    return bool(working.item())
+
+
+def _list_sharded(wrapped: Any) -> list[Any]:
+    """Weights that this rank does not hold whole."""
+    return [
+        each for each in wrapped.module.parameters() if hasattr(each, "ds_id") and each.ds_status.name != "AVAILABLE"
+    ]
+
+
+def _fits(wrapped: Any, device: torch.device, groups: Groups) -> bool:
+    """Whether all ranks have room for all weights. Collective over all ranks, on the host. Weights that are offloaded
+    stay offloaded."""
+    sharded = _list_sharded(wrapped)
+    num_bytes = sum(each.ds_numel * each.dtype.itemsize for each in sharded)
+    is_offloaded = any(
+        each.ds_tensor.final_location is not None or each.ds_tensor.device.type != device.type for each in sharded
+    )
+    fits = not is_offloaded and num_bytes <= MAX_SHARE * _measure_free_bytes(device)
+    answer = torch.tensor(int(fits))
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=groups.host_group)
+    return bool(answer.item())
+
+
+def _measure_free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached
+    import psutil
+
+    return float(psutil.virtual_memory().available) / dist.get_world_size()
+
+
+@contextmanager
+def _gathered(wrapped: Any) -> Iterator[None]:
+    """Inside, this rank holds all weights, and DeepSpeed's hooks neither fetch nor release any."""
+    import deepspeed
+
+    # without an optimizer DeepSpeed has only what shards the weights
+    coordinator = getattr(wrapped.optimizer, "parameter_offload", wrapped.optimizer).get_param_coordinator()
+    coordinator._clean_inflight_param_registry()
+    before = {name: coordinator.__dict__.get(name) for name in COORDINATION}
+    with deepspeed.zero.GatheredParameters(_list_sharded(wrapped)):
+        for name in COORDINATION:
+            setattr(coordinator, name, _do_nothing)
+        try:
+            yield
+        finally:
+            for name, method in before.items():
+                if method is None:
+                    delattr(coordinator, name)
+                else:
+                    setattr(coordinator, name, method)
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    return None
