@@ -572,7 +572,7 @@ def write_nothing(folder: Path) -> str:
     run, built = f"run.output_dir={out / 'run'}", get_builds_folder(os.environ).rglob("deepspeed_shm_comm*")
     kept = {"TORCH_EXTENSIONS_DIR": str(next((result.parent for result in built if result.is_dir()), out / "builds"))}
     unwritable = {"HOME": str(home), "HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": "", "TORCH_EXTENSIONS_DIR": ""}
-    where = r"home/\.cache/torch_extensions, where .* cannot be made in .*home\b[^$]*TORCH_EXTENSIONS_DIR="
+    where = r"home/\.cache/ulysses/operators/\S+, where .* cannot be made in .*home\b[^$]*TORCH_EXTENSIONS_DIR="
     denied = r"cannot be written: Permission denied"
     for made in (here, home):
         made.chmod(0o555)

@@ -2,8 +2,6 @@
 
 import os
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +9,7 @@ from support.forked import PRELOADED
 from support.paths import ROOT
 from support.tiers import CHECK, FULL, QUICK, TIER, count_examples
 
+from ulysses_cli.host.operator_builds import FOLDER, get_builds_folder
 from ulysses_cli.launch.environments import SCHEDULERS
 from ulysses_cli.prove.ranks import rank_server
 
@@ -22,6 +21,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("ulysses")
+os.environ[FOLDER] = str(get_builds_folder(os.environ))  # tests start ranks without the command, too
 os.environ["PYTHONPATH"] = str(ROOT)  # for commands, which run in other folders
 for scheduler in SCHEDULERS:  # a run that stops early exits with 75 in a scheduler's job
     os.environ.pop(scheduler, None)
@@ -63,12 +63,8 @@ sys.addaudithook(refuse_runs)
 
 
 def _is_built(name: str) -> bool:
-    """Returns whether DeepSpeed's operator is built. Operators are compiled at their first use and reused; each
-    installation compiles its own."""
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
-    here = next(iter(getattr(find_spec("deepspeed"), "submodule_search_locations", None) or ["not installed"]))
-    plans = [library.with_name("build.ninja") for library in Path(folder).rglob(f"{name}/{name}.so")]
-    return any(plan.exists() and here in plan.read_text() for plan in plans)
+    """Returns whether DeepSpeed's operator is built. Operators are compiled at their first use and reused."""
+    return bool(list(get_builds_folder(os.environ).rglob(f"{name}.so")))
 
 
 def _has_gpu() -> bool:

@@ -111,9 +111,14 @@ def name_module(file: Path) -> str:
 MODULES = {name_module(file): file for file in FILES}
 
 
-def walk_imports(file: Path) -> Iterator[str]:
-    """Yields every module that a file imports anywhere in it, by its dotted name; `from room import module` is that
+@cache
+def walk_imports(file: Path) -> tuple[str, ...]:
+    """Returns every module that a file imports anywhere in it, by its dotted name; `from room import module` is that
     module."""
+    return tuple(_walk_imports(file))
+
+
+def _walk_imports(file: Path) -> Iterator[str]:
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -166,11 +171,12 @@ def list_circles() -> list[list[str]]:
     arrows: dict[str, set[str]] = defaultdict(set)
     for module, file in MODULES.items():
         arrows[module] = {target for target in list_own_imports(file) if target in MODULES and target != module}
+    reached = {module: _reach(arrows, module) for module in MODULES}
     circles, done = [], set()
     for module in MODULES:
         if module in done:
             continue
-        back = {other for other in _reach(arrows, module) if module in _reach(arrows, other)}
+        back = {other for other in reached[module] if module in reached[other]}
         if back:
             circles.append(sorted({module, *back}))
             done |= back

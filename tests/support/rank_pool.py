@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.host.operator_builds import FOLDER, get_builds_folder, list_locks
 from ulysses_cli.prove.ranks.rank_server import start_process
 
 TIME_LIMIT = 300.0
@@ -47,8 +48,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, time_
 def clear_stale_locks() -> None:
     """Removes the lock that a process leaves when it is killed while it builds one of DeepSpeed's operators. All others
     would wait for it."""
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
-    for lock in Path(folder).rglob("lock"):
+    for lock in list_locks(os.environ):
         if time.time() - lock.stat().st_mtime > STALE_SECONDS:
             lock.unlink(missing_ok=True)
 
@@ -129,7 +129,7 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     from datetime import timedelta
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", FOLDER: str(get_builds_folder(os.environ))}
     stack = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115 - open as long as the rank lives
     faulthandler.register(signal.SIGUSR1, stack)
     import torch

@@ -315,18 +315,6 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
         start_lock.lock_run(tmp_path / "file" / "run", 0)
 
 
-def test_a_lock_of_a_build_that_died_is_cleared(tmp_path: Path) -> None:
-    old, new, held, early = locks = [tmp_path / name / "lock" for name in ("old", "new", "held", "early")]
-    for lock in locks:
-        lock.parent.mkdir()
-        lock.touch()
-    for lock, when in ((old, 0), (held, 0), (early, 1 << 40)):  # the clock jumped forwards, or back
-        os.utime(lock, (when, when))
-    with open(held, "rb"):  # by the process that builds
-        launcher.clear_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
-    assert [lock for lock in locks if lock.exists()] == [new, held]
-
-
 def test_a_killed_rank_is_the_cause_unless_another_rank_recorded_one(tmp_path: Path) -> None:
     """A rank that lost its peer reports before the agent has noticed the peer's death."""
     (tmp_path / "failure.json").write_text(json.dumps([{"rank": 1, "exit_code": -9, "time": 12}]))

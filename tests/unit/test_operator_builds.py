@@ -1,20 +1,88 @@
-"""Tests where operators are built: a folder that cannot be written is reported with a remedy, before a rank starts."""
+"""Tests where operators are built, that builds are waited for with a word, and that those of dead builders are taken
+over."""
 
 from __future__ import annotations
 
 import os
+import queue
 from pathlib import Path
 
 import pytest
 
-from ulysses_cli.host.operator_builds import find_write_problem, get_builds_folder
+from ulysses_cli.host import operator_builds
+from ulysses_cli.host.operator_builds import (
+    BuildWatch,
+    find_write_problem,
+    get_builds_folder,
+    read_cpu_kind,
+    watch_builds,
+)
 
 
-def test_the_folder_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_of_one_environment_and_kind_of_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = get_builds_folder({"XDG_CACHE_HOME": "/c"})
+    assert folder.parent == Path("/c/ulysses/operators")
+    assert get_builds_folder({"XDG_CACHE_HOME": "/c", "TORCH_EXTENSIONS_DIR": "/t"}) == Path("/t")
     monkeypatch.setenv("HOME", "/me")
-    assert str(get_builds_folder({})) == "/me/.cache/torch_extensions"
-    assert str(get_builds_folder({"XDG_CACHE_HOME": "/c"})) == "/c/torch_extensions"
-    assert str(get_builds_folder({"XDG_CACHE_HOME": "/c", "TORCH_EXTENSIONS_DIR": "/t"})) == "/t"
+    assert get_builds_folder({}) == Path("/me/.cache/ulysses/operators") / folder.name
+    for name, other in (("read_cpu_kind", ("an older CPU",)), ("_find_place", "/another/environment/torch")):
+        with monkeypatch.context() as patch:
+            patch.setattr(operator_builds, name, lambda *_, other=other: other)
+            operator_builds._name_environment.cache_clear()
+            assert get_builds_folder({}).name != folder.name
+    operator_builds._name_environment.cache_clear()
+
+
+def test_a_cpu_is_known_by_its_instructions(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    text = "processor\t: {}\nvendor_id\t: X\nflags\t\t: {}\ncpu MHz\t: {}\n\nprocessor : 1\nflags : other\n"
+    file.write_text(text.format(0, "sse avx", "2000.1"))
+    first = read_cpu_kind(file)
+    file.write_text(text.format(0, "avx sse", "3111.9"))
+    assert read_cpu_kind(file) == first
+    file.write_text(text.format(0, "sse avx avx512f", "2000.1"))
+    assert read_cpu_kind(file) != first
+
+
+def test_dead_locks_are_removed_and_live_ones_are_reported(tmp_path: Path) -> None:
+    old, new, held, early = locks = [tmp_path / name / "lock" for name in ("old", "new", "held", "early")]
+    for lock in locks:
+        lock.parent.mkdir()
+        lock.touch()
+    for lock, when in ((old, 0), (held, 0), (early, 1 << 40)):  # the clock jumped forwards, or back
+        os.utime(lock, (when, when))
+    said: list[str] = []
+    watch = BuildWatch({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, said.append)
+    with open(held, "rb"):  # by the process that builds
+        watch.look(0.0)
+        assert [lock for lock in locks if lock.exists()] == [new, held]
+        assert said == [
+            f"took over the build of DeepSpeed's operator {name}: its builder is gone" for name in ("early", "old")
+        ]
+        said.clear()
+        watch.look(9.0)
+        assert not said
+        watch.look(11.0)
+        watch.look(12.0)
+    word = "DeepSpeed's operator {} is being built, once per environment: 11 s"
+    assert said == [word.format("held"), word.format("new")]
+    new.unlink()
+    watch.look(50.0)
+    assert "took over" in said[2]
+
+
+def test_builds_are_watched_while_a_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_builds, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(operator_builds, "FIRST_WORD_SECONDS", 0.0)
+    said: queue.Queue[str] = queue.Queue()
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    with watch_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, said.put):
+        assert "cpu_adam is being built" in said.get(timeout=60)
+        os.utime(lock, (0, 0))
+        assert "took over" in said.get(timeout=60)
+    assert not lock.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

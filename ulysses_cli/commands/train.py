@@ -232,11 +232,13 @@ def _prepare_rows(valid: ValidRecipe) -> Path:
 
 def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptions) -> Outcome:
     """Starts the ranks, waits for them, and reports how the run ended."""
+    from ulysses_cli.host.operator_builds import watch_builds
     from ulysses_cli.launch import launcher
     from ulysses_cli.launch.failures import MachineLogs
     from ulysses_cli.launch.nodes import Nodes
     from ulysses_cli.launch.rendezvous import open_rendezvous
     from ulysses_cli.launch.results import set_results_aside
+    from ulysses_cli.report import printing
 
     run, nodes, device = valid.recipe.run, place.nodes, valid.recipe.run.device
     rank_args = ["--recipe", valid.file, "--data", str(rows), *(f"--set={text}" for text in valid.overrides)]
@@ -253,6 +255,7 @@ def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptio
         agent_args = launcher.make_agent_args(nodes, run.max_restarts, rendezvous, options.agent_args)
         environ = launcher.make_environment(os.environ, device, nodes.processes_here, rendezvous)
         logs = MachineLogs(valid.run_dir / "logs", nodes.rank, nodes.count, nodes.processes_here)
+        stack.enter_context(watch_builds(environ, printing.print_message))
         outcome = launcher.launch(agent_args, rank_args, environ, logs, place.lock)
     _report_end(valid.run_dir, outcome, aside, is_dry_run=options.dry_run)
     return outcome

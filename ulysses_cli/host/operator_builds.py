@@ -1,22 +1,71 @@
-"""Checks the folder in which torch builds DeepSpeed's operators at their first use: locks that killed builders left,
-and whether this user may write there. Runs before anything waits for a build. No torch.
+"""Names the folder in which torch builds DeepSpeed's operators at their first use, checks that this user may write
+there, says while a build is waited for, and removes the locks that killed builders left. No torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
+import re
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
+FOLDER = "TORCH_EXTENSIONS_DIR"  # torch's own variable
 BUILD_SECONDS = 600  # no operator takes this long to build
-HINT = "name a folder of your own that you can write: TORCH_EXTENSIONS_DIR=FOLDER"
+WATCH_SECONDS = 2.0
+FIRST_WORD_SECONDS, NEXT_WORD_SECONDS = 10.0, 30.0
+CPU_FACTS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "Features")  # x86, then Arm
+HINT = f"name a folder of your own that you can write: {FOLDER}=FOLDER"
 
 
 def get_builds_folder(environ: Mapping[str, str]) -> Path:
-    """The folder that torch would use."""
-    cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"))
+    """Returns the folder that the user named, or one of this environment and this kind of CPU. Operators are compiled
+    against one installation of torch and DeepSpeed and for the CPU of the builder. In one folder for all, which is
+    torch's way, two environments rebuild each other's operators, and a CPU that is older than the builder's ends its
+    rank with an illegal instruction."""
+    if environ.get(FOLDER):
+        return Path(environ[FOLDER])
+    home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "ulysses" / "operators" / _name_environment()
+
+
+@cache
+def _name_environment() -> str:
+    packages = {name: (_get_version(name), _find_place(name)) for name in ("torch", "deepspeed")}
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    facts = repr((packages, platform.python_version(), platform.machine(), has_gpu, read_cpu_kind()))
+    readable = "-".join(f"{name}{seen}" for name, (seen, _) in packages.items())
+    return f"{re.sub('[^A-Za-z0-9.-]', '_', readable)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+
+
+def _get_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _find_place(package: str) -> str:
+    spec = find_spec(package)  # of a top-level package: nothing is imported
+    return str(spec.origin) if spec else ""
+
+
+def read_cpu_kind(file: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """Returns what a compiler may assume of the first CPU: its model and the instructions that it has."""
+    try:
+        lines = file.read_text(errors="replace").split("\n\n")[0].splitlines()
+    except OSError:
+        return (platform.processor(),)
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    facts = {name.strip(): value for name, value in fields.items()}
+    return tuple(" ".join(sorted(facts.get(name, "").split())) for name in CPU_FACTS)
 
 
 def find_write_problem(environ: Mapping[str, str]) -> str:
@@ -33,9 +82,68 @@ def find_write_problem(environ: Mapping[str, str]) -> str:
 def list_dead_locks(environ: Mapping[str, str]) -> list[Path]:
     """Old locks that no process here holds open. A builder keeps its lock open, which is surer than the lock's age,
     since the clock may have jumped. The age is for builders on other machines, whose open files are not visible."""
-    locks = [lock for lock in sorted(get_builds_folder(environ).rglob("lock")) if _is_old(lock)]
+    locks = [lock for lock in list_locks(environ) if _is_old(lock)]
     held = _list_open_files() if locks else set()
     return [lock for lock in locks if _identify(lock) not in held]
+
+
+@contextmanager
+def watch_builds(environ: Mapping[str, str], say: Callable[[str], object]) -> Iterator[None]:
+    """Says, while the block runs, which operators are being built, by this run or by another process. Removes the
+    locks of dead builders, so that the builds are taken over: all others would wait for them without end."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        watcher = BuildWatch(environ, say)
+        while not is_over.wait(WATCH_SECONDS):
+            watcher.look(time.monotonic())
+
+    remove_dead_locks(environ)
+    thread = threading.Thread(target=watch, name="builds of operators", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+class BuildWatch:
+    """What has been said of the builds that go on."""
+
+    def __init__(self, environ: Mapping[str, str], say: Callable[[str], object]) -> None:
+        self.environ, self.say = environ, say
+        self.begun: dict[Path, float] = {}
+        self.next_word: dict[Path, float] = {}
+
+    def look(self, now: float) -> None:
+        for lock in remove_dead_locks(self.environ):
+            self.say(f"took over the build of DeepSpeed's operator {lock.parent.name}: its builder is gone")
+        going_on = set(list_locks(self.environ))
+        self.begun = {lock: began for lock, began in self.begun.items() if lock in going_on}
+        for lock in sorted(going_on):
+            if lock not in self.begun:
+                self.begun[lock], self.next_word[lock] = now, now + FIRST_WORD_SECONDS
+            elif now >= self.next_word[lock]:
+                self.next_word[lock] = now + NEXT_WORD_SECONDS
+                seconds = now - self.begun[lock]
+                self.say(
+                    f"DeepSpeed's operator {lock.parent.name} is being built, once per environment: {seconds:.0f} s"
+                )
+
+
+def list_locks(environ: Mapping[str, str]) -> list[Path]:
+    """Returns the locks of builds, in torch's layout: a folder per operator, sometimes below one per version."""
+    folder = get_builds_folder(environ)
+    return sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")])
+
+
+def remove_dead_locks(environ: Mapping[str, str]) -> list[Path]:
+    """Removes the locks of builders that were killed; returns them."""
+    dead = list_dead_locks(environ)
+    for lock in dead:
+        lock.unlink(missing_ok=True)
+    return dead
 
 
 def _is_old(lock: Path) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.host.children import narrow_umask
-from ulysses_cli.host.operator_builds import list_dead_locks
+from ulysses_cli.host.operator_builds import FOLDER, get_builds_folder
 from ulysses_cli.launch.failures import MachineLogs, find_first_failure
 from ulysses_cli.launch.nodes import Nodes
 from ulysses_cli.launch.rendezvous import Rendezvous
@@ -59,6 +59,7 @@ def make_environment(
         # restarted ranks must not use the addresses of the ended ones, which a shared store still holds
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        FOLDER: str(get_builds_folder(environ)),
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
     if rendezvous is not None and rendezvous.folder is not None:
@@ -70,13 +71,6 @@ def make_environment(
     elif "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the same setting
         ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {**ours, **environ} | ({KEY: rendezvous.key} if rendezvous is not None else {})
-
-
-def clear_build_locks(environ: Mapping[str, str]) -> None:
-    """Deletes locks of builds that were killed. A process killed while it built one of DeepSpeed's operators leaves a
-    lock that all others would wait for."""
-    for lock in list_dead_locks(environ):
-        lock.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -100,7 +94,6 @@ def launch(
     logs."""
     mask = narrow_umask(logs.folder.parent)  # the run's files get no wider permissions than its folder
     logs.folder.mkdir(parents=True, exist_ok=True, mode=0o777 & ~mask)
-    clear_build_locks(environ)
     began = logs.clear()
     command = [sys.executable, "-m", "ulysses_cli.train.agent", *agent_args, "-m", "ulysses_cli.train", *rank_args]
     ours = {"ULYSSES_FAILURE_FILE": str(logs.failure_file), "ULYSSES_LAUNCH": str(time.time_ns())}

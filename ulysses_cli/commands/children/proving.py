@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ def prove(
     save: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Runs a proof, prints its findings, and exits with its exit code."""
+    from ulysses_cli.host.operator_builds import watch_builds
     from ulysses_cli.launch import launcher, preflight
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, proofs
@@ -79,9 +81,9 @@ def prove(
         "options": options,
     }
     environ = launcher.make_environment(os.environ, device, 1)
-    if command != "doctor":  # doctor reports them
-        launcher.clear_build_locks(environ)
-    findings, code = _run_child(task, environ)
+    is_report = command == "doctor"  # it reports locks that nobody holds, and removes none
+    with nullcontext() if is_report else watch_builds(environ, printing.print_message):
+        findings, code = _run_child(task, environ)
     if not findings:
         printing.print_message(f"{command} ended without a result, with exit code {code}")
         raise typer.Exit(code if code > 0 else FAILED)

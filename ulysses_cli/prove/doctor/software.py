@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from ulysses_cli.host.operator_builds import HINT, find_write_problem, get_builds_folder, list_dead_locks
+from ulysses_cli.host.operator_builds import FOLDER, HINT, find_write_problem, get_builds_folder, list_dead_locks
 from ulysses_cli.plan.files.weight_files import find_weight_problem
 from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding
 from ulysses_cli.prove.ranks.ranks import RankFailureError, run_on_ranks
@@ -124,7 +125,8 @@ def check_operators(target: CheckTarget) -> Iterator[Finding]:
         if built:
             yield Finding(name, "PASS", f"built: {built[0]}")
         elif builder.is_compatible(verbose=False):
-            build = f'python -c "from deepspeed.ops.op_builder import {builder_name} as it; it().load()"'
+            where = f"{FOLDER}={shlex.quote(str(get_builds_folder(os.environ)))}"
+            build = f'{where} python -c "from deepspeed.ops.op_builder import {builder_name} as it; it().load()"'
             text = f"not built; its first use builds it ({use}); to build it now: {build}"
             yield Finding(name, "PASS" if is_needed else "SKIP", text)
         else:
