@@ -23,7 +23,7 @@ from support.levers import (
     measure_difference,
     run_alone,
 )
-from support.tiers import count_examples, sample
+from support.tiers import count_examples, sample, sample_every
 from torch import Tensor, nn
 
 from ulysses_cli.train.attention.documents import make_documents
@@ -163,7 +163,7 @@ def test_work_is_done_once(kind: str, mode: str, tiles: int | None, attention: i
     assert counted.tokens == [mlps * sum(LENGTHS)] * num_layers
 
 
-@pytest.mark.parametrize("kind", ATTENTION_ONLY)
+@pytest.mark.parametrize("kind", sample_every(8, ATTENTION_ONLY))
 def test_every_family_has_an_mlp_in_each_layer(kind: str) -> None:
     from transformers import AutoModelForCausalLM
 

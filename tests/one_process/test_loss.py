@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.families import ATTENTION_ONLY, OWN_VALUES, make_model
+from support.tiers import sample_every
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,7 +16,7 @@ from ulysses_cli.train.loss import HeadRule, PlainLoss, apply_rule
 CHANGES = {"gemma2": {"final_logit_softcapping": 0.5}, "granite": {"logits_scaling": 3.0}}
 
 
-@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
+@pytest.mark.parametrize("model_type", sample_every(8, ATTENTION_ONLY))
 def test_the_head_gives_every_familys_own_logits(model_type: str) -> None:
     assert set(OWN_VALUES) <= set(FAMILIES)
     model = make_model(model_type, "eager", **CHANGES.get(model_type, {})).eval()

@@ -18,6 +18,11 @@ def sample(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     return [value if value in quick else _mark(value, pytest.mark.check) for value in values]
 
 
+def sample_every(step: int, values: Iterable[Any]) -> list[Any]:
+    """Returns parameters of a test: each `step`-th value for every run, the others from `make check` on."""
+    return [value if not index % step else _mark(value, pytest.mark.check) for index, value in enumerate(values)]
+
+
 def mark_by(is_quick: bool, is_checked: bool) -> Any:
     """Returns a parameter's `marks`."""
     return () if is_quick else pytest.mark.check if is_checked else pytest.mark.full

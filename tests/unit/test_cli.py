@@ -10,6 +10,7 @@ import pytest
 from support.commands import run, run_process
 from support.paths import RECIPES, ROOT, TINY_RECIPE
 from support.recipes import VALID
+from support.tiers import sample_every
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import COMMANDS, app
@@ -127,16 +128,19 @@ def test_the_schema_is_printed() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("--help",),
-        ("--version",),
-        ("validate-config", TINY),
-        ("recipes", "list"),
-        ("estimate-memory", TINY),
-        ("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "64Ki", "--gpus", "h100-80gb:8"),
-    ],
+    sample_every(
+        4,
+        [
+            ["--help"],
+            ["--version"],
+            ["validate-config", TINY],
+            ["recipes", "list"],
+            ["estimate-memory", TINY],
+            ["plan", "--model", "Qwen/Qwen3-8B", "--max-length", "64Ki", "--gpus", "h100-80gb:8"],
+        ],
+    ),
 )
-def test_the_light_half_imports_nothing_heavy(words: tuple[str, ...]) -> None:
+def test_the_light_half_imports_nothing_heavy(words: list[str]) -> None:
     code = (
         "import sys; from ulysses_cli.cli import run\n"
         f"sys.argv = ['ulysses', *{list(words)!r}]\n"

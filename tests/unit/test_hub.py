@@ -11,6 +11,7 @@ from threading import Thread
 
 import pytest
 from support.recipes import LLAMA, load
+from support.tiers import sample_every
 from typer.testing import CliRunner
 
 from ulysses_cli import hub
@@ -172,12 +173,15 @@ def validate_online(address: str, name: str, tmp_path: Path) -> subprocess.Compl
 
 @pytest.mark.parametrize(
     ("name", "code", "words"),
-    [
-        ("owner/fine", 0, "shape from the hub"),
-        ("owner/gated", 2, "owner/gated is gated: the hub requires an account that accepted its licence"),
-        ("owner/missing", 2, "the hub has no model owner/missing"),
-        ("owner/empty", 2, "owner/empty has no config.json"),
-    ],
+    sample_every(
+        4,
+        [
+            ("owner/fine", 0, "shape from the hub"),
+            ("owner/gated", 2, "owner/gated is gated: the hub requires an account that accepted its licence"),
+            ("owner/missing", 2, "the hub has no model owner/missing"),
+            ("owner/empty", 2, "owner/empty has no config.json"),
+        ],
+    ),
 )
 def test_the_hub_is_asked_on_request(hub_address: str, tmp_path: Path, name: str, code: int, words: str) -> None:
     done = validate_online(hub_address, name, tmp_path)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from click.testing import Result
 from support.paths import ROOT
+from support.tiers import sample_every
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
@@ -56,6 +57,7 @@ def test_a_job_names_machines_and_secrets_but_holds_none() -> None:
     assert len(name_job("x" * 99)) <= 40
 
 
+@pytest.mark.check
 def test_kubeflows_own_models_read_every_key() -> None:
     """The models drop unknown keys, so what they write must equal what they read."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
@@ -188,11 +190,14 @@ def test_the_image_is_clean() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["slurm", "--hours", "12"],
-        ["k8s", "--image", "me/u:1", "--claim", "data"],
-        ["sky", "--image", "me/u:1", "--bucket", "s3://mine"],
-    ],
+    sample_every(
+        3,
+        [
+            ["slurm", "--hours", "12"],
+            ["k8s", "--image", "me/u:1", "--claim", "data"],
+            ["sky", "--image", "me/u:1", "--bucket", "s3://mine"],
+        ],
+    ),
 )
 def test_the_command(tmp_path: Path, words: list[str]) -> None:
     recipe = tmp_path / "my.yaml"

@@ -59,7 +59,7 @@ def test_draws_cover_every_family_and_every_lever() -> None:
             "estimate-random-424242.json",
             "estimate-random-20261201.json",
         ],
-        quick=["estimate-random-424242.json"],
+        quick=[],
     ),
 )
 def test_the_formula_agrees_with_saved_traces(name: str) -> None:

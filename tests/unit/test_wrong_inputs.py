@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import TINY_RECIPE
+from support.tiers import sample_every
 from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
@@ -124,11 +125,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [
-        *((f"validate-config {recipe}", message) for recipe, message in RECIPES),
-        *((f"validate-config t.yaml {setting}", message) for setting, message in SETTINGS),
-        *COMMANDS,
-    ],
+    sample_every(
+        4,
+        [
+            *((f"validate-config {recipe}", message) for recipe, message in RECIPES),
+            *((f"validate-config t.yaml {setting}", message) for setting, message in SETTINGS),
+            *COMMANDS,
+        ],
+    ),
 )
 def test_a_wrong_input_is_reported(line: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
