@@ -126,7 +126,7 @@ def test_a_killed_rank_in_every_phase(runs: Runs, event: str, who: str) -> None:
 @pytest.mark.parametrize(
     ("who", "event"),
     [
-        pytest.param("agent", "mid-step", marks=pytest.mark.full),
+        pytest.param("agent", "mid-step", marks=pytest.mark.check),
         *(pytest.param("agent", event, marks=pytest.mark.full) for event in PHASES if event != "mid-step"),
         *(pytest.param("command", event, marks=pytest.mark.full) for event in PHASES if event != "evaluation"),
         pytest.param("command", "evaluation", marks=pytest.mark.full),
