@@ -135,8 +135,8 @@ def sends_head(job: Job) -> bool:
 def compute_retained_gradients(job: Job, num_sent: int) -> int:
     """Of the gradients made by the time `num_sent` elements were sent, each that is larger than the bucket has memory
     of its own, and some keep it to the end of the backward (reduce_ipg_grads). ZeRO-1 clears no gradient: those of
-    which this rank has a part are copied to its share, all others stay. ZeRO-2 clears those of other ranks; with the flat
-    buffer this rank's are freed only at the end (copy_grads_in_partition). A tied head's is made last."""
+    which this rank has a part are copied to its share, all others stay. ZeRO-2 clears those of other ranks; with the
+    flat buffer this rank's are freed only at the end (copy_grads_in_partition). A tied head's is made last."""
     retained = (weight for weight in _list_retained(job) if weight.num_before < num_sent)
     return job.dtype_bytes * sum(weight.num_elements for weight in retained)
 
