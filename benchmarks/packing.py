@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from ulysses_cli.plan.packing import RowCost, cut_documents, locate_row, pack_documents, share_rows
+from ulysses_cli.plan.rows.packing import RowCost, cut_documents, locate_row, pack_documents, share_rows
 
 ROW_TOKENS = 131072
 # Llama-3.1-8B: about 2 x 8e9 x 3 FLOPs per token, and 32 layers x 4096 x 2 x 2 x 3 FLOPs per pair of tokens.

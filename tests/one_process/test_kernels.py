@@ -145,7 +145,7 @@ def test_shapes_are_known_without_data() -> None:
     with FakeTensorMode():
         q, k = torch.empty(10, 4, 8, requires_grad=False), torch.empty(10, 2, 8)
         bounds = torch.empty(2, dtype=torch.int32)
-        row = (bounds, (10,), "sdpa", 0.3, None, None)
+        row = (bounds, (10,), bounds, (10,), "sdpa", 0.3, None, None)
         out, lse = operators.attend(q, k, k, None, *row)
         grads = operators.attend_backward(out, q, k, k, out, lse, *row)
     assert (out.shape, lse.shape, lse.dtype) == ((10, 4, 8), (4, 10), torch.float32)
@@ -236,7 +236,8 @@ def test_the_operators_keep_torchs_rules() -> None:
     """Fake operators agree with the real ones in shape, dtype and strides; no tensor is aliased or changed in place."""
     q, k = torch.randn(16, 4, 8), torch.randn(16, 2, 8)
     joined = torch.randn(16, 8, 8)
-    row = (torch.tensor([0, 9, 16], dtype=torch.int32), [9, 7], "sdpa", 0.3, None, None)
+    bounds = torch.tensor([0, 9, 16], dtype=torch.int32)
+    row = (bounds, [9, 7], bounds, [9, 7], "sdpa", 0.3, None, None)
     for sinks in (None, torch.randn(4)):
         library.opcheck(torch.ops.ulysses.attend, (q, k, k, sinks, *row))
         library.opcheck(torch.ops.ulysses.attend, (joined[:, :4], joined[:, 4:6], joined[:, 6:], sinks, *row))

@@ -44,8 +44,6 @@ ORDER: dict[str, list[str]] = {
     "plan": [
         *(
             "exit_codes",
-            "bins",
-            "packing",
             "problem",
             "layout",
             "nouns",
@@ -53,6 +51,7 @@ ORDER: dict[str, list[str]] = {
             "hardware",
             "models",
             "flops",
+            "rows",
             "levers",
             "secrets",
         ),

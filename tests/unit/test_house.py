@@ -28,7 +28,7 @@ from support.house import (
 )
 
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc", "manager", "base", "core"}
-STDLIB_ONLY = {"plan/packing", "plan/bins", "plan/layout", "plan/problem"}
+STDLIB_ONLY = {"plan/rows/packing", "plan/rows/bins", "plan/layout", "plan/problem"}
 SPEAKS_TO_THE_WORLD = {"typer", "rich", "huggingface_hub", "requests", "urllib", "socket"}
 # Inside train/, the stages of a rank and train/assembly see a Recipe. The rest takes plain arguments.
 SEE_A_RECIPE = ("train/assembly", "train/inputs", "train/worker", "train/__main__", "train/export/job")

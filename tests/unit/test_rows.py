@@ -17,8 +17,8 @@ from support.tiers import count_examples
 
 from ulysses_cli.data.problems import DataError
 from ulysses_cli.data.rows import PackedRows, open_rows
-from ulysses_cli.plan.packing import locate_row, share_rows
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.plan.rows.packing import locate_row, share_rows
 
 TOKENS = st.lists(st.integers(0, 999), min_size=2, max_size=40)
 SOURCE = st.lists(TOKENS, min_size=1, max_size=12)

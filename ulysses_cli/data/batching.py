@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ulysses_cli.data.steps import Batching
 from ulysses_cli.plan.flops import compute_model_flops, compute_pair_flops
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.packing import RowCost
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import Resolved
+from ulysses_cli.plan.rows.order import Ring
+from ulysses_cli.plan.rows.packing import RowCost
 
 
 def make_batching(recipe: Recipe, shape: ModelShape, resolved: Resolved) -> Batching:
@@ -20,6 +23,7 @@ def make_batching(recipe: Recipe, shape: ModelShape, resolved: Resolved) -> Batc
         seed=recipe.run.seed,
         work=make_work(shape),
         fixed_row_tokens=None if recipe.parallel.sp_seq_length_is_variable else resolved.row_tokens,
+        ring=make_ring(shape, resolved),
     )
 
 
@@ -32,7 +36,14 @@ def make_eval_batching(shape: ModelShape, resolved: Resolved) -> Batching:
         pad_multiple=resolved.pad_to_multiple_of,
         work=make_work(shape),
         is_shuffled=False,
+        ring=make_ring(shape, resolved),
     )
+
+
+def make_ring(shape: ModelShape, resolved: Resolved) -> Ring:
+    """How rows are dealt to the ranks of their group, by the work of the model's layers."""
+    windows = Counter(layer.window_tokens for layer in shape.layers)
+    return Ring(resolved.layout.ring_size, tuple(sorted(windows.items(), key=lambda item: item[0] or 0)))
 
 
 def make_work(shape: ModelShape) -> RowCost:

@@ -18,9 +18,9 @@ from ulysses_cli.data.packer import WORK
 from ulysses_cli.data.rows import PackedRows
 from ulysses_cli.data.store import TARGET, TokenStore
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.packing import Piece, cut_documents, locate_row, pack_alone, pack_documents, share_rows
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
+from ulysses_cli.plan.rows.packing import Piece, cut_documents, locate_row, pack_alone, pack_documents, share_rows
 from ulysses_cli.plan.secrets import collect_secrets, mask_document
 
 SAMPLED_DOCUMENTS = 20_000

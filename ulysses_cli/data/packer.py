@@ -1,7 +1,7 @@
 """Packs the documents of token stores into rows on disk, and counts every document and token that was cut, dropped or
 skipped.
 
-selection.py and plan/packing.py decide. Reads target flags, never token ids.
+selection.py and plan/rows/packing.py decide. Reads target flags, never token ids.
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from ulysses_cli.data.rows import Split, save_rows
 from ulysses_cli.data.selection import select_documents
 from ulysses_cli.data.store import TARGET, TokenStore
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.packing import Piece, RowCost, RowPieces, cut_documents, pack_alone, pack_documents, pack_stream
 from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.rows.packing import (
+    Piece,
+    RowCost,
+    RowPieces,
+    cut_documents,
+    pack_alone,
+    pack_documents,
+    pack_stream,
+)
 
 # Attention's share of the work at a hidden size of 4096 (per pair 12 x layers x hidden FLOPs, per token
 # 72 x layers x hidden^2). Fixed for all models, so that rows depend on the seed and the data alone.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ulysses_cli.data.steps import IGNORE_INDEX
 from ulysses_cli.data.store import TARGET, TokenStore
 from ulysses_cli.data.transaction import find_damage, read_manifest
-from ulysses_cli.plan.packing import Piece, RowPieces
+from ulysses_cli.plan.rows.packing import Piece, RowPieces
 
 Split = Literal["train", "eval"]
 

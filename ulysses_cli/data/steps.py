@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ulysses_cli.plan.packing import RowCost, locate_row, share_rows
+from ulysses_cli.plan.rows.order import ALONE, Order, Ring, cut_runs, deal_row, deal_rows
+from ulysses_cli.plan.rows.packing import RowCost, locate_row, share_rows
 
 IGNORE_INDEX = -100  # label of a position without a target, as in torch's cross_entropy
 NO_ROW = -1  # in StepPlan.shares: a row of padding, which has no label
@@ -48,6 +49,7 @@ class StepPlan:
     num_tokens: int
     shares: tuple[tuple[tuple[int, ...], ...], ...]
     row_tokens: tuple[tuple[int, ...], ...]
+    ring: Ring = ALONE
 
     @property
     def num_micro_steps(self) -> int:
@@ -64,18 +66,21 @@ class StepPlan:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """This rank's slice of the rows of one micro-step. `lengths` are the documents of the whole rows, with padding."""
+    """This rank's share of the rows of one micro-step. `lengths` are the documents of the whole rows, with padding;
+    `order` says which of their tokens each rank of the ring holds."""
 
     input_ids: Numbers  # [B, local tokens]
     labels: Numbers
     positions: Numbers
     lengths: tuple[int, ...]
     rows: tuple[int, ...]
+    order: Order = ()
 
 
 @dataclass(frozen=True)
 class Batching:
-    """The settings that turn rows into steps. `work` is the cost by which rows are shared among groups."""
+    """The settings that turn rows into steps. `work` is the cost by which rows are shared among groups, `ring` how a
+    row is dealt to the ranks of its group."""
 
     dp_size: int
     rows_per_micro_step: int
@@ -85,6 +90,7 @@ class Batching:
     work: RowCost = field(default_factory=RowCost)
     fixed_row_tokens: int | None = None
     is_shuffled: bool = True
+    ring: Ring = ALONE
 
     @property
     def rows_per_step(self) -> int:
@@ -133,6 +139,7 @@ def _make_plan(rows: Rows, batching: Batching, position: int, ids: tuple[int, ..
         num_tokens=sum(map(sum, lengths)),
         shares=tuple(shares),
         row_tokens=tuple(padded),
+        ring=batching.ring,
     )
 
 
@@ -148,20 +155,28 @@ def _pad_tokens(batching: Batching, rows: Sequence[Sequence[int]]) -> int:
 
 
 def read_micro_batch(rows: Rows, plan: StepPlan, group: int, micro_step: int, sp_rank: int, sp_size: int) -> MicroBatch:
-    """Reads this rank's slice of a micro-step's rows, and no other part of them."""
+    """Reads this rank's share of a micro-step's rows, and no other part of them."""
     total = plan.row_tokens[group][micro_step]
     local = total // sp_size
     members = plan.shares[group][micro_step]
     shape = (len(members), local)
     ids, labels, positions = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX), np.zeros(shape, np.int64)
+    ring_rank, inner_rank = divmod(sp_rank, sp_size // plan.ring.size)
     documents: list[int] = []
     for at, member in enumerate(members):
         lengths = plan.lengths[member] if member != NO_ROW else ()
-        documents += [*lengths, *([total - sum(lengths)] if total > sum(lengths) else [])]  # padding is a document
-        if member == NO_ROW:
-            positions[at] = np.arange(sp_rank * local, (sp_rank + 1) * local)
-            continue
-        part = rows.read(plan.rows[member], sp_rank * local, (sp_rank + 1) * local)
-        ids[at], labels[at], positions[at] = part.input_ids, part.labels, part.positions
+        lengths += (total - sum(lengths),) if total > sum(lengths) else ()  # padding is a document
+        documents += lengths
+        place = 0
+        dealt = deal_row(lengths, plan.ring)[ring_rank]
+        for start, stop in cut_runs(dealt, inner_rank * local, (inner_rank + 1) * local):
+            here = np.s_[at, place : place + stop - start]
+            place += stop - start
+            if member == NO_ROW:
+                positions[here] = np.arange(start, stop)
+                continue
+            part = rows.read(plan.rows[member], start, stop)
+            ids[here], labels[here], positions[here] = part.input_ids, part.labels, part.positions
     numbers = tuple(plan.rows[member] if member != NO_ROW else NO_ROW for member in members)
-    return MicroBatch(ids, labels, positions, tuple(documents), numbers)
+    order = deal_rows(documents, len(members), plan.ring)
+    return MicroBatch(ids, labels, positions, tuple(documents), numbers, order)

@@ -25,9 +25,12 @@ class Need:
     has_softcap: bool = False
     has_sinks: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    has_more_keys: bool = False  # queries are the last of more keys, as on a ring
 
 
-def list_needs(shape: ModelShape, dtype: Literal["bfloat16", "float32"]) -> dict[Need, tuple[AttentionMixer, ...]]:
+def list_needs(
+    shape: ModelShape, dtype: Literal["bfloat16", "float32"], *, has_more_keys: bool = False
+) -> dict[Need, tuple[AttentionMixer, ...]]:
     """What each kind of attention in a model needs, with its layers. Kinds differ in the width of their heads, where
     values that are narrower than keys count as wide as keys."""
     by_width: dict[int, list[AttentionMixer]] = {}
@@ -40,6 +43,7 @@ def list_needs(shape: ModelShape, dtype: Literal["bfloat16", "float32"]) -> dict
             has_softcap=shape.attention_softcap is not None,
             has_sinks=any(mixer.has_sinks for mixer in mixers),
             dtype=dtype,
+            has_more_keys=has_more_keys,
         ): tuple(mixers)
         for width, mixers in (by_width or {shape.head_dim: []}).items()
     }
@@ -63,6 +67,7 @@ class BackEnd:
     has_softcap: bool = True
     has_sinks: bool = True
     takes_float32: bool = False
+    takes_more_keys: bool = True
 
     def find_obstacle(self, need: Need, device: Device, capability: Capability | None = None) -> str:
         """Why this back end cannot compute it, or ''. `capability`: None where it is not known, and for AMD's GPUs."""
@@ -82,6 +87,8 @@ class BackEnd:
             return "has no attention sinks, which this model uses"
         if need.dtype == "float32" and not self.takes_float32:
             return "computes in bfloat16 only, the recipe asks for float32"
+        if need.has_more_keys and not self.takes_more_keys:
+            return "takes as many keys as queries, and the ranks of a ring (parallel.ring_size) have more keys"
         return ""
 
     def serves(self, capability: Capability) -> bool:
@@ -127,7 +134,11 @@ BACK_ENDS: dict[str, BackEnd] = {
     "flash_attention_2": BackEnd("FlashAttention-2, Ampere and newer", made_for=(8,)),
     "torch_varlen": BackEnd("torch's own variable-length flash attention", has_softcap=False),
     "cudnn": BackEnd(
-        "cuDNN through torch, one document at a time", max_head_dim=128, has_window=False, has_softcap=False
+        "cuDNN through torch, one document at a time",
+        max_head_dim=128,
+        has_window=False,
+        has_softcap=False,
+        takes_more_keys=False,  # torch passes a causal mask from the top left: pytorch#193630
     ),
     "flex_attention": BackEnd("torch's compiled flex attention", speed_class=2, max_head_dim=512, head_dim_multiple=16),
     "sdpa": BackEnd(

@@ -1,6 +1,6 @@
-"""world = dp_replicate x dp_shard x sp: each rank's coordinates, and which ranks form a group.
+"""world = dp_replicate x dp_shard x sp, and sp = ring x ulysses: each rank's coordinates, and which ranks form a group.
 
-Pure integers. Ranks of one sp group are neighbours, so that the exchange stays on the fastest link; replicas are
+Pure integers. Ranks that exchange heads are neighbours, so that the exchange stays on the fastest link; replicas are
 farthest apart. Makes no process groups.
 """
 
@@ -24,20 +24,29 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the three axes. Rank = (dp_replicate x dp_shard_size + dp_shard) x sp_size + sp."""
+    """Sizes of the axes. Rank = (dp_replicate x dp_shard_size + dp_shard) x sp_size + sp. Inside an sp group, sp = ring
+    x ulysses_size + ulysses: a ring holds shares of the row's queries, and the ranks of a share exchange heads."""
 
     dp_replicate_size: int = 1
     dp_shard_size: int = 1
     sp_size: int = 1
+    ring_size: int = 1
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
             if size < 1:
                 raise ValueError(f"{name} is {size}; every axis has at least one rank")
+        if self.sp_size % self.ring_size:
+            raise ValueError(f"ring_size {self.ring_size} does not divide sp_size {self.sp_size}")
 
     @property
     def world_size(self) -> int:
         return self.dp_replicate_size * self.dp_shard_size * self.sp_size
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks that share the heads of the same tokens."""
+        return self.sp_size // self.ring_size
 
     @property
     def dp_size(self) -> int:
@@ -56,7 +65,8 @@ class Layout:
         return Coordinates(*divmod(outer, self.dp_shard_size), sp)
 
     def get_rank(self, at: Coordinates) -> int:
-        for name, index, size in zip(at._fields, at, vars(self).values(), strict=True):
+        sizes = (self.dp_replicate_size, self.dp_shard_size, self.sp_size)
+        for name, index, size in zip(at._fields, at, sizes, strict=True):
             if not 0 <= index < size:
                 raise ValueError(f"{name} {index} is outside an axis of {size}")
         return (at.dp_replicate * self.dp_shard_size + at.dp_shard) * self.sp_size + at.sp
@@ -74,6 +84,14 @@ class Layout:
         """The first `limit` of sp_groups, without making the others."""
         starts = range(0, min(self.dp_size, limit) * self.sp_size, self.sp_size)
         return tuple(tuple(range(start, start + self.sp_size)) for start in starts)
+
+    def list_ulysses_groups(self, sp_group: Group) -> list[Group]:
+        """Ranks of an sp group that exchange heads."""
+        return [sp_group[start : start + self.ulysses_size] for start in range(0, self.sp_size, self.ulysses_size)]
+
+    def list_ring_groups(self, sp_group: Group) -> list[Group]:
+        """Ranks of an sp group that hold the same heads of different tokens."""
+        return [sp_group[first :: self.ulysses_size] for first in range(self.ulysses_size)]
 
 
 @dataclass(frozen=True)

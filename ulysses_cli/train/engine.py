@@ -101,7 +101,7 @@ class Engine:
             tensor = torch.from_numpy(array)
             pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
             tensors[name] = pinned.to(self.device, non_blocking=True)
-        return {**tensors, "documents": make_documents(batch.lengths, self.device)}
+        return {**tensors, "documents": make_documents(batch.lengths, self.device, order=batch.order)}
 
 
 def release_gathered(wrapped: Any) -> None:

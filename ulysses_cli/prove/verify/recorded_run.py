@@ -21,6 +21,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import settle
+from ulysses_cli.plan.rows.order import Order, Ring, cut_runs, deal_row
 from ulysses_cli.prove.rows import ChangedRows
 from ulysses_cli.train.assembly.build import Built
 from ulysses_cli.train.assembly.run import RunLength, assemble_run
@@ -135,7 +136,18 @@ def _gather_losses(built: Built, groups: Groups, rows: Rows, batching: Batching,
     else:  # more or fewer losses than targets: kept as they are, so that the caller sees the wrong count
         local = losses.float().cpu()[None]
     parts = gather_values(local.flatten(), groups.host_group)
-    return torch.cat(parts[: axis.size])
+    return _restore_order(torch.cat(parts[: axis.size]), batch.order)
+
+
+def _restore_order(gathered: Tensor, order: Order) -> Tensor:
+    """Values of the ranks of an sp group, one after another, in the order of the row. Too many or too few stay as they
+    are."""
+    tokens = [token for runs in order for run in runs for token in range(*run)]
+    if len(gathered) != len(tokens):
+        return gathered
+    whole = torch.empty_like(gathered)
+    whole[tokens] = gathered
+    return whole
 
 
 def find_learned(rows: PackedRows, row: int) -> list[tuple[int, int, int]]:
@@ -188,17 +200,22 @@ def _probe_window(shape: ModelShape, groups: Groups, kernel: str, device: torch.
         torch.randn(1, local, heads, shape.head_dim, generator=generator).to(device)
         for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
-    documents, rule = make_documents([local * axis.size], device), Rule(shape.attention_scale, window)
+    lengths, rule = (local * axis.size,), Rule(shape.attention_scale, window)
+    order = deal_row(lengths, Ring(groups.ring_axis.size))
+    start = groups.ulysses_axis.rank * local
+    has_first = cut_runs(order[groups.ring_axis.rank], start, start + local)[0].start == 0
+    documents = make_documents(lengths, device, order=order)
     outs = []
     for change in (0.0, 1.0):
         key, value = k.clone(), v.clone()
-        if axis.rank == 0:
+        if has_first:
             key[:, 0] += change
             value[:, 0] += change
         with torch.no_grad():
-            outs.append(ulysses_attention(q, key, value, documents, rule, axis=axis, kernel=kernel))
+            axes: Any = {"axis": groups.ulysses_axis, "ring": groups.ring_axis}
+            outs.append(ulysses_attention(q, key, value, documents, rule, **axes, kernel=kernel))
     moved: Any = (outs[1] - outs[0]).abs().amax((0, 2, 3)).cpu()
-    row_moved = torch.cat(gather_values(moved, groups.host_group)[: axis.size])
+    row_moved = _restore_order(torch.cat(gather_values(moved, groups.host_group)[: axis.size]), order)
     return [
         Probe(
             f"the token before a window of {window}", row_moved[window:].max().item(), row_moved[:window].min().item()

@@ -77,7 +77,8 @@ def build(
     report(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
     stretch_positions(config, recipe, plan.resolved)
-    attention = register_attention(groups.sp_axis, kernel.by_head_dim or kernel.name, plan.levers.head_chunks)
+    kernels, chunks = kernel.by_head_dim or kernel.name, plan.levers.head_chunks
+    attention = register_attention(groups.ulysses_axis, kernels, chunks, ring=groups.ring_axis)
     model = _load_model(plan, groups, config, attention, device, ds_config, parts, report)
     serve_layers(model, plan, groups, device, report)
     serve_rotary(model, groups.sp_axis)

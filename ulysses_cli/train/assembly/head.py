@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from ulysses_cli.plan.rows.order import Ring, deal_row
 from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.loss import HeadRule, apply_rule
@@ -30,13 +31,14 @@ def read_head_rule(config: PretrainedConfig, z_loss_weight: float) -> HeadRule:
 def check_head(model: Any, rule: HeadRule, groups: Groups, device: torch.device) -> None:
     """Collective over all ranks. The loss computes logits from hidden states; they are compared with the model's own
     logits on a few tokens."""
-    axis = groups.sp_axis
+    axis, ring = groups.sp_axis, Ring(groups.ring_axis.size, windows=((1, 1),))  # equal work leaves tokens in order
     model.eval()
+    lengths = (PROBE_TOKENS * axis.size,)
     ids = torch.arange(PROBE_TOKENS, device=device)[None] % model.config.vocab_size
     inputs = {
         "input_ids": ids,
         "position_ids": torch.arange(PROBE_TOKENS, device=device)[None] + axis.rank * PROBE_TOKENS,
-        "documents": make_documents([PROBE_TOKENS * axis.size], device),
+        "documents": make_documents(lengths, device, order=deal_row(lengths, ring)),
         "use_cache": False,
     }
     expected = model(**inputs).logits.float()

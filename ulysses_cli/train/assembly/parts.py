@@ -59,13 +59,13 @@ def _choose_kernels(
 ) -> KernelChoice:
     """A kernel for each width of heads."""
     shape, recipe = plan.shape, plan.recipe
-    choices = {}
-    for need, mixers in list_needs(shape, recipe.model.dtype).items():
+    choices, has_more_keys = {}, groups.ring_axis.size > 1
+    for need, mixers in list_needs(shape, recipe.model.dtype, has_more_keys=has_more_keys).items():
         window = min(shape.windows) if need.has_window else None
         num_heads, num_kv_heads = (
             (mixers[0].num_heads, mixers[0].num_kv_heads) if mixers else (shape.num_heads, shape.num_kv_heads)
         )
-        heads = max(1, num_heads // groups.sp_axis.size // plan.levers.head_chunks)
+        heads = max(1, num_heads // groups.ulysses_axis.size // plan.levers.head_chunks)
         kv_heads = max(1, heads * num_kv_heads // num_heads)
         search = KernelSearch(need, device, window, KernelWorkload(mix, heads, kv_heads), presence)
         choices[need.head_dim] = choose_kernel(recipe.model.attn_implementation, search, uses_cache=True)

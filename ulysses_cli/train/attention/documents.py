@@ -6,21 +6,30 @@ Bounds are data: they are never derived from positions, and reading them never w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 
+from ulysses_cli.plan.rows.order import KeyPlan, Order, TokenRun, count_tokens, cut_runs, plan_keys
+from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Lengths of the documents in the tokens of all ranks, on the host, and their bounds on the device.
+    """Lengths of documents, on the host, and their bounds on the device. A kernel gets two of each: a document's
+    queries are the last of its keys, usually all of them.
 
-    With several rows in a batch, the rows' documents follow each other: row 0's, then row 1's.
+    For a model's forward they are the documents of the tokens of all ranks, and `order` says which of these tokens each
+    rank of a ring holds. With several rows in a batch, the rows' documents follow each other: row 0's, then row 1's.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor  # int32 [num_documents + 1]
+    key_lengths: tuple[int, ...]
+    key_cu_seqlens: torch.Tensor
+    order: Order = ()  # empty: one rank holds all tokens
+    calls: dict[tuple[int | None, int], KernelCalls] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -30,6 +39,10 @@ class Documents:
     def max_tokens(self) -> int:
         return max(self.lengths)
 
+    @property
+    def max_key_tokens(self) -> int:
+        return max(self.key_lengths)
+
     def check_num_tokens(self, batch: int, tokens: int, num_ranks: int) -> None:
         """Documents must fill the rows that the ranks hold together, `batch` of `tokens` on each."""
         if self.num_tokens != batch * tokens * num_ranks:
@@ -38,23 +51,90 @@ class Documents:
                 f"{batch * tokens * num_ranks}"
             )
 
-    def walk(self) -> Iterator[tuple[int, int]]:
-        """Yields (first token, one past the last) of each document."""
-        return walk_bounds(self.lengths)
+    def walk(self) -> Iterator[tuple[slice, slice]]:
+        """Yields each document's queries and keys."""
+        for queries, keys in zip(walk_bounds(self.lengths), walk_bounds(self.key_lengths), strict=True):
+            yield slice(*queries), slice(*keys)
+
+    def list_local_lengths(self, batch: int, tokens: int, axis: SequenceAxis) -> torch.Tensor:
+        """The length of the document of each token of this rank, [B, S] on the host."""
+        self.check_num_tokens(batch, tokens, axis.size)
+        counts = torch.tensor(self.lengths)
+        rows, order = counts.repeat_interleave(counts), self.order or ((TokenRun(0, self.num_tokens),),)
+        ring_rank, inner_rank = divmod(axis.rank, axis.size // len(order))
+        share = self.num_tokens // len(order) // batch
+        parts = []
+        for row in range(batch):
+            first = row * share + inner_rank * tokens
+            parts += [rows[start:stop] for start, stop in cut_runs(order[ring_rank], first, first + tokens)]
+        return torch.cat(parts).view(batch, tokens)
+
+    def plan_calls(self, window_tokens: int | None, ring: SequenceAxis) -> KernelCalls:
+        """Which keys this rank needs under a window, and its kernel calls. Made once per row and window."""
+        key = (window_tokens, ring.rank)
+        if key not in self.calls:
+            self.calls[key] = self._make_calls(window_tokens, ring)
+        return self.calls[key]
+
+    def _make_calls(self, window_tokens: int | None, ring: SequenceAxis) -> KernelCalls:
+        order = self.order or ((TokenRun(0, self.num_tokens),),)
+        if len(order) != ring.size:
+            raise ValueError(f"the rows are dealt to {len(order)} ranks of a ring of {ring.size}")
+        if ring.size == 1:
+            whole = slice(0, self.num_tokens)
+            return KernelCalls(None, (KernelCall(whole, whole, self),))
+        if len({count_tokens(runs) for runs in order}) > 1:
+            raise ValueError("the ranks of a ring hold different numbers of tokens")
+        plan, device = plan_keys(self.lengths, order, window_tokens, ring.rank), self.cu_seqlens.device
+        parts = tuple(
+            KernelCall(slice(*part.queries), slice(*part.keys), make_documents(part.lengths, device, part.key_lengths))
+            for part in plan.parts
+        )
+        return KernelCalls(plan, parts)
 
 
-def make_documents(lengths: Sequence[int], device: torch.device | str = "cpu") -> Documents:
+@dataclass(frozen=True, eq=False)
+class KernelCall:
+    """One call of a kernel: slices of this rank's queries and of its keys, and the documents in them."""
+
+    queries: slice
+    keys: slice
+    documents: Documents
+
+
+@dataclass(frozen=True, eq=False)
+class KernelCalls:
+    """The kernel calls of a rank for a layer. `plan`: the keys that ranks of its ring trade; None on a ring of one."""
+
+    plan: KeyPlan | None
+    parts: tuple[KernelCall, ...]
+
+
+def make_documents(
+    lengths: Sequence[int],
+    device: torch.device | str = "cpu",
+    key_lengths: Sequence[int] | None = None,
+    order: Order = (),
+) -> Documents:
     """Makes documents of these lengths, one after another. Padding is a document of its own."""
     if not lengths or min(lengths) < 1:
         raise ValueError(f"document lengths must be positive, not {list(lengths)}")
+    bounds = _make_bounds(lengths, device)
+    if key_lengths is None or tuple(key_lengths) == tuple(lengths):
+        return Documents(tuple(lengths), bounds, tuple(lengths), bounds, order)
+    return Documents(tuple(lengths), bounds, tuple(key_lengths), _make_bounds(key_lengths, device), order)
+
+
+def _make_bounds(lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:
     bounds = [0, *accumulate(lengths)]
     if bounds[-1] >= 2**31:
         raise ValueError(f"{bounds[-1]} tokens in one call: bounds are 32-bit integers")
     pinned = torch.tensor(bounds, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
-    return Documents(tuple(lengths), pinned.to(device, non_blocking=True))
+    return pinned.to(device, non_blocking=True)
 
 
 def walk_bounds(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields (first token, one past the last) of each document."""
     end = 0
     for length in lengths:
         yield end, end + length

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.attention.kernels.rule import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis
 
 _numbers = itertools.count()
 # Arguments of transformers' layers that this attention computes anyway, or that do not concern it.
@@ -38,7 +38,9 @@ class CachedAttention(Protocol):
         """Collective over the cache's axis."""
 
 
-def register_attention(axis: SequenceAxis, kernel: str | Mapping[int, str], num_head_chunks: int = 1) -> str:
+def register_attention(
+    axis: SequenceAxis, kernel: str | Mapping[int, str], num_head_chunks: int = 1, *, ring: SequenceAxis = NO_AXIS
+) -> str:
     """Registers an attention implementation. Returns its name, for `attn_implementation`. Each call registers another,
     so that one process can hold models of different groups. Heads are read from the tensors."""
 
@@ -78,7 +80,7 @@ def register_attention(axis: SequenceAxis, kernel: str | Mapping[int, str], num_
         if generation is not None:
             return generation.attend(q, k, v, rule, s_aux, name, num_head_chunks), None
         out = ulysses_attention(
-            q, k, v, documents, rule, axis=axis, kernel=name, sinks=s_aux, num_head_chunks=num_head_chunks
+            q, k, v, documents, rule, axis=axis, ring=ring, kernel=name, sinks=s_aux, num_head_chunks=num_head_chunks
         )
         return out, None
 

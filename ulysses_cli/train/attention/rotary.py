@@ -84,10 +84,7 @@ class _DocumentRotary:
         if self.documents is None:
             raise ValueError("rotary frequencies follow a document's length, and the model's forward got no documents")
         batch, tokens = position_ids.shape[-2:]
-        self.documents.check_num_tokens(batch, tokens, self.axis.size)
-        counts = torch.tensor(self.documents.lengths)
-        rows = counts.repeat_interleave(counts).view(batch, -1)
-        return rows[:, self.axis.rank * tokens : (self.axis.rank + 1) * tokens]
+        return self.documents.list_local_lengths(batch, tokens, self.axis)
 
     def _list_classes(self, lengths: Tensor, rope_type: str, layer_type: str | None) -> Iterator[tuple[int, Tensor]]:
         """Lengths with frequencies of their own, and which tokens have them. Up to the original length all are alike;

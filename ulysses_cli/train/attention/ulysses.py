@@ -1,6 +1,7 @@
 """Ulysses attention: one all-to-all trades each rank's slice of the row for a subset of the heads, a second trades the
-result back. The backward has two more, or three where slices were saved and are exchanged again. Values are those of
-one rank; a key/value head that several ranks use gets the sum of their gradients.
+result back. The backward has two more, or three where slices were saved and are exchanged again. On a ring, ranks hold
+shares of the row's queries, and one more all-to-all each way trades the keys that these need. Values are those of one
+rank; a key/value head that several ranks use gets the sum of their gradients.
 
 Takes tensors and an axis, no recipe and no model. Keeps no state between calls.
 """
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.attention.documents import Documents, KernelCall, KernelCalls
 from ulysses_cli.train.attention.exchange import exchange_in, exchange_out
 from ulysses_cli.train.attention.heads import Chunk, HeadPlan, Span, plan_heads
-from ulysses_cli.train.attention.kernels.operators import attend, compute_sink_gradient, run_backward
+from ulysses_cli.train.attention.kernels.operators import attend, compute_sink_gradient, list_options, run_backward
 from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.keys import fetch_keys, return_gradients
 from ulysses_cli.train.memory.saved_results import is_saving_results, save_for_recompute
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis
 
 
 @torch.compiler.disable
@@ -33,15 +35,17 @@ def ulysses_attention(
     rule: Rule,
     *,
     axis: SequenceAxis,
+    ring: SequenceAxis = NO_AXIS,
     kernel: str,
     sinks: Tensor | None = None,
     num_head_chunks: int = 1,
 ) -> Tensor:
-    """Exact causal attention inside documents of rows that are split over the ranks of `axis`.
+    """Exact causal attention inside documents of rows that are split over the ranks of `axis`, or of both axes.
 
     Takes q [B, S, heads, D], k [B, S, kv_heads, D] and v [B, S, kv_heads, V], any strides; returns [B, S, heads, V].
-    `documents` describes the whole rows. Collective over the axis, with the same shapes on all its ranks: each call is
-    two all-to-alls, or three where V is not D.
+    `documents` describes the whole rows, and their order on a ring. Collective over both axes, with the same shapes on
+    all their ranks: each call is two all-to-alls of the axis, or three where V is not D, and one of the ring where its
+    ranks need keys of each other.
     """
     batch, tokens, heads, dim = q.shape
     for name, tensor, width in (("k", k, dim), ("v", v, v.size(3))):
@@ -50,9 +54,11 @@ def ulysses_attention(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}; with q {q.dtype} {list(q.shape)} it must be {q.dtype} "
                 f"{[batch, tokens, k.size(2), width]}"
             )
-    documents.check_num_tokens(batch, tokens, axis.size)
+    documents.check_num_tokens(batch, tokens, axis.size * ring.size)
     plan = plan_heads(heads, k.size(2), axis.size, num_head_chunks)
-    out: Tensor = _Attention.apply(q, k, v, sinks, _Call(documents, rule, axis, kernel, plan, is_saving_results()))
+    calls = documents.plan_calls(rule.window_tokens, ring)
+    call = _Call(calls, rule, axis, ring, kernel, plan, is_saving_results())
+    out: Tensor = _Attention.apply(q, k, v, sinks, call)
     return out
 
 
@@ -60,16 +66,23 @@ def ulysses_attention(
 class _Call:
     """The arguments of a call besides its tensors."""
 
-    documents: Documents
+    kernel_calls: KernelCalls
     rule: Rule
     axis: SequenceAxis
+    ring: SequenceAxis
     kernel: str
     plan: HeadPlan
     saves_output: bool  # the layer is recomputed in the backward and gets the saved output
 
-    def list_options(self) -> tuple[Any, ...]:
-        documents, rule = self.documents, self.rule
-        return documents.cu_seqlens, documents.lengths, self.kernel, rule.scale, rule.window_tokens, rule.softcap
+    def fetch_keys(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's queries, and the keys and values that they attend to."""
+        q, k, v = rows
+        return [q, *fetch_keys(k, v, self.kernel_calls.plan, self.ring)]
+
+    def list_kernel_calls(self, chunk: Chunk) -> list[tuple[Span, Span, KernelCall]]:
+        """Runs of heads, and of tokens, that a kernel takes at once."""
+        runs = self.plan.list_runs(chunk, self.axis.rank)
+        return [(*run, part) for part in self.kernel_calls.parts for run in runs]
 
 
 class _Attention(torch.autograd.Function):
@@ -179,16 +192,24 @@ def _make_gradients(dout: Tensor, counts: Sequence[int], dim: int, *, adds: bool
 
 
 def _attend(rows: Sequence[Tensor], sinks: Tensor | None, chunk: Chunk, call: _Call) -> tuple[Tensor, Tensor]:
-    """Runs the kernel on whole rows and this rank's heads. Returns result [T, h, D] and log-sum-exp [h, T]."""
-    first = chunk.queries[call.axis.rank].start
-    outputs = []
-    for queries, keys in call.plan.list_runs(chunk, call.axis.rank):
-        q, k, v = _cut(rows, queries, keys)
+    """Runs the kernel on this rank's tokens and heads, with the keys of the whole row that these attend to. Returns
+    result [T, h, D] and log-sum-exp [h, T]."""
+    first, rows = chunk.queries[call.axis.rank].start, call.fetch_keys(rows)
+    calls = call.list_kernel_calls(chunk)
+    whole: tuple[Tensor, Tensor] | None = None
+    for queries, keys, part in calls:
+        q, k, v = _cut(rows, queries, keys, part)
         own_sinks = None if sinks is None else sinks[first + queries.start : first + queries.stop]
-        outputs.append(attend(q, k, v, own_sinks, *call.list_options()))
-    if len(outputs) == 1:
-        return outputs[0]
-    return torch.cat([result for result, _ in outputs], 1), torch.cat([lse for _, lse in outputs], 0)
+        result, lse = attend(q, k, v, own_sinks, *list_options(part.documents, call.kernel, call.rule))
+        if len(calls) == 1:
+            return result, lse
+        if whole is None:
+            tokens, heads, _ = rows[0].shape
+            whole = result.new_empty(tokens, heads, result.size(2)), lse.new_empty(heads, tokens)
+        whole[0][part.queries, slice(*queries)] = result
+        whole[1][slice(*queries), part.queries] = lse
+    assert whole is not None
+    return whole
 
 
 def _attend_backward(
@@ -200,15 +221,12 @@ def _attend_backward(
     chunk: Chunk,
     call: _Call,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Returns gradients of the rows' queries, keys and values, and of the sinks: zero but for this rank's heads."""
-    run_grads = []
-    for queries, keys in call.plan.list_runs(chunk, call.axis.rank):
-        own = slice(*queries)
-        parts = (drows[:, own], *_cut(rows, queries, keys), result[:, own], lse[own])
-        run_grads.append(run_backward(*parts, *call.list_options()))
-    grads = list(run_grads[0])
-    if len(run_grads) > 1:
-        grads = [torch.cat(parts, 1) for parts in zip(*run_grads, strict=True)]
+    """Returns gradients of the rows' queries, keys and values, and of the sinks: zero but for this rank's heads. Keys
+    of other ranks are fetched again, so that none is kept from the forward."""
+    fetched = call.fetch_keys(rows)
+    grads = _run_backward(fetched, drows, result, lse, chunk, call)
+    del fetched
+    grads[1:] = return_gradients(grads[1], grads[2], call.kernel_calls.plan, call.ring, drows.dtype)
     if sinks is None:
         return grads, None
     dsinks, heads = torch.zeros_like(sinks), slice(*chunk.queries[call.axis.rank])
@@ -216,6 +234,31 @@ def _attend_backward(
     return grads, dsinks
 
 
-def _cut(rows: Sequence[Tensor], queries: Span, keys: Span) -> tuple[Tensor, ...]:
+def _run_backward(
+    rows: Sequence[Tensor], drows: Tensor, result: Tensor, lse: Tensor, chunk: Chunk, call: _Call
+) -> list[Tensor]:
+    """Gradients of queries, and of all keys and values that they attend to. A key of several parts gets the sum of its
+    gradients: that of two is rounded once, more are summed in float32 or better. Each part uses the log-sum-exp of its
+    queries over all of their keys, so gradients of parts need no correction."""
+    calls, whole = call.list_kernel_calls(chunk), list[Tensor]()
+    for queries, keys, part in calls:
+        own = slice(*queries)
+        own_lse = lse[own, part.queries]
+        tensors = (drows[part.queries, own], *_cut(rows, queries, keys, part), result[part.queries, own])
+        lse_here = own_lse if len(calls) == 1 else own_lse.contiguous()
+        grads = run_backward(*tensors, lse_here, *list_options(part.documents, call.kernel, call.rule))
+        if len(calls) == 1:
+            return list(grads)
+        if not whole:
+            precise = torch.promote_types(drows.dtype, torch.float32)
+            precision = precise if len(call.kernel_calls.parts) > 2 else drows.dtype
+            whole = [torch.empty_like(rows[0]), *(torch.zeros_like(row, dtype=precision) for row in rows[1:])]
+        whole[0][part.queries, own] = grads[0]
+        for total, grad in zip(whole[1:], grads[1:], strict=True):
+            total[part.keys, slice(*keys)] += grad
+    return whole
+
+
+def _cut(rows: Sequence[Tensor], queries: Span, keys: Span, part: KernelCall) -> tuple[Tensor, ...]:
     q, k, v = rows
-    return q[:, slice(*queries)], k[:, slice(*keys)], v[:, slice(*keys)]
+    return q[part.queries, slice(*queries)], k[part.keys, slice(*keys)], v[part.keys, slice(*keys)]

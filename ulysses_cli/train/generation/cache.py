@@ -18,7 +18,7 @@ from torch import Tensor
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.attention.exchange import exchange_in, exchange_out
 from ulysses_cli.train.attention.heads import plan_heads
-from ulysses_cli.train.attention.kernels.operators import attend
+from ulysses_cli.train.attention.kernels.operators import attend, list_options
 from ulysses_cli.train.attention.kernels.rule import Rule
 from ulysses_cli.train.generation.attention import attend_to_own, attend_to_prefix, join_parts
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
@@ -136,7 +136,7 @@ class GenerationCache:
                 parts.append(
                     attend(
                         rows[0][:, slice(*heads)], *(row[:, slice(*groups)] for row in rows[1:]), own_sinks,
-                        documents.cu_seqlens, documents.lengths, kernel, rule.scale, rule.window_tokens, rule.softcap,
+                        *list_options(documents, kernel, rule),
                     )[0]
                 )  # fmt: skip
             del rows

@@ -6,13 +6,15 @@ shards over the whole world, sequence ranks included, and gets no other group: s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 
-from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.layout import Group, Layout
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis, make_sequence_axis
 
 NO_LIMIT = timedelta(days=30)
@@ -25,6 +27,8 @@ class Groups:
     layout: Layout
     rank: int
     sp_axis: SequenceAxis
+    ulysses_axis: SequenceAxis  # of the sp axis, the ranks that exchange heads of the same tokens
+    ring_axis: SequenceAxis  # of the sp axis, the ranks that hold the same heads of different tokens
     sp_group: dist.ProcessGroup | None  # None when every rank has its own rows
     host_group: dist.ProcessGroup  # all ranks, over gloo: small facts that must not wait for a GPU
 
@@ -33,7 +37,8 @@ class Groups:
         large model."""
         if dist.get_backend() == "fake":
             return
-        for group in {dist.group.WORLD, self.sp_group, self.host_group} - {None}:
+        axes = (self.ulysses_axis.group, self.ring_axis.group)
+        for group in {dist.group.WORLD, self.sp_group, self.host_group, *axes} - {None}:
             set_group_timeout(NO_LIMIT, group)
 
     @property
@@ -50,11 +55,25 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
     rank = dist.get_rank()
     if dist.get_world_size() != layout.world_size:
         raise ValueError(f"{dist.get_world_size()} processes run, the layout has {layout.world_size}")
-    sp_group = None
-    for ranks in layout.sp_groups if layout.sp_size > 1 else ():
-        group = dist.new_group(ranks, timeout=timeout)
-        if rank in ranks:
-            sp_group = group
+    sp_groups = layout.sp_groups if layout.sp_size > 1 else ()
+    sp_group = _make_own(sp_groups, rank, timeout)
+    inner, outer = sp_group, None
+    if layout.ring_size > 1:
+        inner = None
+        if layout.ulysses_size > 1:
+            inner = _make_own(chain.from_iterable(map(layout.list_ulysses_groups, sp_groups)), rank, timeout)
+        outer = _make_own(chain.from_iterable(map(layout.list_ring_groups, sp_groups)), rank, timeout)
     is_on_host = dist.get_backend() in ("gloo", "fake")
     host_group = dist.group.WORLD if is_on_host else dist.new_group(backend="gloo", timeout=timeout)
-    return Groups(layout, rank, make_sequence_axis(sp_group), sp_group, host_group)
+    sp_axis, ulysses_axis, ring_axis = (make_sequence_axis(group) for group in (sp_group, inner, outer))
+    return Groups(layout, rank, sp_axis, ulysses_axis, ring_axis, sp_group, host_group)
+
+
+def _make_own(groups: Iterable[Group], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Makes all of these groups, on every rank in the same order. Returns the one with this rank."""
+    own = None
+    for ranks in groups:
+        group = dist.new_group(ranks, timeout=timeout)
+        if rank in ranks:
+            own = group
+    return own

@@ -16,7 +16,10 @@ class SequenceAxis:
     rank: int
 
 
+NO_AXIS = SequenceAxis(None, 1, 0)
+
+
 def make_sequence_axis(group: dist.ProcessGroup | None) -> SequenceAxis:
     if group is None or dist.get_world_size(group) == 1:
-        return SequenceAxis(None, 1, 0)
+        return NO_AXIS
     return SequenceAxis(group, dist.get_world_size(group), dist.get_rank(group))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.attention.documents import Documents, walk_bounds
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.halo import gather_halo
 
@@ -62,7 +62,7 @@ class Stretches(NamedTuple):
 def list_stretches(documents: Documents, num_rows: int, local_tokens: int, axis: SequenceAxis) -> list[Stretches]:
     """Lists the stretches of each row. Every row begins with a document."""
     row_tokens = local_tokens * axis.size
-    begins = [begin for begin, _ in documents.walk()]
+    begins = [begin for begin, _ in walk_bounds(documents.lengths)]
     rows = []
     for row in range(num_rows):
         first = row * row_tokens + axis.rank * local_tokens

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ulysses_cli.train.attention.documents import Documents
+from ulysses_cli.train.attention.documents import Documents, walk_bounds
 from ulysses_cli.train.attention.heads import plan_heads
 from ulysses_cli.train.memory.saved_results import compute_and_save
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
@@ -171,7 +171,7 @@ def _run_documents(
         return rule([row[None] for row in shared], [row[None] for row in own], parameters, **bounds)[0]
     results = [
         rule([row[None, begin:end] for row in shared], [row[None, begin:end] for row in own], parameters)[0]
-        for begin, end in documents.walk()
+        for begin, end in walk_bounds(documents.lengths)
     ]
     return _join(results, 0)
 

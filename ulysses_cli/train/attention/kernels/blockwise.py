@@ -1,4 +1,5 @@
-"""Attention of one document in plain torch: any rule, any dtype, any device. Logits exist for one block at a time."""
+"""Attention of one document in plain torch: any rule, any dtype, any device. Logits exist for one block at a time.
+Queries are the last of the keys."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ BLOCK_TOKENS = 512  # logits exist for this many queries times this many keys at
 def forward_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """Returns out, shaped like q, and log-sum-exp [heads, tokens] of one document, by an online softmax."""
     precision = get_precision(q)
-    groups = (k.size(1), q.size(1) // k.size(1))
+    groups, num_before = (k.size(1), q.size(1) // k.size(1)), k.size(0) - q.size(0)
     out, lse = torch.empty_like(q), make_lse(q)
     for first in range(0, q.size(0), BLOCK_TOKENS):
         queries = slice(first, min(first + BLOCK_TOKENS, q.size(0)))
         part = q[queries].to(precision).unflatten(1, groups)
         maximum = part.new_full((*groups, part.size(0)), -math.inf)
         total, mixed = torch.zeros_like(maximum), torch.zeros_like(part)
-        for keys in _walk_keys(queries, rule):
-            logits, _ = _compute_logits(part, k[keys].to(precision), queries, keys, rule)
+        places = slice(queries.start + num_before, queries.stop + num_before)
+        for keys in _walk_keys(places, rule):
+            logits, _ = _compute_logits(part, k[keys].to(precision), places, keys, rule)
             new_maximum = torch.maximum(maximum, logits.amax(-1))
             weights = torch.exp(logits - new_maximum[..., None])
             rescale = torch.exp(maximum - new_maximum)
@@ -41,7 +43,7 @@ def backward_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one document, block by block from the log-sum-exp."""
     precision = get_precision(q)
-    groups = (k.size(1), q.size(1) // k.size(1))
+    groups, num_before = (k.size(1), q.size(1) // k.size(1)), k.size(0) - q.size(0)
     dq = torch.empty_like(q)
     dk, dv = torch.zeros_like(k, dtype=precision), torch.zeros_like(v, dtype=precision)
     for first in range(0, q.size(0), BLOCK_TOKENS):
@@ -49,9 +51,10 @@ def backward_blocks(
         part, dpart = (tensor[queries].to(precision).unflatten(1, groups) for tensor in (q, dout))
         mean = (dpart * out[queries].to(precision).unflatten(1, groups)).sum(-1).permute(1, 2, 0)
         dqueries = torch.zeros_like(part)
-        for keys in _walk_keys(queries, rule):
+        places = slice(queries.start + num_before, queries.stop + num_before)
+        for keys in _walk_keys(places, rule):
             key, value = k[keys].to(precision), v[keys].to(precision)
-            logits, slope = _compute_logits(part, key, queries, keys, rule)
+            logits, slope = _compute_logits(part, key, places, keys, rule)
             weights = torch.exp(logits - lse[:, queries].unflatten(0, groups)[..., None])
             dlogits = weights * (torch.einsum("qhgd,khd->hgqk", dpart, value) - mean[..., None]) * slope
             dqueries += torch.einsum("hgqk,khd->qhgd", dlogits, key)
@@ -61,16 +64,15 @@ def backward_blocks(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _compute_logits(
-    part: Tensor, key: Tensor, queries: slice, keys: slice, rule: Rule
-) -> tuple[Tensor, Tensor | float]:
-    """Returns logits of a block, -inf where a query may not attend, and their derivative with respect to q.k."""
+def _compute_logits(part: Tensor, key: Tensor, places: slice, keys: slice, rule: Rule) -> tuple[Tensor, Tensor | float]:
+    """Returns logits of a block, -inf where a query may not attend, and their derivative with respect to q.k. `places`
+    are those of the queries among the keys."""
     logits = torch.einsum("qhgd,khd->hgqk", part, key) * rule.scale
     slope: Tensor | float = rule.scale
     if rule.softcap is not None:
         tanh = torch.tanh(logits / rule.softcap)
         logits, slope = tanh * rule.softcap, (1 - tanh * tanh) * rule.scale
-    distance = torch.arange(queries.start, queries.stop, device=key.device)[:, None]
+    distance = torch.arange(places.start, places.stop, device=key.device)[:, None]
     distance = distance - torch.arange(keys.start, keys.stop, device=key.device)
     is_masked = distance < 0
     if rule.window_tokens is not None:
@@ -78,9 +80,9 @@ def _compute_logits(
     return logits.masked_fill(is_masked, -math.inf), slope
 
 
-def _walk_keys(queries: slice, rule: Rule) -> list[slice]:
+def _walk_keys(places: slice, rule: Rule) -> list[slice]:
     """Blocks of keys that some query of the block attends to, nearest first: in the first block every query has a
     key."""
-    first = 0 if rule.window_tokens is None else max(0, queries.start - rule.window_tokens + 1)
-    starts = range(queries.start, first - BLOCK_TOKENS, -BLOCK_TOKENS)
-    return [slice(max(start, first), min(start + BLOCK_TOKENS, queries.stop)) for start in starts]
+    first = 0 if rule.window_tokens is None else max(0, places.start - rule.window_tokens + 1)
+    starts = range(places.start, first - BLOCK_TOKENS, -BLOCK_TOKENS)
+    return [slice(max(start, first), min(start + BLOCK_TOKENS, places.stop)) for start in starts]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.attention.kernels.varlen import list_bounds
 
 Forward = Callable[[Tensor, Tensor, Tensor, Documents, Rule], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -36,7 +37,7 @@ def forward_2(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule)
     call = _load("flash_attn.flash_attn_interface", "kernels-community/flash-attn2", 4)._flash_attn_varlen_forward
     left, right = _get_sides(rule, unlimited=-1)
     out, lse, *_ = call(
-        q, k, v, *_get_bounds(documents), 0.0, rule.scale, True,
+        q, k, v, *list_bounds(documents), 0.0, rule.scale, True,
         window_size_left=left, window_size_right=right, softcap=rule.softcap or 0.0,
     )  # fmt: skip
     return out, lse
@@ -50,7 +51,7 @@ def backward_2(
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
     left, right = _get_sides(rule, unlimited=-1)
     call(
-        dout, q, k, v, out, lse, dq, dk, dv, *_get_bounds(documents), 0.0, rule.scale, True,
+        dout, q, k, v, out, lse, dq, dk, dv, *list_bounds(documents), 0.0, rule.scale, True,
         window_size_left=left, window_size_right=right, softcap=rule.softcap or 0.0,
         alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
@@ -86,9 +87,8 @@ def backward_3(
 def forward_4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
     call = _load("flash_attn.cute.interface", "kernels-community/flash-attn4", 0)._flash_attn_fwd
     left, right = _get_sides(rule, unlimited=None)
-    first, _, longest, _ = _get_bounds(documents)
     out, lse = call(
-        q, k, v, cu_seqlens_q=first, cu_seqlens_k=first, max_seqlen_q=longest, max_seqlen_k=longest,
+        q, k, v, **_name_bounds(documents),
         softmax_scale=rule.scale, causal=True, window_size_left=left, window_size_right=right, return_lse=True,
     )[:2]  # fmt: skip
     return out, lse
@@ -100,9 +100,8 @@ def backward_4(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = _load("flash_attn.cute.interface", "kernels-community/flash-attn4", 0)._flash_attn_bwd
     left, right = _get_sides(rule, unlimited=None)
-    first, _, longest, _ = _get_bounds(documents)
     dq, dk, dv = call(
-        q, k, v, out, dout, lse, cu_seqlens_q=first, cu_seqlens_k=first, max_seqlen_q=longest, max_seqlen_k=longest,
+        q, k, v, out, dout, lse, **_name_bounds(documents),
         softmax_scale=rule.scale, causal=True, window_size_left=left, window_size_right=right,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )[:3]  # fmt: skip
@@ -142,12 +141,10 @@ def _load(module: str, hub_name: str, hub_version: int) -> Any:
 def _call_by_name(call: Callable[..., Any], arguments: dict[str, Any], documents: Documents, rule: Rule) -> Any:
     """Passes the arguments that the release of FlashAttention-3 has: their names and the form of a window differ."""
     names = inspect.signature(getattr(call, "_init_fn", call)).parameters
-    first, _, longest, _ = _get_bounds(documents)
     left, right = _get_sides(rule, unlimited=-1)
     offered = {
         **arguments,
-        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), first),
-        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest),
+        **_name_bounds(documents),
         "window_size": (left, right),
         "window_size_left": left,
         "window_size_right": right,
@@ -159,8 +156,9 @@ def _call_by_name(call: Callable[..., Any], arguments: dict[str, Any], documents
     return call(**{**dict.fromkeys(required), **{name: value for name, value in offered.items() if name in names}})
 
 
-def _get_bounds(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
-    return documents.cu_seqlens, documents.cu_seqlens, documents.max_tokens, documents.max_tokens
+def _name_bounds(documents: Documents) -> dict[str, Any]:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return dict(zip(names, list_bounds(documents), strict=True))
 
 
 def _get_sides(rule: Rule, unlimited: int | None) -> tuple[int | None, int | None]:

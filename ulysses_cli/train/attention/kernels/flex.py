@@ -48,7 +48,7 @@ def _call_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule
     def apply_softcap(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    mask = make_block_mask(documents.lengths, rule.window_tokens, q.device)
+    mask = make_block_mask(documents.lengths, documents.key_lengths, rule.window_tokens, q.device)
     compiled = _compile_flex() if q.device.type == "cuda" else flex_attention
     heads = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
     out, aux = compiled(
@@ -67,30 +67,35 @@ def _compile_flex() -> Any:
 
 
 @lru_cache(maxsize=2)  # one row's layers with and without a window. Tables grow with the square of the blocks
-def make_block_mask(lengths: tuple[int, ...], window_tokens: int | None, device: torch.device) -> Any:
+def make_block_mask(
+    lengths: tuple[int, ...], key_lengths: tuple[int, ...], window_tokens: int | None, device: torch.device
+) -> Any:
     """Lists, for each block of queries, the blocks of keys that any of them attends to: one contiguous run, computed
-    from the bounds alone. No [tokens, tokens] mask is made."""
+    from the bounds alone. No [tokens, tokens] mask is made. A document's queries are the last of its keys."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    tokens = sum(lengths)
-    starts = torch.repeat_interleave(
-        torch.tensor([start for start, _ in walk_bounds(lengths)]), torch.tensor(lengths)
-    )  # of each token's document, on the host
-    num_blocks = -(-tokens // FLEX_BLOCK)
+    num_queries, num_keys, counts = sum(lengths), sum(key_lengths), torch.tensor(lengths)
+    bounds = [*zip(walk_bounds(lengths), walk_bounds(key_lengths), strict=True)]
+    # of each query, on the host: where its document's keys start, and its own place among the keys
+    starts = torch.repeat_interleave(torch.tensor([keys[0] for _, keys in bounds]), counts)
+    shifts = torch.repeat_interleave(torch.tensor([keys[1] - queries[1] for queries, keys in bounds]), counts)
+    places = torch.arange(num_queries) + shifts
+    num_blocks, num_key_blocks = -(-num_queries // FLEX_BLOCK), -(-num_keys // FLEX_BLOCK)
     first_query = torch.arange(num_blocks) * FLEX_BLOCK
+    last_query = (first_query + FLEX_BLOCK - 1).clamp(max=num_queries - 1)
     earliest = starts[first_query]
     if window_tokens is not None:
-        earliest = torch.maximum(earliest, first_query - window_tokens + 1)
+        earliest = torch.maximum(earliest, places[first_query] - window_tokens + 1)
     first_key = earliest // FLEX_BLOCK
-    counts = torch.arange(num_blocks) - first_key + 1
-    indices = (first_key[:, None] + torch.arange(num_blocks)).clamp(max=num_blocks - 1)
-    document = starts.to(device)
+    num_read = places[last_query] // FLEX_BLOCK - first_key + 1
+    indices = (first_key[:, None] + torch.arange(num_key_blocks)).clamp(max=num_key_blocks - 1)
+    start, place = starts.to(device), places.to(device)
 
     def is_allowed(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        allowed = (query >= key) & (document[query] == document[key])
-        return allowed if window_tokens is None else allowed & (query - key < window_tokens)
+        allowed = (place[query] >= key) & (key >= start[query])
+        return allowed if window_tokens is None else allowed & (place[query] - key < window_tokens)
 
     return BlockMask.from_kv_blocks(
-        counts[None, None].to(device, torch.int32), indices[None, None].to(device, torch.int32),
-        BLOCK_SIZE=FLEX_BLOCK, mask_mod=is_allowed, seq_lengths=(tokens, tokens),
+        num_read[None, None].to(device, torch.int32), indices[None, None].to(device, torch.int32),
+        BLOCK_SIZE=FLEX_BLOCK, mask_mod=is_allowed, seq_lengths=(num_queries, num_keys),
     )  # fmt: skip

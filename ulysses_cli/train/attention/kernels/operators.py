@@ -52,15 +52,18 @@ def attend(
     sinks: Tensor | None,
     cu_seqlens: Tensor,
     lengths: Sequence[int],
+    key_cu_seqlens: Tensor,
+    key_lengths: Sequence[int],
     kernel: str,
     scale: float,
     window_tokens: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside documents. Returns out [tokens, heads, V] and log-sum-exp [heads, tokens]. A sink is a
-    logit of its head with weight but no value: it only raises the log-sum-exp, so any kernel that returns that
-    supports sinks."""
-    documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
+    """Causal attention inside documents, whose queries are the last of their keys. Returns out [tokens, heads, V] and
+    log-sum-exp [heads, tokens]. A sink is a logit of its head with weight but no value: it only raises the log-sum-exp,
+    so any kernel that returns that supports sinks."""
+    documents = Documents(tuple(lengths), cu_seqlens, tuple(key_lengths), key_cu_seqlens)
+    rule = Rule(scale, window_tokens, softcap)
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
         out, lse = KERNELS[kernel].forward(*_widen(q, k, v), documents, rule)
         out, lse = out[..., : v.size(2)].contiguous(), lse.contiguous()
@@ -73,6 +76,7 @@ def attend(
 @attend.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, lengths: Sequence[int],
+    key_cu_seqlens: Tensor, key_lengths: Sequence[int],
     kernel: str, scale: float, window_tokens: int | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     precision = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -89,6 +93,8 @@ def attend_backward(
     lse: Tensor,
     cu_seqlens: Tensor,
     lengths: Sequence[int],
+    key_cu_seqlens: Tensor,
+    key_lengths: Sequence[int],
     kernel: str,
     scale: float,
     window_tokens: int | None,
@@ -96,7 +102,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. With the raised log-sum-exp, a kernel's own backward is that of attention with sinks:
     it computes the weights as exp(logit - lse) and their mean from dout and out, and both already include the sink."""
-    documents, rule = Documents(tuple(lengths), cu_seqlens), Rule(scale, window_tokens, softcap)
+    documents = Documents(tuple(lengths), cu_seqlens, tuple(key_lengths), key_cu_seqlens)
+    rule = Rule(scale, window_tokens, softcap)
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
         dq, dk, dv = _call_backward(kernel, dout, q, k, v, out, lse, documents, rule)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -105,7 +112,8 @@ def attend_backward(
 @attend_backward.register_fake
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-    lengths: Sequence[int], kernel: str, scale: float, window_tokens: int | None, softcap: float | None,
+    lengths: Sequence[int], key_cu_seqlens: Tensor, key_lengths: Sequence[int],
+    kernel: str, scale: float, window_tokens: int | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -115,12 +123,12 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Calls the operator. A kernel whose backward is autograd's runs outside of it: inside, autograd records
     nothing."""
-    cu_seqlens, lengths, kernel, *rule = options
+    cu_seqlens, lengths, key_cu_seqlens, key_lengths, kernel, *rule = options
     if not KERNELS[kernel].needs_autograd:
         grads: tuple[Tensor, Tensor, Tensor] = attend_backward(dout, q, k, v, out, lse, *options)
         return grads
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
-        documents = Documents(tuple(lengths), cu_seqlens)
+        documents = Documents(tuple(lengths), cu_seqlens, tuple(key_lengths), key_cu_seqlens)
         return _call_backward(kernel, dout, q, k, v, out, lse, documents, Rule(*rule))
 
 
@@ -150,13 +158,27 @@ def compute_sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor)
     return dsinks.to(sinks.dtype)
 
 
+def list_options(documents: Documents, kernel: str, rule: Rule) -> tuple[Any, ...]:
+    """The arguments of both operators after their tensors."""
+    bounds = documents.cu_seqlens, documents.lengths, documents.key_cu_seqlens, documents.key_lengths
+    return *bounds, kernel, rule.scale, rule.window_tokens, rule.softcap
+
+
 @register_flop_formula(torch.ops.ulysses.attend)
 def _count_forward_flops(q: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    lengths, window_tokens, value = args[4], args[7], args[1]
-    return 2 * q[1] * (q[2] + value[2]) * sum(count_pairs(length, window_tokens) for length in lengths)
+    lengths, key_lengths, window_tokens, value = args[4], args[6], args[9], args[1]
+    return 2 * q[1] * (q[2] + value[2]) * _count_pairs(lengths, key_lengths, window_tokens)
 
 
 @register_flop_formula(torch.ops.ulysses.attend_backward)
 def _count_backward_flops(dout: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    lengths, window_tokens, query = args[6], args[9], args[0]
-    return 2 * dout[1] * (3 * query[2] + 2 * dout[2]) * sum(count_pairs(length, window_tokens) for length in lengths)
+    lengths, key_lengths, window_tokens, query = args[6], args[8], args[11], args[0]
+    return 2 * dout[1] * (3 * query[2] + 2 * dout[2]) * _count_pairs(lengths, key_lengths, window_tokens)
+
+
+def _count_pairs(lengths: Sequence[int], key_lengths: Sequence[int], window_tokens: int | None) -> int:
+    """(query, key) pairs, where the queries of a document are the last of its keys."""
+    return sum(
+        count_pairs(keys, window_tokens) - count_pairs(keys - queries, window_tokens)
+        for queries, keys in zip(lengths, key_lengths, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""Applies a kernel for one document to each document of a row. A single document's results are not copied."""
+"""Applies a kernel for one document to each document of a call. A single document's results are not copied."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def forward_per_document(
     if len(documents.lengths) == 1:
         return forward(q, k, v, rule)
     out, lse = torch.empty_like(q), make_lse(q)
-    for start, end in documents.walk():
-        part = slice(start, end)
-        out[part], lse[:, part] = forward(q[part], k[part], v[part], rule)
+    for queries, keys in documents.walk():
+        out[queries], lse[:, queries] = forward(q[queries], k[keys], v[keys], rule)
     return out, lse
 
 
@@ -40,9 +39,8 @@ def backward_per_document(
     if len(documents.lengths) == 1:
         return backward(dout, q, k, v, out, lse, rule)
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    for start, end in documents.walk():
-        part = slice(start, end)
-        part_grads = backward(dout[part], q[part], k[part], v[part], out[part], lse[:, part], rule)
-        for whole, grad in zip(grads, part_grads, strict=True):
+    for queries, keys in documents.walk():
+        part_grads = backward(dout[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries], rule)
+        for whole, part, grad in zip(grads, (queries, keys, keys), part_grads, strict=True):
             whole[part] = grad
     return grads

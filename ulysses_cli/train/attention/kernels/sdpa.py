@@ -29,7 +29,7 @@ def backward_sdpa(
 
 
 def _forward_document(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    if _needs_blocks(q, rule):
+    if _needs_blocks(q, k, rule):
         return forward_blocks(q, k, v, rule)
     precision = get_precision(q)  # the CPU's own backward sums bfloat16 gradients in bfloat16
     heads = [tensor.to(precision).transpose(0, 1)[None] for tensor in (q, k, v)]
@@ -40,7 +40,7 @@ def _forward_document(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
 def _backward_document(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _needs_blocks(q, rule):
+    if _needs_blocks(q, k, rule):
         return backward_blocks(dout, q, k, v, out, lse, rule)
     precision = get_precision(q)
     heads = [tensor.to(precision).transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
@@ -49,5 +49,7 @@ def _backward_document(
     return dq, dk, dv
 
 
-def _needs_blocks(q: Tensor, rule: Rule) -> bool:
-    return q.device.type != "cpu" or rule.softcap is not None or not rule.covers(q.size(0))
+def _needs_blocks(q: Tensor, k: Tensor, rule: Rule) -> bool:
+    """torch's kernel on a CPU takes the queries for the first of more keys, where ours are the last."""
+    has_more_keys = k.size(0) > q.size(0)
+    return q.device.type != "cpu" or rule.softcap is not None or has_more_keys or not rule.covers(q.size(0))

@@ -8,19 +8,21 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ulysses_cli.plan.attention import Need
 from ulysses_cli.train.attention.documents import Documents, make_documents
-from ulysses_cli.train.attention.kernels.operators import attend, run_backward
+from ulysses_cli.train.attention.kernels.operators import attend, list_options, run_backward
 from ulysses_cli.train.attention.kernels.rule import Rule
 
 # Largest relative error of any token's head against float32. bfloat16 keeps 8 bits and rounds inputs, weights and
 # results; a missing scale, softcap, sink, token, bound or window causes a far larger error.
 PROBE_TOLERANCE = {"bfloat16": 0.1, "float32": 1e-3}
 PROBE_LENGTHS = (700, 1, 64, 33)  # longer than a tile of any kernel, one token, no multiple of a tile
+PROBE_KEY_LENGTHS = (900, 130, 64, 400)  # on a ring, a document's queries are the last of more keys
 PROBE_HEADS, PROBE_KV_HEADS = 4, 2
 NUM_TIMED = 3
 
@@ -56,10 +58,12 @@ def try_kernel(request: TrialRequest) -> TrialResult:
 
 def _compare(request: TrialRequest) -> str:
     name, need, device = request.name, request.need, torch.device(request.device)
-    documents = make_documents(PROBE_LENGTHS, device)
-    tensors = _make_tensors(need, documents.num_tokens, (PROBE_HEADS, PROBE_KV_HEADS), device)
-    sinks = torch.linspace(-1, 1, PROBE_HEADS, device=device).to(tensors[0].dtype) if need.has_sinks else None
-    for rule in _list_rules(need, request.window_tokens):
+    cases = [make_documents(PROBE_LENGTHS, device)]
+    cases += [make_documents(PROBE_LENGTHS, device, PROBE_KEY_LENGTHS)] if need.has_more_keys else []
+    for documents, rule in product(cases, _list_rules(need, request.window_tokens)):
+        tensors = _make_tensors(need, sum(documents.key_lengths), (PROBE_HEADS, PROBE_KV_HEADS), device)
+        tensors[:2] = (tensor[: documents.num_tokens] for tensor in tensors[:2])
+        sinks = torch.linspace(-1, 1, PROBE_HEADS, device=device).to(tensors[0].dtype) if need.has_sinks else None
         try:
             results = _run(name, tensors, sinks, documents, rule)
             expected = _run_reference([tensor.float() for tensor in tensors], sinks, documents, rule)
@@ -69,6 +73,7 @@ def _compare(request: TrialRequest) -> str:
             error_share = _measure_error(result, reference)
             if math.isnan(error_share) or error_share > PROBE_TOLERANCE[need.dtype]:
                 window = f", window {rule.window_tokens}" if rule.window_tokens else ""
+                window += ", more keys than queries" if documents.key_lengths != documents.lengths else ""
                 return f"differs from the reference by {error_share:.2g} on its probe ({label}{window})"
     return ""
 
@@ -103,7 +108,7 @@ def _measure_error(result: Tensor, expected: Tensor) -> float:
 
 def _run(name: str, tensors: Sequence[Tensor], sinks: Tensor | None, documents: Documents, rule: Rule) -> list[Tensor]:
     dout, q, k, v = tensors
-    row = (documents.cu_seqlens, documents.lengths, name, rule.scale, rule.window_tokens, rule.softcap)
+    row = list_options(documents, name, rule)
     out, lse = attend(q, k, v, sinks, *row)
     return [out, *run_backward(dout, q, k, v, out, lse, *row)]
 
@@ -118,17 +123,20 @@ def _run_reference(tensors: Sequence[Tensor], sinks: Tensor | None, documents: D
         logits = torch.einsum("qhd,khd->hqk", q, key) * rule.scale
         if rule.softcap is not None:
             logits = rule.softcap * torch.tanh(logits / rule.softcap)
-        positions = torch.arange(q.size(0), device=q.device)
-        document = torch.searchsorted(documents.cu_seqlens, positions, right=True)
-        distance = positions[:, None] - positions
-        allowed = (distance >= 0) & (document[:, None] == document)
+        positions = torch.arange(k.size(0), device=q.device)
+        document = torch.searchsorted(documents.key_cu_seqlens, positions, right=True)
+        lengths = torch.tensor(documents.lengths, device=q.device)
+        ends = documents.key_cu_seqlens[1:] - documents.cu_seqlens[1:]
+        places = positions[: q.size(0)] + ends.repeat_interleave(lengths)  # queries are the last keys
+        distance = places[:, None] - positions
+        allowed = (distance >= 0) & (document[places][:, None] == document)
         if rule.window_tokens is not None:
             allowed &= distance < rule.window_tokens
         logits = logits.masked_fill(~allowed, -math.inf)
         if sinks is not None:
             column = sinks.to(q.dtype)[:, None, None].expand(-1, q.size(0), 1)
             logits = torch.cat([logits, column], -1)
-        weights = logits.softmax(-1)[..., : q.size(0)]
+        weights = logits.softmax(-1)[..., : k.size(0)]
         out = torch.einsum("hqk,khd->qhd", weights, value)
         return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 

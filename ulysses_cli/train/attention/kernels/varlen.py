@@ -15,9 +15,8 @@ aten = torch.ops.aten
 
 
 def forward_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
-    bounds, longest = documents.cu_seqlens, documents.max_tokens
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=rule.scale, **_window_sides(rule)
+        q, k, v, *list_bounds(documents), 0.0, True, False, scale=rule.scale, **_window_sides(rule)
     )
     return out, lse
 
@@ -25,13 +24,18 @@ def forward_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: 
 def backward_varlen(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bounds, longest = documents.cu_seqlens, documents.max_tokens
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # state of an unused generator
     dq, dk, dv = aten._flash_attention_backward(
-        dout, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True,
+        dout, q, k, v, out, lse, *list_bounds(documents), 0.0, True,
         no_dropout, no_dropout.new_empty(0), scale=rule.scale, **_window_sides(rule),
     )  # fmt: skip
     return dq, dk, dv
+
+
+def list_bounds(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
+    """Returns bounds of queries and of keys, and the longest of both. Kernels take the queries for the last keys."""
+    bounds = documents.cu_seqlens, documents.key_cu_seqlens
+    return *bounds, documents.max_tokens, documents.max_key_tokens
 
 
 def has_varlen(q: Tensor, rule: Rule) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ulysses_cli.plan.bins import Bins
+from ulysses_cli.plan.rows.bins import Bins
 
 HEAVY_SHARE = 0.95  # long documents, up to this share of all squared lengths, are spread by work; others fill gaps
 SPARE_SHARE = 0.002  # room above the number of tokens, so that the last documents still fit into a gap

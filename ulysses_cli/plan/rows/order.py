@@ -1,0 +1,256 @@
+"""Deals a row to the ranks of a ring so that all have the same work, and lists the keys that each needs from others.
+
+Integers only. A pure function of the documents' lengths and the model's windows, so that all ranks derive the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from ulysses_cli.plan.flops import count_pairs
+
+CHUNKS = (1, 2, 4, 8, 16, 32)  # pieces of a row for each rank, fewest first: few pieces need few keys and few kernels
+EVEN = 1.01  # largest work of a rank over the mean
+
+
+class TokenRun(NamedTuple):
+    """Tokens [start, stop)."""
+
+    start: int
+    stop: int
+
+
+TokenRuns = tuple[TokenRun, ...]
+Order = tuple[TokenRuns, ...]  # the tokens of each rank of a ring, in rising order
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks that hold a share of each row's queries. `windows`: how many layers have each attention window; None is
+    attention to the whole document. They say how much work a token is."""
+
+    size: int = 1
+    windows: tuple[tuple[int | None, int], ...] = ((None, 1),)
+
+
+ALONE = Ring()
+
+
+class Move(NamedTuple):
+    """Tokens of one rank, by their place among its own, that another rank needs at `target` among its keys."""
+
+    source: TokenRun
+    target: TokenRun
+
+
+class QueryPart(NamedTuple):
+    """One call of a kernel: a slice of a rank's queries, a slice of its keys, and of each document in them the number
+    of queries and of keys. A document's queries are the last of its keys."""
+
+    queries: TokenRun
+    keys: TokenRun
+    lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KeyPlan:
+    """What one rank of a ring attends to. `moves[source][target]` lists what the ranks of the ring need of each other,
+    itself included; it is the same on all of them."""
+
+    parts: tuple[QueryPart, ...]
+    num_keys: int
+    moves: tuple[tuple[tuple[Move, ...], ...], ...]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any rank of the ring needs keys of another: the same on all of them."""
+        pairs = ((source, target) for source in range(len(self.moves)) for target in range(len(self.moves)))
+        return any(self.moves[source][target] for source, target in pairs if source != target)
+
+
+def count_tokens(runs: Iterable[TokenRun]) -> int:
+    return sum(run.stop - run.start for run in runs)
+
+
+@lru_cache(maxsize=256)
+def deal_row(lengths: tuple[int, ...], ring: Ring) -> Order:
+    """Returns the tokens of each rank. The row is cut into equal chunks, as many for each rank; the chunk with most
+    work goes to the rank with least. With one document and two chunks this is the zigzag order."""
+    total = sum(lengths)
+    if total % ring.size:
+        raise ValueError(f"a row of {total} tokens cannot be dealt to {ring.size} ranks")
+    if ring.size == 1:
+        return ((TokenRun(0, total),),)
+    best: tuple[int, list[list[int]], int] | None = None
+    for num_chunks in CHUNKS:
+        if total % (ring.size * num_chunks):
+            break
+        width = total // (ring.size * num_chunks)
+        works = _measure_chunks(lengths, width, ring)
+        dealt = _deal_chunks(works, ring.size, num_chunks)
+        most = max(sum(works[chunk] for chunk in chunks) for chunks in dealt)
+        if best is None or most < best[0]:
+            best = most, dealt, width
+        if most * ring.size <= EVEN * sum(works):
+            break
+    assert best is not None
+    _, dealt, width = best
+    return tuple(_join(TokenRun(chunk * width, (chunk + 1) * width) for chunk in sorted(chunks)) for chunks in dealt)
+
+
+def _measure_chunks(lengths: tuple[int, ...], width: int, ring: Ring) -> list[int]:
+    """(query, key) pairs of each chunk's queries, over all layers."""
+    ends = list(accumulate(lengths))
+    before = [0, *accumulate(_count_all_pairs(length, ring) for length in lengths)]
+
+    def count_until(token: int) -> int:
+        document = bisect_right(ends, token)
+        if document == len(lengths):
+            return before[-1]
+        return before[document] + _count_all_pairs(token - (ends[document] - lengths[document]), ring)
+
+    bounds = [count_until(token) for token in range(0, ends[-1] + 1, width)]
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+def _count_all_pairs(tokens: int, ring: Ring) -> int:
+    return sum(number * count_pairs(tokens, window) for window, number in ring.windows)
+
+
+def _deal_chunks(works: Sequence[int], num_ranks: int, num_chunks: int) -> list[list[int]]:
+    """The chunk with most work goes to the rank with least, among those that have fewer than `num_chunks`."""
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for chunk in sorted(range(len(works)), key=lambda chunk: (-works[chunk], chunk)):
+        rank = min((rank for rank in range(num_ranks) if len(dealt[rank]) < num_chunks), key=lambda rank: loads[rank])
+        dealt[rank].append(chunk)
+        loads[rank] += works[chunk]
+    return dealt
+
+
+def deal_rows(lengths: Sequence[int], num_rows: int, ring: Ring) -> Order:
+    """The same for rows of equal length that follow each other, each dealt on its own. `lengths` are the documents of
+    all rows, with padding. Tokens count on from row to row."""
+    row_tokens, rows = sum(lengths) // num_rows, list(split_rows(lengths, num_rows))
+    dealt = [deal_row(row, ring) for row in rows]
+    return tuple(
+        _join(
+            TokenRun(row * row_tokens + run.start, row * row_tokens + run.stop)
+            for row, order in enumerate(dealt)
+            for run in order[rank]
+        )
+        for rank in range(ring.size)
+    )
+
+
+def split_rows(lengths: Sequence[int], num_rows: int) -> Iterator[tuple[int, ...]]:
+    """Yields the documents of each row."""
+    row_tokens, start, filled = sum(lengths) // num_rows, 0, 0
+    for at, length in enumerate(lengths):
+        filled += length
+        if filled == row_tokens:
+            yield tuple(lengths[start : at + 1])
+            start, filled = at + 1, 0
+
+
+def cut_runs(runs: Iterable[TokenRun], start: int, stop: int) -> TokenRuns:
+    """Tokens [start, stop) of those that the runs hold, counted from the first of them."""
+    cut, passed = [], 0
+    for run in runs:
+        first, last = run.start + max(0, start - passed), run.start + min(stop - passed, run.stop - run.start)
+        if first < last:
+            cut.append(TokenRun(first, last))
+        passed += run.stop - run.start
+    return tuple(cut)
+
+
+@lru_cache(maxsize=64)
+def plan_keys(lengths: tuple[int, ...], order: Order, window_tokens: int | None, rank: int) -> KeyPlan:
+    """Returns what the queries of a rank of the ring attend to. Keys of a rank lie in rising order, each once."""
+    starts = [0, *accumulate(lengths)]
+    keys = [_join(_reach(run, starts, window_tokens) for run in runs) for runs in order]
+    moves = tuple(tuple(tuple(_list_moves(own, needed)) for needed in keys) for own in order)
+    parts = _join_parts(_make_parts(order[rank], keys[rank], starts, window_tokens))
+    return KeyPlan(tuple(parts), count_tokens(keys[rank]), moves)
+
+
+def _reach(run: TokenRun, starts: Sequence[int], window_tokens: int | None) -> TokenRun:
+    """The keys of a run of queries: from the start of its first document or window."""
+    first = starts[bisect_right(starts, run.start) - 1]
+    return TokenRun(first if window_tokens is None else max(first, run.start - window_tokens + 1), run.stop)
+
+
+def _join(runs: Iterable[TokenRun]) -> TokenRuns:
+    """The union of runs whose starts rise, neighbours in one. Keys of a later run may start before an earlier one."""
+    joined: list[TokenRun] = []
+    for run in runs:
+        start = run.start
+        while joined and start <= joined[-1].stop:
+            start = min(start, joined.pop().start)
+        joined.append(TokenRun(start, run.stop))
+    return tuple(joined)
+
+
+def _list_moves(own: TokenRuns, needed: TokenRuns) -> Iterator[Move]:
+    """Where the tokens of one rank lie among the keys that another needs."""
+    source = 0
+    for run in own:
+        target = 0
+        for keys in needed:
+            first, last = max(run.start, keys.start), min(run.stop, keys.stop)
+            if first < last:
+                at, to = source + first - run.start, target + first - keys.start
+                yield Move(TokenRun(at, at + last - first), TokenRun(to, to + last - first))
+            target += keys.stop - keys.start
+        source += run.stop - run.start
+
+
+def _make_parts(
+    runs: TokenRuns, keys: TokenRuns, starts: Sequence[int], window_tokens: int | None
+) -> Iterator[QueryPart]:
+    query = 0
+    for run in runs:
+        reached = _reach(run, starts, window_tokens)
+        first = _find_place(keys, reached.start)
+        bounds = [run.start, *_list_inside(starts, run), run.stop]
+        lengths = tuple(stop - start for start, stop in pairwise(bounds))
+        key_lengths = (lengths[0] + run.start - reached.start, *lengths[1:])
+        num_queries, num_keys = run.stop - run.start, reached.stop - reached.start
+        yield QueryPart(TokenRun(query, query + num_queries), TokenRun(first, first + num_keys), lengths, key_lengths)
+        query += num_queries
+
+
+def _list_inside(starts: Sequence[int], run: TokenRun) -> Sequence[int]:
+    return starts[bisect_right(starts, run.start) : bisect_right(starts, run.stop - 1)]
+
+
+def _find_place(keys: TokenRuns, token: int) -> int:
+    """The place of a token among the keys."""
+    passed = 0
+    for run in keys:
+        if run.start <= token < run.stop:
+            return passed + token - run.start
+        passed += run.stop - run.start
+    raise AssertionError(f"token {token} is not among the keys {keys}")
+
+
+def _join_parts(parts: Iterable[QueryPart]) -> list[QueryPart]:
+    """Neighbours whose keys follow each other too are one call."""
+    joined: list[QueryPart] = []
+    for part in parts:
+        if joined and joined[-1].keys.stop == part.keys.start:
+            last = joined.pop()
+            part = QueryPart(
+                TokenRun(last.queries.start, part.queries.stop),
+                TokenRun(last.keys.start, part.keys.stop),
+                last.lengths + part.lengths,
+                last.key_lengths + part.key_lengths,
+            )
+        joined.append(part)
+    return joined
