@@ -16,8 +16,15 @@ from support.rank_pool import run_on_ranks
 from support.tiers import count_examples
 from torch import Tensor
 
+<<<<<<< HEAD
 from ulysses_cli.plan.rows.order import Order, Ring, deal_rows
+=======
+from ulysses_cli.plan.rows.order import Order, Ring, TokenRun, deal_rows
+from ulysses_cli.train.attention import keys as keys_module
+from ulysses_cli.train.attention import ulysses as ulysses_module
+>>>>>>> dcd7784 (Tests of the dealt order and of attention on a ring, with planted faults)
 from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.kernels import operators
 from ulysses_cli.train.attention.kernels.rule import Rule
 from ulysses_cli.train.attention.ulysses import ulysses_attention
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis, make_sequence_axis
@@ -143,7 +150,7 @@ def test_heads(layout: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *LARGE], ids=str)
 def test_documents_and_windows(layout: tuple[int, int]) -> None:
-    """Windows are shorter and longer than a rank's share and than a dealt chunk; each document alone is the reference."""
+    """Windows are shorter and longer than a rank's share and than a dealt chunk."""
     heads = {1: 3, 2: 6, 4: 4}[layout[1]]
     for lengths in DOCUMENTS.values():
         windows = (None, 1, 3, 17, 50)
@@ -201,3 +208,104 @@ def problems(draw: st.DrawFn) -> tuple[Problem, int]:
 def test_random_problems(case: tuple[Problem, int]) -> None:
     problem, ring_size = case
     check((ring_size, 4 // ring_size), problem)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    """Logits of many hundreds, where exp of any of them is infinite in float32."""
+    check((2, 2), Problem(4, 2, lengths=(96,), scale=60.0), Problem(4, 2, lengths=(40, 56), scale=60.0, window=30))
+
+
+def measure_with_a_fault(problem: Problem, ring_size: int, fault: str) -> float:
+    """Returns the largest error of any tensor when a fault is planted in this rank's attention."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "log-sum-exp of a block":
+            patch.setattr(ulysses_module, "run_backward", run_backward_by_blocks)
+        elif fault == "keys of another rank count twice":
+            patch.setattr(ulysses_module, "return_gradients", return_gradients_twice)
+        return max(measure_errors(problem, ring_size).values())
+
+
+def run_backward_by_blocks(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *row: Any) -> Any:
+    """Uses a log-sum-exp that knows half of the keys only, as a ring does that keeps each block's own."""
+    halved = torch.cat([torch.zeros_like(k[: k.size(0) // 2]), k[k.size(0) // 2 :]])
+    _, own_lse = ulysses_module.attend(q, halved, v, None, *row)
+    return operators.run_backward(dout, q, k, v, out, own_lse, *row)
+
+
+def return_gradients_twice(dkeys: Tensor, dvalues: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return keys_module.return_gradients(2 * dkeys, dvalues, *arguments)
+
+
+@pytest.mark.parametrize("fault", ["none", "log-sum-exp of a block", "keys of another rank count twice"])
+def test_planted_faults_show(fault: str) -> None:
+    for error in run_on_ranks(4, measure_with_a_fault, Problem(4, 2, lengths=(70, 26)), 2, fault):
+        assert error < 1e-12 if fault == "none" else error > 1e-2
+
+
+def deal_twice(problem: Problem) -> str:
+    twice = tuple((TokenRun(start, start + 16), TokenRun(48, 64)) for start in (0, 16))
+    try:
+        measure_errors(problem, 2, twice)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_chunk_that_is_dealt_twice_is_refused() -> None:
+    for message in run_on_ranks(2, deal_twice, Problem(4, 2, lengths=(20, 30, 14))):
+        assert message == "tokens 48 to 64 of the rows belong to two ranks of the ring"
+
+
+def count_traffic(problem: Problem, ring_size: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Counts the elements that this rank hands to each collective of a forward and of a backward, and what the plan
+    says that it sends to other ranks of its ring."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sent: list[int] = []
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(op).startswith("c10d"):
+                assert str(op) == "c10d.alltoall_base_.default"
+                self.sent.append(args[1].numel())
+            return op(*args, **(kwargs or {}))
+
+    axis, ring = make_axes(ring_size)
+    order, local = deal(problem, ring_size), problem.tokens // dist.get_world_size()
+    q, k, v = (make_tensors(problem)[name][:, :local].clone().requires_grad_() for name in "qkv")
+    documents, rule = make_documents(problem.lengths, order=order), Rule(problem.scale, problem.window)
+    with Counter() as forward:
+        out = ulysses_attention(q, k, v, documents, rule, axis=axis, ring=ring, kernel="sdpa")
+    with Counter() as backward:
+        out.sum().backward()
+    sent, received = count_needed(problem, order, ring.rank)
+    return forward.sent, backward.sent, [sent], [received]
+
+
+def count_needed(problem: Problem, order: Order, rank: int) -> tuple[int, int]:
+    """Tokens whose keys a rank sends and gets, by the definition of the mask, token by token."""
+    owner = {token: at for at, runs in enumerate(order) for run in runs for token in range(*run)}
+    starts = [0]
+    for length in problem.lengths:
+        starts += [starts[-1]] * (length - 1) + [starts[-1] + length]
+    needed: set[tuple[int, int]] = set()
+    for token, at in owner.items():
+        first = max(starts[token], token - (problem.window or token + 1) + 1)
+        needed |= {(at, key) for key in range(first, token + 1) if owner[key] != at}
+    return sum(owner[key] == rank for _, key in needed), sum(at == rank for at, _ in needed)
+
+
+@pytest.mark.parametrize(("window", "lengths"), [(None, (96,)), (None, (5, 30, 61)), (9, (96,)), (5, (8,) * 12)])
+def test_bytes_and_collectives_follow_the_formula(window: int | None, lengths: tuple[int, ...]) -> None:
+    """Ring 2 x Ulysses 2: the exchange of heads each way, and between them only keys and values that a rank of the ring
+    needs, (h_k) (D + V) numbers for each; none where nobody needs any."""
+    problem = Problem(8, 2, 8, lengths, window=window)
+    tokens, width = problem.tokens, 8
+    for forward, backward, (sent,), (received,) in run_on_ranks(4, count_traffic, problem, 2):
+        heads_in, heads_out, own = tokens // 2 * 6 * width, tokens // 2 * 4 * width, 2 * width
+        fetch, back = ([sent * own], [received * own]) if sent + received else ([], [])
+        assert forward == [heads_in, *fetch, heads_out]
+        assert backward == [heads_out, *fetch, *back, heads_in]
+        assert bool(fetch) == (lengths != (8,) * 12)

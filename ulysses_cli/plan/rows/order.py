@@ -101,7 +101,7 @@ def deal_row(lengths: tuple[int, ...], ring: Ring) -> Order:
             break
     assert best is not None
     _, dealt, width = best
-    return tuple(_join(TokenRun(chunk * width, (chunk + 1) * width) for chunk in sorted(chunks)) for chunks in dealt)
+    return tuple(_join(TokenRun(chunk * width, (chunk + 1) * width) for chunk in chunks) for chunks in dealt)
 
 
 def _measure_chunks(lengths: tuple[int, ...], width: int, ring: Ring) -> list[int]:
@@ -124,14 +124,28 @@ def _count_all_pairs(tokens: int, ring: Ring) -> int:
 
 
 def _deal_chunks(works: Sequence[int], num_ranks: int, num_chunks: int) -> list[list[int]]:
-    """The chunk with most work goes to the rank with least, among those that have fewer than `num_chunks`."""
+    """The chunk with most work goes to the rank with least, among those that have fewer than `num_chunks`. Ranks are
+    numbered by their first chunk."""
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for chunk in sorted(range(len(works)), key=lambda chunk: (-works[chunk], chunk)):
         rank = min((rank for rank in range(num_ranks) if len(dealt[rank]) < num_chunks), key=lambda rank: loads[rank])
         dealt[rank].append(chunk)
         loads[rank] += works[chunk]
-    return dealt
+    return sorted(map(sorted, dealt))
+
+
+def check_order(order: Order, num_tokens: int) -> None:
+    """Raises ValueError unless each token belongs to exactly one rank and all ranks have the same number."""
+    end = 0
+    for start, stop in sorted(run for runs in order for run in runs):
+        if start != end:
+            fault = "two ranks" if start < end else "no rank"
+            raise ValueError(f"tokens {min(start, end)} to {max(start, end)} of the rows belong to {fault} of the ring")
+        end = stop
+    if end != num_tokens or len({count_tokens(runs) for runs in order}) > 1:
+        shares = ", ".join(str(count_tokens(runs)) for runs in order)
+        raise ValueError(f"rows of {num_tokens} tokens are dealt to the ranks of a ring in shares of {shares}")
 
 
 def deal_rows(lengths: Sequence[int], num_rows: int, ring: Ring) -> Order:

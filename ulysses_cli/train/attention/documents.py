@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from ulysses_cli.plan.rows.order import KeyPlan, Order, TokenRun, count_tokens, cut_runs, plan_keys
+from ulysses_cli.plan.rows.order import KeyPlan, Order, TokenRun, check_order, cut_runs, plan_keys
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 
 
@@ -83,8 +83,7 @@ class Documents:
         if ring.size == 1:
             whole = slice(0, self.num_tokens)
             return KernelCalls(None, (KernelCall(whole, whole, self),))
-        if len({count_tokens(runs) for runs in order}) > 1:
-            raise ValueError("the ranks of a ring hold different numbers of tokens")
+        check_order(order, self.num_tokens)
         plan, device = plan_keys(self.lengths, order, window_tokens, ring.rank), self.cu_seqlens.device
         parts = tuple(
             KernelCall(slice(*part.queries), slice(*part.keys), make_documents(part.lengths, device, part.key_lengths))

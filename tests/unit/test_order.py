@@ -1,0 +1,167 @@
+"""Tests how rows are dealt to a ring: every token once, equal work, and keys that are exactly those of the mask."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ulysses_cli.plan.flops import count_pairs
+from ulysses_cli.plan.rows.order import Order, Ring, TokenRun, check_order, cut_runs, deal_row, deal_rows, plan_keys
+
+SIZES = st.sampled_from([1, 2, 3, 4, 8])
+WINDOWS = st.none() | st.integers(1, 40)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
+    size = draw(SIZES)
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+    multiple = size * draw(st.sampled_from([1, 2, 4, 16]))
+    return (*lengths, multiple - sum(lengths) % multiple), size
+
+
+def list_tokens(order: Order) -> list[list[int]]:
+    return [[token for run in runs for token in range(*run)] for runs in order]
+
+
+@given(rows(), WINDOWS)
+def test_every_token_belongs_to_one_rank(row: tuple[tuple[int, ...], int], window: int | None) -> None:
+    lengths, size = row
+    order = deal_row(lengths, Ring(size, ((None, 1), (window, 3))))
+    tokens = list_tokens(order)
+    assert sorted(token for part in tokens for token in part) == list(range(sum(lengths)))
+    assert {len(part) for part in tokens} == {sum(lengths) // size}
+    assert all(part == sorted(part) for part in tokens)
+    check_order(order, sum(lengths))
+
+
+@given(rows(), st.integers(1, 3))
+def test_rows_of_a_batch_are_dealt_one_by_one(row: tuple[tuple[int, ...], int], num_rows: int) -> None:
+    lengths, size = row
+    alone = list_tokens(deal_row(lengths, Ring(size)))
+    together = list_tokens(deal_rows(lengths * num_rows, num_rows, Ring(size)))
+    for part, batch in zip(alone, together, strict=True):
+        assert batch == [number * sum(lengths) + token for number in range(num_rows) for token in part]
+
+
+@given(rows(), st.integers(0, 50), st.integers(0, 50))
+def test_cutting(row: tuple[tuple[int, ...], int], start: int, size: int) -> None:
+    order = deal_row(row[0], Ring(row[1]))
+    for runs, tokens in zip(order, list_tokens(order), strict=True):
+        cut = cut_runs(runs, start, start + size)
+        assert [token for run in cut for token in range(*run)] == tokens[start : start + size]
+
+
+def list_attended(lengths: tuple[int, ...], window: int | None) -> list[set[int]]:
+    """Returns the keys of each query, by the definition of the mask."""
+    attended = []
+    for end, length in zip(accumulate(lengths), lengths, strict=True):
+        for token in range(end - length, end):
+            first = max(end - length, token - window + 1) if window else end - length
+            attended.append(set(range(first, token + 1)))
+    return attended
+
+
+@given(rows(), WINDOWS)
+def test_keys_are_those_of_the_mask(row: tuple[tuple[int, ...], int], window: int | None) -> None:
+    """Each query finds its own keys in its call, as the last query of the last keys; no rank gets keys for nothing."""
+    lengths, size = row
+    order, attended = deal_row(lengths, Ring(size, ((window, 1),))), list_attended(lengths, window)
+    tokens = list_tokens(order)
+    for rank, own in enumerate(tokens):
+        plan = plan_keys(lengths, order, window, rank)
+        keys: list[int | None] = [None] * plan.num_keys
+        for source, moves in enumerate(plan.moves):
+            for move in moves[rank]:
+                assert move.source.stop - move.source.start == move.target.stop - move.target.start
+                keys[slice(*move.target)] = tokens[source][slice(*move.source)]
+        assert set(keys) == set().union(*(attended[token] for token in own))
+        seen = []
+        for part in plan.parts:
+            query, key = part.queries.start, part.keys.start
+            for length, key_length in zip(part.lengths, part.key_lengths, strict=True):
+                for at in range(length):
+                    last = key + key_length - length + at
+                    visible = keys[max(key, last - window + 1 if window else key) : last + 1]
+                    assert set(visible) == attended[own[query + at]]
+                    assert len(visible) == len(set(visible))
+                    seen.append(query + at)
+                query, key = query + length, key + key_length
+            assert (query, key) == (part.queries.stop, part.keys.stop)
+        assert seen == list(range(len(own)))
+
+
+def test_one_document_is_dealt_in_zigzag() -> None:
+    assert list_tokens(deal_row((16,), Ring(2))) == [[0, 1, 2, 3, 12, 13, 14, 15], list(range(4, 12))]
+    assert [runs[0].start for runs in deal_row((64,), Ring(4))] == [0, 8, 16, 24]
+
+
+def test_short_documents_and_windows_stay_in_order() -> None:
+    """Equal work needs no dealing, and a rank's documents are then its own."""
+    for ring in (Ring(4), Ring(4, ((64, 1),))):
+        lengths = (1024,) * 64 if ring.windows == ((None, 1),) else (65536,)
+        assert [runs[0] for runs in deal_row(lengths, ring)] == [(at * 16384, (at + 1) * 16384) for at in range(4)]
+
+
+def measure_imbalance(order: Order, lengths: tuple[int, ...]) -> float:
+    """Returns the largest work of a rank over the mean, with pairs counted document by document."""
+    bounds = [0, *accumulate(lengths)]
+
+    def count(run: tuple[int, int]) -> int:
+        total = 0
+        for start, end in pairwise(bounds):
+            first, last = max(start, run[0]) - start, min(end, run[1]) - start
+            total += count_pairs(last, None) - count_pairs(first, None) if first < last else 0
+        return total
+
+    works = [sum(map(count, runs)) for runs in order]
+    return max(works) * len(works) / sum(works)
+
+
+def deal_zigzag(tokens: int, size: int) -> Order:
+    width = tokens // (2 * size)
+    pieces = [TokenRun(at * width, (at + 1) * width) for at in range(2 * size)]
+    return tuple((pieces[at], pieces[-1 - at]) for at in range(size))
+
+
+def draw_lengths(total: int, mean: int, seed: int) -> tuple[int, ...]:
+    """Returns lengths with an exponential distribution, which fill the row."""
+    generator, lengths = random.Random(seed), []
+    while sum(lengths) < total:
+        lengths.append(min(total - sum(lengths), 1 + int(generator.expovariate(1 / mean))))
+    return tuple(lengths)
+
+
+MI = 1 << 20
+MIXES = {
+    "one document on 4": (4, (MI,)),
+    "3/4 and 1/4 on 2": (2, (3 * MI // 4, MI // 4)),
+    "mean 128K on 4": (4, draw_lengths(MI, 131072, 3)),
+    "mean 16K on 4": (4, draw_lengths(MI, 16384, 3)),
+    "mean 2K on 8": (8, draw_lengths(MI, 2048, 3)),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_ranks_get_the_same_work(name: str) -> None:
+    size, lengths = MIXES[name]
+    dealt, zigzag = measure_imbalance(deal_row(lengths, Ring(size)), lengths), deal_zigzag(MI, size)
+    assert dealt <= 1.01
+    assert dealt <= measure_imbalance(zigzag, lengths) + 1e-9
+
+
+def test_orders_with_faults_are_refused() -> None:
+    for bounds, message in (
+        ([[(0, 4), (4, 8)], [(8, 12), (4, 8)]], "tokens 4 to 8 of the rows belong to two ranks of the ring"),
+        ([[(0, 4)], [(8, 12)]], "tokens 4 to 8 of the rows belong to no rank of the ring"),
+        ([[(0, 4)], [(4, 12)]], "rows of 12 tokens are dealt to the ranks of a ring in shares of 4, 8"),
+    ):
+        order = tuple(tuple(TokenRun(*run) for run in runs) for runs in bounds)
+        with pytest.raises(ValueError, match=message):
+            check_order(order, 12)
+    with pytest.raises(ValueError, match="a row of 10 tokens cannot be dealt to 4 ranks"):
+        deal_row((10,), Ring(4))
