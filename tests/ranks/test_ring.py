@@ -243,7 +243,7 @@ def test_planted_faults_show(fault: str) -> None:
 
 
 def deal_twice(problem: Problem) -> str:
-    twice = tuple((TokenRun(start, start + 16), TokenRun(48, 64)) for start in (0, 16))
+    twice = tuple((TokenRun(16, 32), TokenRun(start, start + 16)) for start in (0, 48))
     try:
         measure_errors(problem, 2, twice)
     except ValueError as error:
@@ -253,7 +253,7 @@ def deal_twice(problem: Problem) -> str:
 
 def test_a_chunk_that_is_dealt_twice_is_refused() -> None:
     for message in run_on_ranks(2, deal_twice, Problem(4, 2, lengths=(20, 30, 14))):
-        assert message == "tokens 48 to 64 of the rows belong to two ranks of the ring"
+        assert message == "tokens 16 to 32 of the rows belong to two ranks of the ring"
 
 
 def count_traffic(problem: Problem, ring_size: int) -> tuple[list[int], list[int], list[int], list[int]]:
