@@ -16,13 +16,9 @@ from support.rank_pool import run_on_ranks
 from support.tiers import count_examples
 from torch import Tensor
 
-<<<<<<< HEAD
-from ulysses_cli.plan.rows.order import Order, Ring, deal_rows
-=======
 from ulysses_cli.plan.rows.order import Order, Ring, TokenRun, deal_rows
 from ulysses_cli.train.attention import keys as keys_module
 from ulysses_cli.train.attention import ulysses as ulysses_module
->>>>>>> dcd7784 (Tests of the dealt order and of attention on a ring, with planted faults)
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.kernels import operators
 from ulysses_cli.train.attention.kernels.rule import Rule
