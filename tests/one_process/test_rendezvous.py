@@ -143,7 +143,8 @@ class Machines:
         """Joins with addresses by which the master would come last."""
         address = f"10.0.0.{node_rank}" if node_rank else "127.0.0.1"
         endpoint = f"127.0.0.1:{self.port}"
-        params = RendezvousParameters("ulysses", endpoint, "x", 2, 2, local_addr=address, node_rank=node_rank)
+        own = {"node_rank": node_rank, "join_seconds": 60}
+        params = RendezvousParameters("ulysses", endpoint, "x", 2, 2, local_addr=address, **own)
         try:
             made = make_handler(params, lambda _: None).next_rendezvous()
         except Exception as error:  # noqa: BLE001 - the test judges it
@@ -167,27 +168,26 @@ def test_machines_with_one_key_meet_in_order_and_another_key_is_refused(machines
     machines.start(1, 0)
     assert sorted(machines.results.get(timeout=60) for _ in range(2)) == [(0, 0, 2, b"1"), (1, 1, 2, b"0")]
     with pytest.raises(MeetingError, match=f"another key than the run at 127.0.0.1:{machines.port}") as refused:
-        open_store(f"127.0.0.1:{machines.port}", THEIRS, None)
+        open_store(f"127.0.0.1:{machines.port}", THEIRS, None, 60.0)
     assert "ULYSSES_RUN_KEY" in refused.value.hint
 
 
 def test_two_machines_with_one_rank_are_refused(machines: Machines) -> None:
-    master = open_store(f"127.0.0.1:{machines.port}", OURS, "127.0.0.1")
+    master = open_store(f"127.0.0.1:{machines.port}", OURS, "127.0.0.1", 60.0)
     machines.start(1, 1)
     assert str(machines.results.get(timeout=60)) == "two machines have --node-rank 1"
     assert master.port == machines.port
 
 
 def test_an_address_without_a_master_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0.1)
     monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.5)
-    with pytest.raises(MeetingError, match=r"nothing answers at 127.0.0.1:[0-9]+ within"):
-        open_store(f"127.0.0.1:{find_port()}", OURS, None)
+    with pytest.raises(MeetingError, match=r"nothing answers at 127.0.0.1:[0-9]+ within 0.1 s"):
+        open_store(f"127.0.0.1:{find_port()}", OURS, None, 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(MeetingError, match="is not the master of a run"):
-            open_store(f"127.0.0.1:{silent.getsockname()[1]}", OURS, None)
+            open_store(f"127.0.0.1:{silent.getsockname()[1]}", OURS, None, 0.1)
         with pytest.raises(MeetingError, match=r"no store can listen at .*: Address already in use") as messages:
-            open_store(f"x:{silent.getsockname()[1]}", OURS, "127.0.0.1")
+            open_store(f"x:{silent.getsockname()[1]}", OURS, "127.0.0.1", 60.0)
         assert "--master-port" in messages.value.hint
 
 

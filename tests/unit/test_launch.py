@@ -25,7 +25,7 @@ from ulysses_cli.run_folder.seal import KEY, Seal
 
 def test_the_agents_command_line(tmp_path: Path) -> None:
     alone_here = Nodes(processes_here=2)
-    with rendezvous.open_rendezvous(alone_here, tmp_path, {}) as place:
+    with rendezvous.open_rendezvous(alone_here, tmp_path, {}, 9.0) as place:
         folder = place.folder
         assert folder is not None
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -34,7 +34,9 @@ def test_the_agents_command_line(tmp_path: Path) -> None:
     assert not folder.exists()
     assert list(tmp_path.iterdir()) == []
     assert alone[:3] == ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=0"]
-    assert {f"--rdzv-endpoint={folder}/agent", "--rdzv-conf=store_type=file,node_rank=0"} < set(alone)
+    assert {f"--rdzv-endpoint={folder}/agent", "--rdzv-conf=store_type=file,node_rank=0,join_seconds=600.0"} < set(
+        alone
+    )
     assert alone[-1] == "--log-dir=x"
     assert environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert len(environ[KEY]) == 64
@@ -43,21 +45,23 @@ def test_the_agents_command_line(tmp_path: Path) -> None:
 def test_the_key_of_several_machines_is_on_no_command_line(tmp_path: Path) -> None:
     both = [Nodes(2, rank, "127.0.0.1", 1234, 8) for rank in range(2)]
     open_rendezvous = rendezvous.open_rendezvous
-    with open_rendezvous(both[1], tmp_path, {}) as second, open_rendezvous(both[0], tmp_path, {}) as first:
+    with open_rendezvous(both[1], tmp_path, {}, 9.0) as second, open_rendezvous(both[0], tmp_path, {}, 9.0) as first:
         args = [make_agent_args(node, 3, each) for node, each in zip(both, (first, second), strict=True)]
         environ = make_environment({"NCCL_SOCKET_IFNAME": "ib0"}, "cuda", 8, first)
         assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     assert first.key == second.key
     assert not (tmp_path / "key").exists(), "it ends with the run"
     assert "--rdzv-endpoint=127.0.0.1:1234" in args[0]
-    assert all(f"--rdzv-conf=store_type=tcp,node_rank={rank}" in each for rank, each in enumerate(args))
+    assert all(
+        f"--rdzv-conf=store_type=tcp,node_rank={rank},join_seconds=9.0" in each for rank, each in enumerate(args)
+    )
     assert "--max-restarts=3" in args[0]
     ids = {word for each in args for word in each if word.startswith("--rdzv-id=")}
     assert len(ids) == 1
     assert not any(first.key[at : at + 8] in word for word in args[0] for at in range(56))
     assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
     given = {KEY: "g" * 40}
-    with rendezvous.open_rendezvous(both[0], tmp_path, given) as place:
+    with rendezvous.open_rendezvous(both[0], tmp_path, given, 9.0) as place:
         assert make_environment(given, "cpu", 8, place)[KEY] == "g" * 40
         assert not (tmp_path / "key").exists()
     assert f"--rdzv-id={Seal('g' * 40).name_run()}" not in args[0]
@@ -67,7 +71,7 @@ def test_a_bad_key_is_refused(tmp_path: Path) -> None:
     nodes, file = Nodes(2, 0, "localhost"), tmp_path / "key"
 
     def refuse(environ: dict[str, str]) -> Problem:
-        with pytest.raises(RecipeError) as result, rendezvous.open_rendezvous(nodes, tmp_path, environ):
+        with pytest.raises(RecipeError) as result, rendezvous.open_rendezvous(nodes, tmp_path, environ, 9.0):
             pass
         return result.value.problems[0]
 

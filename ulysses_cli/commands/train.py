@@ -250,7 +250,9 @@ def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptio
             rank_args.append("--pretend")
             nodes, device = Nodes(), "cpu"
     with ExitStack() as stack:
-        rendezvous = or_exit(lambda: stack.enter_context(open_rendezvous(nodes, valid.run_dir, os.environ)))
+        rendezvous = or_exit(
+            lambda: stack.enter_context(open_rendezvous(nodes, valid.run_dir, os.environ, run.join_timeout))
+        )
         aside = set_results_aside(valid.run_dir) if place.starts_anew else None
         agent_args = launcher.make_agent_args(nodes, run.max_restarts, rendezvous, options.agent_args)
         environ = launcher.make_environment(os.environ, device, nodes.processes_here, rendezvous)

@@ -23,10 +23,13 @@ class Rendezvous:
     interface: str
     endpoint: str  # of the agents: a file, or host:port
     folder: Path | None = None  # the ranks of a single machine meet here
+    join_seconds: float = 600.0  # that machines wait for each other
 
 
 @contextmanager
-def open_rendezvous(nodes: Nodes, run_dir: Path, environ: Mapping[str, str]) -> Iterator[Rendezvous]:
+def open_rendezvous(
+    nodes: Nodes, run_dir: Path, environ: Mapping[str, str], join_seconds: float
+) -> Iterator[Rendezvous]:
     """Processes of one machine meet in a new folder that only the user can read; those of several machines meet at the
     master's port."""
     own_key = run_key.read_given_key(environ)
@@ -38,7 +41,8 @@ def open_rendezvous(nodes: Nodes, run_dir: Path, environ: Mapping[str, str]) -> 
     route = network.find_route(nodes.master_addr)
     key = own_key or run_key.share_key(run_dir)
     try:
-        yield Rendezvous(key, route.address, route.interface, f"{nodes.master_addr}:{nodes.master_port}")
+        endpoint = f"{nodes.master_addr}:{nodes.master_port}"
+        yield Rendezvous(key, route.address, route.interface, endpoint, join_seconds=join_seconds)
     finally:
         if own_key is None and nodes.rank == 0:
             run_key.drop_key(run_dir, key)

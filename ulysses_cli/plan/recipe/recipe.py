@@ -273,6 +273,13 @@ class Run(Section):
         le=255,
     )
     step_timeout: float = setting(1800.0, "a step that takes longer counts as a hang", unit="seconds", gt=0, le=1e6)
+    join_timeout: float = setting(
+        600.0,
+        "how long machines wait for each other; number 0 downloads and prepares data before it listens",
+        unit="seconds",
+        gt=0,
+        le=1e6,
+    )
 
 
 class Recipe(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def find_disks(folder: Path, rank: int, gather: Callable[[Any], list[Any]]) -> D
     is_seen = [bool(name) and os.path.lexists(folder / name) for name, _ in tokens]
     owners = gather(is_seen.index(True) if any(is_seen) else rank)
     if token:
-        (folder / token).unlink(missing_ok=True)
+        with suppress(OSError):  # one rank must not fail alone; the first file that is written fails on all
+            (folder / token).unlink()
     if found := next((text for _, text in tokens if text), ""):
         raise OSError(found)
     return Disks(tuple(owners))

@@ -39,7 +39,6 @@ Say = Callable[[str], object]
 NAME = "ulysses"
 STATE, EMPTY = "rendezvous", "empty"
 GREETING = "ulysses/greeting"
-JOIN_SECONDS = 600  # for all machines to join
 ANSWER_SECONDS = 60.0  # for a running master to answer
 CHECK_SECONDS = 0.2
 ANSWER_TIMEOUT = timedelta(seconds=ANSWER_SECONDS)
@@ -157,6 +156,7 @@ class SealedHandler(DynamicRendezvousHandler):
     node_rank: int
     store: dist.Store
     say: Say
+    join_seconds: float
     num_meetings = 0
 
     def _get_world(self) -> tuple[int, int]:
@@ -178,8 +178,11 @@ class SealedHandler(DynamicRendezvousHandler):
             with report_waiting(self._name_missing, self.say):
                 return super().next_rendezvous()
         except RendezvousTimeoutError:
-            message = f"{self._name_missing()} at {self.endpoint} within {JOIN_SECONDS} s"
-            hint = "start the command on each with its own --node-rank; a machine that is refused prints the reason"
+            message = f"{self._name_missing()} at {self.endpoint} within {self.join_seconds:g} s"
+            hint = (
+                "start the command on each with its own --node-rank; a machine that is refused prints the reason; "
+                "run.join_timeout gives them more time"
+            )
             raise MeetingError(message, hint) from None
 
     def _name_missing(self) -> str:
@@ -197,11 +200,11 @@ def name_arrivals(node_rank: int) -> str:
 def make_handler(
     params: RendezvousParameters, report: Callable[[MeetingError], None], say: Say = lambda _: None
 ) -> SealedHandler:
-    seal, node_rank = find_seal(), int(params.get("node_rank", 0))
+    seal, node_rank, join_seconds = find_seal(), int(params.get("node_rank", 0)), float(params.get("join_seconds"))
     if params.get("store_type") == "file":
         store: dist.Store = open_file_store(params.endpoint)
     else:
-        store = open_store(params.endpoint, seal, None if node_rank else params.local_addr, say)
+        store = open_store(params.endpoint, seal, None if node_rank else params.local_addr, join_seconds, say)
     backend = SealedBackend(store, seal, params.run_id, report)
     handler = SealedHandler.from_backend(
         params.run_id,
@@ -210,11 +213,11 @@ def make_handler(
         params.min_nodes,
         params.max_nodes,
         params.local_addr,
-        RendezvousTimeout(join=timedelta(seconds=JOIN_SECONDS)),
+        RendezvousTimeout(join=timedelta(seconds=join_seconds)),
     )
     assert isinstance(handler, SealedHandler)
     handler.backend, handler.endpoint, handler.node_rank = backend, params.endpoint, node_rank
-    handler.store, handler.say = store, say
+    handler.store, handler.say, handler.join_seconds = store, say, join_seconds
     return handler
 
 
@@ -226,7 +229,9 @@ def register(say: Say = lambda _: None) -> list[MeetingError]:
     return errors
 
 
-def open_store(endpoint: str, seal: Seal, own_address: str | None, say: Say = lambda _: None) -> dist.TCPStore:
+def open_store(
+    endpoint: str, seal: Seal, own_address: str | None, join_seconds: float, say: Say = lambda _: None
+) -> dist.TCPStore:
     """The master's store, which listens at `own_address` alone; with None, a connection to it."""
     host, _, port = endpoint.rpartition(":")
     if own_address is not None:
@@ -237,7 +242,7 @@ def open_store(endpoint: str, seal: Seal, own_address: str | None, say: Say = la
             raise MeetingError(f"no store can listen at {own_address}:{port}: {error.strerror}", hint) from None
         store.set(GREETING, base64.b64encode(seal.close(GREETING, b"")).decode("ascii"))
         return store
-    _wait_for_master(host, int(port), endpoint, say)
+    _wait_for_master(host, int(port), join_seconds, say)
     store = _connect(host, int(port), endpoint)
     try:
         store.wait([GREETING], ANSWER_TIMEOUT)
@@ -251,9 +256,9 @@ def open_store(endpoint: str, seal: Seal, own_address: str | None, say: Say = la
     return store
 
 
-def _wait_for_master(host: str, port: int, endpoint: str, say: Say) -> None:
+def _wait_for_master(host: str, port: int, join_seconds: float, say: Say) -> None:
     """Machines start in any order."""
-    end = time.monotonic() + JOIN_SECONDS
+    end, endpoint = time.monotonic() + join_seconds, f"{host}:{port}"
     with report_waiting(lambda: f"nothing answers at {endpoint}, where machine number 0 should be", say):
         while True:
             try:
@@ -261,8 +266,9 @@ def _wait_for_master(host: str, port: int, endpoint: str, say: Say) -> None:
                 return
             except OSError as error:
                 if time.monotonic() > end:
-                    message = f"nothing answers at {endpoint} within {JOIN_SECONDS} s: {error.strerror or error}"
-                    raise MeetingError(message, _ask_for_master(endpoint)) from None
+                    message = f"nothing answers at {endpoint} within {join_seconds:g} s: {error.strerror or error}"
+                    hint = f"{_ask_for_master(endpoint)}; where it downloads or prepares data for longer, set a longer "
+                    raise MeetingError(message, f"{hint}run.join_timeout on all machines") from None
             time.sleep(0.5)
 
 
