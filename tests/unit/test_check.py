@@ -250,6 +250,19 @@ def test_check_evaluation() -> None:
     )
 
 
+def test_check_model_choice() -> None:
+    hint = "\n\nhint: write run.eval_steps, and data.eval_split: 0.01"
+    for wish in ("run.keep_best=eval_loss", "run.early_stopping_patience=3"):
+        key = wish.partition("=")[0]
+        assert only(wish) == f"command line: {key}: needs evaluations during the run{hint}"
+    evaluated = ("run.eval_steps=5", "data.eval_split=0.1")
+    assert check("run.keep_best=true", "run.export_best=true", "run.early_stopping_patience=1", *evaluated) == []
+    assert only("run.export_best=true", *evaluated) == (
+        "command line: run.export_best: needs the best checkpoint to be kept\n\nhint: write run.keep_best: eval_loss"
+    )
+    assert "0.1 is not used without early_stopping_patience" in only("run.early_stopping_threshold=0.1", *evaluated)
+
+
 def test_check_money() -> None:
     assert only("run.max_cost=5") == (
         "command line: run.max_cost: cannot be kept without a price"

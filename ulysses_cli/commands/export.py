@@ -32,6 +32,9 @@ def export(
         ),
     ],
     to: Annotated[Path, typer.Option("--to", help="the folder to write; it must not exist")],
+    best: Annotated[
+        bool, typer.Option("--best", help="of an output_dir, the checkpoint with the lowest evaluation loss")
+    ] = False,
     merge_lora: Annotated[bool, typer.Option("--merge-lora", help="merge the adapters into the base model")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="run Python code that comes with the model on this machine")
@@ -49,6 +52,7 @@ def export(
     \b
     Examples:
       ulysses export runs/mine --to model
+      ulysses export runs/mine --best --to model
       ulysses export runs/mine/checkpoints/step-400 --to model-400
       ulysses export runs/mine/checkpoints/step-400 --to merged --merge-lora --dtype bfloat16
     """
@@ -58,6 +62,7 @@ def export(
     if problems := list(preflight.check_export(checkpoint, to)):
         end_with(problems, output)
     words = [str(checkpoint), "--to", str(to), *(["--merge-lora"] if merge_lora else [])]
+    words += ["--best"] if best else []
     if trust_remote_code:
         words.append("--trust-remote-code")
         printing.print_message("trust_remote_code is on: code that comes with the model runs on this machine")

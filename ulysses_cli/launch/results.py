@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ulysses_cli.launch.environments import refuse
 from ulysses_cli.plan.problem import Problem, RecipeError
-from ulysses_cli.run_folder.manifest import read_model_step
+from ulysses_cli.run_folder.manifest import read_model_steps
 
 RESULTS = ("checkpoints", "model")
 RECORDS = ("metrics.jsonl", "eval.jsonl", "run.json")
@@ -74,4 +74,5 @@ def find_newest_checkpoint(run_dir: Path) -> Path | None:
 def is_model_of_newest(run_dir: Path) -> bool:
     """Whether the run's model was made from its last checkpoint."""
     newest = find_newest_checkpoint(run_dir)
-    return newest is not None and read_model_step(run_dir / "model") == int(newest.name.removeprefix("step-"))
+    steps = read_model_steps(run_dir / "model")
+    return newest is not None and steps is not None and steps[1] == int(newest.name.removeprefix("step-"))

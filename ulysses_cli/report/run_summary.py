@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from ulysses_cli.plan.model_choice import choose_best, count_without_progress, has_stalled
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.step_parts import PARTS
 from ulysses_cli.report.printing import clean_text
@@ -57,6 +58,7 @@ def summarize_run(run: RecordedRun) -> dict[str, Any]:
         "num_steps": _get_number(run.facts, "num_steps"),
         "loss": _summarize_loss(metrics),
         "eval_loss": _summarize_loss(run.evals),
+        **_summarize_choice(run),
         "num_bad_steps": sum("loss" in line and not is_number(line["loss"]) for line in metrics),
         "tokens": tokens or None,
         "supervised_tokens": sum(list_values(metrics, "supervised_tokens")) or None,
@@ -77,6 +79,30 @@ def summarize_run(run: RecordedRun) -> dict[str, Any]:
     }
 
 
+def _summarize_choice(run: RecordedRun) -> dict[str, Any]:
+    """The step with the lowest evaluation loss where the run keeps it, and why the run ended early."""
+    settings = run.get_part("recipe").get("run")
+    settings = settings if isinstance(settings, dict) else {}
+    losses = {
+        line["step"]: float(line["loss"]) if is_number(line.get("loss")) else math.inf
+        for line in run.evals
+        if "loss" in line
+    }
+    best = choose_best(losses, losses) if settings.get("keep_best") else None
+    patience, threshold = settings.get("early_stopping_patience"), settings.get("early_stopping_threshold")
+    early_stop = ""
+    if isinstance(patience, int) and is_number(threshold) and has_stalled(losses, patience, threshold):
+        early_stop = (
+            f"eval loss had not fallen for {format_count(count_without_progress(losses, threshold), 'evaluation')}"
+        )
+    return {
+        "best_step": best,
+        "best_loss": losses[best] if best is not None else None,
+        "best_use": "it is exported" if settings.get("export_best") else "its checkpoint is kept",
+        "early_stop": early_stop,
+    }
+
+
 def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(name, value, remark) of the most important numbers, without those that are not known."""
     loss, evals, figures = summary["loss"], summary["eval_loss"], []
@@ -87,6 +113,11 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         if losses:
             lowest = f"from {losses['first']:.4g}, lowest {losses['min']:.4g} at step {losses['min_step']:,}"
             figures.append((name, f"{losses['last']:.4g}", lowest))
+    if summary["best_step"] is not None:
+        remark = f"eval loss {summary['best_loss']:.4g}; {summary['best_use']}"
+        figures.append(("best model", f"step {summary['best_step']:,}", remark))
+    if summary["early_stop"]:
+        figures.append(("stopped early", f"step {summary['last_step']:,}", summary["early_stop"]))
     if summary["tokens"]:
         supervised = summary["supervised_tokens"]
         remark = f"{supervised / summary['tokens']:.0%} of them supervised" if supervised else ""

@@ -9,12 +9,14 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ulysses_cli.plan.files.regular_files import open_regular
-from ulysses_cli.run_folder.manifest import MANIFEST, STATE, load_manifest, load_state
+from ulysses_cli.plan.model_choice import choose_best
+from ulysses_cli.run_folder.line_files import read_eval_losses
+from ulysses_cli.run_folder.manifest import MANIFEST, STATE, load_manifest, load_state, read_losses
 
 WRITING, REPLACED, GONE, ASIDE = ".writing", ".replaced", ".gone", ".set-aside"
 NAME = re.compile(r"step-(\d+)")
@@ -70,9 +72,14 @@ def put_in_place(temporary: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def prune_checkpoints(run_dir: Path, keep: int | None) -> None:
-    """Deletes all but the newest `keep`. Called after a save, so that the newest one is valid."""
-    for old in list_checkpoints(run_dir)[keep:] if keep is not None else []:
+def prune_checkpoints(run_dir: Path, keep: int | None, losses: Mapping[int, float] | None = None) -> None:
+    """Deletes all but the newest `keep` and the one with the lowest of `losses`. Called after a save, so that the
+    newest one is valid."""
+    paths = list_checkpoints(run_dir)
+    best = choose_best(losses or {}, [get_step(path) for path in paths])
+    for old in paths[keep:] if keep is not None else []:
+        if get_step(old) == best:
+            continue
         gone = old.with_name(f"{old.name}{GONE}")
         shutil.rmtree(gone, ignore_errors=True)
         os.replace(old, gone)  # from here on it does not count as a checkpoint, even if the deletion is interrupted
@@ -156,17 +163,46 @@ def find_newest_valid(run_dir: Path, report: Callable[[str], None]) -> Path | No
     return None
 
 
-def choose_checkpoint(path: Path, report: Callable[[str], None]) -> Path:
-    """A valid checkpoint: `path` itself, or the newest one if `path` is a run. Raises CheckpointError."""
+def choose_checkpoint(path: Path, report: Callable[[str], None], *, wants_best: bool = False) -> Path:
+    """A valid checkpoint: `path` itself, or the newest one if `path` is a run, or the one of that run with the lowest
+    evaluation loss. Raises CheckpointError."""
     run_dir = find_run_dir(path)
     if run_dir is None:
+        if wants_best:
+            raise CheckpointError(f"{path} is one checkpoint: name a run's output_dir to choose its best")
         if damage := find_damage(path):
             raise CheckpointError(f"{path} cannot be exported: {damage}")
         return path
     if (newest := find_newest_valid(run_dir, report)) is None:
         raise CheckpointError(f"{path} has no valid checkpoint")
+    if wants_best:
+        return _choose_best(run_dir, newest, report)
     report(f"the newest valid checkpoint is {newest}")
     return newest
+
+
+def load_losses(run_dir: Path, path: Path) -> dict[int, float]:
+    """The evaluation losses by step up to a checkpoint of this run: those in its state, and those recorded since."""
+    return read_losses(load_state(path)) | read_eval_losses(run_dir / "eval.jsonl", get_step(path))
+
+
+def _choose_best(run_dir: Path, newest: Path, report: Callable[[str], None]) -> Path:
+    paths = {get_step(path): path for path in list_checkpoints(run_dir)}
+    try:
+        losses = load_losses(run_dir, newest)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{newest} cannot be exported: {error}") from error
+    while (best := choose_best(losses, paths)) is not None:
+        if not (damage := find_damage(paths[best])):
+            lowest = choose_best(losses, losses)
+            if lowest != best:
+                report(f"step {lowest} had the lowest evaluation loss, but its checkpoint was not kept")
+            report(f"the best checkpoint is {paths[best]}, with evaluation loss {losses[best]:.4g}")
+            return paths[best]
+        report(f"{paths.pop(best)} is skipped: {damage}")
+    raise CheckpointError(
+        f"{run_dir} has no valid checkpoint with an evaluation: set run.keep_best, or name a checkpoint"
+    )
 
 
 def sync(path: Path) -> None:

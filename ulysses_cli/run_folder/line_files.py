@@ -73,6 +73,12 @@ def find_last_step(path: Path, last_step: int) -> int:
     return max((step for step, _ in _read_lines(path, last_step)), default=-1)
 
 
+def read_eval_losses(path: Path, last_step: int) -> dict[int, float]:
+    """The evaluation losses by step up to `last_step`; infinity stands for one that was not finite."""
+    lines = {step: json.loads(line).get("loss") for step, line in _read_lines(path, last_step)}
+    return {step: float(loss) if isinstance(loss, int | float) else math.inf for step, loss in lines.items()}
+
+
 def _read_lines(path: Path, last_step: int) -> Iterator[tuple[int, str]]:
     """(step, line) of each complete line up to `last_step`."""
     if not path.exists():

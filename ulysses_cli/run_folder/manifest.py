@@ -4,7 +4,9 @@ is wrong. No other code may read these files unchecked.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -69,6 +71,7 @@ class State(_Part):
     rows_per_step: Several
     data: str
     recipe: _Recipe
+    eval_losses: dict[str, float | None] = {}
 
 
 def name_share(rank: int) -> str:
@@ -93,15 +96,21 @@ def load_manifest(path: Path) -> dict[str, FileEntry]:
 
 
 class ModelFacts(_Part):
-    """The checkpoint that an exported model was made from."""
+    """The checkpoint that an exported model was made from, and the step that its run had done by then."""
 
     step: Count
+    run_step: Count | None = None  # left out: the same
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        return self.step, self.step if self.run_step is None else self.run_step
 
 
-def read_model_step(model: Path) -> int | None:
-    """The step after which a model was exported. None: there is no model, or this tool did not export it."""
+def read_model_steps(model: Path) -> tuple[int, int] | None:
+    """(step of the weights, step that the run had done) of an exported model. None: there is no model, or this tool did
+    not export it."""
     try:
-        return ModelFacts.model_validate_json(read_regular(model / MODEL_FACTS, MAX_BYTES)).step
+        return ModelFacts.model_validate_json(read_regular(model / MODEL_FACTS, MAX_BYTES)).steps
     except (OSError, ValueError):
         return None
 
@@ -109,6 +118,18 @@ def read_model_step(model: Path) -> int | None:
 def load_state(path: Path) -> dict[str, Any]:
     """The checked content of state.json, as plain data."""
     return _load(path / STATE, State).model_dump()
+
+
+def read_losses(state: Mapping[str, Any]) -> dict[int, float]:
+    """Returns the evaluation losses by step that a checkpoint's state holds; infinity stands for one that is not
+    finite."""
+    losses = state.get("eval_losses", {})
+    return {int(step): math.inf if loss is None else loss for step, loss in losses.items() if step.isdecimal()}
+
+
+def dump_losses(losses: Mapping[int, float]) -> dict[str, float | None]:
+    """Returns the losses as a checkpoint's state holds them; JSON has no infinity."""
+    return {str(step): loss if math.isfinite(loss) else None for step, loss in losses.items()}
 
 
 _M = TypeVar("_M", bound=BaseModel)

@@ -11,11 +11,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.model_choice import choose_best
 from ulysses_cli.run_folder.archive import (
     ASIDE,
     WRITING,
@@ -24,11 +25,20 @@ from ulysses_cli.run_folder.archive import (
     find_newest_valid,
     get_folder,
     get_step,
+    list_checkpoints,
     put_in_place,
     sync,
 )
 from ulysses_cli.run_folder.bucket import Bucket, BucketError, each
-from ulysses_cli.run_folder.manifest import MANIFEST, MODEL_FACTS, STATE, ModelFacts, load_manifest
+from ulysses_cli.run_folder.manifest import (
+    MANIFEST,
+    MODEL_FACTS,
+    STATE,
+    ModelFacts,
+    load_manifest,
+    load_state,
+    read_losses,
+)
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
 OBJECT = re.compile(rf"{CHECKPOINTS}/step-(\d+)/([^/]+)")
@@ -129,9 +139,10 @@ class Sending:
         self.send_files(folder, [MODEL_FACTS], MODEL)
 
 
-def read_remote_model_step(bucket: Bucket) -> int | None:
+def read_remote_model_steps(bucket: Bucket) -> tuple[int, int] | None:
+    """As read_model_steps."""
     try:
-        return ModelFacts.model_validate_json(bucket.read(f"{MODEL}/{MODEL_FACTS}")).step
+        return ModelFacts.model_validate_json(bucket.read(f"{MODEL}/{MODEL_FACTS}")).steps
     except (FileNotFoundError, ValueError):
         return None
 
@@ -144,12 +155,12 @@ def has_checkpoint(bucket: Bucket, folder: Path) -> bool:
         return False
 
 
-def prune_remote(bucket: Bucket, newest: int, keep: int | None) -> None:
-    """Deletes what is older than `newest`, which was just uploaded: all but the newest `keep`, and what was never
-    finished. Checkpoints that were set aside stay."""
+def prune_remote(bucket: Bucket, newest: int, keep: int | None, losses: Mapping[int, float] | None = None) -> None:
+    """Deletes what is older than `newest`, which was just uploaded: all but the newest `keep` and the one with the
+    lowest of `losses`, and what was never finished. Checkpoints that were set aside stay."""
     objects = list_objects(bucket)
     complete = sorted((step for step, names in objects.items() if MANIFEST in names and step <= newest), reverse=True)
-    kept = set(complete if keep is None else complete[:keep])
+    kept = {*(complete if keep is None else complete[:keep]), choose_best(losses or {}, complete)}
     for step, names in objects.items():
         if step < newest and step not in kept and f"{MANIFEST}{ASIDE}" not in names:
             for name in sorted(names, key=lambda name: name != MANIFEST):
@@ -208,23 +219,43 @@ def _fetch_files(bucket: Bucket, step: int, folder: Path) -> str:
 
 
 def bring_newest(bucket: Bucket, run_dir: Path, report: Report) -> None:
-    """Makes the newest valid checkpoint of run folder and bucket the newest valid one of the run folder. Raises
-    CheckpointError where the bucket has checkpoints, and neither has a valid one."""
-    remote = list_remote_steps(bucket)
-    if not remote:
-        return
+    """Makes the newest valid checkpoint of run folder and bucket the newest valid one of the run folder, and brings the
+    best one that the run had kept. Raises CheckpointError where the bucket has checkpoints, and neither has a valid
+    one."""
+    if remote := list_remote_steps(bucket):
+        newest = _bring_first_valid(bucket, run_dir, remote, report)
+        _bring_best(bucket, run_dir, remote, newest, report)
+
+
+def _bring_first_valid(bucket: Bucket, run_dir: Path, remote: Sequence[int], report: Report) -> Path:
     newest = find_newest_valid(run_dir, lambda _: None)  # the ranks report what they pass over
     local = get_step(newest) if newest is not None else -1
     for step in remote:
-        if step <= local:
-            return
+        if newest is not None and step <= local:
+            return newest
         address = f"{bucket.address}/{name_folder(step)}"
         report(f"downloading {address}")
         if not (damage := fetch_checkpoint(bucket, step, run_dir)):
-            return
+            return get_folder(run_dir) / f"step-{step}"
         report(f"{address} is skipped: {damage}")
     if newest is None:
         raise CheckpointError(f"none of the {len(remote)} checkpoints in {bucket.address} is valid")
+    return newest
+
+
+def _bring_best(bucket: Bucket, run_dir: Path, remote: Sequence[int], newest: Path, report: Report) -> None:
+    """The best checkpoint before `newest`, where the run keeps it."""
+    state = load_state(newest)
+    if state["recipe"]["run"].get("keep_best") is None:
+        return
+    local = {get_step(path) for path in list_checkpoints(run_dir)}
+    best = choose_best(read_losses(state), [step for step in {*remote, *local} if step <= get_step(newest)])
+    if best is None or best in local:
+        return
+    address = f"{bucket.address}/{name_folder(best)}"
+    report(f"downloading {address}, the best by evaluation loss")
+    if damage := fetch_checkpoint(bucket, best, run_dir):
+        report(f"{address} is skipped: {damage}")
 
 
 def try_out(bucket: Bucket) -> str:

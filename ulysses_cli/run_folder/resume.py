@@ -8,23 +8,26 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.model_choice import choose_best, has_stalled
 from ulysses_cli.plan.recipe.changes import list_changes, list_length_changes
 from ulysses_cli.run_folder.archive import (
     CheckpointError,
     find_damage,
     find_newest_valid,
     get_folder,
+    get_step,
     list_checkpoints,
+    load_losses,
     tidy_folder,
 )
 from ulysses_cli.run_folder.failure_record import choose_first
 from ulysses_cli.run_folder.line_files import find_last_step
-from ulysses_cli.run_folder.manifest import load_state, read_model_step
+from ulysses_cli.run_folder.manifest import load_state, read_losses, read_model_steps
 
 WIDTHS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -41,7 +44,9 @@ class ResumePoint:
     state: Mapping[str, Any]
     is_own: bool = False  # the checkpoint is in this run's folder
     last_eval_step: int = -1
-    model_step: int | None = None  # of the exported model in the run's folder
+    model_steps: tuple[int, int] | None = None  # of the exported model in the run's folder, as read_model_steps
+    eval_losses: Mapping[int, float] = field(default_factory=dict)  # by step
+    best_step: int | None = None  # of the checkpoint with the lowest evaluation loss in the run's folder
 
     @property
     def step(self) -> int:
@@ -50,6 +55,10 @@ class ResumePoint:
     @property
     def position(self) -> int:
         return int(self.state.get("position", 0))
+
+    def has_stalled(self, patience: int | None, threshold: float) -> bool:
+        """Whether early stopping has ended the run here, or would have ended it with these settings."""
+        return self.path is not None and has_stalled(self.eval_losses, patience, threshold)
 
     def count_ahead(self, max_steps: int | None, num_rows: int, rows_per_step: int) -> tuple[int, int]:
         """Returns (position where the stream of rows ends, number of the last step), also if rows per step have
@@ -130,7 +139,11 @@ def find_resume_point(
         state = load_state(path)
         is_own = path.resolve() == (get_folder(run_dir) / f"step-{int(state['step'])}").resolve()
         last_eval_step = find_last_step(run_dir / "eval.jsonl", int(state["step"])) if is_own else -1
-        return ResumePoint(path, state, is_own, last_eval_step, read_model_step(run_dir / "model") if is_own else None)
+        model_steps = read_model_steps(run_dir / "model") if is_own else None
+        losses = load_losses(run_dir, path) if is_own else read_losses(state)
+        steps = [get_step(other) for other in list_checkpoints(run_dir)] if is_own else []
+        best_step = choose_best(losses, steps)
+        return ResumePoint(path, state, is_own, last_eval_step, model_steps, losses, best_step)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
 

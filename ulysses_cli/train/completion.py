@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from ulysses_cli.run_folder.archive import CheckpointError
+from ulysses_cli.run_folder.archive import CheckpointError, find_damage, get_step
 from ulysses_cli.run_folder.early_stop import write_early_stop
 from ulysses_cli.train.assembly.run import AssembledRun
 from ulysses_cli.train.checkpoint.collection import Collector
@@ -45,12 +46,14 @@ def finish(
     record.set_phase(WRITING)
     state.phase = WRITING
     launch.interruption.end_at_once()
+    saves.prune(state)
+    checkpoint = saves.choose_for_export(state, wants_best=recipe.run.export_best)
     if run.context.is_spread:
         collector = Collector(run.context.disk_owners, run.context.rank, state.groups.host_group)
-        if problem := collector.collect(saves.get_last_path(), [0]):
-            raise CheckpointError(f"{saves.get_last_path()} cannot be exported: {problem}")
+        if problem := collector.collect(checkpoint, [0]):
+            raise CheckpointError(f"{checkpoint} cannot be exported: {problem}")
     if state.groups.is_first:
-        write_model(launch, inputs, run, saves, record)
+        write_model(launch, inputs, run, checkpoint, record)
     run.context.wait()
     saves.finish_uploads(state, launch.run_dir / "model")
     for warning in list_base_warnings(recipe.model.model_dump()) if run.built.adapter is not None else []:
@@ -58,19 +61,25 @@ def finish(
     record.emit(event="done", model_dir=str(launch.run_dir / "model"))
 
 
-def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, saves: Saves, record: Record) -> None:
-    """Runs on rank 0 alone, from the last checkpoint."""
-    recipe, built = run.plan.recipe, run.built
-    last, dtype = saves.get_last_path(), getattr(torch, recipe.model.dtype)
-    check = partial(check_model, last, config=built.config, dtype=dtype, report=record.set_phase)
+def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, checkpoint: Path, record: Record) -> None:
+    """Runs on rank 0 alone."""
+    recipe, built, step = run.plan.recipe, run.built, get_step(checkpoint)
+    if step != run.state.step and (damage := find_damage(checkpoint)):
+        raise CheckpointError(
+            f"{checkpoint}, the best by evaluation loss, cannot be exported: {damage}; "
+            "export another one with ulysses export"
+        )
+    dtype = getattr(torch, recipe.model.dtype)
+    check = partial(check_model, checkpoint, config=built.config, dtype=dtype, report=record.set_phase)
     export_model(
-        last,
+        checkpoint,
         launch.run_dir / "model",
         config=built.config,
         tokenizer=inputs.tokenizer,
         adapter_config=built.adapter.peft_config["default"] if built.adapter is not None else None,
         dtype=dtype,
-        check=check if built.adapter is None else partial(check_adapter, last, dtype=dtype),
+        check=check if built.adapter is None else partial(check_adapter, checkpoint, dtype=dtype),
         card=make_card(recipe.model_dump(mode="json"), get_run_name(launch), inputs.shape, inputs.num_own_tokens),
-        step=run.state.step,
+        step=step,
+        run_step=run.state.step,
     )

@@ -56,7 +56,9 @@ class Connected:
     def is_finished(self) -> bool:
         """Nothing is left to do. The same on all ranks: the resume point is rank 0's."""
         point = self.resume_point
-        return point.path is not None and point.step == self.length.num_steps == point.model_step
+        best = point.best_step if self.plan.recipe.run.export_best else None
+        wanted = (point.step if best is None else best, point.step)
+        return point.path is not None and point.step == self.length.num_steps and point.model_steps == wanted
 
     @property
     def has_steps_ahead(self) -> bool:

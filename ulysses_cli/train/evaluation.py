@@ -16,7 +16,7 @@ import torch
 from ulysses_cli.data.steps import Batching, Rows, plan_step, read_micro_batch
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.guard.stop_conditions import StopConditions
-from ulysses_cli.train.processes.consistency import compare_facts
+from ulysses_cli.train.processes.consistency import compare_facts, gather_values
 from ulysses_cli.train.processes.groups import Groups
 from ulysses_cli.train.train_state import TrainState
 
@@ -83,10 +83,17 @@ def summarize(sums: torch.Tensor, bounds: list[int]) -> dict[str, Any]:
 
 
 class Evaluation:
-    """A post-step hook that evaluates the held-out rows and writes their losses. Without such rows it does nothing."""
+    """A post-step hook that evaluates the held-out rows and writes their losses. Without such rows it does nothing.
+    `judge` is called after each evaluation."""
 
-    def __init__(self, rows: Rows | None, batching: Batching, write: Callable[[dict[str, Any]], None]) -> None:
-        self.rows, self.batching, self.write = rows, batching, write
+    def __init__(
+        self,
+        rows: Rows | None,
+        batching: Batching,
+        write: Callable[[dict[str, Any]], None],
+        judge: Callable[[TrainState], None],
+    ) -> None:
+        self.rows, self.batching, self.write, self.judge = rows, batching, write, judge
 
     def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
         """Collective over all ranks. `stop`: reasons to end it early; by default the run's own."""
@@ -98,3 +105,6 @@ class Evaluation:
         if losses:
             self.write({"step": state.step, **losses})
             state.last_eval_step = state.step
+            loss = gather_values(losses["loss"], state.groups.host_group)[0]
+            state.eval_losses[state.step] = loss if math.isfinite(loss) else math.inf
+            self.judge(state)

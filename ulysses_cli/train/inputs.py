@@ -26,7 +26,7 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import Resolved, resolve
 from ulysses_cli.plan.secrets import mask_secrets
 from ulysses_cli.run_folder.bucket import Bucket, BucketError
-from ulysses_cli.run_folder.remote_archive import has_checkpoint, read_remote_model_step
+from ulysses_cli.run_folder.remote_archive import has_checkpoint, read_remote_model_steps
 from ulysses_cli.run_folder.resume import (
     FRESH,
     ResumePoint,
@@ -159,17 +159,17 @@ def report_restart(launch: Launch, warn: Callable[[str], None]) -> int:
 def find_checkpoint(launch: Launch, restarts: int, warn: Callable[[str], None]) -> ResumePoint:
     """On rank 0, from the checkpoints on its disk."""
     point = find_resume_point(launch.run_dir, launch.options.resume, restarts, warn)
-    return point if _is_uploaded(launch, point) else replace(point, model_step=None)
+    return point if _is_uploaded(launch, point) else replace(point, model_steps=None)
 
 
 def _is_uploaded(launch: Launch, point: ResumePoint) -> bool:
     """Whether the run's checkpoint and model are where run.checkpoint_uri says. If not, the run is not finished."""
     address = launch.loaded.recipe.run.checkpoint_uri
-    if address is None or point.path is None or point.model_step is None:
+    if address is None or point.path is None or point.model_steps is None:
         return True
     try:
         bucket = Bucket(address)
-        return read_remote_model_step(bucket) == point.model_step and has_checkpoint(bucket, point.path)
+        return read_remote_model_steps(bucket) == point.model_steps and has_checkpoint(bucket, point.path)
     except (BucketError, OSError):
         return False  # the upload will say why
 
@@ -189,6 +189,9 @@ def plan_remaining(
     batching = make_batching(recipe, inputs.shape, resolved)
     total_rows = count_rows(recipe, len(inputs.rows), batching.rows_per_step)
     end, num_steps = resume_point.count_ahead(recipe.train.max_steps, total_rows, batching.rows_per_step)
+    if resume_point.has_stalled(recipe.run.early_stopping_patience, recipe.run.early_stopping_threshold):
+        warn(f"early stopping has ended this run after step {resume_point.step}: no step is left")
+        end, num_steps = resume_point.position, resume_point.step
     return RemainingRun(recipe, batching, RunLength(num_steps, end))
 
 

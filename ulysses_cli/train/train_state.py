@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ulysses_cli.data.steps import Batching, Rows, StepPlan
 from ulysses_cli.train.engine import Engine, Update
@@ -29,7 +29,7 @@ class TrainState:
     groups: Groups
     rows: Rows
     batching: Batching
-    num_steps: int
+    num_steps: int  # an early stop lowers it
     end: int  # rows of the whole run
     stop: StopConditions
     pre_step_hooks: Sequence[Callable[[TrainState], None]] = ()
@@ -38,5 +38,6 @@ class TrainState:
     position: int = 0
     optimizer_steps: int = 0
     last_eval_step: int = -1
+    eval_losses: dict[int, float] = field(default_factory=dict)  # by step, the same on all ranks
     step_seconds: float = 0.0  # of the previous step, on this rank
     phase: str = ""

@@ -32,6 +32,7 @@ from ulysses_cli.train.evaluation import Evaluation
 from ulysses_cli.train.guard.watchdog import Watchdog
 from ulysses_cli.train.hooks.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.hooks.metrics import Meter
+from ulysses_cli.train.hooks.model_choice import ModelChoice
 from ulysses_cli.train.inputs import Inputs, Launch, get_run_name, read_inputs
 from ulysses_cli.train.loop import every, train
 from ulysses_cli.train.optimizer.shards import count_parameters
@@ -101,10 +102,16 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     is_async = settings.async_save and connected.disks.is_shared
     if is_async != settings.async_save:
         record.warn("run.async_save needs a run.output_dir that all machines share: steps wait for saves")
-    policy = SavePolicy(settings.save_total_limit, is_async, settings.on_save_error == "continue")
+    keeps_best = settings.keep_best is not None
+    policy = SavePolicy(settings.save_total_limit, is_async, settings.on_save_error == "continue", keeps_best)
     uploads = open_uploads(launch, run, record)
     saves = Saves(run.context, record, policy, list_checkpoint_facts(launch, inputs, connected), bad_steps, uploads)
-    evaluation = Evaluation(inputs.eval_rows, make_eval_batching(inputs.shape, inputs.resolved), record.write_eval)
+    choice = ModelChoice(
+        saves.save if keeps_best else lambda _: None,
+        settings.early_stopping_patience, settings.early_stopping_threshold, record.report,
+    )  # fmt: skip
+    eval_batching = make_eval_batching(inputs.shape, inputs.resolved)
+    evaluation = Evaluation(inputs.eval_rows, eval_batching, record.write_eval, choice.judge)
     if connected.has_steps_ahead:
         check_disk(launch, inputs, connected, run, record)
         if settings.rehearsal:
@@ -147,7 +154,8 @@ def open_uploads(launch: Launch, run: AssembledRun, record: Record) -> NoUploads
         return NoUploads()
     machines = run.context.gather(os.environ.get("GROUP_RANK", "0"))
     bucket = Bucket(settings.checkpoint_uri)
-    return Uploads(bucket, run.context, machines, settings.save_total_limit, record.report)
+    losses = run.state.eval_losses if settings.keep_best is not None else None
+    return Uploads(bucket, run.context, machines, settings.save_total_limit, record.report, losses)
 
 
 def check_disk(launch: Launch, inputs: Inputs, connected: Connected, run: AssembledRun, record: Record) -> None:
@@ -157,8 +165,12 @@ def check_disk(launch: Launch, inputs: Inputs, connected: Connected, run: Assemb
     settings, width = recipe.run, getattr(torch, recipe.model.dtype).itemsize
     steps = connected.length.num_steps - connected.resume_point.step
     num_saves = -(-steps // settings.save_steps) if settings.save_steps else 1
+    limit = settings.save_total_limit
+    if settings.keep_best is not None:
+        num_saves += steps // (settings.eval_steps or steps)
+        limit = None if limit is None else limit + 1
     model_bytes = width * (built.num_trained if built.adapter is not None else inputs.shape.num_parameters)
-    find = partial(find_shortage, launch.run_dir, built.num_trained, model_bytes, settings.save_total_limit)
+    find = partial(find_shortage, launch.run_dir, built.num_trained, model_bytes, limit)
     shortage = next(filter(None, run.context.gather(find(num_saves) if run.context.owns_disk else "")), "")
     if shortage and settings.on_save_error == "stop":
         raise StartError(shortage)

@@ -239,6 +239,23 @@ class Run(Section):
     save_total_limit: int | None = setting(
         2, "checkpoints kept; null = all; the newest valid one is never deleted", unit="checkpoints", ge=1, le=1_000_000
     )
+    keep_best: Literal["eval_loss"] | None = setting(
+        None,
+        "also save after the evaluation with the lowest loss so far, and keep that checkpoint",
+        unit="measure",
+        aliases=("metric_for_best_model",),
+        spellings={True: "eval_loss", False: None, "none": None, "loss": "eval_loss"},
+    )
+    export_best: bool = setting(
+        False, "the model is that of the best evaluation, not of the last step", aliases=("load_best_model_at_end",)
+    )
+    early_stopping_patience: int | None = setting(
+        None, "end the run when its evaluation loss has not fallen for so many evaluations", unit="evaluations",
+        ge=1, le=1_000_000,
+    )  # fmt: skip
+    early_stopping_threshold: float = setting(
+        0.0, "by how much the loss must be below the lowest one to count as fallen", unit="nats", ge=0, le=1000
+    )
     async_save: bool = setting(False, "write checkpoints while steps go on")
     checkpoint_uri: str | None = text(
         None,

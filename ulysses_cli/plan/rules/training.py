@@ -94,6 +94,25 @@ def check_evaluation(recipe: Recipe) -> Problems:
         yield Problem("data.eval_split", "and eval_datasets both say what is evaluated", "keep one of the two")
 
 
+def check_model_choice(recipe: Recipe) -> Problems:
+    """Keeping the best model and early stopping need evaluations during the run."""
+    run = recipe.run
+    named = {"keep_best": run.keep_best, "early_stopping_patience": run.early_stopping_patience}
+    for name, value in named.items():
+        if value is not None and run.eval_steps is None:
+            yield Problem(
+                f"run.{name}", "needs evaluations during the run", "write run.eval_steps, and data.eval_split: 0.01"
+            )
+    if run.export_best and run.keep_best is None:
+        yield Problem("run.export_best", "needs the best checkpoint to be kept", "write run.keep_best: eval_loss")
+    if run.early_stopping_threshold and run.early_stopping_patience is None:
+        yield Problem(
+            "run.early_stopping_threshold",
+            f"{run.early_stopping_threshold:g} is not used without early_stopping_patience",
+            "write run.early_stopping_patience: 3, or leave the threshold out",
+        )
+
+
 def check_money(recipe: Recipe) -> Problems:
     """A limit on cost needs a price."""
     run = recipe.run
@@ -110,5 +129,6 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_steps,
     check_schedule,
     check_evaluation,
+    check_model_choice,
     check_money,
 )

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.model_choice import choose_best
 from ulysses_cli.run_folder.archive import (
     CheckpointError,
     get_folder,
+    get_step,
     list_checkpoints,
     prune_checkpoints,
     set_aside,
 )
+from ulysses_cli.run_folder.manifest import dump_losses
 from ulysses_cli.run_folder.resume import ResumePoint
 from ulysses_cli.train.checkpoint.background import BackgroundSave, HostCopies
 from ulysses_cli.train.checkpoint.format import (
@@ -40,11 +43,12 @@ SAVING = "saving"  # a phase
 @dataclass(frozen=True)
 class SavePolicy:
     """How a run saves. `total_limit`: checkpoints to keep; None keeps all. `continue_on_error`: a failed save is only a
-    warning, except the last one."""
+    warning, except the last one. `keeps_best`: the one with the lowest evaluation loss is kept too."""
 
     total_limit: int | None = None
     is_async: bool = False
     continue_on_error: bool = False
+    keeps_best: bool = False
 
 
 class Saves:
@@ -67,6 +71,8 @@ class Saves:
 
     def save(self, state: TrainState) -> None:
         """A post-step hook. Collective over all ranks. A failed earlier save does not prevent this one."""
+        if state.step in (self.last_step, self.pending.step if self.pending is not None else None):
+            return
         state.phase = SAVING
         save = self._start if self.policy.is_async else self._save
         for part in (self.wait_for_pending, partial(self.wait_for_upload, state), partial(save, state)):
@@ -136,20 +142,37 @@ class Saves:
             return
         started = time.perf_counter()
         path = save_checkpoint(self.context, self.record.run_dir, state.step, self.read_state(state))
-        if self.context.owns_disk:
-            prune_checkpoints(self.record.run_dir, self.policy.total_limit)
         self.last_step = state.step
+        self.prune(state)
         self.record.emit(event="saved", path=str(path), seconds=time.perf_counter() - started)
         self.uploads.start(path)
 
     def _start(self, state: TrainState) -> None:
         folder = open_folder(self.context, self.record.run_dir, state.step)
         share = self.copies.copy(take_share(self.context))
-        self.pending = BackgroundSave(
-            self.context, folder, state.step, share, self.read_state(state),
-            lambda: prune_checkpoints(self.record.run_dir, self.policy.total_limit),
-        )  # fmt: skip
+        prune = partial(prune_checkpoints, self.record.run_dir, self.policy.total_limit, self._list_losses(state))
+        self.pending = BackgroundSave(self.context, folder, state.step, share, self.read_state(state), prune)
         self.uploads.start(self.get_path(state.step), self.pending)
+
+    def prune(self, state: TrainState) -> None:
+        """Deletes checkpoints that the policy does not keep."""
+        if self.context.owns_disk:
+            prune_checkpoints(self.record.run_dir, self.policy.total_limit, self._list_losses(state))
+
+    def _list_losses(self, state: TrainState) -> dict[int, float]:
+        return dict(state.eval_losses) if self.policy.keeps_best else {}
+
+    def choose_for_export(self, state: TrainState, *, wants_best: bool) -> Path:
+        """Collective over all ranks. The last checkpoint, or the best one that is on rank 0's disk."""
+        steps = [get_step(path) for path in list_checkpoints(self.record.run_dir)]
+        best = self.context.gather(choose_best(state.eval_losses, steps))[0]
+        if not wants_best or best is None:
+            return self.get_last_path()
+        lowest = choose_best(state.eval_losses, state.eval_losses)
+        if lowest != best:
+            self.record.warn(f"step {lowest} had the lowest evaluation loss, but its checkpoint was not kept")
+        self.record.report(f"the model is that of step {best}, with evaluation loss {state.eval_losses[best]:.4g}")
+        return self.get_path(best)
 
     def read_state(self, state: TrainState) -> dict[str, Any]:
         return {
@@ -158,6 +181,7 @@ class Saves:
             "optimizer_steps": state.optimizer_steps,
             "bad_steps": self.bad_steps.count,
             "hours": state.stop.hours,
+            "eval_losses": dump_losses(state.eval_losses),
             **self.facts,
         }
 
@@ -180,6 +204,7 @@ class Saves:
         self.bad_steps.count = int(saved["bad_steps"])
         state.stop.hours_before = float(saved["hours"])
         state.last_eval_step = resume_point.last_eval_step
+        state.eval_losses.update(resume_point.eval_losses)
         if resume_point.is_own:
             self.last_step = state.step
         self.uploads.begin(state.step if resume_point.is_own else -1)

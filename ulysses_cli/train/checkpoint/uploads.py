@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ulysses_cli.plan.hardware import GIB
@@ -58,13 +58,15 @@ class NoUploads:
 
 
 class Uploads(NoUploads):
-    """At most one upload is in progress. `machines` names each rank's machine."""
+    """At most one upload is in progress. `machines` names each rank's machine. `losses`: evaluation losses by step, as
+    the run learns them; the checkpoint with the lowest one is kept."""
 
     def __init__(
         self, bucket: Bucket, context: CheckpointContext, machines: Sequence[str], keep: int | None,
-        report: Callable[[str], None],
+        report: Callable[[str], None], losses: Mapping[int, float] | None = None,
     ) -> None:  # fmt: skip
         self.bucket, self.context, self.keep, self.report = bucket, context, keep, report
+        self.losses = {} if losses is None else losses
         numbers = {name: number for number, name in enumerate(dict.fromkeys(machines))}
         self.machine_of = [numbers[name] for name in machines]
         self.machine = self.machine_of[context.rank]
@@ -164,7 +166,7 @@ class Uploads(NoUploads):
         own = [name for rank, name in shares.items() if self._find_machine(rank) == self.machine]
         self.sending.send_checkpoint(folder, own, self.machine, len(set(self.machine_of)))
         if self.context.rank == 0:
-            prune_remote(self.bucket, int(folder.name.removeprefix("step-")), self.keep)
+            prune_remote(self.bucket, int(folder.name.removeprefix("step-")), self.keep, self.losses)
 
     def _find_machine(self, rank: int) -> int:
         """Another layout may have written the share."""

@@ -29,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ulysses_cli.train.export")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--to", required=True, type=Path)
+    parser.add_argument("--best", action="store_true")
     parser.add_argument("--dtype")
     parser.add_argument("--merge-lora", action="store_true")
     parser.add_argument("--trust-remote-code", action="store_true")
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
         try:
             emit(phase="checking the checkpoint")
-            checkpoint = choose_checkpoint(options.checkpoint, lambda phase: emit(phase=phase))
+            checkpoint = choose_checkpoint(options.checkpoint, lambda phase: emit(phase=phase), wants_best=options.best)
             job = ExportJob(
                 checkpoint, load_state(checkpoint), options.dtype, options.merge_lora,
                 trusts_code=options.trust_remote_code,

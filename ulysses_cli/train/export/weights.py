@@ -146,11 +146,13 @@ def export_model(
     dtype: torch.dtype,
     card: str,
     step: int,
+    run_step: int | None = None,
     check: Callable[[Path], object] = lambda _: None,
     merge: Callable[[Path, Any], object] | None = None,
 ) -> Path:
     """Writes the whole folder. It gets its final name only when it is complete and `check` has raised nothing. `merge`,
-    if given, writes the weights instead; it takes the folder and the model on the meta device."""
+    if given, writes the weights instead; it takes the folder and the model on the meta device. `run_step`: the run's
+    last step, where the checkpoint is an earlier one."""
     from transformers import AutoModelForCausalLM
 
     with _temporary_folder(to) as folder:
@@ -175,7 +177,11 @@ def export_model(
         config_file.write_text(mask_text(config_file.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        facts = {"step": step, "made_by": f"{TOOL} {metadata.version(TOOL)}"}
+        facts = {
+            "step": step,
+            "run_step": step if run_step is None else run_step,
+            "made_by": f"{TOOL} {metadata.version(TOOL)}",
+        }
         (folder / MODEL_FACTS).write_text(json.dumps(facts), encoding="utf-8")
         check(folder)
     return to

@@ -1,0 +1,55 @@
+"""Tests that a run keeps, ends at and exports its best model, and does the same when it is killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from support.faults import Runs, wait_until
+from support.small_run import make_settings
+
+# the large learning rate makes losses that rise and fall
+RECIPE = make_settings(
+    parallel={"sp_size": 2},
+    data={"eval_split": 0.02, "max_length": 256},
+    train={"max_steps": 40, "learning_rate": 0.5, "lr_scheduler_type": "constant", "adam_epsilon": 1e-8},
+    run={
+        **{"eval_steps": 2, "save_steps": 5, "save_total_limit": 1, "rehearsal": False},
+        **{"keep_best": "eval_loss", "export_best": True, "early_stopping_patience": 3},
+    },
+)
+
+
+@pytest.mark.check
+def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+    code, output = runs.train("whole")
+    assert code == 0, output
+    losses = read_evaluations(tmp_path / "whole")
+    last, best = max(losses), min(losses, key=lambda step: losses[step])
+    assert best < last - 4
+    assert f"early stop after step {last}: the loss has not fallen for 3 evaluations" in output
+    assert runs.list_checkpoints("whole") == sorted((f"step-{best}", f"step-{last}"))
+    assert json.loads((tmp_path / "whole" / "model" / "ulysses.json").read_text())["step"] == best
+
+    command = runs.start("killed")
+    assert wait_until(command, lambda: runs.count_steps("killed") > best)
+    command.send_signal(signal.SIGKILL)
+    command.wait()
+    code, output = runs.train("killed", "--resume", "auto")
+    assert code == 0, output
+    assert read_evaluations(tmp_path / "killed") == losses
+    assert runs.list_checkpoints("killed") == runs.list_checkpoints("whole")
+    assert runs.read_model("killed") == runs.read_model("whole")
+    code, output = runs.train("killed", "--resume", "auto")
+    assert code == 0, output
+    assert "already finished" in output
+
+
+def read_evaluations(run_dir: Path) -> dict[int, float]:
+    lines = map(json.loads, (run_dir / "eval.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}

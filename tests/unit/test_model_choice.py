@@ -1,0 +1,103 @@
+"""Tests which checkpoint counts as the best, what is kept for it, and when a run ends early. transformers' own early
+stopping is compared in tests/one_process/test_early_stopping.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from support.checkpoints import make_checkpoint
+
+from ulysses_cli.plan.model_choice import choose_best
+from ulysses_cli.report.run_files import load_run
+from ulysses_cli.report.run_summary import list_figures, summarize_run
+from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint, prune_checkpoints
+from ulysses_cli.run_folder.bucket import Bucket
+from ulysses_cli.run_folder.manifest import dump_losses, name_share, read_losses
+from ulysses_cli.run_folder.remote_archive import Sending, bring_newest, list_remote_steps, prune_remote
+from ulysses_cli.run_folder.resume import find_resume_point
+
+LOSSES = {2: 2.0, 4: 1.0, 6: math.inf, 8: 3.0}
+
+
+def list_steps(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in run_dir.glob("checkpoints/*"))
+
+
+def write_evaluations(run_dir: Path, losses: dict[int, float]) -> None:
+    run_dir.mkdir(exist_ok=True)
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in dump_losses(losses).items()]
+    text = "".join(line.replace('"step": "', '"step": ').replace('", "loss"', ', "loss"') + "\n" for line in lines)
+    (run_dir / "eval.jsonl").write_text(text)
+
+
+def test_the_best_is_the_lowest_finite_loss_of_those_that_are_there() -> None:
+    assert choose_best(LOSSES, LOSSES) == 4
+    assert choose_best(LOSSES, [2, 6, 8, 9]) == 2
+    assert choose_best({2: 1.0, 4: 1.0}, [4, 2]) == 2
+    assert choose_best(LOSSES, [6, 9]) is None
+    assert read_losses({"eval_losses": json.loads(json.dumps(dump_losses(LOSSES)))}) == LOSSES
+    assert read_losses({}) == {}  # of an older version
+
+
+def test_pruning_keeps_the_best_beside_the_newest(tmp_path: Path) -> None:
+    for step in LOSSES:
+        make_checkpoint(tmp_path, step)
+    prune_checkpoints(tmp_path, 1, LOSSES)
+    assert list_steps(tmp_path) == ["step-4", "step-8"]
+    prune_checkpoints(tmp_path, 1, {**LOSSES, 8: 0.5})
+    assert list_steps(tmp_path) == ["step-8"]
+
+
+def test_a_resumed_run_knows_the_losses_of_its_state_and_of_its_file(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2)
+    make_checkpoint(tmp_path, 8, eval_losses=dump_losses({2: 2.0, 6: math.inf}))
+    write_evaluations(tmp_path, {8: 3.0, 10: 0.1})
+    point = find_resume_point(tmp_path, "auto", 0, lambda _: None)
+    assert (point.eval_losses, point.best_step) == ({2: 2.0, 6: math.inf, 8: 3.0}, 2)
+    assert [point.has_stalled(patience, 0.0) for patience in (1, 2, 3, None)] == [True, True, False, False]
+    other = find_resume_point(tmp_path / "other", str(tmp_path / "checkpoints" / "step-8"), 0, lambda _: None)
+    assert (other.eval_losses, other.best_step) == ({2: 2.0, 6: math.inf}, None)
+
+
+def test_the_best_of_a_run_is_chosen_for_export(tmp_path: Path) -> None:
+    lines: list[str] = []
+    for step in (2, 8):
+        make_checkpoint(tmp_path, step, eval_losses=dump_losses(LOSSES))
+    assert choose_checkpoint(tmp_path, lines.append, wants_best=True).name == "step-2"
+    assert lines[0] == "step 4 had the lowest evaluation loss, but its checkpoint was not kept"
+    assert lines[1].endswith("checkpoints/step-2, with evaluation loss 2")
+    (tmp_path / "checkpoints" / "step-2" / name_share(0)).unlink()
+    assert choose_checkpoint(tmp_path, lines.append, wants_best=True).name == "step-8"
+    with pytest.raises(CheckpointError, match="name a run's output_dir to choose its best"):
+        choose_checkpoint(tmp_path / "checkpoints" / "step-8", lines.append, wants_best=True)
+    make_checkpoint(tmp_path / "unmeasured", 2)
+    with pytest.raises(CheckpointError, match=r"has no valid checkpoint with an evaluation: set run\.keep_best"):
+        choose_checkpoint(tmp_path / "unmeasured", lines.append, wants_best=True)
+
+
+def test_the_best_stays_in_the_bucket_and_comes_back(tmp_path: Path) -> None:
+    bucket, here, there = Bucket(f"file://{tmp_path}/bucket", pauses=(0.0,)), tmp_path / "here", tmp_path / "there"
+    recipe = {"model": {}, "data": {}, "train": {}, "run": {"seed": 0, "keep_best": "eval_loss"}}
+    recipe["train"] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    for step in LOSSES:
+        path = make_checkpoint(here, step, eval_losses=dump_losses(LOSSES), recipe=recipe)
+        Sending(bucket).send_checkpoint(path, [name_share(0), name_share(1)], 0, 1)
+        prune_remote(bucket, step, 1, LOSSES)
+    assert list_remote_steps(bucket) == [8, 4]
+    bring_newest(bucket, there, lambda _: None)
+    assert list_steps(there) == ["step-4", "step-8"]
+    assert find_resume_point(there, "auto", 0, lambda _: None).best_step == 4
+
+
+def test_the_report_says_which_model_is_best_and_why_a_run_ended(tmp_path: Path) -> None:
+    settings = {"keep_best": "eval_loss", "export_best": True}
+    settings |= {"early_stopping_patience": 2, "early_stopping_threshold": 0.0}
+    write_evaluations(tmp_path, LOSSES)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 8, "loss": 1.0}\n')
+    (tmp_path / "run.json").write_text(json.dumps({"num_steps": 40, "recipe": {"run": settings}}))
+    figures = {name: (value, remark) for name, value, remark in list_figures(summarize_run(load_run(tmp_path)))}
+    assert figures["best model"] == ("step 4", "eval loss 1; it is exported")
+    assert figures["stopped early"] == ("step 8", "eval loss had not fallen for 2 evaluations")

@@ -1,0 +1,28 @@
+"""Which evaluation of a run is the best one, and whether its loss still falls. `losses` holds the loss by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+
+def choose_best(losses: Mapping[int, float], steps: Collection[int]) -> int | None:
+    """Returns the one of `steps` with the lowest loss, the earliest of equal ones. None: no finite loss is known."""
+    known = [(losses[step], step) for step in steps if math.isfinite(losses.get(step, math.nan))]
+    return min(known)[1] if known else None
+
+
+def count_without_progress(losses: Mapping[int, float], threshold: float = 0.0) -> int:
+    """Returns the number of evaluations since one was lower than all before it by more than `threshold`."""
+    lowest, count = math.nan, 0
+    for step in sorted(losses):
+        loss = losses[step]
+        has_progress = math.isfinite(loss) and not loss >= lowest - threshold
+        count = 0 if has_progress else count + 1
+        lowest = loss if math.isfinite(loss) and not loss >= lowest else lowest
+    return count
+
+
+def has_stalled(losses: Mapping[int, float], patience: int | None, threshold: float) -> bool:
+    """Whether a run with these settings of early stopping ends after the last of these evaluations."""
+    return patience is not None and count_without_progress(losses, threshold) >= patience
