@@ -25,7 +25,7 @@ from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.remote_archive import (
     fetch_checkpoint,
     list_remote_steps,
-    read_remote_model_step,
+    read_remote_model_steps,
 )
 from ulysses_cli.train.checkpoint.saves import SavePolicy
 from ulysses_cli.train.checkpoint.uploads import Uploads
@@ -56,7 +56,7 @@ def resume_elsewhere(runs: Runs, run: str, address: str, bucket: Bucket) -> str:
     assert losses == {step: loss for step, loss in plain.items() if step > (done[0] if done else 0)}
     assert runs.read_model(run) == runs.read_model("plain")
     assert list_remote_steps(bucket) == [NUM_STEPS, NUM_STEPS - 2]
-    assert read_remote_model_step(bucket) == NUM_STEPS
+    assert read_remote_model_steps(bucket) == (NUM_STEPS, NUM_STEPS)
     assert bucket.read("model/model.safetensors") == runs.read_model("plain")
     return err
 
@@ -210,7 +210,7 @@ def test_model_data_and_checkpoints_are_all_in_a_bucket(
     code, err = runs.train("of-a-bucket", *WORDS, *words)
     assert code == 0, err
     assert err.count("downloading s3://runs/inputs/") == 2
-    assert read_remote_model_step(Bucket("s3://runs/of-a-bucket")) == NUM_STEPS
+    assert read_remote_model_steps(Bucket("s3://runs/of-a-bucket")) == (NUM_STEPS, NUM_STEPS)
     code, err = runs.train("again", *WORDS, *words[:-1])
     assert (code, "downloading" in err) == (0, False), err
     assert runs.read_losses("again") == runs.read_losses("of-a-bucket")

@@ -47,6 +47,7 @@ ORDER: dict[str, list[str]] = {
             "problem",
             "layout",
             "nouns",
+            "model_choice",
             "files",
             "hardware",
             "models",

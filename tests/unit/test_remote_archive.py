@@ -181,7 +181,7 @@ def test_a_model_is_complete_when_its_step_is_there(bucket: Bucket, tmp_path: Pa
     (model / "ulysses.json").write_text(json.dumps({"step": 8}))
     bucket.put_bytes(b"", "model/model-00002.safetensors")
     Sending(bucket).send_model(model)
-    assert remote_archive.read_remote_model_step(bucket) == 8
+    assert remote_archive.read_remote_model_steps(bucket) == (8, 8)
     assert bucket.list_names("model") == ["model/base/config.json", "model/model.safetensors", "model/ulysses.json"]
 
 

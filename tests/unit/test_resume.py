@@ -195,11 +195,11 @@ def test_a_checkpoint_of_this_run_knows_its_last_evaluation_and_model(tmp_path: 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "ulysses.json").write_text('{"step": 6}')
     begin = find_resume_point(tmp_path, "auto", 0, print)
-    assert (begin.is_own, begin.last_eval_step, begin.model_step) == (True, 6, 6)
+    assert (begin.is_own, begin.last_eval_step, begin.model_steps) == (True, 6, (6, 6))
     elsewhere = find_resume_point(tmp_path / "other", str(begin.path), 0, print)
-    assert (elsewhere.is_own, elsewhere.last_eval_step, elsewhere.model_step) == (False, -1, None)
+    assert (elsewhere.is_own, elsewhere.last_eval_step, elsewhere.model_steps) == (False, -1, None)
     (tmp_path / "model" / "ulysses.json").write_text("[[")
-    assert find_resume_point(tmp_path, "auto", 0, print).model_step is None
+    assert find_resume_point(tmp_path, "auto", 0, print).model_steps is None
 
 
 def test_without_a_checkpoint_auto_starts_anew(tmp_path: Path) -> None:

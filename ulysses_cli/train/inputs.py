@@ -90,7 +90,9 @@ class RemainingRun:
 def read_inputs(launch: Launch, record: Record) -> Inputs:
     record.phase = "reading inputs"
     recipe, options = launch.loaded.recipe, launch.options
-    if problem := find_missing_package(recipe.train.optim):
+    if problem := find_missing_package(
+        recipe.train.optim, recipe.lora.quantize_base if recipe.lora is not None else None
+    ):
         raise StartError(problem)
     rows, held_out = open_rows(options.data, "train"), open_rows(options.data, "eval")
     tokenizer = load_tokenizer(recipe.model, recipe.data)

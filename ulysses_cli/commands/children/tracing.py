@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ulysses_cli.plan.levers import Levers
     from ulysses_cli.plan.recipe.recipe import Recipe
 
-DEPENDS_ON = ("torch", "transformers", "deepspeed", "peft")
+DEPENDS_ON = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
 ROOMS = ("train", "prove", "plan")
 SHOWN_CHARS = 2000
 
@@ -70,7 +70,7 @@ def compute_key(request: Mapping[str, Any]) -> str:
             digest.update(f"{package} {version(package)}".encode())
         except PackageNotFoundError:
             digest.update(package.encode())
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     for room in ROOMS:
         for file in sorted((root / room).rglob("*.py")):
             digest.update(file.read_bytes())

@@ -22,8 +22,8 @@ from ulysses_cli.plan.recipe.yaml_tree import BOOLEANS, parse_number
 
 FOREIGN_KEYS = {
     "train_on_inputs": "write data.completion_only_loss or data.assistant_only_loss: true trains on answers alone",
-    "load_in_4bit": "quantized base weights are not offered; lora with the levers of memory takes the least",
-    "load_in_8bit": "quantized base weights are not offered; lora with the levers of memory takes the least",
+    "load_in_4bit": "write lora.quantize_base: nf4, with parallel.zero_stage: 2",
+    "load_in_8bit": "write lora.quantize_base: int8, with parallel.zero_stage: 2",
     "flash_attention": "write model.attn_implementation: auto",
     "fp16": "write model.dtype: bfloat16",
     "fsdp": "sharding is DeepSpeed's: see parallel.zero_stage",

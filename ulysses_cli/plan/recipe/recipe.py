@@ -218,6 +218,17 @@ class Lora(Section):
         unit="names",
         aliases=("lora_target_modules",),
     )
+    use_rslora: bool = setting(False, "scale the adapters by alpha / sqrt(r) instead of alpha / r")
+    quantize_base: Literal["nf4", "int8"] | None = setting(
+        None,
+        "hold the frozen linear layers in 4 or 8 bits, by bitsandbytes; each GPU holds the whole base",
+        unit="format",
+        spellings={False: None, "none": None, "4bit": "nf4", "8bit": "int8"},
+        refused={"fp4": "nf4 takes the same memory and is closer to the weights"},
+    )
+    adapter_name_or_path: str | None = text(
+        None, "adapters to start from: a hub name or local folder that peft has written"
+    )
 
 
 class Run(Section):

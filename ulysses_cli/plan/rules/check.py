@@ -19,7 +19,7 @@ from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
-from ulysses_cli.plan.rules import files, model, positions, training
+from ulysses_cli.plan.rules import adapters, files, model, positions, training
 from ulysses_cli.plan.rules.chats import check_chats
 
 MAX_PROCESSES = 1 << 20
@@ -303,7 +303,7 @@ def check_recipe(
     recipe = loaded.recipe
     problems = [problem for rule in RULES for problem in rule(case)]
     if shape is not None:
-        shape_rules = (*model.RULES, *positions.RULES)
+        shape_rules = (*model.RULES, *adapters.RULES, *positions.RULES)
         problems += [problem for rule in shape_rules for problem in rule(recipe, shape)]
     recipe_rules = (*training.RULES, *files.RULES)
     problems += [problem for rule in recipe_rules for problem in rule(recipe)]

@@ -7,6 +7,7 @@ sharding.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -45,15 +46,35 @@ def make_plain_model(recipe: Recipe, shape: ModelShape) -> Any:
         from peft import LoraConfig, get_peft_model
 
         lora, targets = recipe.lora, recipe.lora.target_modules
+        if lora.quantize_base is not None:
+            model = _quantize(model, lora.quantize_base)
         torch.manual_seed(recipe.run.seed)
         settings = LoraConfig(
             r=lora.r,
             lora_alpha=lora.alpha,
             target_modules=targets if isinstance(targets, str) else list(targets),
+            use_rslora=lora.use_rslora,
             task_type="CAUSAL_LM",
         )
         get_peft_model(model, settings)
     return model.train()
+
+
+def _quantize(model: Any, kind: str) -> Any:
+    """The model as transformers and bitsandbytes read it from files."""
+    options: dict[str, Any] = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
+    if kind == "nf4":
+        options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        settings = {"dtype": torch.float32, "attn_implementation": "eager", "device_map": {"": "cpu"}}
+        read = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=torch.float32), **settings
+        )
+    for module in read.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # else an evaluation packs weights so that no backward reads them
+    return read
 
 
 def compute_document(model: Any, document: Labelled, z_loss_weight: float) -> tuple[Tensor, Tensor]:

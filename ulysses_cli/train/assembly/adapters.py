@@ -22,6 +22,7 @@ def make_adapter_config(recipe: Recipe) -> Any:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        use_rslora=lora.use_rslora,
         task_type="CAUSAL_LM",
         base_model_name_or_path=recipe.model.name_or_path,
     )
@@ -34,6 +35,10 @@ def add_adapters(recipe: Recipe, model: Any) -> Any:
     settings = make_adapter_config(recipe)
     torch.manual_seed(recipe.run.seed)
     try:
-        return get_peft_model(model, settings, autocast_adapter_dtype=False)
+        adapted = get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise BuildError(f"the adapters cannot be added: {first_line(error)}") from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # beside a quantized layer peft makes them in float32
+            parameter.data = parameter.data.to(getattr(torch, recipe.model.dtype))
+    return adapted

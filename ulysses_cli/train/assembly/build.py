@@ -27,6 +27,7 @@ from ulysses_cli.train.assembly.loss_model import LossModel
 from ulysses_cli.train.assembly.model_config import load_model_config, stretch_positions
 from ulysses_cli.train.assembly.optimizer import make_optimizer, make_schedule
 from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts
+from ulysses_cli.train.assembly.quantized_base import find_nonfinite_scale
 from ulysses_cli.train.assembly.recurrent_layers import serve_layers
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
@@ -146,7 +147,8 @@ def _check_finite(model: Any, recipe: Recipe, groups: Groups) -> None:
     """Collective over all ranks: each checks its part of the model's own weights."""
     if dist.get_backend() == "fake":  # nothing was read
         return
-    name = next(filter(None, gather_values(find_nonfinite(model), groups.host_group)), "")
+    found = find_nonfinite(model) or find_nonfinite_scale(model)
+    name = next(filter(None, gather_values(found, groups.host_group)), "")
     if name:
         source = recipe.model.name_or_path
         file = find_file(source, name, recipe.model.revision) if source else None

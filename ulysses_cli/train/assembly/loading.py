@@ -38,6 +38,8 @@ class ModelOptions:
     dtype: torch.dtype
     attention: str
     trusts_code: bool = False
+    quantization: Any = None  # transformers' settings of a quantized base
+    device: torch.device | None = None  # where a quantized base is made
 
     def list_options(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
         return {
@@ -52,7 +54,7 @@ def load_pretrained(options: ModelOptions, path: str, revision: str | None = Non
     """The weights of a folder or of the hub's cache."""
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
-            path, revision=revision, output_loading_info=True, **options.list_options()
+            path, revision=revision, output_loading_info=True, **_place(options), **options.list_options()
         )
     except UnpicklingError as error:
         reason = "its pickle holds more than tensors, and is not run; convert the weights to safetensors"
@@ -64,8 +66,18 @@ def load_pretrained(options: ModelOptions, path: str, revision: str | None = Non
     loading_info["unexpected_keys"] = find_unused_weights(model, path, revision)
     if problem := describe_mismatch(loading_info, is_tied=bool(options.config.tie_word_embeddings)):
         raise BuildError(f"{path} {problem}")
+    if options.quantization is not None:  # an export's config describes the base in 16 bits
+        for config in (options.config, model.config):
+            vars(config).pop("quantization_config", None)
     fix_rotary_frequencies(model)
     return model
+
+
+def _place(options: ModelOptions) -> dict[str, Any]:
+    """A quantized weight is made on its device while files are read; others are made in host memory or sharded."""
+    if options.quantization is None:
+        return {}
+    return {"quantization_config": options.quantization, "device_map": {"": options.device}}
 
 
 def describe_mismatch(loading_info: Mapping[str, Any], *, is_tied: bool) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.train.assembly.adapters import add_adapters
 from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained, start_from_random
+from ulysses_cli.train.assembly.quantized_base import make_quantization_config, quantize_layers, settle_layers
 from ulysses_cli.train.attention.kernels.choice import (
     BrokenDeviceError,
     KernelChoice,
@@ -32,10 +33,20 @@ from ulysses_cli.train.processes.groups import Groups
 
 def load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
     model = recipe.model
-    options = ModelOptions(config, getattr(torch, model.dtype), attention, model.trust_remote_code)
+    dtype = getattr(torch, model.dtype)
+    options = ModelOptions(config, dtype, attention, model.trust_remote_code)
+    kind = recipe.lora.quantize_base if recipe.lora is not None else None
     if model.config is not None:
-        return start_from_random(options, recipe.run.seed, device)
-    return load_pretrained(options, os.path.expanduser(str(model.name_or_path)), model.revision)
+        made = start_from_random(options, recipe.run.seed, device)
+        if kind is not None:
+            quantize_layers(made, kind, device)
+    else:
+        if kind is not None:
+            options = replace(options, quantization=make_quantization_config(kind, dtype), device=device)
+        made = load_pretrained(options, os.path.expanduser(str(model.name_or_path)), model.revision)
+    if kind is not None:
+        settle_layers(made)
+    return made
 
 
 def choose_common_kernel(plan: RunPlan, groups: Groups, device: torch.device, mix: LengthMix) -> KernelChoice:

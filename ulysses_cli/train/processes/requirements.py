@@ -7,9 +7,10 @@ from __future__ import annotations
 import importlib
 
 
-def find_missing_package(optim: str) -> str:
-    """'' when the optimizer's packages are installed; else what is wrong and what to do."""
-    if optim != "adamw_8bit":
+def find_missing_package(optim: str, quantize_base: str | None = None) -> str:
+    """'' when the packages that the optimizer and a quantized base need are installed; else what is wrong and what to
+    do."""
+    if optim != "adamw_8bit" and quantize_base is None:
         return ""
     try:
         importlib.import_module("bitsandbytes")
@@ -19,10 +20,10 @@ def find_missing_package(optim: str) -> str:
         reason = f"cannot be imported: {error}"
     else:
         return ""
-    return (
-        f"train.optim: adamw_8bit needs the package bitsandbytes, which {reason}: "
-        "pip install 'ulysses-cli[bitsandbytes]', or use train.optim: adamw"
-    )
+    key, other = "train.optim: adamw_8bit", "use train.optim: adamw"
+    if quantize_base is not None:
+        key, other = f"lora.quantize_base: {quantize_base}", "leave quantize_base out"
+    return f"{key} needs the package bitsandbytes, which {reason}: pip install 'ulysses-cli[bitsandbytes]', or {other}"
 
 
 def find_missing_operator() -> str:
