@@ -39,7 +39,7 @@ def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path:
     command = runs.start("killed")
     assert wait_until(command, lambda: runs.count_steps("killed") > best)
     command.send_signal(signal.SIGKILL)
-    command.wait()
+    command.wait(60)
     code, output = runs.train("killed", "--resume", "auto")
     assert code == 0, output
     assert read_evaluations(tmp_path / "killed") == losses

@@ -278,14 +278,19 @@ def make_parts() -> Parts:
     """Parts of a build for the fake device: weights are made instead of loaded, and the attention kernel is fixed."""
     from transformers import AutoModelForCausalLM
 
-    from ulysses_cli.train.assembly import adapters
+    from ulysses_cli.prove.trace import quantized_layers
+    from ulysses_cli.train.assembly import adapters, quantized_base
     from ulysses_cli.train.assembly.parts import Parts as RealParts
     from ulysses_cli.train.attention.kernels.choice import KernelChoice
 
     def make_weights(recipe: Any, config: Any, attention: str, _: Any) -> Any:
         dtype = getattr(torch, recipe.model.dtype)
         with torch.device(DEVICE):  # moving a module there later would make new parameters
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        if recipe.lora is not None and recipe.lora.quantize_base is not None:
+            quantized_layers.replace_parts()
+            quantized_base.quantize_layers(made, recipe.lora.quantize_base, DEVICE)
+        return made
 
     def add_adapters(recipe: Any, model: Any) -> Any:
         """peft casts adapters to the base model's dtype when it moves them to a device. It never moves them to this

@@ -46,30 +46,30 @@ def quantize_layers(model: Any, kind: str, device: torch.device) -> None:
 
 
 def _make_nf4(layer: nn.Linear, device: torch.device) -> Any:
+    from bitsandbytes.functional import quantize_4bit
     from bitsandbytes.nn import Linear4bit, Params4bit
 
+    options: dict[str, Any] = {"compress_statistics": True, "quant_type": "nf4"}
+    weight = layer.weight.detach().to(device)
     with torch.device("meta"):
-        made = Linear4bit(
-            layer.in_features,
-            layer.out_features,
-            bias=False,
-            compute_dtype=layer.weight.dtype,
-            compress_statistics=True,
-            quant_type="nf4",
-        )
-    weight = Params4bit(layer.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=made)
-    made.weight = weight._quantize(device)
+        made = Linear4bit(layer.in_features, layer.out_features, bias=False, compute_dtype=weight.dtype, **options)
+    codes, made.quant_state = quantize_4bit(weight, **options)
+    made.weight = Params4bit(
+        codes, requires_grad=False, quant_state=made.quant_state, module=made, bnb_quantized=True, **options
+    )
     return made
 
 
 def _make_int8(layer: nn.Linear, device: torch.device) -> Any:
+    from bitsandbytes.functional import int8_vectorwise_quant
     from bitsandbytes.nn import Int8Params, Linear8bitLt
 
     with torch.device("meta"):
         made = Linear8bitLt(
             layer.in_features, layer.out_features, bias=False, has_fp16_weights=False, threshold=NO_THRESHOLD
         )
-    made.weight = Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)._quantize(device)
+    codes, scales, _ = int8_vectorwise_quant(layer.weight.detach().to(device, torch.float16))
+    made.weight = Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
     return made
 
 
