@@ -47,7 +47,6 @@ ORDER: dict[str, list[str]] = {
             "problem",
             "layout",
             "nouns",
-            "model_choice",
             "files",
             "hardware",
             "models",

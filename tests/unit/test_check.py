@@ -250,6 +250,16 @@ def test_check_evaluation() -> None:
     )
 
 
+def test_check_quantized_base() -> None:
+    quantized = "lora.quantize_base=nf4"
+    assert only(quantized).endswith(
+        "parallel.zero_stage: 3 shards the base's weights, and with lora.quantize_base: nf4 each GPU holds all of them"
+        "\n\nhint: write parallel.zero_stage: 2"
+    )
+    assert check(quantized, "parallel.zero_stage=2") == []
+    assert "the same memory and is closer" in only("lora.quantize_base=fp4")
+
+
 def test_check_model_choice() -> None:
     hint = "\n\nhint: write run.eval_steps, and data.eval_split: 0.01"
     for wish in ("run.keep_best=eval_loss", "run.early_stopping_patience=3"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import make_checkpoint
 
-from ulysses_cli.plan.model_choice import choose_best
+from ulysses_cli.plan.models.model_choice import choose_best
 from ulysses_cli.report.run_files import load_run
 from ulysses_cli.report.run_summary import list_figures, summarize_run
 from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint, prune_checkpoints

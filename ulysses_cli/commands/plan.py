@@ -28,6 +28,7 @@ UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 class Method(StrEnum):
     full = "full"
     lora = "lora"
+    qlora = "qlora"
 
 
 class Order(StrEnum):
@@ -47,7 +48,9 @@ def plan(
         float | None, typer.Option(min=0.01, max=1e12, help="highest cost in USD, at mid-range prices")
     ] = None,
     deadline: Annotated[str | None, typer.Option(help="longest time, such as 24h or 3d")] = None,
-    method: Annotated[Method, typer.Option(help="train all weights, or LoRA adapters of rank 16")] = Method.full,
+    method: Annotated[
+        Method, typer.Option(help="train all weights, or LoRA adapters of rank 16, or those on a base in 4 bits")
+    ] = Method.full,
     longest: Annotated[
         bool, typer.Option("--longest", help="instead: find the longest row that fits on all GPUs of --gpus")
     ] = False,
@@ -131,7 +134,9 @@ def _read_request(
 ) -> tuple[PlanRequest, list[str]]:
     from ulysses_cli.plan.planner.candidates import PlanRequest
     from ulysses_cli.plan.planner.draft import find_obstacle, needs_stretch
+    from ulysses_cli.plan.planner.search import make_plan_recipe
     from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.rules.adapters import check_quantized_base
 
     if longest and max_length is not None:
         raise RecipeError(
@@ -155,7 +160,11 @@ def _read_request(
     if needs_stretch(shape, length):
         notes.append(f"positions are stretched by yarn: the model was trained on {shape.max_position_embeddings:,}")
     seconds = None if deadline is None else _read_time(deadline)
-    return PlanRequest(shape, length, num_tokens, method is Method.lora, budget, seconds), notes
+    quantize_base = "nf4" if method is Method.qlora else None
+    request = PlanRequest(shape, length, num_tokens, method is not Method.full, budget, seconds, quantize_base)
+    if problems := [replace(each, key="--method") for each in check_quantized_base(make_plan_recipe(request), shape)]:
+        raise RecipeError(problems)
+    return request, notes
 
 
 def _check_model(model: str, shape: ModelShape, length: int) -> None:

@@ -57,6 +57,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
         "vocabulary": {"size": shape.vocab_size, "added": len(recipe.data.added_tokens)},
         "rope_factor": resolved.rope_factor,
         "method": "lora" if recipe.lora else "full",
+        "quantize_base": recipe.lora.quantize_base if recipe.lora else None,
         "trust_remote_code": recipe.model.trust_remote_code,
         "understood": list(loaded.notes),
         "defaults": list(resolved.defaults),
@@ -70,12 +71,13 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
     windows = f", windows of {' and '.join(f'{w:,}' for w in model['windows'])} tokens" if model["windows"] else ""
     groups = " ".join(_format_ranks(group) for group in plan["rows_are_shared_by"])
     trained = "adapters are" if plan["method"] == "lora" else "all weights are"
+    trained += f" trained on a base in {plan['quantize_base']}" if plan["quantize_base"] else " trained"
     more = " ..." if plan["num_processes"] // mesh["sp_size"] > SHOWN_GROUPS else ""
 
     lines = [
         ("recipe", f"{plan['recipe']} is valid"),
         ("model", f"{model['name']}: {model['model_type']}, {size}{layers}{windows}"),
-        ("", f"shape from {model['source']}; {trained} trained"),
+        ("", f"shape from {model['source']}; {trained}"),
         ("mesh", f"{format_count(plan['num_processes'], 'process')} = {format_mesh(mesh)}"),
         ("rows", f"shared by ranks {groups}{more}" if mesh["sp_size"] > 1 else "one rank has a whole row"),
         ("tokens", f"{tokens['row']:,} per row, {tokens['local']:,} per rank and row"),

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ulysses_cli.plan.model_choice import choose_best, count_without_progress, has_stalled
+from ulysses_cli.plan.models.model_choice import choose_best, count_without_progress, has_stalled
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.step_parts import PARTS
 from ulysses_cli.report.printing import clean_text

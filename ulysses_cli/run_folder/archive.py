@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ulysses_cli.plan.files.regular_files import open_regular
-from ulysses_cli.plan.model_choice import choose_best
+from ulysses_cli.plan.models.model_choice import choose_best
 from ulysses_cli.run_folder.line_files import read_eval_losses
 from ulysses_cli.run_folder.manifest import MANIFEST, STATE, load_manifest, load_state, read_losses
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.plan.model_choice import choose_best
+from ulysses_cli.plan.models.model_choice import choose_best
 from ulysses_cli.run_folder.archive import (
     ASIDE,
     WRITING,

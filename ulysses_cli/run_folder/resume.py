@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.model_choice import choose_best, has_stalled
+from ulysses_cli.plan.models.model_choice import choose_best, has_stalled
 from ulysses_cli.plan.recipe.changes import list_changes, list_length_changes
 from ulysses_cli.run_folder.archive import (
     CheckpointError,

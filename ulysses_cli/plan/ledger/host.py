@@ -13,6 +13,7 @@ from ulysses_cli.plan.ledger.weights import Weights, count_shard, list_sub_group
 from ulysses_cli.plan.ledger.zero import states
 
 PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; the resident set that ranks report
+READERS = 4  # threads that read weights
 LARGEST_FILE_BYTES = 5 << 30  # transformers writes weights in files of this size
 ADAM_SAVED_BYTES = 12  # of a weight: float32 weight and moments
 SHARE_UNSURE, PROCESS_SHARE_UNSURE = 0.03, 0.5  # of what is allocated by size; of a process's own memory
@@ -49,6 +50,15 @@ def round_up(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
+def compute_read(job: Job) -> int:
+    """Per rank: below ZeRO-3 the whole model is read into host memory first (train/assembly/loading.py); but a
+    quantized base is made on the GPU, a few weights at a time (transformers/core_model_loading.py)."""
+    if job.zero_stage == 3:
+        return 0
+    num_elements = READERS * job.weights.largest if job.quantized is not None else job.weights.num_elements
+    return job.dtype_bytes * num_elements
+
+
 def compute_save_copy(job: Job) -> int:
     """Per rank: a copy of everything that a checkpoint holds (async_save); or of the three tensors of the largest
     weight, since three at a time pass to the file (train/tensor_file.py: MAX_CHUNKS). What is in host memory already
@@ -79,8 +89,7 @@ def list_host_phases(job: Job, phases: Iterable[str]) -> dict[str, dict[str, int
     }
     offloaded = {"activations_pinned": compute_saved_pinned(job)}
     copied = {"save_copy": compute_save_copy(job)}
-    # below ZeRO-3 each rank reads the whole model into host memory first (train/assembly/loading.py)
-    read = {"parameters_read": job.dtype_bytes * job.weights.num_elements if job.zero_stage < 3 else 0}
+    read = {"parameters_read": compute_read(job)}
     host_phases = {}
     for phase in phases:
         lines = {**always, **({} if phase in ("load", "evaluation") else offloaded)}

@@ -73,6 +73,7 @@ class Job:
     zero_stage: int = 3
     optim: str = "adamw"
     adapters: Adapters | None = None
+    quantized: str | None = None  # format of the frozen linear layers: nf4 or int8
     engine: EngineSettings = EngineSettings()
     gpus_per_node: int = 8
     evaluates: bool = True
@@ -192,6 +193,7 @@ def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node
         zero_stage=recipe.parallel.zero_stage,
         optim=recipe.train.optim,
         adapters=read_adapters(recipe),
+        quantized=recipe.lora.quantize_base if recipe.lora is not None else None,
         engine=make_engine(recipe, levers),
         gpus_per_node=gpus_per_node,
         evaluates=bool(recipe.data.eval_datasets or recipe.data.eval_split),

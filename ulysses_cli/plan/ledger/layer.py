@@ -26,10 +26,15 @@ def saves_result(job: Job) -> bool:
 
 def saves_input(job: Job, *names: str) -> bool:
     """Whether any of these linear layers saves its input, for its weight's gradient. A frozen layer does so only under
-    ZeRO-3 (runtime/zero/linear.py: LinearFunctionForZeroStage3). Below ZeRO-3 its adapter does, unless dropout gives
-    the adapter a copy."""
+    ZeRO-3 (runtime/zero/linear.py: LinearFunctionForZeroStage3), or in 8 bits (bitsandbytes: MatMul8bitLt). Otherwise
+    its adapter does, unless dropout gives the adapter a copy."""
     adapters = job.adapters
-    return adapters is None or job.zero_stage == 3 or (adapters.adapts(*names) and not adapters.drops)
+    return (
+        adapters is None
+        or job.zero_stage == 3
+        or job.quantized == "int8"
+        or (adapters.adapts(*names) and not adapters.drops)
+    )
 
 
 def count_mlp_tile_tokens(job: Job) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ulysses_cli.plan.ledger import attention, layer, mlp
+from ulysses_cli.plan.ledger import attention, layer, mlp, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.weights import INPUT_NORM, NORM_BEHIND, has_norm_before, has_norm_behind
@@ -29,11 +29,13 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         yield NORM_BEHIND, take("norm behind the MLP", whole_attention, mlp_saved, norm_backward=norm_work)
         if output := mlp.compute_saved_output(job):
             base = {**base, "saved_mlp_outputs": base["saved_mlp_outputs"] - output}
-    left = count_mlp_left(job, kind)
+    left, restored = count_mlp_left(job, kind), {"restored_weights": quantized.compute_restored(job, kind)}
     if not kind.num_experts and not layer.is_tiled(job):
-        yield "down", take("the MLP's last matrix", whole_attention, left, mlp=mlp.compute_down_backward(job))
-        yield "gate", take("gate and up", whole_attention, left, mlp=mlp.compute_gate_backward(job))
-    yield "mlp", take("mlp", whole_attention, left, mlp=mlp.compute_mlp_backward(job, kind))
+        down, gate = mlp.compute_down_backward(job), mlp.compute_gate_backward(job)
+        yield "down", take("the MLP's last matrix", whole_attention, left, mlp=down, **restored)
+        yield "gate", take("gate and up", whole_attention, left, mlp=gate, **restored)
+    in_tile = quantized.compute_work(job, kind) if layer.is_tiled(job) else {}
+    yield "mlp", take("mlp", whole_attention, left, mlp=mlp.compute_mlp_backward(job, kind), **in_tile)
     yield "norm", take("norm", whole_attention, norm_saved, norm_backward=norm_work + own_input)
     rest = attention_saved - attention.compute_output_input(job) + result
     yield "attention", take("exchange", rest, 0, attention_exchange=attention.compute_attention_exchange(job))

@@ -166,7 +166,7 @@ def compute_mlp_backward(job: Job, layer: Layer) -> int:
     tile = count_mlp_tile_tokens(job)
     sums = 4 * count_mlp_elements(job, layer) * (job.adapters is None)
     inside = compute_inside_saved(job, layer, tile) + compute_inside_backward(job, layer, tile)
-    if not layer.num_experts and not _adapts_last(job):
+    if not layer.num_experts and not _adapts_last(job) and job.quantized is None:
         inside = max(inside, 8 * job.dtype_bytes * job.shape.intermediate_size * tile)
     return inside + compute_layer_input(job) + _compute_scaled(job) + sums
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ulysses_cli.plan.ledger import attention, device, head, layer, mlp
+from ulysses_cli.plan.ledger import attention, device, head, layer, mlp, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import walk_layer_backward
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
@@ -131,12 +131,13 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
     """(Place in a layer, tensors in use there) of a forward."""
     yield "attention", {"attention": attention.compute_attention_forward(job)}
     yield "fetch", {"mlp": 2 * layer.compute_layer_input(job)}  # before any of the MLP is computed
-    adapters = {"lora": mlp.compute_adapter_work(job, kind)}
-    yield "mlp", {"mlp": mlp.compute_mlp_forward(job, kind), **adapters}
+    adapters, restored = {"lora": mlp.compute_adapter_work(job, kind)}, quantized.compute_work(job, kind)
+    in_tile = restored if layer.is_tiled(job) else {}
+    yield "mlp", {"mlp": mlp.compute_mlp_forward(job, kind), **adapters, **in_tile}
     if not kind.num_experts and not job.levers.tiled_mlp:
-        yield "first", {"mlp": mlp.compute_first_forward(job), **adapters}
-        yield "gate", {"mlp": mlp.compute_gate_forward(job), **adapters}
-        yield "down", {"mlp": mlp.compute_down_forward(job)}
+        yield "first", {"mlp": mlp.compute_first_forward(job), **adapters, **restored}
+        yield "gate", {"mlp": mlp.compute_gate_forward(job), **adapters, **restored}
+        yield "down", {"mlp": mlp.compute_down_forward(job), **restored}
 
 
 def _gather(job: Job, snapshot: MemorySnapshot, maxima: LayerMaxima) -> Iterator[MemorySnapshot]:

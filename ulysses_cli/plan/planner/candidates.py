@@ -14,7 +14,8 @@ from ulysses_cli.plan.speed import Speed, compute_cost
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan must do: train rows of `max_length` tokens, `num_tokens` in all. None means no bound."""
+    """What a plan must do: train rows of `max_length` tokens, `num_tokens` in all. None means no bound.
+    `quantize_base`: the format of the base under adapters."""
 
     shape: ModelShape
     max_length: int
@@ -22,6 +23,12 @@ class PlanRequest:
     is_lora: bool = False
     budget_usd: float | None = None
     deadline_seconds: float | None = None
+    quantize_base: str | None = None
+
+    @property
+    def zero_stage(self) -> int:
+        """A quantized base is whole on each GPU."""
+        return 3 if self.quantize_base is None else 2
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ class Draft:
     layout: Layout
     is_lora: bool = False
     lora_targets: tuple[str, ...] = ()  # none: all linear layers
+    quantize_base: str | None = None
     levers: Levers | None = None
     accumulation: int = 1
     needs_stretch: bool = False
@@ -80,6 +81,7 @@ def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:
     if draft.is_lora:
         lines += ["", "lora:", "  r: 16", "  alpha: 32"]
         lines += [f"  target_modules: [{', '.join(draft.lora_targets)}]"] if draft.lora_targets else []
+        lines += [f"  quantize_base: {draft.quantize_base}"] if draft.quantize_base is not None else []
     return "\n".join(lines) + "\n"
 
 

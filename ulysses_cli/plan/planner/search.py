@@ -114,8 +114,16 @@ def list_limits(request: PlanRequest, offers: Sequence[Offer]) -> list[str]:
 
 def make_plan_recipe(request: PlanRequest) -> Recipe:
     """The planned recipe without its layout and levers. Plan and recipe then have the same engine settings and row."""
-    draft = Draft("owner/model", max(2, request.max_length), Layout(), is_lora=request.is_lora)
-    return parse_recipe(write_draft(replace(draft, lora_targets=_list_lora_targets(request.shape)))).recipe
+    draft = Draft(
+        "owner/model",
+        max(2, request.max_length),
+        Layout(),
+        is_lora=request.is_lora,
+        lora_targets=_list_lora_targets(request.shape),
+        quantize_base=request.quantize_base,
+        zero_stage=request.zero_stage,
+    )
+    return parse_recipe(write_draft(draft)).recipe
 
 
 def _list_lora_targets(shape: ModelShape) -> tuple[str, ...]:
@@ -189,6 +197,7 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
     """A recipe for a candidate, and its header."""
     job, gpu = best.job, best.gpu
     trained = "LoRA" if request.is_lora else "Full fine-tuning"
+    trained = trained if request.quantize_base is None else f"LoRA on a base in {request.quantize_base}"
     steps = max(1, -(-request.num_tokens // best.speed.tokens_per_step))
     draft = Draft(
         model=model,
@@ -196,6 +205,8 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
         layout=job.layout,
         is_lora=request.is_lora,
         lora_targets=_list_lora_targets(request.shape),
+        quantize_base=request.quantize_base,
+        zero_stage=request.zero_stage,
         levers=job.levers,
         needs_stretch=needs_stretch(request.shape, request.max_length),
         dataset="emozilla/pg19",

@@ -294,7 +294,8 @@ def make_parts() -> Parts:
 
     def add_adapters(recipe: Any, model: Any) -> Any:
         """peft casts adapters to the base model's dtype when it moves them to a device. It never moves them to this
-        one, so that they are made in that dtype."""
+        one, so that they are made in that dtype. No values are loaded."""
+        recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"adapter_name_or_path": None})})
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(getattr(torch, recipe.model.dtype))
         try:

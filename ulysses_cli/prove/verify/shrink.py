@@ -121,7 +121,8 @@ def make_proof_recipe(
     lora = recipe.lora
     if lora is not None:
         dropout = _change(notes, "lora.dropout", lora.dropout, 0.0, "since each rank draws its own")
-        lora = lora.model_copy(update={"dropout": dropout})
+        start = _change(notes, "lora.adapter_name_or_path", lora.adapter_name_or_path, None, "since sizes differ")
+        lora = lora.model_copy(update={"dropout": dropout, "adapter_name_or_path": start})
     proof = recipe.model_copy(
         update={
             "model": recipe.model.model_copy(update=model),

@@ -1,13 +1,18 @@
-"""LoRA adapters of a recipe: makes peft's config and adds peft's layers to the model."""
+"""LoRA adapters of a recipe: makes peft's config, adds peft's layers to the model, and loads adapters to start from."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.train.assembly.loading import BuildError, first_line
+from ulysses_cli.train.finiteness import WORDS, is_finite
+from ulysses_cli.train.optimizer.shards import get_shape
 
 
 def make_adapter_config(recipe: Recipe) -> Any:
@@ -41,4 +46,50 @@ def add_adapters(recipe: Recipe, model: Any) -> Any:
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # beside a quantized layer peft makes them in float32
             parameter.data = parameter.data.to(getattr(torch, recipe.model.dtype))
+    if recipe.lora is not None and recipe.lora.adapter_name_or_path is not None:
+        load_adapters(adapted, settings, os.path.expanduser(recipe.lora.adapter_name_or_path))
     return adapted
+
+
+COMPARED = {"r": "r", "lora_alpha": "alpha", "use_rslora": "use_rslora"}  # peft's name -> the recipe's
+
+
+def load_adapters(adapted: Any, settings: Any, path: str) -> None:
+    """Collective over all ranks under ZeRO-3. Adapters that do not fit the recipe's are an error: other values of
+    `settings` would train something else without a word."""
+    from peft import PeftConfig, load_peft_weights
+
+    key = "lora.adapter_name_or_path"
+    try:
+        saved = PeftConfig.from_pretrained(path)
+        weights = load_peft_weights(path, device="cpu")
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise BuildError(f"{key}: {path} cannot be read: {first_line(error)}") from error
+    for name, own in COMPARED.items():
+        before, now = getattr(saved, name, None), getattr(settings, name)
+        if before != now:
+            raise BuildError(f"{key}: the adapters in {path} have {own} {before}, and lora.{own} is {now}")
+    trained = {name: each for name, each in adapted.named_parameters() if each.requires_grad}
+    files = {name: name.replace(".default.", ".") for name in trained}
+    if unmatched := sorted(set(files.values()) ^ weights.keys()):
+        where = "in the recipe alone" if unmatched[0] in files.values() else f"in {path} alone"
+        raise BuildError(
+            f"{key}: {len(unmatched)} tensors have no partner; {unmatched[0]} is {where}: set target_modules"
+        )
+    for name, parameter in trained.items():
+        weight = weights[files[name]]
+        if tuple(get_shape(parameter)) != tuple(weight.shape):
+            raise BuildError(f"{key}: {files[name]} in {path} has the shape {tuple(weight.shape)}: another base model")
+        if not is_finite(weight):
+            raise BuildError(f"{key}: {files[name]} in {path} holds {WORDS}")
+        with gather_whole(parameter), torch.no_grad():
+            parameter.copy_(weight)
+
+
+def gather_whole(parameter: Any) -> AbstractContextManager[Any]:
+    """Under ZeRO-3, inside, the parameter is whole; what rank 0 has written there remains."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    return cast(AbstractContextManager[Any], deepspeed.zero.GatheredParameters([parameter], modifier_rank=0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ulysses_cli.plan.model_choice import choose_best, count_without_progress, has_stalled
+from ulysses_cli.plan.models.model_choice import choose_best, count_without_progress, has_stalled
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.train.train_state import TrainState
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.quantized import compute_spared
 from ulysses_cli.plan.ledger.weights import count_shard, list_sub_groups
 from ulysses_cli.plan.ledger.zero import lower_stages
 from ulysses_cli.plan.ledger.zero.swapping import (
@@ -22,12 +23,13 @@ CODE_BLOCK = 256  # train/optimizer/quantization.py: weights that share a scale
 
 
 def compute_parameters(job: Job) -> int:
-    """b (N + F) / W at stage 3 (stage3.py: lp_param_buffer), b (N + F) below; on the host with offload_param."""
+    """b (N + F) / W at stage 3 (stage3.py: lp_param_buffer), b (N + F) below, less with a quantized base; on the host
+    with offload_param."""
     if job.levers.offload_param != "none":
         return 0
     weights = job.weights
     if job.zero_stage < 3:
-        return job.dtype_bytes * weights.num_elements
+        return job.dtype_bytes * weights.num_elements - compute_spared(job)
     return job.dtype_bytes * count_shard(weights.num_elements, job.world_size)
 
 

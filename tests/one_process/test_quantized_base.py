@@ -1,0 +1,134 @@
+"""Tests a base in 4 or 8 bits on one process: how it is made, what it takes, and adapters that a run starts from."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.small_run import CONFIG
+from support.training import make_recipe
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.quantized import compute_spared
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.train.assembly.adapters import add_adapters
+from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained
+from ulysses_cli.train.assembly.quantized_base import (
+    find_nonfinite_scale,
+    make_quantization_config,
+    quantize_layers,
+    settle_layers,
+)
+
+pytestmark = pytest.mark.check
+SIZES = {**CONFIG, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES), dtype=torch.bfloat16)
+
+
+def read_codes(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.named_parameters() if not value.is_floating_point()}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_random_model_is_quantized_as_one_from_files(plain: Any, tmp_path: Path, kind: str) -> None:
+    plain.save_pretrained(tmp_path)
+    ours, cpu = copy.deepcopy(plain), torch.device("cpu")
+    quantize_layers(ours, kind, cpu)
+    settings = make_quantization_config(kind, torch.bfloat16)
+    config = AutoConfig.for_model(**SIZES)
+    read = load_pretrained(
+        ModelOptions(config, torch.bfloat16, "sdpa", quantization=settings, device=cpu), str(tmp_path)
+    )
+    assert not hasattr(read.config, "quantization_config")
+    codes, expected = read_codes(ours), read_codes(read)
+    assert codes.keys() == expected.keys()
+    assert len(codes) == 2 * 7  # linear layers, without the head
+    assert all(torch.equal(codes[name], expected[name]) for name in codes)
+    tokens = torch.arange(32)[None]
+    with torch.no_grad():
+        assert torch.equal(ours.eval()(tokens).logits, read.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_the_ledger_counts_what_the_base_takes(plain: Any, kind: str) -> None:
+    quantized = copy.deepcopy(plain)
+    quantize_layers(quantized, kind, torch.device("cpu"))
+    recipe = make_recipe("model.dtype=bfloat16", "parallel.zero_stage=2", f"lora.quantize_base={kind}", config=SIZES)
+    job = make_job(recipe, read_model_shape(SIZES, "test"), Levers())
+    before, after = count_bytes(plain), count_bytes(quantized)
+    assert compute_spared(job) == pytest.approx(before - after, rel=0.02)
+
+
+def count_bytes(model: nn.Module) -> int:
+    total = 0
+    for parameter in model.parameters():
+        total += parameter.nbytes
+        state: Any = getattr(parameter, "quant_state", None)
+        if state is not None:
+            total += sum(part.nbytes for part in (state.absmax, state.code, state.offset))
+            total += state.state2.absmax.nbytes + state.state2.code.nbytes
+        if getattr(parameter, "SCB", None) is not None:
+            total += parameter.SCB.nbytes
+    return total
+
+
+def test_a_weight_that_is_not_finite_is_found(plain: Any) -> None:
+    broken = copy.deepcopy(plain)
+    broken.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.inf
+    for kind in ("nf4", "int8"):
+        model = copy.deepcopy(broken)
+        quantize_layers(model, kind, torch.device("cpu"))
+        assert find_nonfinite_scale(model) == "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_backward_follows_an_evaluation(plain: Any) -> None:
+    model = copy.deepcopy(plain)
+    quantize_layers(model, "nf4", torch.device("cpu"))
+    settle_layers(model)
+    get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    tokens = torch.arange(32)[None]
+    with torch.no_grad():
+        model.eval()(tokens)
+    model.train()(tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def start_from(folder: Path, plain: Any, *more: str) -> dict[str, torch.Tensor]:
+    recipe: Recipe = make_recipe(f"lora.adapter_name_or_path={folder}", "lora.r=4", *more, config=SIZES)
+    model = copy.deepcopy(plain).float()
+    add_adapters(recipe, model)
+    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+def test_a_run_starts_from_adapters_that_peft_has_written(plain: Any, tmp_path: Path) -> None:
+    model = copy.deepcopy(plain).float()
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    adapted.save_pretrained(tmp_path)
+    expected = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    ours = start_from(tmp_path, plain)
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in ours)
+    with pytest.raises(BuildError, match=r"have alpha 32, and lora\.alpha is 8"):
+        start_from(tmp_path, plain, "lora.alpha=8")
+    with pytest.raises(BuildError, match=r"have r 4, and lora\.r is 2"):
+        start_from(tmp_path, plain, "lora.r=2")
+    with pytest.raises(BuildError, match=r"tensors have no partner; .* alone: set target_modules"):
+        start_from(tmp_path, plain, "lora.target_modules=[q_proj]")
+    with pytest.raises(BuildError, match="cannot be read"):
+        start_from(tmp_path / "missing", plain)

@@ -1,0 +1,66 @@
+"""Bytes of a frozen base in 4 or 8 bits, and of its products. From bitsandbytes' functional.py and autograd/.
+
+n elements of a weight, b bytes of the model's dtype, S local tokens or those of a tile, i inner.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.layer import count_mlp_tile_tokens
+from ulysses_cli.plan.ledger.memory_snapshot import Lines
+from ulysses_cli.plan.ledger.weights import Weights
+from ulysses_cli.plan.models.layers import Layer
+
+NF4_BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale; scales that share a scale of their own
+CODE_BYTES = 2048  # tables of a weight, each rounded up to 512 bytes
+SCALE_BYTES = 4  # float32
+
+
+def compute_spared(job: Job) -> int:
+    """How much less the base takes than in the model's dtype. In 4 bits a weight takes n / 2, a byte for each 64
+    weights, and 4 bytes for 256 of those; in 8 bits n, and 4 bytes per row."""
+    if job.quantized is None:
+        return 0
+    sizes = _list_quantized(job.weights, (*job.family.attention_modules, *job.family.mlp_modules))
+    if job.quantized == "int8":
+        rows = SCALE_BYTES * sum(sizes) // job.shape.hidden_size
+        return (job.dtype_bytes - 1) * sum(sizes) - rows
+    return job.dtype_bytes * sum(sizes) - sum(map(_count_nf4_bytes, sizes))
+
+
+def _count_nf4_bytes(num_elements: int) -> int:
+    blocks = -(-num_elements // NF4_BLOCK)
+    return -(-num_elements // 2) + blocks + SCALE_BYTES * -(-blocks // SCALE_BLOCK) + CODE_BYTES
+
+
+@lru_cache(maxsize=64)
+def _list_quantized(weights: Weights, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Elements of each linear layer's weight; keys are `LAYER.NAME`."""
+    found = (weight for module in weights.modules for weight in module.weights)
+    return tuple(size for key, size in found if key.partition(".")[2] in names)
+
+
+def compute_restored(job: Job, kind: Layer) -> int:
+    """An MLP's weight in the model's dtype while it is multiplied, b n, and in 4 bits its scales, 4 n / 64."""
+    if job.quantized is None or kind.num_experts:
+        return 0
+    fused = "gate_up_proj" in job.family.mlp_modules
+    num_elements = job.shape.hidden_size * job.shape.intermediate_size * (1 + fused)
+    scales = SCALE_BYTES * num_elements // NF4_BLOCK if job.quantized == "nf4" else 0
+    return job.dtype_bytes * num_elements + scales
+
+
+def compute_product(job: Job, kind: Layer) -> int:
+    """In 8 bits, beyond a product's result: 32-bit sums and their float16 copy, 6 i S, and the input's codes. In 4 bits
+    nothing but the restored weight."""
+    if job.quantized != "int8" or kind.num_experts:
+        return 0
+    width = 6 * job.shape.intermediate_size + job.shape.hidden_size
+    return width * count_mlp_tile_tokens(job)
+
+
+def compute_work(job: Job, kind: Layer) -> Lines:
+    """Beside an MLP's product in a forward."""
+    return {"restored_weights": compute_restored(job, kind) + compute_product(job, kind)}
