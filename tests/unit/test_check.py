@@ -7,6 +7,7 @@ import pytest
 from support.recipes import VALID, check, load, make_shape
 
 from ulysses_cli.plan.models.refusals import UNSERVED
+from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import compute_recipe_hash
 from ulysses_cli.plan.resolved import compute_kv_heads, resolve
 from ulysses_cli.plan.rules import check as check_module
@@ -257,7 +258,8 @@ def test_check_quantized_base() -> None:
         "\n\nhint: write parallel.zero_stage: 2"
     )
     assert check(quantized, "parallel.zero_stage=2") == []
-    assert "the same memory and is closer" in only("lora.quantize_base=fp4")
+    with pytest.raises(RecipeError, match="nf4 takes the same memory and is closer"):
+        check("lora.quantize_base=fp4")
 
 
 def test_check_model_choice() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.train.assembly.loading import BuildError, first_line
+from ulysses_cli.train.assembly.loading import BuildError, first_line, gather_whole
 from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.optimizer.shards import get_shape
 
@@ -84,12 +83,3 @@ def load_adapters(adapted: Any, settings: Any, path: str) -> None:
             raise BuildError(f"{key}: {files[name]} in {path} holds {WORDS}")
         with gather_whole(parameter), torch.no_grad():
             parameter.copy_(weight)
-
-
-def gather_whole(parameter: Any) -> AbstractContextManager[Any]:
-    """Under ZeRO-3, inside, the parameter is whole; what rank 0 has written there remains."""
-    if not hasattr(parameter, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    return cast(AbstractContextManager[Any], deepspeed.zero.GatheredParameters([parameter], modifier_rank=0))

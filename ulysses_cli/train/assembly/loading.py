@@ -122,8 +122,6 @@ def _list_some(names: Sequence[str]) -> str:
 def start_from_random(options: ModelOptions, seed: int, device: torch.device) -> Any:
     """Collective over all ranks. Gives the same weights for a seed at any layout: rank 0 draws each whole weight and
     sends it to the others."""
-    import deepspeed
-
     model = AutoModelForCausalLM.from_config(**options.list_options())
     is_first = dist.get_rank() == 0
     if is_first:
@@ -131,20 +129,26 @@ def start_from_random(options: ModelOptions, seed: int, device: torch.device) ->
             torch.manual_seed(seed)
             drawn = dict(AutoModelForCausalLM.from_config(**options.list_options(torch.float32)).named_parameters())
     for name, parameter in model.named_parameters():
-        is_sharded = hasattr(parameter, "ds_id")
-        whole = (
-            deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if is_sharded else contextlib.nullcontext()
-        )
-        with whole, torch.no_grad():
+        with gather_whole(parameter), torch.no_grad():
             if is_first:
                 parameter.copy_(drawn.pop(name))
-            if not is_sharded:
+            if not hasattr(parameter, "ds_id"):
                 sent = parameter.to(device)  # NCCL sends what is on a GPU; the model is still on the host
                 dist.broadcast(sent, 0)
                 parameter.copy_(sent)
     torch.manual_seed(seed)
     fix_rotary_frequencies(model)
     return model
+
+
+def gather_whole(parameter: Any) -> contextlib.AbstractContextManager[Any]:
+    """Under ZeRO-3, inside, the parameter is whole; what rank 0 has written there remains."""
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    whole: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+    return whole
 
 
 def grow_rows(rows: Tensor, num_rows: int) -> Tensor:
