@@ -91,7 +91,8 @@ def ulysses(
         _, status, usage = os.wait4(process.pid, 0)
         signal.alarm(0)
         process.returncode = os.waitstatus_to_exitcode(status)
-    return Ended(process.returncode, *(file.read_text(errors="replace") for file in (out, err)), usage.ru_maxrss << 10)
+    texts = [file.read_text(errors="replace") for file in (out, err)]
+    return Ended(process.returncode, texts[0], texts[1], usage.ru_maxrss << 10)
 
 
 def write_recipe(folder: Path, **sections: Any) -> str:

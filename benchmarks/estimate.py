@@ -129,7 +129,7 @@ def compare_random(options: argparse.Namespace) -> int:
     known = json.loads(memory.read_text()) if memory is not None and memory.is_file() else {}
     drawn = list(random_recipes.draw_recipes(options.seed, options.random, options.first))
 
-    def compare(each: random_recipes.Drawn) -> random_recipes.ComparedPhases:
+    def compare(each: random_recipes.DrawnRecipe) -> random_recipes.ComparedPhases:
         formula = random_recipes.predict_phases(random_recipes.make_drawn_job(each))
         if each.digest not in known:
             known[each.digest] = random_recipes.trace_phases(each)

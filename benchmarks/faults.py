@@ -4,7 +4,7 @@ lost.
 A chain is one run that is killed, resumed with --resume auto, killed again, and at last left to finish. Its faults are
 survived when its losses and its model equal those of an uninterrupted run to the last bit. A fault is refused when the
 command ends with a message and exit code 1 or 2. Anything else is lost. The results file holds what is done: a second
-call continues with the rest (--minutes bounds one call, --anew starts over).
+call continues with the rest (--minutes bounds one call, --anew starts over). --hosts strikes one of several machines.
 """
 
 from __future__ import annotations
@@ -21,71 +21,28 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-from paths import RESULTS
-from support import forked, kill_points
-from support.faults import Runs, damage_newest, wait_until
+from paths import RESULTS  # isort: skip - first, since it names the folder of `support`
+import host_faults
+from compared_runs import NUM_STEPS, ComparedRuns, Ends, end, judge, lose, settle, wait_for_steps
+from support import forked, kill_points, networks
+from support.faults import damage_newest, wait_until
 from support.forked import Command, is_alive
 
 from ulysses_cli.prove.ranks import rank_server
 
-NUM_KILLS, CHAIN, NUM_STEPS = 30, 5, 24
+NUM_KILLS, CHAIN = 30, 5
 DAMAGES = ("truncated file", "flipped byte", "missing shard", "missing manifest", "torn metrics")
 COLUMNS = ("injected", "survived", "refused", "lost")
-TIME_LIMIT = 300
 WALKED_STEP = 8
 WALKED = ["run.rehearsal=true", "data.eval_split=0.02", f"run.eval_steps={WALKED_STEP}"]
 WHO = {"all": "all ranks", "one": "one rank", "agent": "the agent", "command": "the command"}
 WALKS = [("command", signal.SIGTERM), *((who, signal.SIGKILL) for who in WHO)]
-Ends = list[tuple[str, str]]  # (fault, how the run ended)
-
-
-class ComparedRuns(Runs):
-    """Runs of a fixed length, each compared with an uninterrupted one."""
-
-    def start(
-        self, run: str, *words: str, plan: Mapping[str, Any] | None = None, peer: Command | None = None
-    ) -> Command:
-        return super().start(run, f"train.max_steps={NUM_STEPS}", *words, plan=plan, peer=peer)
-
-    def is_equal(self, run: str, num_torn: int, whole: str = "whole") -> bool:
-        ours, reference = self.read_losses(run), self.read_losses(whole)
-        is_same = ours.items() <= reference.items() and len(reference) - len(ours) <= num_torn
-        return is_same and self.read_model(run) == self.read_model(whole)
-
-
-def wait_for_steps(runs: ComparedRuns, run: str, process: Command, count: int) -> None:
-    wait_until(process, lambda: runs.count_steps(run) >= count)
-
-
-def end(process: Command) -> tuple[int, str]:
-    _, output = process.communicate(timeout=TIME_LIMIT)
-    return process.wait(1), output
-
-
-def settle(runs: ComparedRuns, run: str, killed: list[str], *words: str) -> Ends:
-    code, output = end(runs.start(run, *words, "--resume", "auto"))
-    return judge(runs, run, killed, code, output)
-
-
-def judge(runs: ComparedRuns, run: str, killed: list[str], code: int, output: str) -> Ends:
-    """Judges whether a run that has ended equals the uninterrupted one."""
-    is_refused = code in (1, 2) and "Traceback" not in output
-    num_torn = killed.count("torn metrics")  # these steps are not done again
-    how = "survived" if code == 0 and runs.is_equal(run, num_torn) else "refused" if is_refused else "lost"
-    if how != "survived":
-        print(f"{run}: exit code {code}\n{output[-1500:]}", flush=True)
-    return [(fault, how) for fault in killed]
-
-
-def lose(fault: str, output: str) -> Ends:
-    print(f"{fault}\n{output[-1500:]}", flush=True)
-    return [(fault, "lost")]
 
 
 def kill(runs: ComparedRuns, seeds: list[int]) -> Ends:
@@ -321,13 +278,29 @@ def summarize(done: dict[str, Any], num_pieces: int) -> dict[str, Any]:
     }
 
 
-def read_done(pieces: dict[str, Any]) -> dict[str, Any]:
+def read_done(file: Path, pieces: dict[str, Any]) -> dict[str, Any]:
     """Returns the parts that an unfinished call has done."""
     try:
-        before = json.loads((RESULTS / "faults-cpu.json").read_text())
+        before = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
     return {} if before["is_finished"] else {name: one for name, one in before["pieces"].items() if name in pieces}
+
+
+@contextmanager
+def open_runs(num_hosts: int) -> Iterator[ComparedRuns]:
+    """Yields a folder with the uninterrupted runs that others are compared with. They ran on one machine."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as stack:
+        if num_hosts == 1:
+            runs = ComparedRuns(Path(folder))
+        elif why := networks.find_obstacle():
+            sys.exit(f"network namespaces are not permitted here: {why}")
+        else:
+            runs = host_faults.HostRuns(Path(folder), stack.enter_context(networks.open_networks(num_hosts)))
+        for run, words in (("whole", []), ("walk", WALKED))[: 3 - num_hosts]:
+            code, output = end(runs.start(run, *words))
+            assert code == 0, output
+        yield runs
 
 
 def main() -> None:
@@ -335,15 +308,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="no piece is begun after this time")
     parser.add_argument("--anew", action="store_true", help="forget what an earlier call has done")
     parser.add_argument("--only", default="", help="pieces whose name holds this; results are not written")
+    parser.add_argument("--hosts", type=int, default=1, choices=(1, 2, 4), help="machines, as network namespaces")
     options = parser.parse_args()
-    pieces, limit = list_pieces(), time.monotonic() + 60 * options.minutes
-    done = {} if options.anew or options.only else read_done(pieces)
+    pieces: dict[str, Any] = list_pieces() if options.hosts == 1 else host_faults.list_pieces(options.hosts)
+    file = RESULTS / ("faults-cpu.json" if options.hosts == 1 else f"faults-{options.hosts}-hosts-cpu.json")
+    limit = time.monotonic() + 60 * options.minutes
+    done = {} if options.anew or options.only else read_done(file, pieces)
     rank_server.PRELOADED.extend(forked.PRELOADED)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        runs = ComparedRuns(Path(folder))
-        for run, words in (("whole", []), ("walk", WALKED)):
-            code, output = end(runs.start(run, *words))
-            assert code == 0, output
+    with open_runs(options.hosts) as runs:
         for name, piece in pieces.items():
             if name in done or options.only not in name or time.monotonic() > limit:
                 continue
@@ -353,7 +325,7 @@ def main() -> None:
             for fault, how in ends:
                 print(f"  {fault}: {how}", flush=True)
             if not options.only:
-                (RESULTS / "faults-cpu.json").write_text(json.dumps(summarize(done, len(pieces)), indent=1) + "\n")
+                file.write_text(json.dumps(summarize(done, len(pieces)), indent=1) + "\n")
     result = summarize(done, len(pieces))
     print(f"\n{'':<44}" + "".join(f"{name:>10}" for name in COLUMNS))
     for fault, count in [*result["faults"].items(), ("all", result["all"])]:

@@ -71,11 +71,11 @@ def predict(name: str, shape: ModelShape, gpus: int, tokens: int, gpu: Gpu) -> P
     if best is None:
         return None
     job = best[1]
-    speed, size = compute_speed(job, gpu), job.layout.sp_size
+    pace, size = compute_speed(job, gpu), job.layout.sp_size
     sent, near = compute_exchange_bytes(job) / 2**20, (min(size, gpu.gpus_per_node) - 1) / max(1, size - 1)
     layout = f"dp {job.layout.dp_shard_size} x sp {size}"
     return Prediction(
-        name, tokens, gpus, layout, speed.tokens_per_second, speed.mfu, speed.step_seconds,
+        name, tokens, gpus, layout, pace.tokens_per_second, pace.mfu, pace.step_seconds,
         compute_ledger(job).gpu_peak_bytes / GIB, sent * near, sent * (1 - near),
     )  # fmt: skip
 

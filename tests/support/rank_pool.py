@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.host.operator_builds import FOLDER, get_builds_folder, list_locks
+from ulysses_cli.host.operator_builds import FOLDER, get_builds_folder, list_dead_locks
 from ulysses_cli.prove.ranks.rank_server import start_process
 
 TIME_LIMIT = 300.0
@@ -48,9 +48,8 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, time_
 def clear_stale_locks() -> None:
     """Removes the lock that a process leaves when it is killed while it builds one of DeepSpeed's operators. All others
     would wait for it."""
-    for lock in list_locks(os.environ):
-        if time.time() - lock.stat().st_mtime > STALE_SECONDS:
-            lock.unlink(missing_ok=True)
+    for lock in list_dead_locks(os.environ, STALE_SECONDS):
+        lock.unlink(missing_ok=True)
 
 
 class Pool:

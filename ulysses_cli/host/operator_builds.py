@@ -79,10 +79,10 @@ def find_write_problem(environ: Mapping[str, str]) -> str:
     return f"{folder}, where operators of DeepSpeed are built, {why}"
 
 
-def list_dead_locks(environ: Mapping[str, str]) -> list[Path]:
+def list_dead_locks(environ: Mapping[str, str], seconds: float = BUILD_SECONDS) -> list[Path]:
     """Old locks that no process here holds open. A builder keeps its lock open, which is surer than the lock's age,
     since the clock may have jumped. The age is for builders on other machines, whose open files are not visible."""
-    locks = [lock for lock in list_locks(environ) if _is_old(lock)]
+    locks = [lock for lock in list_locks(environ) if _is_older(lock, seconds)]
     held = _list_open_files() if locks else set()
     return [lock for lock in locks if _identify(lock) not in held]
 
@@ -146,9 +146,9 @@ def remove_dead_locks(environ: Mapping[str, str]) -> list[Path]:
     return dead
 
 
-def _is_old(lock: Path) -> bool:
+def _is_older(lock: Path, seconds: float) -> bool:
     try:
-        return abs(time.time() - lock.stat().st_mtime) > BUILD_SECONDS
+        return abs(time.time() - lock.stat().st_mtime) > seconds
     except OSError:
         return False  # its builder is done
 
