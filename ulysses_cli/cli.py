@@ -27,6 +27,7 @@ from ulysses_cli.commands import (
     validate_config,
     verify,
 )
+from ulysses_cli.commands.asking import init
 from ulysses_cli.commands.options import EXIT_CODES
 from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
 
@@ -35,7 +36,6 @@ app = typer.Typer(
     help="Fine-tune language models on very long sequences.",
     epilog="\b\n" + EXIT_CODES,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -72,6 +72,7 @@ def main(
 
 # One line each, short enough for one line of `ulysses --help`. A command's own --help says more.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "init": (init.init, "Answer six questions and get a recipe that validates."),
     "validate-config": (validate_config.validate_config, "Find every mistake in a recipe before a GPU is rented."),
     "config-schema": (config_schema.config_schema, "Print all settings of a recipe, or of one section."),
     "prepare": (prepare.prepare, "Turn a recipe's data into packed rows of tokens."),

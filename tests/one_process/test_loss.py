@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.families import ATTENTION_ONLY, OWN_VALUES, make_model
@@ -11,6 +13,8 @@ from torch.nn import functional
 
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.train.assembly.head import read_head_rule
+from ulysses_cli.train.assembly.loading import BuildError
+from ulysses_cli.train.assembly.token_loss import load_token_loss
 from ulysses_cli.train.loss import HeadRule, PlainLoss, apply_rule
 
 CHANGES = {"gemma2": {"final_logit_softcapping": 0.5}, "granite": {"logits_scaling": 3.0}}
@@ -37,7 +41,11 @@ def make_inputs() -> tuple[torch.nn.Linear, Tensor, Tensor]:
     return head, hidden, labels
 
 
-@pytest.mark.parametrize("rule", [HeadRule(), HeadRule(2.0, 3.0), HeadRule(None, 1.0, 0.01), HeadRule(1.0, 0.5, 0.1)])
+RULES = [HeadRule(), HeadRule(2.0, 3.0), HeadRule(None, 1.0, 0.01), HeadRule(1.0, 0.5, 0.1)]
+RULES += [HeadRule(token_loss=torch.sqrt), HeadRule(2.0, 3.0, 0.1, torch.square)]
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_a_sum_of_token_losses_and_its_gradients(rule: HeadRule) -> None:
     head, hidden, labels = make_inputs()
     total = PlainLoss(head, rule)(hidden, labels)
@@ -51,7 +59,9 @@ def test_a_sum_of_token_losses_and_its_gradients(rule: HeadRule) -> None:
             if rule.softcap:
                 logits = rule.softcap * torch.tanh(logits / rule.softcap)
             norm = torch.log(torch.exp(logits).sum())
-            expected = expected + norm - logits[labels[row, at]] + rule.z_loss_weight * norm**2
+            loss = norm - logits[labels[row, at]]
+            loss = rule.token_loss(loss) if rule.token_loss else loss
+            expected = expected + loss + rule.z_loss_weight * norm**2
     reference = torch.autograd.grad(expected, [hidden, head.weight])
     assert total.item() == pytest.approx(expected.item(), rel=1e-12)
     for ours, others in zip(grads, reference, strict=True):
@@ -65,7 +75,7 @@ def test_a_sum_of_token_losses_and_its_gradients(rule: HeadRule) -> None:
 
 def test_without_a_target_the_sum_is_zero_with_a_gradient() -> None:
     head, hidden, labels = make_inputs()
-    for rule in (HeadRule(), HeadRule(30.0, 1.0, 0.1)):
+    for rule in (HeadRule(), HeadRule(30.0, 1.0, 0.1), HeadRule(token_loss=torch.sqrt)):
         total = PlainLoss(head, rule)(hidden, torch.full_like(labels, -100))
         assert total.item() == 0.0
         for grad in torch.autograd.grad(total, [hidden, head.weight]):
@@ -78,3 +88,44 @@ def test_half_precision_logits_are_summed_in_float32() -> None:
     assert low.dtype == torch.float32
     logits = functional.linear(hidden.detach().bfloat16(), head.weight).flatten(0, 1).float()
     assert low.item() == functional.cross_entropy(logits, labels.flatten(), reduction="sum").item()
+
+
+LOSSES = """
+import torch
+
+def focal(losses): return (1 - (-losses).exp()) ** 2 * losses
+def mean(losses): return losses - losses.mean()
+def total(losses): return losses.sum()
+def detached(losses): return losses.detach()
+def endless(losses): return losses / (losses - 1)
+def failing(losses): raise KeyError("no such loss")
+"""
+
+
+def test_a_function_of_token_losses_is_loaded_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(LOSSES)
+    focal = load_token_loss(f"{tmp_path}/losses.py:focal")
+    assert focal is not None
+    given = torch.tensor([0.5])
+    assert torch.allclose(focal(given), (1 - torch.exp(-given)) ** 2 * given)
+    assert load_token_loss("torch:sqrt") is torch.sqrt
+    assert load_token_loss(None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mean", "mixes tokens"),
+        ("total", "must return a loss for each of its 8 tokens"),
+        ("detached", "without gradients"),
+        ("endless", "NaN or infinity"),
+        ("failing", "fails on losses .*KeyError: 'no such loss'"),
+        ("missing", "has no function missing"),
+    ],
+)
+def test_a_function_that_is_no_token_loss_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(LOSSES)
+    with pytest.raises(BuildError, match=message):
+        load_token_loss(f"{tmp_path}/losses.py:{name}")
+    with pytest.raises(BuildError, match="cannot be imported: ModuleNotFoundError"):
+        load_token_loss(f"no_such_module:{name}")

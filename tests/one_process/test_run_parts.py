@@ -43,8 +43,9 @@ from ulysses_cli.train.processes.cpu_affinity import (
     read_list,
     take_share,
 )
-from ulysses_cli.train.telemetry.record import MissingTrackerError, Record, make_trackers
+from ulysses_cli.train.telemetry.record import Record
 from ulysses_cli.train.telemetry.run_file import make_card
+from ulysses_cli.train.telemetry.trackers import TrackerError, make_trackers
 from ulysses_cli.train.tensor_file import write_tensors
 
 
@@ -175,7 +176,7 @@ def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingTrackerError, match=r"wandb is not installed .*pip install ulysses-cli\[wandb\]"):
+    with pytest.raises(TrackerError, match=r"wandb is not installed .*pip install ulysses-cli\[wandb\]"):
         make_trackers(["wandb"], tmp_path, "mine")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +38,9 @@ def compute_reference(hidden: Tensor, labels: Tensor, head: nn.Module, rule: Hea
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
     shares = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)
     picked = shares.gather(-1, labels[0].clamp(min=0)[:, None])[:, 0]
-    losses = -torch.log(picked) + rule.z_loss_weight * torch.log(torch.exp(logits).sum(-1)) ** 2
+    losses = -torch.log(picked)
+    losses = losses if rule.token_loss is None else rule.token_loss(losses)
+    losses = losses + rule.z_loss_weight * torch.log(torch.exp(logits).sum(-1)) ** 2
     return torch.where(labels[0] == IGNORE_INDEX, torch.zeros_like(losses), losses)
 
 
@@ -48,6 +49,7 @@ RULES = st.builds(
     softcap=st.sampled_from([None, 1.5]),
     divisor=st.sampled_from([1.0, 2.5]),
     z_loss_weight=st.sampled_from([0.0, 0.1]),
+    token_loss=st.sampled_from([None, torch.sqrt, lambda losses: (1 - torch.exp(-losses)) ** 2 * losses]),
 )
 
 
@@ -65,7 +67,7 @@ def test_loss_and_gradients(tokens: int, tile: int, rule: HeadRule, seed: int, s
     torch.testing.assert_close(total, expected.sum(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(hidden.grad, grads[0], rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(head.weight.grad, grads[1], rtol=1e-11, atol=1e-12)
-    plain = compute_reference(hidden.detach(), labels, head, replace(rule, z_loss_weight=0.0)).detach()
+    plain = compute_reference(hidden.detach(), labels, head, rule.measure()).detach()
     torch.testing.assert_close(tiled.per_token(hidden, labels)[0], plain, rtol=1e-12, atol=1e-12)
     assert not tiled.per_token(hidden, labels).requires_grad
 

@@ -34,8 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("plan", "run_folder", "host", "launch", "report", "hub", "hardware_table", "shipped", "validate", ""),
     },
     "cli": {"plan", "host", "commands", "report", ""},
+    "api": {"plan", "host", "launch", "commands", "hardware_table", "validate"},
     "__main__": {"cli"},
-    "": set(),
+    "": {"api", "plan", "train"},  # loaded when they are used
 }
 ENTRY_MAY_IMPORT = {"report", "hardware_table"}
 
@@ -61,10 +62,10 @@ ORDER: dict[str, list[str]] = {
         *("failure_record", "early_stop", "line_files", "manifest", "archive", "bucket", "remote_archive", "resume"),
         *("run_lock", "seal", "run_key"),
     ],
-    "host": ["network", "operator_builds", "children"],
+    "host": ["network", "operator_builds", "children", "gpu_list", "data_survey"],
     "launch": [
         *("environments", "hostfile", "nodes", "rendezvous", "start_lock", "results", "failures", "launcher"),
-        *("downloads", "preflight", "jobs"),
+        *("listening", "downloads", "preflight", "jobs"),
     ],
     "data": [
         *("problems", "selection", "sources", "steps", "batching", "transaction", "store", "rows", "packer", "facts"),
@@ -87,6 +88,7 @@ ORDER: dict[str, list[str]] = {
         *("engine", "generation", "train_state", "loop", "evaluation", "hooks", "checkpoint", "rehearsal"),
         *("assembly", "export"),
         *("inputs", "connection", "completion", "worker", "failure", "__main__"),
+        "sequence_parallel",
     ],
     "prove": ["ranks", "results", "rows", "doctor", "bench", "trace", "verify", "__main__"],
     "report": [

@@ -650,6 +650,18 @@ def test_check_checkpoint_uri() -> None:
     assert check("run.checkpoint_uri=s3://bucket/x") == []
 
 
+def test_check_token_loss(tmp_path: Path) -> None:
+    assert only("train.token_loss=losses.focal") == (
+        "command line: train.token_loss: losses.focal names no function\n\n"
+        "hint: write FILE.py:NAME or MODULE:NAME, such as losses.py:focal"
+    )
+    assert only(f"train.token_loss={tmp_path}/losses.py:focal") == (
+        f"command line: train.token_loss: {tmp_path}/losses.py is not a file\n\n"
+        "hint: paths start in the folder of the command"
+    )
+    assert check("train.token_loss=torch:sqrt") == []
+
+
 def test_check_folders(tmp_path: Path) -> None:
     assert only("model.tokenizer=./nope") == (
         "command line: model.tokenizer: ./nope is not a folder\n\nhint: name a hub model, a folder, or bytes"

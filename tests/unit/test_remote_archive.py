@@ -12,7 +12,6 @@ import pytest
 from support.checkpoints import make_checkpoint
 from support.recipes import load
 
-from ulysses_cli import validate
 from ulysses_cli.launch import downloads
 from ulysses_cli.launch.preflight import check_bucket
 from ulysses_cli.plan.files.addresses import find_address, find_address_problem, name_local_copy
@@ -23,6 +22,7 @@ from ulysses_cli.run_folder.archive import CheckpointError, find_damage
 from ulysses_cli.run_folder.bucket import Bucket, BucketError
 from ulysses_cli.run_folder.manifest import FORMAT, name_share
 from ulysses_cli.run_folder.remote_archive import Sending, bring_newest, list_remote_steps
+from ulysses_cli.validate import validate_recipe
 
 FORGED = json.dumps({"format": FORMAT, "files": {"../../evil": {"bytes": 1, "sha256": ""}}}).encode()
 SHARES = [name_share(0), name_share(1)]
@@ -286,7 +286,7 @@ def test_what_cannot_be_downloaded_is_named_with_its_place(home: Path, tmp_path:
 def test_a_copy_that_is_not_there_is_explained_without_a_network(home: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(make_recipe("gs://mine"))
-    problems = validate.validate_recipe(str(recipe)).problems
+    problems = validate_recipe(str(recipe)).problems
     assert [problem.key for problem in problems] == ["model.name_or_path", "data.datasets.0.path"]
     for problem in problems:
         assert "gs://mine/" in problem.message

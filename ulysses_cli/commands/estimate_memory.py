@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ulysses_cli.commands.asking.completion import complete_gpus
 from ulysses_cli.commands.options import (
     Format,
     FormatOption,
@@ -41,7 +42,8 @@ def estimate_memory(
         int | None, typer.Option(min=1, max=MAX_PROCESSES, help="with --model: GPUs of the run  [default: 8]")
     ] = None,
     gpu: Annotated[
-        list[str] | None, typer.Option(help="kind of GPU; repeat to compare several  [default: h100-80gb]")
+        list[str] | None,
+        typer.Option(help="kind of GPU; repeat to compare several  [default: h100-80gb]", autocompletion=complete_gpus),
     ] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="memory against row length, for several layouts, instead of one estimate")
@@ -161,10 +163,10 @@ def _find_recipe(
     words: list[str], model: str | None, max_length: str | None, num_processes: int | None, *, online: bool
 ) -> tuple[Validated, list[str]]:
     """The recipe to estimate, and notes on what was assumed to make one from --model."""
-    from ulysses_cli import validate
     from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.validate import split_words, validate_recipe
 
-    files, overrides = validate.split_words(words)
+    files, overrides = split_words(words)
     if model is None:
         if max_length is not None:
             raise RecipeError(
@@ -175,7 +177,7 @@ def _find_recipe(
             raise RecipeError([Problem("", "neither a recipe nor --model is given", hint)])
         if len(files) > 1:
             raise RecipeError([Problem("", f"one recipe at a time, not {', '.join(files)}")])
-        return validate.validate_recipe(files[0], overrides, num_processes, online=online), []
+        return validate_recipe(files[0], overrides, num_processes, online=online), []
     if files:
         raise RecipeError(
             [Problem("--model", f"cannot be combined with {files[0]}", "name a recipe or a model, not both")]
@@ -188,7 +190,6 @@ def draft_and_validate(
 ) -> tuple[Validated, list[str]]:
     """Makes and checks a recipe from a model's name and a length. Sizes in overrides are kept; the others are chosen to
     match them."""
-    from ulysses_cli import validate
     from ulysses_cli.plan.layout import Layout
     from ulysses_cli.plan.planner.draft import (
         GPUS_PER_NODE,
@@ -199,6 +200,7 @@ def draft_and_validate(
         write_draft,
     )
     from ulysses_cli.plan.recipe.loader import parse_recipe
+    from ulysses_cli.validate import validate_recipe
 
     shape = find_shape(model, online=online)
     tokens = read_length("--max-length", max_length)
@@ -220,7 +222,7 @@ def draft_and_validate(
     if stretches:
         notes.append(f"positions are stretched by yarn: the model was trained on {shape.max_position_embeddings:,}")
     text = write_draft(Draft(model, tokens, layout, needs_stretch=stretches, is_packed=not shape.crosses_documents))
-    return validate.validate_recipe("the command line", overrides, num_processes, online=online, text=text), notes
+    return validate_recipe("the command line", overrides, num_processes, online=online, text=text), notes
 
 
 def find_shape(model: str, *, online: bool, key: str = "--model") -> ModelShape:

@@ -143,15 +143,15 @@ def _make_job(
     words: list[str], gpu: str | None, gpus_per_node: int | None, hours: float | None = None, *, online: bool
 ) -> tuple[ClusterJob, str]:
     """Returns the job of a valid recipe, and the recipe's text."""
-    from ulysses_cli import validate
     from ulysses_cli.launch.jobs.job import make_job
     from ulysses_cli.report import printing
+    from ulysses_cli.validate import no_recipe, several_recipes, split_words, validate_recipe
 
-    files, overrides = validate.split_words(words)
+    files, overrides = split_words(words)
     if len(files) != 1:
-        printing.print_problems([validate.no_recipe(words) if not files else validate.several_recipes(files)])
+        printing.print_problems([no_recipe(words) if not files else several_recipes(files)])
         raise typer.Exit(USAGE)
-    valid = validate.validate_recipe(files[0], overrides, online=online)
+    valid = validate_recipe(files[0], overrides, online=online)
     if valid.problems or valid.loaded is None or valid.resolved is None:
         end_with(valid.problems, Format.text)
     recipe, world_size, file = valid.loaded.recipe, valid.resolved.layout.world_size, Path(files[0])

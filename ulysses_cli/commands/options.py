@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
+from ulysses_cli.commands.asking.completion import complete_words
 from ulysses_cli.plan.exit_codes import USAGE
 
 if TYPE_CHECKING:
@@ -36,11 +37,20 @@ OnlineOption = Annotated[
 ]
 PageOption = Annotated[Path | None, typer.Option("--html", help="also write the result to this file, as an HTML page")]
 RecipeWords = Annotated[
-    list[str], typer.Argument(metavar="RECIPE [KEY=VALUE ...]", help="a recipe file, and settings that override it")
+    list[str],
+    typer.Argument(
+        metavar="RECIPE [KEY=VALUE ...]",
+        help="a recipe file, and settings that override it",
+        autocompletion=complete_words,
+    ),
 ]
 OptionalRecipeWords = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RECIPE] [KEY=VALUE ...]", help="a recipe file, and settings that override it"),
+    typer.Argument(
+        metavar="[RECIPE] [KEY=VALUE ...]",
+        help="a recipe file, and settings that override it",
+        autocompletion=complete_words,
+    ),
 ]
 
 

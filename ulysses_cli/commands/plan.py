@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ulysses_cli.commands.asking.completion import complete_gpus
 from ulysses_cli.commands.estimate_memory import find_shape, read_length
 from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
 from ulysses_cli.plan.exit_codes import DONE, USAGE
@@ -42,7 +43,10 @@ def plan(
     tokens: Annotated[str | None, typer.Option(help="tokens to train on in all  [default: 1B]")] = None,
     gpus: Annotated[
         str | None,
-        typer.Option(help="the GPUs you can get, as KIND:MOST,...  [default: every kind, up to 64 machines]"),
+        typer.Option(
+            help="the GPUs you can get, as KIND:MOST,...  [default: every kind, up to 64 machines]",
+            autocompletion=complete_gpus,
+        ),
     ] = None,
     budget: Annotated[
         float | None, typer.Option(min=0.01, max=1e12, help="highest cost in USD, at mid-range prices")
@@ -76,10 +80,8 @@ def plan(
     from ulysses_cli.report import planner, printing
 
     table = or_exit(load_hardware)
-    offers = or_exit(lambda: _read_offers(gpus, table))
-    request, notes = or_exit(
-        lambda: _read_request(model, max_length, tokens, budget, deadline, method, longest, online)
-    )
+    offers = or_exit(lambda: read_offers(gpus, table))
+    request, notes = or_exit(lambda: read_request(model, max_length, tokens, budget, deadline, method, longest, online))
     if write is not None:
         or_exit(lambda: _check_writable(write, force, longest))
     if longest:
@@ -122,7 +124,7 @@ def _show_longest(request: PlanRequest, offers: list[Offer], notes: list[str], o
     return DONE if rows else USAGE
 
 
-def _read_request(
+def read_request(
     model: str,
     max_length: str | None,
     tokens: str | None,
@@ -199,7 +201,7 @@ def _read_time(text: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def _read_offers(text: str | None, table: Hardware) -> list[Offer]:
+def read_offers(text: str | None, table: Hardware) -> list[Offer]:
     """Reads `h100-80gb:8,h200`; a kind without a number means up to 64 machines."""
     from ulysses_cli.plan.planner.candidates import Offer
     from ulysses_cli.plan.problem import Problem, RecipeError
@@ -232,14 +234,14 @@ def _check_writable(file: Path, force: bool, longest: bool) -> None:
 
 def _write_recipe(best: Candidate, request: PlanRequest, model: str, file: Path, *, online: bool) -> None:
     """Writes the recipe of a plan, after checking it."""
-    from ulysses_cli import validate
     from ulysses_cli.plan.planner.draft import write_draft
     from ulysses_cli.plan.planner.search import draft_candidate
     from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.validate import validate_recipe
 
     draft, header = draft_candidate(best, request, model, str(file))
     text = write_draft(draft, header)
-    valid = validate.validate_recipe(str(file), online=online, text=text)
+    valid = validate_recipe(str(file), online=online, text=text)
     if valid.problems:
         raise RecipeError(valid.problems)
     try:

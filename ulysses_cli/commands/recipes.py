@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ulysses_cli.commands.asking.completion import complete_recipe_names
 from ulysses_cli.commands.options import Format, FormatOption, or_exit
 
 
@@ -28,7 +29,11 @@ def list_recipes(output: FormatOption = Format.text) -> None:
         printing.print_data(printing.format_table(("recipe", "what it is for"), shipped_recipes))
 
 
-def show_recipe(name: Annotated[str, typer.Argument(help="a name from `ulysses recipes list`")]) -> None:
+def show_recipe(
+    name: Annotated[
+        str, typer.Argument(help="a name from `ulysses recipes list`", autocompletion=complete_recipe_names)
+    ],
+) -> None:
     """Print a recipe.
 
     \b
@@ -43,7 +48,9 @@ def show_recipe(name: Annotated[str, typer.Argument(help="a name from `ulysses r
 
 
 def copy_recipe(
-    name: Annotated[str, typer.Argument(help="a name from `ulysses recipes list`")],
+    name: Annotated[
+        str, typer.Argument(help="a name from `ulysses recipes list`", autocompletion=complete_recipe_names)
+    ],
     to: Annotated[
         Path | None, typer.Argument(help="file or folder  [default: the current folder, under its own name]")
     ] = None,

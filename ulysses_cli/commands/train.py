@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ulysses_cli.commands.options import or_exit
+from ulysses_cli.commands.asking.completion import complete_words
+from ulysses_cli.commands.options import Format, end_with
 from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
 
 if TYPE_CHECKING:
     from ulysses_cli.launch.launcher import Outcome
+    from ulysses_cli.launch.listening import StepListener
     from ulysses_cli.launch.nodes import Nodes
     from ulysses_cli.launch.start_lock import NewLock
     from ulysses_cli.plan.recipe.loader import Loaded
-    from ulysses_cli.plan.recipe.recipe import Recipe
+    from ulysses_cli.plan.recipe.recipe import Recipe, Run
     from ulysses_cli.plan.resolved import Resolved
     from ulysses_cli.validate import Validated
 
@@ -31,6 +34,7 @@ def train(
         typer.Argument(
             metavar="RECIPE [KEY=VALUE ...] [-- AGENT ARGS]",
             help="a recipe file, settings that override it, and after -- arguments for torch's elastic agent",
+            autocompletion=complete_words,
         ),
     ],
     num_processes: Annotated[
@@ -101,38 +105,51 @@ def train(
       ulysses train my.yaml --dry-run parallel.dp_shard_size=8
     """
     from ulysses_cli.launch.environments import choose_stop_code
+    from ulysses_cli.plan.problem import RecipeError
+    from ulysses_cli.report import printing
+    from ulysses_cli.validate import no_recipe, several_recipes, split_words
 
     extra = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-    options = TrainOptions(resume_anyway, overwrite, dry_run, tuple(extra))
-    valid = _validate(words[: len(words) - len(extra)], resume, num_processes, starts_anew=overwrite)
+    words = words[: len(words) - len(extra)]
+    files, overrides = split_words(words)
+    if len(files) != 1:
+        end_with([no_recipe(words) if not files else several_recipes(files)], Format.text)
+    options = TrainOptions(num_processes, resume, resume_anyway, overwrite, dry_run, tuple(extra))
     machine = Machine(nnodes, node_rank, master_addr, master_port, hostfile)
-    place = _lock_run_dir(valid, machine, options)
-    rows = _prepare_rows(valid)
-    outcome = _launch(valid, place, rows, options)
-    if outcome.stopped_by:
-        raise typer.Exit(choose_stop_code(valid.recipe.run.stop_exit_code, os.environ))
-    raise typer.Exit(outcome.exit_code)
+    try:
+        finished = run_recipe(files[0], overrides, options, machine)
+    except RecipeError as error:
+        end_with(error.problems, Format.text)
+    except PreparationError as error:
+        raise typer.Exit(error.exit_code) from None
+    if finished.model_dir is not None:
+        printing.print_data(str(finished.model_dir))
+    if finished.outcome.stopped_by:
+        raise typer.Exit(choose_stop_code(finished.run_settings.stop_exit_code, os.environ))
+    raise typer.Exit(finished.outcome.exit_code)
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """Options of the command line that are not settings of the recipe."""
 
-    resume_anyway: bool
-    overwrite: bool
-    dry_run: bool
-    agent_args: tuple[str, ...]
+    num_processes: int | None = None
+    resume: str | None = None
+    resume_anyway: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
+    agent_args: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Machine:
     """Which machine of the run this is; None where no option gives it."""
 
-    nnodes: int | None
-    node_rank: int | None
-    master_addr: str | None
-    master_port: int | None
-    hostfile: Path | None
+    nnodes: int | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    hostfile: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -163,45 +180,74 @@ class RunPlace:
     starts_anew: bool
 
 
-def _validate(words: list[str], resume: str | None, num_processes: int | None, *, starts_anew: bool) -> ValidRecipe:
-    from ulysses_cli import validate
+@dataclass(frozen=True)
+class FinishedRun:
+    """How a run ended. `model_dir`: its model, if this run completed one on this machine."""
+
+    outcome: Outcome
+    run_settings: Run
+    run_dir: Path
+    model_dir: Path | None
+
+
+class PreparationError(Exception):
+    """The data cannot be prepared. Its problems have been printed."""
+
+    def __init__(self, exit_code: int, messages: Sequence[str]) -> None:
+        super().__init__("; ".join(messages) or f"the preparation of the data ended with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+def run_recipe(
+    file: str, overrides: list[str], options: TrainOptions, machine: Machine, listener: StepListener | None = None
+) -> FinishedRun:
+    """The order of a run, from its recipe to its end. Progress goes to stderr, nothing to stdout. Raises RecipeError
+    for what stops the run before its ranks start, and PreparationError."""
+    valid = _validate(file, overrides, options)
+    with ExitStack() as stack:
+        place = _lock_run_dir(valid, machine, options, stack)
+        rows = _prepare_rows(valid)
+        outcome, model_dir = _launch(valid, place, rows, options, listener)
+    return FinishedRun(outcome, valid.recipe.run, valid.run_dir, model_dir)
+
+
+def _validate(file: str, overrides: list[str], options: TrainOptions) -> ValidRecipe:
     from ulysses_cli.launch.downloads import bring_inputs
+    from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.report import printing
+    from ulysses_cli.validate import validate_recipe
 
-    files, overrides = validate.split_words(words)
-    if len(files) != 1:
-        printing.print_problems([validate.no_recipe(words) if not files else validate.several_recipes(files)])
-        raise typer.Exit(USAGE)
-    if resume:
-        overrides = [*overrides, f"run.resume_from_checkpoint={json.dumps(resume)}"]
-    or_exit(lambda: bring_inputs(files[0], overrides, printing.print_message))
-    result = validate.validate_recipe(files[0], overrides, num_processes, online=True, starts_anew=starts_anew)
+    if options.resume:
+        overrides = [*overrides, f"run.resume_from_checkpoint={json.dumps(options.resume)}"]
+    bring_inputs(file, overrides, printing.print_message)
+    result = validate_recipe(file, overrides, options.num_processes, online=True, starts_anew=options.overwrite)
     if result.problems or result.loaded is None or result.resolved is None:
-        printing.print_problems(result.problems)
-        raise typer.Exit(USAGE)
-    return ValidRecipe(files[0], overrides, result, result.loaded, result.resolved)
+        raise RecipeError(result.problems)
+    return ValidRecipe(file, overrides, result, result.loaded, result.resolved)
 
 
-def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions) -> RunPlace:
+def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, stack: ExitStack) -> RunPlace:
     """Finds this machine's part in the run, locks the run's folder, and reports what would stop the run later."""
     from ulysses_cli.launch import preflight
     from ulysses_cli.launch.downloads import bring_checkpoint
     from ulysses_cli.launch.nodes import find_nodes
     from ulysses_cli.launch.results import check_run_dir
     from ulysses_cli.launch.start_lock import lock_run
+    from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.report import printing, run_end
 
     recipe, world_size = valid.recipe, valid.resolved.layout.world_size
-    nodes = or_exit(lambda: find_nodes(world_size, os.environ, **vars(machine)))
+    nodes = find_nodes(world_size, os.environ, **vars(machine))
     machines = nodes.describe() if nodes.count > 1 or options.dry_run else ""
     printing.print_message(run_end.format_start(valid.result, machines))
-    lock = or_exit(lambda: lock_run(valid.run_dir, nodes.rank, recipe.model_dump(mode="json")))
+    lock = lock_run(valid.run_dir, nodes.rank, recipe.model_dump(mode="json"))
+    stack.callback(os.close, lock.handle)
     starts_anew = not recipe.run.resume_from_checkpoint and not options.dry_run and nodes.rank == 0
     inputs = [path for path in (recipe.model.name_or_path, *(dataset.path for dataset in recipe.data.datasets)) if path]
     if starts_anew:
-        or_exit(lambda: check_run_dir(valid.run_dir, inputs, overwrite=options.overwrite))
+        check_run_dir(valid.run_dir, inputs, overwrite=options.overwrite)
     if recipe.run.resume_from_checkpoint == "auto" and not options.dry_run and nodes.rank == 0:
-        or_exit(lambda: bring_checkpoint(valid.loaded, valid.run_dir, printing.print_message))
+        bring_checkpoint(valid.loaded, valid.run_dir, printing.print_message)
     obstacles = preflight.find_obstacles(
         valid.loaded,
         processes_here=nodes.processes_here,
@@ -209,29 +255,31 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions) -
         is_dry_run=options.dry_run,
     )
     if obstacles:
-        printing.print_problems(obstacles)
-        raise typer.Exit(USAGE)
+        raise RecipeError(obstacles)
     return RunPlace(nodes, lock, starts_anew)
 
 
 def _prepare_rows(valid: ValidRecipe) -> Path:
     """Prepares the data. Returns the folder of rows; all their tokens are in the model's vocabulary."""
     from ulysses_cli.commands.prepare import prepare_recipe
-    from ulysses_cli.report import printing, run_end
+    from ulysses_cli.plan.problem import RecipeError
+    from ulysses_cli.report import run_end
 
     data = prepare_recipe(valid.file, valid.overrides)
     if data.exit_code != DONE:
-        raise typer.Exit(data.exit_code)
+        raise PreparationError(data.exit_code, [str(problem["message"]) for problem in data.report.get("problems", ())])
     vocabulary = valid.result.shape.vocab_size if valid.result.shape else 0
     outside = [source for source in data.report["sources"] if source["max_id"] >= vocabulary]
     if outside:
-        printing.print_problems([run_end.explain_tokens(valid.loaded, outside[0], vocabulary)])
-        raise typer.Exit(USAGE)
+        raise RecipeError([run_end.explain_tokens(valid.loaded, outside[0], vocabulary)])
     return Path(data.report["path"])
 
 
-def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptions) -> Outcome:
-    """Starts the ranks, waits for them, and reports how the run ended."""
+def _launch(
+    valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptions, listener: StepListener | None
+) -> tuple[Outcome, Path | None]:
+    """Starts the ranks, waits for them, and reports how the run ended. Returns the outcome and the complete model's
+    folder."""
     from ulysses_cli.host.operator_builds import watch_builds
     from ulysses_cli.launch import launcher
     from ulysses_cli.launch.failures import MachineLogs
@@ -250,21 +298,23 @@ def _launch(valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptio
             rank_args.append("--pretend")
             nodes, device = Nodes(), "cpu"
     with ExitStack() as stack:
-        rendezvous = or_exit(
-            lambda: stack.enter_context(open_rendezvous(nodes, valid.run_dir, os.environ, run.join_timeout))
-        )
+        rendezvous = stack.enter_context(open_rendezvous(nodes, valid.run_dir, os.environ, run.join_timeout))
         aside = set_results_aside(valid.run_dir) if place.starts_anew else None
         agent_args = launcher.make_agent_args(nodes, run.max_restarts, rendezvous, options.agent_args)
         environ = launcher.make_environment(os.environ, device, nodes.processes_here, rendezvous)
         logs = MachineLogs(valid.run_dir / "logs", nodes.rank, nodes.count, nodes.processes_here)
         stack.enter_context(watch_builds(environ, printing.print_message))
-        outcome = launcher.launch(agent_args, rank_args, environ, logs, place.lock)
-    _report_end(valid.run_dir, outcome, aside, is_dry_run=options.dry_run)
-    return outcome
+        if listener is None:
+            outcome = launcher.launch(agent_args, rank_args, environ, logs, place.lock)
+        else:
+            environ |= listener.environ
+            outcome = launcher.launch(agent_args, rank_args, environ, logs, place.lock, wait=listener.follow)
+    return outcome, _report_end(valid.run_dir, outcome, aside, is_dry_run=options.dry_run)
 
 
-def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_dry_run: bool) -> None:
-    """Deletes an earlier run's results when the new model is complete, or restores them; then reports the end."""
+def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_dry_run: bool) -> Path | None:
+    """Deletes an earlier run's results when the new model is complete, or restores them; then reports the end. Returns
+    the complete model's folder."""
     from ulysses_cli.launch import results
     from ulysses_cli.report import printing, run_end
 
@@ -282,5 +332,4 @@ def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_dry_r
         printing.print_message(run_end.format_failure(outcome.failure, run_dir / "logs"))
         if outcome.exit_code == FAILED and checkpoint is not None:
             printing.print_message(run_end.explain_resume(checkpoint))
-    elif is_complete:
-        printing.print_data(str(run_dir / "model"))
+    return run_dir / "model" if is_complete else None

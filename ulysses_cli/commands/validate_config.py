@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ulysses_cli.commands.asking.completion import complete_gpus, complete_words
 from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, or_exit
 from ulysses_cli.plan.exit_codes import DONE, USAGE
 
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
 def validate_config(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="RECIPE... [KEY=VALUE ...]", help="recipe files, and settings that override them"),
+        typer.Argument(
+            metavar="RECIPE... [KEY=VALUE ...]",
+            help="recipe files, and settings that override them",
+            autocompletion=complete_words,
+        ),
     ],
     num_processes: Annotated[
         int | None,
@@ -29,7 +34,8 @@ def validate_config(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="also predict whether it fits this kind of GPU, such as h200, and which memory levers it needs"
+            help="also predict whether it fits this kind of GPU, such as h200, and which memory levers it needs",
+            autocompletion=complete_gpus,
         ),
     ] = None,
     nnodes: Annotated[
@@ -54,11 +60,11 @@ def validate_config(
       ulysses validate-config my.yaml --nnodes 4 --gpu h100
       ulysses validate-config recipes/*.yaml --format json
     """
-    from ulysses_cli import validate
     from ulysses_cli.report import printing, resolved_plan
+    from ulysses_cli.validate import no_recipe, split_words, validate_recipe
 
-    files, overrides = validate.split_words(words)
-    results = [validate.validate_recipe(file, overrides, num_processes, online=online) for file in files]
+    files, overrides = split_words(words)
+    results = [validate_recipe(file, overrides, num_processes, online=online) for file in files]
     problems = [problem for result in results for problem in result.list_problems(is_alone=len(files) == 1)]
     plans = [resolved_plan.describe_plan(result) for result in results if not result.problems]
     if gpu is not None:
@@ -69,7 +75,7 @@ def validate_config(
         drawn = or_exit(lambda: [_place(result, nnodes, gpu) for result in valid])
         plans = [{**plan, "placement": placement} for plan, placement in zip(plans, drawn, strict=True)]
     if not files:
-        problems = [validate.no_recipe(words)]
+        problems = [no_recipe(words)]
     if output is Format.json:
         described = [problem.as_json() for problem in problems]
         printing.print_json({"valid": not problems, "problems": described, "plans": [] if quiet else plans})

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ulysses_cli.run_folder.seal import KEY, Seal
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_SIGNAL_SECONDS = 0.5  # some programs signal a process and then its group
 AGENT_SECONDS = 5  # after a second signal, the agent is killed when it has not ended by then
+STDERR = 2
 PEER_SHUTDOWN_SECONDS = "10"  # after one rank has failed, the others hang in a collective
 
 
@@ -73,6 +75,15 @@ def make_environment(
     return {**ours, **environ} | ({KEY: rendezvous.key} if rendezvous is not None else {})
 
 
+def find_terminal() -> int:
+    """Returns the file that the display is written to: this process's stderr. A notebook's stderr may have no file of
+    its own."""
+    try:
+        return sys.stderr.fileno()
+    except (OSError, ValueError):
+        return STDERR
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended. `failure`: the record of the first rank that failed, or {}. `stopped_by`: why it stopped with a
@@ -89,9 +100,11 @@ def launch(
     environ: Mapping[str, str],
     logs: MachineLogs,
     lock: NewLock,
+    wait: Callable[[subprocess.Popen[bytes], Callable[[], None]], int] = lambda agent, _: agent.wait(),
 ) -> Outcome:
     """Starts the agent and waits. Ranks write their display to this process's stderr and all other output to
-    logs."""
+    logs. `wait` takes the agent and a function that asks it to stop with a checkpoint, returns the agent's exit
+    code."""
     mask = narrow_umask(logs.folder.parent)  # the run's files get no wider permissions than its folder
     logs.folder.mkdir(parents=True, exist_ok=True, mode=0o777 & ~mask)
     began = logs.clear()
@@ -101,7 +114,7 @@ def launch(
     with open(logs.agent_log, "ab", opener=lambda path, flags: os.open(path, flags, 0o666 & ~mask)) as log:
         agent = subprocess.Popen(
             command,
-            stdout=sys.stderr.fileno(),
+            stdout=find_terminal(),
             stderr=log,
             stdin=subprocess.DEVNULL,
             env={**environ, **ours},
@@ -112,7 +125,7 @@ def launch(
         signals = StopSignals(agent)
         handlers = {number: signal.signal(number, signals.handle) for number in (*STOP_SIGNALS, signal.SIGALRM)}
         try:
-            code = agent.wait()
+            code = wait(agent, partial(signals.handle, signal.SIGTERM, None))
         finally:
             signal.alarm(0)
             for number, handler in handlers.items():

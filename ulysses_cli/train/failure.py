@@ -13,7 +13,7 @@ from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.hooks.bad_steps import BadStepsError
 from ulysses_cli.train.processes.consistency import DisagreementError
 from ulysses_cli.train.processes.device import GpuMemoryError, StartError
-from ulysses_cli.train.telemetry.record import MissingTrackerError
+from ulysses_cli.train.telemetry.trackers import TrackerError
 
 ANTICIPATED = (BadStepsError, CheckpointError, DisagreementError, LostFolderError)
 
@@ -31,7 +31,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
         text = "; ".join(f"{problem.key}: {problem.message}" if problem.key else problem.message
                          for problem in error.problems)  # fmt: skip
         return {"message": text, "hint": error.problems[0].hint, "exit_code_wanted": USAGE}
-    if isinstance(error, BuildError | StartError | MissingTrackerError | ResumeError):
+    if isinstance(error, BuildError | StartError | TrackerError | ResumeError):
         return {"message": str(error), "exit_code_wanted": USAGE}
     if isinstance(error, GpuMemoryError):
         return {"message": str(error), "hint": error.hint, "exit_code_wanted": FAILED}

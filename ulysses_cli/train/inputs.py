@@ -42,7 +42,8 @@ from ulysses_cli.train.optimizer.swap_folder import name_folder, open_folder, re
 from ulysses_cli.train.processes.device import StartError, choose_device, recognise_gpu
 from ulysses_cli.train.processes.requirements import find_missing_operator, find_missing_package
 from ulysses_cli.train.telemetry.forecast import Forecast
-from ulysses_cli.train.telemetry.record import Display, Record, make_trackers
+from ulysses_cli.train.telemetry.record import Display, Record
+from ulysses_cli.train.telemetry.trackers import make_trackers
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +123,7 @@ def read_inputs(launch: Launch, record: Record) -> Inputs:
     )  # fmt: skip
     remaining = plan_remaining(launch, inputs, resume_point, warnings.append)
     if is_first:
-        trackers = make_trackers(recipe.run.report_to, launch.run_dir, get_run_name(launch))
+        trackers = make_trackers(recipe.run.report_to, launch.run_dir, get_run_name(launch), os.environ)
         record.open(launch.open_display(remaining.length.num_steps), trackers)
         for warning in warnings:
             record.warn(warning)

@@ -15,14 +15,22 @@ from torch.nn import functional
 
 from ulysses_cli.data.steps import IGNORE_INDEX
 
+TokenLoss = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class HeadRule:
-    """What a model applies to its logits after the head: a divisor, a softcap; and the weight of the z-loss."""
+    """What a model applies to its logits after the head: a divisor, a softcap; the weight of the z-loss; and a function
+    of the targets' cross-entropies [N], which returns their losses [N], each from its own token's alone."""
 
     softcap: float | None = None
     divisor: float = 1.0
     z_loss_weight: float = 0.0
+    token_loss: TokenLoss | None = None
+
+    def measure(self) -> HeadRule:
+        """The rule of an evaluation: cross-entropy alone."""
+        return replace(self, z_loss_weight=0.0, token_loss=None)
 
 
 class Loss(Protocol):
@@ -50,10 +58,18 @@ def compute_token_losses(logits: Tensor, labels: Tensor, rule: HeadRule) -> Tens
     """Takes logits [N, vocabulary] and labels [N], returns losses [N] in float32 (float64 stays float64)."""
     logits = apply_rule(logits.to(torch.promote_types(logits.dtype, torch.float32)), rule)
     losses = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    if rule.token_loss is not None:
+        losses = apply_token_loss(rule.token_loss, losses, labels != IGNORE_INDEX)
     if rule.z_loss_weight:
         squares = torch.logsumexp(logits, -1).square()
         losses = losses + rule.z_loss_weight * torch.where(labels == IGNORE_INDEX, 0.0, squares)
     return losses
+
+
+def apply_token_loss(function: TokenLoss, losses: Tensor, is_target: Tensor) -> Tensor:
+    """Applies a function to the losses of targets; the others stay 0. Their losses are replaced by 1 before the call:
+    at 0 the function may have no slope, and the product of a NaN and 0 is NaN."""
+    return torch.where(is_target, function(torch.where(is_target, losses, 1.0)), 0.0)
 
 
 class PlainLoss:
@@ -67,5 +83,5 @@ class PlainLoss:
 
     @torch.no_grad()
     def per_token(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        rule = replace(self.rule, z_loss_weight=0.0)
-        return compute_token_losses(self.head(hidden).flatten(0, 1), labels.flatten(), rule).view(labels.shape)
+        logits, rule = self.head(hidden).flatten(0, 1), self.rule.measure()
+        return compute_token_losses(logits, labels.flatten(), rule).view(labels.shape)

@@ -39,12 +39,13 @@ class Subject:
 
 def read_subject(words: Sequence[str], output: Format, *, online: bool) -> Subject:
     """A valid recipe with its model's config.json. Problems are printed and end the command."""
-    from ulysses_cli import hub, validate
+    from ulysses_cli import hub
+    from ulysses_cli.validate import no_recipe, several_recipes, split_words, validate_recipe
 
-    files, overrides = validate.split_words(words)
+    files, overrides = split_words(words)
     if len(files) != 1:
-        end_with([validate.no_recipe(words) if not files else validate.several_recipes(files)], output)
-    valid = validate.validate_recipe(files[0], overrides, online=online)
+        end_with([no_recipe(words) if not files else several_recipes(files)], output)
+    valid = validate_recipe(files[0], overrides, online=online)
     loaded = valid.loaded
     shape = valid.shape
     if valid.problems or loaded is None or shape is None:

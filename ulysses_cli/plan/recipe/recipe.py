@@ -173,6 +173,9 @@ class Train(Section):
     adam_beta2: float = setting(0.999, "decay of the second moment", unit="share", ge=0, lt=1)
     adam_epsilon: float = setting(1e-8, "added to the root of the second moment", unit="number", gt=0, le=1)
     z_loss_weight: float = setting(0.0, "weight of the squared log-normalizer in the loss", unit="x", ge=0, le=1)
+    token_loss: str | None = text(
+        None, "Python function that turns the targets' cross-entropies into their losses: FILE.py:NAME or MODULE:NAME"
+    )
 
 
 class Memory(Section):
@@ -278,8 +281,8 @@ class Run(Section):
     resume_from_checkpoint: str | None = text(
         None, "checkpoint folder, or `auto` for the newest valid one", unit="path"
     )
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = setting(
-        (), "trackers in addition to metrics.jsonl", unit="names", max_length=2, spellings={"none": ()}
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = setting(
+        (), "trackers in addition to metrics.jsonl", unit="names", max_length=4, spellings={"none": ()}
     )
     rehearsal: bool = setting(True, "one step, evaluation and save at the longest row before step 1, without effect")
     price_per_gpu_hour: float | None = setting(

@@ -180,8 +180,23 @@ def check_folders(recipe: Recipe) -> Problems:
         yield Problem("memory.nvme_path", f"{nvme} is not a folder", "make it, on a fast local disk")
 
 
+def check_token_loss(recipe: Recipe) -> Problems:
+    """The function of train.token_loss has a file or a module, and a name. It is imported when a run starts."""
+    reference = recipe.train.token_loss
+    if reference is None:
+        return
+    place, _, name = reference.rpartition(":")
+    parts = place.split(".")
+    if not name.isidentifier() or not (place.endswith(".py") or all(part.isidentifier() for part in parts)):
+        hint = "write FILE.py:NAME or MODULE:NAME, such as losses.py:focal"
+        yield Problem("train.token_loss", f"{reference} names no function", hint)
+    elif place.endswith(".py") and not os.path.isfile(os.path.expanduser(place)):
+        yield Problem("train.token_loss", f"{place} is not a file", "paths start in the folder of the command")
+
+
 RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_datasets,
+    check_token_loss,
     check_loss_mask,
     check_output_dir,
     check_resume,

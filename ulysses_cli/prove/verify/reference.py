@@ -22,6 +22,8 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.prove.rows import Labelled
 from ulysses_cli.train.assembly.model_config import load_model_config, stretch_positions
+from ulysses_cli.train.assembly.token_loss import load_token_loss
+from ulysses_cli.train.loss import TokenLoss
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,17 @@ def _quantize(model: Any, kind: str) -> Any:
     return read
 
 
-def compute_document(model: Any, document: Labelled, z_loss_weight: float) -> tuple[Tensor, Tensor]:
+def compute_document(
+    model: Any, document: Labelled, z_loss_weight: float, token_loss: TokenLoss | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns (sum of losses with the z-loss, sum of cross-entropies without it), both in float64."""
     tokens, labels = document
     logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].double()
     targets = torch.from_numpy(labels)
     losses = functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
     squares = torch.where(targets >= 0, logits.logsumexp(-1).square(), 0.0)
-    return (losses + z_loss_weight * squares).sum(), losses.sum()
+    trained = losses[targets >= 0].sum() if token_loss is None else token_loss(losses[targets >= 0]).sum()
+    return trained + z_loss_weight * squares.sum(), losses.sum()
 
 
 def train_plainly(
@@ -93,6 +98,7 @@ def train_plainly(
     """The loss of a step is the mean over all its targets; gradients are clipped by their norm; the optimizer is
     AdamW."""
     model, train = make_plain_model(recipe, shape), recipe.train
+    token_loss = load_token_loss(train.token_loss)
     model.eval()
     with torch.no_grad():
         eval_sum = sum(compute_document(model, document, 0.0)[1].item() for document in held_out)
@@ -115,7 +121,7 @@ def train_plainly(
         count = sum(int((labels >= 0).sum()) for _, labels in documents)
         total = 0.0
         for document in documents:
-            loss = compute_document(model, document, train.z_loss_weight)[0] / max(1, count)
+            loss = compute_document(model, document, train.z_loss_weight, token_loss)[0] / max(1, count)
             loss.backward()
             total += loss.item()
         step_grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}

@@ -29,6 +29,7 @@ from ulysses_cli.train.assembly.optimizer import make_optimizer, make_schedule
 from ulysses_cli.train.assembly.parts import REAL_PARTS, Parts
 from ulysses_cli.train.assembly.quantized_base import find_nonfinite_scale
 from ulysses_cli.train.assembly.recurrent_layers import serve_layers
+from ulysses_cli.train.assembly.token_loss import load_token_loss
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
 from ulysses_cli.train.attention.kernels.workload import ANY_MIX, LengthMix
@@ -84,7 +85,7 @@ def build(
     serve_layers(model, plan, groups, device, report)
     serve_rotary(model, groups.sp_axis)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
-    head_rule = read_head_rule(config, recipe.train.z_loss_weight)
+    head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
     module = LossModel(model, apply_levers(model, plan, head_rule, device))
     module.train()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from ulysses_cli.plan.rows.order import Ring, deal_row
 from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.loss import HeadRule, apply_rule
+from ulysses_cli.train.loss import HeadRule, TokenLoss, apply_rule
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
 
@@ -20,11 +20,11 @@ PROBE_TOKENS = 8
 HEAD_TOLERANCE = 0.02  # bfloat16 keeps 8 bits; a lost scale or softcap costs far more
 
 
-def read_head_rule(config: PretrainedConfig, z_loss_weight: float) -> HeadRule:
+def read_head_rule(config: PretrainedConfig, z_loss_weight: float, token_loss: TokenLoss | None = None) -> HeadRule:
     """The rule of known families. check_head detects a model that does anything else."""
     softcap, divisor = getattr(config, "final_logit_softcapping", None), getattr(config, "logits_scaling", None)
     factor = getattr(config, "logit_scale", None)  # of Cohere's models
-    return HeadRule(softcap, float(divisor or 1.0) / float(factor or 1.0), z_loss_weight)
+    return HeadRule(softcap, float(divisor or 1.0) / float(factor or 1.0), z_loss_weight, token_loss)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ _numbers = itertools.count()
 # Arguments of transformers' layers that this attention computes anyway, or that do not concern it.
 IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "position_embeddings"}
-    | {"return_dict", "num_items_in_batch", "output_router_logits", "labels"}
+    | {"return_dict", "num_items_in_batch", "output_router_logits", "labels", "shift_labels"}
 )
 
 

@@ -7,7 +7,6 @@ Takes any head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ulysses_cli.data.steps import IGNORE_INDEX
-from ulysses_cli.train.loss import HeadRule
+from ulysses_cli.train.loss import HeadRule, TokenLoss, apply_token_loss
 from ulysses_cli.train.memory.tiling import WeightSums, backward_tile, check_is_whole
 
 
@@ -53,8 +52,8 @@ class TiledLoss:
             return self.compute_logits(hidden)
         check_is_whole(self.head, "the output head")
         if per_token:
-            rule = replace(self.rule, z_loss_weight=0.0)
-            return self.compute_losses_in_tiles(hidden.flatten(0, 1), labels.flatten(), rule).view(labels.shape)
+            tokens, targets = hidden.flatten(0, 1), labels.flatten()
+            return self.compute_losses_in_tiles(tokens, targets, self.rule.measure()).view(labels.shape)
         weights = WeightSums(self.head)
         if torch.is_grad_enabled() and (hidden.requires_grad or weights.weights):
             total: Tensor = _Loss.apply(hidden, labels, self, weights, *weights.weights)
@@ -128,23 +127,35 @@ def compute_losses(logits: Tensor, labels: Tensor, rule: HeadRule, *, with_grad:
     targets = torch.where(is_target, labels, 0)[:, None]
     target_log_probs = log_probs.gather(-1, targets)[:, 0]
     losses = torch.where(is_target, -target_log_probs, 0.0)
-    factor = is_target.to(precision)
+    slopes = is_target.to(precision)
+    if rule.token_loss is not None:
+        losses, slopes = differentiate(rule.token_loss, losses, is_target)
+    factor = slopes
     if rule.z_loss_weight:
         target_logits = logits.gather(-1, targets)[:, 0].to(precision) / rule.divisor
         if rule.softcap is not None:
             target_logits = torch.tanh(target_logits / rule.softcap) * rule.softcap
         log_z = target_logits - target_log_probs
         losses = losses + torch.where(is_target, rule.z_loss_weight * log_z.square(), 0.0)
-        factor = factor * (1 + 2 * rule.z_loss_weight * log_z)
+        factor = factor + is_target * (2 * rule.z_loss_weight * log_z)
     if not with_grad:
         return losses, losses
     dlogits = log_probs.exp_().mul_(factor[:, None])
-    dlogits.scatter_add_(-1, targets, -is_target.to(precision)[:, None])
+    dlogits.scatter_add_(-1, targets, -slopes[:, None])
     if tanh is not None:
         dlogits.mul_(tanh.square_().neg_().add_(1))
     if rule.divisor != 1.0:
         dlogits.div_(rule.divisor)
     return losses, dlogits.to(logits.dtype)
+
+
+def differentiate(function: TokenLoss, losses: Tensor, is_target: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the function's losses [N] and their slopes [N], both 0 where there is no target."""
+    with torch.enable_grad():
+        given = losses.detach().requires_grad_()
+        results = apply_token_loss(function, given, is_target)
+        (slopes,) = torch.autograd.grad(results.sum(), given)
+    return results.detach(), slopes
 
 
 def make_tiled_loss(

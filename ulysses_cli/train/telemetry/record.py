@@ -11,20 +11,13 @@ from typing import Any, Protocol
 from ulysses_cli.plan.secrets import mask_text
 from ulysses_cli.run_folder.line_files import LineFile, cut_lines
 from ulysses_cli.run_folder.run_lock import RunLock
+from ulysses_cli.train.telemetry.trackers import Tracker
 
 
 class Display(Protocol):
     """Shows events to the user."""
 
     def emit(self, event: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Tracker(Protocol):
-    """A service that plots metrics."""
-
-    def write(self, split: str, line: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -93,58 +86,14 @@ class Record:
         self.files[file].write(line)
         self.emit(event=event, **line)
         for tracker in self.trackers:
-            tracker.write(split, line)
+            try:
+                tracker.write(split, line)
+            except Exception as error:  # noqa: BLE001 - a service may raise anything, and training goes on without it
+                self.trackers = [other for other in self.trackers if other is not tracker]
+                reason = mask_text((str(error).strip().splitlines() or [""])[0][:200])
+                self.warn(f"{type(tracker).__name__} gets no more numbers: {type(error).__name__}: {reason}")
 
     def close(self) -> None:
         for part in (self.display, *self.files.values(), *self.trackers):
             if part is not None:
                 part.close()
-
-
-class MissingTrackerError(ValueError):
-    """A tracker that the recipe names is not installed."""
-
-
-def make_trackers(names: Sequence[str], run_dir: Path, run_name: str) -> list[Tracker]:
-    makers: dict[str, Callable[[Path, str], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-    trackers: list[Tracker] = []
-    run_name = mask_text(run_name)  # services show it
-    for name in names:
-        try:
-            trackers.append(makers[name](run_dir, run_name))
-        except ImportError as error:
-            raise MissingTrackerError(
-                f"run.report_to: {name} is not installed ({error}): pip install ulysses-cli[{name}]"
-            ) from error
-    return trackers
-
-
-def _pick_numbers(line: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
-
-
-class TensorBoard:
-    def __init__(self, run_dir: Path, run_name: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(run_dir / "tensorboard" / run_name))
-
-    def write(self, split: str, line: dict[str, Any]) -> None:
-        for name, value in _pick_numbers(line).items():
-            self.writer.add_scalar(f"{split}/{name}", value, line["step"])
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class WeightsAndBiases:
-    def __init__(self, run_dir: Path, run_name: str) -> None:
-        import wandb
-
-        self.run = wandb.init(project="ulysses", name=run_name, dir=str(run_dir))
-
-    def write(self, split: str, line: dict[str, Any]) -> None:
-        self.run.log({f"{split}/{name}": value for name, value in _pick_numbers(line).items()}, step=line["step"])
-
-    def close(self) -> None:
-        self.run.finish()

@@ -1,0 +1,147 @@
+"""Tests `ulysses init`: what it asks, what it finds out, and that what it writes validates."""
+
+import gzip
+import io
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from support.commands import run
+
+from ulysses_cli.commands.asking import init as command
+from ulysses_cli.host.data_survey import survey_data
+from ulysses_cli.host.gpu_list import FoundGpu, read_gpus
+from ulysses_cli.plan.planner.first_recipe import suggest_length
+from ulysses_cli.validate import validate_recipe
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ulysses_cli.host.gpu_list.list_gpus", lambda: [])
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number}.txt").write_text("a fox ran over the hill. " * (number + 1))
+    return folder
+
+
+def invoke(*words: str, answers: str = "") -> subprocess.CompletedProcess[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", io.StringIO(answers))
+        return run(*words)
+
+
+def test_six_empty_answers_make_a_recipe_that_validates(texts: Path) -> None:
+    shown = invoke("init", answers="texts\n\n\n\n\n\n")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stderr.count("]:") == 5  # the data has no default
+    assert "30 files, 11,625 bytes" in shown.stderr
+    assert "Next: ulysses train my.yaml" in shown.stderr
+    assert shown.stdout.splitlines()[-1] == "my.yaml"
+    recipe = yaml.safe_load(Path("my.yaml").read_text())
+    assert recipe["data"] == {"datasets": [{"path": "texts"}], "eval_split": 0.05, "max_length": 1024}
+    assert recipe["train"]["num_train_epochs"] == 1
+    assert recipe["run"] == {"output_dir": "runs/my", "device": "cpu", "save_steps": 100}
+    assert validate_recipe("my.yaml").problems == ()
+
+
+def test_every_answer_is_an_option_and_the_planner_chooses(texts: Path) -> None:
+    words = ["--data", "texts", "--model", "Qwen/Qwen3-8B", "--gpus", "h100-80gb:8", "--max-length", "128Ki"]
+    shown = invoke("init", "far.yaml", *words, "--method", "full", "--budget", "USD 500")
+    assert shown.returncode == 0, shown.stderr
+    text = Path("far.yaml").read_text()
+    assert "predicted" in text
+    recipe = yaml.safe_load(text)
+    assert recipe["model"]["rope_scaling"] == {"type": "yarn"}
+    assert recipe["run"]["max_cost"] == 500
+    assert recipe["memory"]["tiled_loss"] is True
+    valid = validate_recipe("far.yaml")
+    assert valid.problems == ()
+    assert valid.resolved is not None
+    assert valid.resolved.layout.world_size == 8
+
+
+def test_adapters_are_chosen_where_all_weights_do_not_fit(texts: Path) -> None:
+    words = ["--data", "texts", "--model", "Qwen/Qwen3-8B", "--max-length", "16Ki", "--yes"]
+    assert invoke("init", "auto.yaml", *words, "--gpus", "l40s:1").returncode == 0
+    assert yaml.safe_load(Path("auto.yaml").read_text())["lora"]["r"] == 16
+    refused = invoke("init", "full.yaml", *words, "--gpus", "l40s:1", "--method", "full")
+    assert refused.returncode == 2
+    assert "no plan (" in refused.stderr
+    assert not Path("full.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data", "none.jsonl"], "--data: none.jsonl does not exist"),
+        (["--data", "texts", "--gpus", "h1000:8"], "--gpus: no GPU is called h1000"),
+        (["--data", "texts", "--gpus", "h200:8,h100-80gb:8"], "--gpus: 2 kinds of GPU"),
+        (["--data", "texts", "--max-length", "long"], "--max-length: long is not a whole number"),
+        (["--data", "texts", "--budget", "-3"], "--budget: -3 is not a cost"),
+        ([], "--data: is needed"),
+    ],
+)
+def test_a_wrong_answer_is_explained(texts: Path, words: list[str], message: str) -> None:
+    shown = invoke("init", *words, "--yes")
+    assert shown.returncode == 2
+    assert message in shown.stderr
+    assert not Path("my.yaml").exists()
+
+
+def test_a_wrong_answer_is_asked_for_again(texts: Path) -> None:
+    shown = invoke("init", answers="textes\ntexts\ntiny\ncpu\n512\nsome\nlora\nfree\nnone\n")
+    assert shown.returncode == 0, shown.stderr
+    assert all(text in shown.stderr for text in ("textes does not exist", "some is not a method", "free is not a cost"))
+    recipe = yaml.safe_load(Path("my.yaml").read_text())
+    assert (recipe["data"]["max_length"], recipe["lora"]["r"]) == (512, 16)
+
+
+def test_no_recipe_is_overwritten_and_no_answer_is_an_error(texts: Path) -> None:
+    Path("my.yaml").write_text("mine")
+    assert "my.yaml exists" in invoke("init", "--data", "texts", "--yes").stderr
+    assert Path("my.yaml").read_text() == "mine"
+    shown = invoke("init", "other.yaml", answers="texts\n")
+    assert shown.returncode == 2
+    assert "--model: has no answer" in shown.stderr
+    assert "no name of a recipe" in invoke("init", "recipe.txt", "--yes").stderr
+
+
+def test_what_a_look_at_the_data_finds(texts: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "word " * count}) for count in (10, 1000, 20)]
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    (rows / "a.jsonl").write_text("\n".join(lines))
+    found = survey_data(str(rows))
+    assert (found.num_bytes, found.longest_bytes) == (len("\n".join(lines)), len(lines[1]) + 1)
+    (rows / "b.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    assert survey_data(str(rows)).longest_bytes is None
+    code = tmp_path / "code"
+    code.mkdir()
+    for name in ("a.py", "b.c", "README.md"):
+        (code / name).write_text("x = 1\n")
+    found = survey_data(str(code))
+    assert (found.is_tree, found.num_bytes, found.num_documents) == (True, 18, 1)
+    assert survey_data("owner/texts").num_bytes is None
+
+
+def test_gpus_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\n"
+    assert read_gpus(table) == [FoundGpu("NVIDIA H100 80GB HBM3", 81559 << 20)] * 2
+    monkeypatch.setattr("ulysses_cli.host.gpu_list.list_gpus", lambda: read_gpus(table))
+    assert command._find_gpus() == "h100-80gb:2"
+    assert read_gpus("No devices were found\n") == []
+
+
+@pytest.mark.parametrize(
+    ("longest", "positions", "is_cpu", "length"),
+    [(100, 4096, False, 512), (5000, 40960, False, 8192), (10**7, 40960, False, 32768), (None, 10**6, False, 131072),
+     (10**7, 40960, True, 1024)],
+)  # fmt: skip
+def test_a_length_holds_the_longest_document_if_the_model_can(
+    longest: int | None, positions: int, is_cpu: bool, length: int
+) -> None:
+    assert suggest_length(longest, positions, is_cpu=is_cpu) == length

@@ -1,0 +1,132 @@
+"""Tests what a program imports from the package: it is light, typed, and reports mistakes as values or exceptions."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ulysses_cli
+from ulysses_cli import RecipeError, api, estimate, plan, train, validate
+from ulysses_cli.launch.listening import StepListener, open_listener
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "recipes/tiny-cpu.yaml"
+MEASURE = """
+import sys, time
+started = time.process_time()
+import ulysses_cli
+from ulysses_cli import estimate, plan, train, validate
+print(time.process_time() - started, *sys.modules)
+"""
+
+
+def test_an_import_takes_under_a_tenth_of_a_second_and_no_torch() -> None:
+    times = []
+    for _ in range(3):
+        words = subprocess.run(
+            [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True
+        ).stdout.split()
+        assert not {"torch", "transformers", "numpy", "pydantic", "typer"} & set(words[1:])
+        times.append(float(words[0]))
+    assert min(times) < 0.1
+
+
+def test_functions_keep_their_names_when_rooms_of_the_same_name_are_imported() -> None:
+    import ulysses_cli.plan.layout
+    import ulysses_cli.validate as _
+
+    assert sys.modules["ulysses_cli.plan"] is not ulysses_cli.plan
+    assert (ulysses_cli.plan, ulysses_cli.train, ulysses_cli.validate) == (plan, train, validate)
+    assert set(ulysses_cli.__all__) <= set(dir(ulysses_cli))
+    with pytest.raises(AttributeError, match="no attribute 'tain'"):
+        _ = ulysses_cli.tain
+
+
+def test_a_recipe_is_a_file_or_a_mapping() -> None:
+    by_file = validate(TINY, {"parallel.sp_size": 1})
+    assert by_file.resolved is not None
+    assert by_file.resolved.layout.sp_size == 1
+    recipe: dict[str, Any] = {
+        "model": {"name_or_path": "Qwen/Qwen3-8B"},
+        "data": {"datasets": [{"path": "owner/texts"}], "max_length": "32Ki"},
+        "parallel": {"dp_shard_size": 8},
+    }
+    result = estimate(recipe, "h200")
+    assert result.gpu.key == "h200"
+    assert result.job.layout.world_size == 8
+    problems = validate({**recipe, "trian": {}}).problems
+    assert [problem.key for problem in problems] == ["trian"]
+    with pytest.raises(RecipeError, match="learning_rat"):
+        estimate(recipe, overrides=["train.learning_rat=1"])
+
+
+def test_a_plan_is_what_the_command_finds() -> None:
+    found = plan("Qwen/Qwen3-8B", 65536, tokens=10**8, gpus={"h100-80gb": 8})
+    assert found.by_cost[0].job.row_tokens == 65536
+    walls = plan("Qwen/Qwen3-8B", "1M", gpus="l40s:1").walls
+    assert walls
+    with pytest.raises(RecipeError, match="no-such-gpu"):
+        plan("Qwen/Qwen3-8B", "64Ki", gpus={"no-such-gpu": 8})
+
+
+def test_ranks_must_be_able_to_import_a_loss() -> None:
+    assert api.name_function(open_listener) == "ulysses_cli.launch.listening:open_listener"
+    assert api.name_function(test_ranks_must_be_able_to_import_a_loss).startswith(os.path.abspath(__file__) + ":test_")
+    for function in (lambda losses: losses, StepListener.follow, print):
+        with pytest.raises(ValueError, match="define it at the top"):
+            api.name_function(function)
+    keys = {text: [problem.key for problem in validate(TINY, {"train.token_loss": text}).problems] for text in
+            ("losses.focal", "none.py:focal", "a b:c", "losses:focal")}  # fmt: skip
+    assert keys == {"losses.focal": ["train.token_loss"], "none.py:focal": ["train.token_loss"],
+                    "a b:c": ["train.token_loss"], "losses:focal": []}  # fmt: skip
+
+
+def test_training_refuses_other_threads() -> None:
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            train(TINY)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])
+
+
+@pytest.mark.parametrize(("answer", "stops"), [(None, 0), (True, 1), (1, 0)])
+def test_a_callback_that_returns_true_stops_the_run_once(answer: object, stops: int) -> None:
+    calls: list[Any] = []
+    script = "import json, os; f = open(os.environ['ULYSSES_LINES'], 'w')\nfor i in range(3): print(json.dumps({'split': 'train', 'step': i}), file=f)"  # noqa: E501
+    with open_listener(lambda split, line: calls.append((split, line["step"])) or answer) as listener:
+        agent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **listener.environ})
+        asked: list[str] = []
+        assert listener.follow(agent, lambda: asked.append("stop")) == 0
+    assert calls == [("train", 0), ("train", 1), ("train", 2)]
+    assert len(asked) <= stops  # an agent that has ended is not asked
+
+
+def test_a_callback_that_raises_is_not_called_again() -> None:
+    calls: list[int] = []
+
+    def fail(split: str, line: dict[str, Any]) -> None:
+        calls.append(line["step"])
+        raise ZeroDivisionError
+
+    script = "import os; open(os.environ['ULYSSES_LINES'], 'w').write('{\"split\": \"eval\", \"step\": 7}\\n' * 2)"
+    with open_listener(fail) as listener:
+        agent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **listener.environ})
+        listener.follow(agent, lambda: None)
+    assert calls == [7]
+    assert isinstance(listener.error, ZeroDivisionError)
+
+
+def test_the_page_names_what_the_package_offers() -> None:
+    page = (ROOT / "docs/python.md").read_text()
+    assert [name for name in ulysses_cli.__all__ if name not in page] == ["EvalResult", "Problem", "__version__"]
