@@ -1,0 +1,203 @@
+"""Serves transformers' norms, rotary embedding and gated MLPs by the operators of this room. A part is served when it
+computes what the formula does on small random tensors; any other part keeps transformers' code. Nothing is global.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ulysses_cli.train.elementwise import formulas
+from ulysses_cli.train.elementwise.formulas import NormKind
+from ulysses_cli.train.elementwise.functions import Gate, Normalize, Rotate
+from ulysses_cli.train.elementwise.operators import Way
+
+Part = Literal["norm", "rotary", "gate"]
+Ways = Mapping[Part, Way]
+DTYPES = (torch.bfloat16, torch.float32)
+ROTARY = "apply_rotary_pos_emb"
+MARK = "rotary_way"  # on the cosines that a served model's rotary embedding returns
+WIDTH, EPS = 64, 1e-2
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Served:
+    """How many parts of a model run by the operators."""
+
+    norms: int = 0
+    rotaries: int = 0
+    gates: int = 0
+
+
+def serve_elementwise(model: nn.Module, ways: Ways) -> Served:
+    """Replaces forwards of the model's parts in place."""
+    norms = rotaries = gates = 0
+    for module in list(model.modules()):
+        if ways["norm"] != "transformers" and (kind := recognise_norm(module)):
+            _FusedNorm(module, kind, ways["norm"])
+            norms += 1
+        elif ways["gate"] != "transformers" and is_gated_mlp(module):
+            _FusedMlp(module, ways["gate"])
+            gates += 1
+        elif ways["rotary"] != "transformers" and _is_rotary(module) and _serve_rotary_function(module):
+            module.register_forward_hook(_make_marker(ways["rotary"]))
+            rotaries += 1
+    return Served(norms, rotaries, gates)
+
+
+def recognise_norm(module: nn.Module) -> NormKind | None:
+    weight, eps = getattr(module, "weight", None), _find_eps(module)
+    if not isinstance(weight, nn.Parameter) or eps is None or weight.dtype not in DTYPES:
+        return None
+    has_more = len(list(module.parameters())) > 1 or next(module.buffers(), None) is not None
+    if has_more or next(module.children(), None) is not None or "forward" in vars(module):
+        return None
+    return recognise_norm_class(type(module))
+
+
+@cache
+def recognise_norm_class(norm_class: type[nn.Module]) -> NormKind | None:
+    """Runs a small norm of the class on random numbers, and returns the formula that it computes, or None."""
+    if len(inspect.signature(norm_class.forward).parameters) != 2:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    try:
+        norm: Any = norm_class(WIDTH, eps=EPS)
+        norm.weight.data = 0.5 + torch.rand(WIDTH, generator=generator)
+        hidden = 0.1 * torch.randn(5, WIDTH, generator=generator)
+        errors = {kind: _compare_norm(norm, hidden, kind) for kind in get_args(NormKind)}
+        if _find_eps(norm) != EPS or min(errors.values()) > TOLERANCE:
+            return None
+        hidden, norm.weight.data = hidden.bfloat16(), norm.weight.data.bfloat16()
+        able = [kind for kind, error in errors.items() if error <= TOLERANCE]
+        return min(able, key=lambda kind: _compare_norm(norm, hidden, kind))
+    except Exception:  # noqa: BLE001 - a class that cannot be made or run so is no plain norm
+        return None
+
+
+def _compare_norm(norm: Any, hidden: Tensor, kind: str) -> float:
+    with torch.no_grad():
+        difference = norm(hidden).float() - formulas.normalize(hidden, norm.weight, EPS, kind)[0].float()
+    return difference.abs().max().item()
+
+
+def _find_eps(module: nn.Module) -> float | None:
+    eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
+    return eps if isinstance(eps, float) else None
+
+
+class _FusedNorm:
+    """A norm whose forward is replaced. `is_fused` tells memory levers that it keeps no float32 rows."""
+
+    def __init__(self, norm: Any, kind: NormKind, way: Way) -> None:
+        is_plain = way == "torch" and kind != "offset"
+        self.norm, self.kind, self.eps = norm, kind, _find_eps(norm)
+        self.way = way if way != "torch" or is_plain else "compiled"  # torch's kernel knows no offset
+        self.original: Callable[[Tensor], Tensor] = norm.forward
+        norm.forward, norm.is_fused = self._run, True
+
+    def _run(self, hidden: Tensor) -> Tensor:
+        weight = self.norm.weight
+        if hidden.dtype != weight.dtype or hidden.size(-1) != weight.size(-1):
+            return self.original(hidden)
+        return Normalize.apply(hidden, weight, self.norm, self.eps, self.kind, self.way)
+
+
+def is_gated_mlp(module: Any) -> bool:
+    """Whether its result is down(silu(gate) * up), found by running it with stand-ins for its linear layers."""
+    if not all(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "up_proj", "down_proj")):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    gates, values, hidden = (torch.randn(3, WIDTH, generator=generator) for _ in range(3))
+    results = {"gate_proj": lambda _: gates, "up_proj": lambda _: values, "down_proj": lambda wide: wide}
+    layers = {name: getattr(module, name) for name in results}
+    before = {name: vars(layer).get("forward") for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            layer.forward = results[name]
+        found = module.forward(hidden)
+        expected = formulas.gate(gates, values)
+        return isinstance(found, Tensor) and torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    except Exception:  # noqa: BLE001 - a module that needs more than its input is another kind
+        return False
+    finally:
+        for name, layer in layers.items():
+            del layer.forward
+            if before[name] is not None:
+                layer.forward = before[name]
+
+
+class _FusedMlp:
+    def __init__(self, block: Any, way: Way) -> None:
+        self.block, self.way = block, way
+        block.forward = self._run
+
+    def _run(self, hidden: Tensor) -> Tensor:
+        gates, values = self.block.gate_proj(hidden), self.block.up_proj(hidden)
+        return self.block.down_proj(Gate.apply(gates, values, self.way))
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RotaryEmbedding")
+
+
+def _serve_rotary_function(rotary: nn.Module) -> bool:
+    """Replaces the function of the modeling module that applies the embedding. It looks at each call's cosines: those
+    of a model that is not served are rotated by transformers' code."""
+    module = sys.modules[type(rotary).__module__]
+    original = getattr(module, ROTARY, None)
+    if original is None or not _computes_rotation(getattr(original, "__wrapped__", original)):
+        return False
+    if not hasattr(original, "is_served"):
+        setattr(module, ROTARY, _make_rotation(original))
+    return True
+
+
+@cache
+def _computes_rotation(function: Callable[..., Any]) -> bool:
+    """Whether it rotates pairs half of the rotated width apart, all elements or the first of them."""
+    generator = torch.Generator().manual_seed(0)
+    for width in (WIDTH, WIDTH // 2):
+        query, key = (torch.randn(1, heads, 5, WIDTH, generator=generator) for heads in (4, 2))
+        cos, sin = (torch.randn(1, 5, width, generator=generator) for _ in range(2))
+        try:
+            found = function(query, key, cos, sin)
+        except Exception:  # noqa: BLE001 - another signature, or no partial rotation
+            if width == WIDTH:
+                return False
+            continue
+        expected = [formulas.rotate(each, cos[:, None], sin[:, None]) for each in (query, key)]
+        for ours, right in zip(found, expected, strict=True):
+            if ours.shape != right.shape or not torch.allclose(ours, right, rtol=TOLERANCE, atol=TOLERANCE):
+                return False
+    return True
+
+
+def _make_rotation(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any) -> Any:
+        way = getattr(cos, MARK, None)
+        dim = args[0] if args else options.get("unsqueeze_dim", 1)
+        if way is None or len(args) > 1 or options.keys() - {"unsqueeze_dim"} or q.dtype != cos.dtype:
+            return original(q, k, cos, sin, *args, **options)
+        cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
+        return Rotate.apply(q, cos, sin, way), Rotate.apply(k, cos, sin, way)
+
+    apply.is_served = True  # type: ignore[attr-defined]
+    return apply
+
+
+def _make_marker(way: Way) -> Callable[..., None]:
+    def mark(_: nn.Module, __: Any, result: Any) -> None:
+        if isinstance(result, tuple) and isinstance(result[0], Tensor) and not result[0].requires_grad:
+            setattr(result[0], MARK, way)
+
+    return mark

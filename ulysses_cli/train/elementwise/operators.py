@@ -1,0 +1,105 @@
+"""Each function of formulas.py as a torch operator, in the way that was chosen: torch's own fused kernel, the compiled
+formula, or the formula in blocks. Tracing has their shapes, and compiled code treats them as one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, library
+
+from ulysses_cli.train.elementwise import formulas
+
+# transformers: its own code stays as it is.
+Way = Literal["torch", "compiled", "blocks", "transformers"]
+
+
+@library.custom_op("ulysses::normalize", mutates_args=())
+def normalize(hidden: Tensor, weight: Tensor, eps: float, kind: str, way: str) -> tuple[Tensor, Tensor]:
+    """Returns the output and one float32 number for each row, which the backward needs."""
+    if way == "torch":
+        return torch.ops.aten._fused_rms_norm(hidden, weight.shape, weight, eps)
+    if way == "compiled":
+        return _compile(formulas.normalize, hidden.size(-1), kind)(hidden, weight, eps, kind)
+    return formulas.normalize_in_blocks(hidden, weight, eps, kind)
+
+
+@normalize.register_fake
+def _(hidden: Tensor, weight: Tensor, eps: float, kind: str, way: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(hidden), hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
+
+
+@library.custom_op("ulysses::normalize_backward", mutates_args=())
+def normalize_backward(
+    dout: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor, kind: str, way: str
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of the input and of the weight."""
+    if way == "torch":
+        return torch.ops.aten._fused_rms_norm_backward(
+            dout.contiguous(), hidden, weight.shape, rstd, weight, [True, True]
+        )
+    compute = formulas.normalize_backward_in_blocks
+    if way == "compiled":
+        compute = _compile(formulas.normalize_backward, hidden.size(-1), kind)
+    dhidden, dweight = compute(dout, hidden, weight, rstd, kind)
+    return dhidden, dweight.to(weight.dtype)
+
+
+@normalize_backward.register_fake
+def _(
+    dout: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor, kind: str, way: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+@library.custom_op("ulysses::rotate", mutates_args=())
+def rotate(hidden: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
+    return _pick(formulas.rotate, way, hidden, cos)(hidden, cos, sin)
+
+
+@rotate.register_fake
+def _(hidden: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
+    return torch.empty_like(hidden)
+
+
+@library.custom_op("ulysses::rotate_backward", mutates_args=())
+def rotate_backward(dout: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
+    return _pick(formulas.rotate_backward, way, dout, cos)(dout, cos, sin)
+
+
+@rotate_backward.register_fake
+def _(dout: Tensor, cos: Tensor, sin: Tensor, way: str) -> Tensor:
+    return torch.empty_like(dout)
+
+
+@library.custom_op("ulysses::gate", mutates_args=())
+def gate(gates: Tensor, values: Tensor, way: str) -> Tensor:
+    return _pick(formulas.gate, way, gates)(gates, values)
+
+
+@gate.register_fake
+def _(gates: Tensor, values: Tensor, way: str) -> Tensor:
+    return torch.empty_like(gates)
+
+
+@library.custom_op("ulysses::gate_backward", mutates_args=())
+def gate_backward(dout: Tensor, gates: Tensor, values: Tensor, way: str) -> tuple[Tensor, Tensor]:
+    return _pick(formulas.gate_backward, way, gates)(dout, gates, values)
+
+
+@gate_backward.register_fake
+def _(dout: Tensor, gates: Tensor, values: Tensor, way: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gates), torch.empty_like(values)
+
+
+def _pick(function: Callable[..., Any], way: str, *tensors: Tensor) -> Callable[..., Any]:
+    return _compile(function, *(tensor.size(-1) for tensor in tensors)) if way == "compiled" else function
+
+
+@cache
+def _compile(function: Callable[..., Any], *_: Any) -> Callable[..., Any]:
+    """One compiled function for each width, so that only the number of tokens is a variable of the kernel."""
+    return torch.compile(function, fullgraph=True)
