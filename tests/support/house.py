@@ -81,6 +81,7 @@ ORDER: dict[str, list[str]] = {
             "telemetry",
             "tensor_file",
             "optimizer",
+            "elementwise",
             "memory",
             "attention",
             "recurrence",

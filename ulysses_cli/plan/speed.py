@@ -102,18 +102,20 @@ def compute_exchange_bytes(job: Job) -> float:
 
 
 def compute_elementwise_bytes(job: Job) -> float:
-    """Memory traffic of a forward outside matrix products: norms (nine passes over float32 and bfloat16 copies, two
-    when fused), rotation, residuals, activation."""
+    """Memory traffic of a forward outside matrix products, in elements read and written. transformers' norms make nine
+    passes over float32 and bfloat16 copies, its rotation negates, joins, multiplies twice and adds, its activation is
+    a kernel of its own. In one kernel each (train/elementwise/): input and output; of a gate, two inputs."""
     b, h, inner = job.dtype_bytes, job.shape.hidden_size, job.shape.intermediate_size
     norm = 2 * b if job.fused_norms else 28 + 4 * b
     norms = job.family.norms_per_layer * h + (job.query_width + job.kv_width if job.family.query_key_norm else 0)
-    rotation = 12 * b * (job.query_width + job.kv_width)
+    rotation = (2 if job.fused_gates else 12) * b * (job.query_width + job.kv_width)
+    activation = (3 if job.fused_gates else 5) * b
     total = 0.0
     for layer in job.shape.layers:
         width = inner
         if layer.num_experts:
             width = job.shape.num_experts_per_token * (job.shape.moe_intermediate_size + 2 * h)
-        total += norm * norms + rotation + 6 * b * h + 5 * b * width
+        total += norm * norms + rotation + 6 * b * h + activation * width
     return total * job.local_tokens
 
 

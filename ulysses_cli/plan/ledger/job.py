@@ -78,7 +78,8 @@ class Job:
     gpus_per_node: int = 8
     evaluates: bool = True
     async_save: bool = False
-    fused_norms: bool = False  # RMSNorm in one kernel (Liger): no float32 copies
+    fused_norms: bool = False  # RMSNorm in one kernel (train/elementwise/, Liger): no float32 copies
+    fused_gates: bool = False  # rotary embedding and gated activations in one kernel each
     kernel: str = "auto"  # decides the attention backward's workspace; auto: the larger one, FlashAttention 2's
     has_z_loss: bool = False
     document_tokens: int | None = None  # mean length of the documents in a row; None: one document fills it
@@ -198,6 +199,8 @@ def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node
         gpus_per_node=gpus_per_node,
         evaluates=bool(recipe.data.eval_datasets or recipe.data.eval_split),
         async_save=recipe.run.async_save,
+        fused_norms=recipe.model.fused_kernels,
+        fused_gates=recipe.model.fused_kernels,
         kernel=recipe.model.attn_implementation,
         has_z_loss=recipe.train.z_loss_weight > 0,
     )

@@ -83,6 +83,11 @@ class Model(Section):
         aliases=("sp_attn_implementation", "attention_implementation"),
         refused={"eager": "use auto; eager attention builds a [sequence, sequence] matrix per head: 512 GiB at 512Ki"},
     )
+    fused_kernels: bool = setting(
+        True,
+        "norms, rotary embedding and gated activations in one pass each, where that is as exact and faster",
+        aliases=("use_liger_kernel",),
+    )
     rope_scaling: RopeScaling | None = setting(None, "stretch of the position encoding beyond the pretrained length")
     trust_remote_code: bool = setting(False, "run Python code that comes with the model")
 

@@ -19,10 +19,13 @@ from torch import Tensor, _meta_registrations
 if TYPE_CHECKING:
     from ulysses_cli.plan.resolved import RunPlan
     from ulysses_cli.train.assembly.parts import Parts
+    from ulysses_cli.train.elementwise.interface import Ways
 
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")
 DEFAULT_STREAM = 0
 DEFAULT_KERNEL = "flash_attention_2"  # of the kernels that a GPU may have, the one that needs most memory
+# Rotation and gated activations are traced as transformers computes them, which takes at least as much memory.
+TRACED_WAYS: Ways = {"norm": "torch", "rotary": "transformers", "gate": "transformers"}
 _current = DEFAULT_STREAM
 _move = torch.nn.Module.to
 _multiply_groups = _meta_registrations._meta_grouped_mm_common
@@ -282,6 +285,7 @@ def make_parts() -> Parts:
     from ulysses_cli.train.assembly import adapters, quantized_base
     from ulysses_cli.train.assembly.parts import Parts as RealParts
     from ulysses_cli.train.attention.kernels.choice import KernelChoice
+    from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice
 
     def make_weights(recipe: Any, config: Any, attention: str, _: Any) -> Any:
         dtype = getattr(torch, recipe.model.dtype)
@@ -308,7 +312,10 @@ def make_parts() -> Parts:
         name = plan.recipe.model.attn_implementation
         return KernelChoice(DEFAULT_KERNEL if name == "auto" else name, "traced")
 
-    return RealParts(make_weights, add_adapters, choose)
+    def choose_ways(plan: RunPlan, *_: Any) -> ElementwiseChoice:
+        return ElementwiseChoice(TRACED_WAYS if plan.recipe.model.fused_kernels else NO_WAYS, "traced")
+
+    return RealParts(make_weights, add_adapters, choose, choose_ways)
 
 
 def replace_parts(max_tiles: int) -> None:

@@ -34,6 +34,8 @@ from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.attention.kernels.choice import KernelChoice
 from ulysses_cli.train.attention.kernels.workload import ANY_MIX, LengthMix
 from ulysses_cli.train.attention.rotary import serve_rotary
+from ulysses_cli.train.elementwise.choice import describe
+from ulysses_cli.train.elementwise.interface import serve_elementwise
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.finiteness import WORDS, find_file, find_nonfinite
 from ulysses_cli.train.optimizer.shards import get_shape
@@ -85,7 +87,13 @@ def build(
     serve_layers(model, plan, groups, device, report)
     serve_rotary(model, groups.sp_axis)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
+<<<<<<< HEAD
     head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
+=======
+    choice = parts.choose_ways(plan, groups, device)
+    report(describe(choice, serve_elementwise(model, choice.ways)))
+    head_rule = read_head_rule(config, recipe.train.z_loss_weight)
+>>>>>>> a913a23 (Norms, rotary embedding and gated activations in one pass each, chosen like attention kernels, counted by ledger and speed)
     module = LossModel(model, apply_levers(model, plan, head_rule, device))
     module.train()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]

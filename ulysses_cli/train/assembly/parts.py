@@ -27,6 +27,7 @@ from ulysses_cli.train.attention.kernels.choice import (
 )
 from ulysses_cli.train.attention.kernels.presence import CommonPresence, join_presence, read_presence
 from ulysses_cli.train.attention.kernels.workload import KernelWorkload, LengthMix
+from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice, Widths, choose_ways
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
 
@@ -83,11 +84,27 @@ def _choose_kernels(
     return join_choices(choices)
 
 
+def choose_common_ways(plan: RunPlan, groups: Groups, device: torch.device) -> ElementwiseChoice:
+    """Collective over all ranks: all use rank 0's choice, since times differ from rank to rank."""
+    recipe, shape = plan.recipe, plan.shape
+    if not recipe.model.fused_kernels:
+        return ElementwiseChoice(NO_WAYS, "as the recipe says")
+    choice: ElementwiseChoice | None = None
+    if groups.is_first:
+        widths = Widths(shape.hidden_size, shape.head_dim, shape.intermediate_size or shape.hidden_size)
+        choice = choose_ways(device, getattr(torch, recipe.model.dtype), widths)
+    found = gather_values(choice, groups.host_group)[0]
+    if found is None:
+        raise BuildError("rank 0 chose nothing")
+    return found
+
+
 @dataclass(frozen=True)
 class Parts:
     load_weights: Callable[[Recipe, PretrainedConfig, str, torch.device], Any] = load_weights
     add_adapters: Callable[[Recipe, Any], Any] = add_adapters
     choose_kernel: Callable[[RunPlan, Groups, torch.device, LengthMix], KernelChoice] = choose_common_kernel
+    choose_ways: Callable[[RunPlan, Groups, torch.device], ElementwiseChoice] = choose_common_ways
 
 
 REAL_PARTS = Parts()

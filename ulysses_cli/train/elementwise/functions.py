@@ -28,9 +28,7 @@ class Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         hidden, rstd = ctx.saved_tensors
-        dhidden, dweight = operators.normalize_backward(
-            dout, hidden, ctx.norm.weight.detach(), rstd, ctx.kind, ctx.way
-        )
+        dhidden, dweight = operators.normalize_backward(dout, hidden, ctx.norm.weight.detach(), rstd, ctx.kind, ctx.way)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         return dhidden if needs_input else None, dweight if needs_weight else None, None, None, None, None
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ulysses_cli.train.elementwise import formulas
 from ulysses_cli.train.elementwise.formulas import NormKind
@@ -54,17 +55,19 @@ def serve_elementwise(model: nn.Module, ways: Ways) -> Served:
 
 
 def recognise_norm(module: nn.Module) -> NormKind | None:
-    weight, eps = getattr(module, "weight", None), _find_eps(module)
-    if not isinstance(weight, nn.Parameter) or eps is None or weight.dtype not in DTYPES:
+    weight, eps = module._parameters.get("weight"), _find_eps(module)
+    if weight is None or eps is None or weight.dtype not in DTYPES:
         return None
     has_more = len(list(module.parameters())) > 1 or next(module.buffers(), None) is not None
     if has_more or next(module.children(), None) is not None or "forward" in vars(module):
         return None
-    return recognise_norm_class(type(module))
+    norm_class: Any = type(module)
+    with _disable_current_modes():  # a traced step has tensors without values
+        return recognise_norm_class(norm_class)
 
 
 @cache
-def recognise_norm_class(norm_class: type[nn.Module]) -> NormKind | None:
+def recognise_norm_class(norm_class: Any) -> NormKind | None:
     """Runs a small norm of the class on random numbers, and returns the formula that it computes, or None."""
     if len(inspect.signature(norm_class.forward).parameters) != 2:
         return None
@@ -115,17 +118,19 @@ def is_gated_mlp(module: Any) -> bool:
     """Whether its result is down(silu(gate) * up), found by running it with stand-ins for its linear layers."""
     if not all(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "up_proj", "down_proj")):
         return False
-    generator = torch.Generator().manual_seed(0)
-    gates, values, hidden = (torch.randn(3, WIDTH, generator=generator) for _ in range(3))
+    with _disable_current_modes():
+        generator = torch.Generator().manual_seed(0)
+        gates, values, hidden = (torch.randn(3, WIDTH, generator=generator) for _ in range(3))
     results = {"gate_proj": lambda _: gates, "up_proj": lambda _: values, "down_proj": lambda wide: wide}
     layers = {name: getattr(module, name) for name in results}
     before = {name: vars(layer).get("forward") for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
             layer.forward = results[name]
-        found = module.forward(hidden)
-        expected = formulas.gate(gates, values)
-        return isinstance(found, Tensor) and torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+        with _disable_current_modes(), torch.no_grad():
+            found = module.forward(hidden)
+            expected = formulas.gate(gates, values)
+            return isinstance(found, Tensor) and torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
     except Exception:  # noqa: BLE001 - a module that needs more than its input is another kind
         return False
     finally:
@@ -154,8 +159,11 @@ def _serve_rotary_function(rotary: nn.Module) -> bool:
     of a model that is not served are rotated by transformers' code."""
     module = sys.modules[type(rotary).__module__]
     original = getattr(module, ROTARY, None)
-    if original is None or not _computes_rotation(getattr(original, "__wrapped__", original)):
+    if original is None:
         return False
+    with _disable_current_modes():
+        if not _computes_rotation(getattr(original, "__wrapped__", original)):
+            return False
     if not hasattr(original, "is_served"):
         setattr(module, ROTARY, _make_rotation(original))
     return True

@@ -49,9 +49,7 @@ def normalize_backward(
 
 
 @normalize_backward.register_fake
-def _(
-    dout: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor, kind: str, way: str
-) -> tuple[Tensor, Tensor]:
+def _(dout: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor, kind: str, way: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(hidden), torch.empty_like(weight)
 
 

@@ -27,7 +27,10 @@ def tile_norms(model: nn.Module, count_tiles: Callable[[int], int]) -> int:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Takes one tensor, has no submodules, no weights but vectors, and no buffers that depend on other tokens."""
+    """Takes one tensor, has no submodules, no weights but vectors, and no buffers that depend on other tokens. A fused
+    one (train/elementwise/) keeps no float32 rows, so it needs no tiles."""
+    if getattr(module, "is_fused", False):
+        return False
     if next(module.children(), None) is not None or next(module.buffers(recurse=False), None) is not None:
         return False
     shapes = [get_shape(weight) for weight in module.parameters(recurse=False)]

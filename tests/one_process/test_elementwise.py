@@ -1,0 +1,259 @@
+"""Tests norms, rotary embedding and gated activations of one pass against transformers' own code and autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.families import ATTENTION_ONLY, make_config
+from support.tiers import sample
+from torch import Tensor, library, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_interleaved
+from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as rotate_partly
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.train.elementwise import choice as choosing
+from ulysses_cli.train.elementwise import formulas, operators
+from ulysses_cli.train.elementwise.choice import CANDIDATES, CPU_WAYS, NO_WAYS, Widths, _choose_part, choose_ways
+from ulysses_cli.train.elementwise.functions import Gate, Normalize, Rotate
+from ulysses_cli.train.elementwise.interface import (
+    _computes_rotation,
+    recognise_norm,
+    recognise_norm_class,
+    serve_elementwise,
+)
+from ulysses_cli.train.memory.tiled_norm import tile_norms
+
+ALL_BLOCKS: Any = {"norm": "blocks", "rotary": "blocks", "gate": "blocks"}
+NORMS: dict[str, type[nn.Module]] = {"rounded": LlamaRMSNorm, "precise": Olmo2RMSNorm, "offset": Gemma2RMSNorm}
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.008}  # of the largest value: bfloat16 keeps 8 bits
+WITHOUT_PLAIN_NORMS = {"cohere", "cohere2", "cohere2_moe", "jais2", "nanochat", "olmo", "starcoder2"}
+
+
+def check_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype
+    error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
+    assert error <= ROUNDING[dtype]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_equals_transformers_own(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formulas, "BLOCK_ELEMENTS", 1000)
+    norm: Any = NORMS[kind](48, eps=1e-3)
+    norm.weight.data = (0.5 + draw(48).abs()).to(dtype)
+    hidden, dout = (0.2 * draw(2, 37, 48, dtype=dtype)).requires_grad_(), draw(2, 37, 48, dtype=dtype, seed=1)
+    exact: Any = NORMS[kind](48, eps=1e-3)  # in float32, from the same rounded numbers
+    exact.weight.data = norm.weight.data.float()
+    leaf = hidden.detach().float().requires_grad_()
+    expected = exact(leaf)
+    expected_grads = torch.autograd.grad(expected, (leaf, exact.weight), dout.float())
+    out = Normalize.apply(hidden, norm.weight, norm, 1e-3, kind, "blocks")
+    grads = torch.autograd.grad(out, (hidden, norm.weight), dout)
+    for ours, right in zip((out, *grads), (expected, *expected_grads), strict=True):
+        check_close(ours, right, dtype)
+    for ours, right in zip(formulas.normalize(hidden, norm.weight, 1e-3, kind), (expected,), strict=False):
+        check_close(ours, right, dtype)
+
+
+def test_a_norms_formula_is_found_by_running_it() -> None:
+    for kind, norm_class in NORMS.items():
+        assert recognise_norm_class(norm_class) == kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rotation", "width"), [(apply_rotary_pos_emb, 16), (rotate_partly, 8)])
+def test_rotation_equals_transformers_own(rotation: Any, width: int, dtype: torch.dtype) -> None:
+    query, dout = draw(2, 37, 3, 16, dtype=dtype).transpose(1, 2), draw(2, 3, 37, 16, dtype=dtype, seed=1)
+    query.requires_grad_()
+    cos, sin = draw(2, 37, width, dtype=dtype, seed=2), draw(2, 37, width, dtype=dtype, seed=3)
+    expected = rotation(query.float(), query.float(), cos.float(), sin.float())[0]
+    (expected_grad,) = torch.autograd.grad(expected, query, dout.float())
+    out = Rotate.apply(query, cos.unsqueeze(1), sin.unsqueeze(1), "blocks")
+    (grad,) = torch.autograd.grad(out, query, dout)
+    assert out.stride() == query.stride()
+    check_close(out, expected, dtype)
+    check_close(grad, expected_grad, dtype)
+
+
+def test_another_rotation_is_not_taken_for_this_one() -> None:
+    assert _computes_rotation(apply_rotary_pos_emb)
+    assert _computes_rotation(rotate_partly)
+    assert not _computes_rotation(rotate_interleaved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_equals_transformers_own(dtype: torch.dtype) -> None:
+    gates, values = (draw(2, 37, 48, dtype=dtype, seed=seed).requires_grad_() for seed in (0, 1))
+    dout = draw(2, 37, 48, dtype=dtype, seed=2)
+    expected = nn.functional.silu(gates.float()) * values.float()
+    expected_grads = torch.autograd.grad(expected, (gates, values), dout.float())
+    out = Gate.apply(gates, values, "blocks")
+    grads = torch.autograd.grad(out, (gates, values), dout)
+    for ours, right in zip((out, *grads), (expected, *expected_grads), strict=True):
+        check_close(ours, right, dtype)
+
+
+def make_pair(model_type: str) -> tuple[Any, Any]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(AutoModelForCausalLM.from_config(make_config(model_type)))
+    return models[0], models[1]
+
+
+SERVED = {"llama": (5, 1, 2), "qwen3": (9, 1, 2), "gemma2": (9, 1, 0), "olmo2": (9, 1, 2), "gpt_oss": (5, 0, 0),
+          "phi3": (5, 1, 0), "mixtral": (5, 1, 0)}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", sample(SERVED, quick=["qwen3"]))
+def test_a_served_model_keeps_its_values(model_type: str) -> None:
+    plain, served = make_pair(model_type)
+    counts = serve_elementwise(served, ALL_BLOCKS)
+    assert (counts.norms, counts.rotaries, counts.gates) == SERVED[model_type]
+    ids = torch.arange(24)[None] % 60
+    losses = [model(ids, labels=ids).loss for model in (plain, served)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    for loss in losses:
+        loss.backward()
+    for ours, right in zip(served.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, right.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_another_model_of_the_process_keeps_transformers_code() -> None:
+    plain, served = make_pair("llama")
+    serve_elementwise(served, ALL_BLOCKS)
+    before, Rotate_forward = [], Rotate.forward
+    ids = torch.arange(24)[None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rotate, "forward", staticmethod(lambda *args: before.append(1) or Rotate_forward(*args)))
+        plain(ids)
+        assert not before
+        served(ids)
+        assert len(before) == 4  # queries and keys of two layers
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", ATTENTION_ONLY)
+def test_the_norms_of_families_are_recognised(model_type: str) -> None:
+    model = make_pair(model_type)[0]
+    found = [recognise_norm(part) for part in model.modules() if type(part).__name__.endswith("Norm")]
+    assert any(found) == (model_type not in WITHOUT_PLAIN_NORMS)
+    assert not any(found) or FAMILIES[model_type].norm_parts == 1
+
+
+def test_a_norm_of_two_dtypes_keeps_transformers_code() -> None:
+    norm, plain = LlamaRMSNorm(48), LlamaRMSNorm(48)
+    serve_elementwise(norm, ALL_BLOCKS)
+    hidden = draw(3, 48, dtype=torch.bfloat16)
+    assert torch.equal(norm(hidden), plain(hidden))
+    assert not serve_elementwise(LlamaRMSNorm(48).double(), ALL_BLOCKS).norms
+    assert not serve_elementwise(LlamaRMSNorm(48), NO_WAYS).norms
+
+
+def test_a_fused_norm_runs_in_no_tiles_and_frozen_weights_get_no_gradient() -> None:
+    norm = LlamaRMSNorm(48)
+    serve_elementwise(norm, ALL_BLOCKS)
+    assert tile_norms(norm, lambda _: 4) == 0
+    norm.weight.requires_grad_(False)
+    hidden = draw(7, 48).requires_grad_()
+    norm(hidden).sum().backward()
+    assert norm.weight.grad is None
+    assert hidden.grad is not None
+
+
+def test_a_norm_saves_its_input_and_one_number_for_each_row() -> None:
+    norm = LlamaRMSNorm(48).bfloat16()
+    serve_elementwise(norm, ALL_BLOCKS)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        norm(draw(7, 48, dtype=torch.bfloat16).requires_grad_())
+    assert [(tensor.dtype, tensor.numel()) for tensor in saved] == [(torch.bfloat16, 7 * 48), (torch.float32, 7)]
+
+
+@pytest.mark.check
+def test_the_operators_keep_torchs_rules() -> None:
+    hidden, weight, rstd = draw(5, 16), draw(16).abs(), draw(5, 1).abs()
+    library.opcheck(torch.ops.ulysses.normalize, (hidden, weight, 1e-5, "rounded", "blocks"))
+    library.opcheck(torch.ops.ulysses.normalize_backward, (hidden, hidden, weight, rstd, "precise", "blocks"))
+    library.opcheck(torch.ops.ulysses.rotate, (draw(1, 2, 5, 16), draw(1, 1, 5, 8), draw(1, 1, 5, 8), "blocks"))
+    library.opcheck(torch.ops.ulysses.gate, (hidden, hidden, "blocks"))
+    library.opcheck(torch.ops.ulysses.gate_backward, (hidden, hidden, hidden, "blocks"))
+
+
+@pytest.mark.full
+def test_compiled_formulas_equal_those_in_blocks() -> None:
+    """torch's compiler makes one kernel of each; beside the attention operator it breaks no graph."""
+    hidden, weight = draw(64, 48), 0.5 + draw(48).abs()
+    out, rstd = operators.normalize(hidden, weight, 1e-5, "rounded", "blocks")
+    torch.testing.assert_close(operators.normalize(hidden, weight, 1e-5, "rounded", "compiled"), (out, rstd))
+    for ours, right in zip(
+        operators.normalize_backward(out, hidden, weight, rstd, "rounded", "compiled"),
+        operators.normalize_backward(out, hidden, weight, rstd, "rounded", "blocks"),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
+    rows, cos, sin = draw(1, 2, 64, 16), draw(1, 1, 64, 16), draw(1, 1, 64, 16)
+    torch.testing.assert_close(operators.rotate(rows, cos, sin, "compiled"), formulas.rotate(rows, cos, sin))
+    torch.testing.assert_close(
+        operators.rotate_backward(rows, cos, sin, "compiled"), formulas.rotate_backward(rows, cos, sin)
+    )
+    torch.testing.assert_close(operators.gate(hidden, out, "compiled"), formulas.gate(hidden, out))
+
+    def both(hidden: Tensor) -> Tensor:
+        row = (torch.tensor([0, 64], dtype=torch.int32), [64], "sdpa", 0.3, None, None)
+        normalized, _ = torch.ops.ulysses.normalize(hidden, weight, 1e-5, "rounded", "blocks")
+        heads = normalized.view(64, 3, 16)
+        return torch.ops.ulysses.attend(heads, heads, heads, None, *row)[0]
+
+    torch.testing.assert_close(torch.compile(both, fullgraph=True)(hidden), both(hidden))
+
+
+class FakeTrial:
+    def __init__(self, errors: dict[str, float], seconds: dict[str, float]) -> None:
+        self.errors, self.seconds, self.dtype = errors, seconds, torch.bfloat16
+
+    def compare(self, way: str) -> float:
+        if way not in self.errors:
+            raise RuntimeError("no compiler\nhere")
+        return self.errors[way]
+
+    def measure(self, way: str) -> float:
+        return self.seconds[way]
+
+
+@pytest.mark.parametrize(
+    ("errors", "seconds", "expected"),
+    [
+        ({"torch": 0.01, "compiled": 0.01}, {"transformers": 3, "torch": 1, "compiled": 2}, "torch"),
+        ({"torch": 0.01, "compiled": 0.01}, {"transformers": 1, "torch": 2, "compiled": 2}, "transformers"),
+        ({"torch": 0.5, "compiled": 0.01}, {"transformers": 3, "torch": 1, "compiled": 2}, "compiled"),
+        ({"torch": float("nan")}, {"transformers": 3, "torch": 1}, "transformers"),
+    ],
+)
+def test_a_gpu_takes_the_fastest_way_that_is_exact(errors: Any, seconds: Any, expected: str) -> None:
+    trial: Any = FakeTrial(errors, {way: value / 1e3 for way, value in seconds.items()})
+    way, reason = _choose_part("norm", CANDIDATES["norm"], trial)
+    assert way == expected
+    assert "transformers " in reason
+    assert ("no compiler" in reason) == ("compiled" not in errors)
+
+
+def test_a_cpu_takes_what_was_measured_there() -> None:
+    assert choose_ways(torch.device("cpu"), torch.float32, Widths(64, 16, 128)).ways == CPU_WAYS
+
+
+@pytest.mark.parametrize("part", ["norm", "rotary", "gate"])
+def test_trials_compare_with_transformers_formula(part: Any) -> None:
+    trial = choosing._Trial(part, torch.device("cpu"), torch.float32, Widths(32, 16, 48))
+    assert trial.compare("blocks") < 1e-5
+    assert trial.compare("transformers") == 0.0
