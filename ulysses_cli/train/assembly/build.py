@@ -87,13 +87,9 @@ def build(
     serve_layers(model, plan, groups, device, report)
     serve_rotary(model, groups.sp_axis)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
-<<<<<<< HEAD
-    head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
-=======
     choice = parts.choose_ways(plan, groups, device)
     report(describe(choice, serve_elementwise(model, choice.ways)))
-    head_rule = read_head_rule(config, recipe.train.z_loss_weight)
->>>>>>> a913a23 (Norms, rotary embedding and gated activations in one pass each, chosen like attention kernels, counted by ledger and speed)
+    head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
     module = LossModel(model, apply_levers(model, plan, head_rule, device))
     module.train()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
