@@ -32,10 +32,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from ulysses_cli.plan.attention import Need
+from ulysses_cli.plan.tiles import compute_loss_tile_tokens
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
 from ulysses_cli.train.attention.kernels.workload import KernelWorkload, LengthMix
+from ulysses_cli.train.elementwise.choice import GPU_WAYS
+from ulysses_cli.train.elementwise.interface import serve_elementwise
 from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.offload import MAX_LEAVING, Offloader
@@ -44,11 +47,12 @@ from ulysses_cli.train.memory.tiled_mlp import tile_mlps
 from ulysses_cli.train.memory.tiled_norm import tile_norms
 from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
     "vocab_size": 128256, "max_position_embeddings": 2**23, "rope_theta": 5e5, "use_cache": False,
 }  # fmt: skip
-HEAD_DIM, LOSS_TILE, WINDOW = 128, 4096, 1024
+HEAD_DIM, WINDOW = 128, 1024
+LOSS_TILE = compute_loss_tile_tokens(1 << 30, SHAPE["vocab_size"])  # the product's own, on both sides
 WINDOW_KERNEL = "torch_varlen"
 SHORT_ROW, STEP_TOKENS = 2**16, 2**14  # for the search of the longest row
 SETUP_SECONDS = 10.0  # for making a model
@@ -78,6 +82,7 @@ class Run:
         self.loss = self.use_ours() if is_ours else self.use_deepspeed(offloads)
 
     def use_ours(self) -> Any:
+        serve_elementwise(self.model, GPU_WAYS)
         for tile in (tile_mlps, tile_norms):
             tile(self.model, lambda tokens: -(-tokens // SHAPE["hidden_size"]))  # type: ignore[operator]
         checkpoint_layers(self.model, "save_attention", self.offloader and self.offloader.make_storage)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
 from ulysses_cli.train.memory.offload import Offloader
+from ulysses_cli.train.memory.tiling import WeightSums, adds_in_product
 from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 pytestmark = pytest.mark.gpu
@@ -61,3 +62,19 @@ def test_saved_bytes_do_not_grow_with_layers() -> None:
         held.append(torch.cuda.memory_allocated() - before)
         loss.backward()
     assert held[1] <= 1.05 * held[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_adds_products_to_float32_sums(dtype: torch.dtype) -> None:
+    """In bfloat16 the sum of 32 tiles keeps float32's precision."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 48, bias=False, device="cuda", dtype=dtype)
+    assert adds_in_product(linear.weight.device, dtype)
+    sums, total = WeightSums(linear), torch.zeros(48, 64, device="cuda", dtype=torch.float64)
+    with sums.collect():
+        for _ in range(32):
+            rows = torch.randn(128, 64, device="cuda", dtype=dtype, requires_grad=True)
+            dout = torch.randn(128, 48, device="cuda", dtype=dtype)
+            linear(rows).backward(dout)
+            total += dout.double().mT @ rows.detach().double()
+    torch.testing.assert_close(sums.take_sums()[0].double(), total, rtol=1e-3, atol=1e-3 * total.abs().max().item())

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.prove.doctor import device_checks, doctor, machine, software
 from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding, run_checks
 from ulysses_cli.prove.results import Findings
-from ulysses_cli.train.processes import host_memory
+from ulysses_cli.train.processes import host_memory, requirements
 
 # Two NVLink islands of two GPUs, as nvidia-smi draws them: the header is underlined, the legend follows.
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -279,3 +280,33 @@ def test_the_command_examines_and_says_what_to_fix() -> None:
     if not torch.cuda.is_available():
         assert done.returncode == 1
         assert "torch sees none" in answer["fixes"][0]["what"]
+
+
+def test_files_that_another_package_has_overwritten_are_named(tmp_path: Path) -> None:
+    """As after `pip install flash-attn-4` and then `pip install flash-attn`."""
+    cute, record = tmp_path / "flash_attn" / "cute", tmp_path / "flash_attn_4-4.0.dist-info"
+    cute.mkdir(parents=True)
+    record.mkdir()
+    lines = []
+    for name in ("interface.py", "mask.py"):
+        (cute / name).write_text(f"# {name}")
+        lines.append(f"flash_attn/cute/{name},sha256={software._hash_file(cute / name)},9")
+    (record / "RECORD").write_text("\n".join(lines))
+    (record / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0\n")
+    distribution = metadata.Distribution.at(record)
+    assert list(software.check_overwritten(lambda _: distribution)) == []
+    (cute / "interface.py").write_text("# of flash-attn 2")
+    (finding,) = software.check_overwritten(lambda _: distribution)
+    assert (finding.name, finding.verdict) == ("flash-attn-4", "FAIL")
+    assert "1 of its 2 files in flash_attn/cute are another package's" in finding.text
+    assert "--force-reinstall --no-deps flash-attn-4==4.0" in finding.fix
+
+
+def test_offload_without_a_compiler_is_found_before_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(requirements.shutil, "which", lambda _: None)
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    assert "a C++ compiler and ninja not found on this machine" in requirements.find_missing_compiler(environ)
+    (tmp_path / "cpu_adam.so").touch()
+    assert requirements.find_missing_compiler(environ) == ""
+    monkeypatch.setattr(requirements.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert requirements.find_missing_compiler({}) == ""

@@ -27,7 +27,7 @@ from support.tiers import count_examples, sample, sample_every
 from torch import Tensor, nn
 
 from ulysses_cli.train.attention.documents import make_documents
-from ulysses_cli.train.memory import offload
+from ulysses_cli.train.memory import offload, tiling
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers, list_layers
 from ulysses_cli.train.memory.offload import LEFT_FREE_BYTES, HostPool, Offloader
 from ulysses_cli.train.memory.saved_results import SavedResults, save_for_recompute
@@ -208,6 +208,32 @@ def test_dropout_is_the_same_in_backward_and_forward(has_end: bool) -> None:
     torch.testing.assert_close((leaf.grad * along).sum(), slope, rtol=1e-6, atol=1e-8)
     torch.manual_seed(99)
     assert torch.equal(torch.get_rng_state(), state), "the backward leaves the generator as it was"
+
+
+def test_sums_are_added_in_the_product_where_a_device_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU does: no gradient of a matrix is made apart from its sum."""
+    apart: list[int] = []
+    take = tiling.WeightSums._take_gradient
+
+    def count(sums: tiling.WeightSums, weight: Tensor) -> None:
+        apart.append(weight.dim())
+        take(sums, weight)
+
+    monkeypatch.setattr(tiling, "adds_in_product", lambda *_: True)
+    monkeypatch.setattr(tiling.WeightSums, "_take_gradient", count)
+    assert compare(Case("llama", Levers(mlp_tiles=5, loss_tile=9, checkpointing="save_attention"))) < TOLERANCE
+    assert 2 not in apart
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe"])
+def test_experts_by_grouped_products_equal_single_ones(kind: str) -> None:
+    """grouped_mm is what transformers takes by default. In float32, the widest dtype that it has."""
+    grouped = {"experts_implementation": "grouped_mm"}
+    levers = Levers(loss_tile=9, mlp_tiles=5, checkpointing="save_attention")
+    expected = run_alone(Case(kind, dtype=torch.float32))
+    for each in (Levers(), levers):
+        for name, value in run_alone(Case(kind, each, dtype=torch.float32, changes=grouped)).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5 * expected[name].abs().max().item())
 
 
 def test_several_rows_in_a_batch() -> None:

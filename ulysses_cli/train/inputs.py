@@ -40,7 +40,11 @@ from ulysses_cli.train.assembly.run import RunLength
 from ulysses_cli.train.guard.interruption import Interruption
 from ulysses_cli.train.optimizer.swap_folder import name_folder, open_folder, remove_rank_files
 from ulysses_cli.train.processes.device import StartError, choose_device, recognise_gpu
-from ulysses_cli.train.processes.requirements import find_missing_operator, find_missing_package
+from ulysses_cli.train.processes.requirements import (
+    find_missing_compiler,
+    find_missing_operator,
+    find_missing_package,
+)
 from ulysses_cli.train.telemetry.forecast import Forecast
 from ulysses_cli.train.telemetry.record import Display, Record
 from ulysses_cli.train.telemetry.trackers import make_trackers
@@ -111,6 +115,9 @@ def read_inputs(launch: Launch, record: Record) -> Inputs:
     device = choose_device(wants_cpu=recipe.run.device == "cpu" or options.pretend)
     gpu, is_known = recognise_gpu(device, launch.load_hardware())
     forecast = Forecast(choose_levers(recipe, shape, gpu), gpu, is_known)
+    uses_host_adam = forecast.choice.levers.offload_optimizer == "cpu" and not options.pretend
+    if uses_host_adam and (problem := find_missing_compiler()):
+        raise StartError(problem)
     swap_folder = _open_swap_folder(launch, shape, forecast.choice.levers)
     is_first = int(os.environ.get("RANK", "0")) == 0
     warnings: list[str] = []  # shown once the display is open

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib
 import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +28,7 @@ from ulysses_cli.train.processes.requirements import find_missing_package
 
 BAD_VERSIONS = Path(__file__).parent / "bad_versions.yaml"
 BUILD_LIMIT_SECONDS = 420.0
+CUTE_PACKAGE, CUTE_FOLDER = "flash-attn-4", ("flash_attn", "cute")
 ADAM_TOLERANCE = 1e-5
 OPERATORS = {"CPUAdamBuilder": "memory.offload_optimizer: cpu", "AsyncIOBuilder": "offload to nvme"}
 INGREDIENTS = {"async_io": "apt-get install libaio-dev, and a C++ compiler and ninja"}
@@ -49,7 +52,34 @@ def check_packages(target: CheckTarget) -> Iterator[Finding]:
         if clashes(entry, find_version):
             both = entry["package"] + (f" with {entry['with']}" if "with" in entry else "")
             yield Finding(both, "FAIL", f"{entry['because']} ({entry['source']})", entry["fix"])
+    yield from check_overwritten()
     yield from _check_recipe_needs(target)
+
+
+def check_overwritten(find: Callable[[str], metadata.Distribution] = metadata.distribution) -> Iterator[Finding]:
+    """flash-attn 2 and flash-attn-4 both install flash_attn/cute: the one that came last has overwritten the other's
+    files. The record of flash-attn-4 holds the hashes of its own."""
+    try:
+        package = find(CUTE_PACKAGE)
+    except metadata.PackageNotFoundError:
+        return
+    files = [file for file in package.files or [] if file.hash is not None and file.parts[:2] == CUTE_FOLDER]
+    changed = [str(file) for file in files if _hash_file(Path(str(file.locate()))) != file.hash.value]  # type: ignore
+    if changed:
+        text = (
+            f"{len(changed)} of its {len(files)} files in flash_attn/cute are another package's, such as {changed[0]}"
+        )
+        fix = f"pip install --force-reinstall --no-deps {CUTE_PACKAGE}=={package.version}, after flash-attn"
+        yield Finding(CUTE_PACKAGE, "FAIL", text, fix)
+
+
+def _hash_file(file: Path) -> str:
+    """As the record of an installed package writes it; '' for a file that is not there."""
+    try:
+        digest = hashlib.sha256(file.read_bytes()).digest()
+    except OSError:
+        return ""
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 def _check_recipe_needs(target: CheckTarget) -> Iterator[Finding]:

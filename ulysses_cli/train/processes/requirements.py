@@ -5,6 +5,11 @@ build. Runs before any process group exists.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
 
 
 def find_missing_package(optim: str, quantize_base: str | None = None) -> str:
@@ -24,6 +29,31 @@ def find_missing_package(optim: str, quantize_base: str | None = None) -> str:
     if quantize_base is not None:
         key, other = f"lora.quantize_base: {quantize_base}", "leave quantize_base out"
     return f"{key} needs the package bitsandbytes, which {reason}: pip install 'ulysses-cli[bitsandbytes]', or {other}"
+
+
+def find_missing_compiler(environ: Mapping[str, str] = os.environ) -> str:
+    """'' when DeepSpeed's CPU Adam is built here or can be; else what is wrong. Otherwise the run would find out when
+    the optimizer is made, after all weights are loaded."""
+    builder = importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder()
+    folder = environ.get("TORCH_EXTENSIONS_DIR")
+    if _is_installed(builder.absolute_name()) or (folder and any(Path(folder).rglob("cpu_adam*.so"))):
+        return ""
+    lacking = [] if any(map(shutil.which, (environ.get("CXX", "c++"), "g++"))) else ["a C++ compiler"]
+    lacking += [] if shutil.which("ninja") else ["ninja"]
+    if not lacking:
+        return ""
+    return (
+        f"memory.offload_optimizer needs DeepSpeed's CPU Adam, which is compiled at its first use: {' and '.join(lacking)} "
+        "not found on this machine: install it (apt-get install g++, pip install ninja), or memory.offload_optimizer=none"
+    )
+
+
+def _is_installed(name: str) -> bool:
+    """Whether an operator was built when DeepSpeed was installed."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
 
 
 def find_missing_operator() -> str:

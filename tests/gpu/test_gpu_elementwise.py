@@ -1,0 +1,27 @@
+"""Tests on a GPU that norms, rotary embedding and gated activations of one pass equal transformers' formula, and that
+the run's choice among them says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ulysses_cli.train.elementwise.choice import CANDIDATES, TOLERANCE, Widths, _Trial, choose_ways
+
+pytestmark = pytest.mark.gpu
+CASES = [(part, way) for part, ways in CANDIDATES.items() for way in ways]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("part", "way"), CASES)
+def test_a_way_is_exact(part: Any, way: Any, dtype: torch.dtype) -> None:
+    trial = _Trial(part, torch.device("cuda"), dtype, Widths(4096, 128, 14336))
+    assert trial.compare(way) <= TOLERANCE[dtype]
+
+
+def test_the_choice_is_measured() -> None:
+    choice = choose_ways(torch.device("cuda"), torch.bfloat16, Widths(4096, 128, 14336))
+    assert choice.ways.keys() == CANDIDATES.keys()
+    assert "transformers " in choice.reason
