@@ -43,8 +43,9 @@ def find_missing_compiler(environ: Mapping[str, str] = os.environ) -> str:
     if not lacking:
         return ""
     return (
-        f"memory.offload_optimizer needs DeepSpeed's CPU Adam, which is compiled at its first use: {' and '.join(lacking)} "
-        "not found on this machine: install it (apt-get install g++, pip install ninja), or memory.offload_optimizer=none"
+        "memory.offload_optimizer needs DeepSpeed's CPU Adam, which is compiled at its first use: "
+        f"{' and '.join(lacking)} not found on this machine: install it (apt-get install g++, pip install ninja), or "
+        "set memory.offload_optimizer=none"
     )
 
 
