@@ -37,7 +37,7 @@ def test_help_shows_two_examples(command: str) -> None:
     ("words", "key", "message"),
     [
         (["nowhere.yaml"], "", "cannot be read"),
-        ([RECIPE, "parallel.sp_size=3"], "parallel.sp_size", "3 does not divide the 4 attention heads"),
+        ([RECIPE, "parallel.ring_size=3"], "parallel.ring_size", "3 does not divide sp_size 2"),
         ([RECIPE, "train.max_step=3"], "train.max_step", "unknown key"),
         (
             [RECIPE, "model.config=null", "model.name_or_path=some/unknown"],

@@ -20,7 +20,8 @@ from ulysses_cli.data.steps import Batching, plan_step, read_micro_batch
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import make_layout, settle
+from ulysses_cli.plan.resolved import choose_layout, settle
+from ulysses_cli.plan.rows.order import Ring
 
 NUM_STEPS = 5
 # Each document is (length, first target). There are uneven documents, a row whose second half has no target, rows with
@@ -38,13 +39,15 @@ LAYOUTS = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2), "4x1": (4, 1), "2x2": (2
 
 
 def make_batching(recipe: Recipe) -> Batching:
-    layout = make_layout(recipe)
+    shape = read_model_shape(recipe.model.config or {}, "test")
+    layout = choose_layout(recipe, shape)
     return Batching(
         layout.dp_size,
         recipe.train.per_device_train_batch_size,
         recipe.train.gradient_accumulation_steps,
         layout.sp_size,
         recipe.run.seed,
+        ring=Ring(layout.ring_size, shape.window_counts),
     )
 
 
@@ -55,9 +58,8 @@ def train_on_ranks(recipe: Recipe) -> Trajectory:
     from ulysses_cli.train.assembly.build import build
     from ulysses_cli.train.processes.groups import make_groups
 
-    layout = make_layout(recipe)
-    groups = make_groups(layout, timedelta(seconds=60))
     shape = read_model_shape(recipe.model.config or {}, "test")
+    groups = make_groups(choose_layout(recipe, shape), timedelta(seconds=60))
     levers = choose_levers(recipe, shape, None).levers
     built = build(settle(recipe, shape, levers), groups, torch.device("cpu"), NUM_STEPS)
     engine, rows = built.engine, MemoryRows(ROWS)
@@ -149,6 +151,27 @@ def test_levers_through_the_engine_change_nothing(levers: str, name: str, lora: 
 @pytest.mark.parametrize(("name", "accumulation", "stage", "lora"), list_cases())
 def test_training_equals_plain_torch(name: str, accumulation: int, stage: int, lora: bool) -> None:
     check_training(name, accumulation, stage, lora)
+
+
+HEADS_14 = {**CONFIG, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 4}
+RINGS = {
+    "4 ranks, ring 2": ("4x1", False, (), CONFIG),
+    "14 heads": ("4x1", False, (), HEADS_14),
+    "9 heads on 4": ("4x1", True, (), {**CONFIG, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    "two rows, all levers": ("2x2", False, LEVERS["all"], CONFIG),
+    "recomputed in full": ("2x1", True, LEVERS["full"], CONFIG),
+    "windows": (
+        "4x1", False, (), {**CONFIG, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark_by(False, name == "14 heads")) for name in RINGS])
+def test_training_on_a_ring_equals_plain_torch(name: str) -> None:
+    """Where the ring is open, it is the one that the heads need: 4 ranks share 14 heads as 2 x 2, 9 heads as 4 x 1."""
+    layout, lora, levers, config = RINGS[name]
+    own = ("parallel.ring_size=2",) if config["num_attention_heads"] == CONFIG["num_attention_heads"] else ()
+    check_training(layout, 2, 3, lora, *levers, *own, config=config)
 
 
 def check_training(

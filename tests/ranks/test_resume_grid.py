@@ -26,6 +26,7 @@ MESHES = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 WRITERS = {
     "sp 2, stage 3": ("parallel.sp_size=2", "parallel.zero_stage=3"),
     "dp 2, stage 1": ("parallel.dp_shard_size=2", "parallel.zero_stage=1"),
+    "ring 2": ("parallel.sp_size=2", "parallel.ring_size=2"),
 }
 OFFLOADS = (
     "memory.offload_optimizer=cpu",
@@ -91,7 +92,7 @@ def check(storage: Path, writer: str, num_ranks: int, *overrides: str) -> None:
 
 def list_cases() -> list[object]:
     results = []
-    for writer in WRITERS:
+    for writer in ("sp 2, stage 3", "dp 2, stage 1"):
         for num_ranks, sp_size in MESHES:
             for stage in (1, 2, 3):
                 is_telling = (writer, num_ranks, sp_size, stage) == ("dp 2, stage 1", 2, 2, 3)
@@ -114,3 +115,9 @@ def test_any_layout_resumes(storage: Path, writer: str, num_ranks: int, sp_size:
 def test_any_offload_resumes(storage: Path, num_ranks: int, offload: str) -> None:
     words = ["parallel.sp_size=2"] if num_ranks == 2 else []
     check(storage, "sp 2, stage 3", num_ranks, *words, *offload.split())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("writer", "reader"), [("ring 2", "sp 2, stage 3"), ("sp 2, stage 3", "ring 2")])
+def test_a_ring_resumes_what_another_order_wrote(storage: Path, writer: str, reader: str) -> None:
+    check(storage, writer, 2, *WRITERS[reader])

@@ -18,6 +18,7 @@ from support.rank_pool import run_on_ranks
 from support.tiers import sample
 from support.training import make_recipe
 
+from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.prove.results import Row
@@ -41,7 +42,7 @@ def make_proof(*overrides: str) -> Recipe:
     from ulysses_cli.prove.verify.shrink import make_proof_recipe
 
     recipe = make_recipe("parallel.sp_size=2", "train.gradient_accumulation_steps=2", *overrides, config=CONFIG)
-    return make_proof_recipe(recipe, CONFIG, read_model_shape(CONFIG, "test"), 2, 1, "cpu")[0]
+    return make_proof_recipe(recipe, CONFIG, read_model_shape(CONFIG, "test"), Layout(sp_size=2), "cpu")[0]
 
 
 def prove_with(fault: str, folder: Path, *overrides: str) -> list[Row]:

@@ -13,7 +13,7 @@ from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import make_layout, settle
+from ulysses_cli.plan.resolved import choose_layout, settle
 from ulysses_cli.train.assembly.model_config import load_model_config
 from ulysses_cli.train.assembly.run import assemble_run
 from ulysses_cli.train.checkpoint.saves import SavePolicy, Saves
@@ -38,8 +38,8 @@ class RunHarness:
         policy: SavePolicy | None = None,
         shape: ModelShape | None = None,
     ) -> None:
-        groups = make_groups(make_layout(recipe), timedelta(seconds=60))
         shape = shape or read_model_shape(load_model_config(recipe).to_dict(), "test")
+        groups = make_groups(choose_layout(recipe, shape), timedelta(seconds=60))
         self.plan = plan = settle(recipe, shape, choose_levers(recipe, shape, gpu).levers)
         # a run's own folder, which inputs.py makes
         swap = Path(recipe.memory.nvme_path) if recipe.memory.nvme_path else None

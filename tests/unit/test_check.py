@@ -48,11 +48,27 @@ def test_check_process_count() -> None:
 
 
 def test_check_heads() -> None:
-    assert only("parallel.sp_size=12") == (
-        "command line: parallel.sp_size: 12 does not divide the 32 attention heads of owner/model"
-        "\n\nhint: use 1, 2, 4, 8, 16 or 32; 8 is nearest"
+    assert only("parallel.sp_size=64", "parallel.ring_size=1") == (
+        "command line: parallel.sp_size: 64 does not divide the 32 attention heads of owner/model"
+        "\n\nhint: use 1, 2, 4, 8, 16 or 32; 32 is nearest, or ring_size: 2"
     )
     assert check("parallel.sp_size=32") == []  # more ranks than key/value heads are allowed
+    assert check("parallel.sp_size=64") == []  # and, on a ring, more than query heads
+
+
+def test_check_rings() -> None:
+    assert only("parallel.ring_size=3") == (
+        "command line: parallel.ring_size: 3 does not divide sp_size 4\n\nhint: use auto, 1, 2 or 4"
+    )
+    assert only("parallel.sp_size=24", "data.max_length=24Ki", "parallel.ring_size=2") == (
+        "command line: parallel.ring_size: 2 leaves 12 ranks to exchange heads, which do not divide the 32 attention "
+        "heads of owner/model\n\nhint: use auto, 3, 6, 12 or 24"
+    )
+    assert check("parallel.ring_size=2") == check("parallel.ring_size=4") == []
+    assert only("parallel.ring_size=2", "model.attn_implementation=cudnn").splitlines()[0] == (
+        "command line: model.attn_implementation: cudnn takes as many keys as queries, and the ranks of a ring "
+        "(parallel.ring_size) have more keys"
+    )
 
 
 def test_check_row_length() -> None:
@@ -401,7 +417,13 @@ HYBRID: dict[str, object] = {
 def test_check_heads_of_every_kind() -> None:
     assert only("parallel.sp_size=32", "data.max_length=32Ki", **HYBRID) == (
         "command line: parallel.sp_size: 32 does not divide the 48 linear attention heads and 24 attention heads of "
-        "owner/model\n\nhint: use 1, 2, 3, 4, 6, 8, 12 or 24; 24 is nearest"
+        "owner/model\n\nhint: use 1, 2, 3, 4, 6, 8, 12 or 24; 24 is nearest; no ring is possible, since "
+        "linear attention layers need the tokens of a row in order"
+    )
+    assert only("parallel.sp_size=4", "parallel.ring_size=2", **HYBRID) == (
+        "command line: parallel.ring_size: 2 deals the tokens of a row to ranks in another order, and linear attention "
+        "layers need the tokens of a row in order: owner/model cannot be trained on a ring"
+        "\n\nhint: use ring_size: 1 with sp_size 1, 2, 3, 4, 6, 8, 12 or 24"
     )
     assert check("parallel.sp_size=8", **HYBRID) == []
 

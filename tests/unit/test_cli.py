@@ -33,10 +33,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     file.write_text(VALID.replace("owner/model", "Qwen/Qwen3-8B").replace("sp_size: 4", "sp_size: 5"))
     done = run("validate-config", str(file), "run.max_cost=3", "--num-processes", "4")
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        f"{file}:4:12: parallel.sp_size: 5 does not divide the 32 attention heads of Qwen/Qwen3-8B\n\nhint: use"
-        in done.stderr
-    )
+    assert f"{file}:8:15: data.max_length: 8192 is not a multiple of sp_size 5\n\nhint: use 8190 or 8195" in done.stderr
     assert "command line: run.max_cost: cannot be kept without a price" in done.stderr
     assert done.stderr.rstrip().endswith("3 problems")
     assert "Traceback" not in done.stderr
@@ -92,8 +89,8 @@ def test_an_output_that_cannot_be_written_is_reported() -> None:
 
 
 def test_a_problem_names_its_recipe_among_several() -> None:
-    done = run("validate-config", TINY, TINY, "parallel.sp_size=3")
-    assert done.stderr.count(f"{TINY}, command line: parallel.sp_size: 3 does not divide") == 2
+    done = run("validate-config", TINY, TINY, "parallel.ring_size=3")
+    assert done.stderr.count(f"{TINY}, command line: parallel.ring_size: 3 does not divide") == 2
 
 
 def test_characters_that_a_terminal_cannot_show(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_an_estimate_takes_half_a_second() -> None:
         (("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "lots"), "lots is not a whole number"),
         (("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "1T"), "past the 2^31"),
         (
-            ("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "parallel.sp_size=3"),
+            ("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "parallel.ring_size=3"),
             "does not divide",
         ),
         (("estimate-memory", "--model", "LiquidAI/LFM2-1.2B", "--max-length", "8Ki"), "no memory formula"),

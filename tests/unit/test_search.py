@@ -142,8 +142,8 @@ def test_walls_of_memory_and_heads() -> None:
     plan_results = search(replace(REQUEST, max_length=2**24 - 2**16), offer("a100-40gb:64"))
     assert plan_results.walls[0].kind == "gpu"
     assert "of 40.0" in plan_results.walls[0].message
-    assert plan_results.walls[-1].kind == "heads"
-    assert "a row is shared by at most 32 GPUs here: 32 heads" in plan_results.walls[-1].message
+    assert "64 x a100-40gb with sp_size 64" in plan_results.walls[0].message, "a ring passes the number of heads"
+    assert [wall.kind for wall in plan_results.walls] == ["gpu"]
     far = search(replace(REQUEST, max_length=2**26), offer("h100-80gb:8"))
     assert [wall.kind for wall in far.walls] == ["heads"]
     poor = replace(TABLE.get_gpu("h100-80gb"), host_bytes_per_gpu=1 << 30)

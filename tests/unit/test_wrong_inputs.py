@@ -84,7 +84,7 @@ COMMANDS = (
     ("train t.yaml --nnodes 2", "2 machines need --node-rank"),
     ("train t.yaml --node-rank 3", "node rank 3 is outside 1 machine\n\nhint: add --nnodes"),
     ("prepare missing.yaml", "missing.yaml: cannot be read"),
-    ("verify t.yaml parallel.sp_size=3", "3 does not divide the 4 attention heads"),
+    ("verify t.yaml parallel.ring_size=3", "3 does not divide sp_size 2"),
     ("doctor t.yaml parallel.sp_size=x", NUMBER),
     ("bench t.yaml --sp-size 0", "--sp-size: 0 is not a whole number above 0"),
     ("bench t.yaml --sp-size 3", "does not divide the 4 attention heads\n\nhint: use 1, 2, 4"),

@@ -72,7 +72,7 @@ def bench(
     own_sizes = [1, parallel.sp_size] if on_off else [parallel.sp_size]
     sizes = or_exit(lambda: _read_numbers("--sp-size", sp_size, own_sizes), output)
     lengths = or_exit(lambda: _read_numbers("--max-length", max_length, [subject.recipe.data.max_length]), output)
-    or_exit(lambda: _check_sizes(subject.shape, sizes, lengths), output)
+    or_exit(lambda: _check_sizes(subject.shape, parallel.sp_size, sizes, lengths), output)
     options: dict[str, Any] = {
         "lengths": lengths,
         "sp_sizes": sizes,
@@ -145,14 +145,14 @@ def _read_numbers(key: str, text: str | None, default: list[int]) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
-def _check_sizes(shape: Any, sizes: list[int], lengths: list[int]) -> None:
+def _check_sizes(shape: Any, own_size: int, sizes: list[int], lengths: list[int]) -> None:
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     legal = ", ".join(str(size) for size in shape.sp_sizes)
     problems = [
         Problem("--sp-size", f"{size} does not divide the {shape.common_heads} attention heads", f"use {legal}")
         for size in sizes
-        if size not in shape.sp_sizes
+        if size not in shape.sp_sizes and size != own_size
     ]
     problems += [
         Problem("--sp-size", f"{shape.name} cannot be split over ranks: {shape.inexact}", "use --sp-size 1")

@@ -190,9 +190,8 @@ def draft_and_validate(
 ) -> tuple[Validated, list[str]]:
     """Makes and checks a recipe from a model's name and a length. Sizes in overrides are kept; the others are chosen to
     match them."""
-    from ulysses_cli.plan.layout import Layout
+    from ulysses_cli.plan.layout import GPUS_PER_NODE, Layout
     from ulysses_cli.plan.planner.draft import (
-        GPUS_PER_NODE,
         Draft,
         find_obstacle,
         find_sp_size,
@@ -200,6 +199,7 @@ def draft_and_validate(
         write_draft,
     )
     from ulysses_cli.plan.recipe.loader import parse_recipe
+    from ulysses_cli.plan.resolved import find_ring_size
     from ulysses_cli.validate import validate_recipe
 
     shape = find_shape(model, online=online)
@@ -218,7 +218,9 @@ def draft_and_validate(
             below = tokens // GPUS_PER_NODE * GPUS_PER_NODE
             notes.append(f"few sp_sizes divide {tokens:,}; more of them divide {below:,}")
     shards = max(1, num_processes // (sp_size * replicas))
-    layout = Layout(replicas, parallel.dp_shard_size if "parallel.dp_shard_size" in given.places else shards, sp_size)
+    shards = parallel.dp_shard_size if "parallel.dp_shard_size" in given.places else shards
+    ring_size = find_ring_size(shape, sp_size) if parallel.ring_size == "auto" else 1
+    layout = Layout(replicas, shards, sp_size, ring_size)
     if stretches:
         notes.append(f"positions are stretched by yarn: the model was trained on {shape.max_position_embeddings:,}")
     text = write_draft(Draft(model, tokens, layout, needs_stretch=stretches, is_packed=not shape.crosses_documents))

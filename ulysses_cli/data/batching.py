@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from ulysses_cli.data.steps import Batching
 from ulysses_cli.plan.flops import compute_model_flops, compute_pair_flops
 from ulysses_cli.plan.models.shape import ModelShape
@@ -42,8 +40,7 @@ def make_eval_batching(shape: ModelShape, resolved: Resolved) -> Batching:
 
 def make_ring(shape: ModelShape, resolved: Resolved) -> Ring:
     """How rows are dealt to the ranks of their group, by the work of the model's layers."""
-    windows = Counter(layer.window_tokens for layer in shape.layers)
-    return Ring(resolved.layout.ring_size, tuple(sorted(windows.items(), key=lambda item: item[0] or 0)))
+    return Ring(resolved.layout.ring_size, shape.window_counts)
 
 
 def make_work(shape: ModelShape) -> RowCost:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 Group = tuple[int, ...]
+GPUS_PER_NODE = 8  # of the usual machine
 
 
 class Coordinates(NamedTuple):
@@ -108,9 +109,16 @@ class Placement:
     @property
     def num_crossing(self) -> int:
         """How many groups that share a row stand on more than one machine."""
-        size, per_node = self.layout.sp_size, self.gpus_per_node
+        return self._count_crossing(self.layout.sp_size)
+
+    @property
+    def num_crossing_heads(self) -> int:
+        """How many groups that exchange heads stand on more than one machine."""
+        return self._count_crossing(self.layout.ulysses_size)
+
+    def _count_crossing(self, size: int) -> int:
         starts = range(0, self.layout.world_size, size)
-        return sum(start // per_node != (start + size - 1) // per_node for start in starts)
+        return sum(start // self.gpus_per_node != (start + size - 1) // self.gpus_per_node for start in starts)
 
     @property
     def must_cross(self) -> bool:

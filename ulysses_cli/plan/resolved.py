@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.layout import GPUS_PER_NODE, Layout
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe, compute_recipe_hash
@@ -17,8 +17,8 @@ PAD_TOKENS = 128  # kernels work on tiles of this many tokens; a row that is a m
 
 @dataclass(frozen=True)
 class KvHeads:
-    """Key/value heads on each rank. When sp_size does not divide them, ranks share heads: a head goes to each rank
-    whose query heads need it, and its gradients are summed."""
+    """Key/value heads on each rank. Where they do not divide evenly, ranks share heads: a head goes to each rank whose
+    query heads need it, and its gradients are summed."""
 
     num_local: int
     is_repeated: bool
@@ -29,6 +29,7 @@ class Resolved:
     """Every value that is derived from a recipe."""
 
     layout: Layout
+    ring_reason: str
     recipe_hash: str
     pad_to_multiple_of: int
     row_tokens: int
@@ -57,8 +58,46 @@ class RunPlan:
 
 
 def make_layout(recipe: Recipe) -> Layout:
+    """The sizes of the axes, which need no model. A ring that the recipe leaves open is not chosen yet."""
     parallel = recipe.parallel
     return Layout(parallel.dp_replicate_size, parallel.dp_shard_size, parallel.sp_size)
+
+
+def choose_layout(recipe: Recipe, shape: ModelShape) -> Layout:
+    """The layout with its ring, which depends on the model's heads where the recipe leaves it open."""
+    layout, written = make_layout(recipe), recipe.parallel.ring_size
+    return replace(layout, ring_size=find_ring_size(shape, layout.sp_size) if written == "auto" else written)
+
+
+def find_ring_size(shape: ModelShape, sp_size: int, gpus_per_node: int = GPUS_PER_NODE) -> int:
+    """The smallest ring whose inner ranks divide the heads. Where these would not fit a machine, a larger one, unless
+    keys and values of a ring are more bytes between machines than the heads that all ranks exchange."""
+    legal = shape.list_ring_sizes(sp_size) or (1,)
+    inside = [size for size in legal if sp_size // size <= gpus_per_node]
+    if not inside or inside[0] == legal[0]:
+        return legal[0]
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    fetched = sp_size * compute_kv_heads(heads, kv_heads, sp_size // inside[0]).num_local
+    exchanged = heads + sp_size * compute_kv_heads(heads, kv_heads, sp_size).num_local
+    return inside[0] if legal[0] > 1 or fetched < exchanged else legal[0]
+
+
+def explain_ring(recipe: Recipe, shape: ModelShape, layout: Layout) -> str:
+    """Why the ring has its size; '' where heads alone are exchanged, on one machine."""
+    if recipe.parallel.ring_size != "auto":
+        return "as the recipe says"
+    if layout.ring_size == 1:
+        if layout.sp_size <= GPUS_PER_NODE:
+            return ""
+        larger = [size for size in shape.list_ring_sizes(layout.sp_size) if layout.sp_size // size <= GPUS_PER_NODE]
+        why = f"since {shape.ring_obstacle}" if shape.ring_obstacle else "no size divides the heads"
+        return (
+            "a ring would send more bytes between machines than heads are" if larger else f"no ring is possible: {why}"
+        )
+    if layout.sp_size not in shape.sp_sizes:
+        heads = " and ".join(f"{count} {kind} heads" for kind, count in shape.head_counts)
+        return f"{layout.sp_size} ranks do not divide the {heads}, {layout.ulysses_size} do"
+    return f"heads are exchanged inside a machine of {GPUS_PER_NODE} GPUs; only keys and values leave it"
 
 
 def compute_pad_multiple(recipe: Recipe) -> int:
@@ -78,13 +117,13 @@ def compute_row_tokens(recipe: Recipe) -> int:
     return math.ceil(recipe.data.max_length / multiple) * multiple
 
 
-def compute_kv_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> KvHeads:
-    """The most key/value heads that the consecutive query heads of any rank need."""
-    local_heads, group = num_heads // sp_size, num_heads // num_kv_heads
+def compute_kv_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> KvHeads:
+    """The most key/value heads that the consecutive query heads of any rank need, of those that exchange heads."""
+    local_heads, group = num_heads // num_ranks, num_heads // num_kv_heads
     needed = [
-        (rank * local_heads + local_heads - 1) // group - rank * local_heads // group + 1 for rank in range(sp_size)
+        (rank * local_heads + local_heads - 1) // group - rank * local_heads // group + 1 for rank in range(num_ranks)
     ]
-    return KvHeads(max(needed), is_repeated=num_kv_heads % sp_size != 0)
+    return KvHeads(max(needed), is_repeated=num_kv_heads % num_ranks != 0)
 
 
 def compute_rope_factor(recipe: Recipe, shape: ModelShape) -> float | None:
@@ -107,19 +146,20 @@ def get_original_positions(recipe: Recipe, shape: ModelShape) -> int:
 
 def resolve(recipe: Recipe, shape: ModelShape, written: Container[str] = ()) -> Resolved:
     """For a recipe that passed its checks. `written` holds the keys that the user gave."""
-    layout = make_layout(recipe)
+    layout = choose_layout(recipe, shape)
     rows = recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps * layout.dp_size
     row_tokens = compute_row_tokens(recipe)
     return Resolved(
         layout=layout,
+        ring_reason=explain_ring(recipe, shape, layout),
         recipe_hash=compute_recipe_hash(recipe),
         pad_to_multiple_of=compute_pad_multiple(recipe),
         row_tokens=row_tokens,
         local_tokens=row_tokens // layout.sp_size,
         rows_per_step=rows,
         tokens_per_step=rows * row_tokens,
-        num_local_heads=shape.num_heads // layout.sp_size,
-        kv_heads=compute_kv_heads(shape.num_heads, shape.num_kv_heads, layout.sp_size),
+        num_local_heads=shape.num_heads // layout.ulysses_size,
+        kv_heads=compute_kv_heads(shape.num_heads, shape.num_kv_heads, layout.ulysses_size),
         original_positions=get_original_positions(recipe, shape),
         rope_factor=compute_rope_factor(recipe, shape),
         defaults=tuple(_list_defaults(recipe, written)),

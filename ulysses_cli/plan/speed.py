@@ -16,6 +16,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes
 from ulysses_cli.plan.models.layers import Layer
+from ulysses_cli.plan.rows.ring_share import measure_ring
 from ulysses_cli.plan.step_parts import PARTS
 
 GIGA, TERA = 1e9, 1e12
@@ -88,17 +89,29 @@ def compute_head_flops(job: Job) -> float:
 
 
 def compute_exchange_bytes(job: Job) -> float:
-    """Bytes that one rank sends in a micro-step, b S (sp - 1) / sp for a layer, times: in the forward q + 2 r before
-    the kernel and q after it; the same again where layers are recomputed in full; in the backward q before the kernel
-    (3 q + 2 r where only slices were saved) and q + 2 r after it."""
-    sp_size = job.layout.sp_size
-    if sp_size == 1:
+    """Bytes of the exchange of heads that one rank sends in a micro-step, b S (u - 1) / u for a layer and u ranks that
+    exchange heads, times: in the forward q + 2 r before the kernel and q after it; the same again where layers are
+    recomputed in full; in the backward q before the kernel (3 q + 2 r where only slices were saved) and q + 2 r after
+    it."""
+    num_ranks = job.layout.ulysses_size
+    if num_ranks == 1:
         return 0.0
     q, r = job.query_width, job.row_kv_width
     forward = 2 * q + 2 * r
     backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
     width = forward * (1 + (job.levers.gradient_checkpointing == "full")) + backward
-    return job.dtype_bytes * width * job.local_tokens * job.shape.num_layers * (sp_size - 1) / sp_size
+    return job.dtype_bytes * width * job.local_tokens * job.shape.num_layers * (num_ranks - 1) / num_ranks
+
+
+def compute_ring_bytes(job: Job) -> float:
+    """Bytes that the rank of a ring with most to trade gets or sends in a micro-step: 2 r for each fetched key in the
+    forward, also where layers are recomputed in full, and in the backward twice that, since gradients return."""
+    forwards = 1 + (job.levers.gradient_checkpointing == "full")
+    tokens = 0.0
+    for window_tokens, num_layers in job.shape.window_counts:
+        share = measure_ring(job.row_tokens, job.document_tokens, job.make_ring(), window_tokens)
+        tokens += num_layers * max(share.fetched, share.sent)
+    return job.dtype_bytes * 2 * job.row_kv_width * job.local_tokens * tokens * (forwards + 2)
 
 
 def compute_elementwise_bytes(job: Job) -> float:
@@ -164,13 +177,20 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
 
 
 def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> float:
-    """To ranks of the same machine over NVLink or PCIe and to others over the network, at the same time; and two copies
-    that reorder heads, each read and written. Attention waits for the exchange, so it is never hidden."""
-    num_bytes, sp_size = compute_exchange_bytes(job), job.layout.sp_size
-    near = num_bytes * (count_near_ranks(sp_size, gpu.gpus_per_node) - 1) / max(1, sp_size - 1)
-    inside = near / (gpu.link_gb_s * GIGA * gpu.efficiency.link)
-    between = (num_bytes - near) / (gpu.network_gb_s * GIGA * gpu.efficiency.network)
-    return max(inside, between) + 4 * num_bytes / memory
+    """Heads, then keys of a ring, each to ranks of the same machine over NVLink or PCIe and to others over the network
+    at the same time; and two copies that reorder them, each read and written. Attention waits for both, so neither is
+    hidden."""
+    layout, per_node = job.layout, gpu.gpus_per_node
+    heads, keys = compute_exchange_bytes(job), compute_ring_bytes(job)
+    near_heads = heads * (count_near_ranks(layout.ulysses_size, per_node) - 1) / max(1, layout.ulysses_size - 1)
+    near_shares = max(1, count_near_ranks(layout.sp_size, per_node) // layout.ulysses_size)  # of the ring, here
+    near_keys = keys * (near_shares - 1) / max(1, layout.ring_size - 1)
+    seconds = 4 * (heads + keys) / memory
+    for num_bytes, near in ((heads, near_heads), (keys, near_keys)):
+        inside = near / (gpu.link_gb_s * GIGA * gpu.efficiency.link)
+        between = (num_bytes - near) / (gpu.network_gb_s * GIGA * gpu.efficiency.network)
+        seconds += max(inside, between)
+    return seconds
 
 
 def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:

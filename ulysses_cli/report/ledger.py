@@ -104,7 +104,9 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
 
 def format_mesh(mesh: Mapping[str, int]) -> str:
     """The sizes of a layout's axes, as a product."""
-    return f"dp_replicate {mesh['dp_replicate_size']} x dp_shard {mesh['dp_shard_size']} x sp {mesh['sp_size']}"
+    ring = mesh.get("ring_size", 1)
+    inside = f" (ring {ring} x ulysses {mesh['sp_size'] // ring})" if ring > 1 else ""
+    return f"dp_replicate {mesh['dp_replicate_size']} x dp_shard {mesh['dp_shard_size']} x sp {mesh['sp_size']}{inside}"
 
 
 def _spell_key(key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,11 @@ from ulysses_cli.plan.speed import compute_speed
 SHOWN_MACHINES = 8
 
 
-def describe_placement(placement: Placement, seconds: tuple[float, float] | None) -> dict[str, Any]:
-    """`seconds`: the exchange's share of a step, as the ranks stand and if no row crossed machines."""
+def describe_placement(
+    placement: Placement, seconds: tuple[float, float] | None, rings: Sequence[int] = ()
+) -> dict[str, Any]:
+    """`seconds`: the exchange's share of a step, as the ranks stand and if no row crossed machines. `rings`: the legal
+    sizes of a ring."""
     return {
         "machines": placement.num_nodes,
         "gpus_per_machine": placement.gpus_per_node,
@@ -25,7 +29,7 @@ def describe_placement(placement: Placement, seconds: tuple[float, float] | None
         ],
         "crossing_rows": placement.num_crossing,
         "exchange_seconds": seconds,
-        "warning": explain_crossing(placement, seconds),
+        "warning": explain_crossing(placement, seconds, rings),
     }
 
 
@@ -36,7 +40,7 @@ def compute_exchange_seconds(placement: Placement, job: Job, gpu: Gpu) -> tuple[
     return compute_speed(job, here).parts["exchange"], compute_speed(job, together).parts["exchange"]
 
 
-def explain_crossing(placement: Placement, seconds: tuple[float, float] | None) -> str:
+def explain_crossing(placement: Placement, seconds: tuple[float, float] | None, rings: Sequence[int] = ()) -> str:
     """'' where no row crosses machines."""
     if not placement.num_crossing:
         return ""
@@ -47,7 +51,11 @@ def explain_crossing(placement: Placement, seconds: tuple[float, float] | None) 
         here, together = (f"{part * 1e3:,.3g} ms" for part in seconds)
         cost = f"the exchange is predicted to take {here} of a step, on one machine {together}"
     if placement.must_cross:
-        return f"every row crosses machines: sp_size {size} is more than {per_node} GPUs; {cost}"
+        text = f"every row crosses machines: sp_size {size} is more than {per_node} GPUs; {cost}"
+        if not placement.num_crossing_heads:
+            return f"{text}; heads are exchanged inside machines, and only keys and values cross"
+        better = [ring for ring in rings if size % ring == 0 and per_node % (size // ring) == 0]
+        return f"{text}; with ring_size {better[0]} only keys and values would cross" if better else text
     fitting = [str(number) for number in list_divisors(per_node) if placement.layout.world_size % number == 0]
     return (
         f"{crossing} of {rows} cross machines without need: sp_size {size} does not divide {per_node} GPUs; {cost}; "

@@ -47,6 +47,7 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
             "local_kv_heads": resolved.kv_heads.num_local,
             "kv_heads_are": "repeated" if resolved.kv_heads.is_repeated else "sharded",
         },
+        "ring_reason": resolved.ring_reason,
         "tokens": {
             "row": resolved.row_tokens,
             "local": resolved.local_tokens,
@@ -84,6 +85,8 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
         ("step", f"{tokens['per_step']:,} tokens in {format_count(tokens['rows_per_step'], 'row')} per optimizer step"),
         ("heads", _format_heads(heads, mesh["sp_size"])),
     ]
+    if plan["ring_reason"]:
+        lines.append(("ring", _format_ring(mesh, plan["ring_reason"])))
     if plan["trust_remote_code"]:
         lines.append(("trust", "model.trust_remote_code is on: Python code that comes with the model runs here"))
     if plan["vocabulary"]["added"]:
@@ -116,6 +119,14 @@ def _format_heads(heads: Mapping[str, Any], sp_size: int) -> str:
     if heads["kv_heads_are"] == "repeated":
         return text + " (repeated: some ranks share a head, gradients are summed)"
     return text + " (sharded)"
+
+
+def _format_ring(mesh: Mapping[str, Any], reason: str) -> str:
+    ring_size, num_inner = mesh["ring_size"], mesh["sp_size"] // mesh["ring_size"]
+    if ring_size == 1:
+        return f"none: {format_count(num_inner, 'rank')} exchange heads; {reason}"
+    inner = f"{num_inner} ranks that exchange heads" if num_inner > 1 else "one rank"
+    return f"{ring_size} shares of a row's queries, each of {inner}: {reason}"
 
 
 def _format_vocabulary(plan: Mapping[str, Any]) -> str:

@@ -38,7 +38,7 @@ def saves_slices(job: Job) -> bool:
 def compute_attention_rows(job: Job) -> int:
     """Saved queries, keys and values: b (q + 2 k) S as slices, b (q + 2 r) S as whole rows. Where v is saved as it was
     projected and the family projects q, k and v together, v is a view that keeps the whole projection alive."""
-    is_own = saves_slices(job) or job.layout.sp_size == 1
+    is_own = saves_slices(job) or job.layout.ulysses_size == 1
     kv = job.kv_width if is_own else job.row_kv_width
     return job.dtype_bytes * (job.query_width + 2 * kv + is_own * count_fused(job)) * job.local_tokens
 
@@ -68,7 +68,7 @@ def compute_input_norm_saved(job: Job) -> int:
 
 def compute_output_input(job: Job) -> int:
     """The input of the output projection: b q S. On one rank, and where slices are saved, it is attention's result."""
-    is_same = job.layout.sp_size == 1 or saves_slices(job) or not saves_input(job, "o_proj")
+    is_same = job.layout.ulysses_size == 1 or saves_slices(job) or not saves_input(job, "o_proj")
     return 0 if is_same else job.dtype_bytes * job.query_width * job.local_tokens
 
 
@@ -78,14 +78,27 @@ def compute_attention_forward(job: Job) -> int:
     exchange after the kernel, with rows, result, a send buffer and a receive buffer."""
     h, q, k, r, n = job.shape.hidden_size, job.query_width, job.kv_width, job.chunk_kv_width, job.levers.head_chunks
     own = h * has_norm_before(job.shape) + q + 2 * k
-    if job.layout.sp_size == 1:
+    if job.layout.ulysses_size == 1:
         widest = q if n == 1 else q + q // n
     elif n == 1:
         widest = max(2 * (q + 2 * r), q + 2 * r + 3 * q)
     else:
         widest = max(q + 2 * (q // n + 2 * r) + q // n, q + q // n + 2 * r + 2 * (q // n))
+    widest = max([widest, *_list_ring_forward(job)])
     widest = max(count_rotating(job), widest + count_fused(job))
     return (job.dtype_bytes * (own + widest) + 4 * job.shape.num_heads) * job.local_tokens
+
+
+def _list_ring_forward(job: Job) -> list[int]:
+    """On a ring, with the exchanged rows, q / n + 2 r (of one rank alone they are views): while keys are fetched, send
+    and receive buffers, then receive buffer and keys; while the kernel runs, keys, the whole result and a part's."""
+    q, r, n, share = job.query_width, job.chunk_kv_width, job.levers.head_chunks, job.ring_share
+    if not share.fetched:
+        return []
+    rows = (q // n + 2 * r) * (job.layout.ulysses_size > 1) + q * (n > 1)
+    fetching = max(share.sent + share.fetched, share.fetched + share.keys)
+    running = share.keys * 2 * r + (1 + share.largest_part * (share.num_parts > 1)) * (q // n)
+    return [rows + round(fetching * 2 * r), rows + round(running)]
 
 
 def count_rotating(job: Job) -> int:
@@ -113,7 +126,7 @@ def compute_attention_exchange(job: Job) -> int:
     chunk a slice is freed once it is copied, and the result and its gradient travel after the others. With several
     chunks there is also room for all gradients."""
     q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
-    if job.layout.sp_size == 1:
+    if job.layout.ulysses_size == 1:
         return (b * q + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
     if n > 1:
         return (b * (q + 2 * (3 * (q // n) + 2 * r)) + _count_room_bytes(job)) * job.local_tokens
@@ -127,12 +140,31 @@ def compute_attention_kernel(job: Job) -> int:
     where rows had to be exchanged, whole rows of that gradient, q, k, v and the result; and the gradients of q, k and
     v. Saved slices are freed by then, unless further chunks of heads need them."""
     q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
-    is_split = job.layout.sp_size > 1
+    is_split = job.layout.ulysses_size > 1
     if n > 1:
-        rows = 3 * (q // n) + 2 * r if is_split else 0
-        return (b * (q + rows + q // n + 2 * r) + _count_room_bytes(job)) * job.local_tokens
-    rows = (3 * q + 2 * r - 2 * q - 2 * k - count_fused(job) if saves_slices(job) else q) if is_split else 0
-    return b * (q + rows + q + 2 * r) * job.local_tokens
+        rows, room = 3 * (q // n) + 2 * r if is_split else 0, _count_room_bytes(job)
+    else:
+        rows, room = (
+            (3 * q + 2 * r - 2 * q - 2 * k - count_fused(job) if saves_slices(job) else q) if is_split else 0,
+            0,
+        )
+    return (b * (q + rows) + room + max(b * (q // n + 2 * r), _count_ring_backward(job))) * job.local_tokens
+
+
+def _count_ring_backward(job: Job) -> int:
+    """On a ring, bytes per token in place of the gradients of q, k and v: the keys, fetched again, with the gradients
+    of all of them and of a part's, or while gradients return, send and receive buffers and their float32 sum."""
+    q, r, b, n = job.query_width // job.levers.head_chunks, job.chunk_kv_width, job.dtype_bytes, job.ring_share
+    if not n.fetched:
+        return 0
+    own = q + 2 * r
+    fetching = (max(n.sent + n.fetched, n.fetched + n.keys)) * 2 * r * b
+    sums = n.keys * 2 * r * (4 if n.num_parts > 2 else b) if n.num_parts > 1 else 0
+    part = (n.largest_part * q + n.keys * 2 * r) * b + n.largest_part * q * b * (n.num_parts > 1)
+    running = n.keys * 2 * r * b + (q * b if n.num_parts > 1 else 0) + sums + part
+    gradients = sums or n.keys * 2 * r * b
+    returning = q * b + gradients + max((n.fetched + n.sent) * b, n.sent * b + 4 + b) * 2 * r
+    return round(max(own * b, fetching, running, returning))
 
 
 def _count_room_bytes(job: Job) -> int:
@@ -150,5 +182,5 @@ def compute_kernel_workspace(job: Job) -> int:
     if job.chunk_kv_width < job.query_width // n:
         is_old = job.kernel not in ("flash_attention_3", "flash_attention_4")
         expanded = 2 * job.dtype_bytes * job.query_width // n if is_old else 8 * job.chunk_kv_width
-    sinks = 12 * job.shape.head_dim * job.layout.sp_size if job.shape.has_sinks and job.adapters is None else 0
+    sinks = 12 * job.shape.head_dim * job.layout.ulysses_size if job.shape.has_sinks and job.adapters is None else 0
     return max(4 * (job.query_width + job.shape.num_heads) // n + expanded, sinks) * job.local_tokens

@@ -24,11 +24,12 @@ def compute_context(job: Job) -> int:
 
 
 def compute_nccl(job: Job) -> int:
-    """Buffers per communicator: one of all ranks, one of an sp group, one of the replicas' ranks; none on one rank."""
+    """Buffers per communicator: one of all ranks, one of the ranks that exchange heads, one of a ring, one of the
+    replicas' ranks; none on one rank. A communicator that carries nothing makes no buffers."""
     if job.world_size == 1:
         return 0
     layout = job.layout
-    groups = 1 + (layout.sp_size > 1) + (layout.dp_replicate_size > 1)
+    groups = 1 + (layout.ulysses_size > 1) + (layout.ring_size > 1) + (layout.dp_replicate_size > 1)
     return groups * NCCL_CHANNELS * NCCL_CONNECTIONS * NCCL_CHANNEL_BYTES
 
 

@@ -19,7 +19,9 @@ from ulysses_cli.plan.models.layers import ExpertsMlp, Layer
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import compute_kv_heads, compute_row_tokens, make_layout
+from ulysses_cli.plan.resolved import choose_layout, compute_kv_heads, compute_row_tokens, make_layout
+from ulysses_cli.plan.rows.order import Ring
+from ulysses_cli.plan.rows.ring_share import RingShare, measure_ring
 
 BYTES = {"bfloat16": 2, "bf16": 2, "fp16": 2, "float32": 4, "fp32": 4}
 
@@ -112,22 +114,33 @@ class Job:
     @cached_property
     def row_kv_width(self) -> int:
         """Keys after the exchange, per local token: more than kv_width where ranks share key/value heads."""
-        heads = compute_kv_heads(self.shape.num_heads, self.shape.num_kv_heads, self.layout.sp_size)
-        return self.layout.sp_size * heads.num_local * self.shape.head_dim
+        num_ranks = self.layout.ulysses_size
+        heads = compute_kv_heads(self.shape.num_heads, self.shape.num_kv_heads, num_ranks)
+        return num_ranks * heads.num_local * self.shape.head_dim
 
     @cached_property
     def chunk_kv_width(self) -> int:
         """The same for one chunk of heads: key/value heads do not shrink below one for each rank."""
-        chunks, sp_size = self.levers.head_chunks, self.layout.sp_size
-        heads = compute_kv_heads(self.shape.num_heads, self.shape.num_kv_heads, sp_size * chunks)
-        return sp_size * heads.num_local * self.shape.head_dim
+        chunks, num_ranks = self.levers.head_chunks, self.layout.ulysses_size
+        heads = compute_kv_heads(self.shape.num_heads, self.shape.num_kv_heads, num_ranks * chunks)
+        return num_ranks * heads.num_local * self.shape.head_dim
 
     @property
     def kv_gradients_add_up(self) -> bool:
         """Key/value gradients arrive in parts and are summed in float32 (train/attention/heads.py:
         HeadPlan.adds_up)."""
-        chunks, sp_size = self.levers.head_chunks, self.layout.sp_size
-        return chunks > 1 and (self.shape.num_kv_heads % (sp_size * chunks) != 0)
+        chunks, num_ranks = self.levers.head_chunks, self.layout.ulysses_size
+        return chunks > 1 and (self.shape.num_kv_heads % (num_ranks * chunks) != 0)
+
+    @cached_property
+    def ring_share(self) -> RingShare:
+        """What the ranks of a ring need of each other in a layer that sees most: the largest window, or none."""
+        windows = [layer.window_tokens for layer in self.shape.layers]
+        widest = None if None in windows else max(filter(None, windows))
+        return measure_ring(self.row_tokens, self.document_tokens, self.make_ring(), widest)
+
+    def make_ring(self) -> Ring:
+        return Ring(self.layout.ring_size, self.shape.window_counts)
 
     @property
     def num_nodes(self) -> int:
@@ -182,10 +195,9 @@ def read_adapters(recipe: Recipe) -> Adapters | None:
 def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8) -> Job:
     """For a recipe that passed its checks, with settled levers."""
     check_known(shape)
-    layout = make_layout(recipe)
     return Job(
         shape=shape,
-        layout=layout,
+        layout=choose_layout(recipe, shape),
         row_tokens=compute_row_tokens(recipe),
         levers=levers,
         batch=recipe.train.per_device_train_batch_size,

@@ -6,6 +6,7 @@ Takes plain JSON, returns a ModelShape or raises RecipeError. Opens no file; ass
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,12 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config")
 UNKNOWN = Family(kind_of_layer=lambda facts, index: SLIDING_ATTENTION)
 HEAD_NAMES: dict[type[Mixer], str] = {
     AttentionMixer: "attention",
+    DeltaNetMixer: "linear attention",
+    KimiDeltaMixer: "linear attention",
+    Mamba2Mixer: "mamba",
+}
+STATE_NAMES: dict[type[Mixer], str] = {
+    ConvolutionMixer: "convolution",
     DeltaNetMixer: "linear attention",
     KimiDeltaMixer: "linear attention",
     Mamba2Mixer: "mamba",
@@ -100,6 +107,20 @@ class ModelShape:
         """The sp sizes that divide the heads of every layer."""
         return tuple(list_divisors(math.gcd(*(count for _, count in self.head_counts)) or self.num_heads))
 
+    def list_ring_sizes(self, sp_size: int) -> tuple[int, ...]:
+        """The ring sizes of an sp group that leave ranks which divide the heads, the smallest first."""
+        sizes = [size for size in list_divisors(sp_size) if sp_size // size in self.sp_sizes]
+        return tuple(size for size in sizes if size == 1 or not self.ring_obstacle)
+
+    @cached_property
+    def ring_obstacle(self) -> str:
+        """Why rows cannot be dealt to a ring, or ''."""
+        if self.inexact:
+            return self.inexact
+        mixers = dict.fromkeys(type(mixer) for layer in dict.fromkeys(self.layers) for mixer in layer.mixers)
+        kinds = dict.fromkeys(STATE_NAMES[kind] for kind in mixers if kind in STATE_NAMES)
+        return f"{' and '.join(kinds)} layers need the tokens of a row in order" if kinds else ""
+
     @cached_property
     def head_counts(self) -> tuple[tuple[str, int], ...]:
         """What its layers have heads of, and how many, each once."""
@@ -124,6 +145,12 @@ class ModelShape:
     def attentions(self) -> tuple[AttentionMixer, ...]:
         """The kinds of softmax attention, each once, in the order of the layers."""
         return tuple(dict.fromkeys(layer.attention for layer in dict.fromkeys(self.layers) if layer.attention))
+
+    @cached_property
+    def window_counts(self) -> tuple[tuple[int | None, int], ...]:
+        """How many layers have each attention window; None is attention to the whole document."""
+        counts = Counter(layer.window_tokens for layer in self.layers)
+        return tuple(sorted(counts.items(), key=lambda item: item[0] or 0))
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -6,12 +6,11 @@ import json
 import re
 from dataclasses import dataclass
 
-from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.layout import GPUS_PER_NODE, Layout
 from ulysses_cli.plan.levers import Levers, get_key
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.rules.positions import REPLACEABLE
 
-GPUS_PER_NODE = 8
 PLAIN = re.compile(r"[A-Za-z][\w./-]*", re.ASCII)
 
 
@@ -40,13 +39,14 @@ def find_obstacle(shape: ModelShape) -> str:
 
 
 def find_sp_size(shape: ModelShape, num_processes: int, max_length: int, gpus_per_node: int = GPUS_PER_NODE) -> int:
-    """The largest legal sp_size inside a node: it divides the heads, the processes and the row."""
+    """The largest legal sp_size inside a node: it divides the processes and the row; a ring serves heads that it does
+    not divide."""
     if find_obstacle(shape):
         return 1
     legal = [
         size
-        for size in shape.sp_sizes
-        if size <= gpus_per_node and num_processes % size == 0 and max_length % size == 0
+        for size in range(1, gpus_per_node + 1)
+        if num_processes % size == 0 and max_length % size == 0 and shape.list_ring_sizes(size)
     ]
     return max(legal)
 
@@ -69,6 +69,8 @@ def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:
         "dp_replicate_size": layout.dp_replicate_size,
     }
     parallel = [f"  {name}: {size}" for name, size in sizes.items() if size > 1]
+    if layout.ring_size > 1 or layout.sp_size > GPUS_PER_NODE:  # auto may choose another
+        parallel.append(f"  ring_size: {layout.ring_size}")
     parallel += [f"  zero_stage: {draft.zero_stage}"] if draft.zero_stage != 3 else []
     lines += ["", "parallel:", *parallel] if parallel else []
     lines += ["", "data:", "  datasets:", f"    - path: {draft.dataset}", f"  max_length: {draft.max_length}"]

@@ -72,8 +72,9 @@ def compare(margin: int, uncertainty: int) -> Verdict:
 
 def is_indexable(job: Job) -> bool:
     """No kernel call sees a tensor of 2^31 elements (rules/model.py: check_index_bounds)."""
-    heads = job.shape.num_heads // job.layout.sp_size // job.levers.head_chunks
-    tensors = [job.batch * job.row_tokens * heads * job.shape.head_dim, job.local_tokens * job.shape.hidden_size]
+    heads = job.shape.num_heads // job.layout.ulysses_size // job.levers.head_chunks
+    shared = job.batch * job.row_tokens // job.layout.ring_size
+    tensors = [shared * heads * job.shape.head_dim, job.local_tokens * job.shape.hidden_size]
     if not job.levers.tiled_mlp:
         tensors.append(job.local_tokens * max(job.shape.intermediate_size, job.shape.moe_intermediate_size))
     if not job.levers.tiled_loss:

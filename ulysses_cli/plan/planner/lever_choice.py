@@ -169,7 +169,7 @@ def list_strongest(job: Job) -> list[Levers]:
     """Sets that may let the longest row fit: most levers first, the given ones last. No set is the smallest for every
     job: the host may have no room, tiles of an MLP add float32 sums of its gradients, one GPU gathers weights that are
     in host memory, and a saved attention result avoids the buffers of an exchange."""
-    most = job.shape.num_heads // job.layout.sp_size
+    most = job.shape.num_heads // job.layout.ulysses_size
     walked = [levers for levers in _walk_levers(job, list(COSTS)) if levers.head_chunks in (1, most)]
     walked = [levers for levers in walked if levers.gradient_checkpointing is not False]
     return [*sorted(dict.fromkeys(walked), key=lambda levers: -_count_cost(levers, OFF)), job.levers]
@@ -204,7 +204,7 @@ def _fits_somehow(job: Job, gpu: Gpu) -> bool:
 
 def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
     """All combinations of the open levers. The given value of each lever is among its values."""
-    given, chunks = job.levers, list_divisors(job.shape.common_heads // job.layout.sp_size)
+    given, chunks = job.levers, list_divisors(job.shape.common_heads // job.layout.ulysses_size)
     options: dict[str, list[Any]] = {
         "head_chunks": [n for n in chunks if n in (*FEW_CHUNKS, chunks[-1])],
         "offloaded_layers": [0, count_most_offloaded(job.shape)],

@@ -30,10 +30,12 @@ from ulysses_cli.plan.planner.lever_choice import (
 from ulysses_cli.plan.planner.walls import count_distance, explain_absence, find_excess, list_walls
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.speed import compute_speed
 
 MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SHOWN = 5  # kinds of GPU, the best first
+MAX_RING = 8  # shares of a row's queries in a plan
 MIN_STEPS = 100  # a plan has at least this many optimizer steps, which bounds the rows of a step
 OPEN_LEVERS = [name for name in COSTS if name != "gradient_checkpointing"]
 
@@ -71,7 +73,7 @@ def _list_layouts(request: PlanRequest, offers: Sequence[Offer]) -> list[tuple[J
     recipe = make_plan_recipe(request)
     most_rows = max(1, request.num_tokens // request.max_length // MIN_STEPS)
     return [
-        (make_plan_job(recipe, request.shape, Layout(1, count // sp_size, sp_size), per_node), gpus)
+        (make_plan_job(recipe, request.shape, make_sp_layout(request.shape, count, sp_size, per_node), per_node), gpus)
         for (count, per_node), gpus in kinds.items()
         for sp_size in list_sp_sizes(request.shape, count, request.max_length)
         if count // sp_size <= most_rows
@@ -88,10 +90,17 @@ def _list_counts(offer: Offer) -> list[int]:
 
 
 def list_sp_sizes(shape: ModelShape, num_gpus: int, max_length: int | None) -> list[int]:
-    """Sizes that divide heads, GPUs and the row; `max_length` None: any row."""
+    """Sizes that divide GPUs and the row, and heads where no ring is possible; `max_length` None: any row. A ring of
+    many short shares is left out: the heads are shared as far as they can be, up to a machine."""
     if find_obstacle(shape):
         return [1]
-    return [n for n in shape.sp_sizes if num_gpus % n == 0 and (max_length or 0) % n == 0]
+    sizes = [n for n in list_divisors(num_gpus) if (max_length or 0) % n == 0 and shape.list_ring_sizes(n)]
+    return [n for n in sizes if n in shape.sp_sizes or n // find_ring_size(shape, n) * MAX_RING >= n]
+
+
+def make_sp_layout(shape: ModelShape, num_gpus: int, sp_size: int, gpus_per_node: int) -> Layout:
+    """One replica, with the ring that suits the machine."""
+    return Layout(1, num_gpus // sp_size, sp_size, find_ring_size(shape, sp_size, gpus_per_node))
 
 
 def list_limits(request: PlanRequest, offers: Sequence[Offer]) -> list[str]:
@@ -180,7 +189,7 @@ def search_longest(request: PlanRequest, offers: Sequence[Offer]) -> list[Longes
     for offer in offers:
         best: tuple[int, Job] | None = None
         for sp_size in list_sp_sizes(request.shape, offer.max_gpus, None):
-            layout = Layout(1, offer.max_gpus // sp_size, sp_size)
+            layout = make_sp_layout(request.shape, offer.max_gpus, sp_size, offer.gpu.gpus_per_node)
             job = make_plan_job(recipe, request.shape, layout, offer.gpu.gpus_per_node)
             length, levers = find_longest(job, offer.gpu)
             if length and (best is None or length > best[0]):

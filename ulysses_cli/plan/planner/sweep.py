@@ -15,6 +15,7 @@ from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.planner.fit import is_indexable
 from ulysses_cli.plan.planner.lever_choice import list_smallest
 from ulysses_cli.plan.planner.search import list_sp_sizes
+from ulysses_cli.plan.resolved import find_ring_size
 
 SHORTEST, NUM_LENGTHS = 4096, 14
 MAX_CURVES = 4
@@ -45,13 +46,15 @@ def compute_sweep(job: Job, open_names: Collection[str] = ()) -> LengthSweep:
     sizes = sorted({*sizes[-MAX_CURVES:], job.layout.sp_size})
     curves, closed = [], list[str]()
     for sp_size in sizes:
-        layout = Layout(job.layout.dp_replicate_size, world // sp_size, sp_size)
-        heads = job.shape.num_heads // sp_size
+        ring_size = find_ring_size(job.shape, sp_size, job.gpus_per_node)
+        layout = Layout(job.layout.dp_replicate_size, world // sp_size, sp_size, ring_size)
+        heads = job.shape.num_heads // layout.ulysses_size
         levers = job.levers if heads % job.levers.head_chunks == 0 else replace(job.levers, head_chunks=1)
         split = replace(job, layout=layout, levers=levers)
         curves.append(Curve(f"sp {sp_size} x dp {layout.dp_size}", _list_peaks(split, lengths, open_names)))
         closed += _list_closed(split, curves[-1], lengths, open_names)
-    widest = replace(job, layout=Layout(job.layout.dp_replicate_size, world // sizes[-1], sizes[-1]))
+    ring_size = find_ring_size(job.shape, sizes[-1], job.gpus_per_node)
+    widest = replace(job, layout=Layout(job.layout.dp_replicate_size, world // sizes[-1], sizes[-1], ring_size))
     peaks = {levers: compute_ledger(replace(widest, levers=levers)).gpu_peak_bytes for levers in list_smallest(widest)}
     best = min(peaks, key=lambda levers: peaks[levers])
     curves.append(Curve(f"sp {sizes[-1]}, every lever", _list_peaks(replace(widest, levers=best), lengths, ())))

@@ -99,7 +99,8 @@ class Model(Section):
 
 
 class Parallel(Section):
-    """How ranks share the work: dp_replicate_size x dp_shard_size x sp_size processes."""
+    """How ranks share the work: dp_replicate_size x dp_shard_size x sp_size processes, and sp_size = ring_size x the
+    ranks that exchange heads."""
 
     sp_size: int = setting(
         1,
@@ -108,6 +109,12 @@ class Parallel(Section):
         aliases=("sequence_parallel_size", "ulysses_size", "context_parallel_size"),
         ge=1,
         le=4096,
+    )
+    ring_size: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = setting(
+        "auto",
+        "shares of a row's queries; the ranks of a share exchange heads and fetch keys and values from the others; "
+        "auto = 1 where sp_size divides the heads and fits a machine of 8 GPUs, otherwise the smallest that does",
+        unit="shares",
     )
     dp_shard_size: int = setting(
         1, "rows in flight per replica", unit="ranks", aliases=("data_parallel_shard_degree",), ge=1, le=65536

@@ -64,7 +64,7 @@ def check_process_count(case: RuleCase) -> Problems:
 def _may_be(case: RuleCase, name: str, size: int) -> bool:
     """Whether a size suggested for an axis would pass the rules for that axis."""
     if name == "sp_size" and size > 1:
-        fits = case.shape is None or (size in case.shape.sp_sizes and not case.shape.inexact)
+        fits = case.shape is None or (bool(case.shape.list_ring_sizes(size)) and not case.shape.inexact)
         return fits and case.recipe.data.max_length % size == 0
     return name != "dp_replicate_size" or size == 1 or case.recipe.parallel.zero_stage == 3
 
@@ -83,7 +83,7 @@ def check_world_size(case: RuleCase) -> Problems:
 def check_row_length(case: RuleCase) -> Problems:
     """Every rank of a row holds the same number of tokens."""
     data, sp_size = case.recipe.data, case.recipe.parallel.sp_size
-    if case.shape is not None and case.shape.num_heads % sp_size:
+    if case.shape is not None and not case.shape.list_ring_sizes(sp_size):
         return  # sp_size itself is wrong, so a length for it would mislead
     if data.max_length % sp_size:
         below = data.max_length // sp_size * sp_size

@@ -12,21 +12,45 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import find_ring_size
 
 INT32_LIMIT = 2**31
 Problems = Iterator[Problem]
 
 
 def check_heads(recipe: Recipe, shape: ModelShape) -> Problems:
-    """Every rank of an sp group gets the same number of query heads."""
-    sp_size, legal = recipe.parallel.sp_size, list(shape.sp_sizes)
-    if sp_size not in legal:
-        nearest = min(legal, key=lambda size: (abs(size - sp_size), size))
-        heads = " and ".join(format_count(count, f"{kind} head") for kind, count in shape.head_counts)
+    """Ranks that exchange heads get the same number of query heads each. A ring makes fewer of them."""
+    parallel, legal = recipe.parallel, shape.list_ring_sizes(recipe.parallel.sp_size)
+    ring_size = parallel.ring_size
+    if shape.inexact or ring_size in legal or (ring_size == "auto" and legal):
+        return
+    heads = " and ".join(format_count(count, f"{kind} head") for kind, count in shape.head_counts)
+    if ring_size == "auto" or ring_size == 1:
+        sizes = list(shape.sp_sizes)
+        nearest = min(sizes, key=lambda size: (abs(size - parallel.sp_size), size))
+        others = f", or ring_size: {legal[0]}" if legal else f"; no ring is possible, since {shape.ring_obstacle}"
         yield Problem(
             "parallel.sp_size",
-            f"{sp_size} does not divide the {heads} of {shape.name}",
-            f"use {_list_choices(legal)}; {nearest} is nearest",
+            f"{parallel.sp_size} does not divide the {heads} of {shape.name}",
+            f"use {_list_choices(sizes)}; {nearest} is nearest{others}",
+        )
+        return
+    fix = f"use auto, {_list_choices(list(legal))}" if legal else "use auto and another sp_size"
+    if parallel.sp_size % ring_size:
+        yield Problem("parallel.ring_size", f"{ring_size} does not divide sp_size {parallel.sp_size}", fix)
+    elif shape.ring_obstacle:
+        yield Problem(
+            "parallel.ring_size",
+            f"{ring_size} deals the tokens of a row to ranks in another order, and {shape.ring_obstacle}: "
+            f"{shape.name} cannot be trained on a ring",
+            f"use ring_size: 1 with sp_size {_list_choices(list(shape.sp_sizes))}",
+        )
+    else:
+        yield Problem(
+            "parallel.ring_size",
+            f"{ring_size} leaves {format_count(parallel.sp_size // ring_size, 'rank')} to exchange "
+            f"heads, which do not divide the {heads} of {shape.name}",
+            fix,
         )
 
 
@@ -46,14 +70,15 @@ def check_convolutions(recipe: Recipe, shape: ModelShape) -> Problems:
 
 def check_head_chunks(recipe: Recipe, shape: ModelShape) -> Problems:
     """Chunks of heads are equal."""
-    chunks, sp_size = recipe.memory.attention_head_chunks, recipe.parallel.sp_size
-    if chunks == "auto" or shape.common_heads % sp_size:
+    chunks, num_ranks = recipe.memory.attention_head_chunks, _count_ulysses_ranks(recipe, shape)
+    if chunks == "auto" or not num_ranks:
         return
-    local = shape.common_heads // sp_size
+    local = shape.common_heads // num_ranks
     if local % chunks:
         yield Problem(
             "memory.attention_head_chunks",
-            f"{chunks} does not divide the {format_count(local, 'head')} of a rank ({shape.common_heads} / {sp_size})",
+            f"{chunks} does not divide the {format_count(local, 'head')} of a rank "
+            f"({shape.common_heads} / {num_ranks})",
             f"use auto, {_list_choices(list_divisors(local))}",
         )
 
@@ -131,7 +156,8 @@ def check_attention(recipe: Recipe, shape: ModelShape) -> Problems:
     """The named back end serves this model on this device."""
     device: Device = "cpu" if recipe.run.device == "cpu" else "cuda"
     dtype: Literal["bfloat16", "float32"] = recipe.model.dtype
-    name, needs = recipe.model.attn_implementation, list_needs(shape, dtype)
+    has_ring = 0 < _count_ulysses_ranks(recipe, shape) < recipe.parallel.sp_size
+    name, needs = recipe.model.attn_implementation, list_needs(shape, dtype, has_more_keys=has_ring)
     obstacles = ("" if name == "auto" else BACK_ENDS[name].find_obstacle(need, device) for need in needs)
     obstacle = next(filter(None, obstacles), "")
     if obstacle:
@@ -142,12 +168,14 @@ def check_attention(recipe: Recipe, shape: ModelShape) -> Problems:
 def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:
     """No kernel call sees a tensor of 2^31 elements or more, where 32-bit indices wrap."""
     sp_size, chunks = recipe.parallel.sp_size, recipe.memory.attention_head_chunks
+    num_ranks = _count_ulysses_ranks(recipe, shape) or sp_size
     tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length
     local_tokens = -(-tokens // sp_size)
-    heads = 1 if chunks == "auto" else max(1, shape.num_heads // sp_size // chunks)
+    heads = 1 if chunks == "auto" else max(1, shape.num_heads // num_ranks // chunks)
+    shared = -(-tokens * num_ranks // sp_size)  # tokens of the ranks that exchange heads
     chunk_lever = "more memory.attention_head_chunks, a larger sp_size, or " if heads > 1 else ""
     tensors = [
-        ("data.max_length", "attention's queries", tokens * heads * shape.head_dim, chunk_lever),
+        ("data.max_length", "attention's queries", shared * heads * shape.head_dim, chunk_lever),
         ("data.max_length", "hidden states", local_tokens * shape.hidden_size, "a larger sp_size, or "),
     ]
     if recipe.memory.tiled_mlp is False:
@@ -203,6 +231,15 @@ RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_index_bounds,
     check_lora_targets,
 )
+
+
+def _count_ulysses_ranks(recipe: Recipe, shape: ModelShape) -> int:
+    """Ranks that exchange heads; 0 where check_heads has a problem."""
+    sp_size, ring_size = recipe.parallel.sp_size, recipe.parallel.ring_size
+    legal = shape.list_ring_sizes(sp_size)
+    if ring_size == "auto":
+        return sp_size // find_ring_size(shape, sp_size) if legal else 0
+    return sp_size // ring_size if ring_size in legal else 0
 
 
 def _refuse_config(recipe: Recipe, shape: ModelShape, asked: str, setting: str) -> Problem:

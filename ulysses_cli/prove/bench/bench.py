@@ -203,7 +203,14 @@ def make_bench_recipe(
     is_here = os.path.isdir(os.path.expanduser(str(model.name_or_path)))
     if not is_here or recipe.data.added_tokens:
         model = model.model_copy(update={"name_or_path": None, "config": dict(config)})
-    parallel = {"sp_size": sp_size, "dp_shard_size": dp_size, "dp_replicate_size": 1, "sp_seq_length": None}
+    parallel: dict[str, Any] = {
+        "sp_size": sp_size,
+        "dp_shard_size": dp_size,
+        "dp_replicate_size": 1,
+        "sp_seq_length": None,
+    }
+    if sp_size != recipe.parallel.sp_size:
+        parallel["ring_size"] = "auto"
     return recipe.model_copy(
         update={
             "model": model,

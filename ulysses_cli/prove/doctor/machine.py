@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.layout import GPUS_PER_NODE
 from ulysses_cli.plan.ledger.host import PROCESS_BYTES
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.planner.draft import GPUS_PER_NODE
 from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout

@@ -128,7 +128,8 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any) -> None
 
     from ulysses_cli.data.steps import MicroBatch
     from ulysses_cli.plan.models.shape import read_model_shape
-    from ulysses_cli.plan.resolved import compute_row_tokens, make_layout, settle
+    from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens, settle
+    from ulysses_cli.plan.rows.order import Ring, deal_rows
     from ulysses_cli.prove.trace.fake_device import DEVICE, make_parts
     from ulysses_cli.train.assembly.build import build
     from ulysses_cli.train.processes.groups import make_groups
@@ -136,7 +137,8 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any) -> None
     config = cut_layers(request["config"], sum(layers))
     settings = {**request["recipe"], "model": {**request["recipe"]["model"], "config": config, "name_or_path": None}}
     recipe = Recipe.model_validate_json(json.dumps(settings))
-    layout, levers = make_layout(recipe), Levers(**{**request["levers"], "offloaded_layers": layers[0]})
+    shape = read_model_shape(config, "the traced model")
+    layout, levers = choose_layout(recipe, shape), Levers(**{**request["levers"], "offloaded_layers": layers[0]})
     num_steps = settings["train"]["gradient_accumulation_steps"]
     if num_steps > 1:  # under ZeRO-3 without replicas all micro-steps are alike; else two are enough
         are_alike = settings["parallel"]["zero_stage"] == 3 and settings["parallel"]["dp_replicate_size"] == 1
@@ -149,14 +151,15 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any) -> None
     tokens, batch = compute_row_tokens(recipe), recipe.train.per_device_train_batch_size
     local = tokens // layout.sp_size
     groups = make_groups(layout, timedelta(minutes=1))
-    plan, parts = settle(recipe, read_model_shape(config, "the traced model"), levers), make_parts()
+    plan, parts = settle(recipe, shape, levers), make_parts()
     if recipe.parallel.zero_stage < 3:  # the model is made in host memory, then moved (train/assembly/loading.py)
         parts = replace(parts, load_weights=_in_phases(storages, (BETWEEN,), parts.load_weights))
     built = build(plan, groups, DEVICE, 2, parts=parts)
     engine, wrapped = built.engine, built.engine.wrapped
     numbers = np.zeros((batch, local), np.int64)
     positions = np.broadcast_to(np.arange(local), (batch, local)).copy()
-    rows = MicroBatch(numbers, numbers, positions, (tokens,) * batch, tuple(range(batch)))
+    order = deal_rows((tokens,) * batch, batch, Ring(layout.ring_size, shape.window_counts))
+    rows = MicroBatch(numbers, numbers, positions, (tokens,) * batch, tuple(range(batch)), order)
     for name, phases in (("backward", ("backward",)), ("step", (HELD, "optimizer_step"))):
         setattr(wrapped, name, _in_phases(storages, phases, getattr(wrapped, name), BETWEEN))
     storages.phase = BETWEEN
@@ -216,17 +219,25 @@ def _in_phases(storages: Any, phases: tuple[str, ...], function: Any, after: str
 
 
 def find_widest_rank(request: Mapping[str, Any]) -> int:
-    """The first rank of an sp group with the most key/value heads in a chunk: heads may not divide evenly over
-    ranks."""
+    """The first rank of an sp group with the most key/value heads in a chunk, since heads may not divide evenly over
+    ranks; on a ring, of the share that attends to most keys."""
     from ulysses_cli.plan.models.shape import read_model_shape
+    from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens
+    from ulysses_cli.plan.rows.order import Ring, deal_row, plan_keys
     from ulysses_cli.train.attention.heads import plan_heads
 
-    shape, sp_size = (
+    shape, recipe = (
         read_model_shape(request["config"], "the traced model"),
-        int(request["recipe"]["parallel"]["sp_size"]),
+        Recipe.model_validate_json(json.dumps(request["recipe"])),
     )
-    chunks = plan_heads(shape.num_heads, shape.num_kv_heads, sp_size, int(request["levers"]["head_chunks"])).chunks
-    return max(range(sp_size), key=lambda rank: max(chunk.keys[rank].num_heads for chunk in chunks))
+    layout = choose_layout(recipe, shape)
+    size, num_chunks = layout.ulysses_size, int(request["levers"]["head_chunks"])
+    chunks = plan_heads(shape.num_heads, shape.num_kv_heads, size, num_chunks).chunks
+    inner = max(range(size), key=lambda rank: max(chunk.keys[rank].num_heads for chunk in chunks))
+    lengths, window = (compute_row_tokens(recipe),), shape.window_counts[0][0]
+    order = deal_row(lengths, Ring(layout.ring_size, shape.window_counts))
+    outer = max(range(layout.ring_size), key=lambda rank: plan_keys(lengths, order, window, rank).num_keys)
+    return outer * size + inner
 
 
 def prepare_process(request: Mapping[str, Any]) -> None:

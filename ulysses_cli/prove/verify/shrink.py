@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION
 from ulysses_cli.plan.models.shape import TEXT_PARTS, ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -104,18 +105,19 @@ def _cut_factors(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_proof_recipe(
-    recipe: Recipe, config: Mapping[str, Any], shape: ModelShape, sp_size: int, dp_size: int, device: str
+    recipe: Recipe, config: Mapping[str, Any], shape: ModelShape, layout: Layout, device: str
 ) -> tuple[Recipe, list[str]]:
     """Returns a recipe for a few steps of the small model, and what else than sizes differs from the user's recipe."""
     notes: list[str] = []
     parallel = {
-        "sp_size": sp_size,
-        "dp_shard_size": dp_size,
+        "sp_size": layout.sp_size,
+        "ring_size": layout.ring_size,
+        "dp_shard_size": layout.dp_shard_size,
         "dp_replicate_size": 1,
         "sp_seq_length": None,
         "sp_seq_length_is_variable": True,
     }
-    memory = _choose_levers(recipe, shape.num_heads // sp_size, device, notes)
+    memory = _choose_levers(recipe, shape.num_heads // layout.ulysses_size, device, notes)
     model = _shrink_model(recipe, config, shape, notes)
     train = _shrink_training(recipe, notes)
     lora = recipe.lora
@@ -127,7 +129,7 @@ def make_proof_recipe(
         update={
             "model": recipe.model.model_copy(update=model),
             "parallel": recipe.parallel.model_copy(update=parallel),
-            "data": recipe.data.model_copy(update=_shrink_data(sp_size)),
+            "data": recipe.data.model_copy(update=_shrink_data(layout.sp_size)),
             "train": recipe.train.model_copy(update=train),
             "memory": recipe.memory.model_copy(update=memory),
             "lora": lora,

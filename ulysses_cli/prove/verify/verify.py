@@ -21,11 +21,12 @@ from ulysses_cli.data.batching import make_batching
 from ulysses_cli.data.prepare import prepare_data
 from ulysses_cli.data.rows import open_rows
 from ulysses_cli.data.steps import plan_step
+from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.data_section import Dataset
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import make_layout, resolve
+from ulysses_cli.plan.resolved import choose_layout, find_ring_size, make_layout, resolve
 from ulysses_cli.prove.ranks.ranks import MAX_CPU_RANKS, RankFailureError, run_on_ranks
 from ulysses_cli.prove.results import Findings, Report, Row
 from ulysses_cli.prove.rows import Document, cut_row, make_documents, write_documents
@@ -60,11 +61,17 @@ class LayoutCase:
     """One layout to verify."""
 
     sp_size: int
+    ring_size: int
     dp_size: int
 
     @property
     def name(self) -> str:
-        return f"sp {self.sp_size}" + (f" x dp {self.dp_size}" if self.dp_size > 1 else "")
+        ring = f" (ring {self.ring_size})" if self.ring_size > 1 else ""
+        return f"sp {self.sp_size}{ring}" + (f" x dp {self.dp_size}" if self.dp_size > 1 else "")
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(1, self.dp_size, self.sp_size, self.ring_size)
 
 
 def choose_device() -> tuple[int, str]:
@@ -78,21 +85,24 @@ def choose_device() -> tuple[int, str]:
 def list_cases(recipe: Recipe, shape: ModelShape, slots: int, *, is_all: bool) -> tuple[list[LayoutCase], list[str]]:
     """sp 1, and the recipe's sp size or every legal one. The notes name sizes that this machine cannot run."""
     legal = (1,) if shape.inexact else shape.sp_sizes
-    own_size, notes = recipe.parallel.sp_size, []
+    own_size, own_ring, notes = recipe.parallel.sp_size, choose_layout(recipe, shape).ring_size, []
     if is_all:
-        sizes = [size for size in legal if size <= slots]
-        too_large = [str(size) for size in legal if size > slots]
+        wanted = sorted({*legal, own_size})
+        sizes = [size for size in wanted if size <= slots]
+        too_large = [str(size) for size in wanted if size > slots]
         if too_large:
             notes.append(f"sp {', '.join(too_large)}: not run, this machine can run {format_count(slots, 'rank')}")
     elif own_size <= slots:
         sizes = sorted({1, own_size})
     else:
-        sizes = sorted({1, max(size for size in legal if size <= slots)})
+        sizes = sorted({1, max(size for size in {*legal, own_size // own_ring} if size <= slots)})
         notes.append(
             f"sp {own_size}: not run, this machine can run {format_count(slots, 'rank')}; sp {sizes[-1]} is run instead"
         )
     dp = min(2, make_layout(recipe).dp_size)
-    return [LayoutCase(size, dp if size * dp <= slots else 1) for size in sizes], notes
+    rings = [own_ring if size == own_size else find_ring_size(shape, size) for size in sizes]
+    cases = [LayoutCase(size, ring, dp if size * dp <= slots else 1) for size, ring in zip(sizes, rings, strict=True)]
+    return cases, notes
 
 
 def verify(recipe: Recipe, config: Mapping[str, Any], subject: str, report: Report, *, is_all: bool) -> Findings:
@@ -109,7 +119,7 @@ def verify(recipe: Recipe, config: Mapping[str, Any], subject: str, report: Repo
         f"{'GPUs' if device == 'cuda' else 'CPU ranks'}, compared with plain transformers on one process"
     )
     for number, case in enumerate(cases):
-        proof, changes = make_proof_recipe(recipe, config, shape, case.sp_size, case.dp_size, device)
+        proof, changes = make_proof_recipe(recipe, config, shape, case.layout, device)
         if number == len(cases) - 1:
             findings.notes += changes
         ranks = format_count(case.sp_size * case.dp_size, "rank")
