@@ -12,8 +12,8 @@ MAX_DOCUMENTS = 4096  # beyond, documents are so short that ranks trade next to 
 
 @dataclass(frozen=True)
 class RingShare:
-    """Of the rank with most, over the tokens whose queries it has: keys that it attends to, those fetched from others,
-    those sent to others, and the queries of its largest kernel call. `num_parts`: kernel calls of a layer."""
+    """Of the rank with most, over the tokens whose queries it has: keys that it attends to, those fetched from others
+    and those sent to others. Of the rank with most keys, the queries of its largest kernel call, and its calls."""
 
     keys: float
     fetched: float
@@ -42,11 +42,11 @@ def measure_ring(row_tokens: int, document_tokens: int | None, ring: Ring, windo
         moved: TokenRuns = tuple(move.source for move in plans[0].moves[source][target])
         return count_tokens(moved) if source != target else 0
 
-    ranks = range(ring.size)
+    ranks, widest = range(ring.size), max(plans, key=lambda plan: plan.num_keys)
     return RingShare(
-        keys=max(plan.num_keys for plan in plans) / own,
+        keys=widest.num_keys / own,
         fetched=max(sum(count_moved(source, rank) for source in ranks) for rank in ranks) / own,
         sent=max(sum(count_moved(rank, target) for target in ranks) for rank in ranks) / own,
-        largest_part=max(part.queries.stop - part.queries.start for plan in plans for part in plan.parts) / own,
-        num_parts=max(len(plan.parts) for plan in plans),
+        largest_part=max(part.queries.stop - part.queries.start for part in widest.parts) / own,
+        num_parts=len(widest.parts),
     )

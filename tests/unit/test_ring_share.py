@@ -1,0 +1,61 @@
+"""Tests what the ledger and the speed model know of a ring: keys held and traded, and when a ring wins."""
+
+from __future__ import annotations
+
+import math
+
+from support.model_shapes import get_shape
+
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.resolved import find_ring_size
+from ulysses_cli.plan.rows.order import Ring
+from ulysses_cli.plan.rows.ring_share import NO_RING, measure_ring
+from ulysses_cli.plan.speed import compute_exchange_bytes, compute_ring_bytes
+
+LLAMA = get_shape("meta-llama/Llama-3.1-8B")
+
+
+def test_one_document_needs_all_keys_and_short_ones_almost_none() -> None:
+    whole = measure_ring(2**20, None, Ring(4), None)
+    assert (whole.keys, whole.fetched, whole.num_parts) == (4.0, 3.0, 2)
+    short = measure_ring(2**20, 2048, Ring(4), None)
+    assert short == NO_RING, "512 documents of 2,048 tokens end at the bounds of chunks"
+    uneven = measure_ring(2**20, 3000, Ring(4), None)
+    assert 0 < uneven.fetched < 0.02
+    window = measure_ring(2**20, None, Ring(4, ((4096, 1),)), 4096)
+    assert math.isclose(window.fetched, 4095 / 2**18)
+    assert measure_ring(2**20, None, Ring(1), None) == NO_RING
+
+
+def test_bytes_follow_the_formula() -> None:
+    """2 b S r (R - 1) for each layer in the forward, twice that in the backward; heads as on the ranks inside."""
+    job = Job(LLAMA, Layout(1, 1, 16, 2), 2**20, Levers())
+    tokens, width = 2**20 // 16, 8 * 128
+    assert compute_ring_bytes(job) == 3 * 2 * 2 * tokens * width * 32
+    inside = Job(LLAMA, Layout(1, 2, 8), 2**20, Levers())
+    assert compute_exchange_bytes(job) == compute_exchange_bytes(inside) / 2  # of half as many tokens
+
+
+def test_a_ring_is_chosen_for_heads_and_for_machines() -> None:
+    qwen = get_shape("Qwen/Qwen3-8B")
+    assert [find_ring_size(qwen, size) for size in (1, 8, 16, 32, 64)] == [1, 1, 2, 4, 8]
+    assert [find_ring_size(qwen, size, gpus_per_node=4) for size in (4, 8)] == [1, 2]
+    many = get_shape("deepseek-ai/DeepSeek-V3")
+    assert many.num_kv_heads == many.num_heads
+    assert find_ring_size(many, 32) == 1, "with as many key/value heads, keys of a ring are more bytes than heads"
+    hybrid = get_shape("LiquidAI/LFM2-1.2B")
+    assert hybrid.list_ring_sizes(16) == (1,)
+    assert "convolution layers need the tokens of a row in order" in hybrid.ring_obstacle
+
+
+def test_the_ledger_counts_a_rows_keys() -> None:
+    def peak(layout: Layout, **options: int) -> int:
+        levers = Levers(tiled_mlp=True, tiled_loss=True, offloaded_layers=30)
+        return compute_ledger(Job(LLAMA, layout, 2**21, levers, **options)).gpu_allocated_bytes
+
+    heads, ring = Layout(1, 1, 8), Layout(1, 1, 8, 8)
+    assert peak(ring) > peak(heads) + 7 * 2 * 2 * 1024 * 2**21 // 8
+    assert peak(ring, document_tokens=2048) < peak(heads) * 1.2
