@@ -23,7 +23,7 @@ RECIPE = make_settings(
 )
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(RECIPE))

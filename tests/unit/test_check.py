@@ -291,6 +291,16 @@ def test_check_model_choice() -> None:
     assert "0.1 is not used without early_stopping_patience" in only("run.early_stopping_threshold=0.1", *evaluated)
 
 
+def test_check_samples() -> None:
+    assert only("run.sample_steps=5") == (
+        "command line: run.sample_steps: is not used without sample_prompts"
+        '\n\nhint: write run.sample_prompts: ["Once upon"]'
+    )
+    assert "sample_prompts.1: is empty" in only('run.sample_prompts=["a", " "]')
+    assert "has 20,001 letters" in only(f"run.sample_prompts=[{'a' * 20_001}]")
+    assert check("run.sample_prompts=[a]", "run.sample_steps=5", "run.sample_as_chat=true") == []
+
+
 def test_check_money() -> None:
     assert only("run.max_cost=5") == (
         "command line: run.max_cost: cannot be kept without a price"

@@ -17,6 +17,7 @@ from ulysses_cli.train.export.check import check_adapter, check_model
 from ulysses_cli.train.export.weights import export_model
 from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.guard.watchdog import WRITING
+from ulysses_cli.train.hooks.samples import Samples
 from ulysses_cli.train.inputs import Inputs, Launch, get_run_name
 from ulysses_cli.train.telemetry.record import Record
 from ulysses_cli.train.telemetry.run_file import list_base_warnings, make_card
@@ -28,6 +29,7 @@ def finish(
     run: AssembledRun,
     saves: Saves,
     evaluation: Evaluation,
+    samples: Samples,
     record: Record,
     reason: str,
 ) -> None:
@@ -43,6 +45,7 @@ def finish(
         write_early_stop(reason)
         record.emit(event="stopped", reason=f"by {reason} after step {state.step} of {state.num_steps}")
         return
+    samples.run(state)
     record.set_phase(WRITING)
     state.phase = WRITING
     launch.interruption.end_at_once()

@@ -20,6 +20,7 @@ from ulysses_cli.data.steps import plan_step
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.planner.estimate import explain_memory
+from ulysses_cli.plan.recipe.recipe import Run
 from ulysses_cli.run_folder.bucket import Bucket
 from ulysses_cli.run_folder.resume import describe_longer_run
 from ulysses_cli.train.assembly.optimizer import make_schedule
@@ -33,6 +34,7 @@ from ulysses_cli.train.guard.watchdog import Watchdog
 from ulysses_cli.train.hooks.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.hooks.metrics import Meter
 from ulysses_cli.train.hooks.model_choice import ModelChoice
+from ulysses_cli.train.hooks.samples import Samples, encode_prompts, list_stop_tokens
 from ulysses_cli.train.inputs import Inputs, Launch, get_run_name, read_inputs
 from ulysses_cli.train.loop import every, train
 from ulysses_cli.train.optimizer.shards import count_parameters
@@ -112,6 +114,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     )  # fmt: skip
     eval_batching = make_eval_batching(inputs.shape, inputs.resolved)
     evaluation = Evaluation(inputs.eval_rows, eval_batching, record.write_eval, choice.judge)
+    samples = make_samples(inputs, settings, record)
     if connected.has_steps_ahead:
         check_disk(launch, inputs, connected, run, record)
         if settings.rehearsal:
@@ -127,6 +130,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     meter = Meter(partial(compute_model_flops, inputs.shape), connected.forecast.peak_tflops, record.write_step)
     post_step_hooks: list[Callable[[TrainState, StepResult], None]] = [meter.record, bad_steps.check]
     post_step_hooks += [every(settings.eval_steps, evaluation.run)] if settings.eval_steps else []
+    post_step_hooks += [every(settings.sample_steps, samples.run)] if settings.sample_steps else []
     post_step_hooks += [every(settings.save_steps, saves.save)] if settings.save_steps else []
     post_step_hooks += [saves.check_pending] if settings.async_save or settings.checkpoint_uri else []
     state.pre_step_hooks, state.post_step_hooks = (meter.start,), tuple(post_step_hooks)
@@ -143,8 +147,20 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         saves.save_last(state)  # bad steps were not applied: the weights are good
         saves.finish_uploads(state)
         raise
-    finish(launch, inputs, run, saves, evaluation, record, reason)
+    finish(launch, inputs, run, saves, evaluation, samples, record, reason)
     watchdog.stop()
+
+
+def make_samples(inputs: Inputs, settings: Run, record: Record) -> Samples:
+    tokenizer, texts = inputs.tokenizer, settings.sample_prompts
+    if texts and settings.sample_as_chat and tokenizer.chat_template is None:
+        raise StartError(
+            "run.sample_as_chat: the tokenizer has no chat template: set data.chat_template, or leave it out"
+        )
+    prompts = encode_prompts(tokenizer, texts, as_chat=settings.sample_as_chat)
+    return Samples(
+        prompts, list_stop_tokens(tokenizer), settings.sample_max_new_tokens, tokenizer.decode, record.write_samples
+    )
 
 
 def open_uploads(launch: Launch, run: AssembledRun, record: Record) -> NoUploads:

@@ -282,6 +282,14 @@ class Run(Section):
     early_stopping_threshold: float = setting(
         0.0, "by how much the loss must be below the lowest one to count as fallen", unit="nats", ge=0, le=1000
     )
+    sample_prompts: tuple[str, ...] = setting(
+        (), "texts that the model continues greedily, at the end and every sample_steps", unit="texts", max_length=16
+    )
+    sample_steps: int | None = setting(
+        None, "continue sample_prompts every so many steps; left out: at the end", unit="steps", ge=1, le=MAX_TOKENS
+    )
+    sample_max_new_tokens: int = setting(64, "tokens of a continuation", unit="tokens", ge=1, le=4096)
+    sample_as_chat: bool = setting(False, "a sample prompt is what a user says, in the chat template")
     async_save: bool = setting(False, "write checkpoints while steps go on")
     checkpoint_uri: str | None = text(
         None,

@@ -8,6 +8,7 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
 
+MAX_PROMPT_CHARS = 20_000
 Problems = Iterator[Problem]
 # transformers' schedules: numbers of which exactly one must be given, and numbers that may be given.
 SCHEDULES: dict[str, tuple[set[str], set[str]]] = {
@@ -113,6 +114,18 @@ def check_model_choice(recipe: Recipe) -> Problems:
         )
 
 
+def check_samples(recipe: Recipe) -> Problems:
+    """Samples need prompts, and short ones: a rank reads a prompt's end by itself."""
+    run = recipe.run
+    used = {"sample_steps": run.sample_steps is not None, "sample_as_chat": run.sample_as_chat}
+    for name in [name for name, is_used in used.items() if is_used and not run.sample_prompts]:
+        yield Problem(f"run.{name}", "is not used without sample_prompts", 'write run.sample_prompts: ["Once upon"]')
+    for index, prompt in enumerate(run.sample_prompts):
+        if not prompt.strip() or len(prompt) > MAX_PROMPT_CHARS:
+            what = "is empty" if not prompt.strip() else f"has {len(prompt):,} letters"
+            yield Problem(f"run.sample_prompts.{index}", what, f"write a text of up to {MAX_PROMPT_CHARS:,} letters")
+
+
 def check_money(recipe: Recipe) -> Problems:
     """A limit on cost needs a price."""
     run = recipe.run
@@ -130,5 +143,6 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_schedule,
     check_evaluation,
     check_model_choice,
+    check_samples,
     check_money,
 )

@@ -289,11 +289,13 @@ def make_parts() -> Parts:
 
     def make_weights(recipe: Any, config: Any, attention: str, _: Any) -> Any:
         dtype = getattr(torch, recipe.model.dtype)
-        with torch.device(DEVICE):  # moving a module there later would make new parameters
+        kind = recipe.lora.quantize_base if recipe.lora is not None else None
+        with torch.device(DEVICE if kind is None else HOST):  # moving a module later would make new parameters
             made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-        if recipe.lora is not None and recipe.lora.quantize_base is not None:
+        if kind is not None:  # no more than one weight is whole on the device
             quantized_layers.replace_parts()
-            quantized_base.quantize_layers(made, recipe.lora.quantize_base, DEVICE)
+            quantized_base.quantize_layers(made, kind, DEVICE)
+            quantized_layers.make_anew(made, DEVICE)
         return made
 
     def add_adapters(recipe: Any, model: Any) -> Any:

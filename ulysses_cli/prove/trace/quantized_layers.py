@@ -32,6 +32,20 @@ def make_parameter(data: Tensor, requires_grad: bool = False, **attributes: Any)
     return parameter
 
 
+def make_anew(model: torch.nn.Module, device: torch.device) -> None:
+    """Makes what is not quantized on the device. Shared parameters stay shared."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.device == device:
+                    continue
+                if id(tensor) not in made:
+                    new = torch.empty_like(tensor, device=device)
+                    made[id(tensor)] = torch.nn.Parameter(new) if isinstance(tensor, torch.nn.Parameter) else new
+                tensors[name] = made[id(tensor)]
+
+
 def multiply_nf4(
     hidden: Tensor, codes: Tensor, shape: list[int], *_: Any, bias: Tensor | None = None, **__: Any
 ) -> Tensor:

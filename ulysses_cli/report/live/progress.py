@@ -65,6 +65,10 @@ class RunDisplay:
                 self._screen.print_line(
                     f"eval {_format_pairs(values, ('step', 'loss', 'perplexity', 'tokens'))}", "bold"
                 )
+            case "samples":
+                for sample in values.get("samples", ()):
+                    said = f"{sample['prompt']!r} continues {sample['text']!r}"
+                    self._screen.print_line(f"sample step={values.get('step')} {said}", "cyan")
             case "phase":
                 self._phase, self._phase_start = _join(values.get("name"), values.get("detail")), self._clock()
                 if not self._screen.is_live:

@@ -33,6 +33,7 @@ from ulysses_cli.report.run_summary import list_figures, list_step_parts, list_v
 
 MIN_STEPS_TO_SMOOTH = 200
 MAX_STACKS = 24
+MAX_SAMPLED = 6
 SPIKY = 20  # a maximum of so many times the median gets a logarithmic axis
 
 
@@ -46,6 +47,7 @@ def make_run_page(run: RecordedRun, summary: Mapping[str, Any]) -> str:
     sections = [
         ("Summary", head),
         ("Loss", _show_learning(run)),
+        ("Samples", _show_samples(run)),
         ("Speed", _show_speed(run, summary)),
         ("Time of a step", _show_parts(run, summary)),
         ("Memory", _show_memory(run)),
@@ -139,6 +141,18 @@ def _show_positions(evals: Sequence[Line]) -> list[Block]:
     last = [series.ys[-1] for series in curves.values()]
     svg = charts.draw_bars(title, list(curves), last, label)
     return [Chart(svg, "", tabulate_bars(list(curves), {"loss": last}, label, "position"))]
+
+
+def _show_samples(run: RecordedRun) -> list[Block]:
+    """What the model said: of each prompt the first and the last continuations."""
+    shown = run.samples if len(run.samples) <= MAX_SAMPLED else [run.samples[0], *run.samples[1 - MAX_SAMPLED :]]
+    said: dict[str, list[tuple[str, str]]] = {}
+    for line in shown:
+        for sample in line["samples"] if isinstance(line.get("samples"), list) else ():
+            if isinstance(sample, dict):
+                prompt, text = (mask_text(str(sample.get(name, ""))) for name in ("prompt", "text"))
+                said.setdefault(prompt, []).append((f"{line['step']:,}", text))
+    return [Table(("after step", "continuation"), rows, prompt) for prompt, rows in said.items()]
 
 
 def _show_speed(run: RecordedRun, summary: Mapping[str, Any]) -> list[Block]:

@@ -45,8 +45,9 @@ class Record:
         """Opens the metrics files without the lines after `last_step`: those steps will run again."""
         if self.display is None:
             return
-        for name in ("metrics", "eval"):
+        for name in ("metrics", "eval", "samples"):
             cut_lines(self.run_dir / f"{name}.jsonl", last_step)
+        for name in ("metrics", "eval"):
             self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
 
     def emit(self, **event: Any) -> None:
@@ -71,6 +72,11 @@ class Record:
 
     def write_eval(self, line: dict[str, Any]) -> None:
         self._write("eval", "eval", "eval", line)
+
+    def write_samples(self, line: dict[str, Any]) -> None:
+        if self.display is not None and "samples" not in self.files:
+            self.files["samples"] = LineFile(self.run_dir / "samples.jsonl")
+        self._write("samples", "samples", "samples", line)
 
     def _write(self, file: str, event: str, split: str, line: dict[str, Any]) -> None:
         if self.display is None:

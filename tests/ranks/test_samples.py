@@ -1,0 +1,92 @@
+"""Tests what a run says about itself between its steps: greedy continuations that equal transformers' own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.faults import Runs
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.small_run import make_settings
+from support.training import MemoryRows, make_recipe
+from transformers import AutoModelForCausalLM
+
+from ulysses_cli.train.hooks.samples import Prompt, Samples
+from ulysses_cli.train.loop import every, train
+
+PROMPTS = [Prompt("a", tuple(range(3, 30))), Prompt("b", (5,)), Prompt("c", (9, 9, 60))]
+NUM_NEW, STOP = 6, 7
+
+
+def sample_between_steps(overrides: tuple[str, ...]) -> tuple[list[float], list[dict[str, Any]]]:
+    recipe = make_recipe("parallel.sp_size=2", "train.max_steps=3", *overrides)
+    harness, lines = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 3), list[dict[str, Any]]()
+    samples = Samples(PROMPTS, {STOP}, NUM_NEW, lambda tokens: " ".join(map(str, tokens)), lines.append)
+    weights: dict[str, torch.Tensor] = {}
+
+    def keep(_: object) -> None:
+        weights.update({name.removeprefix("model."): value for name, value in harness.read_weights().items()})
+
+    state = harness.train_state
+    state.post_step_hooks = (*state.post_step_hooks, every(2, samples.run), every(2, keep))
+    train(state)
+    plain = AutoModelForCausalLM.from_config(deepcopy(harness.built.config), attn_implementation="eager").float()
+    plain.load_state_dict(weights)
+    for prompt, sample in zip(PROMPTS, lines[0]["samples"], strict=True):
+        ids = torch.tensor([prompt.tokens])
+        options = {"max_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": STOP, "pad_token_id": 0}
+        out = plain.eval().generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.size(1) :].tolist()
+        assert sample["text"] == " ".join(map(str, out[:-1] if out[-1] == STOP else out))
+    return harness.losses, lines
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "overrides"),
+    [
+        pytest.param(2, ("parallel.zero_stage=2",), marks=pytest.mark.check),
+        pytest.param(4, ("parallel.dp_shard_size=2", "memory.tiled_mlp=true"), marks=pytest.mark.full),
+    ],
+)
+def test_samples_equal_transformers_and_change_no_step(num_ranks: int, overrides: tuple[str, ...]) -> None:
+    results = run_on_ranks(num_ranks, sample_between_steps, overrides)
+    losses, lines = results[0]
+    assert [line["step"] for line in lines] == [2]
+    assert [sample["prompt"] for sample in lines[0]["samples"]] == ["a", "b", "c"]
+    assert all(result[1] == lines for result in results)
+    recipe = make_recipe("parallel.sp_size=2", "train.max_steps=3", *overrides)
+    assert run_on_ranks(num_ranks, train_alone, recipe)[0] == losses
+
+
+def train_alone(recipe: Any) -> list[float]:
+    harness = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 3)
+    train(harness.train_state)
+    return harness.losses
+
+
+@pytest.mark.full
+def test_the_command_says_what_the_run_said_at_its_end(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    prompts = ["Once upon a time", "b"]
+    settings = make_settings(
+        parallel={"sp_size": 2},
+        train={"max_steps": 6, "learning_rate": 0.05},
+        run={"rehearsal": False, "sample_prompts": prompts, "sample_steps": 4, "sample_max_new_tokens": 12},
+    )
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings))
+    code, output = runs.train("run")
+    assert code == 0, output
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4, 6]
+    assert "sample step=6 'Once upon a time' continues" in output
+    command = [sys.executable, "-m", "ulysses_cli", "sample", "run", *prompts, "--max-new-tokens=12", "--format=json"]
+    done = subprocess.run(command, cwd=tmp_path, env=runs.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == lines[1]["samples"]

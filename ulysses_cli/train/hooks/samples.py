@@ -1,0 +1,74 @@
+"""Continues a few prompts greedily between steps, on the run's own ranks: what the model says at this point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ulysses_cli.plan.models.chat_template import find_end_marker
+from ulysses_cli.train.generation.on_engine import generating
+from ulysses_cli.train.processes.consistency import gather_values
+from ulysses_cli.train.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str
+    tokens: tuple[int, ...]
+
+
+def encode_prompts(tokenizer: Any, texts: Sequence[str], *, as_chat: bool) -> list[Prompt]:
+    """With `as_chat` a text is what a user says, in the tokenizer's chat template. Otherwise it is the beginning of a
+    document, and an end that the tokenizer appends is taken off."""
+    prompts = []
+    for text in texts:
+        if as_chat:
+            said = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+            )
+            tokens = tokenizer(said, add_special_tokens=False)["input_ids"]
+        else:
+            tokens = tokenizer(text)["input_ids"]
+            tokens = tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
+        prompts.append(Prompt(text, tuple(tokens)))
+    return prompts
+
+
+def list_stop_tokens(tokenizer: Any) -> set[int]:
+    """The token that ends a document, and the one that ends a turn of the chat template."""
+    end = find_end_marker(str(tokenizer.chat_template))
+    found = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end) if end else None}
+    return {token for token in found if isinstance(token, int)}
+
+
+class Samples:
+    """A post-step hook. Without prompts it does nothing. `decode` takes tokens, returns text."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        stop_tokens: Collection[int],
+        max_new_tokens: int,
+        decode: Callable[[list[int]], str],
+        write: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.prompts, self.stop_tokens, self.max_new_tokens = prompts, stop_tokens, max_new_tokens
+        self.decode, self.write = decode, write
+
+    def run(self, state: TrainState) -> None:
+        """Collective over all ranks. Groups of ranks that share rows each take some of the prompts."""
+        if not self.prompts:
+            return
+        groups, answers = state.groups, dict[int, list[int]]()
+        with generating(state.engine) as generator:
+            for at in range(groups.dp_index, len(self.prompts), groups.layout.dp_size):
+                state.phase = f"sample {at + 1} of {len(self.prompts)}"
+                generator.read([self.prompts[at].tokens])
+                (answers[at],) = generator.generate(self.max_new_tokens, self.stop_tokens)
+        everything = {at: tokens for part in gather_values(answers, groups.host_group) for at, tokens in part.items()}
+        samples = [
+            {"prompt": prompt.text, "text": self.decode(everything[at]), "num_tokens": len(everything[at])}
+            for at, prompt in enumerate(self.prompts)
+        ]
+        self.write({"step": state.step, "samples": samples})
