@@ -74,7 +74,7 @@ SETTINGS = (
     ("run.resume_from_checkpoint=nowhere", "nowhere is not a folder"),
     ("parallel.zero_stage=three", "hint: leave it out for 3, its default"),
     ("model.config={}", "model.config: is an empty mapping\n\nhint: write something, or leave it out"),
-    ("load_in_4bit=true", "quantized base weights are not offered"),
+    ("load_in_4bit=true", "write lora.quantize_base: nf4"),
 )
 COMMANDS = (
     ("train", "Missing argument 'RECIPE"),
