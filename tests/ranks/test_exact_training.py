@@ -160,6 +160,7 @@ RINGS = {
     "9 heads on 4": ("4x1", True, (), {**CONFIG, "num_attention_heads": 9, "num_key_value_heads": 3}),
     "two rows, all levers": ("2x2", False, LEVERS["all"], CONFIG),
     "recomputed in full": ("2x1", True, LEVERS["full"], CONFIG),
+    "28 heads on 8": ("8x1", False, (), {**HEADS_14, "num_attention_heads": 28, "num_key_value_heads": 4}),
     "windows": (
         "4x1", False, (), {**CONFIG, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
     ),
@@ -183,7 +184,7 @@ def check_training(
     config: dict[str, Any] = CONFIG,
     tolerance: float = 1e-5,
 ) -> None:
-    sp_size, dp_size = LAYOUTS[name]
+    sp_size, dp_size = map(int, name.split("x"))
     overrides = [
         *more,
         f"parallel.sp_size={sp_size}",

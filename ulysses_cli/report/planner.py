@@ -114,9 +114,10 @@ def format_longest(results: Sequence[Longest], title: str, assumptions: Sequence
 
 def _format_row(candidate: Candidate) -> tuple[str, ...]:
     job, fit, speed, usd = candidate.job, candidate.fit, candidate.speed, candidate.usd
+    ring = f" (ring {job.layout.ring_size})" if job.layout.ring_size > 1 else ""
     return (
         f"{job.world_size} x {candidate.gpu.key}",
-        f"{job.layout.sp_size} x {job.layout.dp_size}",
+        f"{job.layout.sp_size}{ring} x {job.layout.dp_size}",
         format_levers(job.levers),
         f"{candidate.seconds / 3600:.3g}",
         "no price" if usd is None else format_money(usd),
