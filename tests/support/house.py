@@ -12,18 +12,19 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ulysses_cli"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULES = 16
-LIGHT = ("plan", "run_folder", "host", "launch", "report", "commands")  # never torch, not even inside a function
+LIGHT = ("plan", "evaluate", "run_folder", "host", "launch", "report", "commands")  # never torch, not even inside a function
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "peft", "numpy", "safetensors", "accelerate"}
 
 # Top-level rooms and files -> what else of the package they may import. `__main__.py` of a room is a child process of a
 # command: it also speaks to people (report) and asks for what a command would hand it (hardware_table).
 MAY_IMPORT: dict[str, set[str]] = {
     "plan": set(),
+    "evaluate": {"plan"},
     "run_folder": {"plan"},
     "host": {"plan"},
     "data": {"plan"},
-    "train": {"plan", "run_folder", "data"},
-    "prove": {"plan", "run_folder", "host", "data", "train"},
+    "train": {"plan", "evaluate", "run_folder", "data"},
+    "prove": {"plan", "evaluate", "run_folder", "host", "data", "train"},
     "hub": {"plan"},
     "hardware_table": {"plan", "hub"},
     "shipped": {"plan"},
@@ -31,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"plan", "validate"},
     "launch": {"plan", "run_folder", "host"},
     "commands": {
-        *("plan", "run_folder", "host", "launch", "report", "hub", "hardware_table", "shipped", "validate", ""),
+        *("plan", "evaluate", "run_folder", "host", "launch", "report", "hub", "hardware_table", "shipped", "validate", ""),
     },
     "cli": {"plan", "host", "commands", "report", ""},
     "api": {"plan", "host", "launch", "commands", "hardware_table", "validate"},
@@ -57,6 +58,10 @@ ORDER: dict[str, list[str]] = {
             "secrets",
         ),
         *("recipe", "attention", "ds_config", "resolved", "step_parts", "tiles", "ledger", "rules", "speed", "planner"),
+    ],
+    "evaluate": [
+        *("sample", "words", "statistics", "needles", "counting", "documents", "files", "prompts", "suites"),
+        *("scorers", "summary", "retrieval"),
     ],
     "run_folder": [
         *("failure_record", "early_stop", "line_files", "manifest", "archive", "bucket", "remote_archive", "resume"),

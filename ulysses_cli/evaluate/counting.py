@@ -1,0 +1,155 @@
+"""Tracing of variables, counting of words, and walks in graphs: tasks whose whole context matters."""
+
+from __future__ import annotations
+
+import string
+from itertools import pairwise
+from random import Random
+
+from ulysses_cli.evaluate import words
+from ulysses_cli.evaluate.sample import Draft, Sample, Task
+
+NUM_HOPS = 4
+NUM_COMMON, COMMON_TIMES, RARE_TIMES = 10, 30, 3
+SHORT_LENGTH, SHORT_COMMON_TIMES, SHORT_RARE_TIMES = 4096, 6, 1
+CODED_ALPHA, CODED_LETTERS = 2.0, 6
+
+
+def trace_variables(random: Random, _: int) -> Draft:
+    """One chain of five names of one value, among noise; an example stands before it."""
+    seed = random.getrandbits(64)
+
+    def render(num_units: int, fill: str) -> Sample:
+        own = Random(seed)
+        example, example_names, example_value, _ = _make_chain(own, 5)
+        text, names, value, marks = _make_chain(own, num_units)
+        head = "Variables are set in the text below, some to the values of others.\n"
+        shown = f"{example}\n{_ask(example_value)} They are: {' '.join(example_names)}\n\n"
+        content = f"{head}{shown}{text}{fill}\n{_ask(value)}"
+        at = len(head) + len(shown)
+        return Sample("vt", content, tuple(names), "all", 30, " They are:", tuple(at + mark for mark in marks))
+
+    return render
+
+
+def _ask(value: str) -> str:
+    return f"Which {NUM_HOPS + 1} variables have the value {value} in the end?"
+
+
+def _make_chain(random: Random, num_units: int) -> tuple[str, list[str], str, list[int]]:
+    names: list[str] = []
+    while len(names) <= NUM_HOPS:
+        name = "".join(random.choices(string.ascii_uppercase, k=5))
+        names += [name] if name not in names else []
+    value = str(random.randrange(10000, 100000))
+    lines = [f"VAR {names[0]} = {value}"]
+    lines += [f"VAR {new} = VAR {old}" for old, new in pairwise(names)]
+    places = sorted(random.random() for _ in lines)
+    hay = [(float(at), words.NOISE) for at in range(num_units)]
+    hay += [(int(place * num_units) - 0.5, line) for place, line in zip(places, lines, strict=True)]
+    marks, parts, end = [], [], 0
+    for _, line in sorted(hay, key=lambda each: each[0]):
+        if line.startswith("VAR"):
+            marks.append(end)
+        parts.append(line)
+        end += len(line) + 1
+    return "\n".join(parts), names, value, marks
+
+
+def count_common_words(random: Random, length: int) -> Draft:
+    """Ten words come more often than the others of a numbered list; an example stands before it."""
+    seed = random.getrandbits(64)
+    common_times, rare_times = COMMON_TIMES, RARE_TIMES
+    if length < SHORT_LENGTH:
+        common_times, rare_times = SHORT_COMMON_TIMES, SHORT_RARE_TIMES
+
+    def render(num_units: int, fill: str) -> Sample:
+        own = Random(seed)
+        example, example_words = _make_list(own, 20, 3, 1)
+        text, common = _make_list(own, num_units, common_times, rare_times)
+        head = f"Below is a numbered list of words. Remember the {NUM_COMMON} that come most often.\n"
+        question = f"\nWhich {NUM_COMMON} words come most often in the list above?"
+        shown = f"{example}{question} They are: {' '.join(example_words)}\n\n"
+        return Sample("cwe", f"{head}{shown}{text}{fill}{question}", tuple(common), "all", 120, " They are:")
+
+    return render
+
+
+def _make_list(random: Random, num_rare: int, common_times: int, rare_times: int) -> tuple[str, list[str]]:
+    drawn = words.draw_words(random, NUM_COMMON + num_rare)
+    common, rare = drawn[:NUM_COMMON], drawn[NUM_COMMON:]
+    listed = common * common_times + rare * rare_times
+    random.shuffle(listed)
+    return " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1)), common
+
+
+def find_frequent_words(random: Random, length: int) -> Draft:
+    """Coded words whose frequencies fall with the square of their rank; the first rank is dots. Asked are the three
+    next."""
+    seed = random.getrandbits(64)
+    vocabulary_size = max(8, length // 50)
+
+    def render(num_units: int, fill: str) -> Sample:
+        own = Random(seed)
+        coded: dict[str, None] = {}
+        while len(coded) < vocabulary_size:
+            coded["".join(own.choices(string.ascii_lowercase, k=CODED_LETTERS))] = None
+        ranked = ["...", *coded]
+        weights = [rank**-CODED_ALPHA for rank in range(1, len(ranked) + 1)]
+        total, listed = sum(weights), list[str]()
+        for word, weight in zip(ranked, weights, strict=True):
+            listed += [word] * round(num_units * weight / total)
+        listed += [own.choice(ranked[5:]) for _ in range(num_units - len(listed))]
+        listed = listed[:num_units] if len(listed) > num_units else listed
+        own.shuffle(listed)
+        head = "Read the coded text below, and count how often each coded word comes. Leave out the dots.\n"
+        question = "\nWhich three coded words come most often in the text above?"
+        return Sample(
+            "fwe", f"{head}{' '.join(listed)}{fill}{question}", tuple(ranked[1:4]), "all", 50, " They are:"
+        )  # fmt: skip
+
+    return render
+
+
+def walk_graph(random: Random, _: int) -> Draft:
+    """A list of edges; asked are the nodes that some steps from one node lead to."""
+    seed = random.getrandbits(64)
+
+    def render(num_units: int, fill: str) -> Sample:
+        own = Random(seed)
+        nodes = [f"{own.getrandbits(40):010x}"]
+        edges: dict[tuple[str, str], None] = {}
+        while len(edges) < max(4, num_units):  # with more units the same edges come first
+            source, is_new = own.choice(nodes), own.random() < 0.5
+            if is_new or len(nodes) < 4:
+                nodes.append(f"{own.getrandbits(40):010x}")
+            edges[source, nodes[-1] if is_new else own.choice(nodes)] = None
+        own = Random(seed + 1)
+        start, num_steps = own.choice(list(edges)[:4])[0], own.choice((1, 2))
+        reached, frontier = {start}, {start}
+        for _ in range(num_steps):
+            frontier = {target for source, target in edges if source in frontier} - reached
+            reached |= frontier
+        head = "Below is a directed graph, one edge per line.\n"
+        lines = [f"{source} -> {target}" for source, target in edges]
+        question = (
+            f"\nFollow the edges from {start}. Which nodes are at a distance of exactly {num_steps}, by the shortest "
+            "way? End with one line: Final Answer: [node, node, ...]"
+        )
+        marks, end = [], len(head)
+        for line in lines:
+            if line.startswith(start):
+                marks.append(end)
+            end += len(line) + 1
+        content = f"{head}" + "\n".join(lines) + fill + question
+        return Sample("graphs", content, tuple(sorted(frontier)), "set_f1", 512, "", tuple(marks))
+
+    return render
+
+
+COUNTING_TASKS = (
+    Task("vt", trace_variables, has_one_answer=False),
+    Task("cwe", count_common_words, has_one_answer=False),
+    Task("fwe", find_frequent_words, has_one_answer=False),
+)
+GRAPHS = Task("graphs", walk_graph, has_one_answer=False)

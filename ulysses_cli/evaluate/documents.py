@@ -1,0 +1,168 @@
+"""Tasks from the user's files: questions of SQuAD and HotpotQA among other paragraphs, and recall of lines of code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from ulysses_cli.evaluate.sample import Draft, Sample, Task
+from ulysses_cli.evaluate.words import read_words
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+CODE_FILES = frozenset(read_words(".c .cc .cpp .cs .go .h .hpp .java .js .kt .py .rb .rs .scala .swift .ts"))
+MAX_CODE_BYTES = 64 << 20
+MIN_LINE = 12  # characters of a line that is asked for
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its right answers, and the paragraphs that hold them."""
+
+    text: str
+    answers: tuple[str, ...]
+    evidence: tuple[str, ...]
+
+
+def read_questions(file: Path) -> tuple[list[Question], list[str]]:
+    """Reads SQuAD's or HotpotQA's JSON. Returns the questions that have an answer, and all paragraphs."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError([Problem("--path", f"{file} cannot be read as JSON: {error}")]) from None
+    try:
+        questions = _read_squad(content) if isinstance(content, dict) else _read_hotpot(content)
+    except (KeyError, TypeError, IndexError) as error:
+        hint = "download SQuAD's dev-v2.0.json, or hotpot_dev_distractor_v1.json of HotpotQA"
+        message = f"{file} is neither SQuAD's nor HotpotQA's: it lacks {error}"
+        raise RecipeError([Problem("--path", message, hint)]) from None
+    paragraphs = dict.fromkeys(paragraph for each in questions for paragraph in each.evidence)
+    if isinstance(content, list):
+        for row in content:
+            paragraphs.update(dict.fromkeys(_join_hotpot(title, lines) for title, lines in row["context"]))
+    if not questions:
+        raise RecipeError([Problem("--path", f"{file} holds no question that has an answer")])
+    return questions, list(paragraphs)
+
+
+def _read_squad(content: dict[str, list[dict[str, list[dict[str, object]]]]]) -> list[Question]:
+    questions = []
+    for article in content["data"]:
+        for paragraph in article["paragraphs"]:
+            for asked in paragraph["qas"]:  # type: ignore[attr-defined]
+                answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
+                if answers:
+                    questions.append(Question(asked["question"], answers, (str(paragraph["context"]),)))
+    return questions
+
+
+def _read_hotpot(content: list[dict[str, object]]) -> list[Question]:
+    questions = []
+    for row in content:
+        context = {title: _join_hotpot(title, lines) for title, lines in row["context"]}  # type: ignore[attr-defined]
+        titles = dict.fromkeys(title for title, _ in row["supporting_facts"])  # type: ignore[attr-defined]
+        evidence = tuple(context[title] for title in titles if title in context)
+        questions.append(Question(str(row["question"]), (str(row["answer"]),), evidence))
+    return questions
+
+
+def _join_hotpot(title: str, lines: Sequence[str]) -> str:
+    return f"{title}\n{''.join(lines)}"
+
+
+def make_question_task(name: str, file: Path) -> Task:
+    questions, paragraphs = read_questions(file)
+
+    def make(random: Random, _: int) -> Draft:
+        question, seed = random.choice(questions), random.getrandbits(64)
+
+        def render(num_units: int, fill: str) -> Sample:
+            own = Random(seed)
+            others = [each for each in paragraphs if each not in question.evidence]
+            own.shuffle(others)
+            distractors = [others[at % len(others)] for at in range(num_units)] if others else []
+            shown = [*question.evidence, *distractors]
+            own.shuffle(shown)
+            head, parts, marks = "Answer the question from the documents below, as briefly as you can.\n\n", [], []
+            end = len(head)
+            for number, paragraph in enumerate(shown, 1):
+                part = f"Document {number}:\n{paragraph}"
+                if paragraph in question.evidence:
+                    marks.append(end)
+                parts.append(part)
+                end += len(part) + 2
+            content = f"{head}" + "\n\n".join(parts) + f"{fill}\n\nQuestion: {question.text}"
+            return Sample(name, content, question.answers, "part", 32, " Answer:", tuple(marks))
+
+        return render
+
+    return Task(name, make)
+
+
+def make_code_task(folder: Path) -> Task:
+    """Asks for the line that follows a line of some file; the line that is shown comes once in all files."""
+    files: dict[str, list[str]] = {}
+    num_bytes = 0
+    for file in sorted(folder.rglob("*")):
+        if file.suffix in CODE_FILES and file.is_file() and num_bytes < MAX_CODE_BYTES:
+            text = file.read_text(encoding="utf-8", errors="replace")
+            num_bytes += len(text)
+            files[file.relative_to(folder).as_posix()] = text.splitlines()
+    pairs = _find_pairs(files)
+    if not pairs:
+        message = f"{folder} holds no code with lines that come once: {len(files)} files of code were found"
+        raise RecipeError([Problem("--path", message, "name a folder of source files")])
+
+    def make(random: Random, _: int) -> Draft:
+        (name, at), seed = random.choice(pairs), random.getrandbits(64)
+
+        def render(num_units: int, fill: str) -> Sample:
+            own = Random(seed)
+            others = [each for each in files if each != name]
+            own.shuffle(others)
+            lines, left = list[tuple[str, str]](), max(0, num_units - len(files[name]))
+            while left > 0 and others:
+                for other in others:
+                    lines.append((other, "\n".join(files[other][: max(1, left)])))
+                    left -= len(files[other]) + 1
+                    if left <= 0:
+                        break
+            lines.insert(own.randrange(len(lines) + 1), (name, "\n".join(files[name])))
+            head, parts, mark, end = (
+                "Source files of a program follow.\n",
+                [],
+                0,
+                len("Source files of a program follow.\n"),
+            )
+            for file_name, text in lines:
+                part = f"\n# file: {file_name}\n{text}"
+                if file_name == name:
+                    before = "\n".join(files[name][:at])
+                    mark = end + len(f"\n# file: {file_name}\n") + len(before)
+                parts.append(part)
+                end += len(part)
+            line, wanted = files[name][at], files[name][at + 1]
+            question = f"\n\nIn {name}, which line comes right after this line?\n{line}\nAnswer with that line alone."
+            content = head + "".join(parts) + fill + question
+            return Sample("code_recall", content, (wanted.strip(),), "all", 128, "", (mark,))
+
+        return render
+
+    return Task("code_recall", make)
+
+
+def _find_pairs(files: dict[str, list[str]]) -> list[tuple[str, int]]:
+    counts: dict[str, int] = {}
+    for lines in files.values():
+        for line in lines:
+            counts[line.strip()] = counts.get(line.strip(), 0) + 1
+    return [
+        (name, at)
+        for name, lines in files.items()
+        for at in range(len(lines) - 1)
+        if all(len(line.strip()) >= MIN_LINE and re.search(r"\w", line) for line in lines[at : at + 2])
+        and all(counts[line.strip()] == 1 for line in lines[at : at + 2])
+    ]

@@ -1,0 +1,208 @@
+"""Reads the files of published benchmarks, each in its own format, and turns rows into samples with its own rules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ulysses_cli.evaluate.sample import Metric, Sample
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+Row = Mapping[str, Any]
+
+
+class Rule(NamedTuple):
+    """How one set of a benchmark is asked and scored."""
+
+    metric: Metric
+    max_new_tokens: int
+    instruction: str = ""
+    with_template: bool = True
+    first_line: bool = False
+
+
+BRIEFLY = "Answer the question from the text, as briefly as you can."
+SUMMARIZE = "Write a summary of the text."
+CONTINUE = "Complete the next line of the code below.\n"
+EXAMPLES = "Go on as the examples do."
+LONGBENCH: dict[str, Rule] = {
+    **dict.fromkeys(("narrativeqa", "qasper"), Rule("token_f1", 128, BRIEFLY)),
+    "multifieldqa_en": Rule("token_f1", 64, BRIEFLY),
+    "multifieldqa_zh": Rule("chinese_f1", 64, BRIEFLY),
+    **dict.fromkeys(("hotpotqa", "2wikimqa", "musique"), Rule("token_f1", 32, BRIEFLY)),
+    "dureader": Rule("rouge_l", 128, BRIEFLY),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "vcsum"), Rule("rouge_l", 512, SUMMARIZE)),
+    "trec": Rule("classes", 64, EXAMPLES, with_template=False, first_line=True),
+    "triviaqa": Rule("token_f1", 32, EXAMPLES, with_template=False, first_line=True),
+    "samsum": Rule("rouge_l", 128, EXAMPLES, with_template=False, first_line=True),
+    "lsht": Rule("classes", 64, EXAMPLES, with_template=False, first_line=True),
+    "passage_count": Rule("share_right", 32, "How many different paragraphs are there? Answer with the number alone."),
+    **dict.fromkeys(
+        ("passage_retrieval_en", "passage_retrieval_zh"),
+        Rule("share_right", 32, "Which paragraph is the summary below of? Answer with its number."),
+    ),
+    **dict.fromkeys(("lcc", "repobench-p"), Rule("code_similarity", 64, CONTINUE, with_template=False)),
+}
+INFINITE: dict[str, Rule] = {
+    "passkey": Rule("first_integer", 6),
+    "number_string": Rule("first_integer", 12),
+    "kv_retrieval": Rule("whole_word", 50),
+    "longbook_qa_eng": Rule("token_f1", 40, BRIEFLY),
+    "longbook_qa_chn": Rule("chinese_f1", 40, BRIEFLY),
+    "longbook_sum_eng": Rule("rouge_l", 1200, SUMMARIZE),
+    "longbook_choice_eng": Rule("letter", 40, "Choose one of the options. Answer with its letter."),
+    "longdialogue_qa_eng": Rule("part", 40, "Which name belongs at $$MASK$$? Answer with the name."),
+    "code_debug": Rule("letter", 5, "Which function has the error? Answer with the letter of an option."),
+    "code_run": Rule("last_word", 5, "Answer with the number alone."),
+    "math_find": Rule("first_number", 3, "Answer with the number alone."),
+}
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Reads JSON, JSON lines or Parquet."""
+    try:
+        if file.suffix == ".parquet":
+            from pyarrow import parquet
+
+            rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
+            return rows
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            content = json.loads(text)
+            rows = content if isinstance(content, list) else content["data"]
+            return rows
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError, KeyError) as error:
+        hint = "name a file in JSON, JSON lines or Parquet"
+        raise RecipeError([Problem("--path", f"{file} cannot be read: {error}", hint)]) from None
+
+
+def _read_ruler(row: Row, name: str) -> Sample:
+    metric: Metric = "part" if name.startswith("qa") else "all"
+    budget = {"vt": 30, "cwe": 120, "fwe": 50}.get(name.partition(".")[0], 32 if metric == "part" else 128)
+    return Sample(
+        name, str(row["input"]), tuple(map(str, row["outputs"])), metric, budget, str(row.get("answer_prefix", "")),
+        facts={"file_index": row.get("index")},
+    )  # fmt: skip
+
+
+def _read_longbench(row: Row, name: str) -> Sample:
+    name = str(row.get("dataset", name))
+    rule = LONGBENCH[name.removesuffix("_e")]
+    content = f"{rule.instruction}\n\n{row['context']}\n\n{row['input']}".rstrip()
+    facts = {"classes": row.get("all_classes") or (), "language": row.get("language"), "id": row.get("_id")}
+    return Sample(
+        name, content, tuple(map(str, row["answers"])), rule.metric, rule.max_new_tokens,
+        with_template=rule.with_template, first_line=rule.first_line, facts=facts,
+    )  # fmt: skip
+
+
+def _read_longbench_v2(row: Row, _: str) -> Sample:
+    choices = "\n".join(f"({letter}) {row[f'choice_{letter}']}" for letter in "ABCD")
+    content = (
+        f"Read the text and answer the question about it.\n\n{row['context']}\n\n"
+        f"Question: {row['question']}\n{choices}\n\n"
+        'End with this sentence: "The correct answer is (X)", with a letter for X.'
+    )
+    facts = {"id": row["_id"], "difficulty": row["difficulty"], "size": row["length"], "domain": row["domain"]}
+    return Sample("longbench-v2", content, (str(row["answer"]),), "letter", 128, facts=facts)
+
+
+def _read_infinite(row: Row, name: str) -> Sample:
+    rule = INFINITE[name]
+    answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    options = [str(option) for option in row.get("options") or ()]
+    shown = "\n".join(f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=False))
+    if rule.metric == "letter":
+        answers = ["ABCD"[options.index(str(each))] if str(each) in options else str(each) for each in answers]
+    content = "\n\n".join(filter(None, (rule.instruction, str(row["context"]), str(row["input"]), shown)))
+    facts = {"id": row.get("id"), "any_form": True, "options": options, "by_character": name.endswith("chn")}
+    return Sample(name, content, tuple(map(str, answers)), rule.metric, rule.max_new_tokens, facts=facts)
+
+
+def _read_mrcr(row: Row, _: str) -> Sample:
+    messages = json.loads(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"]
+    content = "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)
+    facts = {
+        "start": row["random_string_to_prepend"],
+        "needles": row["n_needles"],
+        "messages": row.get("total_messages"),
+    }
+    return Sample("mrcr", content, (str(row["answer"]),), "ordered_copy", 1024, facts=facts)
+
+
+def _read_graphs(row: Row, _: str) -> Sample:
+    facts = {"kind": row.get("problem_type")}
+    return Sample("graphwalks", str(row["prompt"]), tuple(map(str, row["answer_nodes"])), "set_f1", 1024, facts=facts)
+
+
+class FileSuite(NamedTuple):
+    """A benchmark that is read from files. `fields`: those that its rows have; `where`: where to get it."""
+
+    read: Callable[[Row, str], Sample]
+    fields: tuple[str, ...]
+    where: str
+
+
+FILE_SUITES: dict[str, FileSuite] = {
+    "ruler-files": FileSuite(_read_ruler, ("input", "outputs"), "RULER's own prepare.py writes them"),
+    "longbench": FileSuite(_read_longbench, ("input", "context", "answers"), "the data set THUDM/LongBench"),
+    "longbench-v2": FileSuite(
+        _read_longbench_v2, ("question", "choice_A", "choice_D", "answer", "context"), "the data set THUDM/LongBench-v2"
+    ),
+    "infinitebench": FileSuite(
+        _read_infinite, ("context", "input", "answer"), "the data set xinrongzhang2022/InfiniteBench"
+    ),
+    "mrcr": FileSuite(_read_mrcr, ("prompt", "answer", "random_string_to_prepend"), "the data set openai/mrcr"),
+    "graphwalks": FileSuite(_read_graphs, ("prompt", "answer_nodes"), "the data set openai/graphwalks"),
+}
+PACKAGES: dict[Metric, str] = {"chinese_f1": "jieba", "code_similarity": "rapidfuzz"}
+
+
+def list_files(suite: str, path: Path | None) -> list[Path]:
+    """The files of a suite below a path. Says what is missing."""
+    where = FILE_SUITES[suite].where
+    if path is None:
+        hint = f"add --path FILE; {where}"
+        raise RecipeError([Problem("--suite", f"{suite} is read from files, and no path was given", hint)])
+    if path.is_file():
+        return [path]
+    found = sorted(each for each in path.rglob("*") if each.suffix in (".jsonl", ".json", ".parquet"))
+    if not found:
+        kind = "holds no JSON, JSON lines or Parquet" if path.is_dir() else "does not exist"
+        raise RecipeError([Problem("--path", f"{path} {kind}", where)])
+    return found
+
+
+def read_suite(suite: str, path: Path | None) -> list[Sample]:
+    """Reads all samples of a suite. Every problem of its files is said before anything starts."""
+    own = FILE_SUITES[suite]
+    return [sample for file in list_files(suite, path) for sample in _read_file(suite, own, file)]
+
+
+def _read_file(suite: str, own: FileSuite, file: Path) -> Iterator[Sample]:
+    name = file.parent.name if file.stem in ("validation", "test") else file.stem
+    missing_packages: set[str] = set()
+    for number, row in enumerate(read_rows(file), 1):
+        lacking = [field for field in own.fields if field not in row]
+        if lacking:
+            message = f"{file}, row {number} lacks {', '.join(lacking)}: it is not a row of {suite}"
+            raise RecipeError([Problem("--path", message, own.where)])
+        try:
+            sample = own.read(row, name)
+        except (KeyError, ValueError) as error:
+            message = f"{file}, row {number}: {suite} has no set or value {error}, or none that can be scored"
+            raise RecipeError([Problem("--path", message, own.where)]) from None
+        if not sample.references and sample.metric != "set_f1":
+            raise RecipeError([Problem("--path", f"{file}, row {number} has no right answer")])
+        needs = PACKAGES.get(sample.metric) or ("jieba" if sample.facts.get("language") == "zh" else "")
+        if sample.facts.get("by_character"):
+            needs = ""
+        if needs and needs not in missing_packages and find_spec(needs) is None:
+            missing_packages.add(needs)
+            message = f"{sample.task} is scored with {needs}, which is not installed"
+            raise RecipeError([Problem("--suite", message, "pip install 'ulysses-cli[evaluate]'")])
+        yield sample

@@ -1,0 +1,160 @@
+"""Turns samples into tokens, with the model's chat template or without, and makes drafts exactly as long as asked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ulysses_cli.evaluate.sample import Draft, Sample
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+FILLS = (" so", " and", " the", " it", " a", ".", ",", "a", "x")  # texts that may add one token each time
+MAX_TRIES = 30
+PLACEHOLDER = "\u2983content\u2984"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sample's tokens. `depths`: where each mark is, as a share of the tokens."""
+
+    sample: Sample
+    tokens: tuple[int, ...]
+    depths: tuple[float, ...]
+    index: int = 0
+    length: int = 0  # what was asked for, with the answer's tokens
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(b",".join(str(token).encode() for token in self.tokens)).hexdigest()[:16]
+
+
+class Prompter:
+    """Renders samples for one model. `tokenizer`: one of transformers'."""
+
+    def __init__(self, tokenizer: Any, *, with_template: bool | None = None) -> None:
+        self.tokenizer = tokenizer
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if with_template and not has_template:
+            hint = "leave out --chat-template, or name an instruct model"
+            raise RecipeError([Problem("--chat-template", "the model's tokenizer has no chat template", hint)])
+        self.with_template = has_template if with_template is None else with_template
+        self.head = self.tail = ""
+        if self.with_template:
+            messages = [{"role": "user", "content": PLACEHOLDER}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            self.head, found, self.tail = text.partition(PLACEHOLDER)
+            if not found:
+                message = "the chat template does not show a user's message as it is"
+                raise RecipeError([Problem("--chat-template", message, "add --no-chat-template")])
+        self.fill = self._find_fill()
+
+    def render(self, sample: Sample) -> tuple[str, int]:
+        """Returns the prompt's text, and the character at which the content begins."""
+        if self.with_template and sample.with_template:
+            return f"{self.head}{sample.content}{self.tail}{sample.answer_prefix.lstrip()}", len(self.head)
+        return f"{sample.content}\n{sample.answer_prefix.strip()}".rstrip(), 0
+
+    def encode(self, sample: Sample) -> tuple[list[int], Any]:
+        """Returns tokens, and the tokenizer's own result. Special tokens are added where no template writes them."""
+        text, _ = self.render(sample)
+        adds = not (self.with_template and sample.with_template)
+        encoded = self.tokenizer(text, add_special_tokens=adds)
+        tokens: list[int] = list(encoded["input_ids"])
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        if adds and len(tokens) > 1 and tokens[-1] == end:
+            tokens.pop()  # an end of the text would end the prompt
+        return tokens, encoded
+
+    def make(self, sample: Sample, index: int = 0, length: int = 0) -> Prompt:
+        tokens, encoded = self.encode(sample)
+        _, begin = self.render(sample)
+        places = (self._find_token(encoded, begin + mark) for mark in sample.marks)
+        depths = tuple(round(place / len(tokens), 4) for place in places if place is not None)
+        return Prompt(sample, tuple(tokens), depths, index, length)
+
+    def encode_answer(self, prompt: Prompt, answer: str) -> list[int]:
+        """Returns the answer's tokens as they follow the prompt's, or [] where the two do not part at the same place.
+        A space before the answer belongs to its first token."""
+        text, _ = self.render(prompt.sample)
+        last = text[-256:]
+        joined = last if last.endswith((" ", "\n")) or not last else last + " "
+        adds = {"add_special_tokens": False}
+        before = self.tokenizer(last, **adds)["input_ids"]
+        whole = self.tokenizer(joined + answer, **adds)["input_ids"]
+        return list(whole[len(before) :]) if whole[: len(before)] == before else []
+
+    @staticmethod
+    def _find_token(encoded: Any, character: int) -> int | None:
+        find = getattr(encoded, "char_to_token", None)
+        try:
+            place = find(character) if find is not None else None
+        except ValueError:  # a tokenizer in Python keeps no offsets
+            return None
+        return None if place is None else int(place)
+
+    def _find_fill(self) -> str:
+        for fill in FILLS:
+            sizes = [
+                len(self.tokenizer("x." + fill * number, add_special_tokens=False)["input_ids"]) for number in (4, 12)
+            ]
+            if sizes[1] - sizes[0] == 8:
+                return fill
+        message = "no short text adds one token at a time, so no sample can be made exactly as long as asked"
+        raise RecipeError([Problem("model.tokenizer", message)])
+
+
+@dataclass
+class Fitter:
+    """Makes prompts of exact lengths. Remembers what fitted, per task and length: the next draft begins there."""
+
+    prompter: Prompter
+    fitted: dict[tuple[str, int], tuple[int, int, float]] = field(default_factory=dict)
+
+    def fit(self, name: str, draft: Draft, length: int, index: int) -> Prompt:
+        """`length` includes the tokens of the answer."""
+        key = name, length
+        num_units, num_fill, slope = self.fitted.get(key) or self._estimate(draft, length)
+        fill = self.prompter.fill
+        for number in range(MAX_TRIES):
+            sample = draft(num_units, fill * num_fill)
+            tokens, _ = self.prompter.encode(sample)
+            missing = length - sample.max_new_tokens - len(tokens)
+            if not missing:
+                self.fitted[key] = num_units, num_fill, slope
+                return self.prompter.make(sample, index, length)
+            most = slope + 4 if number < MAX_TRIES // 2 else 4 * slope + 64  # units may not all have one length
+            if 0 <= num_fill + missing <= most:
+                num_fill += missing
+                continue
+            change = int((missing + num_fill) // slope)  # rounds down: the rest is filled up
+            if num_units + change < 0:
+                if not num_units:
+                    break
+                change = -num_units
+            num_units, num_fill = num_units + (change or (1 if missing > 0 else -1)), 0
+        raise RecipeError([_describe_misfit(name, length, draft, self.prompter)])
+
+    def _estimate(self, draft: Draft, length: int) -> tuple[int, int, float]:
+        sizes = []
+        few = max(4, length // 400)
+        for number in (few, 2 * few):
+            sample = draft(number, "")
+            sizes.append(len(self.prompter.encode(sample)[0]) + sample.max_new_tokens)
+        slope = max(0.01, (sizes[1] - sizes[0]) / few)
+        return max(0, few + int((length - sizes[0]) // slope)), 0, max(1.0, slope)
+
+
+def _describe_misfit(name: str, length: int, draft: Draft, prompter: Prompter) -> Problem:
+    sample = draft(0, "")
+    least = len(prompter.encode(sample)[0]) + sample.max_new_tokens
+    if least > length:
+        message = f"{name} needs at least {least:,} tokens, {sample.max_new_tokens} of them for the answer"
+        return Problem(
+            "--max-length", f"{length:,} is too short: {message}", f"use {least:,} or more, or leave out {name}"
+        )
+    return Problem("--max-length", f"{name} cannot be made exactly {length:,} tokens long", "use another length")
+
+
+Progress = Callable[[str], None]

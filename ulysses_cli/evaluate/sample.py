@@ -1,0 +1,44 @@
+"""A question at some length with its right answers, and a draft of one: a question whose haystack can still grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Literal
+
+Metric = Literal[
+    "all", "part", "none", "set_f1", "token_f1", "chinese_f1", "rouge_l", "classes", "share_right", "code_similarity",
+    "letter", "first_integer", "whole_word", "last_word", "first_number", "ordered_copy",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a model is asked. `answer_prefix` stands after the assistant's header, and the model goes on from there.
+    `marks`: characters of `content` at which evidence begins. `with_template`: the content is a user's message."""
+
+    task: str
+    content: str
+    references: tuple[str, ...]
+    metric: Metric
+    max_new_tokens: int
+    answer_prefix: str = ""
+    marks: tuple[int, ...] = ()
+    with_template: bool = True
+    first_line: bool = False  # only the answer's first line counts
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what is reported with it
+
+
+# Takes the number of units of haystack and text that fills up the rest.
+Draft = Callable[[int, str], Sample]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Makes drafts from a random source; `length` is the number of tokens that the sample shall have. Teacher-forced
+    scores mean something only where there is one right order of one right answer."""
+
+    name: str
+    make: Callable[[Random, int], Draft]
+    has_one_answer: bool = True

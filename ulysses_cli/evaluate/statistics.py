@@ -1,0 +1,73 @@
+"""Intervals, effective lengths and paired differences of scores. Numbers in, numbers out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from ulysses_cli.evaluate.words import read_words
+
+Z = 1.959964  # 95 % of a normal distribution
+RULER_THRESHOLD = 0.856  # the mean of RULER's 13 tasks that a length must exceed
+OWN_SHARE = 0.85  # of the score at the shortest length
+RULER_TASKS = read_words(
+    "niah_single_1 niah_single_2 niah_single_3 niah_multikey_1 niah_multikey_2 niah_multikey_3 niah_multivalue "
+    "niah_multiquery vt cwe fwe qa_1 qa_2"
+)
+
+
+class Interval(NamedTuple):
+    mean: float
+    low: float
+    high: float
+
+
+def estimate_mean(scores: Sequence[float]) -> Interval:
+    """Returns the mean of scores in [0, 1] with Wilson's 95 % interval, which holds for few samples and at the ends.
+    For scores between 0 and 1 it is too wide rather than too narrow."""
+    number, mean = len(scores), fmean(scores)
+    spread = Z * math.sqrt(mean * (1 - mean) / number + Z * Z / (4 * number * number))
+    centre, scale = mean + Z * Z / (2 * number), 1 + Z * Z / number
+    return Interval(mean, max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale))
+
+
+def compare_pairs(before: Sequence[float], after: Sequence[float]) -> Interval:
+    """Returns the mean of the differences of the same questions with a 95 % interval."""
+    differences = [new - old for old, new in zip(before, after, strict=True)]
+    mean = fmean(differences)
+    spread = Z * stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 1.0
+    return Interval(mean, max(-1.0, mean - spread), min(1.0, mean + spread))
+
+
+def find_effective_lengths(means: Mapping[str, Mapping[int, float]]) -> dict[str, int | None]:
+    """Takes the mean score by task and length. Returns `ruler`, where all of RULER's thirteen tasks were run: the
+    longest length up to which their mean exceeds 85.6 %; and `own`: the longest up to which the mean of all tasks is 85
+    % of that at the shortest length. None where no length qualifies."""
+    lengths = sorted({length for by_length in means.values() for length in by_length})
+    common = [each for each in lengths if all(each in by_length for by_length in means.values())]
+    curve = {length: fmean(by_length[length] for by_length in means.values()) for length in common}
+    result: dict[str, int | None] = {}
+    if set(RULER_TASKS) <= means.keys() and common:
+        ruler = {length: fmean(means[name][length] for name in RULER_TASKS) for length in common}
+        result["ruler"] = _find_longest(ruler, RULER_THRESHOLD)
+    if curve:
+        first = curve[common[0]]
+        result["own"] = _find_longest(curve, OWN_SHARE * first) if first else None
+    return result
+
+
+def _find_longest(curve: Mapping[int, float], threshold: float) -> int | None:
+    longest = None
+    for length, mean in curve.items():
+        if mean <= threshold:
+            break
+        longest = length
+    return longest
+
+
+def weigh_mean(curve: Mapping[int, float]) -> float:
+    """The mean over lengths with weights 1, 2, 3, ...: longer lengths count more."""
+    weights = range(1, len(curve) + 1)
+    return sum(weight * curve[length] for weight, length in zip(weights, sorted(curve), strict=True)) / sum(weights)

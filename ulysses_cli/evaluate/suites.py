@@ -1,0 +1,121 @@
+"""The suites by name: which tasks they have, and the samples of each length, always the same for a seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from ulysses_cli.evaluate.counting import COUNTING_TASKS, GRAPHS
+from ulysses_cli.evaluate.documents import make_code_task, make_question_task
+from ulysses_cli.evaluate.files import FILE_SUITES, read_suite
+from ulysses_cli.evaluate.needles import BookHaystack, draw_sentences, list_needle_tasks
+from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompt, Prompter
+from ulysses_cli.evaluate.sample import Sample, Task
+from ulysses_cli.evaluate.statistics import RULER_TASKS
+from ulysses_cli.plan.problem import Problem, RecipeError
+
+NEEDLES = tuple(name for name in RULER_TASKS if name.startswith("niah"))
+QUESTIONS = ("qa_1", "qa_2")
+SEEDED: dict[str, tuple[str, ...]] = {
+    "ruler": (*NEEDLES, "vt", "cwe", "fwe", *QUESTIONS),
+    "niah": (*NEEDLES, "niah_none"),
+    "graphs": ("graphs",),
+    "code": ("code_recall",),
+}
+LOSS = "loss"
+SUITES = (*SEEDED, *FILE_SUITES, LOSS)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The user's files. `text`: of haystacks; `squad`, `hotpotqa`: of the two question tasks; `code`: a folder; `path`:
+    of the suite that is read from files."""
+
+    text: Path | None = None
+    squad: Path | None = None
+    hotpotqa: Path | None = None
+    code: Path | None = None
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is evaluated. `notes`: what is left out, and why."""
+
+    tasks: tuple[Task, ...]
+    samples: tuple[Sample, ...]
+    has_loss: bool
+    notes: tuple[str, ...]
+
+
+def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
+    """Finds the tasks and reads the files. Names of single tasks serve too. What is wrong is said at once."""
+    text = draw_sentences if sources.text is None else BookHaystack(_read_text(sources.text))
+    known = {task.name: task for task in (*list_needle_tasks(text), *COUNTING_TASKS, GRAPHS)}
+    wanted: dict[str, bool] = {}  # by task: whether it was named itself
+    samples: list[Sample] = []
+    problems, notes = list[Problem](), list[str]()
+    for name in names:
+        if name in SEEDED:
+            wanted.update({task: wanted.get(task, False) for task in SEEDED[name]})
+        elif name in known or name in (*QUESTIONS, "code_recall"):
+            wanted[name] = True
+        elif name in FILE_SUITES:
+            samples += read_suite(name, sources.path)
+        elif name != LOSS:
+            every = ", ".join((*SUITES, *known, *QUESTIONS))
+            problems.append(Problem("--suite", f"no suite or task is called {name}", f"use some of: {every}"))
+    tasks = []
+    for name, is_named in wanted.items():
+        if name in known:
+            tasks.append(known[name])
+            continue
+        option, file = {
+            "qa_1": ("--squad", sources.squad),
+            "qa_2": ("--hotpotqa", sources.hotpotqa),
+            "code_recall": ("--code", sources.code),
+        }[name]
+        if file is not None:
+            tasks.append(make_code_task(file) if name == "code_recall" else make_question_task(name, file))
+        elif is_named or name == "code_recall":
+            problems.append(Problem("--suite", f"{name} is made from your files", f"add {option} PATH"))
+        else:
+            notes.append(f"{name} is left out: it is made from your files, add {option} PATH")
+    if problems:
+        raise RecipeError(problems)
+    return Plan(tuple(tasks), tuple(samples), LOSS in names, tuple(notes))
+
+
+def _read_text(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(path.rglob("*.txt"))
+    try:
+        text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    except (OSError, ValueError) as error:
+        raise RecipeError([Problem("--text", f"{path} cannot be read as text: {error}")]) from None
+    if not text.strip():
+        raise RecipeError([Problem("--text", f"{path} holds no text", "name a text file, or a folder of .txt files")])
+    return text
+
+
+def make_source(seed: int, task: str, length: int, index: int) -> Random:
+    """A random source that is the same on every machine, and independent of which other samples are made."""
+    digest = hashlib.sha256(f"{seed} {task} {length} {index}".encode()).digest()
+    return Random(int.from_bytes(digest[:8]))
+
+
+def make_prompts(
+    plan: Plan, prompter: Prompter, lengths: Sequence[int], num_samples: int, seed: int, report: Progress
+) -> Iterator[Prompt]:
+    """Yields the prompts of all tasks and lengths, the shortest length first, then those of files."""
+    fitter = Fitter(prompter)
+    for length in sorted(lengths):
+        for task in plan.tasks:
+            report(f"making {num_samples} samples of {task.name} with {length:,} tokens")
+            for index in range(num_samples):
+                draft = task.make(make_source(seed, task.name, length, index), length)
+                yield fitter.fit(task.name, draft, length, index)
+    for index, sample in enumerate(plan.samples):
+        yield prompter.make(sample, index)
