@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ulysses_cli"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULES = 16
-LIGHT = ("plan", "evaluate", "run_folder", "host", "launch", "report", "commands")  # never torch, not even inside a function
+# never torch, not even inside a function
+LIGHT = ("plan", "evaluate", "run_folder", "host", "launch", "report", "commands")
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "peft", "numpy", "safetensors", "accelerate"}
 
 # Top-level rooms and files -> what else of the package they may import. `__main__.py` of a room is a child process of a
@@ -32,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"plan", "validate"},
     "launch": {"plan", "run_folder", "host"},
     "commands": {
-        *("plan", "evaluate", "run_folder", "host", "launch", "report", "hub", "hardware_table", "shipped", "validate", ""),
+        *("plan", "evaluate", "run_folder", "host", "launch", "report", "hub", "hardware_table"),
+        *("shipped", "validate", ""),
     },
     "cli": {"plan", "host", "commands", "report", ""},
     "api": {"plan", "host", "launch", "commands", "hardware_table", "validate"},
@@ -96,11 +98,11 @@ ORDER: dict[str, list[str]] = {
         *("inputs", "connection", "completion", "worker", "failure", "__main__"),
         "sequence_parallel",
     ],
-    "prove": ["ranks", "results", "rows", "doctor", "bench", "trace", "verify", "__main__"],
+    "prove": ["ranks", "results", "rows", "doctor", "bench", "trace", "verify", "quality", "__main__"],
     "report": [
         *("printing", "quantities", "settings", "live", "ledger", "planner", "traced", "placement"),
         *("resolved_plan", "run_end"),
-        *("data_report", "run_files", "run_summary", "page", "proofs", "sweep", "models"),
+        *("data_report", "run_files", "run_summary", "page", "proofs", "quality", "sweep", "models"),
     ],
 }
 

@@ -70,8 +70,8 @@ def bench(
     or_exit(lambda: _check_weights(model.name_or_path), output)
     or_exit(lambda: _check_comparison(parallel.sp_size, sp_size, against, on_off=on_off), output)
     own_sizes = [1, parallel.sp_size] if on_off else [parallel.sp_size]
-    sizes = or_exit(lambda: _read_numbers("--sp-size", sp_size, own_sizes), output)
-    lengths = or_exit(lambda: _read_numbers("--max-length", max_length, [subject.recipe.data.max_length]), output)
+    sizes = or_exit(lambda: read_numbers("--sp-size", sp_size, own_sizes), output)
+    lengths = or_exit(lambda: read_numbers("--max-length", max_length, [subject.recipe.data.max_length]), output)
     or_exit(lambda: _check_sizes(subject.shape, parallel.sp_size, sizes, lengths), output)
     options: dict[str, Any] = {
         "lengths": lengths,
@@ -130,7 +130,7 @@ def _check_weights(name: str | None) -> None:
         raise RecipeError([Problem("model.name_or_path", problem, "copy the model's folder again, or name another")])
 
 
-def _read_numbers(key: str, text: str | None, default: list[int]) -> list[int]:
+def read_numbers(key: str, text: str | None, default: list[int]) -> list[int]:
     """Reads numbers with commas between them; each is kept once."""
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.recipe.yaml_tree import parse_number

@@ -67,7 +67,7 @@ def export(
         words.append("--trust-remote-code")
         printing.print_message("trust_remote_code is on: code that comes with the model runs on this machine")
     words += [f"--dtype={dtype}"] if dtype is not None else []
-    code, last, log = _run_export(words, to)
+    code, last, log = run_export(words, to)
     if code == DONE and "result" in last:
         printing.print_message(last["result"]["checked"])
         if output is Format.json:
@@ -82,7 +82,7 @@ def export(
     raise typer.Exit(code if code > 0 else FAILED)
 
 
-def _run_export(words: list[str], to: Path) -> tuple[int, dict[str, Any], list[str]]:
+def run_export(words: list[str], to: Path) -> tuple[int, dict[str, Any], list[str]]:
     """Runs the export in a child process and prints its phases. Returns its exit code, its last event, and the last
     lines of its log."""
     from ulysses_cli.host import children

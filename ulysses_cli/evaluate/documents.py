@@ -16,6 +16,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 CODE_FILES = frozenset(read_words(".c .cc .cpp .cs .go .h .hpp .java .js .kt .py .rb .rs .scala .swift .ts"))
 MAX_CODE_BYTES = 64 << 20
 MIN_LINE = 12  # characters of a line that is asked for
+NUM_AROUND = 40  # lines of its file that are shown before and after it
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,16 @@ def make_code_task(folder: Path) -> Task:
             own = Random(seed)
             others = [each for each in files if each != name]
             own.shuffle(others)
-            lines, left = list[tuple[str, str]](), max(0, num_units - len(files[name]))
+            first = max(0, at - NUM_AROUND)
+            excerpt = files[name][first : at + NUM_AROUND]
+            lines, left = list[tuple[str, str]](), num_units
             while left > 0 and others:
                 for other in others:
                     lines.append((other, "\n".join(files[other][: max(1, left)])))
                     left -= len(files[other]) + 1
                     if left <= 0:
                         break
-            lines.insert(own.randrange(len(lines) + 1), (name, "\n".join(files[name])))
+            lines.insert(own.randrange(len(lines) + 1), (name, "\n".join(excerpt)))
             head, parts, mark, end = (
                 "Source files of a program follow.\n",
                 [],
@@ -140,7 +143,7 @@ def make_code_task(folder: Path) -> Task:
             for file_name, text in lines:
                 part = f"\n# file: {file_name}\n{text}"
                 if file_name == name:
-                    before = "\n".join(files[name][:at])
+                    before = "\n".join(files[name][first:at])
                     mark = end + len(f"\n# file: {file_name}\n") + len(before)
                 parts.append(part)
                 end += len(part)

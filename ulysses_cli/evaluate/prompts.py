@@ -15,6 +15,11 @@ MAX_TRIES = 30
 PLACEHOLDER = "\u2983content\u2984"
 
 
+def name_prompt(task: str, length: int, index: int) -> str:
+    """The name of a question, the same in each evaluation with the same seed and files."""
+    return f"{task}/{length}/{index}"
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A sample's tokens. `depths`: where each mark is, as a share of the tokens."""
@@ -24,6 +29,10 @@ class Prompt:
     depths: tuple[float, ...]
     index: int = 0
     length: int = 0  # what was asked for, with the answer's tokens
+
+    @property
+    def name(self) -> str:
+        return name_prompt(self.sample.task, self.length, self.index)
 
     @property
     def digest(self) -> str:
@@ -107,7 +116,8 @@ class Prompter:
 
 @dataclass
 class Fitter:
-    """Makes prompts of exact lengths. Remembers what fitted, per task and length: the next draft begins there."""
+    """Makes prompts of exact lengths. Remembers what fitted a task's first draft of a length. The others begin there:
+    none depends on which others are made."""
 
     prompter: Prompter
     fitted: dict[tuple[str, int], tuple[int, int, float]] = field(default_factory=dict)
@@ -122,7 +132,7 @@ class Fitter:
             tokens, _ = self.prompter.encode(sample)
             missing = length - sample.max_new_tokens - len(tokens)
             if not missing:
-                self.fitted[key] = num_units, num_fill, slope
+                self.fitted.setdefault(key, (num_units, num_fill, slope))
                 return self.prompter.make(sample, index, length)
             most = slope + 4 if number < MAX_TRIES // 2 else 4 * slope + 64  # units may not all have one length
             if 0 <= num_fill + missing <= most:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -12,7 +12,7 @@ from ulysses_cli.evaluate.counting import COUNTING_TASKS, GRAPHS
 from ulysses_cli.evaluate.documents import make_code_task, make_question_task
 from ulysses_cli.evaluate.files import FILE_SUITES, read_suite
 from ulysses_cli.evaluate.needles import BookHaystack, draw_sentences, list_needle_tasks
-from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompt, Prompter
+from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompt, Prompter, name_prompt
 from ulysses_cli.evaluate.sample import Sample, Task
 from ulysses_cli.evaluate.statistics import RULER_TASKS
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -25,8 +25,7 @@ SEEDED: dict[str, tuple[str, ...]] = {
     "graphs": ("graphs",),
     "code": ("code_recall",),
 }
-LOSS = "loss"
-SUITES = (*SEEDED, *FILE_SUITES, LOSS)
+SUITES = (*SEEDED, *FILE_SUITES)
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Plan:
 
     tasks: tuple[Task, ...]
     samples: tuple[Sample, ...]
-    has_loss: bool
     notes: tuple[str, ...]
 
 
@@ -65,7 +63,7 @@ def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
             wanted[name] = True
         elif name in FILE_SUITES:
             samples += read_suite(name, sources.path)
-        elif name != LOSS:
+        else:
             every = ", ".join((*SUITES, *known, *QUESTIONS))
             problems.append(Problem("--suite", f"no suite or task is called {name}", f"use some of: {every}"))
     tasks = []
@@ -86,7 +84,7 @@ def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
             notes.append(f"{name} is left out: it is made from your files, add {option} PATH")
     if problems:
         raise RecipeError(problems)
-    return Plan(tuple(tasks), tuple(samples), LOSS in names, tuple(notes))
+    return Plan(tuple(tasks), tuple(samples), tuple(notes))
 
 
 def _read_text(path: Path) -> str:
@@ -106,16 +104,47 @@ def make_source(seed: int, task: str, length: int, index: int) -> Random:
     return Random(int.from_bytes(digest[:8]))
 
 
+@dataclass(frozen=True)
+class Amount:
+    """Which samples are made of each task."""
+
+    lengths: tuple[int, ...]
+    num_samples: int = 20
+    seed: int = 0
+
+
 def make_prompts(
-    plan: Plan, prompter: Prompter, lengths: Sequence[int], num_samples: int, seed: int, report: Progress
+    plan: Plan, prompter: Prompter, amount: Amount, report: Progress, done: Collection[str] = ()
 ) -> Iterator[Prompt]:
-    """Yields the prompts of all tasks and lengths, the shortest length first, then those of files."""
+    """Yields the prompts of all tasks and lengths, the shortest length first, then those of files, but for those in
+    `done`."""
     fitter = Fitter(prompter)
-    for length in sorted(lengths):
+    for length in sorted(amount.lengths):
         for task in plan.tasks:
-            report(f"making {num_samples} samples of {task.name} with {length:,} tokens")
-            for index in range(num_samples):
-                draft = task.make(make_source(seed, task.name, length, index), length)
-                yield fitter.fit(task.name, draft, length, index)
+            report(f"{task.name}, {length:,} tokens")
+            left = [at for at in range(amount.num_samples) if name_prompt(task.name, length, at) not in done]
+            for index in [0, *left] if left and left[0] else left:
+                draft = task.make(make_source(amount.seed, task.name, length, index), length)
+                prompt = fitter.fit(task.name, draft, length, index)
+                if index in left:
+                    yield prompt
     for index, sample in enumerate(plan.samples):
-        yield prompter.make(sample, index)
+        if name_prompt(sample.task, 0, index) not in done:
+            yield prompter.make(sample, index)
+
+
+def check_lengths(plan: Plan, prompter: Prompter, amount: Amount) -> None:
+    """Raises RecipeError for a task that does not fit the shortest length."""
+    shortest = Amount(tuple(sorted(amount.lengths)[:1]), 1, amount.seed)
+    problems: list[Problem] = []
+    for task in plan.tasks:
+        try:
+            list(make_prompts(Plan((task,), (), ()), prompter, shortest, lambda _: None))
+        except RecipeError as error:
+            problems += error.problems
+    if problems:
+        raise RecipeError(problems)
+
+
+def count_prompts(plan: Plan, amount: Amount) -> int:
+    return len(plan.tasks) * len(amount.lengths) * amount.num_samples + len(plan.samples)

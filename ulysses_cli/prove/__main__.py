@@ -99,6 +99,10 @@ def run(task: dict[str, Any], recipe: Recipe | None, report: Callable[[str], Non
 
         shape = read_model_shape(task["config"], subject) if recipe is not None else None
         return examine(recipe, shape, load_hardware(), subject, report).describe()
+    if task["command"] == "evaluate":
+        from ulysses_cli.prove.quality.task import run_task
+
+        return run_task(options, task["device"], report)
     raise AssertionError(f"no proof is called {task['command']}")
 
 

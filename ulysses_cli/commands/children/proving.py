@@ -84,7 +84,7 @@ def prove(
     environ = launcher.make_environment(os.environ, device, 1)
     is_report = command == "doctor"  # it reports locks that nobody holds, and removes none
     with nullcontext() if is_report else watch_builds(environ, printing.print_message):
-        findings, code = _run_child(task, environ)
+        findings, code = run_child(task, environ)
     if not findings:
         printing.print_message(f"{command} ended without a result, with exit code {code}")
         raise typer.Exit(code if code > 0 else FAILED)
@@ -118,7 +118,7 @@ def _end(child: subprocess.Popen[str]) -> None:
     child.wait()
 
 
-def _run_child(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any], int]:
+def run_child(task: dict[str, Any], environ: dict[str, str]) -> tuple[dict[str, Any], int]:
     """Runs the child in a session of its own, so that it and its ranks are ended together when this process ends.
     Returns its findings ({} when it wrote none) and its exit code."""
     from ulysses_cli.host import children

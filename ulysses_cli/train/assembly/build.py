@@ -104,6 +104,34 @@ def build(
     return Built(engine, module, config, adapter, kernel, num_trained)
 
 
+def build_for_answers(
+    plan: RunPlan, groups: Groups, device: torch.device, report: Callable[[str], None] = lambda _: None
+) -> Engine:
+    """Collective over all ranks. Builds the model without an optimizer, its weights sharded over all ranks: an engine
+    that only computes losses and logits."""
+    import deepspeed
+
+    recipe = plan.recipe
+    deepspeed.init_distributed(dist_backend=dist.get_backend())
+    ds_config = {**_make_engine_config(plan, None), "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+    ds_config["zero_optimization"] = {"stage": 3, "overlap_comm": True}
+    kernel = REAL_PARTS.choose_kernel(plan, groups, device, ANY_MIX)
+    report(f"attention {kernel.name}: {kernel.reason}")
+    config = load_model_config(recipe)
+    stretch_positions(config, recipe, plan.resolved)
+    attention = register_attention(groups.sp_axis, kernel.by_head_dim or kernel.name, plan.levers.head_chunks)
+    model = _load_model(plan, groups, config, attention, device, ds_config, REAL_PARTS, report)
+    serve_layers(model, plan, groups, device, report)
+    serve_rotary(model, groups.sp_axis)
+    model.requires_grad_(False)
+    head_rule = read_head_rule(config, 0.0)
+    module = LossModel(model, apply_levers(model, plan, head_rule, device))
+    wrapped, *_ = deepspeed.initialize(model=module, config=ds_config, dist_init_required=False)
+    wrapped.eval()
+    check_head(model, head_rule, groups, device)
+    return Engine(wrapped, groups, device, lambda _: 0.0, _clear_module_stack)
+
+
 def _make_engine_config(plan: RunPlan, swap_folder: Path | None) -> dict[str, Any]:
     levers, recipe = plan.levers, plan.recipe
     own_config = make_ds_config(recipe, plan.layout, levers.offload_optimizer, levers.offload_param)

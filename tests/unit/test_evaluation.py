@@ -1,0 +1,223 @@
+"""Tasks from a seed at exact lengths, scorers by the rule of each benchmark, files, statistics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from support.tiers import sample as sample_cases
+from support.tokenizers_trained import train, wrap
+
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.evaluate.files import read_suite
+from ulysses_cli.evaluate.prompts import Prompter
+from ulysses_cli.evaluate.sample import Sample
+from ulysses_cli.evaluate.scorers import score
+from ulysses_cli.evaluate.statistics import compare_pairs, estimate_mean, find_effective_lengths, weigh_mean
+from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, plan_suites
+from ulysses_cli.evaluate.summary import compare_results, summarize
+from ulysses_cli.plan.problem import RecipeError
+
+
+def ask(metric: Any, answer: str, *references: str, **facts: Any) -> float:
+    return score(Sample("task", "", references, metric, 8, facts=facts), answer)
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "references", "expected"),
+    [
+        ("all", "They are 12 and\x00 ABC", ("12", "abc", "7"), 2 / 3),
+        ("part", "It was Paris.", ("paris", "London"), 1),
+        ("part", "It was Rome.", ("paris", "London"), 0),
+        ("none", "None of them.", ("none",), 1),
+        ("none", "None, or 1234567", ("none",), 0),
+        ("set_f1", "Thoughts\nFinal Answer: [a, b]", ("b", "c"), 0.5),
+        ("set_f1", "Final Answer: []", (), 1),
+        ("set_f1", "Final Answer: [a]", (), 0),
+        ("set_f1", "a, b", ("a", "b"), 0),
+        ("token_f1", "The Eiffel tower!", ("eiffel tower", "x"), 1),
+        ("token_f1", "a big tower", ("Eiffel tower",), 0.5),
+        ("rouge_l", "a b c d", ("a c d e",), 0.75),
+        ("share_right", "Paragraph 3, or 4", ("Paragraph 3",), 0.5),
+        ("letter", "*The correct answer is (B)*", ("B",), 1),
+        ("letter", "The correct answer is B", ("B",), 1),
+        ("letter", "B", ("B",), 0),
+        ("first_integer", "It is 71432 and 5", ("71432",), 1),
+        ("first_integer", "5 and 71432", ("71432",), 0),
+        ("whole_word", 'the value is "ab-12".', ("ab-12",), 1),
+        ("whole_word", "ab-123", ("ab-12",), 0),
+        ("last_word", "the result is 12.", ("12",), 1),
+        ("last_word", "twelve", ("12",), 0),
+        ("first_number", "-1.50 or 3", ("-1.5",), 1),
+    ],
+)
+def test_an_answer_is_scored_by_its_rule(
+    metric: str, answer: str, references: tuple[str, ...], expected: float
+) -> None:
+    assert ask(metric, answer, *references) == pytest.approx(expected)
+
+
+def test_rules_that_depend_on_more_than_the_answer() -> None:
+    assert ask("classes", "a dog and a cat", "cat", classes=("cat", "dog", "cow")) == 0.5
+    assert ask("classes", "hot dog", "hot dog", classes=("dog", "hot dog")) == 1
+    assert ask("letter", "C) the lake", "C", any_form=True, options=("a", "b", "the lake", "d")) == 1
+    assert ask("letter", "it was the lake", "C", any_form=True, options=("a1", "b1", "the lake", "d1")) == 1
+    assert ask("ordered_copy", "k3j poem", "k3j poem", start="k3j ") == 1
+    assert ask("ordered_copy", "poem", "k3j poem", start="k3j ") == 0
+    assert 0 < ask("ordered_copy", "k3j poet", "k3j poem", start="k3j ") < 1
+    assert ask("chinese_f1", "红色，球", "红球", by_character=True) == pytest.approx(0.8)
+    first = Sample("t", "", ("cat",), "part", 8, first_line=True)
+    assert score(first, "\ncat\ndog") == 1
+    assert score(first, "dog\ncat") == 0
+
+
+RIGHT = {"graphs": lambda references: f"Final Answer: [{', '.join(references)}]"}
+PLAN = ["ruler", "niah_none", "graphs"]
+
+
+@pytest.mark.parametrize("kind", sample_cases(["bytes", "llama3", "qwen", "gpt2", "o200k", "llama2"], quick=["llama3"]))
+def test_samples_are_exactly_as_long_as_asked(kind: str) -> None:
+    """With the answer's tokens, in one whole tokenization of the prompt. The same seed makes the same samples, and the
+    right answer gets the full score."""
+    tokenizer = make_bytes_tokenizer() if kind == "bytes" else wrap(train(kind))
+    prompter, plan, amount = Prompter(tokenizer), plan_suites(PLAN, Sources()), Amount((2600,), 1)
+    prompts = list(make_prompts(plan, prompter, amount, lambda _: None))
+    assert len(prompts) == 13
+    for prompt in prompts:
+        sample = prompt.sample
+        assert len(prompt.tokens) + sample.max_new_tokens == prompt.length
+        assert prompt.tokens == tuple(prompter.encode(sample)[0])
+        answer = RIGHT.get(sample.task, " ".join)(sample.references)  # type: ignore[operator]
+        assert score(sample, answer) == 1
+        assert score(sample, "I do not know.") == 0
+        if sample.metric == "all":
+            assert all(reference in sample.content for reference in sample.references)
+    again = make_prompts(plan, Prompter(tokenizer), amount, lambda _: None, {prompts[0].name})
+    assert [prompt.digest for prompt in again] == [prompt.digest for prompt in prompts[1:]]
+
+
+def test_depths_are_those_of_tokens() -> None:
+    plan = plan_suites(["niah_single_1"], Sources())
+    for prompt in make_prompts(plan, Prompter(make_bytes_tokenizer()), Amount((3000,), 5), lambda _: None):
+        text = bytes(token for token in prompt.tokens if token < 256).decode()
+        place = text.index("One of the special magic numbers")
+        assert prompt.depths[0] == pytest.approx(place / len(text), abs=0.02)
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(RecipeError, match="no suite or task is called rulr"):
+        plan_suites(["rulr"], Sources())
+    with pytest.raises(RecipeError, match="qa_1 is made from your files"):
+        plan_suites(["qa_1"], Sources())
+    assert [note.split()[0] for note in plan_suites(["ruler"], Sources()).notes] == ["qa_1", "qa_2"]
+    with pytest.raises(RecipeError, match="longbench is read from files, and no path was given"):
+        plan_suites(["longbench"], Sources())
+    with pytest.raises(RecipeError, match="300 is too short: vt needs at least"):
+        check_lengths(plan_suites(["vt"], Sources()), Prompter(make_bytes_tokenizer()), Amount((300,)))
+    with pytest.raises(RecipeError, match="has no chat template"):
+        Prompter(wrap(train("gpt2")), with_template=True)
+
+
+FILES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "ruler-files": ("niah_single_1.jsonl", {"index": 0, "input": "x", "outputs": ["7"], "length": 9}, "It is 7"),
+    "longbench": (
+        "trec.jsonl",
+        {"input": "q", "context": "c", "answers": ["Cat"], "all_classes": ["Cat", "Dog"], "dataset": "trec"},
+        "Cat\nDog",
+    ),
+    "longbench-v2": (
+        "data.json",
+        {
+            "_id": "1", "domain": "d", "difficulty": "easy", "length": "short", "question": "q", "choice_A": "1",
+            "choice_B": "2", "choice_C": "3", "choice_D": "4", "answer": "C", "context": "c",
+        },
+        "The correct answer is (C)",
+    ),
+    "infinitebench": (
+        "longbook_choice_eng.jsonl",
+        {"id": 1, "context": "c", "input": "q", "answer": ["two"], "options": ["one", "two", "three", "four"]},
+        "B. two",
+    ),
+    "mrcr": (
+        "mrcr.parquet",
+        {"prompt": '[{"role": "user", "content": "q"}]', "answer": "zz poem", "random_string_to_prepend": "zz ",
+         "n_needles": 2},
+        "zz poem",
+    ),
+    "graphwalks": ("g.jsonl", {"prompt": "p", "answer_nodes": ["a", "b"]}, "Final Answer: [b, a]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suite", FILES)
+def test_a_benchmark_is_read_and_scored(suite: str, tmp_path: Path) -> None:
+    name, row, right = FILES[suite]
+    file = tmp_path / name
+    if file.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+    else:
+        file.write_text(json.dumps([row]) if file.suffix == ".json" else json.dumps(row) + "\n")
+    (read,) = read_suite(suite, tmp_path)
+    assert score(read, right) == 1
+    assert score(read, "no idea") == 0
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(json.dumps({"text": "x"}))
+    with pytest.raises(RecipeError, match=f"row 1 lacks .*it is not a row of {suite}"):
+        read_suite(suite, broken)
+
+
+def test_questions_and_code_of_the_user(tmp_path: Path) -> None:
+    paragraphs = [
+        {"context": f"Town {at} has {at} towers.", "qas": [
+            {"question": f"How many towers has town {at}?", "answers": [{"text": f"{at} towers"}]}
+        ]}
+        for at in range(9)
+    ]  # fmt: skip
+    (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    lines = [f"    value_{at} = compute({at}, {at + 1})" for at in range(60)]
+    (tmp_path / "a.py").write_text("\n".join(lines))
+    (tmp_path / "b.py").write_text("\n".join(line.replace("value", "other") for line in lines))
+    plan = plan_suites(["qa_1", "code"], Sources(squad=tmp_path / "squad.json", code=tmp_path))
+    for prompt in make_prompts(plan, Prompter(make_bytes_tokenizer()), Amount((4000,), 1), lambda _: None):
+        assert len(prompt.tokens) + prompt.sample.max_new_tokens == 4000
+        assert score(prompt.sample, f"It is {prompt.sample.references[0]}.") == 1
+        assert prompt.sample.references[0] in prompt.sample.content
+
+
+def test_statistics_equal_worked_examples() -> None:
+    interval = estimate_mean([1.0] * 17 + [0.0] * 3)
+    assert interval == pytest.approx((0.85, 0.6396, 0.9476), abs=1e-3)  # Wilson's for 17 of 20
+    assert estimate_mean([1.0] * 20)[1:] == pytest.approx((0.8389, 1.0), abs=1e-3)
+    assert compare_pairs([0, 0, 1, 1], [1, 0, 1, 1]) == pytest.approx((0.25, -0.24, 0.74), abs=1e-3)
+    assert weigh_mean({4: 1.0, 8: 0.4}) == pytest.approx(0.6)
+    names = plan_suites(["ruler"], Sources()).tasks
+    means = {task.name: {4096: 0.9, 8192: 0.88, 16384: 0.7} for task in names}
+    assert find_effective_lengths(means) == {"own": 8192}  # not all thirteen
+    means |= {"qa_1": means["vt"], "qa_2": means["vt"]}
+    assert find_effective_lengths(means) == {"ruler": 8192, "own": 8192}
+
+
+def test_a_summary_has_intervals_depths_and_what_was_too_long() -> None:
+    random = Random(0)
+    results = [
+        {
+            "id": f"niah/{length}/{at}", "task": "niah", "length": length, "index": at, "prompt_tokens": length,
+            "depths": [at / 20], "score": float(length == 4096 or at < 10), "answer": "x" if at else "",
+            "is_greedy": random.random() < 0.5, "seconds": 0.5,
+        }
+        for length in (4096, 8192) for at in range(20)
+    ]  # fmt: skip
+    summary = summarize(results, [{"id": "mrcr/0/3", "task": "mrcr", "tokens": 9000}])
+    first, second = summary["scores"]
+    assert (first["score"], first["n"], first["empty"]) == (1.0, 20, 1)
+    assert second["low"] < second["score"] == 0.5 < second["high"]
+    assert {cell["score"] for cell in summary["heat_map"] if cell["length"] == 8192 and cell["depth"] >= 0.5} == {0.0}
+    assert summary["effective_length"] == {"own": 4096}
+    assert [entry["id"] for entry in summary["too_long"]] == ["mrcr/0/3"]
+    better = [{**result, "score": 1.0} for result in results]
+    assert [row["difference"] for row in compare_results(results, better)] == [0.0, 0.5]

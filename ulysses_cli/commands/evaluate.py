@@ -1,0 +1,123 @@
+"""`ulysses evaluate`: what a model answers at given lengths, on the layout that trained it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, PageOption, end_with, or_exit
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="a model folder, a name on the hub, or output_dir/checkpoints/step-N")
+    ],
+    suite: Annotated[str, typer.Option(help="suites or tasks, with commas between them")] = "ruler",
+    max_length: Annotated[str, typer.Option(help="lengths in tokens, with commas: 4Ki,32Ki,128Ki")] = "4Ki",
+    samples: Annotated[int, typer.Option(min=1, max=100_000, help="samples per task and length")] = 20,
+    sp_size: Annotated[int, typer.Option(min=1, help="ranks that share a prompt")] = 1,
+    device: Annotated[Device, typer.Option(help="auto: all GPUs, or the CPU where there is none")] = Device.auto,
+    against: Annotated[str | None, typer.Option(metavar="MODEL", help="compare with it, question by question")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="the tokenizer, where the model's folder has none")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="of the weights")] = Dtype.bfloat16,
+    path: Annotated[Path | None, typer.Option(help="file or folder of a suite that is read from files")] = None,
+    text: Annotated[Path | None, typer.Option(help="text for haystacks: a file, or a folder of .txt files")] = None,
+    squad: Annotated[Path | None, typer.Option(help="dev-v2.0.json of SQuAD, for qa_1")] = None,
+    hotpotqa: Annotated[Path | None, typer.Option(help="HotpotQA's distractor set, for qa_2")] = None,
+    code: Annotated[Path | None, typer.Option(help="a folder of source files, for code_recall")] = None,
+    seed: Annotated[int, typer.Option(help="another seed makes other samples")] = 0,
+    chat_template: Annotated[
+        bool | None,
+        typer.Option("--chat-template/--no-chat-template", help="ask in a user's message  [default: if there is one]"),
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--output", help="folder of the results  [default: runs/evaluations/MODEL]")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="dollars per hour of one GPU")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="predict memory and operations, run nothing")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run Python code that comes with the model")
+    ] = False,
+    html: PageOption = None,
+    online: OnlineOption = False,
+    output: FormatOption = Format.text,
+) -> None:
+    """Measure what a model recalls and answers at lengths that no single GPU holds.
+
+    Prompts are read by all ranks together, as rows are in training, and every answer is decoded greedily. Tasks are
+    made from a seed, exactly as long as asked with the answer; other suites are read from their files. A killed
+    evaluation goes on where it was when it is started again with the same --output.
+
+    \b
+    Suites: ruler, niah, graphs, code.
+    From files: ruler-files, longbench, longbench-v2, infinitebench, mrcr, graphwalks.
+
+    \b
+    Examples:
+      ulysses evaluate runs/mine/model --suite ruler --max-length 4Ki,32Ki,128Ki --sp-size 8
+      ulysses evaluate runs/mine/checkpoints/step-400 --against meta-llama/Llama-3.1-8B --html quality.html
+      ulysses evaluate my/model --suite longbench-v2 --path longbench_v2.json --format json
+    """
+    from ulysses_cli.commands.bench import read_numbers
+    from ulysses_cli.commands.children.answering import ModelQuestion, find_model, prepare_model, run
+    from ulysses_cli.evaluate.suites import Sources, plan_suites
+    from ulysses_cli.launch import launcher
+    from ulysses_cli.plan.generation import predict
+    from ulysses_cli.plan.problem import Problem
+    from ulysses_cli.report import printing, quality
+
+    lengths = or_exit(lambda: read_numbers("--max-length", max_length, []), output)
+    sources = Sources(text, squad, hotpotqa, code, path)
+    suites = [word.strip() for word in suite.split(",") if word.strip()]
+    plan = or_exit(lambda: plan_suites(suites, sources), output)
+    folder = to or Path("runs/evaluations") / Path(model.rstrip("/")).name
+    slots = launcher.count_rank_slots("cuda") if device is not Device.cpu else 0
+    if device is Device.cuda and not slots:
+        end_with([Problem("--device", "no GPU was found", "use --device cpu, or run ulysses doctor")], output)
+    num_ranks = max(sp_size, slots // sp_size * sp_size) if slots else sp_size
+    question = ModelQuestion(
+        sp_size, num_ranks, max(lengths), dtype.value, tokenizer, "cuda" if slots else "cpu", trust_remote_code
+    )
+    own, shape = or_exit(lambda: prepare_model(find_model(model, folder / "model"), question, online=online), output)
+    other = None
+    if against is not None:
+        found = or_exit(lambda: find_model(against, folder / "against-model"), output)
+        other, _ = or_exit(lambda: prepare_model(found, question, online=online), output)
+    if dry_run:
+        width = 4 if dtype is Dtype.float32 else 2
+        predictions = [predict(shape, length, sp_size, num_ranks, width) for length in lengths]
+        if output is Format.json:
+            printing.print_json({"predictions": predictions, "notes": list(plan.notes)})
+        else:
+            printing.print_data(quality.format_predictions(predictions, shape.name))
+        return
+    task = {
+        "subject": model,
+        "model": own,
+        "against": other,
+        "suites": suites,
+        "lengths": lengths,
+        "samples": samples,
+        "seed": seed,
+        "sources": {name: str(value) if value else None for name, value in vars(sources).items()},
+        "num_ranks": num_ranks,
+        "output": str(folder),
+        "with_template": chat_template,
+        "max_prompt_tokens": max(lengths) if plan.samples else 0,
+        "price": price,
+    }
+    run(task, "cuda" if slots else "cpu", output, html)

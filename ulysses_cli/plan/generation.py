@@ -1,0 +1,71 @@
+"""What generation keeps and computes: bytes of caches per rank, operations of a prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ulysses_cli.plan.flops import count_layer_weights, count_pairs
+from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, DeltaNetMixer, Mamba2Mixer, Mixer
+from ulysses_cli.plan.models.shape import ModelShape
+
+STATE_BYTES = 4  # recurrent states are float32
+
+
+def predict(
+    shape: ModelShape, length: int, sp_size: int, num_ranks: int, bytes_per_number: int, new_tokens: int = 128
+) -> dict[str, Any]:
+    """The prediction for a prompt of `length` tokens, for the fullest rank. Weights are those that are sharded; where
+    they fit, each rank gathers all of them once."""
+    num_parameters = shape.num_parameters or 0
+    return {
+        "length": length,
+        "sp_size": sp_size,
+        "num_ranks": num_ranks,
+        "cache_bytes": count_cache_bytes(shape, length, sp_size, bytes_per_number, new_tokens),
+        "weight_bytes": num_parameters * bytes_per_number // num_ranks,
+        "gathered_weight_bytes": num_parameters * bytes_per_number,
+        "prefill_flops": compute_prefill_flops(shape, length) / sp_size,
+    }
+
+
+def count_cache_bytes(
+    shape: ModelShape, length: int, sp_size: int, bytes_per_number: int, new_tokens: int, num_sequences: int = 1
+) -> int:
+    """Bytes that the fullest rank keeps of a prompt of `length` tokens and of what is generated after it."""
+    prefix = (length - 1) // sp_size * sp_size
+    own = num_sequences * (length - prefix + new_tokens)
+    mixers = (mixer for layer in shape.layers for mixer in layer.mixers)
+    return sum(_count_mixer(mixer, prefix, own, sp_size, bytes_per_number, num_sequences) for mixer in mixers)
+
+
+def _count_mixer(mixer: Mixer, prefix: int, own: int, sp_size: int, bytes_per_number: int, num_sequences: int) -> int:
+    if isinstance(mixer, AttentionMixer):
+        kept = min(prefix, (mixer.window_tokens or prefix + 1) - 1)
+        heads = count_kv_heads(mixer.num_heads, mixer.num_kv_heads, sp_size)
+        return (kept + own) * heads * (mixer.head_dim + mixer.value_head_dim) * bytes_per_number
+    copies = 1 + num_sequences  # after the prefix, and after each sequence's tokens
+    inputs = mixer.conv_channels * (mixer.conv_tokens - 1) * bytes_per_number * copies
+    if isinstance(mixer, ConvolutionMixer):
+        return inputs
+    if isinstance(mixer, Mamba2Mixer):
+        numbers = mixer.head_dim * mixer.state_dim
+    elif isinstance(mixer, DeltaNetMixer):
+        numbers = mixer.key_head_dim * mixer.value_head_dim
+    else:
+        numbers = mixer.head_dim * mixer.head_dim
+    return inputs + mixer.num_heads // sp_size * numbers * STATE_BYTES * copies
+
+
+def count_kv_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> int:
+    """Key/value heads of the rank that has most. Ranks that share one keep a copy each."""
+    local, group = num_heads // sp_size, num_heads // num_kv_heads
+    return max(((rank + 1) * local - 1) // group + 1 - rank * local // group for rank in range(sp_size))
+
+
+def compute_prefill_flops(shape: ModelShape, length: int) -> float:
+    """Operations of one forward of all ranks, without the head: it runs for single tokens."""
+    total = 0.0
+    for layer in shape.layers:
+        pairs = count_pairs(length, layer.window_tokens)
+        total += 2 * length * count_layer_weights(shape, layer) + 4 * shape.num_heads * shape.head_dim * pairs
+    return total

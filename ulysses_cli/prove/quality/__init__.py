@@ -1,0 +1,1 @@
+"""`ulysses evaluate`: what a model answers at given lengths."""

@@ -1,0 +1,141 @@
+"""Formats what `ulysses evaluate` found: tables for the terminal, one page with curves and a heat map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ulysses_cli.plan.nouns import format_count
+from ulysses_cli.report.page import charts, page
+from ulysses_cli.report.page.heat_map import draw_heat_map
+from ulysses_cli.report.page.page import Block, Chart, Facts, Note, PageSection, Table
+from ulysses_cli.report.printing import format_table
+from ulysses_cli.report.quantities import NO_VALUE, format_binary, format_bytes, format_seconds
+
+Findings = Mapping[str, Any]
+MAX_LISTED = 5
+RULES = {
+    "ruler": "RULER's rule: the mean of its 13 tasks exceeds 85.6 %",
+    "own": "the model's own: the mean exceeds 85 % of that at the shortest length",
+}
+
+
+def format_quality(findings: Findings) -> str:
+    """The table of scores, the mean, effective lengths, the comparison, and what was left out."""
+    parts = [format_table(*_make_score_table(findings))]
+    parts.append("\n".join(_list_facts(findings)))
+    if findings.get("differences"):
+        parts.append(
+            "against the other model, question by question\n" + format_table(*_make_difference_table(findings))
+        )
+    notes = _list_notes(findings)
+    if notes:
+        parts.append("\n".join(f"note: {note}" for note in notes))
+    return "\n\n".join(parts)
+
+
+def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str) -> str:
+    header = ["length", "cache per rank", "weights per rank", "all weights", "operations of a prefill per rank"]
+    cells = [
+        [
+            format_binary(each["length"]),
+            format_bytes(each["cache_bytes"]),
+            format_bytes(each["weight_bytes"]),
+            format_bytes(each["gathered_weight_bytes"]),
+            f"{each['prefill_flops'] / 1e12:,.1f} TFLOP",
+        ]
+        for each in predictions
+    ]
+    return f"{name}\n{format_table(header, cells)}"
+
+
+def _format_percent(value: float | None) -> str:
+    return NO_VALUE if value is None else f"{100 * value:.1f} %"
+
+
+def _make_score_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    header = ["task", "length", "n", "score", "95 % interval", "teacher-forced", "empty"]
+    cells = [
+        [
+            row["task"], format_binary(row["length"]), str(row["n"]), _format_percent(row["score"]),
+            f"{100 * row['low']:.0f}-{100 * row['high']:.0f}", _format_percent(row["teacher_forced"]),
+            str(row["empty"] or ""),
+        ]
+        for row in findings["scores"]
+    ]  # fmt: skip
+    return header, cells
+
+
+def _make_difference_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    header = ["task", "length", "n", "difference", "95 % interval"]
+    cells = [
+        [
+            row["task"], format_binary(row["length"]), str(row["n"]), f"{100 * row['difference']:+.1f}",
+            f"{100 * row['low']:+.0f} to {100 * row['high']:+.0f}",
+        ]
+        for row in findings["differences"]
+    ]  # fmt: skip
+    return header, cells
+
+
+def _list_facts(findings: Findings) -> list[str]:
+    lines = [
+        f"mean of {format_count(row['tasks'], 'task')} at {format_binary(row['length'])}: "
+        f"{_format_percent(row['score'])}"
+        for row in findings["mean"]
+    ]
+    if len(findings["mean"]) > 1:
+        lines.append(f"mean over lengths, longer ones weigh more: {_format_percent(findings['weighted_mean'])}")
+    for rule, length in findings["effective_length"].items():
+        shown = format_binary(length) if length else "none of these lengths"
+        lines.append(f"effective length {shown} ({RULES[rule]})")
+    cost = f", {findings['usd']:.2f} USD" if findings.get("usd") else ""
+    lines.append(f"{format_seconds(findings['seconds'])} on {format_count(findings['num_ranks'], 'rank')}{cost}")
+    return lines
+
+
+def _list_notes(findings: Findings) -> list[str]:
+    notes = list(findings.get("notes", ()))
+    too_long = findings.get("too_long") or []
+    if too_long:
+        named = ", ".join(f"{each['id']} ({each['tokens']:,} tokens)" for each in too_long[:MAX_LISTED])
+        more = f" and {len(too_long) - MAX_LISTED} more" if len(too_long) > MAX_LISTED else ""
+        notes.append(f"{format_count(len(too_long), 'question')} too long, not cut and not scored: {named}{more}")
+    if not findings["has_all_ruler_tasks"]:
+        notes.append("fewer than RULER's 13 tasks: the mean is not held against RULER's 85.6 %")
+    return notes
+
+
+def make_quality_page(findings: Findings) -> str:
+    sections = [PageSection("Scores", make_quality_blocks(findings))]
+    if findings.get("differences"):
+        sections.append(PageSection("Compared", [Table(*_make_difference_table(findings))]))
+    return page.make_page(f"Answers of {findings['subject']}", sections)
+
+
+def make_quality_blocks(findings: Findings) -> list[Block]:
+    """The blocks of a page's section, here and in a run's report."""
+    means = findings["mean"]
+    series = [charts.Series("mean", [float(row["length"]) for row in means], [row["score"] for row in means])]
+    blocks: list[Block] = []
+    if len(findings["mean"]) > 1:
+        svg = charts.draw_lines("Score by length", series, "tokens", "score", x_log=True)
+        blocks.append(Chart(svg, "", page.tabulate_lines(series, "tokens", "score")))
+    if findings["heat_map"]:
+        cells = {(row["length"], row["depth"]): row["score"] for row in findings["heat_map"]}
+        rows = [
+            [
+                format_binary(each["length"]),
+                f"{100 * each['depth']:.0f} %",
+                str(each["n"]),
+                _format_percent(each["score"]),
+            ]
+            for each in findings["heat_map"]
+        ]
+        svg = draw_heat_map("Score by length and depth of the evidence", cells, format_binary)
+        blocks.append(Chart(svg, "Depth: where the evidence begins, as a share of the prompt's tokens.",
+                            Table(["length", "depth", "n", "score"], rows)))  # fmt: skip
+    blocks.append(Table(*_make_score_table(findings)))
+    blocks.append(Facts([("result", line) for line in _list_facts(findings)]))
+    blocks += [Note(note) for note in _list_notes(findings)]
+    return blocks

@@ -1,0 +1,144 @@
+"""Asks a model questions on all ranks: each group of sequence ranks answers prompts of its own, and rank 0 scores and
+records them. Used by `ulysses evaluate` and between the steps of a run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ulysses_cli.evaluate.prompts import Prompt, Prompter
+from ulysses_cli.evaluate.scorers import score
+from ulysses_cli.train.engine import Engine
+from ulysses_cli.train.generation.decoding import Generator, count_shared_tokens
+from ulysses_cli.train.generation.on_engine import generating
+from ulysses_cli.train.processes.consistency import gather_values
+
+MAX_TOGETHER = 32  # prompts that share a prefill
+MIN_SHARED = 0.5  # of the shorter prompt's tokens: prompts that begin alike are read together
+
+
+@dataclass(frozen=True)
+class Question:
+    """What travels to the ranks: tokens, and the tokens of the right answer where it has one form."""
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What comes back. `seconds`: its share of the group's time."""
+
+    tokens: list[int]
+    log_probability: float | None
+    is_greedy: bool | None
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Quiz:
+    """What rank 0 has: prompts in their order, and what is done with each result. Other ranks have none."""
+
+    prompts: Iterable[Prompt]
+    prompter: Prompter
+    one_answer_tasks: Collection[str]
+    record: Callable[[dict[str, Any]], None]
+
+
+def ask_questions(
+    engine: Engine, quiz: Quiz | None, stop_tokens: Collection[int], should_stop: Callable[[], bool] = lambda: False
+) -> bool:
+    """Collective over all ranks. Returns whether all questions were asked: `should_stop` of any rank ends it early."""
+    groups = engine.groups
+    num_groups = groups.layout.world_size // groups.sp_axis.size
+    batches = _collect(quiz.prompts) if quiz is not None else iter(())
+    with generating(engine) as generator:
+        while True:
+            prompts = [next(batches, []) for _ in range(num_groups)] if quiz is not None else []
+            own = [[_make_question(prompt, quiz) for prompt in batch] for batch in prompts] if quiz is not None else []
+            # all ranks learn from rank 0 what is asked next, on the host
+            told = gather_values((own, should_stop()), groups.host_group)
+            asked = told[0][0]
+            if any(stops for _, stops in told):
+                return False
+            if not any(asked):
+                return True
+            answers = _answer(generator, asked[groups.dp_index], stop_tokens)
+            generator.finish()
+            answered = gather_values((groups.dp_index, answers), groups.host_group)
+            if quiz is not None:
+                by_group = dict(answered)
+                for index, batch in enumerate(prompts):
+                    for prompt, answer in zip(batch, by_group[index], strict=True):
+                        quiz.record(_describe(prompt, answer, quiz.prompter))
+
+
+def _collect(prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
+    """Yields neighbours that begin alike together."""
+    batch: list[Prompt] = []
+    for prompt in prompts:
+        if batch and (len(batch) == MAX_TOGETHER or not _begin_alike(batch[0], prompt)):
+            yield batch
+            batch = []
+        batch.append(prompt)
+    if batch:
+        yield batch
+
+
+def _begin_alike(first: Prompt, second: Prompt) -> bool:
+    shortest = min(len(first.tokens), len(second.tokens))
+    if first.sample.task != second.sample.task or first.sample.max_new_tokens != second.sample.max_new_tokens:
+        return False
+    return count_shared_tokens([first.tokens, second.tokens]) >= MIN_SHARED * shortest
+
+
+def _make_question(prompt: Prompt, quiz: Quiz) -> Question:
+    sample, answer = prompt.sample, list[int]()
+    if sample.task in quiz.one_answer_tasks and len(sample.references) == 1:
+        answer = quiz.prompter.encode_answer(prompt, sample.references[0])
+    return Question(prompt.tokens, sample.max_new_tokens, tuple(answer))
+
+
+def _answer(generator: Generator, questions: Sequence[Question], stop_tokens: Collection[int]) -> list[Answer]:
+    """This group's answers. The group's ranks have the same questions."""
+    if not questions:
+        return []
+    started = time.monotonic()
+    generator.read([question.tokens for question in questions])
+    given = generator.generate(questions[0].max_new_tokens, stop_tokens)
+    scores = None
+    if all(question.answer for question in questions):
+        scores = generator.score([question.answer for question in questions])
+    seconds = (time.monotonic() - started) / len(questions)
+    return [
+        Answer(
+            tokens, scores[at].log_probability if scores else None, scores[at].is_greedy if scores else None, seconds
+        )
+        for at, tokens in enumerate(given)
+    ]
+
+
+def _describe(prompt: Prompt, answer: Answer, prompter: Prompter) -> dict[str, Any]:
+    sample = prompt.sample
+    text = prompter.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    return {
+        "id": prompt.name,
+        "task": sample.task,
+        "length": prompt.length,
+        "index": prompt.index,
+        "prompt_tokens": len(prompt.tokens),
+        "depths": list(prompt.depths),
+        "prompt_hash": prompt.digest,
+        "references": list(sample.references),
+        "answer": text,
+        "answer_tokens": len(answer.tokens),
+        "score": score(sample, text),
+        "log_probability": answer.log_probability,
+        "is_greedy": answer.is_greedy,
+        "seconds": round(answer.seconds, 4),
+        **({"facts": dict(sample.facts)} if sample.facts else {}),
+    }
