@@ -11,7 +11,10 @@ from support.house import HEAVY, LIGHT, MAY_IMPORT, PACKAGE
 
 FILES = ("validate", "hub", "hardware_table", "shipped")
 ENTRY = ("cli", "__main__", "")
-ROWS = {"commands": 0, "report": 1, "launch": 1, "run_folder": 2, "host": 2, "prove": 0, "train": 1, "data": 2}
+ROWS = {
+    **{"commands": 0, "report": 1, "launch": 1, "run_folder": 2, "host": 2, "evaluate": 2},
+    **{"prove": 0, "train": 1, "data": 2},
+}
 BASE = "plan"
 PURPOSES = {
     "plan": "what can be known without a GPU: pure functions, values in and values out",
@@ -20,6 +23,7 @@ PURPOSES = {
     "launch": "starts the processes of a run, on one machine or many",
     "run_folder": "checkpoints, manifests and logs of a run",
     "host": "network, operator builds, child processes",
+    "evaluate": "tasks from a seed, scorers, statistics",
     "data": "documents to rows of tokens, with transformers and datasets, without torch",
     "train": "one rank of a run, from start-up to teardown",
     "prove": "runs that prove a claim: parity, speed, a healthy machine",

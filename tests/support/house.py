@@ -55,6 +55,7 @@ ORDER: dict[str, list[str]] = {
             "hardware",
             "models",
             "flops",
+            "generation",
             "rows",
             "levers",
             "secrets",
@@ -63,7 +64,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "evaluate": [
         *("sample", "words", "statistics", "needles", "counting", "documents", "files", "prompts", "suites"),
-        *("scorers", "summary", "retrieval"),
+        *("scorers", "summary"),
     ],
     "run_folder": [
         *("failure_record", "early_stop", "line_files", "manifest", "archive", "bucket", "remote_archive", "resume"),

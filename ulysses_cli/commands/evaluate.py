@@ -11,13 +11,13 @@ import typer
 from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, PageOption, end_with, or_exit
 
 
-class Device(StrEnum):
+class EvaluationDevice(StrEnum):
     auto = "auto"
     cuda = "cuda"
     cpu = "cpu"
 
 
-class Dtype(StrEnum):
+class WeightsDtype(StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"
 
@@ -30,10 +30,12 @@ def evaluate(
     max_length: Annotated[str, typer.Option(help="lengths in tokens, with commas: 4Ki,32Ki,128Ki")] = "4Ki",
     samples: Annotated[int, typer.Option(min=1, max=100_000, help="samples per task and length")] = 20,
     sp_size: Annotated[int, typer.Option(min=1, help="ranks that share a prompt")] = 1,
-    device: Annotated[Device, typer.Option(help="auto: all GPUs, or the CPU where there is none")] = Device.auto,
+    device: Annotated[
+        EvaluationDevice, typer.Option(help="auto: all GPUs, or the CPU where there is none")
+    ] = EvaluationDevice.auto,
     against: Annotated[str | None, typer.Option(metavar="MODEL", help="compare with it, question by question")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="the tokenizer, where the model's folder has none")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="of the weights")] = Dtype.bfloat16,
+    dtype: Annotated[WeightsDtype, typer.Option(help="of the weights")] = WeightsDtype.bfloat16,
     path: Annotated[Path | None, typer.Option(help="file or folder of a suite that is read from files")] = None,
     text: Annotated[Path | None, typer.Option(help="text for haystacks: a file, or a folder of .txt files")] = None,
     squad: Annotated[Path | None, typer.Option(help="dev-v2.0.json of SQuAD, for qa_1")] = None,
@@ -85,8 +87,8 @@ def evaluate(
     suites = [word.strip() for word in suite.split(",") if word.strip()]
     plan = or_exit(lambda: plan_suites(suites, sources), output)
     folder = to or Path("runs/evaluations") / Path(model.rstrip("/")).name
-    slots = launcher.count_rank_slots("cuda") if device is not Device.cpu else 0
-    if device is Device.cuda and not slots:
+    slots = launcher.count_rank_slots("cuda") if device is not EvaluationDevice.cpu else 0
+    if device is EvaluationDevice.cuda and not slots:
         end_with([Problem("--device", "no GPU was found", "use --device cpu, or run ulysses doctor")], output)
     num_ranks = max(sp_size, slots // sp_size * sp_size) if slots else sp_size
     question = ModelQuestion(
@@ -98,7 +100,7 @@ def evaluate(
         found = or_exit(lambda: find_model(against, folder / "against-model"), output)
         other, _ = or_exit(lambda: prepare_model(found, question, online=online), output)
     if dry_run:
-        width = 4 if dtype is Dtype.float32 else 2
+        width = 4 if dtype is WeightsDtype.float32 else 2
         predictions = [predict(shape, length, sp_size, num_ranks, width) for length in lengths]
         if output is Format.json:
             printing.print_json({"predictions": predictions, "notes": list(plan.notes)})

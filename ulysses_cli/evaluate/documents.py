@@ -20,7 +20,7 @@ NUM_AROUND = 40  # lines of its file that are shown before and after it
 
 
 @dataclass(frozen=True)
-class Question:
+class PaperQuestion:
     """A question, its right answers, and the paragraphs that hold them."""
 
     text: str
@@ -28,7 +28,7 @@ class Question:
     evidence: tuple[str, ...]
 
 
-def read_questions(file: Path) -> tuple[list[Question], list[str]]:
+def read_questions(file: Path) -> tuple[list[PaperQuestion], list[str]]:
     """Reads SQuAD's or HotpotQA's JSON. Returns the questions that have an answer, and all paragraphs."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -49,24 +49,24 @@ def read_questions(file: Path) -> tuple[list[Question], list[str]]:
     return questions, list(paragraphs)
 
 
-def _read_squad(content: dict[str, list[dict[str, list[dict[str, object]]]]]) -> list[Question]:
+def _read_squad(content: dict[str, list[dict[str, list[dict[str, object]]]]]) -> list[PaperQuestion]:
     questions = []
     for article in content["data"]:
         for paragraph in article["paragraphs"]:
             for asked in paragraph["qas"]:  # type: ignore[attr-defined]
                 answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
                 if answers:
-                    questions.append(Question(asked["question"], answers, (str(paragraph["context"]),)))
+                    questions.append(PaperQuestion(asked["question"], answers, (str(paragraph["context"]),)))
     return questions
 
 
-def _read_hotpot(content: list[dict[str, object]]) -> list[Question]:
+def _read_hotpot(content: list[dict[str, object]]) -> list[PaperQuestion]:
     questions = []
     for row in content:
         context = {title: _join_hotpot(title, lines) for title, lines in row["context"]}  # type: ignore[attr-defined]
         titles = dict.fromkeys(title for title, _ in row["supporting_facts"])  # type: ignore[attr-defined]
         evidence = tuple(context[title] for title in titles if title in context)
-        questions.append(Question(str(row["question"]), (str(row["answer"]),), evidence))
+        questions.append(PaperQuestion(str(row["question"]), (str(row["answer"]),), evidence))
     return questions
 
 

@@ -14,7 +14,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 Row = Mapping[str, Any]
 
 
-class Rule(NamedTuple):
+class SetRule(NamedTuple):
     """How one set of a benchmark is asked and scored."""
 
     metric: Metric
@@ -28,36 +28,38 @@ BRIEFLY = "Answer the question from the text, as briefly as you can."
 SUMMARIZE = "Write a summary of the text."
 CONTINUE = "Complete the next line of the code below.\n"
 EXAMPLES = "Go on as the examples do."
-LONGBENCH: dict[str, Rule] = {
-    **dict.fromkeys(("narrativeqa", "qasper"), Rule("token_f1", 128, BRIEFLY)),
-    "multifieldqa_en": Rule("token_f1", 64, BRIEFLY),
-    "multifieldqa_zh": Rule("chinese_f1", 64, BRIEFLY),
-    **dict.fromkeys(("hotpotqa", "2wikimqa", "musique"), Rule("token_f1", 32, BRIEFLY)),
-    "dureader": Rule("rouge_l", 128, BRIEFLY),
-    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "vcsum"), Rule("rouge_l", 512, SUMMARIZE)),
-    "trec": Rule("classes", 64, EXAMPLES, with_template=False, first_line=True),
-    "triviaqa": Rule("token_f1", 32, EXAMPLES, with_template=False, first_line=True),
-    "samsum": Rule("rouge_l", 128, EXAMPLES, with_template=False, first_line=True),
-    "lsht": Rule("classes", 64, EXAMPLES, with_template=False, first_line=True),
-    "passage_count": Rule("share_right", 32, "How many different paragraphs are there? Answer with the number alone."),
+LONGBENCH: dict[str, SetRule] = {
+    **dict.fromkeys(("narrativeqa", "qasper"), SetRule("token_f1", 128, BRIEFLY)),
+    "multifieldqa_en": SetRule("token_f1", 64, BRIEFLY),
+    "multifieldqa_zh": SetRule("chinese_f1", 64, BRIEFLY),
+    **dict.fromkeys(("hotpotqa", "2wikimqa", "musique"), SetRule("token_f1", 32, BRIEFLY)),
+    "dureader": SetRule("rouge_l", 128, BRIEFLY),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "vcsum"), SetRule("rouge_l", 512, SUMMARIZE)),
+    "trec": SetRule("classes", 64, EXAMPLES, with_template=False, first_line=True),
+    "triviaqa": SetRule("token_f1", 32, EXAMPLES, with_template=False, first_line=True),
+    "samsum": SetRule("rouge_l", 128, EXAMPLES, with_template=False, first_line=True),
+    "lsht": SetRule("classes", 64, EXAMPLES, with_template=False, first_line=True),
+    "passage_count": SetRule(
+        "share_right", 32, "How many different paragraphs are there? Answer with the number alone."
+    ),
     **dict.fromkeys(
         ("passage_retrieval_en", "passage_retrieval_zh"),
-        Rule("share_right", 32, "Which paragraph is the summary below of? Answer with its number."),
+        SetRule("share_right", 32, "Which paragraph is the summary below of? Answer with its number."),
     ),
-    **dict.fromkeys(("lcc", "repobench-p"), Rule("code_similarity", 64, CONTINUE, with_template=False)),
+    **dict.fromkeys(("lcc", "repobench-p"), SetRule("code_similarity", 64, CONTINUE, with_template=False)),
 }
-INFINITE: dict[str, Rule] = {
-    "passkey": Rule("first_integer", 6),
-    "number_string": Rule("first_integer", 12),
-    "kv_retrieval": Rule("whole_word", 50),
-    "longbook_qa_eng": Rule("token_f1", 40, BRIEFLY),
-    "longbook_qa_chn": Rule("chinese_f1", 40, BRIEFLY),
-    "longbook_sum_eng": Rule("rouge_l", 1200, SUMMARIZE),
-    "longbook_choice_eng": Rule("letter", 40, "Choose one of the options. Answer with its letter."),
-    "longdialogue_qa_eng": Rule("part", 40, "Which name belongs at $$MASK$$? Answer with the name."),
-    "code_debug": Rule("letter", 5, "Which function has the error? Answer with the letter of an option."),
-    "code_run": Rule("last_word", 5, "Answer with the number alone."),
-    "math_find": Rule("first_number", 3, "Answer with the number alone."),
+INFINITE: dict[str, SetRule] = {
+    "passkey": SetRule("first_integer", 6),
+    "number_string": SetRule("first_integer", 12),
+    "kv_retrieval": SetRule("whole_word", 50),
+    "longbook_qa_eng": SetRule("token_f1", 40, BRIEFLY),
+    "longbook_qa_chn": SetRule("chinese_f1", 40, BRIEFLY),
+    "longbook_sum_eng": SetRule("rouge_l", 1200, SUMMARIZE),
+    "longbook_choice_eng": SetRule("letter", 40, "Choose one of the options. Answer with its letter."),
+    "longdialogue_qa_eng": SetRule("part", 40, "Which name belongs at $$MASK$$? Answer with the name."),
+    "code_debug": SetRule("letter", 5, "Which function has the error? Answer with the letter of an option."),
+    "code_run": SetRule("last_word", 5, "Answer with the number alone."),
+    "math_find": SetRule("first_number", 3, "Answer with the number alone."),
 }
 
 

@@ -27,7 +27,7 @@ REPORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ModelEvaluation:
     """Everything that the ranks need to know. `model`: the text of a recipe; `output`: the folder of the results."""
 
     model: str
@@ -54,7 +54,7 @@ class Evaluation:
         }
 
 
-def run_evaluation(evaluation: Evaluation, device: str, report: Callable[[str], None]) -> dict[str, Any]:
+def run_evaluation(evaluation: ModelEvaluation, device: str, report: Callable[[str], None]) -> dict[str, Any]:
     """Returns the findings that report/quality.py shows."""
     ours, theirs = Pipe(duplex=False)
     listener = threading.Thread(target=_pass_on, args=(ours, report), daemon=True)
@@ -84,7 +84,7 @@ def _pass_on(pipe: Connection, report: Callable[[str], None]) -> None:
             return
 
 
-def _run_rank(device: Any, evaluation: Evaluation, pipe: Connection) -> dict[str, Any] | None:
+def _run_rank(device: Any, evaluation: ModelEvaluation, pipe: Connection) -> dict[str, Any] | None:
     """One rank. Returns rank 0's findings."""
     from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
     from ulysses_cli.plan.planner.lever_choice import choose_levers
@@ -129,7 +129,7 @@ def list_stop_tokens(tokenizer: Any, model: Any) -> set[int]:
 class _Questions:
     """Rank 0's side: which questions are left, their results, and the progress with the time that is left."""
 
-    def __init__(self, evaluation: Evaluation, tokenizer: Any, send: Callable[[str], None]) -> None:
+    def __init__(self, evaluation: ModelEvaluation, tokenizer: Any, send: Callable[[str], None]) -> None:
         self.evaluation, self.send = evaluation, send
         self.prompter = Prompter(tokenizer, with_template=evaluation.with_template)
         self.plan: Plan = plan_suites(evaluation.suites, evaluation.sources)

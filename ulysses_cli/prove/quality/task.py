@@ -12,10 +12,10 @@ from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, plan_suites
 from ulysses_cli.evaluate.summary import compare_results
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.prove.quality.evaluation import Evaluation, run_evaluation
+from ulysses_cli.prove.quality.evaluation import ModelEvaluation, run_evaluation
 
 
-def check_task(evaluation: Evaluation) -> None:
+def check_task(evaluation: ModelEvaluation) -> None:
     """Raises RecipeError for what is wrong with tasks, files, template or lengths, before a model is loaded."""
     recipe = parse_recipe(evaluation.model, "evaluate", []).recipe
     prompter = Prompter(load_tokenizer(recipe.model, recipe.data), with_template=evaluation.with_template)
@@ -25,7 +25,7 @@ def check_task(evaluation: Evaluation) -> None:
 def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], None]) -> dict[str, Any]:
     """`against`: the recipe text of a second model, which answers the same questions first."""
     sources = Sources(**{name: Path(path) if path else None for name, path in options["sources"].items()})
-    evaluation = Evaluation(
+    evaluation = ModelEvaluation(
         options["model"],
         tuple(options["suites"]),
         Amount(tuple(options["lengths"]), options["samples"], options["seed"]),

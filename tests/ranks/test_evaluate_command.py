@@ -1,0 +1,102 @@
+"""`ulysses evaluate` from end to end on CPU ranks: mistakes, a prediction, answers on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.commands import run
+from support.rank_pool import run_on_ranks
+from support.small_run import BYTES_CONFIG
+from test_generation import PlainForward, make_axis, make_prompts
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ulysses_cli.plan.generation import count_cache_bytes
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.train.generation.decoding import Generator
+
+LONG = {**BYTES_CONFIG, "max_position_embeddings": 4096}
+WORDS = ("--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--format", "json")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**LONG)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--suite", "rulr"), "no suite or task is called rulr"),
+        (("--suite", "longbench"), "no path was given"),
+        (("--suite", "qa_1"), "made from your files"),
+        (("--sp-size", "3"), "3 does not divide the 4 attention heads"),
+        (("--max-length", "4K-8K"), "is not a whole number"),
+        (("--suite", "mrcr", "--path", "nowhere.parquet"), "does not exist"),
+    ],
+)
+def test_a_mistake_ends_with_2_and_says_what_to_do(model: str, words: tuple[str, ...], message: str) -> None:
+    result = run("evaluate", model, *WORDS, *words)
+    assert result.returncode == 2
+    assert message in json.loads(result.stdout)["problems"][0]["message"]
+
+
+def test_a_dry_run_predicts_the_cache(model: str) -> None:
+    """2 layers x (keys and values) x 1 of 2 heads x 8 numbers x 4 bytes, of the prompt and 128 tokens."""
+    result = run("evaluate", model, *WORDS, "--dry-run", "--max-length", "4Ki", "--sp-size", "2")
+    (prediction,) = json.loads(result.stdout)["predictions"]
+    assert prediction["cache_bytes"] == 2 * 2 * 8 * 4 * (4096 + 128)
+
+
+def count_cached(model_type: str) -> int:
+    """Returns the bytes of this rank's cache after a prompt and six tokens."""
+    forward = PlainForward(model_type, make_axis(), 1)
+    generator = Generator(forward, make_axis())
+    generator.read(make_prompts("one"))
+    generator.generate(6)
+    return generator.cache.count_bytes()
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["gemma2", *(pytest.param(each, marks=pytest.mark.full) for each in ("llama", "qwen3_next", "bamba", "lfm2"))],
+)
+def test_the_predicted_cache_is_the_counted_one(model_type: str) -> None:
+    from test_generation import make
+
+    shape = read_model_shape(make(model_type, "eager").config.to_dict(), "test")
+    predicted = count_cache_bytes(shape, len(make_prompts("one")[0]), 2, 4, 6)
+    assert max(run_on_ranks(2, count_cached, model_type)) == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.full
+def test_one_and_two_ranks_give_the_same_answers(model: str, tmp_path: Path) -> None:
+    """An untrained model finds nothing. A second start answers nothing again."""
+    found: list[dict[str, Any]] = []
+    words = ("--suite", "niah_single_1,vt", "--max-length", "1200", "--samples", "2")
+    for sp_size in ("1", "2"):
+        page, folder = tmp_path / f"{sp_size}.html", tmp_path / sp_size
+        options = ("--sp-size", sp_size, "--html", str(page), "--output", str(folder))
+        result = run("evaluate", model, *WORDS, *words, *options)
+        assert result.returncode == 0, result.stderr
+        scores = json.loads(result.stdout)["scores"]
+        assert [(row["task"], row["n"], row["score"]) for row in scores] == [("niah_single_1", 2, 0.0), ("vt", 2, 0.0)]
+        found.append(json.loads((folder / "quality.json").read_text()))
+        assert "<svg" in page.read_text()
+    first, second = ([(each["prompt_hash"], each["answer"]) for each in one["results"]] for one in found)
+    assert first == second
+    lines = (tmp_path / "2" / "results.jsonl").read_text().splitlines()
+    (tmp_path / "2" / "results.jsonl").write_text("\n".join(lines[:3]) + '\n{"id": "unfin')
+    result = run("evaluate", model, *WORDS, *words, "--sp-size", "2", "--output", str(tmp_path / "2"))
+    assert "2 questions are answered already" in result.stderr
+    again = json.loads((tmp_path / "2" / "quality.json").read_text())["results"]
+    assert sorted(each["answer"] for each in again) == sorted(answer for _, answer in second)
+    other = run("evaluate", model, *WORDS, *words, "--seed", "1", "--output", str(tmp_path / "2"))
+    assert other.returncode == 2
+    assert "holds the results of another evaluation: seed differ" in other.stdout
