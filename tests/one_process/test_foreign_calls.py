@@ -1,0 +1,175 @@
+"""Compares every call into FlashAttention 2, 3 and 4, torch's flash kernel and cuDNN with the real signatures. Those of
+FlashAttention were read from its releases as text; those of torch are the installed operators' schemas. Nothing here
+has run on a GPU: names, order and meaning of arguments are proven, values are not.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.foreign_calls import FUNCTIONS, bind_to_schema, load_signatures, make_module
+
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.attention.kernels import cudnn, flash, varlen
+from ulysses_cli.train.attention.kernels.rule import Rule
+
+RELEASES = [(kernel, version) for kernel, versions in load_signatures().items() for version in versions]
+LENGTHS, SCALE = (5, 3), 0.3
+DOCUMENTS = make_documents(LENGTHS)
+RULES = {"full": Rule(SCALE), "window": Rule(SCALE, 4), "softcap": Rule(SCALE, None, 2.0)}
+NO_WINDOW = {"flash_attention_2": (-1, -1), "flash_attention_3": (-1, -1), "flash_attention_4": (None, None)}
+
+
+def make_tensors() -> dict[str, torch.Tensor]:
+    q, k = torch.randn(8, 4, 16), torch.randn(8, 2, 16)
+    return {"dout": q.clone(), "q": q, "k": k, "v": k.clone(), "out": q.clone(), "lse": torch.zeros(4, 8)}
+
+
+def answer(name: str, bound: Any) -> Any:
+    """What the release returns, with tensors of the right shapes."""
+    q = bound["q"]
+    if name.endswith(("forward", "fwd")):
+        return q.clone(), torch.zeros(q.size(1), q.size(0)), None, None
+    return tuple(torch.zeros_like(bound[each]) for each in "qkv")
+
+
+def check_rule(kernel: str, bound: dict[str, Any], rule: Rule) -> None:
+    assert bound["softmax_scale"] == rule.scale
+    assert bound.get("causal", bound.get("is_causal")) is True
+    assert bound["cu_seqlens_q"] is DOCUMENTS.cu_seqlens
+    assert bound["cu_seqlens_k"] is DOCUMENTS.cu_seqlens
+    assert bound["max_seqlen_q"] == bound["max_seqlen_k"] == max(LENGTHS)
+    sides = bound.get("window_size") or (bound["window_size_left"], bound["window_size_right"])
+    assert sides == (NO_WINDOW[kernel] if rule.window_tokens is None else (3, 0))
+    if kernel != "flash_attention_4":
+        assert bound["softcap"] == (rule.softcap or 0.0)
+        assert bound.get("dropout_p", 0.0) == 0.0
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize(("kernel", "version"), RELEASES)
+def test_each_release_takes_the_calls(kernel: str, version: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = RULES[kind]
+    if kernel == "flash_attention_4" and rule.softcap is not None:
+        pytest.skip("is not given a softcap: plan/attention.py")
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(flash, "_load", lambda *_: make_module(kernel, version, calls, answer))
+    tensors = make_tensors()
+    out, lse = flash.VERSIONS[kernel].forward(*(tensors[name] for name in "qkv"), DOCUMENTS, rule)
+    assert (out.shape, lse.shape) == (tensors["q"].shape, tensors["lse"].shape)
+    grads = flash.VERSIONS[kernel].backward(*tensors.values(), DOCUMENTS, rule)
+    assert [grad.shape for grad in grads] == [tensors[name].shape for name in "qkv"]
+    forward, backward = calls
+    for bound in calls:
+        check_rule(kernel, bound, rule)
+        for name in "qkv":
+            assert bound[name] is tensors[name]
+    if kernel == "flash_attention_4":
+        assert forward["return_lse"] is True
+    names = {"dout": "dout", "out": "out", "lse": "softmax_lse" if kernel != "flash_attention_4" else "lse"}
+    for ours, theirs in names.items():
+        assert backward[theirs] is tensors[ours]
+    if kernel != "flash_attention_4":  # gradients are written into these
+        assert [backward[name].shape for name in ("dq", "dk", "dv")] == [tensors[name].shape for name in "qkv"]
+        assert backward["deterministic"] is False
+
+
+def test_a_release_without_an_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future release that drops the softcap must not compute without it."""
+    version = next(iter(load_signatures()["flash_attention_3"]))
+    module = make_module("flash_attention_3", version, [], answer)
+
+    def forward(q: Any, k: Any, v: Any, softmax_scale: Any, causal: bool, window_size: Any) -> None:
+        raise AssertionError("was called")
+
+    module._flash_attn_forward = forward
+    monkeypatch.setattr(flash, "_load", lambda *_: module)
+    tensors = make_tensors()
+    with pytest.raises(TypeError, match="takes no softcap"):
+        flash.forward_3(*(tensors[name] for name in "qkv"), DOCUMENTS, RULES["softcap"])
+
+
+def test_the_stand_in_refuses_a_wrong_call() -> None:
+    """The proof must be able to fail."""
+    for kernel, version in RELEASES:
+        module = make_module(kernel, version, [], answer)
+        for name in FUNCTIONS[kernel]:
+            with pytest.raises(TypeError):
+                getattr(module, name)(no_such_argument=1)
+
+
+class Aten:
+    """torch's operators, each replaced by one that only binds its arguments to the schema."""
+
+    def __init__(self, results: Any) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.results = results
+
+    def __getattr__(self, name: str) -> Any:
+        schema = getattr(torch.ops.aten, name).default._schema
+
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls.append((name, bind_to_schema(schema, args, options)))
+            return self.results(name, len(schema.returns))
+
+        return call
+
+
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_torchs_flash_kernel_takes_the_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, tensors = RULES[kind], make_tensors()
+    aten = Aten(lambda name, num: [torch.zeros(1)] * num)
+    monkeypatch.setattr(varlen, "aten", aten)
+    varlen.forward_varlen(*(tensors[name] for name in "qkv"), DOCUMENTS, rule)
+    varlen.backward_varlen(*tensors.values(), DOCUMENTS, rule)
+    (_, forward), (_, backward) = aten.calls
+    for bound in (forward, backward):
+        assert (bound["cum_seq_q"], bound["cum_seq_k"]) == (DOCUMENTS.cu_seqlens, DOCUMENTS.cu_seqlens)
+        assert (bound["max_q"], bound["max_k"]) == (5, 5)
+        assert (bound["dropout_p"], bound["is_causal"], bound["scale"]) == (0.0, True, SCALE)
+        window = (bound.get("window_size_left"), bound.get("window_size_right"))
+        assert window == ((3, 0) if rule.window_tokens else (None, None))
+    assert forward["return_debug_mask"] is False
+    for name, theirs in {"dout": "grad_out", "q": "query", "k": "key", "v": "value", "lse": "logsumexp"}.items():
+        assert backward[theirs] is tensors[name]
+
+
+def test_cudnn_takes_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make_tensors()
+
+    def make_results(name: str, num: int) -> Any:
+        heads = [torch.zeros(1, 4, 5, 16), torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 16)]
+        return heads if name.endswith("backward") else [torch.zeros(1, 4, 5, 16), torch.zeros(1, 4, 5, 1)] * num
+
+    aten = Aten(make_results)
+    monkeypatch.setattr(cudnn, "aten", aten)
+    one = make_documents((5,))
+    dout, q, k, v, out = (tensors[name][:5] for name in ("dout", "q", "k", "v", "out"))
+    cudnn.forward_cudnn(q, k, v, one, Rule(SCALE))
+    cudnn.backward_cudnn(dout, q, k, v, out, tensors["lse"][:, :5], one, Rule(SCALE))
+    (_, forward), (_, backward) = aten.calls
+    for bound in (forward, backward):
+        assert (bound["attn_bias"], bound["dropout_p"], bound["is_causal"], bound["scale"]) == (None, 0.0, True, SCALE)
+    assert (forward["compute_log_sumexp"], forward["return_debug_mask"]) == (True, False)
+    assert (backward["max_q"], backward["max_k"]) == (5, 5)
+    assert (backward["cum_seq_q"], backward["cum_seq_k"]) == (None, None)
+    assert backward["logsumexp"].shape == (1, 4, 5, 1)
+
+
+def test_torchs_fused_norm_and_its_sum_in_a_product_have_these_schemas() -> None:
+    """train/elementwise/operators.py and train/memory/tiling.py call them so."""
+    aten, some = torch.ops.aten, SimpleNamespace()
+    bound = bind_to_schema(aten._fused_rms_norm.default._schema, (some, (8,), some, 1e-5), {})
+    assert list(bound) == ["input", "normalized_shape", "weight", "eps"]
+    backward = (some, some, (8,), some, some, [True, True])
+    bound = bind_to_schema(aten._fused_rms_norm_backward.default._schema, backward, {})
+    assert list(bound) == ["grad_out", "input", "normalized_shape", "rstd", "weight", "output_mask"]
+    for name, args, options in (
+        ("addmm.dtype_out", (some, some, some), {"out_dtype": torch.float32, "out": some}),
+        ("mm.dtype", (some, some), {"out_dtype": torch.float32}),
+    ):
+        operator, overload = name.split(".")
+        bind_to_schema(getattr(getattr(aten, operator), overload)._schema, args, options)
