@@ -1,11 +1,12 @@
 VENV ?= .venv
 PYTHON ?= python3
 RECIPE ?= recipes/tiny-cpu.yaml
+MINUTES ?= 25
 SPREAD ?= --numprocesses 3 --dist loadfile
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-check test-full lint types docs pictures bench check clean
+.PHONY: help install demo test test-check test-full lint types docs pictures bench gpu check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +47,9 @@ bench: install  ## benchmarks: ratios against named peers
 	python benchmarks/startup.py && python benchmarks/exchange.py && python benchmarks/data.py
 	python benchmarks/train_cpu.py && python benchmarks/levers.py && python benchmarks/buckets.py && python benchmarks/estimate.py
 	python benchmarks/checkpoint.py && python benchmarks/faults.py && python benchmarks/attacks.py
+
+gpu: install  ## tests and measurements on a GPU, each beside its prediction (MINUTES=25); WORDS=--rehearse needs none
+	python benchmarks/gpu.py --minutes $(MINUTES) $(WORDS)
 
 check: lint types demo test-check  ## all that CI runs
 

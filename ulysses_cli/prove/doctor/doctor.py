@@ -12,6 +12,8 @@ from ulysses_cli.prove.doctor import machine, software
 from ulysses_cli.prove.doctor.checkup import Check, CheckTarget, Finding, run_checks
 from ulysses_cli.prove.results import Findings, Report
 
+GPU_HINT = "to test and measure this GPU, in a checkout: make gpu (each result beside its prediction, 25 minutes)"
+
 
 def _load_check(name: str) -> Check:
     """A check of device_checks.py. That module imports torch, which may be broken on this machine, so its import is
@@ -44,8 +46,10 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 def examine(
     recipe: Recipe | None, shape: ModelShape | None, hardware: Hardware, subject: str, report: Report
 ) -> Findings:
-    findings = Findings("doctor", subject or "this machine")
-    run_checks(CheckTarget(recipe, shape, hardware, count_gpus()), CHECKS, findings, report)
+    findings, num_gpus = Findings("doctor", subject or "this machine"), count_gpus()
+    run_checks(CheckTarget(recipe, shape, hardware, num_gpus), CHECKS, findings, report)
+    if num_gpus:
+        findings.notes.append(GPU_HINT)
     return findings
 
 

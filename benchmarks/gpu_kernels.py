@@ -1,0 +1,61 @@
+"""Times each attention kernel that this machine has, with the heads of an 8B model, forward and backward of one
+document, and compares it with the share of the GPU's peak that plan/hardware.yaml predicts. Each kernel runs in a
+process of its own. Has not been run on a GPU yet.
+
+    python benchmarks/gpu_kernels.py [--lengths 32Ki,128Ki] [--device cuda]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import paths  # noqa: F401 - finds this checkout
+import torch
+
+from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.plan.attention import BACK_ENDS, Device, Need
+from ulysses_cli.plan.flops import count_pairs
+from ulysses_cli.train.attention.kernels.operators import KERNELS
+from ulysses_cli.train.attention.kernels.trial import TrialRequest
+from ulysses_cli.train.attention.kernels.trial_process import try_in_process
+from ulysses_cli.train.processes.host_memory import count_host_bytes
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LIMIT_SECONDS = 120.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="32768,131072")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    options = parser.parse_args()
+    kind: Device = options.device
+    capability, gpu = None, None
+    if kind == "cuda":
+        facts = torch.cuda.get_device_properties(0)
+        capability = torch.cuda.get_device_capability(0) if torch.version.hip is None else None
+        gpu = load_hardware().recognise(facts.name, facts.total_memory, count_host_bytes())[0]
+    need = Need(HEAD_DIM, dtype="bfloat16")
+    rows = []
+    for length in map(int, options.lengths.split(",")):
+        flops = 2 * 7 * HEADS * HEAD_DIM * count_pairs(length, None)  # seven products, forward and backward
+        for name, back_end in BACK_ENDS.items():
+            obstacle = back_end.find_obstacle(need, kind, capability) or KERNELS[name].find_missing()
+            row: dict[str, Any] = {"name": f"{name}, {length:,} tokens", "obstacle": obstacle}
+            if not obstacle:
+                request = TrialRequest(name, need, kind, None, (length,), HEADS, KV_HEADS)
+                result = try_in_process(request, LIMIT_SECONDS)
+                row |= {"obstacle": result.obstacle, "seconds": result.seconds or None}
+                if gpu is not None and result.seconds:
+                    forward, backward = flops * 2 / 7, flops * 5 / 7
+                    peak = gpu.tflops * 1e12
+                    predicted = forward / (peak * gpu.attention_forward) + backward / (peak * gpu.attention_backward)
+                    row |= {"tflops": flops / result.seconds / 1e12, "predicted_seconds": predicted}
+            rows.append(row)
+    print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
