@@ -20,6 +20,7 @@ from ulysses_cli.plan.speed import (
     compute_mlp_flops,
     compute_projection_flops,
     compute_speed,
+    compute_sum_bytes,
     count_row_pairs,
 )
 from ulysses_cli.plan.step_parts import PARTS
@@ -162,3 +163,15 @@ def test_accumulation_repeats_all_but_the_optimizer() -> None:
 def test_money_is_hours_times_price() -> None:
     assert compute_cost(7200, 8, H100) == pytest.approx((16 * 1.99, 16 * 5.00))
     assert compute_cost(7200, 8, TABLE.get_gpu("b300")) is None
+
+
+def test_an_8b_step_at_32ki_is_a_tenth_faster_in_fewer_passes() -> None:
+    """On one H200 with 8-bit moments: one pass for each norm, rotation and gate, and sums inside products."""
+    before = Job(LLAMA, Layout(1, 1, 1), 2**15, Levers(True, 1, 0, True, True), optim="adamw_8bit")
+    after = replace(before, fused_norms=True, fused_gates=True, sums_in_product=True)
+    h200 = TABLE.get_gpu("h200")
+    assert compute_speed(before, h200).step_seconds / compute_speed(after, h200).step_seconds >= 1.10
+    # by hand: the sums of 8 tiles of an MLP and of 64 tiles of the head
+    tiles = 8 * 32 * 3 * 4096 * 14336 + 64 * 4096 * 128256
+    assert compute_sum_bytes(before) == 12 * tiles
+    assert compute_sum_bytes(after) == 0

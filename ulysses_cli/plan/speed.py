@@ -13,11 +13,13 @@ from ulysses_cli.plan.layout import count_near_ranks
 from ulysses_cli.plan.ledger import host
 from ulysses_cli.plan.ledger.attention import saves_slices
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.mlp import count_mlp_elements
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes
 from ulysses_cli.plan.models.layers import Layer
 from ulysses_cli.plan.rows.ring_share import measure_ring
 from ulysses_cli.plan.step_parts import PARTS
+from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 
 GIGA, TERA = 1e9, 1e12
 BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-2, arXiv 2307.08691)
@@ -132,6 +134,22 @@ def compute_elementwise_bytes(job: Job) -> float:
     return total * job.local_tokens
 
 
+def compute_sum_bytes(job: Job) -> float:
+    """Memory traffic of a backward that adds each tile's gradient of a weight to a float32 sum in a pass of its own:
+    the gradient is written and read, the sum read and written, 2 b + 8 for each weight and tile. Added inside the
+    product, the sum travels while the product computes."""
+    if job.sums_in_product or job.adapters is not None:
+        return 0.0
+    num_bytes = 0.0
+    if job.levers.tiled_mlp:
+        num_tiles = compute_num_mlp_tiles(job.local_tokens, job.shape.hidden_size)
+        num_bytes += num_tiles * sum(count_mlp_elements(job, layer) for layer in job.shape.layers)
+    if job.levers.tiled_loss:
+        tile = compute_loss_tile_tokens(job.local_tokens, job.shape.vocab_size)
+        num_bytes += -(-job.local_tokens // tile) * job.shape.hidden_size * job.shape.vocab_size
+    return (2 * job.dtype_bytes + 8) * num_bytes
+
+
 def compute_speed(job: Job, gpu: Gpu) -> Speed:
     share = gpu.efficiency
     matmul = gpu.tflops * TERA * share.matmul
@@ -151,6 +169,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts["attention"] = attention * forwards / (peak * gpu.attention_forward)
     parts["attention"] += attention * BACKWARD_ATTENTION / (peak * gpu.attention_backward)
     parts["other"] = (3 + recomputes) * compute_elementwise_bytes(job) / memory
+    parts["other"] += compute_sum_bytes(job) / memory
     parts["exchange"] = _compute_exchange_seconds(job, gpu, memory)
     room = sum(parts.values())  # a second of computation hides a second of transfers of any kind
     hidden = {}

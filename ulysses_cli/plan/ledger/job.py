@@ -81,6 +81,7 @@ class Job:
     evaluates: bool = True
     async_save: bool = False
     fused_norms: bool = False  # RMSNorm in one kernel (train/elementwise/, Liger): no float32 copies
+    sums_in_product: bool = False  # gradients of tiles are added where a matrix product makes them
     fused_gates: bool = False  # rotary embedding and gated activations in one kernel each
     kernel: str = "auto"  # decides the attention backward's workspace; auto: the larger one, FlashAttention 2's
     has_z_loss: bool = False
@@ -213,6 +214,7 @@ def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node
         async_save=recipe.run.async_save,
         fused_norms=recipe.model.fused_kernels,
         fused_gates=recipe.model.fused_kernels,
+        sums_in_product=True,  # every GPU that torch has kernels for (train/memory/tiling.py: adds_in_product)
         kernel=recipe.model.attn_implementation,
         has_z_loss=recipe.train.z_loss_weight > 0,
     )
