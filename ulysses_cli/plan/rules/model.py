@@ -54,6 +54,19 @@ def check_heads(recipe: Recipe, shape: ModelShape) -> Problems:
         )
 
 
+def check_sampled_heads(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Generation has no ring: all ranks of a row exchange heads."""
+    sp_size = recipe.parallel.sp_size
+    if recipe.run.sample_prompts and sp_size not in shape.sp_sizes and shape.list_ring_sizes(sp_size):
+        heads = " and ".join(format_count(count, f"{kind} head") for kind, count in shape.head_counts)
+        yield Problem(
+            "run.sample_prompts",
+            f"are continued without a ring, and sp_size {sp_size} does not divide the {heads} of {shape.name}",
+            "leave sample_prompts out and run `ulysses sample` on the model, or use sp_size "
+            f"{_list_choices(list(shape.sp_sizes))}",
+        )
+
+
 def check_convolutions(recipe: Recipe, shape: ModelShape) -> Problems:
     """A convolution takes its earlier tokens from the rank before, and from no other."""
     if recipe.parallel.sp_size == 1 or not shape.conv_tokens:
@@ -218,6 +231,7 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
 
 RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_heads,
+    check_sampled_heads,
     check_convolutions,
     check_head_chunks,
     check_offloading,
