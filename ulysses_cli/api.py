@@ -160,7 +160,7 @@ def train(
     the run stops with a checkpoint if one returns True or raises. `token_loss` is a function at the top of a module,
     which ranks import; see train.token_loss. Raises RecipeError before ranks start, and RunError.
     """
-    from ulysses_cli.commands.train import Machine, PreparationError, TrainOptions, run_recipe
+    from ulysses_cli.commands.children.training import Machine, PreparationError, TrainOptions, run_recipe
     from ulysses_cli.host.children import refuse_core_files
     from ulysses_cli.launch.listening import open_listener
     from ulysses_cli.plan.exit_codes import DONE, get_signal_code

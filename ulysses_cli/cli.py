@@ -23,7 +23,6 @@ from ulysses_cli.commands import (
     plan,
     prepare,
     recipes,
-    report,
     sample,
     train,
     validate_config,
@@ -31,6 +30,7 @@ from ulysses_cli.commands import (
 )
 from ulysses_cli.commands.asking import init
 from ulysses_cli.commands.options import EXIT_CODES
+from ulysses_cli.commands.results import push, report
 from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE, get_signal_code
 
 app = typer.Typer(
@@ -89,6 +89,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "plan": (plan.plan, "Find the GPUs and the layout that fit and cost least."),
     "models": (models.models, "List the models that are served; describe one."),
     "report": (report.report, "Make one HTML page of a run."),
+    "push": (push.push, "Publish a run's model on the Hugging Face hub."),
 }
 CLUSTERS: dict[str, tuple[Callable[..., None], str]] = {
     "slurm": (launch.slurm, "Write a batch script for SLURM."),

@@ -25,8 +25,9 @@ from ulysses_cli.prove.ranks.rank_server import start_process
 
 PRELOADED = (
     *("torch", "deepspeed", "peft", "transformers.models.qwen3.modeling_qwen3", "torch.distributed.run"),
-    *("ulysses_cli.train.agent", "ulysses_cli.train.worker", "ulysses_cli.train.failure", "ulysses_cli.commands.train"),
+    *("ulysses_cli.train.agent", "ulysses_cli.train.worker", "ulysses_cli.train.failure"),
     *(
+        "ulysses_cli.commands.children.training",
         "ulysses_cli.data.prepare",
         "ulysses_cli.report.live.progress",
         "ulysses_cli.plan.rules.check",

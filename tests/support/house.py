@@ -30,11 +30,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hardware_table": {"plan", "hub"},
     "shipped": {"plan"},
     "validate": {"plan", "hub"},
+    "publishing": {"plan"},
     "report": {"plan", "validate"},
     "launch": {"plan", "run_folder", "host"},
     "commands": {
         *("plan", "evaluate", "run_folder", "host", "launch", "report", "hub", "hardware_table"),
-        *("shipped", "validate", ""),
+        *("shipped", "validate", "publishing", ""),
     },
     "cli": {"plan", "host", "commands", "report", ""},
     "api": {"plan", "host", "launch", "commands", "hardware_table", "validate"},
@@ -73,7 +74,7 @@ ORDER: dict[str, list[str]] = {
     "host": ["network", "operator_builds", "children", "gpu_list", "data_survey"],
     "launch": [
         *("environments", "hostfile", "nodes", "rendezvous", "start_lock", "results", "failures", "launcher"),
-        *("listening", "downloads", "preflight", "jobs"),
+        *("listening", "notification", "downloads", "preflight", "jobs"),
     ],
     "data": [
         *("problems", "selection", "sources", "steps", "batching", "transaction", "store", "rows", "packer", "facts"),

@@ -691,6 +691,24 @@ def test_check_checkpoint_uri() -> None:
     assert check("run.checkpoint_uri=s3://bucket/x") == []
 
 
+def test_check_notice() -> None:
+    assert only("run.notify_webhook=hooks.example.org") == (
+        "command line: run.notify_webhook: is no address of the web\n\nhint: write one that starts with https://"
+    )
+    assert only("run.notify_command=sh 'notify.sh") == (
+        "command line: run.notify_command: is no command: a quote is missing, or it is empty\n\n"
+        "hint: write a program and its arguments, such as: sh notify.sh"
+    )
+    assert check("run.notify_webhook=https://hooks.example.org/x", "run.notify_command=sh notify.sh") == []
+
+
+def test_check_hub_model() -> None:
+    assert only("run.hub_model_id=a b") == (
+        "command line: run.hub_model_id: a b is no name of a repository\n\nhint: write owner/name"
+    )
+    assert check("run.hub_model_id=owner/name") == []
+
+
 def test_check_token_loss(tmp_path: Path) -> None:
     assert only("train.token_loss=losses.focal") == (
         "command line: train.token_loss: losses.focal names no function\n\n"

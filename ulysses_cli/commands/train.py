@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ulysses_cli.commands.asking.completion import complete_words
 from ulysses_cli.commands.options import Format, end_with
-from ulysses_cli.plan.exit_codes import DONE, FAILED, USAGE
-
-if TYPE_CHECKING:
-    from ulysses_cli.launch.launcher import Outcome
-    from ulysses_cli.launch.listening import StepListener
-    from ulysses_cli.launch.nodes import Nodes
-    from ulysses_cli.launch.start_lock import NewLock
-    from ulysses_cli.plan.recipe.loader import Loaded
-    from ulysses_cli.plan.recipe.recipe import Recipe, Run
-    from ulysses_cli.plan.resolved import Resolved
-    from ulysses_cli.validate import Validated
 
 
 def train(
@@ -104,6 +89,7 @@ def train(
       ulysses train my.yaml --nnodes 2 --node-rank 0 --master-addr gpu01
       ulysses train my.yaml --dry-run parallel.dp_shard_size=8
     """
+    from ulysses_cli.commands.children.training import Machine, PreparationError, TrainOptions, run_recipe
     from ulysses_cli.launch.environments import choose_stop_code
     from ulysses_cli.plan.problem import RecipeError
     from ulysses_cli.report import printing
@@ -127,209 +113,3 @@ def train(
     if finished.outcome.stopped_by:
         raise typer.Exit(choose_stop_code(finished.run_settings.stop_exit_code, os.environ))
     raise typer.Exit(finished.outcome.exit_code)
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Options of the command line that are not settings of the recipe."""
-
-    num_processes: int | None = None
-    resume: str | None = None
-    resume_anyway: bool = False
-    overwrite: bool = False
-    dry_run: bool = False
-    agent_args: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Which machine of the run this is; None where no option gives it."""
-
-    nnodes: int | None = None
-    node_rank: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    hostfile: Path | None = None
-
-
-@dataclass(frozen=True)
-class ValidRecipe:
-    """A recipe that passed its checks, and the file and overrides that it comes from."""
-
-    file: str
-    overrides: list[str]
-    result: Validated
-    loaded: Loaded
-    resolved: Resolved
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.loaded.recipe
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(os.path.expanduser(self.recipe.run.output_dir))
-
-
-@dataclass(frozen=True)
-class RunPlace:
-    """Where the run runs: its machines, and its locked folder."""
-
-    nodes: Nodes
-    lock: NewLock
-    starts_anew: bool
-
-
-@dataclass(frozen=True)
-class FinishedRun:
-    """How a run ended. `model_dir`: its model, if this run completed one on this machine."""
-
-    outcome: Outcome
-    run_settings: Run
-    run_dir: Path
-    model_dir: Path | None
-
-
-class PreparationError(Exception):
-    """The data cannot be prepared. Its problems have been printed."""
-
-    def __init__(self, exit_code: int, messages: Sequence[str]) -> None:
-        super().__init__("; ".join(messages) or f"the preparation of the data ended with exit code {exit_code}")
-        self.exit_code = exit_code
-
-
-def run_recipe(
-    file: str, overrides: list[str], options: TrainOptions, machine: Machine, listener: StepListener | None = None
-) -> FinishedRun:
-    """The order of a run, from its recipe to its end. Progress goes to stderr, nothing to stdout. Raises RecipeError
-    for what stops the run before its ranks start, and PreparationError."""
-    valid = _validate(file, overrides, options)
-    with ExitStack() as stack:
-        place = _lock_run_dir(valid, machine, options, stack)
-        rows = _prepare_rows(valid)
-        outcome, model_dir = _launch(valid, place, rows, options, listener)
-    return FinishedRun(outcome, valid.recipe.run, valid.run_dir, model_dir)
-
-
-def _validate(file: str, overrides: list[str], options: TrainOptions) -> ValidRecipe:
-    from ulysses_cli.launch.downloads import bring_inputs
-    from ulysses_cli.plan.problem import RecipeError
-    from ulysses_cli.report import printing
-    from ulysses_cli.validate import validate_recipe
-
-    if options.resume:
-        overrides = [*overrides, f"run.resume_from_checkpoint={json.dumps(options.resume)}"]
-    bring_inputs(file, overrides, printing.print_message)
-    result = validate_recipe(file, overrides, options.num_processes, online=True, starts_anew=options.overwrite)
-    if result.problems or result.loaded is None or result.resolved is None:
-        raise RecipeError(result.problems)
-    return ValidRecipe(file, overrides, result, result.loaded, result.resolved)
-
-
-def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, stack: ExitStack) -> RunPlace:
-    """Finds this machine's part in the run, locks the run's folder, and reports what would stop the run later."""
-    from ulysses_cli.launch import preflight
-    from ulysses_cli.launch.downloads import bring_checkpoint
-    from ulysses_cli.launch.nodes import find_nodes
-    from ulysses_cli.launch.results import check_run_dir
-    from ulysses_cli.launch.start_lock import lock_run
-    from ulysses_cli.plan.problem import RecipeError
-    from ulysses_cli.report import printing, run_end
-
-    recipe, world_size = valid.recipe, valid.resolved.layout.world_size
-    nodes = find_nodes(world_size, os.environ, **vars(machine))
-    machines = nodes.describe() if nodes.count > 1 or options.dry_run else ""
-    printing.print_message(run_end.format_start(valid.result, machines))
-    lock = lock_run(valid.run_dir, nodes.rank, recipe.model_dump(mode="json"))
-    stack.callback(os.close, lock.handle)
-    starts_anew = not recipe.run.resume_from_checkpoint and not options.dry_run and nodes.rank == 0
-    inputs = [path for path in (recipe.model.name_or_path, *(dataset.path for dataset in recipe.data.datasets)) if path]
-    if starts_anew:
-        check_run_dir(valid.run_dir, inputs, overwrite=options.overwrite)
-    if recipe.run.resume_from_checkpoint == "auto" and not options.dry_run and nodes.rank == 0:
-        bring_checkpoint(valid.loaded, valid.run_dir, printing.print_message)
-    obstacles = preflight.find_obstacles(
-        valid.loaded,
-        processes_here=nodes.processes_here,
-        resumes_anyway=options.resume_anyway,
-        is_dry_run=options.dry_run,
-    )
-    if obstacles:
-        raise RecipeError(obstacles)
-    return RunPlace(nodes, lock, starts_anew)
-
-
-def _prepare_rows(valid: ValidRecipe) -> Path:
-    """Prepares the data. Returns the folder of rows; all their tokens are in the model's vocabulary."""
-    from ulysses_cli.commands.prepare import prepare_recipe
-    from ulysses_cli.plan.problem import RecipeError
-    from ulysses_cli.report import run_end
-
-    data = prepare_recipe(valid.file, valid.overrides)
-    if data.exit_code != DONE:
-        raise PreparationError(data.exit_code, [str(problem["message"]) for problem in data.report.get("problems", ())])
-    vocabulary = valid.result.shape.vocab_size if valid.result.shape else 0
-    outside = [source for source in data.report["sources"] if source["max_id"] >= vocabulary]
-    if outside:
-        raise RecipeError([run_end.explain_tokens(valid.loaded, outside[0], vocabulary)])
-    return Path(data.report["path"])
-
-
-def _launch(
-    valid: ValidRecipe, place: RunPlace, rows: Path, options: TrainOptions, listener: StepListener | None
-) -> tuple[Outcome, Path | None]:
-    """Starts the ranks, waits for them, and reports how the run ended. Returns the outcome and the complete model's
-    folder."""
-    from ulysses_cli.host.operator_builds import watch_builds
-    from ulysses_cli.launch import launcher
-    from ulysses_cli.launch.failures import MachineLogs
-    from ulysses_cli.launch.nodes import Nodes
-    from ulysses_cli.launch.rendezvous import open_rendezvous
-    from ulysses_cli.launch.results import set_results_aside
-    from ulysses_cli.report import printing
-
-    run, nodes, device = valid.recipe.run, place.nodes, valid.recipe.run.device
-    rank_args = ["--recipe", valid.file, "--data", str(rows), *(f"--set={text}" for text in valid.overrides)]
-    rank_args += [f"--resume={run.resume_from_checkpoint}"] if run.resume_from_checkpoint else []
-    rank_args += ["--resume-anyway"] if options.resume_anyway else []
-    if options.dry_run:
-        rank_args.append("--dry-run")
-        if valid.resolved.layout.world_size > launcher.count_rank_slots(device):
-            rank_args.append("--pretend")
-            nodes, device = Nodes(), "cpu"
-    with ExitStack() as stack:
-        rendezvous = stack.enter_context(open_rendezvous(nodes, valid.run_dir, os.environ, run.join_timeout))
-        aside = set_results_aside(valid.run_dir) if place.starts_anew else None
-        agent_args = launcher.make_agent_args(nodes, run.max_restarts, rendezvous, options.agent_args)
-        environ = launcher.make_environment(os.environ, device, nodes.processes_here, rendezvous)
-        logs = MachineLogs(valid.run_dir / "logs", nodes.rank, nodes.count, nodes.processes_here)
-        stack.enter_context(watch_builds(environ, printing.print_message))
-        if listener is None:
-            outcome = launcher.launch(agent_args, rank_args, environ, logs, place.lock)
-        else:
-            environ |= listener.environ
-            outcome = launcher.launch(agent_args, rank_args, environ, logs, place.lock, wait=listener.follow)
-    return outcome, _report_end(valid.run_dir, outcome, aside, is_dry_run=options.dry_run)
-
-
-def _report_end(run_dir: Path, outcome: Outcome, aside: Path | None, *, is_dry_run: bool) -> Path | None:
-    """Deletes an earlier run's results when the new model is complete, or restores them; then reports the end. Returns
-    the complete model's folder."""
-    from ulysses_cli.launch import results
-    from ulysses_cli.report import printing, run_end
-
-    is_complete = outcome.exit_code == DONE and not is_dry_run and results.is_model_of_newest(run_dir)
-    if is_complete:
-        results.drop_replaced_results(run_dir)
-    elif aside is not None:
-        is_restored = results.restore_results(run_dir, aside)
-        where = "are restored" if is_restored else f"are kept in {aside} until a new model is complete"
-        printing.print_message(f"the earlier run's results {where}")
-    checkpoint = results.find_newest_checkpoint(run_dir)
-    if outcome.exit_code > FAILED + USAGE:
-        printing.print_message(run_end.format_interruption(outcome.failure, checkpoint))
-    elif outcome.exit_code != DONE:
-        printing.print_message(run_end.format_failure(outcome.failure, run_dir / "logs"))
-        if outcome.exit_code == FAILED and checkpoint is not None:
-            printing.print_message(run_end.explain_resume(checkpoint))
-    return run_dir / "model" if is_complete else None

@@ -16,7 +16,7 @@ LONE_NAMES = r"(?:^|_)(?:pat|pass|auth)"  # whole words only, because other name
 SECRET_KEY = re.compile(
     rf"token|key|secret|passw|passphrase|credential|pwd|webhook|connection_?string|authorization|{LONE_NAMES}$", re.I
 )
-HARMLESS_KEY = re.compile(r"tokenizers?|added_tokens", re.I)  # a name or a version; words of a vocabulary
+HARMLESS_KEY = re.compile(r"tokenizers?|added_tokens|token_loss", re.I)  # names, versions; words of a vocabulary
 NUMERIC_SECRET_KEY = re.compile(  # num_tokens, pad_token_id are counts
     rf"(token|key|secret|passw\w*|passphrase|pwd|credentials?|{LONE_NAMES})$", re.I
 )

@@ -304,6 +304,15 @@ class Run(Section):
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = setting(
         (), "trackers in addition to metrics.jsonl", unit="names", max_length=4, spellings={"none": ()}
     )
+    push_to_hub: bool = setting(False, "publish the model on the Hugging Face hub when the run is complete")
+    hub_model_id: str | None = text(None, "repository on the hub; left out: the run's name, in your own account")
+    hub_private_repo: bool = setting(False, "make a repository that only you can see")
+    notify_command: str | None = text(
+        None, "program with arguments, run at the end, after an early stop and a failure; facts as JSON on stdin"
+    )
+    notify_webhook: str | None = text(
+        None, "https:// address that gets the same facts as JSON; its value is masked like a password", unit="address"
+    )
     rehearsal: bool = setting(True, "one step, evaluation and save at the longest row before step 1, without effect")
     price_per_gpu_hour: float | None = setting(
         None, "price of one GPU for an hour; the run then shows its cost", unit="USD", ge=0, le=10_000

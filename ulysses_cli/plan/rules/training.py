@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.rules.files import HUB_NAME
 
 MAX_PROMPT_CHARS = 20_000
 Problems = Iterator[Problem]
@@ -137,7 +139,31 @@ def check_money(recipe: Recipe) -> Problems:
         )
 
 
+def check_notice(recipe: Recipe) -> Problems:
+    """Who is told of a run's end can be: an address of the web, a command that can be split into words."""
+    run = recipe.run
+    if run.notify_webhook is not None and not run.notify_webhook.startswith(("https://", "http://")):
+        yield Problem("run.notify_webhook", "is no address of the web", "write one that starts with https://")
+    if run.notify_command is not None:
+        try:
+            words = shlex.split(run.notify_command)
+        except ValueError:
+            words = []
+        if not words:
+            yield Problem("run.notify_command", "is no command: a quote is missing, or it is empty",
+                          "write a program and its arguments, such as: sh notify.sh")  # fmt: skip
+
+
+def check_hub_model(recipe: Recipe) -> Problems:
+    """The repository has a name that the hub accepts."""
+    name = recipe.run.hub_model_id
+    if name is not None and not HUB_NAME.fullmatch(name):
+        yield Problem("run.hub_model_id", f"{name} is no name of a repository", "write owner/name")
+
+
 RULES: tuple[Callable[[Recipe], Problems], ...] = (
+    check_notice,
+    check_hub_model,
     check_optimizer,
     check_steps,
     check_schedule,

@@ -1,0 +1,118 @@
+"""Tests the page that is served while a run goes on: its content, who may read it, and that a real browser refreshes
+it."""
+
+import json
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.commands import run
+from support.run_directory import write_run
+
+from ulysses_cli.report import run_files, run_summary
+from ulysses_cli.report.page.live_page import LivePage
+from ulysses_cli.report.page.run_page import make_run_page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Served:
+    """A page in a thread, which counts how often it was made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.times, self.changed = folder, 0, threading.Condition()
+        self.page = LivePage(self.make, refresh_seconds=1)
+        self.thread = threading.Thread(target=self.page.serve, daemon=True)
+        self.thread.start()
+
+    def make(self) -> str:
+        with self.changed:
+            self.times += 1
+            self.changed.notify_all()
+        try:
+            loaded = run_files.load_run(self.folder)
+        except run_files.RecipeError as error:
+            raise ValueError(str(error)) from None
+        return make_run_page(loaded, run_summary.summarize_run(loaded))
+
+    def wait_for(self, times: int, seconds: float) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: self.times >= times, seconds)
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    served = Served(tmp_path / "mine")
+    yield served
+    served.page.stop()
+    served.thread.join()
+
+
+def get(address: str, **headers: str) -> tuple[int, str, str | None]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=20) as answer:
+            return answer.status, answer.read().decode(), answer.headers["Refresh"]
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers["Refresh"]
+
+
+def test_each_request_gets_the_run_as_it_is_now(served: Served) -> None:
+    status, text, refresh = get(served.page.address)
+    assert (status, refresh) == (503, "1")  # the run has not begun
+    assert "does not exist" in text
+    write_run(served.folder)
+    status, page, refresh = get(served.page.address)
+    assert (status, refresh) == (200, "1")
+    last = json.loads((served.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    with open(served.folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({**last, "step": 987_654}) + "\n")
+    assert "987,654" not in page
+    assert "987,654" in get(served.page.address)[1].replace("987654", "987,654")
+
+
+def test_only_this_machine_reads_the_page(served: Served) -> None:
+    write_run(served.folder)
+    assert served.page.server.server_address[0] == "127.0.0.1"
+    assert get(served.page.address, Host="elsewhere.example:80")[0] == 403
+    assert get(served.page.address + "run.json")[0] == 404
+    assert served.times == 0
+
+
+@pytest.mark.check
+@pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium")
+def test_a_browser_shows_the_page_and_refreshes_it(served: Served, tmp_path: Path) -> None:
+    write_run(served.folder)
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    browser = subprocess.Popen(
+        [str(BROWSER), *flags, "--remote-debugging-port=0", served.page.address],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert served.wait_for(3, 90), f"{served.times} requests"
+    finally:
+        browser.kill()
+        browser.wait()
+
+
+def test_wrong_uses_are_explained(tmp_path: Path) -> None:
+    assert "serves the page, and writes none" in run("report", str(tmp_path), "--live", "-o", "x.html").stderr
+    (tmp_path / "file").touch()
+    assert "is a file" in run("report", str(tmp_path / "file"), "--live").stderr
+    page = LivePage(lambda: "")
+    port = page.server.server_address[1]
+    assert f"{port} cannot be used" in run("report", str(tmp_path), "--live", "--port", str(port)).stderr
+    page.server.server_close()

@@ -1,0 +1,187 @@
+"""Tests publishing against a stand-in of the hub's HTTP interface, by the hub's own client."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import huggingface_hub.utils._http
+import pytest
+import yaml
+from support.commands import run
+from support.hub_server import TOKEN, Hub, serve_hub
+from support.paths import ROOT
+from support.run_directory import write_run
+
+from ulysses_cli import publishing
+from ulysses_cli.commands.children import training
+from ulysses_cli.launch.launcher import Outcome
+from ulysses_cli.plan.exit_codes import DONE
+
+CARD = (
+    "---\nlibrary_name: transformers\nbase_model: owner/base\n---\n\n# mine\n\nA model.\n\n## Recipe\n\nAll defaults.\n"
+)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    monkeypatch.setattr(publishing, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(publishing.HubModels.__init__, "__defaults__", ((0.0, 0.0),))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serve_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        yield hub
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "mine"
+    write_run(folder)
+    facts = json.loads((folder / "run.json").read_text())
+    facts["recipe"]["model"] |= {"name_or_path": "owner/base", "rope_scaling": {"type": "yarn"}}
+    facts["recipe"]["data"]["datasets"] = [{"path": "owner/texts"}, {"path": str(tmp_path / "private.jsonl")}]
+    facts["run_name"] = "mine"
+    (folder / "run.json").write_text(json.dumps(facts))
+    model = folder / "model"
+    model.mkdir()
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 131072, "rope_parameters": rope}))
+    (model / "model.safetensors").write_bytes(b"weights" * 1000)
+    (model / "README.md").write_text(CARD)
+    return folder
+
+
+def test_a_model_is_published_with_a_card(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
+    hub.licences["owner/base"] = "apache-2.0"
+    shown = run("push", str(run_dir), "--private")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.strip() == f"{hub.address}/me/mine"
+    files = hub.repos["me/mine"]
+    assert files["model.safetensors"] == b"weights" * 1000
+    assert "me/mine" in hub.private
+    head, _, body = files["README.md"].decode().removeprefix("---\n").partition("\n---\n")
+    keys = yaml.safe_load(head)
+    assert (keys["license"], keys["base_model"], keys["datasets"]) == ("apache-2.0", "owner/base", ["owner/texts"])
+    for text in (
+        *("## Data", "local files", "## Loss on held-out documents", "| position in the document |", "- versions: "),
+        *("vllm serve me/mine --max-model-len 131072", 'from_pretrained("me/mine"', "yarn, factor 4.0"),
+        *("The base model's: apache-2.0", "## Recipe"),
+    ):
+        assert text in body, text
+    assert str(tmp_path) not in body
+
+
+def test_adapters_get_the_stretch_as_an_override(hub: Hub, run_dir: Path) -> None:
+    model = run_dir / "model"
+    (model / "base_config").mkdir()
+    (model / "config.json").rename(model / "base_config" / "config.json")
+    (model / "adapter_config.json").write_text("{}")
+    assert run("push", str(run_dir), "--repo", "team/tuned").returncode == 0
+    body = hub.repos["team/tuned"]["README.md"].decode()
+    assert "vllm serve owner/base --enable-lora --max-lora-rank" in body
+    assert (
+        '--lora-modules tuned=team/tuned --max-model-len 131072 --hf-overrides \'{"rope_parameters": {"rope_type"'
+        in body
+    )
+    assert "not stated by its card" in body
+    assert "base_config/config.json" in hub.repos["team/tuned"]
+
+
+@pytest.mark.parametrize("path", ["/api/repos/create", "/preupload/", "objects/batch", "/storage/", "/commit/"])
+def test_a_failure_that_passes_is_tried_again(hub: Hub, run_dir: Path, path: str) -> None:
+    hub.faults.append([path, 2, 503])
+    shown = run("push", str(run_dir))
+    assert shown.returncode == 0, shown.stderr
+    assert set(hub.repos["me/mine"]) == {"README.md", "config.json", "model.safetensors"}
+
+
+def test_a_second_call_sends_only_what_is_missing(hub: Hub, run_dir: Path) -> None:
+    hub.faults.append(["/commit/", 99, 503])
+    shown = run("push", str(run_dir))
+    assert shown.returncode == 2
+    assert "me/mine cannot be written" in shown.stderr
+    assert "trying again in" in shown.stderr
+    hub.faults.clear()
+    hub.requests.clear()
+    assert run("push", str(run_dir)).returncode == 0
+    assert not any("/storage/" in request for request in hub.requests)
+    assert run("push", str(run_dir)).returncode == 0  # nothing has changed
+
+
+def test_a_wrong_token_is_told_at_once_and_never_shown(
+    hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_aWrongTokenThatNobodyMaySee12345")
+    shown = run("push", str(run_dir))
+    assert shown.returncode == 2
+    assert "the hub refuses the token" in shown.stderr
+    assert "HF_TOKEN" in shown.stderr
+    assert len(hub.requests) == 1
+    assert "hf_a" not in shown.stderr + shown.stdout
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", "no such file")
+    assert "there is no access token" in run("push", str(run_dir)).stderr
+
+
+def test_what_cannot_be_published_is_explained(hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is no name of a repository" in run("push", str(run_dir), "--repo", "a b").stderr
+    (run_dir / "model/config.json").unlink()
+    assert "holds no model" in run("push", str(run_dir)).stderr
+    assert "does not exist" in run("push", str(run_dir / "nothing")).stderr
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (run_dir / "model/config.json").write_text("{}")
+    assert "HF_HUB_OFFLINE" in run("push", str(run_dir)).stderr
+    assert hub.repos == {}
+
+
+@pytest.fixture
+def finished(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe whose run is complete as soon as it starts."""
+    recipe = yaml.safe_load((ROOT / "recipes/tiny-cpu.yaml").read_text())
+    notify = f"{sys.executable} -c \"import sys; open('told.json', 'w').write(sys.stdin.read())\""
+    recipe["run"] |= {"output_dir": str(run_dir), "push_to_hub": True, "notify_command": notify}
+    (run_dir / "run.json").rename(run_dir / "facts.json")
+    file = run_dir.parent / "my.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+
+    def launch(*_: Any) -> tuple[Outcome, Path]:
+        (run_dir / "facts.json").rename(run_dir / "run.json")
+        return Outcome(DONE, {}), run_dir / "model"
+
+    monkeypatch.setattr(training, "_prepare_rows", lambda valid: Path("rows"))
+    monkeypatch.setattr(training, "_launch", launch)
+    monkeypatch.chdir(run_dir.parent)
+    return file
+
+
+def test_a_complete_run_is_published_and_told(hub: Hub, finished: Path) -> None:
+    shown = run("train", str(finished), "--overwrite")
+    assert shown.returncode == 0, shown.stderr
+    assert f"published {hub.address}/me/mine" in shown.stderr
+    assert "model.safetensors" in hub.repos["me/mine"]
+    told = json.loads(Path("told.json").read_text())
+    assert (told["event"], told["run_name"], told["exit_code"]) == ("done", "mine", 0)
+
+
+def test_a_run_that_cannot_be_published_keeps_its_model(hub: Hub, finished: Path) -> None:
+    hub.faults.append(["/commit/", 99, 500])
+    shown = run("train", str(finished), "--overwrite")
+    assert shown.returncode == 1
+    assert "the model is complete but not published: run `ulysses push " in shown.stderr
+    told = json.loads(Path("told.json").read_text())
+    assert (told["event"], told["exit_code"]) == ("failed", 1)
+    assert "not published" in told["message"]
+
+
+def test_a_wrong_token_is_told_before_training(hub: Hub, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_aWrongTokenThatNobodyMaySee12345")
+    shown = run("train", str(finished), "--overwrite")
+    assert shown.returncode == 2
+    assert "the hub refuses the token" in shown.stderr
+    assert not (finished.parent / "mine/run.json").exists()

@@ -1,0 +1,133 @@
+"""Completes the card of a model for publication: what it was trained on, losses by length, layout, versions, and how to
+load it in transformers and vLLM. Takes the card that the export wrote and the facts of the run, returns text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ulysses_cli.plan.rules.files import HUB_NAME
+from ulysses_cli.report.run_files import RecordedRun
+
+LOADED_BY_TRANSFORMERS = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
+```"""
+LAST_HEADING = "\n## Recipe\n"
+SHOWN_VERSIONS = ("ulysses", "torch", "transformers", "deepspeed", "peft", "python")
+
+
+def complete_card(card: str, name: str, run: RecordedRun, folder: Path, licence: Mapping[str, str]) -> str:
+    """`folder`: the model's; `licence`: what the base model's card says of it."""
+    recipe = run.get_part("recipe")
+    holds_adapters = (folder / "adapter_config.json").is_file()
+    head, _, body = card.removeprefix("---\n").partition("\n---\n")
+    keys = [line for line in head.splitlines() if line]
+    keys += [f"{key}: {json.dumps(value)}" for key, value in licence.items()]
+    keys += ["pipeline_tag: text-generation", "tags:", "- ulysses", "- long-context"]
+    datasets = _list_datasets(recipe)
+    named = [path for path in datasets if HUB_NAME.fullmatch(path) and "/" in path]
+    keys += ["datasets:", *(f"- {path}" for path in named)] if named else []
+    sections = [
+        *_write_data(run, datasets),
+        *_write_losses(run),
+        *_write_layout(run),
+        *_write_loading(name, recipe, folder, holds_adapters=holds_adapters),
+        *_write_licence(recipe, licence),
+    ]
+    before, heading, after = body.partition(LAST_HEADING)
+    return "\n".join(["---", *keys, "---", before.rstrip(), "", *sections]) + heading + after
+
+
+def _list_datasets(recipe: Mapping[str, Any]) -> list[str]:
+    """Names on the hub; of others only that they are local."""
+    paths = [dataset.get("path") or "generated texts" for dataset in recipe.get("data", {}).get("datasets", ())]
+    is_public = [path == "generated texts" or (HUB_NAME.fullmatch(path) and "/" in path) for path in paths]
+    return [path if public and not Path(path).exists() else "local files" if path != "generated texts" else path
+            for path, public in zip(paths, is_public, strict=True)]  # fmt: skip
+
+
+def _write_data(run: RecordedRun, datasets: Sequence[str]) -> list[str]:
+    tokens = sum(line.get("tokens") or 0 for line in run.metrics)
+    targets = sum(line.get("supervised_tokens") or 0 for line in run.metrics)
+    steps = run.metrics[-1]["step"] if run.metrics else 0
+    lines = ["## Data", "", f"- sources: {', '.join(dict.fromkeys(datasets)) or 'not recorded'}"]
+    lines += [f"- trained on {tokens:,} tokens, {targets:,} of them targets, in {steps:,} steps"]
+    length = run.get_part("recipe").get("data", {}).get("max_length")
+    return [*lines, *([f"- rows of {length:,} tokens"] if length else []), ""]
+
+
+def _write_losses(run: RecordedRun) -> list[str]:
+    if not run.evals:
+        loss = run.metrics[-1].get("loss") if run.metrics else None
+        return ["## Loss", "", f"Training loss at the end: {loss:.4f}. Nothing was held out.", ""] if loss else []
+    last = run.evals[-1]
+    lines = ["## Loss on held-out documents", "", f"After step {last['step']}: {_format(last.get('loss'))}, "
+             f"perplexity {_format(last.get('perplexity'))}.", ""]  # fmt: skip
+    buckets = last.get("by_position")
+    if isinstance(buckets, dict) and buckets:
+        lines += ["| position in the document | loss | tokens |", "| --- | --- | --- |"]
+        for place, facts in buckets.items():
+            loss, tokens = (facts.get("loss"), facts.get("tokens")) if isinstance(facts, dict) else (facts, None)
+            lines.append(f"| {place} | {_format(loss)} | {f'{tokens:,}' if isinstance(tokens, int) else ''} |")
+        lines.append("")
+    return lines
+
+
+def _format(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else "not a number"
+
+
+def _write_layout(run: RecordedRun) -> list[str]:
+    layout, versions = run.get_part("layout"), run.get_part("versions")
+    sizes = " x ".join(f"{key.removesuffix('_size')} {size}" for key, size in layout.items() if key != "world_size")
+    device = run.get_part("machine").get("device", "an unknown device")
+    attention = run.get_part("attention").get("name", "unknown")
+    lines = ["## How it was trained", "", f"- {layout.get('world_size', '?')} ranks on {device}: {sizes}"]
+    lines += [f"- attention kernel: {attention}"]
+    exact = ", ".join(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if name in versions)
+    return [*lines, f"- versions: {exact}", ""]
+
+
+def _write_loading(name: str, recipe: Mapping[str, Any], folder: Path, *, holds_adapters: bool) -> list[str]:
+    config = _read_json(folder / ("base_config/config.json" if holds_adapters else "config.json"))
+    length = int(config.get("max_position_embeddings") or recipe.get("data", {}).get("max_length") or 0)
+    limit = f" --max-model-len {length}" if length else ""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    is_stretched = recipe.get("model", {}).get("rope_scaling") is not None
+    lines = ["## Serving", ""]
+    if holds_adapters:
+        base = recipe.get("model", {}).get("name_or_path") or "the base model"
+        override = f" --hf-overrides '{json.dumps({'rope_parameters': rope})}'" if is_stretched else ""
+        rank = (recipe.get("lora") or {}).get("r", 16)
+        command = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned={name}{limit}{override}"
+    else:
+        lines += [LOADED_BY_TRANSFORMERS.format(name=name), ""]
+        command = f"vllm serve {name}{limit}"
+    lines += ["```sh", command, "```", ""]
+    if is_stretched and isinstance(rope, dict):
+        kind = rope.get("rope_type", rope.get("type"))
+        written = "the command above tells vLLM" if holds_adapters else "config.json tells both"
+        lines += [f"Positions are stretched by {kind}, factor {rope.get('factor')}: {written}.", ""]
+    return lines
+
+
+def _write_licence(recipe: Mapping[str, Any], licence: Mapping[str, str]) -> list[str]:
+    base = recipe.get("model", {}).get("name_or_path")
+    if not base or Path(base).exists() or not HUB_NAME.fullmatch(base):
+        return []
+    text = licence.get("license_name") or licence.get("license") or "not stated by its card"
+    return ["## Licence", "", f"The base model's: {text} ({base}).", ""]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

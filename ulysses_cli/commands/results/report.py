@@ -1,0 +1,83 @@
+"""`ulysses report`: makes an HTML page of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ulysses_cli.commands.options import Format, FormatOption, end_with, or_exit
+
+PAGE_NAME = "report.html"
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="the run's folder: run.output_dir of its recipe")],
+    to: Annotated[
+        Path | None, typer.Option("--output", "-o", help="file or folder  [default: report.html in RUN_DIR]")
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="serve the page on localhost, and refresh it while the run goes on")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port of --live  [default: a free one]")] = 0,
+    output: FormatOption = Format.text,
+) -> None:
+    """Make one HTML page of a run: loss, speed, memory, cost, and the recipe, data and software it used.
+
+    Works during a run too: --live serves the page on this machine's loopback interface until Ctrl-C, and the browser
+    refreshes it every 5 seconds. From elsewhere: ssh -L 8000:localhost:8000 HOST. The page needs no network and shows
+    no secrets. With --format json the summary is printed as JSON, and a page is written only if --output names one.
+
+    \b
+    Examples:
+      ulysses report runs/tiny-cpu
+      ulysses report runs/tiny-cpu --output report.html
+      ulysses report runs/tiny-cpu --format json
+      ulysses report runs/tiny-cpu --live --port 8000
+    """
+    from ulysses_cli.report import printing, run_files, run_summary
+    from ulysses_cli.report.page import run_page
+
+    if live:
+        _serve(run_dir, to, port, output)
+        return
+    run = or_exit(lambda: run_files.load_run(run_dir))
+    summary = run_summary.summarize_run(run)
+    target = to or (run_dir / PAGE_NAME if output is Format.text else None)
+    if target is not None:
+        target_path, page = target, run_page.make_run_page(run, summary)
+        target = or_exit(lambda: run_files.save_page(target_path, page))
+    if output is Format.json:
+        printing.print_json(summary)
+    else:
+        printing.print_data(run_summary.format_summary(summary))
+    if target is not None:
+        printing.print_message(f"wrote {target}")
+
+
+def _serve(run_dir: Path, to: Path | None, port: int, output: Format) -> None:
+    """Serves the page until Ctrl-C. The run may begin later."""
+    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.report import printing, run_files, run_summary
+    from ulysses_cli.report.page.live_page import LivePage
+    from ulysses_cli.report.page.run_page import make_run_page
+
+    if to is not None or output is Format.json:
+        end_with([Problem("--live", "serves the page, and writes none", "leave out --output and --format")], output)
+    if run_dir.exists() and not run_dir.is_dir():
+        end_with([Problem("", f"{run_dir} is a file, not a run directory", "name run.output_dir")], output)
+
+    def make() -> str:
+        try:
+            run = run_files.load_run(run_dir)
+        except RecipeError as error:
+            raise ValueError(error.problems[0].message) from None
+        return printing.hide_known(make_run_page(run, run_summary.summarize_run(run)))
+
+    try:
+        page = LivePage(make, port)
+    except OSError as error:
+        end_with([Problem("--port", f"{port} cannot be used: {error.strerror}", "name another port")], output)
+    printing.print_message(f"{page.address} shows {run_dir}; Ctrl-C ends it")
+    page.serve()

@@ -1,0 +1,92 @@
+"""Publishes a model folder on the Hugging Face hub, with retries. The access token is the hub's own (HF_TOKEN, or
+`hf auth login`); it appears in no message."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.secrets import collect_secrets, mask_text
+
+PAUSES = (2.0, 8.0, 30.0)  # seconds before each further attempt; each has retries of its own
+TEMPORARY = (408, 409, 412, 425, 429, 500, 502, 503, 504)
+TOKEN_HINT = "set HF_TOKEN to a token that may write, or run `hf auth login`"
+CARD = "README.md"
+_T = TypeVar("_T")
+
+
+class HubModels:
+    """The models of one account on the hub. `pauses` are the seconds before each further attempt."""
+
+    def __init__(self, report: Callable[[str], None], pauses: tuple[float, ...] = PAUSES) -> None:
+        from huggingface_hub import HfApi, constants, get_token
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        if constants.HF_HUB_OFFLINE:
+            raise RecipeError([Problem("HF_HUB_OFFLINE", "is set: the hub cannot be reached", "unset it to publish")])
+        token = get_token()
+        if not token:
+            raise RecipeError([Problem("", "there is no access token of the hub", TOKEN_HINT)])
+        disable_progress_bars()
+        self.report, self.pauses = report, pauses
+        self.known = {*collect_secrets({}, os.environ), token}
+        self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, token=token)
+
+    def complete_name(self, name: str) -> str:
+        """Returns owner/name; an account's own name is the owner where none is given. Asks the hub, which refuses a
+        wrong token here, before anything else is done."""
+        account: Mapping[str, Any] = self._try("the hub refuses the token", self.api.whoami)
+        return name if "/" in name else f"{account['name']}/{name}"
+
+    def find_licence(self, base: str) -> dict[str, str]:
+        """Returns the licence of a model as a card has it: license, license_name, license_link. Empty where the hub
+        knows none, or not the model."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            card = self.api.model_info(base).card_data
+        except (HfHubHTTPError, OSError, ValueError):
+            return {}
+        facts: dict[str, Any] = card.to_dict() if card is not None else {}  # type: ignore[no-untyped-call]
+        return {key: str(facts[key]) for key in ("license", "license_name", "license_link") if facts.get(key)}
+
+    def publish(self, folder: Path, name: str, card: str, *, is_private: bool, message: str) -> str:
+        """Uploads a folder's files, with `card` as its README.md, as one commit. Returns the model's address. A file
+        that the hub has already is not sent again, so that a second call goes on where the first one failed."""
+        from huggingface_hub import CommitOperationAdd
+
+        def create() -> str:
+            return str(self.api.create_repo(name, private=is_private, exist_ok=True))
+
+        address: str = self._try(f"{name} cannot be made", create)
+        files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != CARD)
+
+        def send() -> None:
+            operations = [CommitOperationAdd(file.relative_to(folder).as_posix(), str(file)) for file in files]
+            operations.append(CommitOperationAdd(CARD, card.encode()))
+            self.api.create_commit(name, operations, commit_message=message)
+
+        self._try(f"{name} cannot be written", send)
+        return address
+
+    def _try(self, what: str, call: Callable[[], _T]) -> _T:
+        """Failures that may pass are tried again; others are told at once."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        for pause in (*self.pauses, None):
+            try:
+                return call()
+            except (HfHubHTTPError, OSError, ValueError) as error:
+                response = getattr(error, "response", None)
+                status = response.status_code if response is not None else None
+                reason = mask_text((str(error).strip().splitlines() or [type(error).__name__])[0][:300], self.known)
+                if pause is None or (status is not None and status not in TEMPORARY) or isinstance(error, ValueError):
+                    hint = TOKEN_HINT if status in (401, 403) else "try again: files that arrived are not sent again"
+                    raise RecipeError([Problem("", f"{what}: {reason}", hint)]) from None
+                self.report(f"{what} ({reason}); trying again in {pause:g} s")
+                time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
