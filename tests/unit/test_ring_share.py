@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from support.model_shapes import get_shape
 
@@ -10,6 +11,7 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.planner.fit import is_indexable
 from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rows.order import Ring
 from ulysses_cli.plan.rows.ring_share import NO_RING, measure_ring
@@ -49,6 +51,13 @@ def test_a_ring_is_chosen_for_heads_and_for_machines() -> None:
     hybrid = get_shape("LiquidAI/LFM2-1.2B")
     assert hybrid.list_ring_sizes(16) == (1,)
     assert "convolution layers need the tokens of a row in order" in hybrid.ring_obstacle
+
+
+def test_keys_of_a_row_stay_below_32_bits() -> None:
+    """8 key/value heads of 128 and their values, 4,194,304 tokens: 2^33 numbers, or 2^30 in 8 chunks."""
+    job = Job(LLAMA, Layout(1, 1, 16, 16), 2**22, Levers(tiled_mlp=True, tiled_loss=True))
+    assert not is_indexable(job)
+    assert is_indexable(replace(job, levers=replace(job.levers, head_chunks=8)))
 
 
 def test_the_ledger_counts_a_rows_keys() -> None:

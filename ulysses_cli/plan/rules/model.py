@@ -12,7 +12,7 @@ from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.resolved import find_ring_size
+from ulysses_cli.plan.resolved import compute_kv_heads, find_ring_size
 
 INT32_LIMIT = 2**31
 Problems = Iterator[Problem]
@@ -191,6 +191,11 @@ def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:
         ("data.max_length", "attention's queries", shared * heads * shape.head_dim, chunk_lever),
         ("data.max_length", "hidden states", local_tokens * shape.hidden_size, "a larger sp_size, or "),
     ]
+    if num_ranks < sp_size:  # a rank of a ring may attend to all keys of a row; keys and values share a buffer
+        parts = shape.common_heads if chunks == "auto" else num_ranks * chunks
+        num_keys = compute_kv_heads(shape.num_heads, shape.num_kv_heads, parts).num_local
+        text = "keys and values of a ring"
+        tensors.append(("data.max_length", text, 2 * tokens * num_keys * shape.head_dim, chunk_lever))
     if recipe.memory.tiled_mlp is False:
         width, lever = max(shape.intermediate_size, shape.moe_intermediate_size), "memory.tiled_mlp: auto, or "
         tensors.append(("memory.tiled_mlp", "the MLP's activations", local_tokens * width, lever))
