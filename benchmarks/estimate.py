@@ -131,12 +131,13 @@ def compare_random(options: argparse.Namespace) -> int:
 
     def compare(each: random_recipes.DrawnRecipe) -> random_recipes.ComparedPhases:
         formula = random_recipes.predict_phases(random_recipes.make_drawn_job(each))
-        if each.digest not in known:
-            known[each.digest] = random_recipes.trace_phases(each)
+        name = f"{each.digest}{' fused' if each.recipe.model.fused_kernels else ''}"
+        if name not in known:
+            known[name] = random_recipes.trace_phases(each)
             print(f"  {each.number:>4} {each.family}", file=sys.stderr)
             if memory is not None:
                 memory.write_text(json.dumps(known))
-        return random_recipes.ComparedPhases(each, formula, known[each.digest])
+        return random_recipes.ComparedPhases(each, formula, known[name])
 
     with ThreadPoolExecutor(options.workers) as pool:
         results = list(pool.map(compare, drawn))

@@ -41,11 +41,12 @@ PEAK_BAR, WORST_PEAK_BAR, PHASE_BAR = 0.03, 0.05, 0.10
 SHARE_WITHIN = 0.97  # of recipes whose peaks are within the first bar
 UNSEEN = {"cublas_workspace"}  # by a trace, and what stands beside moments
 TRACE_SECONDS = 900
+MAX_DRAWS = 1000
 
 
 @dataclass(frozen=True)
 class DrawnRecipe:
-    """A recipe and its origin: the same seed and number give it again."""
+    """A recipe and its origin: the same seed and number give it again, and with `settings` whether it fuses kernels."""
 
     seed: int
     number: int
@@ -102,17 +103,23 @@ def draw_recipes(seed: int, num: int, start: int = 0) -> Iterator[DrawnRecipe]:
         yield draw_recipe(seed, number)
 
 
-def draw_recipe(seed: int, number: int) -> DrawnRecipe:
-    """Draws a recipe. As many consecutive recipes as there are families cover all families."""
+def draw_recipe(seed: int, number: int, *, fuses: bool | None = None, digest: str = "") -> DrawnRecipe:
+    """Draws a recipe. As many consecutive recipes as there are families cover all families. `fuses`: whether norms,
+    rotations and gates are kernels of their own; None draws that too, in a way that leaves the other draws alone.
+    `digest`: that of the recipe that was taken when rules of the checks were others."""
+    kernels = random.Random(f"kernels {seed} {number}").choice((False, True)) if fuses is None else fuses
     order = sorted(DRAWN)
     random.Random(f"families {seed} {number // len(order)}").shuffle(order)
     dice = random.Random(f"recipe {seed} {number}")
-    while True:
+    for _ in range(MAX_DRAWS):
         settings = _draw_settings(dice, order[number % len(order)])
-        loaded = parse_recipe(yaml.safe_dump(settings), f"recipe {number} of seed {seed}", [])
+        words = [f"model.fused_kernels={str(kernels).lower()}"]
+        loaded = parse_recipe(yaml.safe_dump(settings), f"recipe {number} of seed {seed}", words)
         shape = read_model_shape(settings["model"]["config"], "the drawn model")
-        if not check_recipe(loaded, shape):
-            return DrawnRecipe(seed, number, settings, loaded.recipe)
+        drawn = DrawnRecipe(seed, number, settings, loaded.recipe)
+        if drawn.digest == digest if digest else not check_recipe(loaded, shape):
+            return drawn
+    raise AssertionError(f"no recipe {number} of seed {seed} in {MAX_DRAWS} draws")
 
 
 def _draw_settings(dice: random.Random, family: str) -> dict[str, Any]:
@@ -314,7 +321,13 @@ def summarize(comparisons: Sequence[ComparedPhases]) -> dict[str, Any]:
         "is_good": near >= SHARE_WITHIN * len(comparisons) and close == phases == len(comparisons),
         "worst": [_list_row(each) for each in ranked[:20]],
         "rows": [
-            {"number": each.drawn.number, "digest": each.drawn.digest, "traced": each.traced, "formula": each.formula}
+            {
+                "number": each.drawn.number,
+                "digest": each.drawn.digest,
+                "fuses": each.drawn.recipe.model.fused_kernels,
+                "traced": each.traced,
+                "formula": each.formula,
+            }
             for each in comparisons
         ],
     }  # fmt: skip

@@ -108,7 +108,7 @@ def test_an_estimate_takes_half_a_second() -> None:
             ("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "parallel.ring_size=3"),
             "does not divide",
         ),
-        (("estimate-memory", "--model", "LiquidAI/LFM2-1.2B", "--max-length", "8Ki"), "no memory formula"),
+        (("estimate-memory", "--model", "tiiuae/Falcon-H1-7B-Base", "--max-length", "8Ki"), "no memory formula"),
         (("estimate-memory", RECIPE, "--num-processes", "6"), "the run has 6 processes"),
         (("estimate-memory", RECIPE, "--num-processes", "0"), "Invalid value"),
         (("estimate-memory", "nowhere.yaml"), "cannot be read"),

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ulysses_cli.plan.models.layers import Layer
+from ulysses_cli.plan.models.layers import (
+    AttentionMixer,
+    DeltaNetMixer,
+    DenseMlp,
+    ExpertsMlp,
+    KimiDeltaMixer,
+    Layer,
+    Mamba2Mixer,
+)
 from ulysses_cli.plan.models.shape import ModelShape
 
 
@@ -17,13 +25,37 @@ def compute_model_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     total = float(tokens * 2 * shape.hidden_size * shape.vocab_size)
     for layer in shape.layers:
         pairs = sum(count_pairs(length, layer.window_tokens) for length in lengths)
-        total += 2 * tokens * count_layer_weights(shape, layer) + 4 * shape.num_heads * shape.head_dim * pairs
+        total += tokens * (2 * count_layer_weights(shape, layer) + count_state_flops(layer))
+        total += count_pair_flops(layer) * pairs
     return 3 * total
 
 
 def compute_pair_flops(shape: ModelShape) -> float:
     """Forward and backward of one (query, key) pair, over all layers without a sliding window."""
-    return 12.0 * shape.num_heads * shape.head_dim * sum(layer.window_tokens is None for layer in shape.layers)
+    return 3.0 * sum(count_pair_flops(layer) for layer in shape.layers if layer.window_tokens is None)
+
+
+def count_pair_flops(layer: Layer) -> int:
+    """Forward of one (query, key) pair in all heads: the product with the key, and that with the value."""
+    attention = layer.attention
+    return 2 * attention.num_heads * (attention.head_dim + attention.value_head_dim) if attention else 0
+
+
+def count_state_flops(layer: Layer) -> int:
+    """Forward of one token in a recurrence, for each element of the states: a product to write and one to read, and for
+    a delta rule one to find what is replaced. A convolution has a product for each tap."""
+    total = 0
+    for mixer in layer.mixers:
+        if isinstance(mixer, AttentionMixer):
+            continue
+        total += 2 * mixer.conv_channels * mixer.conv_tokens
+        if isinstance(mixer, Mamba2Mixer):
+            total += 4 * mixer.num_heads * mixer.head_dim * mixer.state_dim
+        elif isinstance(mixer, DeltaNetMixer):
+            total += 6 * mixer.num_heads * mixer.key_head_dim * mixer.value_head_dim
+        elif isinstance(mixer, KimiDeltaMixer):
+            total += 6 * mixer.num_heads * mixer.head_dim * mixer.head_dim
+    return total
 
 
 def count_pairs(length: int, window_tokens: int | None) -> int:
@@ -34,8 +66,20 @@ def count_pairs(length: int, window_tokens: int | None) -> int:
 
 def count_layer_weights(shape: ModelShape, layer: Layer) -> int:
     """Weights of a layer that one token is multiplied with: projections, and the experts that it is sent to."""
-    attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
-    if not layer.num_experts:
-        return attention + 3 * shape.hidden_size * shape.intermediate_size
-    experts = 3 * shape.hidden_size * shape.moe_intermediate_size * shape.num_experts_per_token
-    return attention + experts + shape.hidden_size * layer.num_experts
+    attention, mlp = layer.attention, layer.mlp
+    if attention is None or mlp is None or len(layer.mixers) > 1 or not mlp.is_gated or attention.latent is not None:
+        return layer.num_parameters - _count_idle(shape, layer)
+    width = 2 * attention.num_heads + (2 - attention.keys_are_values) * attention.num_kv_heads
+    projections = shape.hidden_size * (attention.head_dim * width + attention.gate_width)
+    if isinstance(mlp, DenseMlp):
+        return projections + 3 * shape.hidden_size * mlp.inner_size
+    experts = 3 * shape.hidden_size * (mlp.inner_size * mlp.num_per_token + mlp.shared_size)
+    return projections + experts + shape.hidden_size * mlp.num_experts
+
+
+def _count_idle(shape: ModelShape, layer: Layer) -> int:
+    """Weights of the experts that a token is not sent to."""
+    if not isinstance(layer.mlp, ExpertsMlp):
+        return 0
+    matrices = (2 + layer.mlp.is_gated) * shape.hidden_size * layer.mlp.inner_size
+    return max(0, layer.mlp.num_experts - layer.mlp.num_per_token) * matrices

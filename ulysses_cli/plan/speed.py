@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ulysses_cli.plan.flops import count_pairs
+from ulysses_cli.plan.flops import count_pair_flops, count_pairs, count_state_flops
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import count_near_ranks
 from ulysses_cli.plan.ledger import host
@@ -16,7 +16,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.mlp import count_mlp_elements
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes
-from ulysses_cli.plan.models.layers import Layer
+from ulysses_cli.plan.models.layers import ConvolutionMixer, DenseMlp, Layer
 from ulysses_cli.plan.rows.ring_share import measure_ring
 from ulysses_cli.plan.step_parts import PARTS
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
@@ -25,6 +25,7 @@ GIGA, TERA = 1e9, 1e12
 BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-2, arXiv 2307.08691)
 ADAM_TRAFFIC_BYTES = 34  # per element of the shard: master and two moments read and written, gradient, result
 CPU_ADAM_TRAFFIC_BYTES = 34
+CONVOLUTION_PASSES = 14  # over b c: two gates, three reads or writes each; the convolution and three copies, two each
 MOST_HIDDEN = 0.8  # the first gathers of a pass and its last reductions overlap with no computation
 
 
@@ -61,15 +62,30 @@ def count_row_pairs(row_tokens: int, document_tokens: int | None, window_tokens:
 
 
 def compute_attention_flops(job: Job) -> float:
-    """Forward, of one rank in a micro-step: 4 q for each pair and layer, shared by the ranks of the row."""
-    pairs = sum(count_row_pairs(job.row_tokens, job.document_tokens, layer.window_tokens) for layer in job.shape.layers)
-    return 4 * job.query_width * pairs * job.batch / job.layout.sp_size
+    """Forward, of one rank in a micro-step: 4 q for each pair and layer, shared by the ranks of the row. What a layer
+    without attention does for each token besides its projections counts here too."""
+    total = 0.0
+    for layer in job.shape.layers:
+        if layer.attention is None:
+            total += count_state_flops(layer) * job.row_tokens
+        else:
+            pairs = count_row_pairs(job.row_tokens, job.document_tokens, layer.window_tokens)
+            total += count_pair_flops(layer) * pairs
+    return total * job.batch / job.layout.sp_size
 
 
 def compute_projection_flops(job: Job) -> float:
-    """Forward: q, k, v and out, 2 h (2 q + 2 k) for each token and layer."""
-    width = 2 * job.query_width + 2 * job.kv_width
-    return 2 * job.shape.hidden_size * width * job.shape.num_layers * job.local_tokens
+    """Forward: q, k, v and out, 2 h (2 q + 2 k) for each token and layer; of a convolution 2 h 4 c."""
+    width = sum(_count_projected(layer) for layer in job.shape.layers)
+    return 2.0 * job.shape.hidden_size * width * job.local_tokens
+
+
+def _count_projected(layer: Layer) -> int:
+    attention = layer.attention
+    if attention is None:
+        return sum(4 * mixer.conv_channels for mixer in layer.mixers if isinstance(mixer, ConvolutionMixer))
+    width = 2 * attention.num_heads + (2 - attention.keys_are_values) * attention.num_kv_heads
+    return width * attention.head_dim
 
 
 def compute_mlp_flops(job: Job) -> float:
@@ -79,8 +95,8 @@ def compute_mlp_flops(job: Job) -> float:
 
 def _count_mlp_weights(job: Job, layer: Layer) -> int:
     shape = job.shape
-    if not layer.num_experts:
-        return 3 * shape.hidden_size * shape.intermediate_size
+    if isinstance(layer.mlp, DenseMlp):
+        return 3 * shape.hidden_size * layer.mlp.inner_size
     chosen = shape.num_experts_per_token * 3 * shape.moe_intermediate_size
     return shape.hidden_size * (chosen + layer.num_experts)
 
@@ -98,11 +114,24 @@ def compute_exchange_bytes(job: Job) -> float:
     num_ranks = job.layout.ulysses_size
     if num_ranks == 1:
         return 0.0
+    total = 0.0
+    for kind, before in job.shape.kinds_before.items():
+        total += before[-1] * _count_exchanged(job.view(kind), kind)
+    return total
+
+
+def _count_exchanged(job: Job, kind: Layer) -> float:
+    """Of one layer. A convolution sends its last tokens to every rank of the row, in each run and in the backward."""
+    num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing == "full")
+    if kind.attention is None:
+        runs = 2 + (job.levers.gradient_checkpointing is not False)
+        mixers = (mixer for mixer in kind.mixers if isinstance(mixer, ConvolutionMixer))
+        tails = sum((mixer.conv_tokens - 1) * mixer.conv_channels for mixer in mixers)
+        return float(runs * job.dtype_bytes * tails * job.batch * (num_ranks - 1))
     q, r = job.query_width, job.row_kv_width
-    forward = 2 * q + 2 * r
     backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
-    width = forward * (1 + (job.levers.gradient_checkpointing == "full")) + backward
-    return job.dtype_bytes * width * job.local_tokens * job.shape.num_layers * (num_ranks - 1) / num_ranks
+    width = (2 * q + 2 * r) * forwards + backward
+    return job.dtype_bytes * width * job.local_tokens * (num_ranks - 1) / num_ranks
 
 
 def compute_ring_bytes(job: Job) -> float:
@@ -119,18 +148,21 @@ def compute_ring_bytes(job: Job) -> float:
 def compute_elementwise_bytes(job: Job) -> float:
     """Memory traffic of a forward outside matrix products, in elements read and written. transformers' norms make nine
     passes over float32 and bfloat16 copies, its rotation negates, joins, multiplies twice and adds, its activation is
-    a kernel of its own. In one kernel each (train/elementwise/): input and output; of a gate, two inputs."""
-    b, h, inner = job.dtype_bytes, job.shape.hidden_size, job.shape.intermediate_size
+    a kernel of its own; a convolution has gates and copies. In one kernel each (train/elementwise/): input and output;
+    of a gate, two inputs."""
+    b, h = job.dtype_bytes, job.shape.hidden_size
     norm = 2 * b if job.fused_norms else 28 + 4 * b
-    norms = job.family.norms_per_layer * h + (job.query_width + job.kv_width if job.family.query_key_norm else 0)
-    rotation = (2 if job.fused_gates else 12) * b * (job.query_width + job.kv_width)
-    activation = (3 if job.fused_gates else 5) * b
+    rotation, activation = (2 if job.fused_gates else 12) * b, (3 if job.fused_gates else 5) * b
     total = 0.0
-    for layer in job.shape.layers:
-        width = inner
-        if layer.num_experts:
+    for kind, before in job.shape.kinds_before.items():
+        view = job.view(kind)
+        heads = view.query_width + view.kv_width if kind.attention else 0
+        norms = job.family.norms_per_layer * h + (heads if job.family.query_key_norm else 0)
+        gates = 0 if kind.attention else CONVOLUTION_PASSES * h
+        width = view.shape.intermediate_size
+        if kind.num_experts:
             width = job.shape.num_experts_per_token * (job.shape.moe_intermediate_size + 2 * h)
-        total += norm * norms + rotation + 6 * b * h + activation * width
+        total += before[-1] * (norm * norms + rotation * heads + b * gates + 6 * b * h + activation * width)
     return total * job.local_tokens
 
 

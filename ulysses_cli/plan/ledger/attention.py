@@ -13,9 +13,9 @@ from ulysses_cli.plan.ledger.layer import (
     saves_input_unchanged,
     saves_result,
 )
-from ulysses_cli.plan.ledger.weights import has_norm_before
+from ulysses_cli.plan.ledger.weights import NORMS_OF_VALUES, has_norm_before
 
-PRECISE_ROTATION = {"olmo2"}
+PRECISE_ROTATION = {"flex_olmo", "olmo2", "olmo3"}
 
 
 def compute_attention_result(job: Job) -> int:
@@ -24,8 +24,10 @@ def compute_attention_result(job: Job) -> int:
 
 
 def compute_query_norms_saved(job: Job) -> int:
-    """The norms of queries and keys, where the family has them."""
-    return compute_norm_saved(job, job.query_width + job.kv_width) if job.family.query_key_norm else 0
+    """The norms of queries and keys, where the family has them. One of values has no weight and saves its float32 input
+    alone, 4 k S."""
+    values = 4 * job.kv_width * job.local_tokens if job.shape.model_type in NORMS_OF_VALUES else 0
+    return compute_norm_saved(job, job.query_width + job.kv_width) + values if job.family.query_key_norm else 0
 
 
 def saves_slices(job: Job) -> bool:

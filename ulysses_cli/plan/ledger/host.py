@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from ulysses_cli.plan.ledger.attention import compute_attention_result
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import compute_layer_input, saves_result
-from ulysses_cli.plan.ledger.mlp import compute_saved_output
+from ulysses_cli.plan.ledger.saved_results import compute_offloaded
 from ulysses_cli.plan.ledger.weights import Weights, count_shard, list_sub_groups
 from ulysses_cli.plan.ledger.zero import states
 
@@ -22,8 +20,7 @@ SHARE_UNSURE, PROCESS_SHARE_UNSURE = 0.03, 0.5  # of what is allocated by size; 
 def compute_saved_pinned(job: Job) -> int:
     """Per rank, of every offloaded layer: its input (ALST: tokens / world x hidden x layers x 2 x ranks of the node)
     and its saved results. Page-locked buffers have exactly the tensors' sizes (train/memory/offload.py)."""
-    saved = compute_layer_input(job) + compute_saved_output(job)
-    return job.levers.offloaded_layers * (saved + (compute_attention_result(job) if saves_result(job) else 0))
+    return compute_offloaded(job)
 
 
 def compute_pinned_rounding(job: Job) -> int:

@@ -8,9 +8,14 @@ attention.py, those of the MLP in mlp.py; tests/one_process/test_ledger.py compa
 from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.models.layers import Layer
 from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 
-PRECISE_NORMS = {"gemma2", "gemma3_text", "gpt_oss", "olmo2"}  # the scaled result too is float32
+# The scaled result too is float32.
+PRECISE_NORMS = {
+    *("flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_oss", "helium"),
+    *("olmo2", "olmo3", "vaultgemma"),
+}
 DROPOUT_MASK_BYTES = 1  # of an element
 
 
@@ -85,14 +90,14 @@ def _count_scaled_bytes(job: Job) -> int:
     return 4 if job.shape.model_type in PRECISE_NORMS else job.dtype_bytes
 
 
-def compute_adapter_saved(job: Job) -> int:
+def compute_adapter_saved(job: Job, kind: Layer) -> int:
     """Each adapter saves its narrow result, b rank S. It shares its input with the layer that it adapts, except under
     dropout, which makes a copy and a mask of one byte per element (torch: native_dropout on a GPU)."""
     if job.adapters is None:
         return 0
     rank, own = job.adapters.rank, job.dtype_bytes + DROPOUT_MASK_BYTES if job.adapters.drops else 0
-    num_bytes = 0
+    num_bytes, number = 0, job.shape.kinds_before[kind].index(1) - 1  # of the first such layer
     for module in job.weights.modules:
-        if module.layer == 0 and module.name.endswith(".a") and not (is_tiled(job) and module.in_mlp):
+        if module.layer == number and module.name.endswith(".a") and not (is_tiled(job) and module.in_mlp):
             num_bytes += job.dtype_bytes * rank + own * (module.weights[0][1] // rank)
     return num_bytes * job.local_tokens

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from ulysses_cli.plan.ledger import attention, layer, mlp, quantized
+from ulysses_cli.plan.ledger import attention, convolution, layer, mixers, mlp, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.weights import INPUT_NORM, NORM_BEHIND, has_norm_before, has_norm_behind
@@ -13,31 +13,48 @@ from ulysses_cli.plan.models.layers import Layer
 
 def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, MemorySnapshot]]:
     """Yields (place in the layer, snapshot) for the last layer, while all layers below still hold what they saved."""
+    job = job.view(kind)
     mlp_saved, norm_saved = mlp.compute_mlp_saved(job, kind), layer.compute_norm_saved(job, job.shape.hidden_size)
-    attention_saved, own_input = attention.compute_attention_saved(job), layer.compute_layer_input(job)
-    result = 0 if layer.saves_result(job) else attention.compute_attention_result(job)
+    mixer_saved, own_input = mixers.compute_saved(job, kind), layer.compute_layer_input(job)
+    result = 0 if layer.saves_result(job) else mixers.compute_result(job, kind)
     norm_work = layer.compute_norm_backward(job, job.shape.hidden_size)
 
     def take(name: str, attention_left: int, mlp_left: int, **work: int) -> MemorySnapshot:
         return make_inside(job, kind, base, name, attention_left, mlp_left, work)
 
-    whole_attention = attention_saved + result
+    whole_mixer = mixer_saved + result
     if job.levers.gradient_checkpointing is not False:
-        again = {"recomputed_attention": attention.compute_attention_again(job), "recomputed_mlp": 0}
+        again = {"recomputed_attention": mixers.compute_again(job, kind), "recomputed_mlp": 0}
         yield "attention", MemorySnapshot("backward", "recomputation", {**base, **again})
     if has_norm_behind(job.shape):
-        yield NORM_BEHIND, take("norm behind the MLP", whole_attention, mlp_saved, norm_backward=norm_work)
+        yield NORM_BEHIND, take("norm behind the MLP", whole_mixer, mlp_saved, norm_backward=norm_work)
         if output := mlp.compute_saved_output(job):
             base = {**base, "saved_mlp_outputs": base["saved_mlp_outputs"] - output}
     left, restored = count_mlp_left(job, kind), {"restored_weights": quantized.compute_restored(job, kind)}
     if not kind.num_experts and not layer.is_tiled(job):
         down, gate = mlp.compute_down_backward(job), mlp.compute_gate_backward(job)
-        yield "down", take("the MLP's last matrix", whole_attention, left, mlp=down, **restored)
-        yield "gate", take("gate and up", whole_attention, left, mlp=gate, **restored)
+        yield "down", take("the MLP's last matrix", whole_mixer, left, mlp=down, **restored)
+        yield "gate", take("gate and up", whole_mixer, left, mlp=gate, **restored)
     in_tile = quantized.compute_work(job, kind) if layer.is_tiled(job) else {}
-    yield "mlp", take("mlp", whole_attention, left, mlp=mlp.compute_mlp_backward(job, kind), **in_tile)
-    yield "norm", take("norm", whole_attention, norm_saved, norm_backward=norm_work + own_input)
-    rest = attention_saved - attention.compute_output_input(job) + result
+    yield "mlp", take("mlp", whole_mixer, left, mlp=mlp.compute_mlp_backward(job, kind), **in_tile)
+    yield "norm", take("norm", whole_mixer, norm_saved, norm_backward=norm_work + own_input)
+    yield from (_walk_attention if kind.attention else _walk_convolution)(job, mixer_saved, result, take)
+    if has_norm_before(job.shape):
+        saved = attention.compute_input_norm_saved(job)
+        yield INPUT_NORM, take("input norm", saved, 0, norm_backward=norm_work + own_input)
+
+
+def _walk_convolution(
+    job: Job, saved: int, result: int, take: Callable[..., MemorySnapshot]
+) -> Iterator[tuple[str, MemorySnapshot]]:
+    left = saved - convolution.compute_output_input(job)
+    yield "attention", take("convolution", left, 0, convolution=convolution.compute_gates_backward(job))
+
+
+def _walk_attention(
+    job: Job, saved: int, result: int, take: Callable[..., MemorySnapshot]
+) -> Iterator[tuple[str, MemorySnapshot]]:
+    rest = saved - attention.compute_output_input(job) + result
     yield "attention", take("exchange", rest, 0, attention_exchange=attention.compute_attention_exchange(job))
     kernel = {
         "attention": attention.compute_attention_kernel(job),
@@ -48,9 +65,6 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         rows = attention.compute_attention_rows(job)
         norm = layer.compute_norm_backward(job, job.query_width) + rows
         yield "q_norm", take("query norm", rest - rows - result, 0, norm_backward=norm)
-    if has_norm_before(job.shape):
-        saved = attention.compute_input_norm_saved(job)
-        yield INPUT_NORM, take("input norm", saved, 0, norm_backward=norm_work + own_input)
 
 
 def count_mlp_left(job: Job, kind: Layer) -> int:
@@ -68,9 +82,9 @@ def make_inside(
     recomputation the inside of the layer is computed again; without it, the inside is part of `kept_layers` and is
     freed piece by piece."""
     if job.levers.gradient_checkpointing is not False:
-        adapters = layer.compute_adapter_saved(job)
+        adapters = layer.compute_adapter_saved(job, kind)
         left = {"recomputed_attention": attention_left, "recomputed_mlp": mlp_left, "lora": adapters}
         return MemorySnapshot("backward", name, {**base, **left, **work})
-    whole = attention.compute_attention_saved(job) + attention.compute_attention_result(job)
+    whole = mixers.compute_saved(job, kind) + mixers.compute_result(job, kind)
     gone = whole - attention_left + mlp.compute_mlp_saved(job, kind) - mlp_left
     return MemorySnapshot("backward", name, {**base, "saved_layers": base["saved_layers"] - gone, **work})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ulysses_cli.plan.ledger import attention, layer, mlp
+from functools import lru_cache
+
+from ulysses_cli.plan.ledger import layer, mixers, mlp
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines
 from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, has_norm_before
+from ulysses_cli.plan.models.layers import Layer
 
 # train/memory/offload.py (MAX_LEAVING): what the last two layers to run have saved is on the device, whether it stays
 # or leaves. In the backward one layer's tensors arrive while another's are used.
@@ -14,15 +17,41 @@ MIN_ON_DEVICE = 2
 
 def list_saved(job: Job) -> Lines:
     """What all layers have saved for the backward, as far as it is on the GPU when the last layer has run."""
-    layers = job.shape.layers
+    num_layers = job.shape.num_layers
     if job.levers.gradient_checkpointing is False:
-        inside = attention.compute_attention_saved(job) + attention.compute_attention_result(job)
-        inside += layer.compute_adapter_saved(job)
-        mlps = {kind: mlp.compute_mlp_saved(job, kind) for kind in set(layers)}
-        whole = len(layers) * inside + sum(mlps[kind] for kind in layers)
-        return {"saved_layers": whole - compute_first_unsaved(job)}
-    num = count_on_device(job, len(layers))
-    return {name: num * size for name, size in _list_saved_by_layer(job).items()}
+        return {"saved_layers": _sum_saved_inside(job, num_layers)}
+    return _sum_saved(job, num_layers - count_on_device(job, num_layers), num_layers)
+
+
+def _sum_saved_inside(job: Job, num_layers: int) -> int:
+    """Of the first layers."""
+    kinds_before = job.shape.kinds_before
+    inside = sum(kinds_before[kind][num_layers] * size for kind, size in _list_saved_inside(job).items())
+    return inside - (compute_first_unsaved(job) if num_layers else 0)
+
+
+@lru_cache(maxsize=16)
+def _list_saved_inside(job: Job) -> dict[Layer, int]:
+    saved = {}
+    for kind in job.shape.layer_kinds:
+        view = job.view(kind)
+        of_mixer = mixers.compute_saved(view, kind) + mixers.compute_result(view, kind)
+        saved[kind] = of_mixer + mlp.compute_mlp_saved(view, kind) + layer.compute_adapter_saved(job, kind)
+    return saved
+
+
+def _sum_saved(job: Job, start: int, stop: int) -> Lines:
+    """What layers from `start` to before `stop` keep for their recomputation."""
+    kinds_before, results = job.shape.kinds_before, 0
+    if layer.saves_result(job):
+        for kind in job.shape.layer_kinds:
+            num = kinds_before[kind][stop] - kinds_before[kind][start]
+            results += num * mixers.compute_result(job.view(kind), kind)
+    return {
+        "saved_layer_inputs": (stop - start) * layer.compute_layer_input(job),
+        "saved_attention_results": results,
+        "saved_mlp_outputs": (stop - start) * mlp.compute_saved_output(job),
+    }
 
 
 def compute_first_unsaved(job: Job) -> int:
@@ -43,12 +72,9 @@ def compute_first_unsaved(job: Job) -> int:
     return unsaved
 
 
-def _list_saved_by_layer(job: Job) -> Lines:
-    return {
-        "saved_layer_inputs": layer.compute_layer_input(job),
-        "saved_attention_results": attention.compute_attention_result(job) if layer.saves_result(job) else 0,
-        "saved_mlp_outputs": mlp.compute_saved_output(job),
-    }
+def compute_offloaded(job: Job) -> int:
+    """What the layers that keep it in host memory have there."""
+    return sum(_sum_saved(job, 0, min(job.levers.offloaded_layers, job.shape.num_layers)).values())
 
 
 def count_on_device(job: Job, num_left: int) -> int:
@@ -69,11 +95,13 @@ def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
     came back from the host is freed by the layer's forward, unless a norm has saved it unchanged."""
     num_layers = job.shape.num_layers
     if job.levers.gradient_checkpointing is False:
-        return {name: size * num_left // num_layers if name == "saved_layers" else size for name, size in lines.items()}
+        gone = _sum_saved_inside(job, num_layers) - _sum_saved_inside(job, num_left) if num_left < num_layers else 0
+        return {**lines, "saved_layers": lines["saved_layers"] - gone} if gone else lines
     if num_left == num_layers > job.levers.offloaded_layers:
         return lines  # nothing has been freed, and the last layer's input never left the device
-    num_gone = count_on_device(job, num_layers) - count_on_device(job, num_left)
-    left = {name: lines[name] - num_gone * size for name, size in _list_saved_by_layer(job).items() if name in lines}
+    whole = _sum_saved(job, num_layers - count_on_device(job, num_layers), num_layers)
+    kept = _sum_saved(job, num_left - count_on_device(job, num_left), num_left)
+    left = {name: lines[name] - size + kept[name] for name, size in whole.items() if name in lines}
     came_back = "recomputed_mlp" in lines and num_left <= job.levers.offloaded_layers
     if came_back and not layer.saves_input_unchanged(job):
         left["saved_layer_inputs"] -= layer.compute_layer_input(job)

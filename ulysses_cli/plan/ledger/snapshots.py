@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ulysses_cli.plan.ledger import attention, device, head, layer, mlp, quantized
+from ulysses_cli.plan.ledger import device, head, layer, mixers, mlp, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import walk_layer_backward
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
@@ -83,13 +83,14 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
     recomputes = job.levers.gradient_checkpointing is not False
     for kind in job.shape.layer_kinds:
         for place, work in _list_forward_work(job, kind):
+            view = job.view(kind)
             if not recomputes:  # most of it is part of what is saved
-                saved = {"attention": attention.compute_attention_saved(job), "mlp": mlp.compute_mlp_saved(job, kind)}
+                saved = {"attention": mixers.compute_saved(view, kind), "mlp": mlp.compute_mlp_saved(view, kind)}
                 work = {name: max(0, size - saved.get(name, 0)) for name, size in work.items()}
             snapshot = MemorySnapshot("forward", place, {**held, **inside, **work})
             if place == "attention" and layer.saves_result(job):  # attention is still making this layer's result
-                snapshot.lines["saved_attention_results"] -= attention.compute_attention_result(job)
-            yield from _gather(job, snapshot, gathered.get_maxima("forward", place))
+                snapshot.lines["saved_attention_results"] -= mixers.compute_result(view, kind)
+            yield from _gather(job, kind, snapshot, gathered.get_maxima("forward", place))
     norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
     yield MemorySnapshot("forward", "final norm", {**held, **inside, **norm})
     fetched = _list_fetched(job, gathered.head, min(gathered.head, head.count_head_elements(job)))
@@ -112,7 +113,7 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
     base["retained_gradients"] = lower_stages.compute_retained_gradients(job, 1)
     for kind in job.shape.layer_kinds:
         for place, snapshot in walk_layer_backward(job, kind, base):
-            yield from _gather(job, snapshot, gathered.get_maxima("backward", place))
+            yield from _gather(job, kind, snapshot, gathered.get_maxima("backward", place))
             if job.zero_stage < 3:
                 yield from walk_sent(job, kind, snapshot)
             if job.zero_stage < 3 and job.adapters is not None and job.shape.num_layers > 1:  # gradients have come
@@ -129,7 +130,8 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
 
 def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
     """(Place in a layer, tensors in use there) of a forward."""
-    yield "attention", {"attention": attention.compute_attention_forward(job)}
+    job = job.view(kind)
+    yield "attention", {"attention": mixers.compute_forward(job, kind)}
     yield "fetch", {"mlp": 2 * layer.compute_layer_input(job)}  # before any of the MLP is computed
     adapters, restored = {"lora": mlp.compute_adapter_work(job, kind)}, quantized.compute_work(job, kind)
     in_tile = restored if layer.is_tiled(job) else {}
@@ -140,10 +142,11 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
         yield "down", {"mlp": mlp.compute_down_forward(job), **restored}
 
 
-def _gather(job: Job, snapshot: MemorySnapshot, maxima: LayerMaxima) -> Iterator[MemorySnapshot]:
+def _gather(job: Job, kind: Layer, snapshot: MemorySnapshot, maxima: LayerMaxima) -> Iterator[MemorySnapshot]:
     """The same snapshot in each layer in which more is gathered than in any layer above it."""
+    last = job.shape.last_of_kind[kind] + 1
     for num_gone, num_elements in maxima:
-        lines = drop_layers(job, snapshot.lines, job.shape.num_layers - num_gone)
+        lines = drop_layers(job, snapshot.lines, min(last, job.shape.num_layers - num_gone))
         yield MemorySnapshot(
             snapshot.phase, snapshot.name, {**lines, "parameters_gathered": job.dtype_bytes * num_elements}
         )

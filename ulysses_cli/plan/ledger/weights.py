@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.models.families import FAMILIES
-from ulysses_cli.plan.models.layers import Layer
+from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, Layer
 from ulysses_cli.plan.models.shape import ModelShape
 
-POST_NORMS = {"gemma2", "gemma3_text", "olmo2"}
+POST_NORMS = {"flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "olmo2", "olmo3"}
+NORMS_OF_VALUES = {"gemma4_text", "gemma4_unified_text"}  # without weights
+WITHOUT_INPUT_NORM = {"flex_olmo", "olmo2", "olmo3"}
 NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three are projected
 EXPERTS_FIRST = {"qwen3_moe"}  # as their block is made; it is gathered in that order
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
 ADAPTER_NAMES = (".a", ".b")
 INPUT_NORM, NORM_BEHIND = "input_norm", "behind_norm"
-FIRST_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
+FIRST_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "in_proj"}
+WITHOUT_ACTIVATION = {"lfm2"}  # their activation is a function and no module
 
 
 @dataclass(frozen=True)
@@ -138,17 +141,21 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         yield make(5, f"{name}.a", (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, trains=True)
         yield make(5, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, trains=True)
 
-    hidden, inner = shape.hidden_size, shape.intermediate_size
+    hidden, inner = shape.hidden_size, layer.mlp.inner_size if layer.mlp else shape.intermediate_size
     before, behind = has_norm_before(shape), has_norm_behind(shape)
     between = [f"norm{number}" for number in range(family.norms_per_layer - before - behind)]
     yield make(2, "layer")
     if before:
         yield make(3, INPUT_NORM, (INPUT_NORM, hidden))
-    yield from _walk_attention(shape, make, linear)
+    (mixer, *_), usual = layer.mixers or (None,), (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim)
+    if isinstance(mixer, ConvolutionMixer):
+        yield from _walk_convolution(shape, mixer, make, linear)
+    else:
+        yield from _walk_attention(shape, layer.attention or AttentionMixer(*usual), make, linear)
     yield from (make(3, name, (name, hidden)) for name in between)
     yield make(3, "mlp", in_mlp=True)
     if layer.num_experts:
-        experts, inner = layer.num_experts, shape.moe_intermediate_size
+        experts = layer.num_experts
         router = make(4, "router", ("router", experts * hidden), in_mlp=True)
         biases = family.experts_have_bias * experts * (2 * inner + hidden)
         sizes = [("experts.gate_up", 2 * experts * inner * hidden), ("experts.down", experts * inner * hidden)]
@@ -157,7 +164,8 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     else:
         fused = "gate_up_proj" in family.mlp_modules
         yield from linear("gate_up_proj" if fused else "gate_proj", hidden, inner * (1 + fused), in_mlp=True)
-        yield make(4, "act_fn", in_mlp=True)
+        if shape.model_type not in WITHOUT_ACTIVATION:
+            yield make(4, "act_fn", in_mlp=True)
         if not fused:
             yield from linear("up_proj", hidden, inner, in_mlp=True)
         yield from linear("down_proj", inner, hidden, in_mlp=True)
@@ -165,35 +173,54 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         yield make(3, NORM_BEHIND, (NORM_BEHIND, hidden))
 
 
-def _walk_attention(
-    shape: ModelShape, make: Callable[..., Module], linear: Callable[[str, int, int], Iterator[Module]]
+def _walk_convolution(
+    shape: ModelShape,
+    mixer: ConvolutionMixer,
+    make: Callable[..., Module],
+    linear: Callable[[str, int, int], Iterator[Module]],
 ) -> Iterator[Module]:
-    family = FAMILIES[shape.model_type]
-    hidden, query, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    yield make(3, "attention", *([("sinks", shape.num_heads)] if shape.has_sinks else []))
+    """The convolution's weight is read without its module; DeepSpeed then counts it to the module that reads it."""
+    yield make(3, "attention", ("conv", mixer.conv_channels * mixer.conv_tokens))
+    yield from linear("in_proj", shape.hidden_size, 3 * mixer.conv_channels)
+    yield from linear("o_proj", mixer.conv_channels, shape.hidden_size)
+
+
+def _walk_attention(
+    shape: ModelShape,
+    attention: AttentionMixer,
+    make: Callable[..., Module],
+    linear: Callable[[str, int, int], Iterator[Module]],
+) -> Iterator[Module]:
+    family, head_dim = FAMILIES[shape.model_type], attention.head_dim
+    hidden, query, kv = shape.hidden_size, attention.num_heads * head_dim, attention.num_kv_heads * head_dim
+    yield make(3, "attention", *([("sinks", attention.num_heads)] if attention.has_sinks else []))
     if "qkv_proj" in family.attention_modules:
         yield from linear("qkv_proj", hidden, query + 2 * kv)
     else:
         is_full = family.query_key_norm == "full"
-        q_norm = make(4, "q_norm", ("q_norm", query if is_full else shape.head_dim))
-        k_norm = make(4, "k_norm", ("k_norm", kv if is_full else shape.head_dim))
+        q_norm = make(4, "q_norm", ("q_norm", query if is_full else head_dim))
+        k_norm = make(4, "k_norm", ("k_norm", kv if is_full else head_dim))
         together = shape.model_type in NORMS_AFTER_ALL
         yield from linear("q_proj", hidden, query)
         if family.query_key_norm and not together:
             yield q_norm
         yield from linear("k_proj", hidden, kv)
-        if family.query_key_norm and not together:
+        if family.query_key_norm and not (together or shape.model_type in NORMS_OF_VALUES):
             yield k_norm
-        yield from linear("v_proj", hidden, kv)
+        if not attention.keys_are_values:
+            yield from linear("v_proj", hidden, kv)
         if family.query_key_norm and together:
             yield q_norm
             yield k_norm
+        if shape.model_type in NORMS_OF_VALUES:
+            yield k_norm
+            yield make(4, "v_norm")
     yield from linear("o_proj", query, hidden)
 
 
 def has_norm_before(shape: ModelShape) -> bool:
     """Whether attention projects the output of a norm; otherwise it projects the layer's input."""
-    return shape.model_type != "olmo2"
+    return shape.model_type not in WITHOUT_INPUT_NORM
 
 
 def has_norm_behind(shape: ModelShape) -> bool:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from ulysses_cli.plan.layout import list_divisors
@@ -101,6 +102,17 @@ class ModelShape:
         """The kinds of layers that differ in memory, each once; windows make no difference."""
         kinds = dict.fromkeys(layer.without_window() for layer in dict.fromkeys(self.layers))
         return tuple(sorted(kinds, key=lambda kind: kind.num_experts))
+
+    @cached_property
+    def kinds_before(self) -> dict[Layer, tuple[int, ...]]:
+        """Of each kind, how many there are among the first n layers, for n from 0 to all."""
+        kinds = [layer.without_window() for layer in self.layers]
+        return {kind: tuple(accumulate((each == kind for each in kinds), initial=0)) for kind in self.layer_kinds}
+
+    @cached_property
+    def last_of_kind(self) -> dict[Layer, int]:
+        """The number of each kind's last layer."""
+        return {kind: before.index(before[-1]) - 1 for kind, before in self.kinds_before.items()}
 
     @cached_property
     def sp_sizes(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 from ulysses_cli.plan.ds_config import make_ds_config
 from ulysses_cli.plan.ledger.job import make_engine
 from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.recipe import Recipe
 
@@ -51,7 +52,7 @@ def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str,
     num_offloaded = min(num_layers, int(request["levers"]["offloaded_layers"]))
     whole = num_offloaded, num_layers - num_offloaded
     peaks: dict[Layers, TracedPeaks] = {}
-    for layers in list_cuts(whole, few):
+    for layers in list_cuts(whole, few, find_period(request["config"])):
         report(f"tracing {sum(layers)} of {format_count(num_layers, 'layer')}, {layers[0]} of them offloaded")
         peaks[layers] = trace_layers(request, layers)
     reached = extrapolate(peaks, whole, steps_in_groups=in_groups > 0)
@@ -60,13 +61,22 @@ def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str,
     return {"num_layers": num_layers, "traced_layers": [sum(layers) for layers in peaks], **vars(reached)}
 
 
-def list_cuts(whole: Layers, few: int) -> list[Layers]:
-    """The numbers of layers to trace: a few, and then a few more of each kind that the model has more of."""
-    if sum(whole) <= few + MORE_LAYERS:
+def find_period(config: Mapping[str, Any]) -> int:
+    """After how many layers, behind the first few, the kinds of layers repeat, in a multiple that is worth a second
+    trace. Where they do not repeat, the number of layers."""
+    kinds = [layer.without_window() for layer in read_model_shape(config, "the traced model").layers][FEW_LAYERS:]
+    repeats = (n for n in range(1, len(kinds)) if all(a == b for a, b in zip(kinds[n:], kinds, strict=False)))
+    period = next(repeats, max(1, len(kinds)))
+    return period * max(1, MORE_LAYERS // period)
+
+
+def list_cuts(whole: Layers, few: int, num_more: int = MORE_LAYERS) -> list[Layers]:
+    """The numbers of layers to trace: a few, and then `num_more` more, offloaded and not, where the model has more."""
+    if sum(whole) <= few + num_more:
         return [whole]
     above = min(whole[1], max(few // 2, few - whole[0]))
     base = few - above, above
-    more = [min(MORE_LAYERS, most - num) for num, most in zip(base, whole, strict=True)]
+    more = [min(num_more, most - num) for num, most in zip(base, whole, strict=True)]
     grown = [(base[0] + more[0], base[1]), (base[0], base[1] + more[1])]
     return [base, *(cut for cut in grown if cut != base)]
 
@@ -127,7 +137,6 @@ def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any) -> None
     import numpy as np
 
     from ulysses_cli.data.steps import MicroBatch
-    from ulysses_cli.plan.models.shape import read_model_shape
     from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens, settle
     from ulysses_cli.plan.rows.order import Ring, deal_rows
     from ulysses_cli.prove.trace.fake_device import DEVICE, make_parts
@@ -200,6 +209,9 @@ def cut_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         name: value[:num_layers] if isinstance(value, list) and len(value) == whole else value
         for name, value in config.items()
     }
+    own = cut.get("per_layer_config")  # by a layer's number
+    if isinstance(own, Mapping):
+        cut["per_layer_config"] = {index: values for index, values in own.items() if int(index) < num_layers}
     return {**cut, "num_hidden_layers": num_layers}
 
 
@@ -221,7 +233,6 @@ def _in_phases(storages: Any, phases: tuple[str, ...], function: Any, after: str
 def find_widest_rank(request: Mapping[str, Any]) -> int:
     """The first rank of an sp group with the most key/value heads in a chunk, since heads may not divide evenly over
     ranks; on a ring, of the share that attends to most keys."""
-    from ulysses_cli.plan.models.shape import read_model_shape
     from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens
     from ulysses_cli.plan.rows.order import Ring, deal_row, plan_keys
     from ulysses_cli.train.attention.heads import plan_heads

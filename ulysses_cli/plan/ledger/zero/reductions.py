@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from ulysses_cli.plan.ledger import attention, layer, mlp
+from ulysses_cli.plan.ledger import attention, layer, mixers, mlp
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import count_mlp_left, make_inside
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
@@ -15,6 +15,7 @@ from ulysses_cli.plan.ledger.zero import lower_stages, states
 from ulysses_cli.plan.ledger.zero.flushes import NO_LEAVES, Flush, list_flushes
 from ulysses_cli.plan.ledger.zero.gathering import Gathered, find_leaves
 from ulysses_cli.plan.models.layers import Layer
+from ulysses_cli.plan.models.shape import ModelShape
 
 SENT, FIRST_SENT = "gradients are reduced", "the first gradients are reduced"
 GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
@@ -23,7 +24,7 @@ GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
 }  # fmt: skip
 SNAPSHOT_PLACES = {
     "recomputation": 0, "norm behind the MLP": 0, "the MLP's last matrix": 1, "mlp": 2, "gate and up": 3, "norm": 4,
-    "exchange": 6, "attention": 6, "query norm": 6, "input norm": 7,
+    "exchange": 6, "attention": 6, "convolution": 6, "query norm": 6, "input norm": 7,
 }  # fmt: skip
 
 
@@ -72,9 +73,10 @@ def walk_sent(job: Job, kind: Layer, snapshot: MemorySnapshot) -> Iterator[Memor
 def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
     """The bucket is sent during a layer's backward; what the layers above had saved is freed by then."""
     leaves = find_leaves(job.shape, tiles_mlp=job.levers.tiled_mlp) if job.zero_stage == 3 else NO_LEAVES
-    for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, gathered, leaves):
+    of_kind = list_layers_like(job.shape, kind)
+    for flush, num_gathered in _list_fullest_flushes(job.weights, job.engine.reduce_bucket, gathered, leaves, of_kind):
         is_leaf = flush.layer in leaves
-        attention_left, mlp_left = _count_left(job, kind, flush, is_leaf=is_leaf)
+        attention_left, mlp_left = _count_left(job.view(kind), kind, flush, is_leaf=is_leaf)
         is_together = is_leaf or layer.is_tiled(job)
         work = {
             "reduce_flush": states.compute_flush(job, flush.num_elements, flush.largest, flush.num_before),
@@ -94,11 +96,8 @@ def _count_left(job: Job, kind: Layer, flush: Flush, *, is_leaf: bool) -> tuple[
     """Saved bytes left of attention and of the MLP when the bucket is sent. A weight's gradient is made after its
     module's backward; in a leaf module, after the whole module's. Attention's projections compute theirs from the
     gradients of queries, keys and values."""
-    attention_saved, norm_saved = (
-        attention.compute_attention_saved(job),
-        layer.compute_norm_saved(job, job.shape.hidden_size),
-    )
-    whole = attention_saved + (0 if layer.saves_result(job) else attention.compute_attention_result(job))
+    norm_saved = layer.compute_norm_saved(job, job.shape.hidden_size)
+    whole = mixers.compute_saved(job, kind) + (0 if layer.saves_result(job) else mixers.compute_result(job, kind))
     if flush.in_mlp:
         inside = 0 if layer.is_tiled(job) else mlp.compute_inside_saved(job, kind, job.local_tokens)
         gone = inside if is_leaf else mlp.compute_inside_gone(job, kind, flush.weight)
@@ -110,19 +109,27 @@ def _count_left(job: Job, kind: Layer, flush: Flush, *, is_leaf: bool) -> tuple[
     if flush.weight == INPUT_NORM:
         return attention.compute_input_norm_saved(job), 0
     if flush.weight.partition(".")[0] in FIRST_PROJECTIONS:
-        gone = attention.compute_attention_rows(job) + attention.compute_output_input(job)
-        return attention_saved - gone + job.dtype_bytes * (job.query_width + 2 * job.kv_width) * job.local_tokens, 0
+        return mixers.compute_left_for_projections(job, kind), 0
     return whole, 0
 
 
 @lru_cache(maxsize=64)
+def list_layers_like(shape: ModelShape, kind: Layer) -> frozenset[int]:
+    """Layers with the same mixers, whatever their MLPs."""
+    alike = {each for each in shape.layer_kinds if each.mixers == kind.mixers}
+    return frozenset(number for number, each in enumerate(shape.layers) if each.without_window() in alike)
+
+
+@lru_cache(maxsize=64)
 def _list_fullest_flushes(
-    weights: Weights, bucket: int, gathered: Gathered, leaves: frozenset[int]
+    weights: Weights, bucket: int, gathered: Gathered, leaves: frozenset[int], of_kind: frozenset[int]
 ) -> tuple[tuple[Flush, int], ...]:
-    """Flushes, each with the elements gathered then: the first of all, the next in an MLP and in an attention, and
-    later ones only where more is in the bucket or gathered."""
+    """Flushes in these layers, each with the elements gathered then: the first of all, the next in an MLP and in an
+    attention, and later ones only where more is in the bucket or gathered."""
     most, fullest_flushes = {True: (-1, -1), False: (-1, -1)}, []
     for flush in list_flushes(weights, bucket, leaves):
+        if flush.layer not in of_kind:
+            continue
         num_gathered = gathered.at_gradients.get(f"{flush.layer}.{flush.weight}", 0)
         fullest, most_gathered = most[flush.in_mlp]
         if num_gathered > most_gathered or flush.num_elements > fullest:
