@@ -54,7 +54,7 @@ def test_a_ring_is_chosen_for_heads_and_for_machines() -> None:
 
 
 def test_keys_of_a_row_stay_below_32_bits() -> None:
-    """8 key/value heads of 128 and their values, 4,194,304 tokens: 2^33 numbers, or 2^30 in 8 chunks."""
+    """8 key/value heads of 128 and 4,194,304 tokens are 2^32 numbers, or 2^29 in 8 chunks."""
     job = Job(LLAMA, Layout(1, 1, 16, 16), 2**22, Levers(tiled_mlp=True, tiled_loss=True))
     assert not is_indexable(job)
     assert is_indexable(replace(job, levers=replace(job.levers, head_chunks=8)))

@@ -75,8 +75,8 @@ def is_indexable(job: Job) -> bool:
     heads = job.shape.num_heads // job.layout.ulysses_size // job.levers.head_chunks
     shared = job.batch * job.row_tokens // job.layout.ring_size
     tensors = [shared * heads * job.shape.head_dim, job.local_tokens * job.shape.hidden_size]
-    if job.layout.ring_size > 1:  # a rank may attend to all keys of a row; keys and values share a buffer
-        tensors.append(2 * job.batch * job.row_tokens * job.chunk_kv_width // job.layout.ulysses_size)
+    if job.layout.ring_size > 1:  # a rank may attend to all keys of a row
+        tensors.append(job.batch * job.row_tokens * job.chunk_kv_width // job.layout.ulysses_size)
     if not job.levers.tiled_mlp:
         tensors.append(job.local_tokens * max(job.shape.intermediate_size, job.shape.moe_intermediate_size))
     if not job.levers.tiled_loss:

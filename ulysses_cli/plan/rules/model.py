@@ -191,11 +191,10 @@ def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:
         ("data.max_length", "attention's queries", shared * heads * shape.head_dim, chunk_lever),
         ("data.max_length", "hidden states", local_tokens * shape.hidden_size, "a larger sp_size, or "),
     ]
-    if num_ranks < sp_size:  # a rank of a ring may attend to all keys of a row; keys and values share a buffer
+    if num_ranks < sp_size:  # a rank of a ring may attend to all keys of a row
         parts = shape.common_heads if chunks == "auto" else num_ranks * chunks
         num_keys = compute_kv_heads(shape.num_heads, shape.num_kv_heads, parts).num_local
-        text = "keys and values of a ring"
-        tensors.append(("data.max_length", text, 2 * tokens * num_keys * shape.head_dim, chunk_lever))
+        tensors.append(("data.max_length", "keys of a ring", tokens * num_keys * shape.head_dim, chunk_lever))
     if recipe.memory.tiled_mlp is False:
         width, lever = max(shape.intermediate_size, shape.moe_intermediate_size), "memory.tiled_mlp: auto, or "
         tensors.append(("memory.tiled_mlp", "the MLP's activations", local_tokens * width, lever))
