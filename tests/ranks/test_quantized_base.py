@@ -126,3 +126,21 @@ def test_a_run_resumes_at_another_layout(base: Path, tmp_path: Path) -> None:
     assert run_on_ranks(2, run_and_save, split, str(tmp_path / "b"), None, 2)[0] == whole[:2]
     resumed = run_on_ranks(1, run_and_save, make_quantized_recipe(base, "nf4"), str(tmp_path / "b"), 2, 4)[0]
     assert resumed == pytest.approx(whole[2:], rel=1e-5)
+
+
+def read_start(recipe: Recipe) -> dict[str, torch.Tensor]:
+    return RunHarness(recipe, MemoryRows(ROWS), 1).read_weights()
+
+
+@pytest.mark.full
+def test_ranks_start_from_adapters_under_zero_3(base: Path, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    adapted.save_pretrained(tmp_path)
+    words = (f"model.name_or_path={base}", "model.config=null", "lora.r=4", f"lora.adapter_name_or_path={tmp_path}")
+    expected = {f"model.{name}": value for name, value in model.named_parameters() if value.requires_grad}
+    for ours in run_on_ranks(2, read_start, make_recipe(*words, "parallel.sp_size=2")):
+        assert measure_difference(ours, expected) == 0
