@@ -19,10 +19,10 @@ from support.small_run import make_settings
 from support.training import MemoryRows, make_recipe
 from transformers import AutoModelForCausalLM
 
-from ulysses_cli.train.hooks.samples import Prompt, Samples
+from ulysses_cli.train.hooks.samples import SamplePrompt, Samples
 from ulysses_cli.train.loop import every, train
 
-PROMPTS = [Prompt("a", tuple(range(3, 30))), Prompt("b", (5,)), Prompt("c", (9, 9, 60))]
+PROMPTS = [SamplePrompt("a", tuple(range(3, 30))), SamplePrompt("b", (5,)), SamplePrompt("c", (9, 9, 60))]
 NUM_NEW, STOP = 6, 7
 
 

@@ -13,12 +13,12 @@ from ulysses_cli.train.train_state import TrainState
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SamplePrompt:
     text: str
     tokens: tuple[int, ...]
 
 
-def encode_prompts(tokenizer: Any, texts: Sequence[str], *, as_chat: bool) -> list[Prompt]:
+def encode_prompts(tokenizer: Any, texts: Sequence[str], *, as_chat: bool) -> list[SamplePrompt]:
     """With `as_chat` a text is what a user says, in the tokenizer's chat template. Otherwise it is the beginning of a
     document, and an end that the tokenizer appends is taken off."""
     prompts = []
@@ -31,7 +31,7 @@ def encode_prompts(tokenizer: Any, texts: Sequence[str], *, as_chat: bool) -> li
         else:
             tokens = tokenizer(text)["input_ids"]
             tokens = tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
-        prompts.append(Prompt(text, tuple(tokens)))
+        prompts.append(SamplePrompt(text, tuple(tokens)))
     return prompts
 
 
@@ -47,7 +47,7 @@ class Samples:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[SamplePrompt],
         stop_tokens: Collection[int],
         max_new_tokens: int,
         decode: Callable[[list[int]], str],
