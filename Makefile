@@ -45,7 +45,7 @@ pictures: install  ## the pictures of the docs; that of a report page needs Chro
 
 bench: install  ## benchmarks: ratios against named peers
 	python benchmarks/startup.py && python benchmarks/exchange.py && python benchmarks/data.py
-	python benchmarks/train_cpu.py && python benchmarks/levers.py && python benchmarks/buckets.py && python benchmarks/estimate.py
+	python benchmarks/train_cpu.py && python benchmarks/elementwise.py && python benchmarks/levers.py && python benchmarks/buckets.py && python benchmarks/estimate.py
 	python benchmarks/checkpoint.py && python benchmarks/faults.py && python benchmarks/attacks.py
 
 gpu: install  ## tests and measurements on a GPU, each beside its prediction (MINUTES=25); WORDS=--rehearse needs none

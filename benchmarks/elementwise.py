@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from paths import RESULTS
 from train_cpu import CONFIG, connect
 
-ROW_TOKENS, NUM_STEPS, NUM_WARMUP = 2048, 15, 2
+ROW_TOKENS, NUM_STEPS, NUM_WARMUP = 1024, 9, 1
 BAR = 0.97
 
 
