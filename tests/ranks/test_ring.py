@@ -169,6 +169,7 @@ def test_rules_and_batches(layout: tuple[int, int]) -> None:
     )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_precision(dtype: torch.dtype) -> None:
     rules: list[dict[str, Any]] = [{}, {"window": 9}, {"has_sinks": True}, {"softcap": 2.0}, {"chunks": 2}]
@@ -206,6 +207,7 @@ def test_random_problems(case: tuple[Problem, int]) -> None:
     check((ring_size, 4 // ring_size), problem)
 
 
+@pytest.mark.check
 def test_large_logits_do_not_overflow() -> None:
     """Logits of many hundreds, where exp of any of them is infinite in float32."""
     check((2, 2), Problem(4, 2, lengths=(96,), scale=60.0), Problem(4, 2, lengths=(40, 56), scale=60.0, window=30))
