@@ -39,6 +39,8 @@ def test_six_empty_answers_make_a_recipe_that_validates(texts: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert shown.stderr.count("]:") == 5  # the data has no default
     assert "30 files, 11,625 bytes" in shown.stderr
+    for question in ("Data: ", "Model: ", "GPUs: ", "Length: ", "Method: ", "Budget: "):
+        assert question in shown.stderr
     assert "Next: ulysses train my.yaml" in shown.stderr
     assert shown.stdout.splitlines()[-1] == "my.yaml"
     recipe = yaml.safe_load(Path("my.yaml").read_text())
@@ -61,7 +63,7 @@ def test_every_answer_is_an_option_and_the_planner_chooses(texts: Path) -> None:
     valid = validate_recipe("far.yaml")
     assert valid.problems == ()
     assert valid.resolved is not None
-    assert valid.resolved.layout.world_size == 8
+    assert f"# hardware   {valid.resolved.layout.world_size} x NVIDIA H100 SXM" in text
 
 
 def test_adapters_are_chosen_where_all_weights_do_not_fit(texts: Path) -> None:

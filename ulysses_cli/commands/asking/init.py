@@ -85,7 +85,7 @@ def init(
     shape = or_exit(lambda: _find_shape(name))
     default = str(_suggest_length(survey, name, shape, is_cpu=offer is None))
     length = ask.get("Length: tokens per row", max_length, default, _read_length, "--max-length")
-    trained = ask.get("MethodAnswer: full, lora, or auto for what fits", method, "auto", _read_method, "--method")
+    trained = ask.get("Method: full, lora, or auto for what fits", method, "auto", _read_method, "--method")
     usd = ask.get("Budget: highest cost in USD, or none", budget, NO_BUDGET, _read_budget, "--budget")
     answers = FirstAnswers(
         survey.path, name, length, trained is MethodAnswer.lora, survey.is_tree, survey.num_documents,
