@@ -21,7 +21,7 @@ def name_prompt(task: str, length: int, index: int) -> str:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TaskPrompt:
     """A sample's tokens. `depths`: where each mark is, as a share of the tokens."""
 
     sample: Sample
@@ -76,14 +76,14 @@ class Prompter:
             tokens.pop()  # an end of the text would end the prompt
         return tokens, encoded
 
-    def make(self, sample: Sample, index: int = 0, length: int = 0) -> Prompt:
+    def make(self, sample: Sample, index: int = 0, length: int = 0) -> TaskPrompt:
         tokens, encoded = self.encode(sample)
         _, begin = self.render(sample)
         places = (self._find_token(encoded, begin + mark) for mark in sample.marks)
         depths = tuple(round(place / len(tokens), 4) for place in places if place is not None)
-        return Prompt(sample, tuple(tokens), depths, index, length)
+        return TaskPrompt(sample, tuple(tokens), depths, index, length)
 
-    def encode_answer(self, prompt: Prompt, answer: str) -> list[int]:
+    def encode_answer(self, prompt: TaskPrompt, answer: str) -> list[int]:
         """Returns the answer's tokens as they follow the prompt's, or [] where the two do not part at the same place.
         A space before the answer belongs to its first token."""
         text, _ = self.render(prompt.sample)
@@ -122,7 +122,7 @@ class Fitter:
     prompter: Prompter
     fitted: dict[tuple[str, int], tuple[int, int, float]] = field(default_factory=dict)
 
-    def fit(self, name: str, draft: Draft, length: int, index: int) -> Prompt:
+    def fit(self, name: str, draft: Draft, length: int, index: int) -> TaskPrompt:
         """`length` includes the tokens of the answer."""
         key = name, length
         num_units, num_fill, slope = self.fitted.get(key) or self._estimate(draft, length)

@@ -12,7 +12,7 @@ from ulysses_cli.evaluate.counting import COUNTING_TASKS, GRAPHS
 from ulysses_cli.evaluate.documents import make_code_task, make_question_task
 from ulysses_cli.evaluate.files import FILE_SUITES, read_suite
 from ulysses_cli.evaluate.needles import BookHaystack, draw_sentences, list_needle_tasks
-from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompt, Prompter, name_prompt
+from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompter, TaskPrompt, name_prompt
 from ulysses_cli.evaluate.sample import Sample, Task
 from ulysses_cli.evaluate.statistics import RULER_TASKS
 from ulysses_cli.plan.problem import Problem, RecipeError
@@ -115,7 +115,7 @@ class Amount:
 
 def make_prompts(
     plan: Plan, prompter: Prompter, amount: Amount, report: Progress, done: Collection[str] = ()
-) -> Iterator[Prompt]:
+) -> Iterator[TaskPrompt]:
     """Yields the prompts of all tasks and lengths, the shortest length first, then those of files, but for those in
     `done`."""
     fitter = Fitter(prompter)

@@ -29,6 +29,7 @@ class RecordedRun:
     metrics: list[Line]
     evals: list[Line]
     samples: list[Line]
+    quality: list[Line]
     spent_seconds: float
     notes: tuple[str, ...]
 
@@ -51,7 +52,7 @@ def load_run(folder: Path) -> RecordedRun:
     try:
         facts = _load_facts(files[0], notes)
         lines, evals = _load_lines(files[1], notes), _load_lines(files[2], notes)
-        samples = _load_lines(folder / "samples.jsonl", notes)
+        samples, quality = (_load_lines(folder / f"{name}.jsonl", notes) for name in ("samples", "quality"))
     except OSError as error:
         raise RecipeError([Problem("", f"{error.filename} cannot be read: {error.strerror}")]) from None
     spent = [line["step_seconds"] for line in lines if is_number(line.get("step_seconds"))]
@@ -61,9 +62,8 @@ def load_run(folder: Path) -> RecordedRun:
         notes.append(f"The run resumed from an older checkpoint and repeated {redone}. The last attempt is shown.")
     if not metrics:
         notes.append("No optimizer step is recorded: metrics.jsonl is missing or empty. There is nothing to plot yet.")
-    return RecordedRun(
-        folder, facts, metrics, _drop_redone(evals), _drop_redone(samples), float(sum(spent)), tuple(notes)
-    )
+    evals, samples, quality = (_drop_redone(each) for each in (evals, samples, quality))
+    return RecordedRun(folder, facts, metrics, evals, samples, quality, float(sum(spent)), tuple(notes))
 
 
 def _load_facts(file: Path, notes: list[str]) -> dict[str, Any]:

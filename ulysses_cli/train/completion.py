@@ -17,6 +17,7 @@ from ulysses_cli.train.export.check import check_adapter, check_model
 from ulysses_cli.train.export.weights import export_model
 from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.guard.watchdog import WRITING
+from ulysses_cli.train.hooks.eval_suite import EvalSuite
 from ulysses_cli.train.hooks.samples import Samples
 from ulysses_cli.train.inputs import Inputs, Launch, get_run_name
 from ulysses_cli.train.telemetry.record import Record
@@ -30,6 +31,7 @@ def finish(
     saves: Saves,
     evaluation: Evaluation,
     samples: Samples,
+    suite: EvalSuite,
     record: Record,
     reason: str,
 ) -> None:
@@ -46,6 +48,7 @@ def finish(
         record.emit(event="stopped", reason=f"by {reason} after step {state.step} of {state.num_steps}")
         return
     samples.run(state)
+    suite.run(state)
     record.set_phase(WRITING)
     state.phase = WRITING
     launch.interruption.end_at_once()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ulysses_cli.data.batching import make_eval_batching
 from ulysses_cli.data.steps import plan_step
+from ulysses_cli.evaluate.suites import Amount
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.planner.estimate import explain_memory
@@ -32,6 +33,7 @@ from ulysses_cli.train.connection import Connected, connect
 from ulysses_cli.train.evaluation import Evaluation
 from ulysses_cli.train.guard.watchdog import Watchdog
 from ulysses_cli.train.hooks.bad_steps import BadSteps, BadStepsError
+from ulysses_cli.train.hooks.eval_suite import EvalSuite
 from ulysses_cli.train.hooks.metrics import Meter
 from ulysses_cli.train.hooks.model_choice import ModelChoice
 from ulysses_cli.train.hooks.samples import Samples, encode_prompts, list_stop_tokens
@@ -115,6 +117,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     eval_batching = make_eval_batching(inputs.shape, inputs.resolved)
     evaluation = Evaluation(inputs.eval_rows, eval_batching, record.write_eval, choice.judge)
     samples = make_samples(inputs, settings, record)
+    suite = make_suite(inputs, connected, record)
     if connected.has_steps_ahead:
         check_disk(launch, inputs, connected, run, record)
         if settings.rehearsal:
@@ -131,6 +134,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     post_step_hooks: list[Callable[[TrainState, StepResult], None]] = [meter.record, bad_steps.check]
     post_step_hooks += [every(settings.eval_steps, evaluation.run)] if settings.eval_steps else []
     post_step_hooks += [every(settings.sample_steps, samples.run)] if settings.sample_steps else []
+    post_step_hooks += [every(settings.eval_suite_steps, suite.run)] if settings.eval_suite_steps else []
     post_step_hooks += [every(settings.save_steps, saves.save)] if settings.save_steps else []
     post_step_hooks += [saves.check_pending] if settings.async_save or settings.checkpoint_uri else []
     state.pre_step_hooks, state.post_step_hooks = (meter.start,), tuple(post_step_hooks)
@@ -147,8 +151,15 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         saves.save_last(state)  # bad steps were not applied: the weights are good
         saves.finish_uploads(state)
         raise
-    finish(launch, inputs, run, saves, evaluation, samples, record, reason)
+    finish(launch, inputs, run, saves, evaluation, samples, suite, record, reason)
     watchdog.stop()
+
+
+def make_suite(inputs: Inputs, connected: Connected, record: Record) -> EvalSuite:
+    recipe, tokenizer = connected.plan.recipe, inputs.tokenizer
+    lengths = recipe.run.eval_suite_lengths or (recipe.data.max_length,)
+    amount = Amount(tuple(lengths), recipe.run.eval_suite_samples, recipe.run.seed)
+    return EvalSuite(recipe.run.eval_suite, amount, tokenizer, list_stop_tokens(tokenizer), record.write_quality)
 
 
 def make_samples(inputs: Inputs, settings: Run, record: Record) -> Samples:

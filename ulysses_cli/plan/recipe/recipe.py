@@ -139,6 +139,11 @@ class Parallel(Section):
     )
 
 
+# Those of ulysses_cli/evaluate/suites.py that need no file.
+EvalTask = Literal[
+    "ruler", "niah", "graphs", "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2",
+    "niah_multikey_3", "niah_multivalue", "niah_multiquery", "niah_none", "vt", "cwe", "fwe",
+]  # fmt: skip
 SchedulerName = Literal[
     "linear",
     "cosine",
@@ -290,6 +295,17 @@ class Run(Section):
     )
     sample_max_new_tokens: int = setting(64, "tokens of a continuation", unit="tokens", ge=1, le=4096)
     sample_as_chat: bool = setting(False, "a sample prompt is what a user says, in the chat template")
+    eval_suite: tuple[EvalTask, ...] = setting(
+        (), "questions from a seed that the model answers, as ulysses evaluate asks them", unit="suites or tasks"
+    )
+    eval_suite_steps: int | None = setting(
+        None, "ask the questions of eval_suite every so many steps; left out: at the end", unit="steps", ge=1,
+        le=MAX_TOKENS,
+    )  # fmt: skip
+    eval_suite_lengths: tuple[Annotated[int, Field(ge=256, le=MAX_TOKENS)], ...] = setting(
+        (), "lengths of prompts of eval_suite; left out: data.max_length", unit="tokens"
+    )
+    eval_suite_samples: int = setting(5, "questions per task and length of eval_suite", unit="questions", ge=1, le=1000)
     async_save: bool = setting(False, "write checkpoints while steps go on")
     checkpoint_uri: str | None = text(
         None,

@@ -128,6 +128,13 @@ def check_samples(recipe: Recipe) -> Problems:
             yield Problem(f"run.sample_prompts.{index}", what, f"write a text of up to {MAX_PROMPT_CHARS:,} letters")
 
 
+def check_suite(recipe: Recipe) -> Problems:
+    """Settings of the questions between steps need questions."""
+    run = recipe.run
+    if run.eval_suite_steps is not None and not run.eval_suite:
+        yield Problem("run.eval_suite_steps", "is not used without eval_suite", "write run.eval_suite: [niah_single_1]")
+
+
 def check_money(recipe: Recipe) -> Problems:
     """A limit on cost needs a price."""
     run = recipe.run
@@ -170,5 +177,6 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_evaluation,
     check_model_choice,
     check_samples,
+    check_suite,
     check_money,
 )

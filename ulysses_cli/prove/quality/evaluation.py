@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ulysses_cli.evaluate.prompts import Prompt, Prompter
+from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
 from ulysses_cli.evaluate.suites import Amount, Plan, Sources, count_prompts, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.recipe.loader import parse_recipe
@@ -142,7 +142,7 @@ class _Questions:
         if self.num_before:
             send(f"going on: {self.num_before} questions are answered already")
 
-    def walk(self) -> Iterator[Prompt]:
+    def walk(self) -> Iterator[TaskPrompt]:
         """Questions that are too long are listed, and not cut."""
         limit = self.evaluation.max_prompt_tokens
         for prompt in make_prompts(self.plan, self.prompter, self.evaluation.amount, _ignore, self.file.done):

@@ -47,6 +47,7 @@ def make_run_page(run: RecordedRun, summary: Mapping[str, Any]) -> str:
     sections = [
         ("Summary", head),
         ("Loss", _show_learning(run)),
+        ("Answers", _show_quality(run)),
         ("Samples", _show_samples(run)),
         ("Speed", _show_speed(run, summary)),
         ("Time of a step", _show_parts(run, summary)),
@@ -141,6 +142,20 @@ def _show_positions(evals: Sequence[Line]) -> list[Block]:
     last = [series.ys[-1] for series in curves.values()]
     svg = charts.draw_bars(title, list(curves), last, label)
     return [Chart(svg, "", tabulate_bars(list(curves), {"loss": last}, label, "position"))]
+
+
+def _show_quality(run: RecordedRun) -> list[Block]:
+    """The mean score of the questions between steps, by length."""
+    points: dict[int, list[tuple[float, float]]] = {}
+    for line in run.quality:
+        for row in line["mean"] if isinstance(line.get("mean"), list) else ():
+            if isinstance(row, dict) and is_number(row.get("score")) and isinstance(row.get("length"), int):
+                points.setdefault(row["length"], []).append((float(line["step"]), row["score"]))
+    series = [
+        Series(f"{length:,} tokens", [step for step, _ in own], [score for _, score in own])
+        for length, own in sorted(points.items())
+    ]
+    return [_plot("Score of the questions of run.eval_suite", series, "score")] if series else []
 
 
 def _show_samples(run: RecordedRun) -> list[Block]:

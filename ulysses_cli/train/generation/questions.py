@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ulysses_cli.evaluate.prompts import Prompt, Prompter
+from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
 from ulysses_cli.evaluate.scorers import score
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.generation.decoding import Generator, count_shared_tokens
@@ -43,7 +43,7 @@ class Answer:
 class Quiz:
     """What rank 0 has: prompts in their order, and what is done with each result. Other ranks have none."""
 
-    prompts: Iterable[Prompt]
+    prompts: Iterable[TaskPrompt]
     prompter: Prompter
     one_answer_tasks: Collection[str]
     record: Callable[[dict[str, Any]], None]
@@ -77,9 +77,9 @@ def ask_questions(
                         quiz.record(_describe(prompt, answer, quiz.prompter))
 
 
-def _collect(prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
+def _collect(prompts: Iterable[TaskPrompt]) -> Iterator[list[TaskPrompt]]:
     """Yields neighbours that begin alike together."""
-    batch: list[Prompt] = []
+    batch: list[TaskPrompt] = []
     for prompt in prompts:
         if batch and (len(batch) == MAX_TOGETHER or not _begin_alike(batch[0], prompt)):
             yield batch
@@ -89,14 +89,14 @@ def _collect(prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
         yield batch
 
 
-def _begin_alike(first: Prompt, second: Prompt) -> bool:
+def _begin_alike(first: TaskPrompt, second: TaskPrompt) -> bool:
     shortest = min(len(first.tokens), len(second.tokens))
     if first.sample.task != second.sample.task or first.sample.max_new_tokens != second.sample.max_new_tokens:
         return False
     return count_shared_tokens([first.tokens, second.tokens]) >= MIN_SHARED * shortest
 
 
-def _make_question(prompt: Prompt, quiz: Quiz) -> Question:
+def _make_question(prompt: TaskPrompt, quiz: Quiz) -> Question:
     sample, answer = prompt.sample, list[int]()
     if sample.task in quiz.one_answer_tasks and len(sample.references) == 1:
         answer = quiz.prompter.encode_answer(prompt, sample.references[0])
@@ -122,7 +122,7 @@ def _answer(generator: Generator, questions: Sequence[Question], stop_tokens: Co
     ]
 
 
-def _describe(prompt: Prompt, answer: Answer, prompter: Prompter) -> dict[str, Any]:
+def _describe(prompt: TaskPrompt, answer: Answer, prompter: Prompter) -> dict[str, Any]:
     sample = prompt.sample
     text = prompter.tokenizer.decode(answer.tokens, skip_special_tokens=True)
     return {

@@ -45,7 +45,7 @@ class Record:
         """Opens the metrics files without the lines after `last_step`: those steps will run again."""
         if self.display is None:
             return
-        for name in ("metrics", "eval", "samples"):
+        for name in ("metrics", "eval", "samples", "quality"):
             cut_lines(self.run_dir / f"{name}.jsonl", last_step)
         for name in ("metrics", "eval"):
             self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
@@ -74,9 +74,17 @@ class Record:
         self._write("eval", "eval", "eval", line)
 
     def write_samples(self, line: dict[str, Any]) -> None:
-        if self.display is not None and "samples" not in self.files:
-            self.files["samples"] = LineFile(self.run_dir / "samples.jsonl")
+        self._open("samples")
         self._write("samples", "samples", "samples", line)
+
+    def write_quality(self, line: dict[str, Any]) -> None:
+        self._open("quality")
+        self._write("quality", "quality", "quality", line)
+
+    def _open(self, name: str) -> None:
+        """Opens a file that most runs do not write."""
+        if self.display is not None and name not in self.files:
+            self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
 
     def _write(self, file: str, event: str, split: str, line: dict[str, Any]) -> None:
         if self.display is None:

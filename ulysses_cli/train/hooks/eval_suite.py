@@ -1,0 +1,49 @@
+"""Asks the model questions from a seed between steps, on the run's own ranks: does it learn to use the length?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from ulysses_cli.evaluate.prompts import Prompter
+from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, plan_suites
+from ulysses_cli.evaluate.summary import summarize
+from ulysses_cli.train.generation.questions import Quiz, ask_questions
+from ulysses_cli.train.train_state import TrainState
+
+
+class EvalSuite:
+    """A post-step hook. Without tasks it does nothing. Raises RecipeError, on all ranks alike, for a task that does not
+    fit the shortest length."""
+
+    def __init__(
+        self,
+        names: Collection[str],
+        amount: Amount,
+        tokenizer: Any,
+        stop_tokens: Collection[int],
+        write: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.amount, self.stop_tokens, self.write = amount, stop_tokens, write
+        self.plan = plan_suites(list(names), Sources())
+        self.last_step = -1
+        if self.plan.tasks:
+            self.prompter = Prompter(tokenizer)
+            check_lengths(self.plan, self.prompter, amount)
+
+    def run(self, state: TrainState) -> None:
+        """Collective over all ranks. A reason to stop that any rank has ends it without a result."""
+        if not self.plan.tasks or self.last_step == state.step:
+            return
+        state.phase = "asking the evaluation's questions"
+        results: list[dict[str, Any]] = []
+        quiz = None
+        if state.groups.is_first:
+            prompts = make_prompts(self.plan, self.prompter, self.amount, lambda _: None)
+            one_answer = {task.name for task in self.plan.tasks if task.has_one_answer}
+            quiz = Quiz(prompts, self.prompter, one_answer, results.append)
+        if ask_questions(state.engine, quiz, self.stop_tokens, lambda: any(state.stop.read_flags())):
+            self.last_step = state.step
+            if results:
+                summary = summarize(results)
+                self.write({"step": state.step, "scores": summary["scores"], "mean": summary["mean"]})
