@@ -17,7 +17,7 @@ from ulysses_cli.plan.recipe.recipe import EvalTask
 from ulysses_cli.train.hooks.eval_suite import EvalSuite
 from ulysses_cli.train.loop import every, train
 
-AMOUNT = Amount((700,), 2)
+AMOUNT = Amount((1200,), 1)
 
 
 def train_with_questions(names: tuple[str, ...]) -> tuple[list[float], list[dict[str, Any]]]:
@@ -33,9 +33,9 @@ def train_with_questions(names: tuple[str, ...]) -> tuple[list[float], list[dict
 
 @pytest.mark.check
 def test_questions_between_steps_change_no_step() -> None:
-    (losses, written), (_, of_second) = run_on_ranks(2, train_with_questions, ("niah_single_1",))
+    (losses, written), (_, of_second) = run_on_ranks(2, train_with_questions, ("vt",))
     assert [line["step"] for line in written] == [1, 2]
-    assert [(row["task"], row["n"], row["score"]) for row in written[0]["scores"]] == [("niah_single_1", 2, 0.0)]
+    assert [(row["task"], row["n"], row["score"]) for row in written[0]["scores"]] == [("vt", 1, 0.0)]
     assert of_second == []
     assert losses == pytest.approx(run_on_ranks(2, train_with_questions, ())[0][0], abs=1e-6)
 

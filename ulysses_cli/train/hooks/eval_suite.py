@@ -8,6 +8,7 @@ from typing import Any
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
+from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.train.generation.questions import Quiz, ask_questions
 from ulysses_cli.train.train_state import TrainState
 
@@ -29,7 +30,11 @@ class EvalSuite:
         self.last_step = -1
         if self.plan.tasks:
             self.prompter = Prompter(tokenizer)
-            check_lengths(self.plan, self.prompter, amount)
+            try:
+                check_lengths(self.plan, self.prompter, amount)
+            except RecipeError as error:
+                key = "run.eval_suite_lengths"
+                raise RecipeError([Problem(key, each.message, each.hint) for each in error.problems]) from None
 
     def run(self, state: TrainState) -> None:
         """Collective over all ranks. A reason to stop that any rank has ends it without a result."""
