@@ -303,6 +303,14 @@ def test_check_model_choice() -> None:
     assert "0.1 is not used without early_stopping_patience" in only("run.early_stopping_threshold=0.1", *evaluated)
 
 
+def test_check_suite() -> None:
+    assert only("run.eval_suite_steps=5") == (
+        "command line: run.eval_suite_steps: is not used without eval_suite"
+        "\n\nhint: write run.eval_suite: [niah_single_1]"
+    )
+    assert check("run.eval_suite=[niah_single_1]", "run.eval_suite_steps=5") == []
+
+
 def test_check_samples() -> None:
     assert only("run.sample_steps=5") == (
         "command line: run.sample_steps: is not used without sample_prompts"

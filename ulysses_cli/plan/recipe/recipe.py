@@ -296,14 +296,17 @@ class Run(Section):
     sample_max_new_tokens: int = setting(64, "tokens of a continuation", unit="tokens", ge=1, le=4096)
     sample_as_chat: bool = setting(False, "a sample prompt is what a user says, in the chat template")
     eval_suite: tuple[EvalTask, ...] = setting(
-        (), "questions from a seed that the model answers, as ulysses evaluate asks them", unit="suites or tasks"
+        (),
+        "questions from a seed that the model answers, as ulysses evaluate asks them",
+        unit="suites or tasks",
+        max_length=16,
     )
     eval_suite_steps: int | None = setting(
         None, "ask the questions of eval_suite every so many steps; left out: at the end", unit="steps", ge=1,
         le=MAX_TOKENS,
     )  # fmt: skip
     eval_suite_lengths: tuple[Annotated[int, Field(ge=256, le=MAX_TOKENS)], ...] = setting(
-        (), "lengths of prompts of eval_suite; left out: data.max_length", unit="tokens"
+        (), "lengths of prompts of eval_suite; left out: data.max_length", unit="tokens", max_length=16
     )
     eval_suite_samples: int = setting(5, "questions per task and length of eval_suite", unit="questions", ge=1, le=1000)
     async_save: bool = setting(False, "write checkpoints while steps go on")
