@@ -22,7 +22,8 @@ from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.export import weights as export
-from ulysses_cli.train.export.merging import Merging, find_base_files
+from ulysses_cli.train.export.base_files import find_base_files
+from ulysses_cli.train.export.merging import Merging
 
 SETTINGS = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -144,7 +145,8 @@ def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
         from transformers import AutoModelForCausalLM
         from peft import LoraConfig, get_peft_model
         from ulysses_cli.train.export import weights as export
-        from ulysses_cli.train.export.merging import Merging, find_base_files
+        from ulysses_cli.train.export.base_files import find_base_files
+        from ulysses_cli.train.export.merging import Merging
 
         def read_peak():
             return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

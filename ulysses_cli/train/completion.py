@@ -15,6 +15,7 @@ from ulysses_cli.train.checkpoint.saves import Saves
 from ulysses_cli.train.evaluation import Evaluation
 from ulysses_cli.train.export.check import check_adapter, check_model
 from ulysses_cli.train.export.weights import export_model
+from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.guard.watchdog import WRITING
 from ulysses_cli.train.hooks.eval_suite import EvalSuite
@@ -76,7 +77,9 @@ def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, checkpoint: P
             "export another one with ulysses export"
         )
     dtype = getattr(torch, recipe.model.dtype)
-    check = partial(check_model, checkpoint, config=built.config, dtype=dtype, report=record.set_phase)
+    named = recipe.model.name_or_path
+    base = BaseModel(named, recipe.model.revision) if named is not None else None
+    check = partial(check_model, checkpoint, config=built.config, dtype=dtype, report=record.set_phase, base=base)
     export_model(
         checkpoint,
         launch.run_dir / "model",
@@ -88,4 +91,5 @@ def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, checkpoint: P
         card=make_card(recipe.model_dump(mode="json"), get_run_name(launch), inputs.shape, inputs.num_own_tokens),
         step=step,
         run_step=run.state.step,
+        base=base,
     )

@@ -18,12 +18,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as integration
 from transformers.utils import cached_file
 
 from ulysses_cli.plan.files.weight_files import list_weight_names
+from ulysses_cli.train.assembly.text_part import find_key_mapping, is_text_name
 
 
 class BuildError(ValueError):
@@ -53,8 +55,14 @@ class ModelOptions:
 def load_pretrained(options: ModelOptions, path: str, revision: str | None = None) -> Any:
     """The weights of a folder or of the hub's cache."""
     try:
+        mapping = find_key_mapping(path, revision)
         model, loading_info = AutoModelForCausalLM.from_pretrained(
-            path, revision=revision, output_loading_info=True, **_place(options), **options.list_options()
+            path,
+            revision=revision,
+            output_loading_info=True,
+            key_mapping=mapping,
+            **_place(options),
+            **options.list_options(),
         )
     except UnpicklingError as error:
         reason = "its pickle holds more than tensors, and is not run; convert the weights to safetensors"
@@ -63,7 +71,8 @@ def load_pretrained(options: ModelOptions, path: str, revision: str | None = Non
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise BuildError(f"{path} cannot be loaded: {first_line(error)}") from error
-    loading_info["unexpected_keys"] = find_unused_weights(model, path, revision)
+    unused = find_unused_weights(model, path, revision)
+    loading_info["unexpected_keys"] = [name for name in unused if mapping is None or is_text_name(name)]
     if problem := describe_mismatch(loading_info, is_tied=bool(options.config.tie_word_embeddings)):
         raise BuildError(f"{path} {problem}")
     if options.quantization is not None:  # an export's config describes the base in 16 bits
@@ -100,19 +109,29 @@ def find_unused_weights(model: Any, path: str, revision: str | None = None) -> l
     """Weights of the files that the model has no place for, by transformers' own rules of renaming. Under ZeRO-3
     from_pretrained drops such weights and reports none."""
     folder = Path(str(cached_file(path, "config.json", revision=revision))).parent
-    rules = getattr(model, "_weight_conversions", None) or []
+    return [name for name, own in map_names(model, folder).items() if not own]
+
+
+def map_names(model: Any, folder: Path, key_mapping: dict[str, str] | None = None) -> dict[str, str]:
+    """Returns the model's own name for each weight of the files; the renamed name where several become one or
+    the model ignores it, '' where it has no place. `key_mapping` is transformers', for a model that was not loaded."""
+    rules = getattr(model, "_weight_conversions", None)
+    if rules is None:
+        rules = get_model_conversion_mapping(model, key_mapping)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     prefix = model.base_model_prefix
     own = {name: torch.empty(0, device="meta") for name in model.state_dict()}
     ignored = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
 
-    def has_place(name: str) -> bool:
+    def rename(name: str) -> str:
         renamed, _ = rename_source_key(name, renamings, converters, base_model_prefix=prefix, meta_state_dict=own)
         is_ignored = any(re.search(pattern, renamed) for pattern in ignored)
-        return renamed in own or f"{prefix}.{renamed}" in own or is_ignored
+        return (
+            f"{prefix}.{renamed}" if f"{prefix}.{renamed}" in own else renamed if renamed in own or is_ignored else ""
+        )
 
-    return [name for name in list_weight_names(folder) if not has_place(name)]
+    return {name: rename(name) for name in list_weight_names(folder)}
 
 
 def _list_some(names: Sequence[str]) -> str:

@@ -16,9 +16,11 @@ from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.train.assembly.adapters import make_adapter_config
 from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.assembly.model_config import load_model_config, read_shape, stretch_positions
+from ulysses_cli.train.export.base_files import find_base_files
 from ulysses_cli.train.export.check import check_adapter, check_model
-from ulysses_cli.train.export.merging import Merging, add_adapters, find_base_files
+from ulysses_cli.train.export.merging import Merging, add_adapters
 from ulysses_cli.train.export.weights import export_model
+from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.telemetry.run_file import make_card
 
 
@@ -65,6 +67,8 @@ class ExportJob:
         checked: list[str] = []
         merging = self.make_merging() if self.is_merged else None
         adapter_config = make_adapter_config(self.recipe) if self.recipe.lora is not None and not merging else None
+        named = self.recipe.model
+        base = BaseModel(named.name_or_path, named.revision) if named.name_or_path is not None else None
         if adapter_config is not None:
             with torch.device("meta"):
                 adapter_config = add_adapters(AutoModelForCausalLM.from_config(self.config), adapter_config)
@@ -76,13 +80,13 @@ class ExportJob:
             elif adapter_config is not None:
                 checked.append(check_adapter(self.checkpoint, folder, self.dtype))
             else:
-                checked.append(check_model(self.checkpoint, folder, self.config, self.dtype, report))
+                checked.append(check_model(self.checkpoint, folder, self.config, self.dtype, report, base))
 
         report("merging" if merging is not None else "writing")
         export_model(
             self.checkpoint, to, config=self.config, tokenizer=self.tokenizer, adapter_config=adapter_config,
             dtype=self.dtype, card=self.card, step=self.step, check=check,
-            merge=merging.write if merging is not None else None,
+            merge=merging.write if merging is not None else None, base=base,
         )  # fmt: skip
         return {"folder": str(to), "checked": checked[0]}
 
@@ -94,7 +98,7 @@ class ExportJob:
             raise ExportError(f"--merge-lora: {error}") from error
         return Merging(
             self.checkpoint, files, make_adapter_config(self.recipe), getattr(torch, model.dtype), self.dtype,
-            self.num_own_tokens,
+            self.num_own_tokens, BaseModel(str(model.name_or_path), model.revision),
         )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ peft computes each adapter's delta in float32; transformers splits it as it spli
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,34 +15,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ulysses_cli.plan.files.weight_files import find_weight_problem, list_weight_files
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.assembly.loading import grow_embeddings, grow_rows
+from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.checkpoint.format import index_sources
-from ulysses_cli.train.export.check import MEMORY_SHARE, PROBE_TOKENS, check_loading
+from ulysses_cli.train.export.buffers import list_buffer_names
+from ulysses_cli.train.export.check import MEMORY_SHARE, PROBE_TOKENS, check_carried, load_text_model
 from ulysses_cli.train.export.weights import PREFIX, ShardWriter, read_parameter
+from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.processes.host_memory import count_free_bytes
 
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 TEXT_PART = "language_model."  # the name of the text model inside multimodal models
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}  # of a probe's logits, by rounding alone
-
-
-def find_base_files(name: str, revision: str | None) -> list[Path]:
-    """The base model's weight files, in a folder or in the hub's cache; downloaded when they are in neither."""
-    folder = Path(os.path.expanduser(name))
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        patterns = ["*.safetensors", "*.safetensors.index.json", "*.json"]
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    if problem := find_weight_problem(folder):
-        raise ValueError(problem)
-    files = list_weight_files(folder)
-    if not files:
-        raise ValueError(f"{folder} holds no safetensors files; only those can be read one tensor at a time")
-    return files
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +54,15 @@ class Merging:
         trained_dtype: torch.dtype,
         dtype: torch.dtype,
         num_own_tokens: int | None = None,
+        base: BaseModel | None = None,
     ) -> None:
+        self.wrapper = base.wrapper if base is not None else None
         self.files, self.adapter_config, self.num_own_tokens = files, adapter_config, num_own_tokens
         self.trained_dtype, self.dtype = trained_dtype, dtype
         self.sources, self.shapes = index_sources(checkpoint)
 
     def write(self, to: Path, skeleton: Any) -> list[str]:
-        """Writes the merged weights. Returns the names written: those that transformers writes for this model.
+        """Writes the merged weights. Returns the names written: those that the base model's files have.
         `skeleton`: the model on the meta device."""
         wanted = _name_in_files(skeleton, dict(skeleton.state_dict()))
         if skeleton.config.tie_word_embeddings:
@@ -85,6 +72,9 @@ class Merging:
         if missing := sorted(adapter_of.keys() - wanted.keys()):
             raise CheckpointError(f"the adapters of {missing[0]} have no weight of their own in the base model's files")
         tables = _name_in_files(skeleton, _find_tables(skeleton))
+        state = skeleton.state_dict()
+        buffers = _name_in_files(skeleton, {name: state[name] for name in list_buffer_names(skeleton)}).keys()
+        in_files = self.wrapper.name_in_files if self.wrapper else str
         writer = ShardWriter(to, "model", self.dtype)
         for file in self.files:
             with safe_open(file, "pt") as opened:
@@ -105,9 +95,12 @@ class Merging:
                             current = adapter_of[target]
                             deltas = self._compute_deltas(skeleton, adapters[current])
                         tensor = tensor.to(self.trained_dtype).float() + deltas[target]
-                    writer.add(target, tensor)
+                    write = writer.add_unchanged if target in buffers else writer.add
+                    write(in_files(target), tensor)
+        for name, tensor in self.wrapper.read_carried() if self.wrapper else ():
+            writer.add_unchanged(name, tensor)
         written = writer.finish()
-        if missing := sorted(wanted.keys() - set(written)):
+        if missing := sorted({in_files(name) for name in wanted} - set(written)):
             raise CheckpointError(f"the base model's files lack {', '.join(missing[:3])}")
         return written
 
@@ -151,7 +144,9 @@ class Merging:
         probe = torch.arange(PROBE_TOKENS)[None] % config.vocab_size
         base_config = copy.deepcopy(config)
         base_config.vocab_size = self.num_own_tokens or config.vocab_size
-        base = AutoModelForCausalLM.from_pretrained(self.files[0].parent, config=base_config, **options)
+        there = self.files[0].parent
+        mapping = find_key_mapping(str(there))
+        base = AutoModelForCausalLM.from_pretrained(there, config=base_config, key_mapping=mapping, **options)
         if base_config.vocab_size < config.vocab_size:
             grow_embeddings(base, config.vocab_size)
         add_adapters(base, self.adapter_config)
@@ -163,8 +158,9 @@ class Merging:
         expected = _compute_logits(base, probe)
         del base, trained
         options["dtype"] = self.dtype
-        merged, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-        check_loading(folder, loading_info)
+        merged = load_text_model(folder, self.wrapper, **options)
+        if self.wrapper is not None:
+            check_carried(folder, self.wrapper)
         error = ((_compute_logits(merged, probe) - expected).norm() / expected.norm()).item()
         tolerance = max(TOLERANCES[self.dtype], TOLERANCES[self.trained_dtype])
         if not error <= tolerance:

@@ -24,6 +24,8 @@ from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.run_folder.archive import REPLACED, WRITING, CheckpointError, sync
 from ulysses_cli.run_folder.manifest import MODEL_FACTS
 from ulysses_cli.train.checkpoint.format import TensorSource, index_sources, read_range
+from ulysses_cli.train.export.buffers import read_buffers
+from ulysses_cli.train.export.wrapper import BaseModel
 from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.telemetry.run_file import TOOL
 from ulysses_cli.train.tensor_file import write_tensors
@@ -44,10 +46,14 @@ class ShardWriter:
         self.batch_bytes = self.total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        num_bytes = tensor.numel() * self.dtype.itemsize
+        self.add_unchanged(name, convert(name, tensor, self.dtype))
+
+    def add_unchanged(self, name: str, tensor: Tensor) -> None:
+        """Keeps the tensor's own dtype: training has not changed it."""
+        num_bytes = tensor.numel() * tensor.dtype.itemsize
         if self.batch and self.batch_bytes + num_bytes > MAX_SHARD_BYTES:
             self._flush()
-        self.batch.append((name, convert(name, tensor, self.dtype)))
+        self.batch.append((name, tensor))
         self.batch_bytes += num_bytes
         self.total_bytes += num_bytes
 
@@ -82,10 +88,18 @@ def convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def export_weights(
-    checkpoint: Path, to: Path, dtype: torch.dtype, left_out: frozenset[str], is_adapter: bool, skeleton: Any = None
+    checkpoint: Path,
+    to: Path,
+    dtype: torch.dtype,
+    left_out: frozenset[str],
+    is_adapter: bool,
+    skeleton: Any = None,
+    base: BaseModel | None = None,
 ) -> list[str]:
     """Writes every trained tensor to model*.safetensors or adapter_model.safetensors. Returns the names written.
-    `skeleton` is the model on the meta device: it tells transformers how this family's files name and split tensors."""
+    `skeleton` is the model on the meta device: it tells transformers how this family's files name and split tensors.
+    `base`: the model whose layout the files get; None for random weights."""
+    wrapper = base.wrapper if base is not None and not is_adapter else None
     sources, shapes = index_sources(checkpoint)
     names = sorted(name for name in sources if rename(name, is_adapter) not in left_out)
     if not names:
@@ -93,7 +107,11 @@ def export_weights(
     writer = ShardWriter(to, "adapter_model" if is_adapter else "model", dtype)
     for group in _group_by_layer(names):
         for name, tensor in _read(group, sources, shapes, dtype, is_adapter, skeleton):
-            writer.add(name, tensor)
+            writer.add(wrapper.name_in_files(name) if wrapper else name, tensor)
+    for name, tensor in _revert(skeleton, read_buffers(skeleton, base) if skeleton is not None else {}).items():
+        writer.add_unchanged(wrapper.name_in_files(name) if wrapper else name, tensor)
+    for name, tensor in wrapper.read_carried() if wrapper else ():
+        writer.add_unchanged(name, tensor)
     return writer.finish()
 
 
@@ -115,12 +133,19 @@ def _read(
     skeleton: Any,
 ) -> Iterator[tuple[str, Tensor]]:
     tensors = {rename(name, is_adapter): convert(name, read_parameter(name, sources, shapes), dtype) for name in names}
-    if skeleton is not None:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        tensors = revert_weight_conversion(skeleton, tensors)
+    tensors = _revert(skeleton, tensors)
     for name in sorted(tensors):
         yield name, tensors[name].contiguous()
+
+
+def _revert(skeleton: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Renames and splits tensors as this family's files have them."""
+    if skeleton is None:
+        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted: dict[str, Tensor] = revert_weight_conversion(skeleton, tensors)
+    return reverted
 
 
 def read_parameter(
@@ -149,10 +174,12 @@ def export_model(
     run_step: int | None = None,
     check: Callable[[Path], object] = lambda _: None,
     merge: Callable[[Path, Any], object] | None = None,
+    base: BaseModel | None = None,
 ) -> Path:
     """Writes the whole folder. It gets its final name only when it is complete and `check` has raised nothing. `merge`,
     if given, writes the weights instead; it takes the folder and the model on the meta device. `run_step`: the run's
-    last step, where the checkpoint is an earlier one."""
+    last step, where the checkpoint is an earlier one. `base`: the model whose layout the folder gets; None for
+    random weights."""
     from transformers import AutoModelForCausalLM
 
     with _temporary_folder(to) as folder:
@@ -163,7 +190,7 @@ def export_model(
         if merge is not None:
             merge(folder, skeleton)
         else:
-            export_weights(checkpoint, folder, dtype, tied, is_adapter, skeleton)
+            export_weights(checkpoint, folder, dtype, tied, is_adapter, skeleton, base)
         if is_adapter:
             adapter_config.inference_mode = True
             adapter_config.save_pretrained(folder)
@@ -173,7 +200,13 @@ def export_model(
         config.dtype = dtype
         # Adapters name their base, whose own config would override one in their folder; the card says how to load both.
         config_file = (folder / BASE_CONFIG if is_adapter else folder) / "config.json"
-        config.save_pretrained(config_file.parent)
+        wrapper = base.wrapper if base is not None and not is_adapter else None
+        if wrapper is None:
+            config.save_pretrained(config_file.parent)
+        else:
+            wrapper.write_config(config, dtype, folder)
+            wrapper.copy_companions(folder)
+            card += f"\n{wrapper.describe_carried()}.\n"
         config_file.write_text(mask_text(config_file.read_text(encoding="utf-8"), collect_secrets({}, os.environ)))
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -1,0 +1,180 @@
+"""Tests multimodal models whose text part is trained: it is loaded from their files, and an export is the whole model
+again, with every other tensor as it was. The reference is transformers' own class of the whole model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from support.checkpoints import save_as_ranks
+from support.tiers import sample
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.run_folder.archive import CheckpointError
+from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained
+from ulysses_cli.train.export.base_files import find_base_files
+from ulysses_cli.train.export.check import check_model
+from ulysses_cli.train.export.merging import Merging
+from ulysses_cli.train.export.weights import export_model
+from ulysses_cli.train.export.wrapper import BaseModel
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+PER_LAYER = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 4, "num_kv_shared_layers": 0}
+IMAGE = {"image_size": 28, "patch_size": 14}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "text_config": {**TEXT, **DELTA, "model_type": "qwen3_5_text"},
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+        },
+    },
+    "gemma3": {
+        "text_config": {**TEXT, "model_type": "gemma3_text", "tie_word_embeddings": True},
+        "vision_config": {**VISION, **IMAGE, "model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+    },
+    "gemma4": {
+        "text_config": {
+            **TEXT, **PER_LAYER, "model_type": "gemma4_text", "global_head_dim": 8, "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8},
+        "audio_config": None,
+    },
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**VISION, **IMAGE, "model_type": "pixtral", "head_dim": 8},
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+IDS = torch.arange(24)[None] % 128
+SETTINGS: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
+
+
+@pytest.fixture(params=sample(WRAPPERS, quick=[]))
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A multimodal model from random weights, with processor settings and a tensor that transformers ignores."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(request.param, **WRAPPERS[request.param])
+    model = AutoModelForImageTextToText.from_config(config)
+    for name, value in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            value.fill_(0.7)
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "preprocessor_config.json").write_text('{"size": 28}')
+    return tmp_path / "base"
+
+
+def load_text(folder: Path) -> Any:
+    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    return load_pretrained(ModelOptions(config, torch.float32, "eager"), str(folder))
+
+
+def load_whole(folder: Path) -> Any:
+    model, loading_info = AutoModelForImageTextToText.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not loading_info["missing_keys"], loading_info["missing_keys"]
+    return model.eval()
+
+
+@torch.no_grad()
+def compute_logits(model: Any) -> torch.Tensor:
+    logits: torch.Tensor = model.eval()(input_ids=IDS, use_cache=False).logits
+    return logits
+
+
+def test_the_text_part_is_loaded(base: Path) -> None:
+    assert torch.equal(compute_logits(load_text(base)), compute_logits(load_whole(base)))
+
+
+def test_an_export_is_the_whole_model_again(base: Path, tmp_path: Path) -> None:
+    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    model = load_text(base)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    checkpoint, messages = save_as_ranks(dict(model.named_parameters()), tmp_path / "step-1"), []
+    whole = BaseModel(str(base))
+    assert whole.wrapper is not None
+    model.config.max_position_embeddings = 4321  # what a longer recipe writes
+    folder = export_model(
+        checkpoint, tmp_path / "out", config=model.config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
+        dtype=torch.float32, card="a card", step=1, base=whole,
+        check=lambda to: messages.append(
+            check_model(checkpoint, to, model.config, torch.float32, lambda _: None, whole)
+        ),
+    )  # fmt: skip
+    assert messages[0].endswith("the logits of a probe equal the trained model's")
+    ours, theirs = load_file(folder / "model.safetensors"), load_file(base / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    unchanged = {name for name in ours if torch.equal(ours[name], theirs[name]) and not name.endswith("layer_scalar")}
+    assert unchanged == whole.wrapper.carried
+    assert torch.equal(compute_logits(load_whole(folder)), compute_logits(model))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == json.loads(before["config.json"])["model_type"]
+    assert config["text_config"]["max_position_embeddings"] == 4321
+    assert (folder / "preprocessor_config.json").read_bytes() == before["preprocessor_config.json"]
+    assert f"{len(whole.wrapper.carried)} tensors beside the text model" in (folder / "README.md").read_text()
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
+
+
+def test_adapters_are_merged_into_the_whole_model(base: Path, tmp_path: Path) -> None:
+    adapted = get_peft_model(load_text(base), LoraConfig(**SETTINGS))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.05)
+    parameters = {name.removeprefix("base_model.model."): each for name, each in adapted.named_parameters()}
+    trained = {name: each for name, each in parameters.items() if ".lora_" in name}
+    checkpoint, whole = save_as_ranks(trained, tmp_path / "step-1"), BaseModel(str(base))
+    files = find_base_files(str(base), None)
+    merging = Merging(checkpoint, files, LoraConfig(**SETTINGS), torch.float32, torch.float32, None, whole)
+    config = AutoConfig.from_pretrained(base).get_text_config(decoder=True)
+    folder = export_model(
+        checkpoint, tmp_path / "out", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
+        dtype=torch.float32, card="a card", step=1, merge=merging.write, base=whole,
+        check=lambda to: merging.check(to, config),
+    )  # fmt: skip
+    assert load_file(folder / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
+    assert torch.allclose(compute_logits(load_whole(folder)), compute_logits(adapted), atol=1e-5)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("fault", ["text", "carried"])
+def test_a_damaged_part_is_detected(fault: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gemma3", **WRAPPERS["gemma3"])
+    base = tmp_path / "base"
+    AutoModelForImageTextToText.from_config(config).save_pretrained(base)
+    tensors = load_file(base / "model.safetensors")
+    if fault == "text":
+        tensors["language_model.model.extra.weight"] = torch.zeros(2)
+        save_file(tensors, base / "model.safetensors", {"format": "pt"})
+        with pytest.raises(BuildError, match=r"no place for: language_model\.model\.extra\.weight"):
+            load_text(base)
+        return
+    model, whole = load_text(base), BaseModel(str(base))
+    assert whole.wrapper is not None
+    checkpoint = save_as_ranks(dict(model.named_parameters()), tmp_path / "step-1")
+    name = sorted(whole.wrapper.carried)[0]
+    tensors[name] += 1
+    (tmp_path / "wrong").mkdir()
+    save_file(tensors, tmp_path / "wrong" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "wrong" / "config.json").write_bytes((base / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match="differs from the base model's"):
+        check_model(checkpoint, tmp_path / "wrong", model.config, torch.float32, lambda _: None, whole)
