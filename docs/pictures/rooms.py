@@ -9,8 +9,8 @@ from __future__ import annotations
 from canvas import MARGIN, MONO_ADVANCE, WIDTH, Theme, draw_box, draw_heading, wrap_svg, wrap_words, write
 from support.house import HEAVY, LIGHT, MAY_IMPORT, PACKAGE
 
-FILES = ("validate", "hub", "hardware_table", "shipped")
-ENTRY = ("cli", "__main__", "")
+FILES = ("validate", "hub", "hardware_table", "shipped", "publishing")
+ENTRY = ("cli", "api", "__main__", "")
 ROWS = {
     **{"commands": 0, "report": 1, "launch": 1, "run_folder": 2, "host": 2, "evaluate": 2},
     **{"prove": 0, "train": 1, "data": 2},
@@ -81,7 +81,7 @@ def _check(heavy: list[str]) -> None:
         for other in imports - set(ENTRY):
             if rows[other] <= rows[name] and not (name in FILES and other in FILES):
                 raise ValueError(f"{name} imports {other}, which the picture shows above it")
-            if name not in heavy and other in heavy:
+            if name not in (*heavy, *ENTRY) and other in heavy:  # the package loads a heavy one when it is used
                 raise ValueError(f"{name} imports {other}, which is heavy")
 
 
