@@ -162,10 +162,10 @@ def _draw_files(theme: Theme, y: float, tint: str) -> list[str]:
     parts = [draw_box(MARGIN, y, LIGHT_WIDTH, FILES_HEIGHT, tint, tint, rx=8, fill_opacity=0.07, stroke_opacity=0.55)]
     left = MARGIN + PAD
     for name in FILES:
-        parts.append(write(theme, left, y + 20, f"{name}.py", 11.5, mono=True, bold=True))
-        left += (len(name) + 3) * 11.5 * 0.602 + 14
+        parts.append(write(theme, left, y + 20, name, 11.5, mono=True, bold=True))
+        left += len(name) * 11.5 * 0.602 + 14
     below = sorted({other for name in FILES for other in _list_imports(name)} - set(FILES))
-    parts.append(write(theme, MARGIN + PAD, y + 36, f"single files; import {', '.join(below)}", 11, "muted"))
+    parts.append(write(theme, MARGIN + PAD, y + 36, f"single files (.py); import {', '.join(below)}", 11, "muted"))
     return parts
 
 
