@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +82,28 @@ def test_without_a_target_the_sum_is_zero_with_a_gradient() -> None:
         assert total.item() == 0.0
         for grad in torch.autograd.grad(total, [hidden, head.weight]):
             assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_half_precision_logits_are_freed_before_the_loss(evaluates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory formula counts two float32 tensors of logits, and nothing of the head's own."""
+    kept: list[weakref.ref[Tensor]] = []
+    at_loss: list[bool] = []
+    compute = functional.cross_entropy
+
+    def head(hidden: Tensor) -> Tensor:
+        logits = hidden @ torch.ones(4, 8, dtype=torch.bfloat16)
+        kept.append(weakref.ref(logits.untyped_storage()))
+        return logits
+
+    def watch(*args: Any, **kwargs: Any) -> Tensor:
+        at_loss.append(kept[0]() is not None)
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "cross_entropy", watch)
+    loss = PlainLoss(head, HeadRule())
+    (loss.per_token if evaluates else loss)(torch.ones(1, 3, 4, dtype=torch.bfloat16), torch.zeros(1, 3).long())
+    assert at_loss == [False]
 
 
 def test_half_precision_logits_are_summed_in_float32() -> None:

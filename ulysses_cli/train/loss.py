@@ -83,5 +83,6 @@ class PlainLoss:
 
     @torch.no_grad()
     def per_token(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits, rule = self.head(hidden).flatten(0, 1), self.rule.measure()
-        return compute_token_losses(logits, labels.flatten(), rule).view(labels.shape)
+        # no name holds the head's logits: they are freed when their float32 copy is there
+        rule = self.rule.measure()
+        return compute_token_losses(self.head(hidden).flatten(0, 1), labels.flatten(), rule).view(labels.shape)
