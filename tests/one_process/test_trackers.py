@@ -98,15 +98,23 @@ def test_training_goes_on_when_a_service_fails(tmp_path: Path) -> None:
         def close(self) -> None:
             pass
 
+    class Unclosed:
+        def write(self, split: str, line: dict[str, Any]) -> None:
+            pass
+
+        def close(self) -> None:
+            raise TimeoutError("no answer")
+
     failing, record = Failing(), Record(tmp_path)
-    record.open(Screen(), [failing])
+    record.open(Screen(), [failing, Unclosed()])
     record.start_files(0)
     record.write_step(LINE)
     record.write_step({**LINE, "step": 2})
     record.close()
     assert failing.times == 1
     assert [event["message"] for event in events if event["event"] == "warning"] == [
-        "Failing gets no more numbers: ConnectionError: the server is gone"
+        "Failing gets no more numbers: ConnectionError: the server is gone",
+        "Unclosed gets no more numbers: TimeoutError: no answer",
     ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 

@@ -16,27 +16,35 @@ from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import EvalTask
 from ulysses_cli.train.hooks.eval_suite import EvalSuite
 from ulysses_cli.train.loop import every, train
+from ulysses_cli.train.train_state import TrainState
 
 AMOUNT = Amount((1200,), 1)
 
 
-def train_with_questions(names: tuple[str, ...]) -> tuple[list[float], list[dict[str, Any]]]:
+def train_with_questions(names: tuple[str, ...]) -> tuple[list[float], list[dict[str, Any]], list[str]]:
     recipe = make_recipe("parallel.sp_size=2", "train.max_steps=3", config=BYTES_CONFIG)
     harness = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 3)
     written: list[dict[str, Any]] = []
     suite = EvalSuite(names, AMOUNT, make_bytes_tokenizer(), (), written.append)
     state = harness.train_state
-    state.post_step_hooks = (*state.post_step_hooks, every(1, suite.run))
+    phases: list[str] = []
+
+    def ask(state: TrainState) -> None:
+        suite.run(state)
+        phases.append(state.phase)
+
+    state.post_step_hooks = (*state.post_step_hooks, every(1, ask))
     train(state)
-    return harness.losses, written
+    return harness.losses, written, phases
 
 
 @pytest.mark.check
 def test_questions_between_steps_change_no_step() -> None:
-    (losses, written), (_, of_second) = run_on_ranks(2, train_with_questions, ("vt",))
+    (losses, written, _), (_, of_second, phases) = run_on_ranks(2, train_with_questions, ("vt",))
     assert [line["step"] for line in written] == [1, 2]
     assert [(row["task"], row["n"], row["score"]) for row in written[0]["scores"]] == [("vt", 1, 0.0)]
     assert of_second == []
+    assert phases == ["asking question 1 of run.eval_suite"] * 2, "the watchdog of every rank sees progress"
     assert losses == pytest.approx(run_on_ranks(2, train_with_questions, ())[0][0], abs=1e-6)
 
 

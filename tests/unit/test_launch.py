@@ -280,7 +280,8 @@ def test_an_earlier_run_stays_until_the_new_model_is_complete(tmp_path: Path) ->
     (tmp_path / "model").mkdir()
     assert results.set_results_aside(tmp_path) is None, "an empty folder is nothing to keep"
     (tmp_path / "model" / "weights").write_text("old")
-    (tmp_path / "metrics.jsonl").write_text("old")
+    for name in results.RECORDS:
+        (tmp_path / name).write_text("old")
 
     aside = results.set_results_aside(tmp_path)
     assert aside == tmp_path / "replaced" / "1"
@@ -288,7 +289,8 @@ def test_an_earlier_run_stays_until_the_new_model_is_complete(tmp_path: Path) ->
     (tmp_path / "checkpoints").mkdir()
     assert results.restore_results(tmp_path, aside), "the new run has left nothing"
     assert (tmp_path / "model" / "weights").read_text() == "old"
-    assert (tmp_path / "metrics.jsonl").read_text() == "old"
+    assert {(tmp_path / name).read_text() for name in results.RECORDS} == {"old"}
+    assert "quality.jsonl" in results.RECORDS
 
     for number in (1, 2):
         aside = results.set_results_aside(tmp_path)

@@ -85,3 +85,9 @@ def test_an_address_that_refuses_is_not_asked_again_and_not_shown(hook: tuple[st
     (complaint,) = notify(END, None, "http://127.0.0.1:1/aSecretPathOfTheHook")
     assert "was not reached" in complaint
     assert "aSecretPath" not in complaint
+
+
+def test_an_address_that_is_none_fails_nothing_and_is_not_shown() -> None:
+    assert notify(END, None, "http://127.0.0.1/aSecretPathOf TheHook") == [
+        "run.notify_webhook was not reached: InvalidURL"
+    ]

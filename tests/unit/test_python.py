@@ -127,6 +127,16 @@ def test_a_callback_that_raises_is_not_called_again() -> None:
     assert isinstance(listener.error, ZeroDivisionError)
 
 
+def test_a_line_that_a_killed_rank_left_unfinished_is_passed_over() -> None:
+    calls: list[int] = []
+    script = "import os, sys; open(os.environ['ULYSSES_LINES'], 'w').write(sys.argv[1])"
+    lines = '{"split": "tr\n{"split": "train", "step": 7}\n'
+    with open_listener(lambda _, line: calls.append(line["step"])) as listener:
+        agent = subprocess.Popen([sys.executable, "-c", script, lines], env={**os.environ, **listener.environ})
+        assert listener.follow(agent, lambda: None) == 0
+    assert (calls, listener.error) == ([7], None)
+
+
 def test_the_page_names_what_the_package_offers() -> None:
     page = (ROOT / "docs/python.md").read_text()
     assert [name for name in ulysses_cli.__all__ if name not in page] == ["EvalResult", "Problem", "__version__"]

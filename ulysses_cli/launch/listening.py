@@ -42,11 +42,15 @@ class StepListener:
             seconds = 0
             *lines, self.waiting = (self.waiting + os.read(self.handle, READ_BYTES)).split(b"\n")
             for line in lines:
-                wants_stop |= self._call(json.loads(line))
+                wants_stop |= self._call(line)
         return wants_stop
 
-    def _call(self, line: dict[str, Any]) -> bool:
+    def _call(self, written: bytes) -> bool:
         if self.error is not None:
+            return False
+        try:
+            line = json.loads(written)
+        except ValueError:  # a rank was killed while it wrote; the run goes on, and its own files are whole
             return False
         try:
             return self.receive(line.pop("split"), line) is True

@@ -3,6 +3,7 @@ run; what goes wrong is returned."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shlex
@@ -74,7 +75,8 @@ def _run(end: RunEnd, command: str) -> str:
 
 
 def _post(end: RunEnd, address: str) -> str:
-    """Sends the facts; failures that may pass are tried again."""
+    """Sends the facts; failures that may pass are tried again. An answer that is not HTTP and an address that is none
+    are named by their kind alone: their text may hold a part of the address."""
     request = urllib.request.Request(
         address, data=end.write_json().encode(), headers={"Content-Type": "application/json"}, method="POST"
     )
@@ -82,6 +84,8 @@ def _post(end: RunEnd, address: str) -> str:
         try:
             with urllib.request.urlopen(request, timeout=ADDRESS_SECONDS):
                 return ""
+        except http.client.HTTPException as error:
+            return f"run.notify_webhook was not reached: {type(error).__name__}"
         except (OSError, ValueError) as error:
             is_refused = isinstance(error, urllib.error.HTTPError) and error.code in REFUSED
             if pause is None or is_refused or isinstance(error, ValueError):

@@ -13,7 +13,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.run_folder.manifest import read_model_steps
 
 RESULTS = ("checkpoints", "model")
-RECORDS = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "run.json")
+RECORDS = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "quality.jsonl", "run.json")
 REPLACED = "replaced"
 
 

@@ -25,7 +25,7 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.train.attention.documents import Documents, make_documents
 from ulysses_cli.train.attention.interface import register_attention
-from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
+from ulysses_cli.train.attention.kernels.choice import BrokenDeviceError, KernelSearch, choose_kernel
 from ulysses_cli.train.attention.rotary import serve_rotary
 from ulysses_cli.train.processes.groups import Groups, make_groups
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
@@ -150,7 +150,7 @@ class SequenceParallel:
             try:
                 found = [choose_kernel(self._wanted, KernelSearch(need, device, window)).name for need in needs]
                 chosen = torch.tensor([names.index(name) for name in found])
-            except ValueError as error:
+            except (ValueError, BrokenDeviceError) as error:
                 chosen, problem = chosen - 1, str(error)
         if self.groups is not None:
             dist.broadcast(chosen, 0, group=self.groups.host_group)

@@ -19,13 +19,11 @@ class ResultsFile:
 
     def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
         self.file, self.results = file, list[dict[str, Any]]()
-        self.losses: dict[str, Any] | None = None
         file.parent.mkdir(parents=True, exist_ok=True)
         lines = _read_lines(file)
         if lines:
             _compare(lines[0].get(KIND), dict(settings), file)
             self.results = [line for line in lines[1:] if "score" in line]
-            self.losses = next((line["losses"] for line in lines[1:] if "losses" in line), None)
         self.stream = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the evaluation runs
         if not lines:
             self._write({KIND: dict(settings)})
@@ -37,10 +35,6 @@ class ResultsFile:
     def add(self, result: dict[str, Any]) -> None:
         self.results.append(result)
         self._write(result)
-
-    def add_losses(self, losses: dict[str, Any]) -> None:
-        self.losses = losses
-        self._write({"losses": losses})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self.stream.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -1,5 +1,5 @@
 """Serves transformers' norms, rotary embedding and gated MLPs by the operators of this room. A part is served when it
-computes what the formula does on small random tensors; any other part keeps transformers' code. Nothing is global.
+computes what the formula does on small random tensors; any other part, and any other model, keeps transformers' code.
 """
 
 from __future__ import annotations

@@ -50,10 +50,15 @@ class Quiz:
 
 
 def ask_questions(
-    engine: Engine, quiz: Quiz | None, stop_tokens: Collection[int], should_stop: Callable[[], bool] = lambda: False
+    engine: Engine,
+    quiz: Quiz | None,
+    stop_tokens: Collection[int],
+    should_stop: Callable[[], bool] = lambda: False,
+    report: Callable[[int], None] = lambda _: None,
 ) -> bool:
-    """Collective over all ranks. Returns whether all questions were asked: `should_stop` of any rank ends it early."""
-    groups = engine.groups
+    """Collective over all ranks. Returns whether all questions were asked: `should_stop` of any rank ends it early.
+    `report` is told on each rank how many were asked so far."""
+    groups, num_asked = engine.groups, 0
     num_groups = groups.layout.world_size // groups.sp_axis.size
     batches = _collect(quiz.prompts) if quiz is not None else iter(())
     with generating(engine) as generator:
@@ -67,6 +72,8 @@ def ask_questions(
                 return False
             if not any(asked):
                 return True
+            num_asked += sum(map(len, asked))
+            report(num_asked)
             answers = _answer(generator, asked[groups.dp_index], stop_tokens)
             generator.finish()
             answered = gather_values((groups.dp_index, answers), groups.host_group)

@@ -40,14 +40,18 @@ class EvalSuite:
         """Collective over all ranks. A reason to stop that any rank has ends it without a result."""
         if not self.plan.tasks or self.last_step == state.step:
             return
-        state.phase = "asking the evaluation's questions"
+
+        def show(num_asked: int) -> None:
+            state.phase = f"asking question {num_asked} of run.eval_suite"  # the watchdog sees that it changes
+
+        state.phase = "asking the questions of run.eval_suite"
         results: list[dict[str, Any]] = []
         quiz = None
         if state.groups.is_first:
             prompts = make_prompts(self.plan, self.prompter, self.amount, lambda _: None)
             one_answer = {task.name for task in self.plan.tasks if task.has_one_answer}
             quiz = Quiz(prompts, self.prompter, one_answer, results.append)
-        if ask_questions(state.engine, quiz, self.stop_tokens, lambda: any(state.stop.read_flags())):
+        if ask_questions(state.engine, quiz, self.stop_tokens, lambda: any(state.stop.read_flags()), show):
             self.last_step = state.step
             if results:
                 summary = summarize(results)

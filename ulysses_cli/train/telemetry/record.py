@@ -5,6 +5,7 @@ of them; on every other rank the same calls write nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -100,14 +101,19 @@ class Record:
         self.files[file].write(line)
         self.emit(event=event, **line)
         for tracker in self.trackers:
-            try:
-                tracker.write(split, line)
-            except Exception as error:  # noqa: BLE001 - a service may raise anything, and training goes on without it
-                self.trackers = [other for other in self.trackers if other is not tracker]
-                reason = mask_text((str(error).strip().splitlines() or [""])[0][:200])
-                self.warn(f"{type(tracker).__name__} gets no more numbers: {type(error).__name__}: {reason}")
+            self._or_without(tracker, partial(tracker.write, split, line))
+
+    def _or_without(self, tracker: Tracker, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except Exception as error:  # noqa: BLE001 - a service may raise anything, and the run goes on without it
+            self.trackers = [other for other in self.trackers if other is not tracker]
+            reason = mask_text((str(error).strip().splitlines() or [""])[0][:200])
+            self.warn(f"{type(tracker).__name__} gets no more numbers: {type(error).__name__}: {reason}")
 
     def close(self) -> None:
-        for part in (self.display, *self.files.values(), *self.trackers):
+        for tracker in self.trackers:
+            self._or_without(tracker, tracker.close)
+        for part in (*self.files.values(), self.display):
             if part is not None:
                 part.close()

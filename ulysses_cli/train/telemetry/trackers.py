@@ -122,13 +122,17 @@ class Trackio:
 
 
 class LinePipe:
-    """Writes each line, with its split, to a pipe. A reader that has gone away needs no lines."""
+    """Writes each line, with its split, to a pipe. A reader that has gone away needs no lines. The line that a killed
+    rank has left unfinished is ended first."""
 
     def __init__(self, path: Path) -> None:
         self.handle = os.open(path, os.O_WRONLY)
+        self._send(b"\n")
 
     def write(self, split: str, line: dict[str, Any]) -> None:
-        data = json.dumps({"split": split, **line}).encode() + b"\n"
+        self._send(json.dumps({"split": split, **line}).encode() + b"\n")
+
+    def _send(self, data: bytes) -> None:
         try:
             while data:
                 data = data[os.write(self.handle, data) :]
