@@ -133,9 +133,10 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     meter = Meter(partial(compute_model_flops, inputs.shape), connected.forecast.peak_tflops, record.write_step)
     post_step_hooks: list[Callable[[TrainState, StepResult], None]] = [meter.record, bad_steps.check]
     post_step_hooks += [every(settings.eval_steps, evaluation.run)] if settings.eval_steps else []
+    post_step_hooks += [every(settings.save_steps, saves.save)] if settings.save_steps else []
+    # after the save: generation needs memory of its own, and a failure there must not cost the steps
     post_step_hooks += [every(settings.sample_steps, samples.run)] if settings.sample_steps else []
     post_step_hooks += [every(settings.eval_suite_steps, suite.run)] if settings.eval_suite_steps else []
-    post_step_hooks += [every(settings.save_steps, saves.save)] if settings.save_steps else []
     post_step_hooks += [saves.check_pending] if settings.async_save or settings.checkpoint_uri else []
     state.pre_step_hooks, state.post_step_hooks = (meter.start,), tuple(post_step_hooks)
     record.set_phase("training")

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from ulysses_cli.train.attention.kernels.rule import Rule, get_precision
+from ulysses_cli.train.attention.kernels.varlen import has_varlen
 
 # Shapes. Q sequences, n new tokens of each, T cached tokens, h query heads, k key/value heads, g = h / k, D, V widths.
 
 MAX_LOGITS = 1 << 22  # of a block of keys
-HALF = (torch.bfloat16, torch.float16)
-MAX_FLASH_WIDTH = 256
 
 aten = torch.ops.aten
 Part = tuple[Tensor, Tensor]  # out [Q, n, h, V] and log-sum-exp [Q, n, h]
@@ -41,11 +40,8 @@ def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, rule: Rule, num_between: i
 
 
 def _has_flash(q: Tensor, v: Tensor, rule: Rule) -> bool:
-    if rule.softcap is not None or v.size(-1) != q.size(-1):
-        return False
-    if q.device.type == "cpu":
-        return True
-    return q.device.type == "cuda" and q.dtype in HALF and q.size(-1) <= MAX_FLASH_WIDTH and q.size(-1) % 8 == 0
+    is_plain = rule.softcap is None and v.size(-1) == q.size(-1)
+    return is_plain and (q.device.type == "cpu" or has_varlen(q, rule))
 
 
 def _run_flash(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Part:
