@@ -94,11 +94,14 @@ def evaluate(
     question = ModelQuestion(
         sp_size, num_ranks, max(lengths), dtype.value, tokenizer, "cuda" if slots else "cpu", trust_remote_code
     )
-    own, shape = or_exit(lambda: prepare_model(find_model(model, folder / "model"), question, online=online), output)
+    found = or_exit(lambda: find_model(model, folder, "model", trust_remote_code=trust_remote_code), output)
+    own, shape = or_exit(lambda: prepare_model(found, question, online=online), output)
     other = None
     if against is not None:
-        found = or_exit(lambda: find_model(against, folder / "against-model"), output)
-        other, _ = or_exit(lambda: prepare_model(found, question, online=online), output)
+        peer = or_exit(
+            lambda: find_model(against, folder, "against-model", trust_remote_code=trust_remote_code), output
+        )
+        other, _ = or_exit(lambda: prepare_model(peer, question, online=online), output)
     if dry_run:
         width = 4 if dtype is WeightsDtype.float32 else 2
         predictions = [predict(shape, length, sp_size, num_ranks, width) for length in lengths]

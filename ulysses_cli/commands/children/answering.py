@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,20 +30,33 @@ class ModelQuestion:
     trust_remote_code: bool
 
 
-def find_model(name: str, export_folder: Path) -> str:
-    """A model's folder, or its name on the hub. A checkpoint is exported once; the folder is used again later."""
+def find_model(name: str, folder: Path, label: str, *, trust_remote_code: bool) -> str:
+    """A model's folder, or its name on the hub. A checkpoint, or a run's newest one, is exported into `folder` once,
+    under a name with its hash: step 400 of another run is another model."""
     from ulysses_cli.commands.export import run_export
     from ulysses_cli.launch import preflight
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.run_folder.archive import find_run_dir
+    from ulysses_cli.report import printing
+    from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint, find_run_dir
+    from ulysses_cli.run_folder.manifest import MANIFEST, load_state
 
     path = Path(name).expanduser()
-    if (path / "config.json").is_file() or find_run_dir(path) is None:
+    is_checkpoint = (path / MANIFEST).is_file()
+    if (path / "config.json").is_file() or not (is_checkpoint or find_run_dir(path)):
         return name
+    try:
+        checkpoint = path if is_checkpoint else choose_checkpoint(path, printing.print_message)
+        digest = hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()[:12]
+        has_adapters = load_state(checkpoint)["recipe"].get("lora") is not None
+    except (CheckpointError, ValueError, OSError) as error:
+        raise RecipeError([Problem("MODEL", str(error), "name another checkpoint")]) from None
+    export_folder = folder / f"{label}-{digest}"
     if not export_folder.exists():
-        if problems := list(preflight.check_export(path, export_folder)):
+        if problems := list(preflight.check_export(checkpoint, export_folder)):
             raise RecipeError(problems)
-        code, last, log = run_export([str(path), "--to", str(export_folder), "--merge-lora"], export_folder)
+        words = [str(checkpoint), "--to", str(export_folder), *(["--merge-lora"] if has_adapters else [])]
+        words += ["--trust-remote-code"] if trust_remote_code else []
+        code, last, log = run_export(words, export_folder)
         if code or "result" not in last:
             message = last.get("problem") or f"{name} cannot be exported: {(log or [''])[-1]}"
             raise RecipeError([Problem("MODEL", str(message), "try ulysses export")])
