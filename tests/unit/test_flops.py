@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ulysses_cli.plan.flops import compute_model_flops, compute_pair_flops, count_pairs
+from ulysses_cli.plan.flops import compute_layers_flops, compute_model_flops, compute_pair_flops, count_pairs
 from ulysses_cli.plan.models.shape import read_model_shape
 
 CONFIG = {
@@ -29,6 +29,7 @@ def test_a_small_model_by_hand() -> None:
     tokens, pairs = 10 + 3, 55 + 6
     forward = 2 * tokens * (2 * per_layer + 64 * 128) + 2 * 4 * 4 * 16 * pairs
     assert compute_model_flops(shape, [10, 3]) == 3 * forward
+    assert compute_layers_flops(shape, [10, 3]) == forward - 2 * tokens * 64 * 128
     assert compute_pair_flops(shape) == 3 * 2 * 4 * 4 * 16
 
 

@@ -21,13 +21,18 @@ from ulysses_cli.plan.models.shape import ModelShape
 
 def compute_model_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     """Forward and backward of documents of these lengths."""
-    tokens = sum(lengths)
-    total = float(tokens * 2 * shape.hidden_size * shape.vocab_size)
+    head = 2 * sum(lengths) * shape.hidden_size * shape.vocab_size
+    return 3 * (head + compute_layers_flops(shape, lengths))
+
+
+def compute_layers_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Forward of documents of these lengths, without the head."""
+    tokens, total = sum(lengths), 0.0
     for layer in shape.layers:
         pairs = sum(count_pairs(length, layer.window_tokens) for length in lengths)
         total += tokens * (2 * count_layer_weights(shape, layer) + count_state_flops(layer))
         total += count_pair_flops(layer) * pairs
-    return 3 * total
+    return total
 
 
 def compute_pair_flops(shape: ModelShape) -> float:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ulysses_cli.plan.flops import count_layer_weights, count_pairs
+from ulysses_cli.plan.flops import compute_layers_flops
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, DeltaNetMixer, Mamba2Mixer, Mixer
 from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.resolved import compute_kv_heads
 
 STATE_BYTES = 4  # recurrent states are float32
 
@@ -24,7 +25,7 @@ def predict(
         "cache_bytes": count_cache_bytes(shape, length, sp_size, bytes_per_number, new_tokens),
         "weight_bytes": num_parameters * bytes_per_number // num_ranks,
         "gathered_weight_bytes": num_parameters * bytes_per_number,
-        "prefill_flops": compute_prefill_flops(shape, length) / sp_size,
+        "prefill_flops": compute_layers_flops(shape, [length]) / sp_size,
     }
 
 
@@ -41,7 +42,7 @@ def count_cache_bytes(
 def _count_mixer(mixer: Mixer, prefix: int, own: int, sp_size: int, bytes_per_number: int, num_sequences: int) -> int:
     if isinstance(mixer, AttentionMixer):
         kept = min(prefix, (mixer.window_tokens or prefix + 1) - 1)
-        heads = count_kv_heads(mixer.num_heads, mixer.num_kv_heads, sp_size)
+        heads = compute_kv_heads(mixer.num_heads, mixer.num_kv_heads, sp_size).num_local
         return (kept + own) * heads * (mixer.head_dim + mixer.value_head_dim) * bytes_per_number
     copies = 1 + num_sequences  # after the prefix, and after each sequence's tokens
     inputs = mixer.conv_channels * (mixer.conv_tokens - 1) * bytes_per_number * copies
@@ -54,18 +55,3 @@ def _count_mixer(mixer: Mixer, prefix: int, own: int, sp_size: int, bytes_per_nu
     else:
         numbers = mixer.head_dim * mixer.head_dim
     return inputs + mixer.num_heads // sp_size * numbers * STATE_BYTES * copies
-
-
-def count_kv_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> int:
-    """Key/value heads of the rank that has most. Ranks that share one keep a copy each."""
-    local, group = num_heads // sp_size, num_heads // num_kv_heads
-    return max(((rank + 1) * local - 1) // group + 1 - rank * local // group for rank in range(sp_size))
-
-
-def compute_prefill_flops(shape: ModelShape, length: int) -> float:
-    """Operations of one forward of all ranks, without the head: it runs for single tokens."""
-    total = 0.0
-    for layer in shape.layers:
-        pairs = count_pairs(length, layer.window_tokens)
-        total += 2 * length * count_layer_weights(shape, layer) + 4 * shape.num_heads * shape.head_dim * pairs
-    return total
