@@ -63,6 +63,9 @@ class HubModels:
             return str(self.api.create_repo(name, private=is_private, exist_ok=True))
 
         address: str = self._try(f"{name} cannot be made", create)
+        if is_private and self._try(f"{name} cannot be read", lambda: self.api.model_info(name)).private is False:
+            hint = "make it private in its settings on the hub, or name another repository"
+            raise RecipeError([Problem("", f"{name} exists already and is public; nothing was uploaded", hint)])
         files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != CARD)
 
         def send() -> None:

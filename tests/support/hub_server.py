@@ -108,11 +108,12 @@ class Handler(BaseHTTPRequestHandler):
                     hub.repos[match[1]][value["path"]] = hub.objects[value["oid"]]
             self.answer({"commitUrl": f"{hub.address}/{match[1]}/commit/abc", "commitOid": "abc", "success": True})
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path):
-            if match[1] not in hub.licences:
+            if match[1] not in hub.licences and match[1] not in hub.repos:
                 self.answer({"error": "Repository not found"}, 404)
                 return
-            card = {"license": hub.licences[match[1]]}
-            self.answer({"id": match[1], "_id": "1", "sha": "abc", "cardData": card, "siblings": [], "tags": []})
+            card = {"license": hub.licences[match[1]]} if match[1] in hub.licences else {}
+            facts = {"cardData": card, "siblings": [], "tags": [], "private": match[1] in hub.private}
+            self.answer({"id": match[1], "_id": "1", "sha": "abc", **facts})
         else:
             self.answer({"error": f"no such path: {path}"}, 404)
 

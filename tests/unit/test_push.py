@@ -77,6 +77,14 @@ def test_a_model_is_published_with_a_card(hub: Hub, run_dir: Path, tmp_path: Pat
     assert str(tmp_path) not in body
 
 
+def test_a_public_repository_gets_nothing_that_should_be_private(hub: Hub, run_dir: Path) -> None:
+    hub.repos["me/mine"] = {}
+    shown = run("push", str(run_dir), "--private")
+    assert shown.returncode == 2
+    assert "me/mine exists already and is public; nothing was uploaded" in shown.stderr
+    assert hub.repos["me/mine"] == {}
+
+
 def test_adapters_get_the_stretch_as_an_override(hub: Hub, run_dir: Path) -> None:
     model = run_dir / "model"
     (model / "base_config").mkdir()

@@ -19,6 +19,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
 ```"""
 LAST_HEADING = "\n## Recipe\n"
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 SHOWN_VERSIONS = ("ulysses", "torch", "transformers", "deepspeed", "peft", "python")
 
 
@@ -104,7 +105,8 @@ def _write_loading(name: str, recipe: Mapping[str, Any], folder: Path, *, holds_
     if holds_adapters:
         base = recipe.get("model", {}).get("name_or_path") or "the base model"
         override = f" --hf-overrides '{json.dumps({'rope_parameters': rope})}'" if is_stretched else ""
-        rank = (recipe.get("lora") or {}).get("r", 16)
+        own_rank = (recipe.get("lora") or {}).get("r", 16)
+        rank = next((rank for rank in VLLM_RANKS if rank >= own_rank), own_rank)
         command = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned={name}{limit}{override}"
     else:
         lines += [LOADED_BY_TRANSFORMERS.format(name=name), ""]
