@@ -76,6 +76,8 @@ def sample(
     if "problem" in result:
         problem = f"{model} cannot be sampled: {result['problem']}"
         printing.print_message(problem)
+        if not path.is_dir():
+            printing.print_message(f"\nhint: {model} is no folder here, so it was looked for on the hub")
         if output is Format.json:
             printing.print_json({"problems": [{"message": problem}]})
         raise typer.Exit(FAILED)

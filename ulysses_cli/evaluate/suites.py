@@ -64,7 +64,7 @@ def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
         elif name in FILE_SUITES:
             samples += read_suite(name, sources.path)
         else:
-            every = ", ".join((*SUITES, *known, *QUESTIONS))
+            every = ", ".join(dict.fromkeys((*SUITES, *known, *QUESTIONS, "code_recall")))
             problems.append(Problem("--suite", f"no suite or task is called {name}", f"use some of: {every}"))
     tasks = []
     for name, is_named in wanted.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.layout import GPUS_PER_NODE, Layout
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.candidates import Candidate, PlanRequest, format_usd
 from ulysses_cli.plan.planner.draft import needs_stretch, quote, write_levers
@@ -131,6 +131,8 @@ def _write_parallel(layout: Layout) -> list[str]:
     }
     sizes = [(name, getattr(layout, name), comment) for name, comment in comments.items()]
     lines = [f"  {name}: {size}  # {comment}" for name, size, comment in sizes if size > 1]
+    if layout.ring_size > 1 or layout.sp_size > GPUS_PER_NODE:  # auto may choose another
+        lines.append(f"  ring_size: {layout.ring_size}  # shares of a row's queries")
     return ["", "parallel:", *lines] if lines else []
 
 
