@@ -193,7 +193,8 @@ def test_statistics_equal_worked_examples() -> None:
     interval = estimate_mean([1.0] * 17 + [0.0] * 3)
     assert interval == pytest.approx((0.85, 0.6396, 0.9476), abs=1e-3)  # Wilson's for 17 of 20
     assert estimate_mean([1.0] * 20)[1:] == pytest.approx((0.8389, 1.0), abs=1e-3)
-    assert compare_pairs([0, 0, 1, 1], [1, 0, 1, 1]) == pytest.approx((0.25, -0.24, 0.74), abs=1e-3)
+    assert compare_pairs([0, 0, 1, 1], [1, 0, 1, 1]) == pytest.approx((0.25, -0.2756, 0.6090), abs=1e-3)
+    assert compare_pairs([1.0], [1.0]) == pytest.approx((0.0, -0.6533, 0.6533), abs=1e-3)  # one proves nothing
     assert weigh_mean({4: 1.0, 8: 0.4}) == pytest.approx(0.6)
     names = plan_suites(["ruler"], Sources()).tasks
     means = {task.name: {4096: 0.9, 8192: 0.88, 16384: 0.7} for task in names}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ulysses_cli.commands.options import Format, FormatOption, OnlineOption, PageOption, end_with, or_exit
+
+if TYPE_CHECKING:
+    from ulysses_cli.plan.models.shape import ModelShape
 
 
 class EvaluationDevice(StrEnum):
@@ -24,7 +27,7 @@ class WeightsDtype(StrEnum):
 
 def evaluate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="a model folder, a name on the hub, or output_dir/checkpoints/step-N")
+        str, typer.Argument(metavar="MODEL", help="a model folder, a hub name, output_dir, or its checkpoints/step-N")
     ],
     suite: Annotated[str, typer.Option(help="suites or tasks, with commas between them")] = "ruler",
     max_length: Annotated[str, typer.Option(help="lengths in tokens, with commas: 4Ki,32Ki,128Ki")] = "4Ki",
@@ -47,7 +50,7 @@ def evaluate(
         typer.Option("--chat-template/--no-chat-template", help="ask in a user's message  [default: if there is one]"),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option("--output", help="folder of the results  [default: runs/evaluations/MODEL]")
+        Path | None, typer.Option("--output", help="folder of the results  [default: in runs/evaluations]")
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, help="dollars per hour of one GPU")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="predict memory and operations, run nothing")] = False,
@@ -75,8 +78,8 @@ def evaluate(
       ulysses evaluate my/model --suite longbench-v2 --path longbench_v2.json --format json
     """
     from ulysses_cli.commands.bench import read_numbers
-    from ulysses_cli.commands.children.answering import ModelQuestion, find_model, prepare_model, run
-    from ulysses_cli.evaluate.suites import Sources, plan_suites
+    from ulysses_cli.commands.children.answering import ModelQuestion, find_model, name_results, prepare_model, run
+    from ulysses_cli.evaluate.suites import SUITES, Sources, plan_suites
     from ulysses_cli.launch import launcher
     from ulysses_cli.plan.generation import predict
     from ulysses_cli.plan.problem import Problem
@@ -85,8 +88,10 @@ def evaluate(
     lengths = or_exit(lambda: read_numbers("--max-length", max_length, []), output)
     sources = Sources(text, squad, hotpotqa, code, path)
     suites = [word.strip() for word in suite.split(",") if word.strip()]
+    if not suites:
+        end_with([Problem("--suite", "no suite is named", f"use some of: {', '.join(SUITES)}")], output)
     plan = or_exit(lambda: plan_suites(suites, sources), output)
-    folder = to or Path("runs/evaluations") / Path(model.rstrip("/")).name
+    folder = to or Path("runs/evaluations") / name_results(model)
     slots = launcher.count_rank_slots("cuda") if device is not EvaluationDevice.cpu else 0
     if device is EvaluationDevice.cuda and not slots:
         end_with([Problem("--device", "no GPU was found", "use --device cpu, or run ulysses doctor")], output)
@@ -94,14 +99,13 @@ def evaluate(
     question = ModelQuestion(
         sp_size, num_ranks, max(lengths), dtype.value, tokenizer, "cuda" if slots else "cpu", trust_remote_code
     )
-    found = or_exit(lambda: find_model(model, folder, "model", trust_remote_code=trust_remote_code), output)
-    own, shape = or_exit(lambda: prepare_model(found, question, online=online), output)
-    other = None
-    if against is not None:
-        peer = or_exit(
-            lambda: find_model(against, folder, "against-model", trust_remote_code=trust_remote_code), output
-        )
-        other, _ = or_exit(lambda: prepare_model(peer, question, online=online), output)
+
+    def prepare(name: str) -> tuple[str, ModelShape]:
+        found = find_model(name, folder / "models", trust_remote_code=trust_remote_code)
+        return prepare_model(found, question, online=online)
+
+    own, shape = or_exit(lambda: prepare(model), output)
+    other = or_exit(lambda: prepare(against)[0], output) if against is not None else None
     if dry_run:
         width = 4 if dtype is WeightsDtype.float32 else 2
         predictions = [predict(shape, length, sp_size, num_ranks, width) for length in lengths]

@@ -28,24 +28,24 @@ class PaperQuestion:
     evidence: tuple[str, ...]
 
 
-def read_questions(file: Path) -> tuple[list[PaperQuestion], list[str]]:
-    """Reads SQuAD's or HotpotQA's JSON. Returns the questions that have an answer, and all paragraphs."""
+def read_questions(file: Path, option: str) -> tuple[list[PaperQuestion], list[str]]:
+    """Reads SQuAD or HotpotQA JSON, which `option` names. Returns the questions with answers, and all paragraphs."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecipeError([Problem("--path", f"{file} cannot be read as JSON: {error}")]) from None
+        raise RecipeError([Problem(option, f"{file} cannot be read as JSON: {error}")]) from None
     try:
         questions = _read_squad(content) if isinstance(content, dict) else _read_hotpot(content)
     except (KeyError, TypeError, IndexError) as error:
         hint = "download SQuAD's dev-v2.0.json, or hotpot_dev_distractor_v1.json of HotpotQA"
         message = f"{file} is neither SQuAD's nor HotpotQA's: it lacks {error}"
-        raise RecipeError([Problem("--path", message, hint)]) from None
+        raise RecipeError([Problem(option, message, hint)]) from None
     paragraphs = dict.fromkeys(paragraph for each in questions for paragraph in each.evidence)
     if isinstance(content, list):
         for row in content:
             paragraphs.update(dict.fromkeys(_join_hotpot(title, lines) for title, lines in row["context"]))
     if not questions:
-        raise RecipeError([Problem("--path", f"{file} holds no question that has an answer")])
+        raise RecipeError([Problem(option, f"{file} holds no question that has an answer")])
     return questions, list(paragraphs)
 
 
@@ -75,7 +75,7 @@ def _join_hotpot(title: str, lines: Sequence[str]) -> str:
 
 
 def make_question_task(name: str, file: Path) -> Task:
-    questions, paragraphs = read_questions(file)
+    questions, paragraphs = read_questions(file, "--squad" if name == "qa_1" else "--hotpotqa")
 
     def make(random: Random, _: int) -> Draft:
         question, seed = random.choice(questions), random.getrandbits(64)
@@ -114,8 +114,9 @@ def make_code_task(folder: Path) -> Task:
             files[file.relative_to(folder).as_posix()] = text.splitlines()
     pairs = _find_pairs(files)
     if not pairs:
-        message = f"{folder} holds no code with lines that come once: {len(files)} files of code were found"
-        raise RecipeError([Problem("--path", message, "name a folder of source files")])
+        found = f"holds no code with lines that come once: {len(files)} files of code were found"
+        message = f"{folder} {found if folder.is_dir() else 'is not a folder'}"
+        raise RecipeError([Problem("--code", message, "name a folder of source files")])
 
     def make(random: Random, _: int) -> Draft:
         (name, at), seed = random.choice(pairs), random.getrandbits(64)

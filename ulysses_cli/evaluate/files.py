@@ -69,15 +69,17 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         if file.suffix == ".parquet":
             from pyarrow import parquet
 
-            rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
-            return rows
+            return list(parquet.read_table(file).to_pylist())
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
             content = json.loads(text)
             rows = content if isinstance(content, list) else content["data"]
-            return rows
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError, KeyError) as error:
+        else:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("it is no list of rows with named fields")
+        return rows
+    except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "name a file in JSON, JSON lines or Parquet"
         raise RecipeError([Problem("--path", f"{file} cannot be read: {error}", hint)]) from None
 
@@ -195,7 +197,7 @@ def _read_file(suite: str, own: FileSuite, file: Path) -> Iterator[Sample]:
             raise RecipeError([Problem("--path", message, own.where)])
         try:
             sample = own.read(row, name)
-        except (KeyError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             message = f"{file}, row {number}: {suite} has no set or value {error}, or none that can be scored"
             raise RecipeError([Problem("--path", message, own.where)]) from None
         if not sample.references and sample.metric != "set_f1":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
 
 from ulysses_cli.evaluate.words import read_words
@@ -34,11 +34,13 @@ def estimate_mean(scores: Sequence[float]) -> Interval:
 
 
 def compare_pairs(before: Sequence[float], after: Sequence[float]) -> Interval:
-    """Returns the mean of the differences of the same questions with a 95 % interval."""
+    """Returns the mean of the differences of the same questions with a 95 % interval: Agresti and Min's, which counts
+    half a question that got better and half a one that got worse on top. It holds where few answers differ, or none."""
     differences = [new - old for old, new in zip(before, after, strict=True)]
-    mean = fmean(differences)
-    spread = Z * stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 1.0
-    return Interval(mean, max(-1.0, mean - spread), min(1.0, mean + spread))
+    mean, number = fmean(differences), len(differences) + 2
+    centre = sum(differences) / number
+    spread = Z * math.sqrt(((math.fsum(each * each for each in differences) + 1) / number - centre * centre) / number)
+    return Interval(mean, max(-1.0, min(mean, centre - spread)), min(1.0, max(mean, centre + spread)))
 
 
 def find_effective_lengths(means: Mapping[str, Mapping[int, float]]) -> dict[str, int | None]:

@@ -94,7 +94,8 @@ def _read_text(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise RecipeError([Problem("--text", f"{path} cannot be read as text: {error}")]) from None
     if not text.strip():
-        raise RecipeError([Problem("--text", f"{path} holds no text", "name a text file, or a folder of .txt files")])
+        what = "holds no text" if path.exists() else "does not exist"
+        raise RecipeError([Problem("--text", f"{path} {what}", "name a text file, or a folder of .txt files")])
     return text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ import typer
 
 from ulysses_cli.commands.options import Format, check_page, or_exit, write_page
 from ulysses_cli.plan.exit_codes import FAILED
+from ulysses_cli.run_folder.archive import NAME, find_damage, find_run_dir, get_folder, list_checkpoints
+from ulysses_cli.run_folder.manifest import MANIFEST, load_state, read_model_steps
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.models.shape import ModelShape
@@ -30,37 +32,67 @@ class ModelQuestion:
     trust_remote_code: bool
 
 
-def find_model(name: str, folder: Path, label: str, *, trust_remote_code: bool) -> str:
-    """A model's folder, or its name on the hub. A checkpoint, or a run's newest one, is exported into `folder` once,
-    under a name with its hash: step 400 of another run is another model."""
+def name_results(model: str) -> str:
+    """The folder of a model's results. A run's model and its checkpoints carry the run's name."""
+    path = Path(model.rstrip("/"))
+    parts = [part for part in path.parts[-3:] if part != "checkpoints"]
+    is_of_run = path.name == "model" or NAME.fullmatch(path.name) is not None
+    return "-".join(parts[-2:]) if is_of_run else path.name
+
+
+def find_model(name: str, folder: Path, *, trust_remote_code: bool) -> str:
+    """A model's folder, or its name on the hub. A run, a checkpoint or a run's adapters are exported below `folder`
+    once, with adapters merged into their base. The export is named after the checkpoint's content."""
     from ulysses_cli.commands.export import run_export
-    from ulysses_cli.launch import preflight
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.report import printing
-    from ulysses_cli.run_folder.archive import CheckpointError, choose_checkpoint, find_run_dir
-    from ulysses_cli.run_folder.manifest import MANIFEST, load_state
 
     path = Path(name).expanduser()
-    is_checkpoint = (path / MANIFEST).is_file()
-    if (path / "config.json").is_file() or not (is_checkpoint or find_run_dir(path)):
+    if not path.exists():
         return name
+    if not path.is_dir():
+        hint = "name a model folder, a name on the hub, a run, or one of its checkpoints"
+        raise RecipeError([Problem("MODEL", f"{name} is not a folder", hint)])
+    if (path / "config.json").is_file():
+        return name
+    checkpoint = _find_checkpoint(path)
     try:
-        checkpoint = path if is_checkpoint else choose_checkpoint(path, printing.print_message)
         digest = hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()[:12]
         has_adapters = load_state(checkpoint)["recipe"].get("lora") is not None
-    except (CheckpointError, ValueError, OSError) as error:
-        raise RecipeError([Problem("MODEL", str(error), "name another checkpoint")]) from None
-    export_folder = folder / f"{label}-{digest}"
-    if not export_folder.exists():
-        if problems := list(preflight.check_export(checkpoint, export_folder)):
-            raise RecipeError(problems)
-        words = [str(checkpoint), "--to", str(export_folder), *(["--merge-lora"] if has_adapters else [])]
-        words += ["--trust-remote-code"] if trust_remote_code else []
-        code, last, log = run_export(words, export_folder)
+    except (OSError, ValueError) as error:
+        message = f"{checkpoint} is no whole checkpoint: {error}"
+        raise RecipeError([Problem("MODEL", message, "name another checkpoint")]) from None
+    target = folder / f"{checkpoint.resolve().name}-{digest}"
+    if not target.exists():
+        words = [str(checkpoint), "--to", str(target), *(["--merge-lora"] if has_adapters else [])]
+        code, last, log = run_export([*words, *(["--trust-remote-code"] if trust_remote_code else [])], target)
         if code or "result" not in last:
-            message = last.get("problem") or f"{name} cannot be exported: {(log or [''])[-1]}"
-            raise RecipeError([Problem("MODEL", str(message), "try ulysses export")])
-    return str(export_folder)
+            message = str(last.get("problem") or (log or ["the export ended without a result"])[-1])
+            hint = "evaluate a model that ulysses export wrote, or another checkpoint"
+            raise RecipeError([Problem("MODEL", f"{checkpoint} cannot be exported: {message}", hint)])
+    return str(target)
+
+
+def _find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a folder is, or the newest whole one of a run, or the one that adapters were exported
+    from."""
+    from ulysses_cli.plan.problem import Problem, RecipeError
+
+    if (path / "adapter_config.json").is_file():
+        steps = read_model_steps(path)
+        own = get_folder(path.absolute().parent) / f"step-{steps[0]}" if steps else None
+        if own is not None and own.is_dir():
+            return own
+        hint = "name their checkpoint, or merge them: ulysses export CHECKPOINT --to MODEL --merge-lora"
+        raise RecipeError([Problem("MODEL", f"{path} holds adapters alone, and no checkpoint of theirs", hint)])
+    if (run_dir := find_run_dir(path)) is None:
+        if (path / MANIFEST).exists():
+            return path
+        hint = "name a model folder, a run, or one of its checkpoints"
+        raise RecipeError([Problem("MODEL", f"{path} holds neither config.json nor a checkpoint", hint)])
+    for checkpoint in list_checkpoints(run_dir):
+        if not find_damage(checkpoint, is_quick=True):
+            return checkpoint
+    raise RecipeError([Problem("MODEL", f"{path} has no whole checkpoint", "name another run")])
 
 
 def prepare_model(name: str, question: ModelQuestion, *, online: bool) -> tuple[str, ModelShape]:
@@ -70,7 +102,7 @@ def prepare_model(name: str, question: ModelQuestion, *, online: bool) -> tuple[
     from ulysses_cli import hub
     from ulysses_cli.plan.files.weight_files import find_weight_problem
     from ulysses_cli.plan.models.shape import read_model_shape
-    from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.problem import Problem, RecipeError, Where
     from ulysses_cli.plan.recipe.loader import parse_recipe
 
     settings: dict[str, Any] = {
@@ -87,7 +119,10 @@ def prepare_model(name: str, question: ModelQuestion, *, online: bool) -> tuple[
     }
     text = yaml.safe_dump(settings)
     recipe = parse_recipe(text, "evaluate", []).recipe
-    config, _ = hub.find_model_config(recipe, online=online)
+    try:
+        config, _ = hub.find_model_config(recipe, online=online)
+    except RecipeError as error:
+        raise RecipeError([replace(problem, key="MODEL", where=Where()) for problem in error.problems]) from None
     shape = read_model_shape(config, name, "MODEL")
     folder = Path(name).expanduser()
     if folder.is_dir() and (problem := find_weight_problem(folder)):

@@ -16,6 +16,7 @@ from typing import Any
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
 from ulysses_cli.evaluate.suites import Amount, Plan, Sources, count_prompts, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
+from ulysses_cli.plan.files.weight_files import list_weight_files
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.prove.quality.results_file import ResultsFile
 from ulysses_cli.prove.ranks.ranks import run_on_ranks
@@ -46,12 +47,21 @@ class ModelEvaluation:
         recipe = parse_recipe(self.model, "evaluate", []).recipe
         return {
             "model": recipe.model.model_dump(mode="json"),
+            "weights": _fingerprint(Path(recipe.model.name_or_path or "").expanduser()),
             "seed": self.amount.seed,
             "tokenizer": vocabulary,
             "template": template,
             "with_template": self.with_template,
             "sources": {name: str(path) if path else None for name, path in asdict(self.sources).items()},
         }
+
+
+def _fingerprint(folder: Path) -> str:
+    """Differs after other weights were written into the folder. '' for a model of the hub."""
+    if not folder.is_dir():
+        return ""
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in list_weight_files(folder)]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def run_evaluation(evaluation: ModelEvaluation, device: str, report: Callable[[str], None]) -> dict[str, Any]:

@@ -1,0 +1,59 @@
+"""What `ulysses evaluate` says of folders that are no model, and of wrong inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.commands import run
+from support.small_run import BYTES_CONFIG
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ulysses_cli.commands.children.answering import name_results
+
+WORDS = ("--dtype", "float32", "--device", "cpu", "--format", "json", "--suite", "vt", "--max-length", "1200")
+
+
+def test_results_of_two_runs_have_folders_of_their_own() -> None:
+    assert name_results("runs/mine/checkpoints/step-400") == "mine-step-400"
+    assert name_results("runs/mine/model/") == "mine-model"
+    assert name_results("Qwen/Qwen3-0.6B") == "Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ((), "holds neither config.json nor a checkpoint"),
+        (("adapter_config.json",), "holds adapters alone, and no checkpoint of theirs"),
+        (("manifest.json",), "is no whole checkpoint"),
+    ],
+)
+def test_a_folder_that_is_no_model_ends_with_2(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    result = run("evaluate", str(tmp_path), *WORDS)
+    assert result.returncode == 2
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert message in problem["message"]
+    assert problem["key"] == "MODEL"
+    assert problem["hint"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--suite", ""), "no suite is named"),
+        (("--suite", "longbench-v2", "--path", "numbers.json"), "it is no list of rows"),
+        (("--suite", "vt", "--text", "nowhere.txt"), "nowhere.txt does not exist"),
+        (("--suite", "code", "--code", "nowhere"), "nowhere is not a folder"),
+        (("--suite", "vt", "--sp-size", "3"), "3 does not divide the 4 attention heads"),
+    ],
+)
+def test_a_wrong_input_ends_with_2(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    (tmp_path / "numbers.json").write_text("[1, 2]")
+    config = AutoConfig.for_model(**{**BYTES_CONFIG, "max_position_embeddings": 4096})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    result = run("evaluate", "model", *WORDS, "--tokenizer", "bytes", *words, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert message in json.loads(result.stdout)["problems"][0]["message"]
