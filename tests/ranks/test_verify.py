@@ -106,10 +106,10 @@ def plant_lost_kv_gradient() -> list[Any]:
 
 def plant_boundary() -> list[Any]:
     def make(real: Any) -> Any:
-        def documents(lengths: Any, device: Any) -> Any:
+        def documents(lengths: Any, device: Any, **more: Any) -> Any:
             if len(lengths) > 1 and lengths[0] > 1:
                 lengths = (lengths[0] - 1, lengths[1] + 1, *lengths[2:])
-            return real(lengths, device)
+            return real(lengths, device, **more)
 
         return documents
 
@@ -118,7 +118,7 @@ def plant_boundary() -> list[Any]:
 
 def plant_leak() -> list[Any]:
     def make(real: Any) -> Any:
-        return lambda lengths, device: real([sum(lengths)], device)
+        return lambda lengths, device, **more: real([sum(lengths)], device, **more)
 
     return [patch("ulysses_cli.train.engine.make_documents", make)]
 

@@ -233,7 +233,8 @@ def test_missing_sections_list_their_settings() -> None:
         ),
         (
             "run: {report_to: wandbb}",
-            "r.yaml:11:18: run.report_to.0: 'wandbb' is not `tensorboard` or `wandb`\n\nhint: did you mean `wandb`?",
+            "r.yaml:11:18: run.report_to.0: 'wandbb' is not `tensorboard`, `wandb`, `mlflow` or `trackio`"
+            "\n\nhint: did you mean `wandb`?",
         ),
         (
             "run: {max_hours: 30m}",
@@ -273,7 +274,7 @@ def test_rules_check_what_can_be_read(tmp_path: Path) -> None:
     file.write_text(
         VALID.replace("owner/model", "Qwen/Qwen3-8B").replace("sp_size: 4", "sp_size: 7") + "  max_stps: 3\n"
     )
-    assert [problem.key for problem in validate_recipe(str(file)).problems] == ["parallel.sp_size", "train.max_stps"]
+    assert [problem.key for problem in validate_recipe(str(file)).problems] == ["data.max_length", "train.max_stps"]
 
 
 def test_written_keys_win_over_merged_mappings() -> None:
@@ -460,7 +461,7 @@ def test_a_key_without_a_value_gets_a_hint() -> None:
             "'a.jsonl' is not a list of 1 to 1,000, each a section (sources)",
             "write datasets: [{path: a.jsonl}]",
         ),
-        ("run.report_to=[wandb, wandb, wandb]", "has 3 elements", "write 2 at most"),
+        ("run.report_to=[wandb, wandb, wandb, wandb, wandb]", "has 5 elements", "write 4 at most"),
         ("run.run_name=''", "is an empty text", "write something, or leave it out"),
         ("run.run_name=" + "x" * 5000, "has 5,000 letters", "write 4,096 at most"),
         (

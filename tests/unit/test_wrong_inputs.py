@@ -51,7 +51,7 @@ SETTINGS = (
     ("data.max_length=-512", "hint: use 2 or more"),
     ("data.max_length=512.5", "hint: use 512 or 513"),
     (f"data.max_length={'9' * 39}", "hint: use 1,099,511,627,776 or less"),
-    ("parallel.sp_size=3", "hint: use 1, 2 or 4; 2 is nearest"),
+    ("parallel.sp_size=3", "1024 is not a multiple of sp_size 3\n\nhint: use 1023 or 1026"),
     ("parallel.dp_shard_size=65536 parallel.dp_replicate_size=65536", "processes\n\nhint: use 1,048,576 or fewer"),
     ("--num-processes 1", "but the run has 1 process\n"),
     ("--gpu quantum", "--gpu: no GPU is called quantum"),
