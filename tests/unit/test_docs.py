@@ -1,19 +1,16 @@
-"""Tests README, ARCHITECTURE and docs/: links, paths, generated parts, printed outputs, the commands of the
-quickstart."""
+"""Tests README, ARCHITECTURE and docs/: links, paths, generated parts, printed outputs."""
 
 from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.blocks import list_blocks
 from support.commands import run
 from support.generated_docs import COMMAND, DOCS, PAGES, fill
 from support.house import MODULES, PACKAGE, ROOT, parse
@@ -24,11 +21,6 @@ from ulysses_cli.plan.recipe.schema import walk_settings
 NOT_OURS = re.compile(r"(~|output_dir|runs|logs|model)/.*|.*[A-Z*].*|use\.py|\w+\.(html|yaml|json)")
 SUFFIXES = (".py", ".md", ".yaml", ".json", ".jinja", ".toml", ".txt")
 readme = (ROOT / "README.md").read_text()
-quickstart = (DOCS / "quickstart.md").read_text()
-
-
-def list_blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def drop_blocks(text: str) -> str:
@@ -126,34 +118,6 @@ def test_commands_that_docs_print_exist() -> None:
                 assert "Usage:" in helps[command], f"{page.name}: {line}"
             for word in words:
                 assert not word.startswith("--") or f"{word} " in helps[command], f"{page.name}: {line}"
-
-
-@pytest.mark.check
-def test_every_command_of_the_quickstart_runs(tmp_path: Path) -> None:
-    """Runs them in the order of the page, in an empty folder: from documents to a model that transformers loads."""
-    (tmp_path / "my.yaml").write_text(list_blocks(quickstart, "yaml")[0])
-    (tmp_path / "use.py").write_text(list_blocks(quickstart, "python")[0])
-    (tmp_path / "bin").mkdir()
-    ulysses = tmp_path / "bin" / "ulysses"
-    ulysses.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ulysses_cli "$@"\n')
-    ulysses.chmod(0o755)
-    path = os.pathsep.join([str(ulysses.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environ = {**os.environ, "PATH": path, "NO_COLOR": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    blocks = list_blocks(quickstart, "sh")
-    assert len(blocks) == 8
-    for block in blocks:
-        result = subprocess.run(
-            ["bash", "-eu", "-c", block],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert result.returncode == 0, f"{block}\n{result.stdout}\n{result.stderr}"
-    for made in ("runs/my/model/model.safetensors", "runs/my/report.html", "model-10/model.safetensors"):
-        assert (tmp_path / made).is_file(), made
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.name)

@@ -1,0 +1,43 @@
+"""Tests the quickstart: every command of the page runs, one after another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.blocks import list_blocks
+from support.generated_docs import DOCS
+from support.house import ROOT
+
+quickstart = (DOCS / "quickstart.md").read_text()
+
+
+@pytest.mark.check
+def test_every_command_of_the_quickstart_runs(tmp_path: Path) -> None:
+    """Runs them in the order of the page, in an empty folder: from documents to a model that transformers loads."""
+    (tmp_path / "my.yaml").write_text(list_blocks(quickstart, "yaml")[0])
+    (tmp_path / "use.py").write_text(list_blocks(quickstart, "python")[0])
+    (tmp_path / "bin").mkdir()
+    ulysses = tmp_path / "bin" / "ulysses"
+    ulysses.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ulysses_cli "$@"\n')
+    ulysses.chmod(0o755)
+    path = os.pathsep.join([str(ulysses.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environ = {**os.environ, "PATH": path, "NO_COLOR": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    blocks = list_blocks(quickstart, "sh")
+    assert len(blocks) == 8
+    for block in blocks:
+        result = subprocess.run(
+            ["bash", "-eu", "-c", block],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert result.returncode == 0, f"{block}\n{result.stdout}\n{result.stderr}"
+    for made in ("runs/my/model/model.safetensors", "runs/my/report.html", "model-10/model.safetensors"):
+        assert (tmp_path / made).is_file(), made

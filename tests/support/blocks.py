@@ -1,0 +1,9 @@
+"""Reads the code blocks of a Markdown page."""
+
+from __future__ import annotations
+
+import re
+
+
+def list_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
