@@ -193,6 +193,18 @@ def test_a_kernel_must_serve_every_ranks_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert "flash_attention_3" not in trials.tried
 
 
+def test_a_choice_after_a_failure_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A full GPU or a busy machine may have been the cause: the next run tries again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Trials(monkeypatch, set(), {})
+    fastest = choose_kernel("auto", make_search()).name
+    Trials(monkeypatch, {fastest}, {})
+    assert choose_kernel("auto", make_search(), uses_cache=True).name != fastest
+    assert not list(tmp_path.rglob("*.json"))
+    Trials(monkeypatch, set(), {})
+    assert choose_kernel("auto", make_search(), uses_cache=True).name == fastest
+
+
 def test_a_choice_is_kept_by_gpu_versions_and_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     trials = Trials(monkeypatch, set(), {})

@@ -25,11 +25,13 @@ from ulysses_cli.train.attention.kernels.workload import ANY_WORK, KernelWorkloa
 @dataclass(frozen=True)
 class KernelChoice:
     """The kernel of a run, and why it was chosen. `by_head_dim`: where layers differ in the width of their heads, the
-    kernel of each width."""
+    kernel of each width. `is_lasting`: no kernel failed when it was tried, which a full GPU or a busy machine may
+    explain, so a later run may use the choice."""
 
     name: str
     reason: str
     by_head_dim: Mapping[int, str] = field(default_factory=dict)
+    is_lasting: bool = True
 
     def pick(self, head_dim: int) -> str:
         return self.by_head_dim.get(head_dim, self.name)
@@ -64,17 +66,18 @@ def choose_kernel(wanted: str, search: KernelSearch, *, uses_cache: bool = False
         return _choose(wanted, search)
     facts = {"wanted": wanted, "need": asdict(search.need), "window": search.window_tokens, "work": asdict(search.work)}
     cache = ChoiceCache(get_folder(os.environ), facts | {"presence": asdict(search.find_presence())})
-    if found := cache.read():
+    if (found := cache.read()) and found[0] in KERNELS:
         return KernelChoice(found[0], f"{found[1]} (found in an earlier run: {cache.file})")
     choice = _choose(wanted, search)
-    cache.write(choice.name, choice.reason)
+    if choice.is_lasting:
+        cache.write(choice.name, choice.reason)
     return choice
 
 
 def _choose(wanted: str, search: KernelSearch) -> KernelChoice:
     if wanted != "auto":
         return _choose_named(wanted, search)
-    passed, notes = _try_candidates(search)
+    passed, notes, has_failure = _try_candidates(search)
     if not passed:
         raise ValueError("no attention kernel is exact here: " + "; ".join(notes))
     best = min(passed, key=lambda name: passed[name])
@@ -92,7 +95,8 @@ def _choose(wanted: str, search: KernelSearch) -> KernelChoice:
             f"; a GPU of compute capability {format_capability(capability)} has no flash kernel for bfloat16, so plain "
             "torch runs in blocks, many times slower"
         )
-    return KernelChoice(best, reason + (f"; passed over: {'; '.join(notes)}" if notes else ""))
+    reason += f"; passed over: {'; '.join(notes)}" if notes else ""
+    return KernelChoice(best, reason, is_lasting=not has_failure)
 
 
 def _choose_named(name: str, search: KernelSearch) -> KernelChoice:
@@ -107,24 +111,27 @@ def _choose_named(name: str, search: KernelSearch) -> KernelChoice:
     raise ValueError(f"attention {name} {obstacle}; {others}")
 
 
-def _try_candidates(search: KernelSearch) -> tuple[dict[str, float], list[str]]:
-    """Returns the seconds of exact kernels, all of one speed class, and why others were passed over. A class ends the
-    search when one of its kernels is exact; the kernels that were made for this GPU are the first class."""
+def _try_candidates(search: KernelSearch) -> tuple[dict[str, float], list[str], bool]:
+    """Returns the seconds of exact kernels, all of one speed class, why others were passed over, and whether one of
+    them failed when it was tried. A class ends the search when one of its kernels is exact; the kernels that were made
+    for this GPU are the first class."""
     presence = search.find_presence()
     passed: dict[str, float] = {}
     notes: list[str] = []
+    has_failure = False
     for names in _list_classes(presence):
         for name in names:
             obstacle = _find_obstacle(name, search, presence) or _find_absence(name, presence)
             obstacle = obstacle or _find_reluctance(name, search)
             result = TrialResult(obstacle) if obstacle else _try(name, search, is_timed=search.kind == "cuda")
+            has_failure |= bool(result.obstacle) and not obstacle
             if not result.obstacle:
                 passed[name] = result.seconds
             elif search.kind in BACK_ENDS[name].devices:
                 notes.append(f"{name} {result.obstacle}")
         if passed:
             break
-    return passed, notes
+    return passed, notes, has_failure
 
 
 def _list_classes(presence: CommonPresence) -> Iterator[list[str]]:
