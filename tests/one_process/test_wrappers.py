@@ -13,16 +13,20 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.checkpoints import save_as_ranks
 from support.tiers import sample
+from support.training import make_recipe
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained
+from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.export.base_files import find_base_files
 from ulysses_cli.train.export.check import check_model
 from ulysses_cli.train.export.merging import Merging
 from ulysses_cli.train.export.weights import export_model
 from ulysses_cli.train.export.wrapper import BaseModel
+from ulysses_cli.train.telemetry.run_file import make_card
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -152,6 +156,29 @@ def test_adapters_are_merged_into_the_whole_model(base: Path, tmp_path: Path) ->
     )  # fmt: skip
     assert load_file(folder / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
     assert torch.allclose(compute_logits(load_whole(folder)), compute_logits(adapted), atol=1e-5)
+
+
+def test_the_card_of_adapters_loads_them(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = load_text(base)
+    adapted = get_peft_model(text, LoraConfig(**SETTINGS, task_type="CAUSAL_LM"))
+    trained = {name: parameter for name, parameter in text.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.normal_(std=0.05)
+    recipe = make_recipe("lora.r=2").model_dump(mode="json")
+    recipe["model"] |= {"name_or_path": str(base), "config": None, "dtype": "float32"}
+    shape = read_model_shape(text.config.to_dict(), "base")
+    folder = export_model(
+        save_as_ranks(trained, tmp_path / "step-1"), tmp_path / "out", config=text.config,
+        tokenizer=make_bytes_tokenizer(), adapter_config=adapted.peft_config["default"], dtype=torch.float32, step=1,
+        card=make_card(recipe, "mine", shape, shape.vocab_size, key_mapping=find_key_mapping(str(base))),
+        base=BaseModel(str(base)),
+    )  # fmt: skip
+    monkeypatch.chdir(folder)
+    results: dict[str, Any] = {}
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(code.replace("the base model's folder", str(base)), results)
+    assert torch.allclose(compute_logits(results["model"]), compute_logits(adapted), atol=1e-6)
 
 
 @pytest.mark.check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from ulysses_cli.run_folder.archive import CheckpointError, find_damage, get_step
 from ulysses_cli.run_folder.early_stop import write_early_stop
 from ulysses_cli.train.assembly.run import AssembledRun
+from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.checkpoint.collection import Collector
 from ulysses_cli.train.checkpoint.saves import Saves
 from ulysses_cli.train.evaluation import Evaluation
@@ -88,7 +90,13 @@ def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, checkpoint: P
         adapter_config=built.adapter.peft_config["default"] if built.adapter is not None else None,
         dtype=dtype,
         check=check if built.adapter is None else partial(check_adapter, checkpoint, dtype=dtype),
-        card=make_card(recipe.model_dump(mode="json"), get_run_name(launch), inputs.shape, inputs.num_own_tokens),
+        card=make_card(
+            recipe.model_dump(mode="json"),
+            get_run_name(launch),
+            inputs.shape,
+            inputs.num_own_tokens,
+            key_mapping=find_key_mapping(os.path.expanduser(named), recipe.model.revision) if named else None,
+        ),
         step=step,
         run_step=run.state.step,
         base=base,

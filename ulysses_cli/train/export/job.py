@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ulysses_cli.plan.resolved import resolve
 from ulysses_cli.train.assembly.adapters import make_adapter_config
 from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.assembly.model_config import load_model_config, read_shape, stretch_positions
+from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.export.base_files import find_base_files
 from ulysses_cli.train.export.check import check_adapter, check_model
 from ulysses_cli.train.export.merging import Merging, add_adapters
@@ -44,7 +46,9 @@ class ExportJob:
             self.config = load_model_config(self.recipe)
             self.num_own_tokens = self.config.vocab_size
             self.tokenizer = _load_tokenizer(self.recipe, state)
-        except (RecipeError, BuildError) as error:
+            name = self.recipe.model.name_or_path
+            self.mapping = find_key_mapping(os.path.expanduser(name), self.recipe.model.revision) if name else None
+        except (RecipeError, BuildError, OSError) as error:
             hint = "; its code may run here with --trust-remote-code" if needs_code and not trusts_code else ""
             raise ExportError(f"{checkpoint}: {error}{hint}") from error
         self.dtype = getattr(torch, dtype or self.recipe.model.dtype)
@@ -52,7 +56,9 @@ class ExportJob:
         self.config.vocab_size = shape.vocab_size
         stretch_positions(self.config, self.recipe, resolve(self.recipe, shape))
         run_name = self.recipe.run.run_name or checkpoint.resolve().parts[-3]
-        self.card = make_card(self.dumped, run_name, shape, self.num_own_tokens, is_merged=is_merged)
+        self.card = make_card(
+            self.dumped, run_name, shape, self.num_own_tokens, is_merged=is_merged, key_mapping=self.mapping
+        )
         if is_merged and self.recipe.lora is None:
             raise ExportError("--merge-lora: this run had no adapters; leave it out")
         if is_merged and self.recipe.model.name_or_path is None:

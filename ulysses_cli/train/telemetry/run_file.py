@@ -53,8 +53,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 folder = "."  # where this card is
 config = AutoConfig.from_pretrained(f"{{folder}}/base_config"){own_size}
-model = AutoModelForCausalLM.from_pretrained({base!r}, config=config, dtype={dtype!r}){growth}
+model = AutoModelForCausalLM.from_pretrained({base!r}, config=config, dtype={dtype!r}{mapping}){growth}
 model = PeftModel.from_pretrained(model, folder)"""
+MAPPING = """,
+    key_mapping={mapping},  # the base's files hold other parts too
+"""
 OWN_SIZE = """
 config.vocab_size = {own}  # rows in the base model's files"""
 GROWTH = """
@@ -66,10 +69,17 @@ LOCAL = "a local folder"
 
 
 def make_card(
-    recipe: dict[str, Any], name: str, shape: ModelShape, num_own_tokens: int, *, is_merged: bool = False
+    recipe: dict[str, Any],
+    name: str,
+    shape: ModelShape,
+    num_own_tokens: int,
+    *,
+    is_merged: bool = False,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> str:
     """The model card: what was trained, on what, how to load adapters, and the whole recipe. `num_own_tokens`: rows of
-    the base model's embedding in its files. Local folders are left out: the card may be published."""
+    the base model's embedding in its files. `key_mapping`: transformers', where the base's files are those of a
+    multimodal model. Local folders are left out: the card may be published."""
     import yaml
 
     holds_adapters = bool(recipe["lora"]) and not is_merged
@@ -92,6 +102,7 @@ def make_card(
         code = LOADING.format(
             base="the base model's folder" if base == LOCAL else base,
             dtype=model["dtype"],
+            mapping=MAPPING.format(mapping=dict(key_mapping)) if key_mapping else "",
             own_size=OWN_SIZE.format(**sizes) if has_grown else "",
             growth=GROWTH.format(**sizes) if has_grown else "",
         )
