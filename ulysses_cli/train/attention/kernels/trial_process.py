@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import IO, TYPE_CHECKING
 
@@ -64,10 +65,8 @@ def _read_answer(answer: str, exit_code: int, messages: IO[str]) -> TrialResult:
 
 
 def _end_group(child: subprocess.Popen[str]) -> None:
-    try:
+    with suppress(ProcessLookupError):  # the whole group has ended already
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of it has ended
     child.wait()
 
 
