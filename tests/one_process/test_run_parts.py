@@ -8,14 +8,18 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from support.small_run import CONFIG
 from support.training import make_recipe
 from transformers import get_scheduler
@@ -189,31 +193,48 @@ def test_ranks_without_a_display_print_no_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "special"),
-    [
-        ("linear", {}),
-        ("cosine", {}),
-        ("constant", {}),
-        ("constant_with_warmup", {}),
-        ("inverse_sqrt", {"timescale": 7.0}),
-        ("polynomial", {"lr_end": 1e-4, "power": 2.0}),
-        ("cosine_with_min_lr", {"min_lr": 1e-4}),
-        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
-        ("warmup_stable_decay", {"num_decay_steps": 5.0}),
+NUMBERS_OF_SCHEDULES: dict[str, list[dict[str, float]]] = {
+    "linear": [{}],
+    "cosine": [{}, {"num_cycles": 1.5}],
+    "constant": [{}],
+    "constant_with_warmup": [{}],
+    "inverse_sqrt": [{}, {"timescale": 7.0}],
+    "polynomial": [{}, {"lr_end": 1e-4, "power": 2.0}],
+    "cosine_with_min_lr": [{"min_lr": 1e-4}, {"min_lr_rate": 0.1, "num_cycles": 1.0}],
+    "warmup_stable_decay": [
+        {"num_decay_steps": 5.0},
+        {"num_decay_steps": 4.0, "num_stable_steps": 3.0, "min_lr_ratio": 0.2, "num_cycles": 0.4},
     ],
+}
+
+
+@given(
+    choice=st.sampled_from([(name, numbers) for name, each in NUMBERS_OF_SCHEDULES.items() for numbers in each]),
+    warmup=st.integers(0, 9),
+    num_steps=st.integers(16, 40),
+    peak=st.sampled_from([0.01, 3e-4]),
 )
-def test_the_schedule_is_transformers_own(name: Any, special: dict[str, float]) -> None:
-    warmup = 0 if name == "constant" else 4
-    train = Train(learning_rate=0.01, lr_scheduler_type=name, lr_scheduler_kwargs=special, warmup_steps=warmup)
-    ours = make_schedule(train, 20)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
-    whole = {key: int(value) if key in ("num_decay_steps", "timescale") else value for key, value in special.items()}
-    scheduler = get_scheduler(name, optimizer, warmup, 20, whole)
-    for step in range(20):
-        assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-15), step
-        optimizer.step()
-        scheduler.step()
+def test_the_schedule_is_transformers_own(choice: Any, warmup: int, num_steps: int, peak: float) -> None:
+    name, numbers = choice
+    warmup = 0 if name == "constant" else warmup
+    train = Train(learning_rate=peak, lr_scheduler_type=name, lr_scheduler_kwargs=numbers, warmup_steps=warmup)
+    ours = make_schedule(train, num_steps)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    whole = ("num_decay_steps", "num_stable_steps", "timescale")
+    options = {key: int(value) if key in whole else value for key, value in numbers.items()}
+    with warnings.catch_warnings():  # both the stable steps and all steps are told
+        warnings.simplefilter("ignore")
+        theirs = get_scheduler(name, optimizer, warmup, num_steps, options).lr_lambdas[0]
+    for step in range(num_steps + 1):
+        assert ours(step) == pytest.approx(peak * theirs(step), rel=1e-12, abs=1e-300), step
+
+
+@pytest.mark.check
+def test_a_rank_starts_without_what_it_does_not_need() -> None:
+    """PEFT and bitsandbytes import a compiler, which takes more than a second of each rank's start."""
+    code = "import sys, ulysses_cli.train.worker; print({'peft', 'bitsandbytes', 'trl'} & sys.modules.keys())"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == "set()"
 
 
 def test_a_warm_up_as_a_share_of_all_steps() -> None:

@@ -59,6 +59,7 @@ ORDER: dict[str, list[str]] = {
             "rows",
             "levers",
             "secrets",
+            "schedule",
         ),
         *("recipe", "attention", "ds_config", "resolved", "generation", "step_parts", "tiles", "ledger", "rules"),
         *("speed", "planner"),

@@ -9,6 +9,7 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.rules.files import HUB_NAME
+from ulysses_cli.plan.schedule import POLYNOMIAL_END
 
 MAX_PROMPT_CHARS = 20_000
 Problems = Iterator[Problem]
@@ -73,7 +74,7 @@ def check_schedule(recipe: Recipe) -> Problems:
     if name == "constant" and (train.warmup_steps or train.warmup_ratio):
         hint = "use constant_with_warmup, or leave the warm-up out"
         yield Problem("train.lr_scheduler_type", "constant does not warm up", hint)
-    if name == "polynomial" and given.get("lr_end", 0.0) >= train.learning_rate > 0:
+    if name == "polynomial" and given.get("lr_end", POLYNOMIAL_END) >= train.learning_rate > 0:
         yield Problem(f"{key}.lr_end", f"is not below learning_rate {train.learning_rate:g}", "use a smaller lr_end")
     decay = given.get("num_decay_steps", 0.0)
     if train.max_steps is not None and decay and decay + train.warmup_steps > train.max_steps:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import get_scheduler
 
 from ulysses_cli.plan.recipe.recipe import Train
+from ulysses_cli.plan.schedule import make_share
 from ulysses_cli.train.optimizer.adamw_8bit import AdamW8bit
 from ulysses_cli.train.optimizer.shards import get_shape
 from ulysses_cli.train.optimizer.states import reset_beta_powers
@@ -41,15 +41,8 @@ def make_optimizer(train: Train, trained: list[tuple[str, nn.Parameter]], offloa
 
 
 def make_schedule(train: Train, num_steps: int) -> Callable[[int], float]:
-    """transformers' schedules as a pure function from step (0, 1, ...) to learning rate. There is no state to save."""
-    dummy_optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    """From a step (0, 1, ...) to its learning rate."""
     warmup = train.warmup_steps or math.ceil(train.warmup_ratio * num_steps)
-    options: dict[str, Any] = dict(train.lr_scheduler_kwargs)
-    for name in ("num_decay_steps", "num_stable_steps", "timescale"):
-        if name in options:
-            options[name] = int(options[name])
-    for name in ("lr_end", "min_lr"):  # the recipe gives rates; the dummy's peak is 1
-        if name in options and train.learning_rate:
-            options[name] = options[name] / train.learning_rate
-    factor = get_scheduler(train.lr_scheduler_type, dummy_optimizer, warmup, num_steps, options).lr_lambdas[0]
-    return lambda step: train.learning_rate * factor(step)
+    peak = train.learning_rate
+    share = make_share(train.lr_scheduler_type, num_steps, warmup, train.lr_scheduler_kwargs, peak)
+    return lambda step: peak * share(step)
