@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from itertools import pairwise
@@ -10,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.bamba import modeling_bamba
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ulysses_cli.plan.models.layers import DeltaNetMixer, KimiDeltaMixer, Mamba2Mixer
+from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.memory.saved_results import DeviceStorage, SavedResults
+from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.kernels import RecurrenceChoice, choose_recurrence_kernel, find_missing
 from ulysses_cli.train.recurrence.probes import make_convolution_probe, make_rule_probe
+from ulysses_cli.train.recurrence.rules import apply_delta_rule
 
 CPU = torch.device("cpu")
 RULES: dict[str, Any] = {
@@ -132,3 +138,20 @@ def test_a_convolution_that_shifts_tokens_is_passed_over(shift: int) -> None:
 
     choice = choose_recurrence_kernel(make_convolution_probe(package, 4, "silu", CPU), torch.float32, ["by document"])
     assert choice.kernel == ("torch" if shift else "by document")
+
+
+def test_a_layer_that_saves_its_result_keeps_none_of_what_it_was_computed_from() -> None:
+    """What the recomputation makes again must be gone after the forward, as without saved results."""
+    leaf, kept = torch.randn(1, 12, 2, 4, requires_grad=True), []
+
+    def run(leaf: Tensor) -> Tensor:
+        query, key, value = (leaf * number for number in (1, 2, 3))
+        kept.extend(weakref.ref(part.untyped_storage()) for part in (query, key, value))
+        g, beta = -leaf[..., 0].exp(), leaf[..., 1].sigmoid()
+        rule, place = RULES["delta net"][0], (make_documents([5, 7], CPU), SequenceAxis(None, 1, 0))
+        return apply_delta_rule(get_torch_code(rule), query, key, value, g, beta, *place, {})
+
+    with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+        result = SavedResults(DeviceStorage()).call(run, leaf)
+    assert result.requires_grad
+    assert [part() for part in kept] == [None] * 3

@@ -172,7 +172,7 @@ class ModelShape:
 
 def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.name_or_path") -> ModelShape:
     """Takes config.json's content. Raises RecipeError, with the recipe's `key`, if it cannot be used."""
-    facts = ConfigFacts(_find_text_part(config), name, key)
+    facts = ConfigFacts(find_text_part(config), name, key)
     model_type = facts.get_text("model_type")
     family = FAMILIES.get(model_type)
     facts.defaults = dict((family or UNKNOWN).defaults)
@@ -249,7 +249,7 @@ def _list_linear_modules(facts: ConfigFacts, family: Family | None, layers: tupl
     return tuple(dict.fromkeys((*queries, *family.attention_modules, *mlp_modules, *chosen)))
 
 
-def _find_text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def find_text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A multimodal model keeps its language model's config one level down."""
     for part in TEXT_PARTS:
         if isinstance(config.get(part), Mapping):

@@ -19,7 +19,9 @@ from torch import Tensor, _meta_registrations
 if TYPE_CHECKING:
     from ulysses_cli.plan.resolved import RunPlan
     from ulysses_cli.train.assembly.parts import Parts
+    from ulysses_cli.train.assembly.recurrent_layers import Functions
     from ulysses_cli.train.elementwise.interface import Ways
+    from ulysses_cli.train.recurrence.kernels import RecurrenceChoice as Chosen
 
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")
 DEFAULT_STREAM = 0
@@ -281,11 +283,13 @@ def make_parts() -> Parts:
     """Parts of a build for the fake device: weights are made instead of loaded, and the attention kernel is fixed."""
     from transformers import AutoModelForCausalLM
 
-    from ulysses_cli.prove.trace import quantized_layers
+    from ulysses_cli.prove.trace import quantized_layers, recurrent_kernels
     from ulysses_cli.train.assembly import adapters, quantized_base
     from ulysses_cli.train.assembly.parts import Parts as RealParts
     from ulysses_cli.train.attention.kernels.choice import KernelChoice
     from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice
+    from ulysses_cli.train.recurrence.interface import CONVOLUTION
+    from ulysses_cli.train.recurrence.kernels import RecurrenceChoice
 
     def make_weights(recipe: Any, config: Any, attention: str, _: Any) -> Any:
         dtype = getattr(torch, recipe.model.dtype)
@@ -296,6 +300,8 @@ def make_parts() -> Parts:
             quantized_layers.replace_parts()
             quantized_base.quantize_layers(made, kind, DEVICE)
             quantized_layers.make_anew(made, DEVICE)
+        if recipe.run.device != "cpu":
+            recurrent_kernels.replace_kernels(made)
         return made
 
     def add_adapters(recipe: Any, model: Any) -> Any:
@@ -317,7 +323,16 @@ def make_parts() -> Parts:
     def choose_ways(plan: RunPlan, *_: Any) -> ElementwiseChoice:
         return ElementwiseChoice(TRACED_WAYS if plan.recipe.model.fused_kernels else NO_WAYS, "traced")
 
-    return RealParts(make_weights, add_adapters, choose, choose_ways)
+    def choose_recurrences(functions: Functions, plan: RunPlan, *_: Any) -> dict[str, Chosen]:
+        """On a GPU, kernels of packages; a convolution is called for each row."""
+        if plan.recipe.run.device == "cpu":
+            return dict.fromkeys(functions, RecurrenceChoice("torch", "the only one that runs on a CPU"))
+        by_name = {name: RecurrenceChoice("torch", "no kernel is known") for name in functions}
+        kernels = dict.fromkeys(recurrent_kernels.STAND_INS, RecurrenceChoice("packed", "traced"))
+        kernels[CONVOLUTION] = RecurrenceChoice("by document", "traced")
+        return by_name | {name: choice for name, choice in kernels.items() if name in functions}
+
+    return RealParts(make_weights, add_adapters, choose, choose_ways, choose_recurrences)
 
 
 def replace_parts(max_tiles: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from ulysses_cli.plan.ds_config import make_ds_config
 from ulysses_cli.plan.ledger.job import make_engine
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.models.shape import find_text_part, read_model_shape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.recipe.recipe import Recipe
 
@@ -44,7 +44,9 @@ class TracedPeaks:
 
 def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str, Any]:
     """`request`: recipe, model config, levers and world size as plain data. Returns peaks as plain data."""
-    num_layers = int(request["config"]["num_hidden_layers"])
+    shape = read_model_shape(request["config"], "the traced model")
+    num_layers = shape.num_layers
+    request = {**request, "config": {**find_text_part(request["config"]), "num_hidden_layers": num_layers}}
     layer_elements, in_groups = count_layer_elements(request["config"]), count_grouped_elements(request)
     if in_groups >= num_layers * layer_elements:  # one group holds all weights
         in_groups = 0
@@ -203,16 +205,21 @@ def count_layer_elements(config: Mapping[str, Any]) -> int:
 
 
 def cut_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The config of the same model with only its first layers. Lists with one entry per layer are cut too."""
+    """The config of the same model with only its first layers. Lists with one entry per layer are cut too, and
+    patterns with one letter per layer."""
     whole = int(config["num_hidden_layers"])
     cut = {
-        name: value[:num_layers] if isinstance(value, list) and len(value) == whole else value
+        name: value[:num_layers] if _is_by_layer(name, value) and len(value) == whole else value
         for name, value in config.items()
     }
     own = cut.get("per_layer_config")  # by a layer's number
     if isinstance(own, Mapping):
         cut["per_layer_config"] = {index: values for index, values in own.items() if int(index) < num_layers}
     return {**cut, "num_hidden_layers": num_layers}
+
+
+def _is_by_layer(name: str, value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, str) and name.endswith("_pattern"))
 
 
 def _in_phases(storages: Any, phases: tuple[str, ...], function: Any, after: str = "") -> Any:

@@ -84,7 +84,7 @@ def build(
     kernels, chunks = kernel.by_head_dim or kernel.name, plan.levers.head_chunks
     attention = register_attention(groups.ulysses_axis, kernels, chunks, ring=groups.ring_axis)
     model = _load_model(plan, groups, config, attention, device, ds_config, parts, report)
-    serve_layers(model, plan, groups, device, report)
+    serve_layers(model, plan, groups, device, parts.choose_recurrences, report)
     serve_rotary(model, groups.sp_axis)
     adapter = parts.add_adapters(recipe, model) if recipe.lora is not None else None
     choice = parts.choose_ways(plan, groups, device)
@@ -121,7 +121,7 @@ def build_for_answers(
     stretch_positions(config, recipe, plan.resolved)
     attention = register_attention(groups.sp_axis, kernel.by_head_dim or kernel.name, plan.levers.head_chunks)
     model = _load_model(plan, groups, config, attention, device, ds_config, REAL_PARTS, report)
-    serve_layers(model, plan, groups, device, report)
+    serve_layers(model, plan, groups, device, REAL_PARTS.choose_recurrences, report)
     serve_rotary(model, groups.sp_axis)
     model.requires_grad_(False)
     head_rule = read_head_rule(config, 0.0)

@@ -18,6 +18,7 @@ from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.train.assembly.adapters import add_adapters
 from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained, start_from_random
 from ulysses_cli.train.assembly.quantized_base import make_quantization_config, quantize_layers, settle_layers
+from ulysses_cli.train.assembly.recurrent_layers import Choose, choose_recurrences
 from ulysses_cli.train.attention.kernels.choice import (
     BrokenDeviceError,
     KernelChoice,
@@ -105,6 +106,7 @@ class Parts:
     add_adapters: Callable[[Recipe, Any], Any] = add_adapters
     choose_kernel: Callable[[RunPlan, Groups, torch.device, LengthMix], KernelChoice] = choose_common_kernel
     choose_ways: Callable[[RunPlan, Groups, torch.device], ElementwiseChoice] = choose_common_ways
+    choose_recurrences: Choose = choose_recurrences
 
 
 REAL_PARTS = Parts()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer
@@ -24,12 +23,20 @@ from ulysses_cli.train.recurrence.interface import (
 from ulysses_cli.train.recurrence.kernels import COST, RecurrenceChoice, choose_recurrence_kernel, find_missing
 from ulysses_cli.train.recurrence.probes import make_convolution_probe, make_rule_probe
 
+Functions = Mapping[str, Callable[..., Any]]
+Choose = Callable[[Functions, RunPlan, Groups, torch.device], dict[str, RecurrenceChoice]]
+
 
 def serve_layers(
-    model: Any, plan: RunPlan, groups: Groups, device: torch.device, report: Callable[[str], None]
+    model: Any,
+    plan: RunPlan,
+    groups: Groups,
+    device: torch.device,
+    choose: Choose,
+    report: Callable[[str], None],
 ) -> None:
     """Collective over all ranks."""
-    choices = _choose_kernels(list_functions(model), plan, groups, device)
+    choices = choose(list_functions(model), plan, groups, device)
     for name, choice in choices.items():
         report(f"{name} {choice.kernel}: {choice.reason}")
     try:
@@ -40,11 +47,11 @@ def serve_layers(
         _gather_convolutions(model)
 
 
-def _choose_kernels(
-    functions: Mapping[str, Callable[..., Any]], plan: RunPlan, groups: Groups, device: torch.device
+def choose_recurrences(
+    functions: Functions, plan: RunPlan, groups: Groups, device: torch.device
 ) -> dict[str, RecurrenceChoice]:
-    """Rank 0 tries the kernels, and all use its choice. A traced step has no values to try them with."""
-    if device.type != "cuda" or dist.get_backend() == "fake":
+    """Collective over all ranks. Rank 0 tries the kernels, and all use its choice."""
+    if device.type != "cuda":
         return dict.fromkeys(functions, RecurrenceChoice("torch", "the only one that runs on a CPU"))
     choices: dict[str, RecurrenceChoice] = {}
     if groups.is_first:

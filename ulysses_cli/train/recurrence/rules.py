@@ -142,12 +142,13 @@ def run_on_whole_rows(
     documents.check_num_tokens(batch, tokens, axis.size)
     plan = plan_heads(num_heads, shared[0].size(2), axis.size)
     chunk = plan.chunks[0]
-    spans = [chunk.keys] * len(shared) + [chunk.queries] * len(own)
+    num_shared = len(shared)  # `compute` lives until the backward: it must hold no tensor
+    spans = [chunk.keys] * num_shared + [chunk.queries] * len(own)
     first = chunk.queries[axis.rank].start
 
     def compute(*tensors: Tensor) -> Tensor:
         rows = gather_rows(tensors[: len(spans)], spans, axis)
-        shared_rows, own_rows, wholes = rows[: len(shared)], rows[len(shared) :], tensors[len(spans) :]
+        shared_rows, own_rows, wholes = rows[:num_shared], rows[num_shared:], tensors[len(spans) :]
         results = []
         for heads, groups in plan.list_runs(chunk, axis.rank):
             mine = [whole[first + heads.start : first + heads.stop] for whole in wholes]
