@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.forked import PRELOADED
 from support.paths import ROOT
-from support.tiers import CHECK, FULL, QUICK, TIER, count_examples
+from support.tiers import CHECK, FULL, QUICK, TIER, count_examples, get_turn
 
 from ulysses_cli.host.operator_builds import FOLDER, get_builds_folder
 from ulysses_cli.launch.environments import SCHEDULERS
@@ -36,6 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+    items.sort(key=lambda item: get_turn(item.path))
     for item in items:
         for marker in item.iter_markers("operator"):
             if (name := marker.args[0]) and TIER < FULL and not _is_built(name):

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 QUICK, CHECK, FULL = 0, 1, 2
+# Whole runs, the longest file first. A worker that takes one of them last works alone while the others are idle.
+LONGEST_FIRST = ("test_resume_walk.py", "test_train_command.py", "test_python_page.py", "test_quickstart.py")
+FOLDERS = ("ranks", "one_process", "unit", "gpu")
 TIER = FULL if os.environ.get("ULYSSES_FULL") else CHECK if os.environ.get("ULYSSES_CHECK") else QUICK
 
 
@@ -26,6 +30,12 @@ def sample_every(step: int, values: Iterable[Any]) -> list[Any]:
 def mark_by(is_quick: bool, is_checked: bool) -> Any:
     """Returns a parameter's `marks`."""
     return () if is_quick else pytest.mark.check if is_checked else pytest.mark.full
+
+
+def get_turn(path: Path) -> tuple[int, int]:
+    """Returns what files of tests are sorted by: those that take longest begin first."""
+    is_long = path.name in LONGEST_FIRST
+    return LONGEST_FIRST.index(path.name) if is_long else len(LONGEST_FIRST), FOLDERS.index(path.parent.name)
 
 
 def _mark(value: Any, mark: Any) -> Any:
