@@ -19,7 +19,12 @@ from ulysses_cli.train.attention.kernels.rule import Rule
 RELEASES = [(kernel, version) for kernel, versions in load_signatures().items() for version in versions]
 LENGTHS, SCALE = (5, 3), 0.3
 DOCUMENTS = make_documents(LENGTHS)
-RULES = {"full": Rule(SCALE), "window": Rule(SCALE, 4), "softcap": Rule(SCALE, None, 2.0)}
+RULES = {
+    "full": Rule(SCALE),
+    "window": Rule(SCALE, 4),
+    "softcap": Rule(SCALE, None, 2.0),
+    "round": Rule(SCALE, is_causal=False),
+}
 NO_WINDOW = {"flash_attention_2": (-1, -1), "flash_attention_3": (-1, -1), "flash_attention_4": (None, None)}
 
 
@@ -38,7 +43,7 @@ def answer(name: str, bound: Any) -> Any:
 
 def check_rule(kernel: str, bound: dict[str, Any], rule: Rule) -> None:
     assert bound["softmax_scale"] == rule.scale
-    assert bound.get("causal", bound.get("is_causal")) is True
+    assert bound.get("causal", bound.get("is_causal")) is rule.is_causal
     assert bound["cu_seqlens_q"] is DOCUMENTS.cu_seqlens
     assert bound["cu_seqlens_k"] is DOCUMENTS.cu_seqlens
     assert bound["max_seqlen_q"] == bound["max_seqlen_k"] == max(LENGTHS)

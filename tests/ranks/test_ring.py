@@ -3,7 +3,10 @@ gradient, in float64. Counts what travels."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,8 +20,7 @@ from support.tiers import count_examples
 from torch import Tensor
 
 from ulysses_cli.plan.rows.order import Order, Ring, TokenRun, deal_rows
-from ulysses_cli.train.attention import keys as keys_module
-from ulysses_cli.train.attention import ulysses as ulysses_module
+from ulysses_cli.train.attention import blocks, gathered, keys, rounds
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.kernels import operators
 from ulysses_cli.train.attention.kernels.rule import Rule
@@ -51,8 +53,11 @@ def list_tokens(order: Order, batch: int, ulysses_size: int) -> Tensor:
     return tokens.view(len(order), batch, ulysses_size, -1).transpose(1, 2).flatten(0, 1)
 
 
+ALWAYS, NEVER = 0.0, 1e9  # max_shares of documents: keys come in rounds, or at once
+
+
 def run_ring(
-    problem: Problem, tensors: dict[str, Tensor], ring_size: int, order: Order | None = None
+    problem: Problem, tensors: dict[str, Tensor], ring_size: int, max_shares: float, order: Order | None = None
 ) -> dict[str, Tensor]:
     """Runs this rank's share of the rows; every rank gets whole output and gradients."""
     axis, ring = make_axes(ring_size)
@@ -65,7 +70,7 @@ def run_ring(
     sinks = tensors["sinks"].clone().requires_grad_() if problem.has_sinks else None
     out = ulysses_attention(
         *(leaf.transpose(1, 2) for leaf in leaves.values()),
-        make_documents(problem.lengths, order=order),
+        make_documents(problem.lengths, order=order, max_shares=max_shares),
         Rule(problem.scale, problem.window, problem.softcap),
         axis=axis,
         ring=ring,
@@ -92,17 +97,25 @@ def gather_rows(part: Tensor, tokens: Tensor) -> Tensor:
     return whole.view(part.size(0), -1, *part.shape[2:])
 
 
-def measure_errors(problem: Problem, ring_size: int, order: Order | None = None) -> dict[str, float]:
-    """Returns the largest difference from the reference, relative to the largest value, per tensor."""
+def measure_errors(
+    problem: Problem, ring_size: int, order: Order | None = None, ways: Sequence[float] = (ALWAYS, NEVER)
+) -> dict[str, float]:
+    """Returns the largest difference from the reference, relative to the largest value, per tensor, of all ways in
+    which keys come."""
     tensors = make_tensors(problem)
-    expected, result = compute_reference(problem, tensors), run_ring(problem, tensors, ring_size, order)
-    assert result.keys() == expected.keys()
-    return {name: compare(result[name], expected[name]) for name in expected}
+    expected, errors = compute_reference(problem, tensors), dict[str, float]()
+    for max_shares in ways:
+        result = run_ring(problem, tensors, ring_size, max_shares, order)
+        assert result.keys() == expected.keys()
+        for name in expected:
+            errors[name] = max(errors.get(name, 0.0), compare(result[name], expected[name]))
+    return errors
 
 
 def compare(result: Tensor, expected: Tensor) -> float:
     assert result.shape == expected.shape
-    assert bool(torch.isfinite(result).all())
+    if not bool(torch.isfinite(result).all()):
+        return math.inf
     return ((result.double() - expected).abs().max() / expected.abs().max().clamp(min=0.1)).item()
 
 
@@ -213,30 +226,57 @@ def test_large_logits_do_not_overflow() -> None:
     check((2, 2), Problem(4, 2, lengths=(96,), scale=60.0), Problem(4, 2, lengths=(40, 56), scale=60.0, window=30))
 
 
-def measure_with_a_fault(problem: Problem, ring_size: int, fault: str) -> float:
+def measure_with_a_fault(problem: Problem, ring_size: int, way: float, fault: str) -> float:
     """Returns the largest error of any tensor when a fault is planted in this rank's attention."""
     with pytest.MonkeyPatch.context() as patch:
-        if fault == "log-sum-exp of a block":
-            patch.setattr(ulysses_module, "run_backward", run_backward_by_blocks)
-        elif fault == "keys of another rank count twice":
-            patch.setattr(ulysses_module, "return_gradients", return_gradients_twice)
-        return max(measure_errors(problem, ring_size).values())
+        for place, name, replaced in FAULTS.get((way, fault), ()):
+            patch.setattr(place, name, replaced)
+        return max(measure_errors(problem, ring_size, ways=[way]).values())
+
+
+def run_backward_by_halves(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *row: Any) -> Any:
+    """Uses a log-sum-exp that knows half of the keys only."""
+    halved = torch.cat([torch.zeros_like(k[: k.size(0) // 2]), k[k.size(0) // 2 :]])
+    _, own_lse = operators.attend(q, halved, v, None, *row)
+    return operators.run_backward(dout, q, k, v, out, own_lse, *row)
 
 
 def run_backward_by_blocks(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *row: Any) -> Any:
-    """Uses a log-sum-exp that knows half of the keys only, as a ring does that keeps each block's own."""
-    halved = torch.cat([torch.zeros_like(k[: k.size(0) // 2]), k[k.size(0) // 2 :]])
-    _, own_lse = ulysses_module.attend(q, halved, v, None, *row)
+    """Uses the log-sum-exp of the round's own keys, as rings did that kept each block's own."""
+    _, own_lse = operators.attend(q, k, v, None, *row)
     return operators.run_backward(dout, q, k, v, out, own_lse, *row)
 
 
 def return_gradients_twice(dkeys: Tensor, dvalues: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return keys_module.return_gradients(2 * dkeys, dvalues, *arguments)
+    return keys.return_gradients(2 * dkeys, dvalues, *arguments)
 
 
-@pytest.mark.parametrize("fault", ["none", "log-sum-exp of a block", "keys of another rank count twice"])
-def test_planted_faults_show(fault: str) -> None:
-    for error in run_on_ranks(4, measure_with_a_fault, Problem(4, 2, lengths=(70, 26)), 2, fault):
+def send_twice(self: blocks.ReturningGradients, joined: Tensor, after: Any) -> None:
+    send(self, 2 * joined, after)
+
+
+def merge_by_plain_exponentials(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    weight, part_weight = torch.exp(lse), torch.exp(part_lse)
+    total = weight + part_weight
+    out.mul_((weight / total).mT[..., None]).add_(part_out * (part_weight / total).mT[..., None])
+    lse.copy_(torch.log(total))
+
+
+send = blocks.ReturningGradients.send
+FAULTS: dict[tuple[float, str], list[tuple[Any, str, Any]]] = {
+    (NEVER, "log-sum-exp of a block"): [(gathered, "run_backward", run_backward_by_halves)],
+    (ALWAYS, "log-sum-exp of a block"): [(rounds, "run_backward", run_backward_by_blocks)],
+    (NEVER, "keys of another rank count twice"): [(gathered, "return_gradients", return_gradients_twice)],
+    (ALWAYS, "keys of another rank count twice"): [(blocks.ReturningGradients, "send", send_twice)],
+    (ALWAYS, "exp of a logit"): [(rounds, "merge", merge_by_plain_exponentials)],
+}
+
+
+@pytest.mark.parametrize(("way", "fault"), [(ALWAYS, "none"), (NEVER, "none"), *FAULTS])
+def test_planted_faults_show(way: float, fault: str) -> None:
+    """Logits of many hundreds, where exp of any is infinite in float64 too."""
+    problem = Problem(4, 2, lengths=(70, 26), scale=300.0 if fault == "exp of a logit" else 0.3)
+    for error in run_on_ranks(4, measure_with_a_fault, problem, 2, way, fault):
         assert error < 1e-12 if fault == "none" else error > 1e-2
 
 
@@ -254,9 +294,9 @@ def test_a_chunk_that_is_dealt_twice_is_refused() -> None:
         assert message == "tokens 16 to 32 of the rows belong to two ranks of the ring"
 
 
-def count_traffic(problem: Problem, ring_size: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Counts the elements that this rank hands to each collective of a forward and of a backward, and what the plan
-    says that it sends to other ranks of its ring."""
+def count_traffic(problem: Problem, ring_size: int, way: float) -> tuple[list[int], list[int], list[int]]:
+    """Counts the elements that this rank hands to each collective of a forward and of a backward, and what it should
+    send to each rank of its ring, in tokens."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counter(TorchDispatchMode):
@@ -273,37 +313,61 @@ def count_traffic(problem: Problem, ring_size: int) -> tuple[list[int], list[int
     axis, ring = make_axes(ring_size)
     order, local = deal(problem, ring_size), problem.tokens // dist.get_world_size()
     q, k, v = (make_tensors(problem)[name][:, :local].clone().requires_grad_() for name in "qkv")
-    documents, rule = make_documents(problem.lengths, order=order), Rule(problem.scale, problem.window)
+    documents = make_documents(problem.lengths, order=order, max_shares=way)
+    rule = Rule(problem.scale, problem.window)
     with Counter() as forward:
         out = ulysses_attention(q, k, v, documents, rule, axis=axis, ring=ring, kernel="sdpa")
     with Counter() as backward:
         out.sum().backward()
-    sent, received = count_needed(problem, order, ring.rank)
-    return forward.sent, backward.sent, [sent], [received]
+    return forward.sent, backward.sent, [ring.rank, *(len(needed) for needed in list_needed(problem, order).values())]
 
 
-def count_needed(problem: Problem, order: Order, rank: int) -> tuple[int, int]:
-    """Tokens whose keys a rank sends and gets, by the definition of the mask, token by token."""
+def list_needed(problem: Problem, order: Order) -> dict[tuple[int, int], set[int]]:
+    """The tokens of each rank whose keys another needs, by the definition of the mask, token by token."""
     owner = {token: at for at, runs in enumerate(order) for run in runs for token in range(*run)}
     starts = [0]
     for length in problem.lengths:
         starts += [starts[-1]] * (length - 1) + [starts[-1] + length]
-    needed: set[tuple[int, int]] = set()
+    needed: dict[tuple[int, int], set[int]] = {pair: set() for pair in product(range(len(order)), repeat=2)}
     for token, at in owner.items():
         first = max(starts[token], token - (problem.window or token + 1) + 1)
-        needed |= {(at, key) for key in range(first, token + 1) if owner[key] != at}
-    return sum(owner[key] == rank for _, key in needed), sum(at == rank for at, _ in needed)
+        for key in range(first, token + 1):
+            needed[owner[key], at] |= {key} if owner[key] != at else set()
+    return needed
 
 
-@pytest.mark.parametrize(("window", "lengths"), [(None, (96,)), (None, (5, 30, 61)), (9, (96,)), (5, (8,) * 12)])
-def test_bytes_and_collectives_follow_the_formula(window: int | None, lengths: tuple[int, ...]) -> None:
+CASES: list[tuple[int | None, tuple[int, ...]]] = [(None, (96,)), (None, (5, 30, 61)), (9, (96,)), (5, (8,) * 12)]
+
+
+@pytest.mark.parametrize("way", [ALWAYS, NEVER], ids=["in rounds", "at once"])
+@pytest.mark.parametrize(("window", "lengths"), CASES)
+def test_bytes_and_collectives_follow_the_formula(window: int | None, lengths: tuple[int, ...], way: float) -> None:
     """Ring 2 x Ulysses 2: the exchange of heads each way, and between them only keys and values that a rank of the ring
-    needs, (h_k) (D + V) numbers for each; none where nobody needs any."""
+    needs, (h_k) (D + V) numbers for each; none where nobody needs any. One round of two ranks sends what one fetch
+    does."""
     problem = Problem(8, 2, 8, lengths, window=window)
     tokens, width = problem.tokens, 8
-    for forward, backward, (sent,), (received,) in run_on_ranks(4, count_traffic, problem, 2):
+    for forward, backward, (rank, *counts) in run_on_ranks(4, count_traffic, problem, 2, way):
         heads_in, heads_out, own = tokens // 2 * 6 * width, tokens // 2 * 4 * width, 2 * width
+        sent, received = counts[2 * rank + 1 - rank], counts[2 * (1 - rank) + rank]
         fetch, back = ([sent * own], [received * own]) if sent + received else ([], [])
         assert forward == [heads_in, *fetch, heads_out]
         assert backward == [heads_out, *fetch, *back, heads_in]
         assert bool(fetch) == (lengths != (8,) * 12)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("lengths", [(96,), (5, 30, 61), (48, 48)])
+def test_each_round_has_one_collective_each_way(lengths: tuple[int, ...]) -> None:
+    """Ring 4: block by block the same bytes as one fetch, the next requested before one is computed; a round in which
+    no rank needs anything has no collective."""
+    problem, size = Problem(4, 2, 8, lengths), 4
+    for forward, backward, (rank, *counts) in run_on_ranks(size, count_traffic, problem, size, ALWAYS):
+        needed = [[2 * 2 * 8 * counts[size * source + target] for target in range(size)] for source in range(size)]
+        shifts = [t for t in range(1, size) if any(needed[at][(at + t) % size] for at in range(size))]
+        fetched = [needed[rank][(rank + shift) % size] for shift in shifts]
+        returned = [needed[(rank - shift) % size][rank] for shift in shifts]
+        assert forward == fetched
+        following = [*fetched[1:], None]
+        steps = [number for pair in zip(following, returned, strict=True) for number in pair if number is not None]
+        assert backward == [fetched[0], *steps]

@@ -14,6 +14,7 @@ import pytest
 from support.paths import RECIPES, TINY_RECIPE
 from support.rank_pool import run_on_ranks
 from support.real_steps import ZERO, make_case, measure_step, measure_steps, predict_step, trace_step
+from support.tiers import mark_by
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_config
@@ -158,3 +159,19 @@ def test_the_command_traces_in_a_process_of_its_own_and_remembers(tmp_path: Path
     assert "tracing" not in again.stderr
     changed = run("data.max_length=2Ki", "model.config.max_position_embeddings=4096")
     assert "tracing" in changed.stderr, "another row is another trace"
+
+
+RINGS = {
+    "ring 4": ("parallel.sp_size=4", "parallel.ring_size=4"),
+    "ring 2 x 2": ("parallel.sp_size=4", "parallel.ring_size=2", "memory.gradient_checkpointing=false"),
+    "ring 2, whole precision": ("parallel.sp_size=2", "parallel.ring_size=2", "model.dtype=float32"),
+}
+
+
+@pytest.mark.parametrize("ring", [pytest.param(name, marks=mark_by(False, name == "ring 4")) for name in RINGS])
+def test_the_formula_of_a_ring_equals_a_trace(ring: str) -> None:
+    """One document of which most is attention: keys in rounds, their gradients and float32 sums."""
+    sizes = {"intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 512}
+    config = {**sizes, "max_position_embeddings": 32768}
+    recipe = make_case(config, "model.dtype=bfloat16", *RINGS[ring], "data.max_length=32768", *TILES)
+    assert predict_step(recipe) == pytest.approx(trace_step(recipe), rel=0.03)

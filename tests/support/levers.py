@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from support.families import make_config
 from ulysses_cli.data.steps import IGNORE_INDEX
 from ulysses_cli.train.assembly.loss_model import LossModel
-from ulysses_cli.train.attention import ulysses
+from ulysses_cli.train.attention import gathered
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.loss import HeadRule
@@ -218,17 +218,17 @@ def count_gathers(engine: Any, names: dict[int, str]) -> Iterator[dict[str, int]
 @contextmanager
 def count_attention() -> Iterator[list[int]]:
     """Counts how often the kernel's forward runs."""
-    calls, original = [0], ulysses.attend
+    calls, original = [0], gathered.attend
 
     def attend(*args: Any) -> Any:
         calls[0] += 1
         return original(*args)
 
-    ulysses.attend = attend  # type: ignore[assignment]
+    gathered.attend = attend  # type: ignore[assignment]
     try:
         yield calls
     finally:
-        ulysses.attend = original
+        gathered.attend = original
 
 
 def measure_difference(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:

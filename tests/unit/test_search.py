@@ -9,14 +9,22 @@ from support.model_shapes import LLAMA, SHAPES, get_shape
 from support.tiers import sample
 
 from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.planner.candidates import Offer, PlanRequest
+from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest
 from ulysses_cli.plan.planner.draft import write_draft
 from ulysses_cli.plan.planner.fit import fits, judge
 from ulysses_cli.plan.planner.lever_choice import read_levers
-from ulysses_cli.plan.planner.search import MIN_STEPS, draft_candidate, search, search_longest
+from ulysses_cli.plan.planner.search import (
+    MIN_STEPS,
+    draft_candidate,
+    keep_rings_that_win,
+    list_sp_layouts,
+    search,
+    search_longest,
+)
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.rules.model import check_lora_targets
 from ulysses_cli.report.planner import format_prices
@@ -142,8 +150,8 @@ def test_walls_of_memory_and_heads() -> None:
     plan_results = search(replace(REQUEST, max_length=2**24 - 2**16), offer("a100-40gb:64"))
     assert plan_results.walls[0].kind == "gpu"
     assert "of 40.0" in plan_results.walls[0].message
-    assert "64 x a100-40gb with sp_size 64" in plan_results.walls[0].message, "a ring passes the number of heads"
-    assert [wall.kind for wall in plan_results.walls] == ["gpu"]
+    assert "48 x a100-40gb with sp_size 48" in plan_results.walls[0].message, "a ring passes the number of heads"
+    assert [wall.kind for wall in plan_results.walls] == ["gpu", "host"]
     far = search(replace(REQUEST, max_length=2**26), offer("h100-80gb:8"))
     assert [wall.kind for wall in far.walls] == ["heads"]
     poor = replace(TABLE.get_gpu("h100-80gb"), host_bytes_per_gpu=1 << 30)
@@ -179,3 +187,31 @@ def test_a_plan_for_experts_and_for_adapters() -> None:
     lora = search(replace(REQUEST, max_length=2**15, is_lora=True), offer("l40s:2"))
     assert lora.by_cost[0].job.levers.offload_optimizer == "none"
     assert not full.by_cost or full.by_cost[0].usd_middle >= lora.by_cost[0].usd_middle
+
+
+def test_a_ring_is_searched_and_its_gain_is_said() -> None:
+    """28 heads on 8 GPUs: rings of 2, 4 and 8 are tried. Layouts that differ in the ring alone are listed once, with
+    the ring of `auto` unless another gains more than 1 %."""
+    request = replace(REQUEST, shape=get_shape("Qwen/Qwen2.5-7B"))
+    assert [layout.ring_size for layout in list_sp_layouts(request.shape, 8, 8)] == [2, 4, 8]
+    found = search(replace(request, deadline_seconds=None), offer("h100-80gb:64"))
+    layouts = [(plan.gpu.key, plan.job.layout) for plan in (*found.by_cost, *found.by_time)]
+    assert any(layout.ring_size > 1 for _, layout in layouts)
+    assert len(found.rings) == len({layout for _, layout in layouts if layout.ring_size > 1})
+    assert all("time than ring" in line or "no other ring" in line for line in found.rings)
+
+
+def test_another_ring_must_gain() -> None:
+    shape = get_shape("Qwen/Qwen2.5-7B")
+    base = search(REQUEST, offer("h100-80gb:8")).by_cost[0]
+
+    def make(ring_size: int, tokens_per_second: float) -> Candidate:
+        job = replace(base.job, shape=shape, layout=Layout(1, 1, 8, ring_size))
+        step = base.speed.tokens_per_step / tokens_per_second / base.speed.step_seconds
+        return replace(base, job=job, speed=replace(base.speed, step_seconds=base.speed.step_seconds * step))
+
+    def keep(*plans: Candidate) -> list[int]:
+        return [plan.job.layout.ring_size for plan in keep_rings_that_win(plans)]
+
+    assert keep(make(4, 100.5), make(2, 100.0), make(8, 99.0)) == [2]
+    assert keep(make(4, 102.0), make(2, 100.0), make(8, 102.5)) == [4]

@@ -134,14 +134,16 @@ def _count_exchanged(job: Job, kind: Layer) -> float:
     return job.dtype_bytes * width * job.local_tokens * (num_ranks - 1) / num_ranks
 
 
-def compute_ring_bytes(job: Job) -> float:
+def compute_ring_bytes(job: Job, *, in_rounds: bool | None = None) -> float:
     """Bytes that the rank of a ring with most to trade gets or sends in a micro-step: 2 r for each fetched key in the
-    forward, also where layers are recomputed in full, and in the backward twice that, since gradients return."""
+    forward, also where layers are recomputed in full, and in the backward twice that, since gradients return.
+    `in_rounds`: of layers whose keys come in rounds alone, or of the others."""
     forwards = 1 + (job.levers.gradient_checkpointing == "full")
     tokens = 0.0
     for window_tokens, num_layers in job.shape.window_counts:
         share = measure_ring(job.row_tokens, job.document_tokens, job.make_ring(), window_tokens)
-        tokens += num_layers * max(share.fetched, share.sent)
+        if in_rounds is None or in_rounds == bool(share.rounds):
+            tokens += num_layers * max(share.fetched, share.sent)
     return job.dtype_bytes * 2 * job.row_kv_width * job.local_tokens * tokens * (forwards + 2)
 
 
@@ -202,9 +204,12 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts["attention"] += attention * BACKWARD_ATTENTION / (peak * gpu.attention_backward)
     parts["other"] = (3 + recomputes) * compute_elementwise_bytes(job) / memory
     parts["other"] += compute_sum_bytes(job) / memory
-    parts["exchange"] = _compute_exchange_seconds(job, gpu, memory)
+    parts["exchange"], in_rounds = _compute_exchange_seconds(job, gpu, memory)
     room = sum(parts.values())  # a second of computation hides a second of transfers of any kind
-    hidden = {}
+    shares = job.layout.ring_size  # in rounds, keys of the next are fetched while those of one are computed
+    hidden = {"exchange": min(MOST_HIDDEN * in_rounds, parts["attention"] * (shares - 1) / shares)}
+    parts["exchange"] += in_rounds - hidden["exchange"]
+    room -= hidden["exchange"]
     for part, seconds in (
         ("gather_reduce", _compute_gather_seconds(job, gpu)),
         ("offload", _compute_offload(job, gpu)),
@@ -227,21 +232,37 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     )
 
 
-def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> float:
+def _compute_exchange_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float, float]:
     """Heads, then keys of a ring, each to ranks of the same machine over NVLink or PCIe and to others over the network
-    at the same time; and two copies that reorder them, each read and written. Attention waits for both, so neither is
-    hidden."""
+    at the same time; and two copies that reorder them, each read and written. Attention waits for heads and for keys
+    that are fetched at once. The second number is of keys in rounds, which attention hides."""
     layout, per_node = job.layout, gpu.gpus_per_node
     heads, keys = compute_exchange_bytes(job), compute_ring_bytes(job)
+    in_rounds = compute_ring_bytes(job, in_rounds=True)
     near_heads = heads * (count_near_ranks(layout.ulysses_size, per_node) - 1) / max(1, layout.ulysses_size - 1)
     near_shares = max(1, count_near_ranks(layout.sp_size, per_node) // layout.ulysses_size)  # of the ring, here
-    near_keys = keys * (near_shares - 1) / max(1, layout.ring_size - 1)
-    seconds = 4 * (heads + keys) / memory
-    for num_bytes, near in ((heads, near_heads), (keys, near_keys)):
+    near_keys = (near_shares - 1) / max(1, layout.ring_size - 1)  # the share of a ring's keys that stays here
+
+    def travel(num_bytes: float, near: float) -> float:
         inside = near / (gpu.link_gb_s * GIGA * gpu.efficiency.link)
         between = (num_bytes - near) / (gpu.network_gb_s * GIGA * gpu.efficiency.network)
-        seconds += max(inside, between)
-    return seconds
+        return max(inside, between)
+
+    at_once = keys - in_rounds
+    seconds = (4 * (heads + keys) + _compute_merge_bytes(job)) / memory
+    seconds += travel(heads, near_heads) + travel(at_once, at_once * near_keys)
+    return seconds, travel(in_rounds, in_rounds * near_keys)
+
+
+def _compute_merge_bytes(job: Job) -> float:
+    """Memory traffic of adding up results of rounds: for each but the first, a float32 sum is read and written and a
+    part is read, 8 + b for each number of a query; of attention's result, and in the backward of queries' gradients."""
+    forwards, elements = 1 + (job.levers.gradient_checkpointing == "full"), 0.0
+    for window_tokens, num_layers in job.shape.window_counts:
+        share = measure_ring(job.row_tokens, job.document_tokens, job.make_ring(), window_tokens)
+        parts = max((each.largest_part for each in share.rounds if not each.is_own), default=0.0)
+        elements += num_layers * (job.layout.ring_size - 1) * parts * bool(share.rounds)
+    return (forwards + 1) * (8 + job.dtype_bytes) * elements * job.query_width * job.local_tokens
 
 
 def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:

@@ -51,6 +51,7 @@ def describe_search(result: SearchResult, assumptions: Sequence[str]) -> dict[st
         "by_time": [describe_candidate(candidate) for candidate in result.by_time],
         "walls": [describe_wall(wall) for wall in result.walls],
         "left_out": dict(result.left_out),
+        "rings": list(result.rings),
         "usd_per_gpu_hour": {candidate.gpu.key: _describe_price(candidate.gpu) for candidate in shown},
     }
 
@@ -70,8 +71,8 @@ def format_search(result: SearchResult, title: str, assumptions: Sequence[str]) 
     text = _format_title(title, assumptions)
     text += "\n\nby cost\n" + format_table(HEADER, map(_format_row, result.by_cost))
     text += "\n\nby time\n" + format_table(HEADER, map(_format_row, result.by_time))
-    left_out = "\n".join(f"left out: {key}: {reason}" for key, reason in result.left_out.items())
-    text += f"\n\n{left_out}" if left_out else ""
+    notes = [f"left out: {key}: {reason}" for key, reason in result.left_out.items()] + list(result.rings)
+    text += "\n\n" + "\n".join(notes) if notes else ""
     return text + "\n\n" + format_prices([candidate.gpu for candidate in (*result.by_cost, *result.by_time)])
 
 

@@ -14,6 +14,7 @@ from ulysses_cli.plan.ledger.layer import (
     saves_result,
 )
 from ulysses_cli.plan.ledger.weights import NORMS_OF_VALUES, has_norm_before
+from ulysses_cli.plan.rows.ring_share import RoundShare
 
 PRECISE_ROTATION = {"flex_olmo", "olmo2", "olmo3"}
 
@@ -98,9 +99,20 @@ def _list_ring_forward(job: Job) -> list[int]:
     if not share.fetched:
         return []
     rows = (q // n + 2 * r) * (job.layout.ulysses_size > 1) + q * (n > 1)
+    if share.rounds:
+        return [rows + _count_rounds_forward(job)]
     fetching = max(share.sent + share.fetched, share.fetched + share.keys)
     running = share.keys * 2 * r + (1 + share.largest_part * (share.num_parts > 1)) * (q // n)
     return [rows + round(fetching * 2 * r), rows + round(running)]
+
+
+def _count_rounds_forward(job: Job) -> int:
+    """In rounds: the result in float32, a round's keys, the next round's with what is sent for it, and the result of a
+    part; in the end the result in b bytes."""
+    q, r = job.query_width // job.levers.head_chunks, job.chunk_kv_width
+    moving = (2 * r * (each.keys * (not each.is_own) + each.arriving + each.sent) for each in job.ring_share.rounds)
+    parts = (q * each.largest_part for each in job.ring_share.rounds)
+    return 4 * q // job.dtype_bytes + round(max(q, *map(sum, zip(moving, parts, strict=True))))
 
 
 def count_rotating(job: Job) -> int:
@@ -159,6 +171,8 @@ def _count_ring_backward(job: Job) -> int:
     q, r, b, n = job.query_width // job.levers.head_chunks, job.chunk_kv_width, job.dtype_bytes, job.ring_share
     if not n.fetched:
         return 0
+    if n.rounds:
+        return _count_rounds_backward(job)
     own = q + 2 * r
     fetching = (max(n.sent + n.fetched, n.fetched + n.keys)) * 2 * r * b
     sums = n.keys * 2 * r * (4 if n.num_parts > 2 else b) if n.num_parts > 1 else 0
@@ -167,6 +181,22 @@ def _count_ring_backward(job: Job) -> int:
     gradients = sums or n.keys * 2 * r * b
     returning = q * b + gradients + max((n.fetched + n.sent) * b, n.sent * b + 4 + b) * 2 * r
     return round(max(own * b, fetching, running, returning))
+
+
+def _count_rounds_backward(job: Job) -> int:
+    """In rounds: float32 sums of the gradients of q, k and v; a round's keys with their gradients, the next round's
+    with what is sent for it, what returns of the round before, and the gradients of a part; in the end those of the
+    model's precision."""
+    q, r, b = job.query_width // job.levers.head_chunks, job.chunk_kv_width, job.dtype_bytes
+
+    def count(each: RoundShare) -> float:
+        block = 0 if each.is_own else each.keys
+        moving = (block + each.arriving + each.sent + each.returning) * 2 * r * b
+        joined = block * 2 * r * (4 if each.num_parts > 2 else b)
+        part = each.largest_part * q * b * (1 if each.is_own else 2) + each.keys * 2 * r * b
+        return moving + joined + part
+
+    return 4 * q + 8 * r + round(max(b * (q + 2 * r), *map(count, job.ring_share.rounds)))
 
 
 def _count_room_bytes(job: Job) -> int:

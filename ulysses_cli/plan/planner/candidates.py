@@ -75,12 +75,13 @@ class Wall:
 @dataclass(frozen=True)
 class SearchResult:
     """Candidates inside all bounds, best first by cost and by time; or the walls. `left_out`: kind of GPU -> why none
-    of its candidates is listed."""
+    of its candidates is listed. `rings`: what the ring of each listed candidate gains over another."""
 
     by_cost: tuple[Candidate, ...]
     by_time: tuple[Candidate, ...]
     walls: tuple[Wall, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
+    rings: tuple[str, ...] = ()
 
 
 def round_cost(usd: float) -> float:

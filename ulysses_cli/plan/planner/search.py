@@ -36,6 +36,7 @@ from ulysses_cli.plan.speed import compute_speed
 MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SHOWN = 5  # kinds of GPU, the best first
 MAX_RING = 8  # shares of a row's queries in a plan
+RING_GAIN = 0.01  # of the time: what another ring than that of ring_size: auto must gain
 MIN_STEPS = 100  # a plan has at least this many optimizer steps, which bounds the rows of a step
 OPEN_LEVERS = [name for name in COSTS if name != "gradient_checkpointing"]
 
@@ -45,7 +46,7 @@ def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN) ->
     layouts = _list_layouts(request, offers)
     tried = [candidate for job, kinds in layouts for candidate in _try_levers(request, job, kinds)]
     fitting = [plan for plan in tried if plan.fit.verdict == "fits"]
-    inside = [plan for plan in fitting if not find_excess(request, plan)]
+    inside = keep_rings_that_win([plan for plan in fitting if not find_excess(request, plan)])
     if not inside:
         return SearchResult((), (), tuple(list_walls(request, offers, layouts, tried, fitting)))
     by_cost = sorted(inside, key=lambda plan: (round_cost(plan.usd_middle), plan.job.num_nodes, plan.seconds))
@@ -53,7 +54,8 @@ def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN) ->
     best, fastest = (tuple(_list_distinct(ranked, limit)) for ranked in (by_cost, by_time))
     shown = {plan.gpu.key for plan in (*best, *fastest)}
     absent = [offer.gpu for offer in offers if offer.gpu.key not in shown]
-    return SearchResult(best, fastest, (), {gpu.key: explain_absence(request, gpu, tried) for gpu in absent})
+    left_out = {gpu.key: explain_absence(request, gpu, tried) for gpu in absent}
+    return SearchResult(best, fastest, (), left_out, tuple(explain_rings((*best, *fastest), tried)))
 
 
 def _list_distinct(ranked: Iterable[Candidate], limit: int) -> list[Candidate]:
@@ -73,10 +75,11 @@ def _list_layouts(request: PlanRequest, offers: Sequence[Offer]) -> list[tuple[J
     recipe = make_plan_recipe(request)
     most_rows = max(1, request.num_tokens // request.max_length // MIN_STEPS)
     return [
-        (make_plan_job(recipe, request.shape, make_sp_layout(request.shape, count, sp_size, per_node), per_node), gpus)
+        (make_plan_job(recipe, request.shape, layout, per_node), gpus)
         for (count, per_node), gpus in kinds.items()
         for sp_size in list_sp_sizes(request.shape, count, request.max_length)
         if count // sp_size <= most_rows
+        for layout in list_sp_layouts(request.shape, count, sp_size)
     ]
 
 
@@ -98,9 +101,58 @@ def list_sp_sizes(shape: ModelShape, num_gpus: int, max_length: int | None) -> l
     return [n for n in sizes if n in shape.sp_sizes or n // find_ring_size(shape, n) * MAX_RING >= n]
 
 
-def make_sp_layout(shape: ModelShape, num_gpus: int, sp_size: int, gpus_per_node: int) -> Layout:
-    """One replica, with the ring that suits the machine."""
-    return Layout(1, num_gpus // sp_size, sp_size, find_ring_size(shape, sp_size, gpus_per_node))
+def list_sp_layouts(shape: ModelShape, num_gpus: int, sp_size: int) -> list[Layout]:
+    """One replica, with each ring that leaves ranks which divide the heads, the smallest first."""
+    rings = [size for size in shape.list_ring_sizes(sp_size) if size <= MAX_RING]
+    return [Layout(1, num_gpus // sp_size, sp_size, size) for size in rings or [1]]
+
+
+def keep_rings_that_win(plans: Sequence[Candidate]) -> list[Candidate]:
+    """Of layouts that differ in their ring alone, that of `auto` if it is about as fast as the fastest, else the
+    smallest that is."""
+    kept: dict[tuple[str, Layout], list[Candidate]] = {}
+    for plan in plans:
+        kept.setdefault((plan.gpu.key, _forget_ring(plan.job.layout)), []).append(plan)
+    best = []
+    for alike in kept.values():
+        fastest = min(plan.seconds for plan in alike)
+        near = (plan for plan in alike if plan.seconds * (1 - RING_GAIN) <= fastest)
+        best.append(min(near, key=_rank_ring))
+    return best
+
+
+def _forget_ring(layout: Layout) -> Layout:
+    return replace(layout, ring_size=1)
+
+
+def _rank_ring(plan: Candidate) -> tuple[bool, int]:
+    layout = plan.job.layout
+    usual = find_ring_size(plan.job.shape, layout.sp_size, plan.job.gpus_per_node)
+    return layout.ring_size != usual, layout.ring_size
+
+
+def explain_rings(shown: Iterable[Candidate], tried: Sequence[Candidate]) -> list[str]:
+    """What each ring that is shown gains over the best other layout of the same ranks."""
+    lines = list[str]()
+    for plan in shown:
+        layout = plan.job.layout
+        if layout.ring_size == 1:
+            continue
+        alike = (each for each in tried if each.gpu.key == plan.gpu.key and each.job.layout != layout)
+        rivals = [each for each in alike if _forget_ring(each.job.layout) == _forget_ring(layout)]
+        fitting = [each for each in rivals if each.fit.verdict == "fits"]
+        gain = "no other ring of these ranks fits" if rivals else "no other ring of these ranks divides the heads"
+        if fitting:
+            rival = min(fitting, key=lambda each: each.seconds)
+            change = plan.seconds / rival.seconds - 1
+            gain = f"{abs(change):.1%} {'less' if change <= 0 else 'more'} time than {_name_ring(rival)}"
+        lines.append(f"{plan.job.world_size} x {plan.gpu.key}: {_name_ring(plan)}: {gain}")
+    return list(dict.fromkeys(lines))
+
+
+def _name_ring(plan: Candidate) -> str:
+    layout = plan.job.layout
+    return f"ring {layout.ring_size} x {layout.ulysses_size}"
 
 
 def list_limits(request: PlanRequest, offers: Sequence[Offer]) -> list[str]:
@@ -189,11 +241,11 @@ def search_longest(request: PlanRequest, offers: Sequence[Offer]) -> list[Longes
     for offer in offers:
         best: tuple[int, Job] | None = None
         for sp_size in list_sp_sizes(request.shape, offer.max_gpus, None):
-            layout = make_sp_layout(request.shape, offer.max_gpus, sp_size, offer.gpu.gpus_per_node)
-            job = make_plan_job(recipe, request.shape, layout, offer.gpu.gpus_per_node)
-            length, levers = find_longest(job, offer.gpu)
-            if length and (best is None or length > best[0]):
-                best = length, replace(job, levers=levers, row_tokens=length)
+            for layout in list_sp_layouts(request.shape, offer.max_gpus, sp_size):
+                job = make_plan_job(recipe, request.shape, layout, offer.gpu.gpus_per_node)
+                length, levers = find_longest(job, offer.gpu)
+                if length and (best is None or length > best[0]):
+                    best = length, replace(job, levers=levers, row_tokens=length)
         if best is not None:
             cheapest = find_cheapest(replace(best[1], levers=Levers()), offer.gpu, list(COSTS))
             settled = replace(best[1], levers=cheapest or best[1].levers)

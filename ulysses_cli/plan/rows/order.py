@@ -190,7 +190,7 @@ def plan_keys(lengths: tuple[int, ...], order: Order, window_tokens: int | None,
     starts = [0, *accumulate(lengths)]
     keys = [_join(_reach(run, starts, window_tokens) for run in runs) for runs in order]
     moves = tuple(tuple(tuple(_list_moves(own, needed)) for needed in keys) for own in order)
-    parts = _join_parts(_make_parts(order[rank], keys[rank], starts, window_tokens))
+    parts = join_parts(_make_parts(order[rank], keys[rank], starts, window_tokens))
     return KeyPlan(tuple(parts), count_tokens(keys[rank]), moves)
 
 
@@ -254,11 +254,11 @@ def _find_place(keys: TokenRuns, token: int) -> int:
     raise AssertionError(f"token {token} is not among the keys {keys}")
 
 
-def _join_parts(parts: Iterable[QueryPart]) -> list[QueryPart]:
-    """Neighbours whose keys follow each other too are one call."""
+def join_parts(parts: Iterable[QueryPart]) -> list[QueryPart]:
+    """Neighbours whose queries and keys follow each other are one call."""
     joined: list[QueryPart] = []
     for part in parts:
-        if joined and joined[-1].keys.stop == part.keys.start:
+        if joined and joined[-1].keys.stop == part.keys.start and joined[-1].queries.stop == part.queries.start:
             last = joined.pop()
             part = QueryPart(
                 TokenRun(last.queries.start, part.queries.stop),

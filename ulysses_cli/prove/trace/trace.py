@@ -239,9 +239,10 @@ def _in_phases(storages: Any, phases: tuple[str, ...], function: Any, after: str
 
 def find_widest_rank(request: Mapping[str, Any]) -> int:
     """The first rank of an sp group with the most key/value heads in a chunk, since heads may not divide evenly over
-    ranks; on a ring, of the share that attends to most keys."""
+    ranks; on a ring, of the share that holds most keys at once."""
     from ulysses_cli.plan.resolved import choose_layout, compute_row_tokens
-    from ulysses_cli.plan.rows.order import Ring, deal_row, plan_keys
+    from ulysses_cli.plan.rows.order import Ring, deal_row
+    from ulysses_cli.plan.rows.ring_share import count_held_keys
     from ulysses_cli.train.attention.heads import plan_heads
 
     shape, recipe = (
@@ -254,7 +255,7 @@ def find_widest_rank(request: Mapping[str, Any]) -> int:
     inner = max(range(size), key=lambda rank: max(chunk.keys[rank].num_heads for chunk in chunks))
     lengths, window = (compute_row_tokens(recipe),), shape.window_counts[0][0]
     order = deal_row(lengths, Ring(layout.ring_size, shape.window_counts))
-    outer = max(range(layout.ring_size), key=lambda rank: plan_keys(lengths, order, window, rank).num_keys)
+    outer = max(range(layout.ring_size), key=lambda rank: count_held_keys(lengths, order, window, rank))
     return outer * size + inner
 
 

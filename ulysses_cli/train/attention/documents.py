@@ -11,17 +11,19 @@ from itertools import accumulate
 
 import torch
 
-from ulysses_cli.plan.rows.order import KeyPlan, Order, TokenRun, check_order, cut_runs, plan_keys
+from ulysses_cli.plan.rows.order import KeyPlan, Order, QueryPart, TokenRun, check_order, cut_runs, plan_keys
+from ulysses_cli.plan.rows.rounds import MAX_SHARES, Round, plan_rounds
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
     """Lengths of documents, on the host, and their bounds on the device. A kernel gets two of each: a document's
-    queries are the last of its keys, usually all of them.
+    queries are the last of its keys, usually all of them; in the rounds of a ring they stand behind the keys.
 
     For a model's forward they are the documents of the tokens of all ranks, and `order` says which of these tokens each
-    rank of a ring holds. With several rows in a batch, the rows' documents follow each other: row 0's, then row 1's.
+    rank of a ring holds; a rank that attends to the keys of more than `max_shares` of them gets these in rounds. With
+    several rows in a batch, the rows' documents follow each other: row 0's, then row 1's.
     """
 
     lengths: tuple[int, ...]
@@ -29,6 +31,7 @@ class Documents:
     key_lengths: tuple[int, ...]
     key_cu_seqlens: torch.Tensor
     order: Order = ()  # empty: one rank holds all tokens
+    max_shares: float = MAX_SHARES
     calls: dict[tuple[int | None, int], KernelCalls] = field(default_factory=dict)
 
     @property
@@ -84,12 +87,18 @@ class Documents:
             whole = slice(0, self.num_tokens)
             return KernelCalls(None, (KernelCall(whole, whole, self),))
         check_order(order, self.num_tokens)
-        plan, device = plan_keys(self.lengths, order, window_tokens, ring.rank), self.cu_seqlens.device
-        parts = tuple(
+        rounds = plan_rounds(self.lengths, order, window_tokens, ring.rank, self.max_shares)
+        if rounds:
+            return KernelCalls(rounds=tuple((each, self._list_calls(each.parts)) for each in rounds))
+        plan = plan_keys(self.lengths, order, window_tokens, ring.rank)
+        return KernelCalls(plan, self._list_calls(plan.parts))
+
+    def _list_calls(self, parts: Sequence[QueryPart]) -> tuple[KernelCall, ...]:
+        device = self.cu_seqlens.device
+        return tuple(
             KernelCall(slice(*part.queries), slice(*part.keys), make_documents(part.lengths, device, part.key_lengths))
-            for part in plan.parts
+            for part in parts
         )
-        return KernelCalls(plan, parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +112,12 @@ class KernelCall:
 
 @dataclass(frozen=True, eq=False)
 class KernelCalls:
-    """The kernel calls of a rank for a layer. `plan`: the keys that ranks of its ring trade; None on a ring of one."""
+    """The kernel calls of a rank for a layer. `plan`: the keys that ranks of its ring trade; None on a ring of one. In
+    their place `rounds`, with the calls of each: what a rank attends to is then fetched block by block."""
 
-    plan: KeyPlan | None
-    parts: tuple[KernelCall, ...]
+    plan: KeyPlan | None = None
+    parts: tuple[KernelCall, ...] = ()
+    rounds: tuple[tuple[Round, tuple[KernelCall, ...]], ...] = ()
 
 
 def make_documents(
@@ -114,14 +125,16 @@ def make_documents(
     device: torch.device | str = "cpu",
     key_lengths: Sequence[int] | None = None,
     order: Order = (),
+    max_shares: float = MAX_SHARES,
 ) -> Documents:
     """Makes documents of these lengths, one after another. Padding is a document of its own."""
     if not lengths or min(lengths) < 1:
         raise ValueError(f"document lengths must be positive, not {list(lengths)}")
     bounds = _make_bounds(lengths, device)
     if key_lengths is None or tuple(key_lengths) == tuple(lengths):
-        return Documents(tuple(lengths), bounds, tuple(lengths), bounds, order)
-    return Documents(tuple(lengths), bounds, tuple(key_lengths), _make_bounds(key_lengths, device), order)
+        return Documents(tuple(lengths), bounds, tuple(lengths), bounds, order, max_shares)
+    key_bounds = _make_bounds(key_lengths, device)
+    return Documents(tuple(lengths), bounds, tuple(key_lengths), key_bounds, order, max_shares)
 
 
 def _make_bounds(lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ulysses_cli.plan.rows.order import KeyPlan, Move
+from ulysses_cli.plan.rows.order import KeyPlan, Move, TokenRun
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.telemetry.clock import part_of_step
 
@@ -31,7 +31,7 @@ def fetch_keys(k: Tensor, v: Tensor, plan: KeyPlan | None, ring: SequenceAxis) -
     at = 0
     for target, moves in enumerate(outgoing):
         for move in moves if target != ring.rank else ():
-            _copy_joined(send[at : at + _measure(move)], k, v, move)
+            copy_joined(send[at : at + _measure(move)], k, v, move.source)
             at += _measure(move)
     received = send.new_empty(_count(incoming, ring), send.size(1))
     _trade(received, send, incoming, outgoing, ring)
@@ -41,11 +41,11 @@ def fetch_keys(k: Tensor, v: Tensor, plan: KeyPlan | None, ring: SequenceAxis) -
         for move in moves:
             target = keys[slice(*move.target)]
             if source == ring.rank:
-                _copy_joined(target, k, v, move)
+                copy_joined(target, k, v, move.source)
                 continue
             target.copy_(received[at : at + _measure(move)])
             at += _measure(move)
-    return _split(keys, heads, dim)
+    return split_joined(keys, heads, dim)
 
 
 def return_gradients(
@@ -62,7 +62,7 @@ def return_gradients(
     at = 0
     for source, moves in enumerate(outgoing):
         for move in moves if source != ring.rank else ():
-            _copy_joined(send[at : at + _measure(move)], dkeys, dvalues, Move(move.target, move.source))
+            copy_joined(send[at : at + _measure(move)], dkeys, dvalues, move.target)
             at += _measure(move)
     received = send.new_empty(_count(incoming, ring), send.size(1))
     _trade(received, send, incoming, outgoing, ring)
@@ -71,13 +71,13 @@ def return_gradients(
     num_own = sum(_measure(move) for move in own)
     total = received.new_zeros(num_own, received.size(1), dtype=torch.promote_types(dtype, torch.float32))
     for move in own:
-        _copy_joined(total[slice(*move.source)], dkeys, dvalues, Move(move.target, move.source))
+        copy_joined(total[slice(*move.source)], dkeys, dvalues, move.target)
     at = 0
     for target, moves in enumerate(incoming):
         for move in moves if target != ring.rank else ():
             total[slice(*move.source)] += received[at : at + _measure(move)]
             at += _measure(move)
-    return _split(total.to(dtype), heads, dim)
+    return split_joined(total.to(dtype), heads, dim)
 
 
 def _trade(
@@ -102,14 +102,14 @@ def _count(moves_by_rank: Sequence[Sequence[Move]], ring: SequenceAxis) -> int:
     return sum(_measure(move) for rank, moves in enumerate(moves_by_rank) if rank != ring.rank for move in moves)
 
 
-def _copy_joined(target: Tensor, k: Tensor, v: Tensor, move: Move) -> None:
-    """Copies the source tokens of keys and values into rows of the joined form."""
-    part, (heads, dim) = slice(*move.source), k.shape[1:]
-    keys, values = _split(target, heads, dim)
+def copy_joined(target: Tensor, k: Tensor, v: Tensor, run: TokenRun) -> None:
+    """Copies a run of tokens of keys and values into rows of the joined form."""
+    part, (heads, dim) = slice(*run), k.shape[1:]
+    keys, values = split_joined(target, heads, dim)
     keys.copy_(k[part])
     values.copy_(v[part])
 
 
-def _split(joined: Tensor, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+def split_joined(joined: Tensor, heads: int, dim: int) -> tuple[Tensor, Tensor]:
     """Views rows of the joined form as keys and values."""
     return joined[:, : heads * dim].unflatten(1, (heads, dim)), joined[:, heads * dim :].unflatten(1, (heads, -1))

@@ -8,20 +8,22 @@ Takes tensors and an axis, no recipe and no model. Keeps no state between calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ulysses_cli.train.attention.documents import Documents, KernelCall, KernelCalls
+from ulysses_cli.train.attention.documents import Documents, KernelCalls
 from ulysses_cli.train.attention.exchange import exchange_in, exchange_out
-from ulysses_cli.train.attention.heads import Chunk, HeadPlan, Span, plan_heads
-from ulysses_cli.train.attention.kernels.operators import attend, compute_sink_gradient, list_options, run_backward
+from ulysses_cli.train.attention.gathered import attend_gathered, backward_gathered
+from ulysses_cli.train.attention.heads import Chunk, HeadPlan, plan_heads
+from ulysses_cli.train.attention.kernel_task import KernelTask
+from ulysses_cli.train.attention.kernels.operators import compute_sink_gradient
 from ulysses_cli.train.attention.kernels.rule import Rule
-from ulysses_cli.train.attention.keys import fetch_keys, return_gradients
+from ulysses_cli.train.attention.rounds import attend_in_rounds, backward_in_rounds
 from ulysses_cli.train.memory.saved_results import is_saving_results, save_for_recompute
 from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis
 
@@ -74,15 +76,22 @@ class _Call:
     plan: HeadPlan
     saves_output: bool  # the layer is recomputed in the backward and gets the saved output
 
-    def fetch_keys(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's queries, and the keys and values that they attend to."""
-        q, k, v = rows
-        return [q, *fetch_keys(k, v, self.kernel_calls.plan, self.ring)]
+    @property
+    def way(self) -> _Way:
+        """How keys of other ranks reach the kernel: the same on all ranks of a ring."""
+        return IN_ROUNDS if self.kernel_calls.rounds else GATHERED
 
-    def list_kernel_calls(self, chunk: Chunk) -> list[tuple[Span, Span, KernelCall]]:
-        """Runs of heads, and of tokens, that a kernel takes at once."""
+    def make_task(self, chunk: Chunk) -> KernelTask:
         runs = self.plan.list_runs(chunk, self.axis.rank)
-        return [(*run, part) for part in self.kernel_calls.parts for run in runs]
+        return KernelTask(self.kernel_calls, runs, self.ring, self.kernel, self.rule)
+
+
+class _Way(NamedTuple):
+    forward: Callable[[Sequence[Tensor], Tensor | None, KernelTask], tuple[Tensor, Tensor]]
+    backward: Callable[[Sequence[Tensor], Tensor, Tensor, Tensor, KernelTask], list[Tensor]]
+
+
+GATHERED, IN_ROUNDS = _Way(attend_gathered, backward_gathered), _Way(attend_in_rounds, backward_in_rounds)
 
 
 class _Attention(torch.autograd.Function):
@@ -194,22 +203,8 @@ def _make_gradients(dout: Tensor, counts: Sequence[int], dim: int, *, adds: bool
 def _attend(rows: Sequence[Tensor], sinks: Tensor | None, chunk: Chunk, call: _Call) -> tuple[Tensor, Tensor]:
     """Runs the kernel on this rank's tokens and heads, with the keys of the whole row that these attend to. Returns
     result [T, h, D] and log-sum-exp [h, T]."""
-    first, rows = chunk.queries[call.axis.rank].start, call.fetch_keys(rows)
-    calls = call.list_kernel_calls(chunk)
-    whole: tuple[Tensor, Tensor] | None = None
-    for queries, keys, part in calls:
-        q, k, v = _cut(rows, queries, keys, part)
-        own_sinks = None if sinks is None else sinks[first + queries.start : first + queries.stop]
-        result, lse = attend(q, k, v, own_sinks, *list_options(part.documents, call.kernel, call.rule))
-        if len(calls) == 1:
-            return result, lse
-        if whole is None:
-            tokens, heads, _ = rows[0].shape
-            whole = result.new_empty(tokens, heads, result.size(2)), lse.new_empty(heads, tokens)
-        whole[0][part.queries, slice(*queries)] = result
-        whole[1][slice(*queries), part.queries] = lse
-    assert whole is not None
-    return whole
+    own_sinks = None if sinks is None else sinks[slice(*chunk.queries[call.axis.rank])]
+    return call.way.forward(rows, own_sinks, call.make_task(chunk))
 
 
 def _attend_backward(
@@ -221,44 +216,10 @@ def _attend_backward(
     chunk: Chunk,
     call: _Call,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Returns gradients of the rows' queries, keys and values, and of the sinks: zero but for this rank's heads. Keys
-    of other ranks are fetched again, so that none is kept from the forward."""
-    fetched = call.fetch_keys(rows)
-    grads = _run_backward(fetched, drows, result, lse, chunk, call)
-    del fetched
-    grads[1:] = return_gradients(grads[1], grads[2], call.kernel_calls.plan, call.ring, drows.dtype)
+    """Returns gradients of the rows' queries, keys and values, and of the sinks: zero but for this rank's heads."""
+    grads = call.way.backward(rows, drows, result, lse, call.make_task(chunk))
     if sinks is None:
         return grads, None
     dsinks, heads = torch.zeros_like(sinks), slice(*chunk.queries[call.axis.rank])
     dsinks[heads] = compute_sink_gradient(drows, result, lse, sinks[heads])
     return grads, dsinks
-
-
-def _run_backward(
-    rows: Sequence[Tensor], drows: Tensor, result: Tensor, lse: Tensor, chunk: Chunk, call: _Call
-) -> list[Tensor]:
-    """Gradients of queries, and of all keys and values that they attend to. A key of several parts gets the sum of its
-    gradients: that of two is rounded once, more are summed in float32 or better. Each part uses the log-sum-exp of its
-    queries over all of their keys, so gradients of parts need no correction."""
-    calls, whole = call.list_kernel_calls(chunk), list[Tensor]()
-    for queries, keys, part in calls:
-        own = slice(*queries)
-        own_lse = lse[own, part.queries]
-        tensors = (drows[part.queries, own], *_cut(rows, queries, keys, part), result[part.queries, own])
-        lse_here = own_lse if len(calls) == 1 else own_lse.contiguous()
-        grads = run_backward(*tensors, lse_here, *list_options(part.documents, call.kernel, call.rule))
-        if len(calls) == 1:
-            return list(grads)
-        if not whole:
-            precise = torch.promote_types(drows.dtype, torch.float32)
-            precision = precise if len(call.kernel_calls.parts) > 2 else drows.dtype
-            whole = [torch.empty_like(rows[0]), *(torch.zeros_like(row, dtype=precision) for row in rows[1:])]
-        whole[0][part.queries, own] = grads[0]
-        for total, grad in zip(whole[1:], grads[1:], strict=True):
-            total[part.keys, slice(*keys)] += grad
-    return whole
-
-
-def _cut(rows: Sequence[Tensor], queries: Span, keys: Span, part: KernelCall) -> tuple[Tensor, ...]:
-    q, k, v = rows
-    return q[part.queries, slice(*queries)], k[part.keys, slice(*keys)], v[part.keys, slice(*keys)]

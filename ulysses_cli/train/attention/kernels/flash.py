@@ -37,7 +37,7 @@ def forward_2(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule)
     call = _load("flash_attn.flash_attn_interface", "kernels-community/flash-attn2", 4)._flash_attn_varlen_forward
     left, right = _get_sides(rule, unlimited=-1)
     out, lse, *_ = call(
-        q, k, v, *list_bounds(documents), 0.0, rule.scale, True,
+        q, k, v, *list_bounds(documents), 0.0, rule.scale, rule.is_causal,
         window_size_left=left, window_size_right=right, softcap=rule.softcap or 0.0,
     )  # fmt: skip
     return out, lse
@@ -51,7 +51,7 @@ def backward_2(
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
     left, right = _get_sides(rule, unlimited=-1)
     call(
-        dout, q, k, v, out, lse, dq, dk, dv, *list_bounds(documents), 0.0, rule.scale, True,
+        dout, q, k, v, out, lse, dq, dk, dv, *list_bounds(documents), 0.0, rule.scale, rule.is_causal,
         window_size_left=left, window_size_right=right, softcap=rule.softcap or 0.0,
         alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
@@ -63,7 +63,7 @@ def forward_3(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule)
     call = _load("flash_attn_interface", "kernels-community/flash-attn3", 1)._flash_attn_forward
     out, lse, *_ = _call_by_name(
         call,
-        {"q": q, "k": k, "v": v, "softmax_scale": rule.scale, "causal": True, "softcap": rule.softcap or 0.0},
+        {"q": q, "k": k, "v": v, "softmax_scale": rule.scale, "causal": rule.is_causal, "softcap": rule.softcap or 0.0},
         documents,
         rule,
     )
@@ -77,7 +77,8 @@ def backward_3(
     call = _load("flash_attn_interface", "kernels-community/flash-attn3", 1)._flash_attn_backward
     dq, dk, dv = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
     arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
-    arguments |= {"softmax_scale": rule.scale, "causal": True, "is_causal": True, "softcap": rule.softcap or 0.0}
+    arguments |= {"softmax_scale": rule.scale, "softcap": rule.softcap or 0.0}
+    arguments |= {"causal": rule.is_causal, "is_causal": rule.is_causal}
     arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
     _call_by_name(call, arguments, documents, rule)
     return dq, dk, dv
@@ -89,7 +90,8 @@ def forward_4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule)
     left, right = _get_sides(rule, unlimited=None)
     out, lse = call(
         q, k, v, **_name_bounds(documents),
-        softmax_scale=rule.scale, causal=True, window_size_left=left, window_size_right=right, return_lse=True,
+        softmax_scale=rule.scale, causal=rule.is_causal, window_size_left=left, window_size_right=right,
+        return_lse=True,
     )[:2]  # fmt: skip
     return out, lse
 
@@ -102,7 +104,7 @@ def backward_4(
     left, right = _get_sides(rule, unlimited=None)
     dq, dk, dv = call(
         q, k, v, out, dout, lse, **_name_bounds(documents),
-        softmax_scale=rule.scale, causal=True, window_size_left=left, window_size_right=right,
+        softmax_scale=rule.scale, causal=rule.is_causal, window_size_left=left, window_size_right=right,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )[:3]  # fmt: skip
     return dq, dk, dv

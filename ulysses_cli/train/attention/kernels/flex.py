@@ -28,13 +28,14 @@ def forward_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Ru
 def backward_flex(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Documents, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Flex attention has no separate backward, so its forward runs again under autograd. With sinks, `out` and `lse`
-    are the corrected ones; the factor between the two normalisers turns the cotangent of one into that of the other."""
+    """Flex attention has no separate backward, so its forward runs again under autograd. With sinks or in
+    rounds, `out` and `lse` are those of more than these keys; the factor between the two normalisers turns the
+    cotangent of one into that of the other."""
     with torch.enable_grad():
         inputs = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
         plain_out, plain_lse = _call_flex(inputs[0], inputs[1], inputs[2], documents, rule)
-        share = torch.exp(plain_lse.detach() - lse)  # 1 without sinks
-        dlse = ((1 - share) * (dout * out).sum(-1).mT).to(plain_lse.dtype)
+        share = torch.exp(plain_lse.detach() - lse)  # 1 where these are all keys
+        dlse = (share * (dout * (plain_out.detach() - out)).sum(-1).mT).to(plain_lse.dtype)
         scaled = (dout * share.mT[..., None]).to(dout.dtype)
         dq, dk, dv = torch.autograd.grad((plain_out, plain_lse), inputs, (scaled, dlse))
     return dq, dk, dv
@@ -48,7 +49,7 @@ def _call_flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule
     def apply_softcap(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    mask = make_block_mask(documents.lengths, documents.key_lengths, rule.window_tokens, q.device)
+    mask = make_block_mask(documents.lengths, documents.key_lengths, rule, q.device)
     compiled = _compile_flex() if q.device.type == "cuda" else flex_attention
     heads = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
     out, aux = compiled(
@@ -67,11 +68,10 @@ def _compile_flex() -> Any:
 
 
 @lru_cache(maxsize=2)  # one row's layers with and without a window. Tables grow with the square of the blocks
-def make_block_mask(
-    lengths: tuple[int, ...], key_lengths: tuple[int, ...], window_tokens: int | None, device: torch.device
-) -> Any:
+def make_block_mask(lengths: tuple[int, ...], key_lengths: tuple[int, ...], rule: Rule, device: torch.device) -> Any:
     """Lists, for each block of queries, the blocks of keys that any of them attends to: one contiguous run, computed
-    from the bounds alone. No [tokens, tokens] mask is made. A document's queries are the last of its keys."""
+    from the bounds alone. No [tokens, tokens] mask is made. A document's queries are the last of its keys, or
+    stand behind all of them."""
     from torch.nn.attention.flex_attention import BlockMask
 
     num_queries, num_keys, counts = sum(lengths), sum(key_lengths), torch.tensor(lengths)
@@ -79,7 +79,8 @@ def make_block_mask(
     # of each query, on the host: where its document's keys start, and its own place among the keys
     starts = torch.repeat_interleave(torch.tensor([keys[0] for _, keys in bounds]), counts)
     shifts = torch.repeat_interleave(torch.tensor([keys[1] - queries[1] for queries, keys in bounds]), counts)
-    places = torch.arange(num_queries) + shifts
+    ends = torch.repeat_interleave(torch.tensor([keys[1] for _, keys in bounds]), counts)
+    window_tokens, places = rule.window_tokens, torch.arange(num_queries) + shifts if rule.is_causal else ends - 1
     num_blocks, num_key_blocks = -(-num_queries // FLEX_BLOCK), -(-num_keys // FLEX_BLOCK)
     first_query = torch.arange(num_blocks) * FLEX_BLOCK
     last_query = (first_query + FLEX_BLOCK - 1).clamp(max=num_queries - 1)

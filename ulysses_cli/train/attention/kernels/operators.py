@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ulysses_cli.plan.flops import count_pairs
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.attention.kernels import cudnn, flash, flex, sdpa, varlen
+from ulysses_cli.train.attention.kernels.merging import add_sinks
 from ulysses_cli.train.attention.kernels.rule import Rule
 from ulysses_cli.train.telemetry.clock import part_of_step
 
@@ -58,26 +59,24 @@ def attend(
     scale: float,
     window_tokens: int | None,
     softcap: float | None,
+    is_causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside documents, whose queries are the last of their keys. Returns out [tokens, heads, V] and
-    log-sum-exp [heads, tokens]. A sink is a logit of its head with weight but no value: it only raises the log-sum-exp,
-    so any kernel that returns that supports sinks."""
+    """Attention inside documents, whose queries are the last of their keys or stand behind all of them. Returns out
+    [tokens, heads, V] and log-sum-exp [heads, tokens]. A sink is a logit of its head with weight but no value: it only
+    raises the log-sum-exp, so any kernel that returns that supports sinks."""
     documents = Documents(tuple(lengths), cu_seqlens, tuple(key_lengths), key_cu_seqlens)
-    rule = Rule(scale, window_tokens, softcap)
+    rule = Rule(scale, window_tokens, softcap, is_causal)
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
         out, lse = KERNELS[kernel].forward(*_widen(q, k, v), documents, rule)
         out, lse = out[..., : v.size(2)].contiguous(), lse.contiguous()
-        if sinks is None:
-            return out, lse
-        raised = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        return out.mul_(torch.exp(lse - raised).mT[..., None]), raised
+        return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
 @attend.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, lengths: Sequence[int],
     key_cu_seqlens: Tensor, key_lengths: Sequence[int],
-    kernel: str, scale: float, window_tokens: int | None, softcap: float | None,
+    kernel: str, scale: float, window_tokens: int | None, softcap: float | None, is_causal: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     precision = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:2], v.size(2))), q.new_empty((q.size(1), q.size(0)), dtype=precision)
@@ -99,11 +98,13 @@ def attend_backward(
     scale: float,
     window_tokens: int | None,
     softcap: float | None,
+    is_causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. With the raised log-sum-exp, a kernel's own backward is that of attention with sinks:
-    it computes the weights as exp(logit - lse) and their mean from dout and out, and both already include the sink."""
+    it computes the weights as exp(logit - lse) and their mean from dout and out, and both already include the sink.
+    So do those of the other keys, when these are one block of several."""
     documents = Documents(tuple(lengths), cu_seqlens, tuple(key_lengths), key_cu_seqlens)
-    rule = Rule(scale, window_tokens, softcap)
+    rule = Rule(scale, window_tokens, softcap, is_causal)
     with torch.autocast(q.device.type, enabled=False), part_of_step("attention"):
         dq, dk, dv = _call_backward(kernel, dout, q, k, v, out, lse, documents, rule)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -113,7 +114,7 @@ def attend_backward(
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
     lengths: Sequence[int], key_cu_seqlens: Tensor, key_lengths: Sequence[int],
-    kernel: str, scale: float, window_tokens: int | None, softcap: float | None,
+    kernel: str, scale: float, window_tokens: int | None, softcap: float | None, is_causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -161,23 +162,26 @@ def compute_sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor)
 def list_options(documents: Documents, kernel: str, rule: Rule) -> tuple[Any, ...]:
     """The arguments of both operators after their tensors."""
     bounds = documents.cu_seqlens, documents.lengths, documents.key_cu_seqlens, documents.key_lengths
-    return *bounds, kernel, rule.scale, rule.window_tokens, rule.softcap
+    return *bounds, kernel, rule.scale, rule.window_tokens, rule.softcap, rule.is_causal
 
 
 @register_flop_formula(torch.ops.ulysses.attend)
 def _count_forward_flops(q: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    lengths, key_lengths, window_tokens, value = args[4], args[6], args[9], args[1]
-    return 2 * q[1] * (q[2] + value[2]) * _count_pairs(lengths, key_lengths, window_tokens)
+    value, (lengths, _, key_lengths, _, *rule) = args[1], args[4:]
+    return 2 * q[1] * (q[2] + value[2]) * _count_pairs(lengths, key_lengths, Rule(*rule))
 
 
 @register_flop_formula(torch.ops.ulysses.attend_backward)
 def _count_backward_flops(dout: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    lengths, key_lengths, window_tokens, query = args[6], args[8], args[11], args[0]
-    return 2 * dout[1] * (3 * query[2] + 2 * dout[2]) * _count_pairs(lengths, key_lengths, window_tokens)
+    query, (lengths, _, key_lengths, _, *rule) = args[0], args[6:]
+    return 2 * dout[1] * (3 * query[2] + 2 * dout[2]) * _count_pairs(lengths, key_lengths, Rule(*rule))
 
 
-def _count_pairs(lengths: Sequence[int], key_lengths: Sequence[int], window_tokens: int | None) -> int:
-    """(query, key) pairs, where the queries of a document are the last of its keys."""
+def _count_pairs(lengths: Sequence[int], key_lengths: Sequence[int], rule: Rule) -> int:
+    """(query, key) pairs, where the queries of a document are the last of its keys, or behind them."""
+    if not rule.is_causal:
+        return sum(queries * keys for queries, keys in zip(lengths, key_lengths, strict=True))
+    window_tokens = rule.window_tokens
     return sum(
         count_pairs(keys, window_tokens) - count_pairs(keys - queries, window_tokens)
         for queries, keys in zip(lengths, key_lengths, strict=True)

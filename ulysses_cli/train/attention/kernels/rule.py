@@ -11,11 +11,12 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Rule:
     """Scale, window and softcap of logits. `window_tokens` counts the token itself; None reaches the document's
-    start."""
+    start. Not causal: all keys of a document stand before its queries, as in a round of a ring, and no window ends."""
 
     scale: float
     window_tokens: int | None = None
     softcap: float | None = None
+    is_causal: bool = True
 
     def covers(self, tokens: int) -> bool:
         """Whether the window spans a whole document of this length."""

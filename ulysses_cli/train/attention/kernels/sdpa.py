@@ -33,7 +33,7 @@ def _forward_document(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
         return forward_blocks(q, k, v, rule)
     precision = get_precision(q)  # the CPU's own backward sums bfloat16 gradients in bfloat16
     heads = [tensor.to(precision).transpose(0, 1)[None] for tensor in (q, k, v)]
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=rule.scale)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, rule.is_causal, scale=rule.scale)
     return out[0].transpose(0, 1).to(q.dtype), lse[0]
 
 
@@ -44,12 +44,14 @@ def _backward_document(
         return backward_blocks(dout, q, k, v, out, lse, rule)
     precision = get_precision(q)
     heads = [tensor.to(precision).transpose(0, 1)[None] for tensor in (dout, q, k, v, out)]
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, lse[None], 0.0, True, scale=rule.scale)
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *heads, lse[None], 0.0, rule.is_causal, scale=rule.scale
+    )
     dq, dk, dv = (grad[0].transpose(0, 1).to(q.dtype) for grad in grads)
     return dq, dk, dv
 
 
 def _needs_blocks(q: Tensor, k: Tensor, rule: Rule) -> bool:
     """torch's kernel on a CPU takes the queries for the first of more keys, where ours are the last."""
-    has_more_keys = k.size(0) > q.size(0)
+    has_more_keys = rule.is_causal and k.size(0) > q.size(0)
     return q.device.type != "cpu" or rule.softcap is not None or has_more_keys or not rule.covers(q.size(0))

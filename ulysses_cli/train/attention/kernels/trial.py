@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ulysses_cli.plan.attention import Need
 from ulysses_cli.train.attention.documents import Documents, make_documents
+from ulysses_cli.train.attention.kernels.merging import add_sinks, merge
 from ulysses_cli.train.attention.kernels.operators import attend, list_options, run_backward
 from ulysses_cli.train.attention.kernels.rule import Rule
 
@@ -22,7 +23,7 @@ from ulysses_cli.train.attention.kernels.rule import Rule
 # results; a missing scale, softcap, sink, token, bound or window causes a far larger error.
 PROBE_TOLERANCE = {"bfloat16": 0.1, "float32": 1e-3}
 PROBE_LENGTHS = (700, 1, 64, 33)  # longer than a tile of any kernel, one token, no multiple of a tile
-PROBE_KEY_LENGTHS = (900, 130, 64, 400)  # on a ring, a document's queries are the last of more keys
+PROBE_KEY_LENGTHS = (900, 130, 65, 400)  # on a ring, a document's queries are the last of more keys
 PROBE_HEADS, PROBE_KV_HEADS = 4, 2
 NUM_TIMED = 3
 
@@ -65,16 +66,20 @@ def _compare(request: TrialRequest) -> str:
         tensors[:2] = (tensor[: documents.num_tokens] for tensor in tensors[:2])
         sinks = torch.linspace(-1, 1, PROBE_HEADS, device=device).to(tensors[0].dtype) if need.has_sinks else None
         try:
-            results = _run(name, tensors, sinks, documents, rule)
+            results = {"": _run(name, tensors, sinks, documents, rule)}
+            if documents.key_lengths != documents.lengths:
+                results = {", more keys than queries": results[""]}
+                if rule.window_tokens is None:
+                    results[", keys in rounds"] = _run_in_rounds(name, tensors, sinks, documents, rule)
             expected = _run_reference([tensor.float() for tensor in tensors], sinks, documents, rule)
         except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
             return f"failed its probe: {describe_error(error)}"
-        for label, result, reference in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
-            error_share = _measure_error(result, reference)
+        for (case, result), at in product(results.items(), range(len(expected))):
+            error_share = _measure_error(result[at], expected[at])
             if math.isnan(error_share) or error_share > PROBE_TOLERANCE[need.dtype]:
                 window = f", window {rule.window_tokens}" if rule.window_tokens else ""
-                window += ", more keys than queries" if documents.key_lengths != documents.lengths else ""
-                return f"differs from the reference by {error_share:.2g} on its probe ({label}{window})"
+                label = ("out", "dq", "dk", "dv")[at]
+                return f"differs from the reference by {error_share:.2g} on its probe ({label}{window}{case})"
     return ""
 
 
@@ -111,6 +116,45 @@ def _run(name: str, tensors: Sequence[Tensor], sinks: Tensor | None, documents: 
     row = list_options(documents, name, rule)
     out, lse = attend(q, k, v, sinks, *row)
     return [out, *run_backward(dout, q, k, v, out, lse, *row)]
+
+
+def _run_in_rounds(
+    name: str, tensors: Sequence[Tensor], sinks: Tensor | None, documents: Documents, rule: Rule
+) -> list[Tensor]:
+    """The same in two rounds: first each document's last keys, then those before its queries. The backward of each
+    gets the result and the log-sum-exp of both."""
+    dout, q, k, v = tensors
+    pairs = list(zip(documents.lengths, documents.key_lengths, strict=True))
+    places = torch.arange(k.size(0), device=q.device).split(documents.key_lengths)
+    rounds = [
+        (
+            torch.cat([each[-queries:] for each, (queries, _) in zip(places, pairs, strict=True)]),
+            list_options(make_documents(documents.lengths, q.device), name, rule),
+        ),
+        (
+            torch.cat([each[:-queries] for each, (queries, _) in zip(places, pairs, strict=True)]),
+            list_options(
+                make_documents(documents.lengths, q.device, [keys - queries for queries, keys in pairs]),
+                name,
+                replace(rule, is_causal=False),
+            ),
+        ),
+    ]
+    precise: Tensor | None = None
+    for own, row in rounds:
+        out, lse = attend(q, k[own], v[own], None, *row)
+        if precise is None:
+            precise, total = out.float(), lse
+        else:
+            merge(precise, total, out, lse)
+    assert precise is not None
+    if sinks is not None:
+        precise, total = add_sinks(precise, total, sinks)
+    whole, dq, dk, dv = precise.to(q.dtype), torch.zeros_like(precise), torch.zeros_like(k), torch.zeros_like(v)
+    for own, row in rounds:
+        part, dk[own], dv[own] = run_backward(dout, q, k[own], v[own], whole, total, *row)
+        dq += part
+    return [whole, dq, dk, dv]
 
 
 def _run_reference(tensors: Sequence[Tensor], sinks: Tensor | None, documents: Documents, rule: Rule) -> list[Tensor]:

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 def forward_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, *list_bounds(documents), 0.0, True, False, scale=rule.scale, **_window_sides(rule)
+        q, k, v, *list_bounds(documents), 0.0, rule.is_causal, False, scale=rule.scale, **_window_sides(rule)
     )
     return out, lse
 
@@ -26,7 +26,7 @@ def backward_varlen(
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # state of an unused generator
     dq, dk, dv = aten._flash_attention_backward(
-        dout, q, k, v, out, lse, *list_bounds(documents), 0.0, True,
+        dout, q, k, v, out, lse, *list_bounds(documents), 0.0, rule.is_causal,
         no_dropout, no_dropout.new_empty(0), scale=rule.scale, **_window_sides(rule),
     )  # fmt: skip
     return dq, dk, dv
