@@ -1,0 +1,120 @@
+"""Tests how results over blocks of keys are merged, and that every kernel's backward takes the result of all blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.tiers import sample_every
+from torch import Tensor
+
+from ulysses_cli.plan.attention import Need
+from ulysses_cli.train.attention.documents import Documents, make_documents
+from ulysses_cli.train.attention.kernels import flex, operators, trial
+from ulysses_cli.train.attention.kernels.blockwise import backward_blocks, forward_blocks
+from ulysses_cli.train.attention.kernels.merging import merge
+from ulysses_cli.train.attention.kernels.rule import Rule
+
+
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+    return torch.einsum("hqk,khd->qhd", logits.softmax(-1), v), logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1e3])
+def test_blocks_make_the_whole(scale: float) -> None:
+    """Also where exp of any logit is infinite, and with a block that has no weight beside the others."""
+    q, k, v = torch.randn(3, 12, 2, 4, dtype=torch.float64)
+    expected, expected_lse = attend_plainly(q, k, v, scale)
+    assert bool(torch.exp(expected_lse.float()).isinf().any()) == (scale > 1)
+    out, lse = attend_plainly(q, k[:3], v[:3], scale)
+    for keys in (slice(3, 4), slice(4, 12)):
+        merge(out, lse, *attend_plainly(q, k[keys], v[keys], scale))
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_without_weight_add_nothing() -> None:
+    empty = torch.zeros(2, 3, 4), torch.full((3, 2), -math.inf)
+    part = torch.randn(2, 3, 4), torch.randn(3, 2)
+    for first, second in ((empty, part), (part, empty)):
+        out, lse = (tensor.clone() for tensor in first)
+        merge(out, lse, *second)
+        assert torch.equal(out, part[0])
+        assert torch.equal(lse, part[1])
+    out, lse = (tensor.clone() for tensor in empty)
+    merge(out, lse, *empty)
+    assert torch.equal(out, empty[0])
+    assert torch.equal(lse, empty[1])
+
+
+def test_blocks_of_bfloat16_are_summed_in_float32() -> None:
+    """64 blocks of equal weight, where a sum in bfloat16 would lose what the later blocks add."""
+    values = torch.randn(64, 5, 1, 4).bfloat16()
+    out, lse = values[0].float(), torch.zeros(1, 5)
+    for part in values[1:]:
+        merge(out, lse, part, torch.zeros(1, 5))
+    torch.testing.assert_close(out, values.float().mean(0), rtol=1e-5, atol=1e-6)
+
+
+NEEDS = [
+    Need(16, has_softcap=True, dtype="float32", has_more_keys=True),
+    Need(16, has_window=True, has_sinks=True, dtype="float32", has_more_keys=True),
+    Need(16, has_more_keys=True),
+]
+
+
+@pytest.mark.parametrize("need", sample_every(3, NEEDS), ids=str)
+def test_the_probe_of_a_ring_has_rounds(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel whose backward computes the weights of a block from its own keys fails it."""
+    request = trial.TrialRequest("sdpa", need, "cpu", 100)
+    assert not trial.try_kernel(request).obstacle
+    kernel = operators.KERNELS["sdpa"]
+
+    def backward(*tensors: Any) -> Any:
+        dout, q, k, v, _, _, documents, rule = tensors
+        return kernel.backward(dout, q, k, v, *kernel.forward(q, k, v, documents, rule), documents, rule)
+
+    monkeypatch.setitem(operators.KERNELS, "sdpa", operators.Kernel(kernel.forward, backward))
+    obstacle = trial.try_kernel(request).obstacle
+    assert "differs from the reference" in obstacle
+    assert need.has_sinks or "keys in rounds" in obstacle, "with sinks its backward is wrong in one round too"
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_flex_attention_takes_the_result_of_all_keys(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward is that of its own forward, turned by the two log-sum-exps. On a CPU it has none, so plain torch
+    stands in for its forward."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: Rule) -> tuple[Tensor, Tensor]:
+        logits = torch.einsum("qhd,khd->hqk", q, k) * rule.scale
+        logits = logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)
+        return torch.einsum("hqk,khd->qhd", logits.softmax(-1), v), logits.logsumexp(-1)
+
+    monkeypatch.setattr(flex, "_call_flex", call)
+    q, k, v, dout = torch.randn(4, 20, 2, 8, dtype=torch.float64)
+    rule = Rule(0.3, None, softcap, is_causal=False)
+    out, lse = forward_blocks(q, k, v, rule)
+    for keys in (slice(0, 7), slice(7, 20)):
+        documents = make_documents((20,), key_lengths=(keys.stop - keys.start,))
+        tensors = dout, q, k[keys], v[keys], out, lse
+        for result, expected in zip(
+            flex.backward_flex(*tensors, documents, rule), backward_blocks(*tensors, rule), strict=True
+        ):
+            torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [(3, 1, 200), (140,)])
+def test_flex_attention_lets_queries_see_all_keys_of_their_document(lengths: tuple[int, ...]) -> None:
+    key_lengths = tuple(1 + 2 * length for length in lengths)
+    documents, rule = make_documents(lengths, key_lengths=key_lengths), Rule(0.3, is_causal=False)
+    q, k = torch.randn(sum(lengths), 2, 16), torch.randn(sum(key_lengths), 2, 16)
+    out, lse = flex.forward_flex(q, k, k, documents, rule)
+    for queries, keys in documents.walk():
+        expected, expected_lse = attend_plainly(q[queries], k[keys], k[keys], 0.3)
+        torch.testing.assert_close(out[queries], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[:, queries], expected_lse, rtol=1e-4, atol=1e-5)
+    assert replace(rule, is_causal=True) != rule, "else the cached mask of the other rule would serve"
