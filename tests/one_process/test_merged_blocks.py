@@ -1,0 +1,180 @@
+"""Compares adapters merged file by file with peft's merge in memory, for every family, and bounds the memory of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from support.checkpoints import save_as_ranks
+from support.families import make_config
+from support.paths import ROOT
+from transformers import AutoModelForCausalLM
+
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.run_folder.archive import CheckpointError
+from ulysses_cli.train.export import weights as export
+from ulysses_cli.train.export.base_files import find_base_files
+from ulysses_cli.train.export.merging import Merging
+
+SETTINGS = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    values = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            values |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return values
+
+
+def adapt(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Path]:
+    """Saves a base model in several files, with adapters around it that a checkpoint of three ranks holds."""
+    torch.manual_seed(1)
+    config = make_config(model_type)
+    base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    adapted = get_peft_model(base, LoraConfig(**SETTINGS), autocast_adapter_dtype=False)
+    trained = {name: p for name, p in base.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.normal_(std=0.1)
+    return config, adapted, save_as_ranks(trained, tmp_path / "step-1")
+
+
+def merge(tmp_path: Path, config: Any, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype) -> tuple[Path, str]:
+    merging = Merging(checkpoint, find_base_files(str(tmp_path / "base"), None), LoraConfig(**SETTINGS), trained, dtype)
+    messages: list[str] = []
+    folder = export.export_model(
+        checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
+        dtype=dtype, card="", step=1, merge=merging.write,
+        check=lambda to: messages.append(merging.check(to, config)),
+    )  # fmt: skip
+    return folder, messages[0]
+
+
+TELLING = ("mixtral", "phi3", "qwen3")  # experts split over files, fused projections, plain ones
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=() if name in TELLING else pytest.mark.full) for name in sorted(FAMILIES)]
+)
+def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, adapted, checkpoint = adapt(tmp_path, model_type)
+    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 40_000)
+    folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32)
+    assert output.startswith("logits of a probe differ from those with adapters by ")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    ours, reference = read_all(folder), read_all(tmp_path / "theirs")
+    assert ours.keys() == reference.keys()
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    before = read_all(tmp_path / "base")
+    for name, tensor in reference.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+    changed = {name for name in ours if not torch.equal(ours[name], before[name])}
+    assert changed == {name for name in reference if not torch.equal(reference[name], before[name])}
+    assert len(changed) >= 2 * 4
+
+
+def test_a_merge_in_bfloat16_rounds_once(tmp_path: Path) -> None:
+    config, adapted, checkpoint = adapt(tmp_path, "llama", torch.bfloat16)
+    folder, _ = merge(tmp_path, config, checkpoint, torch.bfloat16, torch.bfloat16)
+    name = "model.layers.1.mlp.down_proj"
+    layer = adapted.get_submodule(f"base_model.model.{name}")
+    exact = layer.base_layer.weight.double() + 2 * (
+        layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+    )
+    assert torch.equal(read_all(folder)[f"{name}.weight"], exact.bfloat16())
+
+
+def test_the_text_part_of_a_larger_model_is_merged(tmp_path: Path) -> None:
+    """Models that also read images keep the text part beside a part with layers of the same names."""
+    config, _, checkpoint = adapt(tmp_path, "llama")
+    from safetensors.torch import save_file
+
+    tensors = {f"language_model.{name}": tensor for name, tensor in read_all(tmp_path / "base").items()}
+    tensors["vision_tower.layers.0.self_attn.q_proj.weight"] = torch.ones(3, 3)
+    for file in (tmp_path / "base").glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, tmp_path / "base" / "model.safetensors")
+    files = find_base_files(str(tmp_path / "base"), None)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    merging = Merging(checkpoint, files, LoraConfig(**SETTINGS), torch.float32, torch.float32)
+    (tmp_path / "to").mkdir()
+    assert set(merging.write(tmp_path / "to", skeleton)) == {name.removeprefix("language_model.") for name in tensors
+                                                            if "vision" not in name}  # fmt: skip
+
+
+def test_a_base_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    config, _, checkpoint = adapt(tmp_path, "llama")
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    files = find_base_files(str(tmp_path / "base"), None)
+    (tmp_path / "to").mkdir()
+    with pytest.raises(CheckpointError, match="the base model's files lack "):
+        Merging(checkpoint, files[1:], LoraConfig(**SETTINGS), torch.float32, torch.float32).write(
+            tmp_path / "to", skeleton
+        )
+    index = tmp_path / "base" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["lm_head.weight"] = "../elsewhere.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"elsewhere\.safetensors, which is outside the folder"):
+        find_base_files(str(tmp_path / "base"), None)
+
+
+@pytest.mark.full
+def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
+    """A model of 245 MB in shards of 30 MB peaks at a few shards."""
+    code = f"""
+        import re, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(ROOT / "tests")!r})
+        import torch
+        from support.checkpoints import save_as_ranks
+        from support.families import make_config
+        from transformers import AutoModelForCausalLM
+        from peft import LoraConfig, get_peft_model
+        from ulysses_cli.train.export import weights as export
+        from ulysses_cli.train.export.base_files import find_base_files
+        from ulysses_cli.train.export.merging import Merging
+
+        def read_peak():
+            return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+        folder = Path({str(tmp_path)!r})
+        config = make_config("llama")
+        config.update(dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=18, vocab_size=2048))
+        base = AutoModelForCausalLM.from_config(config)
+        base.save_pretrained(folder / "base", max_shard_size="30MB")
+        settings = LoraConfig(r=4, target_modules="all-linear")
+        get_peft_model(base, settings)
+        trained = {{name: p.detach() for name, p in base.named_parameters() if p.requires_grad}}
+        checkpoint = save_as_ranks(trained, folder / "step-1")
+        size = sum(p.numel() * 4 for name, p in base.named_parameters())
+        del base, trained
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+        export.MAX_SHARD_BYTES = 30 * 10**6
+        (folder / "to").mkdir()
+        files = find_base_files(str(folder / "base"), None)
+        merging = Merging(checkpoint, files, settings, torch.float32, torch.float32)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = read_peak()
+        merging.write(folder / "to", skeleton)
+        print(size, read_peak() - before)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    size, grown = map(int, done.stdout.split()[-2:])
+    assert size > 240e6
+    assert grown < 110e6, (size, grown)  # one shard that is read, one that is written, and working memory
