@@ -95,7 +95,10 @@ def compare(model_type: str, kind: str, chunks: int = 1) -> float:
     generator = Generator(forward, axis)
     num_read = generator.read(prompts)
     assert num_read == count_shared_tokens(prompts) // axis.size * axis.size > 30
-    assert generator.generate(NUM_NEW) == expected
+    reported: list[int] = []
+    assert generator.generate(NUM_NEW, report=reported.append) == expected
+    assert reported == sorted(reported)
+    assert {*reported} >= {*range(1, NUM_NEW + 1)}, "each token is reported"
     longest, worst = max(map(len, prompts)), 0.0
     by_length = dict(enumerate(forward.logits[1:], min(map(len, prompts)) + 1)) | {
         min(map(len, prompts)): forward.logits[0]

@@ -82,9 +82,14 @@ class Generator:
         return num_local * self.axis.size
 
     @torch.no_grad()
-    def generate(self, max_new_tokens: int, stop_tokens: Collection[int] = ()) -> list[list[int]]:
+    def generate(
+        self,
+        max_new_tokens: int,
+        stop_tokens: Collection[int] = (),
+        report: Callable[[int], None] = lambda _: None,
+    ) -> list[list[int]]:
         """Returns each prompt's next tokens, at most `max_new_tokens`, without the stop token that ended them. The
-        prompts are those of the last `read`."""
+        prompts are those of the last `read`. `report` is told the tokens of the longest answer so far."""
         prompts, begin = self.prompts, self.cache.prefix_tokens
         lengths = [len(prompt) for prompt in prompts]
         answers: list[list[int]] = [[] for _ in prompts]
@@ -103,6 +108,7 @@ class Generator:
                     answers[at].append(token)
                 is_done[at] = is_done[at] or token in stop_tokens or len(answers[at]) == max_new_tokens
                 block.append([token])
+            report(max(map(len, answers)))
         return answers
 
     @torch.no_grad()

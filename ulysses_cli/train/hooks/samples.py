@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ulysses_cli.plan.models.chat_template import find_end_marker
@@ -63,12 +64,19 @@ class Samples:
         groups, answers = state.groups, dict[int, list[int]]()
         with generating(state.engine) as generator:
             for at in range(groups.dp_index, len(self.prompts), groups.layout.dp_size):
-                state.phase = f"sample {at + 1} of {len(self.prompts)}"
+                title = f"sample {at + 1} of {len(self.prompts)}"
+                state.phase = title
                 generator.read([self.prompts[at].tokens])
-                (answers[at],) = generator.generate(self.max_new_tokens, self.stop_tokens)
+                show = partial(_show_progress, state, title)
+                (answers[at],) = generator.generate(self.max_new_tokens, self.stop_tokens, show)
         everything = {at: tokens for part in gather_values(answers, groups.host_group) for at, tokens in part.items()}
         samples = [
             {"prompt": prompt.text, "text": self.decode(everything[at]), "num_tokens": len(everything[at])}
             for at, prompt in enumerate(self.prompts)
         ]
         self.write({"step": state.step, "samples": samples})
+
+
+def _show_progress(state: TrainState, title: str, num_tokens: int) -> None:
+    """The watchdog sees that the phase changes: run.step_timeout is for one token, not for a whole sample."""
+    state.phase = f"{title}, token {num_tokens}"
