@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from support.model_shapes import get_shape
 
+from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
@@ -15,7 +16,7 @@ from ulysses_cli.plan.planner.fit import is_indexable
 from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rows.order import Ring
 from ulysses_cli.plan.rows.ring_share import NO_RING, measure_ring
-from ulysses_cli.plan.speed import compute_exchange_bytes, compute_ring_bytes
+from ulysses_cli.plan.speed import compute_exchange_bytes, compute_ring_bytes, compute_speed
 
 LLAMA = get_shape("meta-llama/Llama-3.1-8B")
 
@@ -60,11 +61,24 @@ def test_keys_of_a_row_stay_below_32_bits() -> None:
     assert is_indexable(replace(job, levers=replace(job.levers, head_chunks=8)))
 
 
-def test_the_ledger_counts_a_rows_keys() -> None:
+def test_the_ledger_counts_blocks_of_keys() -> None:
+    """One fetch would hold the keys of a row and their gradients: 2 x 2 r for each of 8 shares. Rounds hold blocks."""
+
     def peak(layout: Layout, **options: int) -> int:
         levers = Levers(tiled_mlp=True, tiled_loss=True, offloaded_layers=30)
         return compute_ledger(Job(LLAMA, layout, 2**21, levers, **options)).gpu_allocated_bytes
 
     heads, ring = Layout(1, 1, 8), Layout(1, 1, 8, 8)
-    assert peak(ring) > peak(heads) + 7 * 2 * 2 * 1024 * 2**21 // 8
+    own_tokens, key_bytes = 2**21 // 8, 2 * 2 * 1024
+    assert peak(heads) + 3 * key_bytes * own_tokens < peak(ring) < peak(heads) + 2 * 8 * key_bytes * own_tokens
     assert peak(ring, document_tokens=2048) < peak(heads) * 1.2
+
+
+def test_keys_in_rounds_travel_while_others_are_computed() -> None:
+    """Of keys that are fetched at once, as those of short documents, attention hides none."""
+    gpu = load_hardware().get_gpu("h100-80gb")
+    job = Job(LLAMA, Layout(1, 1, 16, 2), 2**20, Levers(tiled_mlp=True, tiled_loss=True))
+    rounds, short = compute_speed(job, gpu), compute_speed(replace(job, document_tokens=3000), gpu)
+    assert 0 < rounds.hidden["exchange"] <= rounds.parts["attention"] / 2
+    assert short.hidden["exchange"] == 0 < compute_ring_bytes(replace(job, document_tokens=3000))
+    assert compute_ring_bytes(job, in_rounds=True) == compute_ring_bytes(job)
