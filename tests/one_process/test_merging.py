@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from support.checkpoints import save_as_ranks
 from support.families import make_config
@@ -23,7 +23,8 @@ from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.train.export import weights as export
 from ulysses_cli.train.export.base_files import find_base_files
-from ulysses_cli.train.export.merging import Merging
+from ulysses_cli.train.export.check import check_adapter
+from ulysses_cli.train.export.merging import Merging, add_adapters
 
 SETTINGS = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -36,22 +37,26 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
-def adapt(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Path]:
+def adapt(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Any, Any, Path]:
     """Saves a base model in several files, with adapters around it that a checkpoint of three ranks holds."""
     torch.manual_seed(1)
     config = make_config(model_type)
     base = AutoModelForCausalLM.from_config(config, dtype=dtype)
     base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
-    adapted = get_peft_model(base, LoraConfig(**SETTINGS), autocast_adapter_dtype=False)
+    adapted = get_peft_model(base, LoraConfig(**SETTINGS, **more), autocast_adapter_dtype=False)
     trained = {name: p for name, p in base.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for parameter in trained.values():
             parameter.normal_(std=0.1)
+    trained = {name.replace(".modules_to_save.default", ""): p for name, p in trained.items()}
     return config, adapted, save_as_ranks(trained, tmp_path / "step-1")
 
 
-def merge(tmp_path: Path, config: Any, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype) -> tuple[Path, str]:
-    merging = Merging(checkpoint, find_base_files(str(tmp_path / "base"), None), LoraConfig(**SETTINGS), trained, dtype)
+def merge(
+    tmp_path: Path, config: Any, checkpoint: Path, trained: torch.dtype, dtype: torch.dtype, **more: Any
+) -> tuple[Path, str]:
+    settings = LoraConfig(**SETTINGS, **more)
+    merging = Merging(checkpoint, find_base_files(str(tmp_path / "base"), None), settings, trained, dtype)
     messages: list[str] = []
     folder = export.export_model(
         checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=None,
@@ -82,6 +87,50 @@ def test_a_family_is_merged_as_peft_merges_it(model_type: str, tmp_path: Path, m
     changed = {name for name in ours if not torch.equal(ours[name], before[name])}
     assert changed == {name for name in reference if not torch.equal(reference[name], before[name])}
     assert len(changed) >= 2 * 4
+
+
+DORA = {"use_dora": True}
+WHOLE = {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("more", [WHOLE, DORA, {**WHOLE, **DORA}], ids=["whole", "DoRA", "both"])
+@pytest.mark.parametrize("model_type", ["phi3", "qwen3"])
+def test_whole_parts_and_dora_are_merged_as_peft_merges_them(
+    model_type: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    config, adapted, checkpoint = adapt(tmp_path, model_type, **more)
+    folder, output = merge(tmp_path, config, checkpoint, torch.float32, torch.float32, **more)
+    assert output.startswith("logits of a probe differ from those with adapters by ")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    ours, reference = read_all(folder), read_all(tmp_path / "theirs")
+    assert ours.keys() == reference.keys()
+    for name, tensor in reference.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+    before = read_all(tmp_path / "base")
+    is_changed = not torch.equal(ours["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    assert is_changed == ("modules_to_save" in more)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("more", [WHOLE, DORA], ids=["whole", "DoRA"])
+def test_plain_peft_loads_whole_parts_and_dora(more: dict[str, Any], tmp_path: Path) -> None:
+    config, adapted, checkpoint = adapt(tmp_path, "qwen3", **more)
+    with torch.device("meta"):
+        filled = add_adapters(AutoModelForCausalLM.from_config(config), LoraConfig(**SETTINGS, **more))
+    folder = export.export_model(
+        checkpoint, tmp_path / "ours", config=config, tokenizer=make_bytes_tokenizer(), adapter_config=filled,
+        dtype=torch.float32, card="", step=1, check=lambda to: check_adapter(checkpoint, to, torch.float32),
+    )  # fmt: skip
+    adapted.save_pretrained(tmp_path / "theirs")
+    ours, reference = read_all(folder), read_all(tmp_path / "theirs")
+    assert ours.keys() == reference.keys()
+    assert all(torch.equal(ours[name], reference[name]) for name in ours)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    read = PeftModel.from_pretrained(base, str(folder))
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        assert torch.equal(read.eval()(tokens).logits, adapted.eval()(tokens).logits)
 
 
 def test_a_merge_in_bfloat16_rounds_once(tmp_path: Path) -> None:
@@ -143,7 +192,7 @@ def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
         from support.checkpoints import save_as_ranks
         from support.families import make_config
         from transformers import AutoModelForCausalLM
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, PeftModel, get_peft_model
         from ulysses_cli.train.export import weights as export
         from ulysses_cli.train.export.base_files import find_base_files
         from ulysses_cli.train.export.merging import Merging

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ulysses_cli.report.run_files import load_run
 from ulysses_cli.train.telemetry.record import Record
 from ulysses_cli.train.telemetry.trackers import LINE_PIPE, TRACKERS, TrackerError, make_trackers
 
@@ -89,16 +90,19 @@ def test_training_goes_on_when_a_service_fails(tmp_path: Path) -> None:
             pass
 
     class Failing:
-        times = 0
+        place, times, is_closed = "https://numbers.example/mine", 0, False
 
         def write(self, split: str, line: dict[str, Any]) -> None:
             self.times += 1
             raise ConnectionError("the server is gone")
 
         def close(self) -> None:
-            pass
+            self.is_closed = True
+            raise ConnectionError("the server is still gone")
 
     class Unclosed:
+        place = "here"
+
         def write(self, split: str, line: dict[str, Any]) -> None:
             pass
 
@@ -111,12 +115,19 @@ def test_training_goes_on_when_a_service_fails(tmp_path: Path) -> None:
     record.write_step(LINE)
     record.write_step({**LINE, "step": 2})
     record.close()
-    assert failing.times == 1
+    assert (failing.times, failing.is_closed) == (1, True)
     assert [event["message"] for event in events if event["event"] == "warning"] == [
         "Failing gets no more numbers: ConnectionError: the server is gone",
         "Unclosed gets no more numbers: TimeoutError: no answer",
     ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    told = [(line["name"], line["text"]) for line in load_run(tmp_path).told]
+    assert told == [
+        ("Failing", "writes to https://numbers.example/mine"),
+        ("Unclosed", "writes to here"),
+        ("Failing", "gets no more numbers: ConnectionError: the server is gone"),
+        ("Unclosed", "gets no more numbers: TimeoutError: no answer"),
+    ]
 
 
 def test_lines_reach_the_program_that_started_the_run(tmp_path: Path) -> None:

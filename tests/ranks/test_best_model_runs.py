@@ -32,7 +32,7 @@ def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path:
     losses = read_evaluations(tmp_path / "whole")
     last, best = max(losses), min(losses, key=lambda step: losses[step])
     assert best < last - 4
-    assert f"early stop after step {last}: the loss has not fallen for 3 evaluations" in output
+    assert f"early stop after step {last}: evaluation loss has not improved for 3 evaluations" in output
     assert runs.list_checkpoints("whole") == sorted((f"step-{best}", f"step-{last}"))
     assert json.loads((tmp_path / "whole" / "model" / "ulysses.json").read_text())["step"] == best
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 from support.rank_pool import run_on_ranks
@@ -12,9 +14,14 @@ from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.suites import SEEDED, Amount, Sources, plan_suites
+from ulysses_cli.plan.models.model_choice import SCORE
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.recipe import EvalTask
+from ulysses_cli.train.completion import finish
+from ulysses_cli.train.guard.stop_conditions import StopConditions
+from ulysses_cli.train.hooks import eval_suite
 from ulysses_cli.train.hooks.eval_suite import EvalSuite
+from ulysses_cli.train.hooks.model_choice import ModelChoice
 from ulysses_cli.train.loop import every, train
 from ulysses_cli.train.train_state import TrainState
 
@@ -46,6 +53,70 @@ def test_questions_between_steps_change_no_step() -> None:
     assert of_second == []
     assert phases == ["asking question 1 of run.eval_suite"] * 2, "the watchdog of every rank sees progress"
     assert losses == pytest.approx(run_on_ranks(2, train_with_questions, ())[0][0], abs=1e-6)
+
+
+SCORES = (0.25, 0.75, 0.5, 0.75, 0.5, 1.0)
+
+
+def train_by_score(patience: int) -> tuple[list[int], int, dict[int, float]]:
+    """Scores are made up, on rank 0, which alone has the answers."""
+    recipe = make_recipe("parallel.sp_size=2", "train.max_steps=6", config=BYTES_CONFIG)
+    harness = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 12), 6)
+    state, saved, scores = harness.train_state, list[int](), iter(SCORES)
+    state.measure = SCORE
+    choice = ModelChoice(lambda state: saved.append(state.step), patience, 0.0, lambda _: None)
+    suite = EvalSuite(("vt",), AMOUNT, make_bytes_tokenizer(), (), lambda _: None, choice.judge)
+    with pytest.MonkeyPatch.context() as patch:
+        made_up = lambda _: {"scores": [], "mean": [{"length": 1200, "score": next(scores)}]}  # noqa: E731
+        patch.setattr(eval_suite, "summarize", made_up)
+        state.post_step_hooks = (*state.post_step_hooks, every(1, suite.run))
+        train(state)
+    return saved, state.step, state.eval_lacks
+
+
+@pytest.mark.check
+def test_all_ranks_choose_by_the_score_that_rank_0_has() -> None:
+    first, second = run_on_ranks(2, train_by_score, 3)
+    assert first == second
+    saved, last, lacks = first
+    assert saved == [1, 2], "the higher score is better, the earlier of equal ones"
+    assert last == 5
+    assert lacks == {step: 1 - score for step, score in enumerate(SCORES[:5], 1)}
+
+
+def ask_late() -> tuple[int, int]:
+    """How many results are written in a run whose time is over, by its own reasons to stop and by a signal alone."""
+    recipe = make_recipe("train.max_steps=3", config=BYTES_CONFIG)
+    state = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 3).train_state
+    state.stop = StopConditions(max_hours=0.0)
+    written: list[dict[str, Any]] = []
+    suite = EvalSuite(("vt",), AMOUNT, make_bytes_tokenizer(), (), written.append)
+    suite.run(state)
+    before = len(written)
+    suite.run(state, StopConditions())
+    return before, len(written)
+
+
+@pytest.mark.check
+def test_the_last_questions_are_asked_though_the_time_is_over() -> None:
+    assert run_on_ranks(1, ask_late) == [(0, 1)]
+
+
+def test_a_run_that_ends_late_asks_by_a_signal_alone() -> None:
+    class Asked(Exception):
+        pass
+
+    class Suite:
+        def run(self, state: Any, stop: StopConditions) -> None:
+            raise Asked(stop.read_flags())
+
+    late = SimpleNamespace(step=3, last_eval_step=3, stop=StopConditions(max_hours=0.0))
+    assert any(late.stop.read_flags())
+    run: Any = SimpleNamespace(state=late, plan=SimpleNamespace(recipe=None))
+    nothing: Any = Mock()
+    with pytest.raises(Asked) as asked:
+        finish(nothing, nothing, run, nothing, nothing, nothing, Suite(), nothing, "")  # type: ignore[arg-type]
+    assert not any(asked.value.args[0])
 
 
 def test_tasks_of_a_run_are_those_that_need_no_file() -> None:

@@ -48,7 +48,7 @@ def test_the_replay_holds_what_deepspeed_holds(case: str) -> None:
     leaves = find_leaves(job.shape, tiles_mlp=job.levers.tiled_mlp)
     modules = tuple(join_mlps(job.weights.modules, leaves))
     recomputes = job.levers.gradient_checkpointing is not False
-    visits = list(ModuleOrder(modules).walk_step(recomputes=recomputes, trains_embedding=job.adapters is None))
+    visits = list(ModuleOrder(modules).walk_step(recomputes=recomputes))
     coordinator = Coordinator(modules, visits, job.engine, joins_mlps=bool(leaves))
     results = []
     for visit in visits:

@@ -69,8 +69,18 @@ ORDER: dict[str, list[str]] = {
         *("scorers", "summary"),
     ],
     "run_folder": [
-        *("failure_record", "early_stop", "line_files", "manifest", "archive", "bucket", "remote_archive", "resume"),
-        *("run_lock", "seal", "run_key"),
+        *(
+            "failure_record",
+            "early_stop",
+            "told",
+            "line_files",
+            "manifest",
+            "archive",
+            "bucket",
+            "remote_archive",
+            "resume",
+        ),
+        *("resume", "run_lock", "seal", "run_key"),
     ],
     "host": ["network", "operator_builds", "children", "gpu_list", "data_survey"],
     "launch": [

@@ -76,6 +76,23 @@ def test_adapters_are_chosen_where_all_weights_do_not_fit(texts: Path) -> None:
     assert not Path("full.yaml").exists()
 
 
+def test_a_base_in_4_bits_is_an_answer_and_what_the_planner_takes_last(texts: Path) -> None:
+    words = ["--data", "texts", "--model", "Qwen/Qwen3-32B", "--max-length", "8Ki", "--yes"]
+    assert invoke("init", "auto.yaml", *words, "--gpus", "l40s:1").returncode == 0
+    auto = yaml.safe_load(Path("auto.yaml").read_text())
+    assert (auto["lora"]["quantize_base"], auto["parallel"]["zero_stage"]) == ("nf4", 2)
+    assert invoke("init", "asked.yaml", *words, "--gpus", "h200:1", "--method", "qlora").returncode == 0
+    assert yaml.safe_load(Path("asked.yaml").read_text())["lora"]["quantize_base"] == "nf4"
+    assert validate_recipe("asked.yaml").problems == ()
+    on_cpus = ["--data", "texts", "--model", "tiny", "--gpus", "cpu", "--method", "qlora", "--yes"]
+    assert invoke("init", "cpu.yaml", *on_cpus).returncode == 0
+    assert validate_recipe("cpu.yaml").problems == ()
+    experts = ["--data", "texts", "--model", "Qwen/Qwen3-30B-A3B", "--gpus", "h200:1", "--max-length", "8Ki", "--yes"]
+    refused = invoke("init", "experts.yaml", *experts, "--method", "qlora")
+    assert refused.returncode == 2
+    assert "--method: the experts of" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

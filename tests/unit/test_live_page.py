@@ -112,6 +112,18 @@ def test_wrong_uses_are_explained(tmp_path: Path) -> None:
     assert "serves the page, and writes none" in run("report", str(tmp_path), "--live", "-o", "x.html").stderr
     (tmp_path / "file").touch()
     assert "is a file" in run("report", str(tmp_path / "file"), "--live").stderr
+    typo = run("report", str(tmp_path / "runs" / "mien"), "--live")
+    assert typo.returncode == 2
+    assert "mien does not exist" in typo.stderr
+    assert "start the run first" in typo.stderr
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    close = run("report", str(tmp_path / "runs" / "mien"), "--live").stderr
+    assert "did you mean" in close
+    assert "runs/mine" in close.replace("\n", "")
+    other = run("report", str(tmp_path), "--live")
+    assert other.returncode == 2
+    assert "holds other files, and nothing of a run" in other.stderr
+    (tmp_path / "run.json").touch()
     page = LivePage(lambda: "")
     port = page.server.server_address[1]
     assert f"{port} cannot be used" in run("report", str(tmp_path), "--live", "--port", str(port)).stderr

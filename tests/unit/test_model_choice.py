@@ -67,7 +67,7 @@ def test_the_best_of_a_run_is_chosen_for_export(tmp_path: Path) -> None:
     for step in (2, 8):
         make_checkpoint(tmp_path, step, eval_losses=dump_losses(LOSSES))
     assert choose_checkpoint(tmp_path, lines.append, wants_best=True).name == "step-2"
-    assert lines[0] == "step 4 had the lowest evaluation loss, but its checkpoint was not kept"
+    assert lines[0] == "step 4 was the best by evaluation loss, but its checkpoint was not kept"
     assert lines[1].endswith("checkpoints/step-2, with evaluation loss 2")
     (tmp_path / "checkpoints" / "step-2" / name_share(0)).unlink()
     assert choose_checkpoint(tmp_path, lines.append, wants_best=True).name == "step-8"
@@ -92,6 +92,29 @@ def test_the_best_stays_in_the_bucket_and_comes_back(tmp_path: Path) -> None:
     assert find_resume_point(there, "auto", 0, lambda _: None).best_step == 4
 
 
+def test_a_score_decides_where_the_run_goes_by_it(tmp_path: Path) -> None:
+    """Higher scores are better: loss and score disagree here."""
+    recipe = {"model": {}, "data": {}, "run": {"seed": 0, "keep_best": "eval_suite"}}
+    recipe["train"] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    for step in (2, 4, 8):
+        state = {"eval_losses": dump_losses(LOSSES), "eval_scores": {"2": 0.25, "4": 0.5}}
+        make_checkpoint(tmp_path, step, recipe=recipe, **state)
+    (tmp_path / "quality.jsonl").write_text('{"step": 8, "score": 0.75}\n{"step": 9, "score": 1.0}\n')
+    point = find_resume_point(tmp_path, "auto", 0, lambda _: None, "eval_suite")
+    assert (point.eval_lacks, point.best_step) == ({2: 0.75, 4: 0.5, 8: 0.25}, 8)
+    assert point.eval_losses == LOSSES
+    assert [point.has_stalled(patience, threshold) for patience, threshold in ((1, 0.0), (1, 0.3))] == [False, True]
+    by_loss = find_resume_point(tmp_path, "auto", 0, lambda _: None, "eval_loss")
+    assert (by_loss.best_step, by_loss.has_stalled(2, 0.0)) == (4, True)
+    lines: list[str] = []
+    assert choose_checkpoint(tmp_path, lines.append, wants_best=True).name == "step-8"
+    assert lines[-1].endswith("checkpoints/step-8, with eval_suite score 0.75")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 8, "loss": 1.0}\n')
+    (tmp_path / "run.json").write_text(json.dumps({"num_steps": 40, "recipe": recipe}))
+    figures = {name: (value, remark) for name, value, remark in list_figures(summarize_run(load_run(tmp_path)))}
+    assert figures["best model"] == ("step 9", "eval_suite score 1; its checkpoint is kept")
+
+
 def test_the_report_says_which_model_is_best_and_why_a_run_ended(tmp_path: Path) -> None:
     settings = {"keep_best": "eval_loss", "export_best": True}
     settings |= {"early_stopping_patience": 2, "early_stopping_threshold": 0.0}
@@ -99,5 +122,5 @@ def test_the_report_says_which_model_is_best_and_why_a_run_ended(tmp_path: Path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 8, "loss": 1.0}\n')
     (tmp_path / "run.json").write_text(json.dumps({"num_steps": 40, "recipe": {"run": settings}}))
     figures = {name: (value, remark) for name, value, remark in list_figures(summarize_run(load_run(tmp_path)))}
-    assert figures["best model"] == ("step 4", "eval loss 1; it is exported")
-    assert figures["stopped early"] == ("step 8", "eval loss had not fallen for 2 evaluations")
+    assert figures["best model"] == ("step 4", "evaluation loss 1; it is exported")
+    assert figures["stopped early"] == ("step 8", "evaluation loss had not improved for 2 evaluations")

@@ -19,6 +19,9 @@ from ulysses_cli import publishing
 from ulysses_cli.commands.children import training
 from ulysses_cli.launch.launcher import Outcome
 from ulysses_cli.plan.exit_codes import DONE
+from ulysses_cli.report.page.run_page import make_run_page
+from ulysses_cli.report.run_files import load_run
+from ulysses_cli.report.run_summary import summarize_run
 
 CARD = (
     "---\nlibrary_name: transformers\nbase_model: owner/base\n---\n\n# mine\n\nA model.\n\n## Recipe\n\nAll defaults.\n"
@@ -30,7 +33,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     monkeypatch.setattr(publishing, "PAUSES", (0.0, 0.0))
     monkeypatch.setattr(publishing.HubModels.__init__, "__defaults__", ((0.0, 0.0),))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)  # as in a user's process
     monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -75,6 +78,39 @@ def test_a_model_is_published_with_a_card(hub: Hub, run_dir: Path, tmp_path: Pat
     ):
         assert text in body, text
     assert str(tmp_path) not in body
+    assert "POST /me/mine.git/info/lfs/objects/batch" in hub.requests
+    assert not any("xet" in request for request in hub.requests), "files travel over plain HTTP"
+    (told,) = load_run(run_dir).told
+    assert (told["kind"], told["name"]) == ("hub", "me/mine")
+    assert told["text"].endswith(f"bytes: {hub.address}/me/mine")
+    page = make_run_page(load_run(run_dir), summarize_run(load_run(run_dir)))
+    assert "Reported and published" in page
+    assert "hub me/mine" in page
+    assert TOKEN not in page
+
+
+def test_a_dry_run_shows_everything_and_asks_nothing(
+    hub: Hub, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    shown = run("push", str(run_dir), "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert hub.requests == []
+    head, _, card = shown.stdout.partition("\n\n")
+    assert "repository  YOUR-ACCOUNT/mine, public" in head
+    assert "model.safetensors, " in head
+    assert "nothing was sent" in head
+    assert card.startswith("---\n")
+    assert "vllm serve YOUR-ACCOUNT/mine" in card
+    assert str(tmp_path) not in card
+    as_json = json.loads(run("push", str(run_dir), "--dry-run", "--repo", "team/x", "--format", "json").stdout)
+    assert as_json["repo"] == "team/x"
+    assert {file["path"] for file in as_json["files"]} == {"README.md", "config.json", "model.safetensors"}
+    assert as_json["bytes"] == sum(file["bytes"] for file in as_json["files"])
+    refused = run("push", str(run_dir), "--dry-run", "--repo", "a b")
+    assert refused.returncode == 2
+    assert "is no name of a repository" in refused.stderr
+    assert load_run(run_dir).told == []
 
 
 def test_a_public_repository_gets_nothing_that_should_be_private(hub: Hub, run_dir: Path) -> None:
@@ -99,6 +135,17 @@ def test_adapters_get_the_stretch_as_an_override(hub: Hub, run_dir: Path) -> Non
     )
     assert "not stated by its card" in body
     assert "base_config/config.json" in hub.repos["team/tuned"]
+
+
+def test_what_vllm_does_not_serve_is_to_be_merged(run_dir: Path) -> None:
+    model = run_dir / "model"
+    (model / "config.json").rename(model / "adapter_config.json")
+    facts = json.loads((run_dir / "run.json").read_text())
+    facts["recipe"]["lora"] = {"r": 8, "use_dora": True, "modules_to_save": ["norm"]}
+    (run_dir / "run.json").write_text(json.dumps(facts))
+    card = run("push", str(run_dir), "--dry-run").stdout
+    assert "vllm serve" not in card
+    assert "vLLM does not serve adapters with parts that were trained whole or DoRA beside a base model" in card
 
 
 @pytest.mark.parametrize("path", ["/api/repos/create", "/preupload/", "objects/batch", "/storage/", "/commit/"])

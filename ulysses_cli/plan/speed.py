@@ -199,7 +199,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts = dict.fromkeys(PARTS, 0.0)
     parts["projections"] = passes * compute_projection_flops(job) / matmul
     parts["mlp"] = (passes + (levers.tiled_mlp and not recomputes)) * compute_mlp_flops(job) / matmul
-    parts["head_loss"] = (3 if job.adapters is None else 2) * compute_head_flops(job) / matmul
+    parts["head_loss"] = (2 + job.trains("lm_head")) * compute_head_flops(job) / matmul
     parts["attention"] = attention * forwards / (peak * gpu.attention_forward)
     parts["attention"] += attention * BACKWARD_ATTENTION / (peak * gpu.attention_backward)
     parts["other"] = (3 + recomputes) * compute_elementwise_bytes(job) / memory

@@ -59,6 +59,8 @@ def describe_plan(valid: Validated) -> dict[str, Any]:
         "rope_factor": resolved.rope_factor,
         "method": "lora" if recipe.lora else "full",
         "quantize_base": recipe.lora.quantize_base if recipe.lora else None,
+        "use_dora": recipe.lora.use_dora if recipe.lora else False,
+        "modules_to_save": list(recipe.lora.modules_to_save) if recipe.lora else [],
         "trust_remote_code": recipe.model.trust_remote_code,
         "understood": list(loaded.notes),
         "defaults": list(resolved.defaults),
@@ -71,8 +73,7 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
     layers = format_count(model["num_layers"], "layer")
     windows = f", windows of {' and '.join(f'{w:,}' for w in model['windows'])} tokens" if model["windows"] else ""
     groups = " ".join(_format_ranks(group) for group in plan["rows_are_shared_by"])
-    trained = "adapters are" if plan["method"] == "lora" else "all weights are"
-    trained += f" trained on a base in {plan['quantize_base']}" if plan["quantize_base"] else " trained"
+    trained = _format_trained(plan)
     more = " ..." if plan["num_processes"] // mesh["sp_size"] > SHOWN_GROUPS else ""
 
     lines = [
@@ -111,6 +112,14 @@ def format_plan(plan: Mapping[str, Any], *, with_defaults: bool = True) -> str:
     return text
 
 
+def _format_trained(plan: Mapping[str, Any]) -> str:
+    if plan["method"] != "lora":
+        return "all weights are trained"
+    parts = [f"adapters{' with DoRA' if plan['use_dora'] else ''}", *plan["modules_to_save"]]
+    base = f" on a base in {plan['quantize_base']}" if plan["quantize_base"] else ""
+    return f"{' and '.join(filter(None, (', '.join(parts[:-1]), parts[-1])))} are trained{base}"
+
+
 def _format_heads(heads: Mapping[str, Any], sp_size: int) -> str:
     if sp_size == 1:
         return f"{heads['num_heads']}, and {heads['num_kv_heads']} key/value heads"
@@ -131,8 +140,11 @@ def _format_ring(mesh: Mapping[str, Any], reason: str) -> str:
 
 def _format_vocabulary(plan: Mapping[str, Any]) -> str:
     text = f"{plan['vocabulary']['size']:,} tokens, with {plan['vocabulary']['added']:,} of data.added_tokens"
-    frozen = "; under lora, rows that the model lacks stay frozen, each at the mean of the others"
-    return text + (frozen if plan["method"] == "lora" else "")
+    frozen = [name for name in ("embed_tokens", "lm_head") if name not in plan["modules_to_save"]]
+    if plan["method"] != "lora" or not frozen:
+        return text
+    where = "" if len(frozen) == 2 else f" in {frozen[0]}"
+    return f"{text}; under lora, rows that the model lacks stay frozen{where}, each at the mean of the others"
 
 
 def _format_ranks(group: Sequence[int]) -> str:

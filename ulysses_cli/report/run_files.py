@@ -30,6 +30,7 @@ class RecordedRun:
     evals: list[Line]
     samples: list[Line]
     quality: list[Line]
+    told: list[Line]
     spent_seconds: float
     notes: tuple[str, ...]
 
@@ -52,6 +53,7 @@ def load_run(folder: Path) -> RecordedRun:
     try:
         facts = _load_facts(files[0], notes)
         lines, evals = _load_lines(files[1], notes), _load_lines(files[2], notes)
+        told = _load_told(folder / "told.jsonl")
         samples, quality = (_load_lines(folder / f"{name}.jsonl", notes) for name in ("samples", "quality"))
     except OSError as error:
         raise RecipeError([Problem("", f"{error.filename} cannot be read: {error.strerror}")]) from None
@@ -63,7 +65,7 @@ def load_run(folder: Path) -> RecordedRun:
     if not metrics:
         notes.append("No optimizer step is recorded: metrics.jsonl is missing or empty. There is nothing to plot yet.")
     evals, samples, quality = (_drop_redone(each) for each in (evals, samples, quality))
-    return RecordedRun(folder, facts, metrics, evals, samples, quality, float(sum(spent)), tuple(notes))
+    return RecordedRun(folder, facts, metrics, evals, samples, quality, told, float(sum(spent)), tuple(notes))
 
 
 def _load_facts(file: Path, notes: list[str]) -> dict[str, Any]:
@@ -100,6 +102,21 @@ def _load_lines(file: Path, notes: list[str]) -> list[Line]:
         bad.pop()
     if bad:
         notes.append(f"{format_count(len(bad), 'line')} of {file.name} cannot be read, the first is line {bad[0]}.")
+    return lines
+
+
+def _load_told(file: Path) -> list[Line]:
+    """What went to trackers, to the hub and to whom the recipe names. Lines have a time and no step."""
+    if not file.is_file():
+        return []
+    lines: list[Line] = []
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict):
+            lines.append({name: mask_text(str(line.get(name, ""))) for name in ("time", "kind", "name", "text")})
     return lines
 
 

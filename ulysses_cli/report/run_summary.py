@@ -7,7 +7,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ulysses_cli.plan.models.model_choice import choose_best, count_without_progress, has_stalled
+from ulysses_cli.plan.models.model_choice import (
+    SCORE,
+    choose_best,
+    count_without_progress,
+    describe_measure,
+    has_stalled,
+    invert_score,
+    name_measure,
+)
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.step_parts import PARTS
 from ulysses_cli.report.printing import clean_text
@@ -88,16 +96,18 @@ def _summarize_choice(run: RecordedRun) -> dict[str, Any]:
         for line in run.evals
         if "loss" in line
     }
-    best = choose_best(losses, losses) if settings.get("keep_best") else None
+    measure = settings.get("keep_best")
+    if measure == SCORE:
+        losses = {line["step"]: invert_score(line["score"]) for line in run.quality if is_number(line.get("score"))}
+    best = choose_best(losses, losses) if measure else None
     patience, threshold = settings.get("early_stopping_patience"), settings.get("early_stopping_threshold")
     early_stop = ""
     if isinstance(patience, int) and is_number(threshold) and has_stalled(losses, patience, threshold):
-        early_stop = (
-            f"eval loss had not fallen for {format_count(count_without_progress(losses, threshold), 'evaluation')}"
-        )
+        count = format_count(count_without_progress(losses, threshold), "evaluation")
+        early_stop = f"{name_measure(measure)} had not improved for {count}"
     return {
         "best_step": best,
-        "best_loss": losses[best] if best is not None else None,
+        "best_measure": describe_measure(measure, losses[best]) if best is not None else None,
         "best_use": "it is exported" if settings.get("export_best") else "its checkpoint is kept",
         "early_stop": early_stop,
     }
@@ -114,7 +124,7 @@ def list_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
             lowest = f"from {losses['first']:.4g}, lowest {losses['min']:.4g} at step {losses['min_step']:,}"
             figures.append((name, f"{losses['last']:.4g}", lowest))
     if summary["best_step"] is not None:
-        remark = f"eval loss {summary['best_loss']:.4g}; {summary['best_use']}"
+        remark = f"{summary['best_measure']}; {summary['best_use']}"
         figures.append(("best model", f"step {summary['best_step']:,}", remark))
     if summary["early_stop"]:
         figures.append(("stopped early", f"step {summary['last_step']:,}", summary["early_stop"]))

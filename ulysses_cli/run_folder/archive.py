@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ulysses_cli.plan.files.regular_files import open_regular
-from ulysses_cli.plan.models.model_choice import choose_best
-from ulysses_cli.run_folder.line_files import read_eval_losses
-from ulysses_cli.run_folder.manifest import MANIFEST, STATE, load_manifest, load_state, read_losses
+from ulysses_cli.plan.models.model_choice import SCORE, choose_best, describe_measure, name_measure
+from ulysses_cli.run_folder.line_files import read_eval_lacks, read_eval_losses
+from ulysses_cli.run_folder.manifest import MANIFEST, STATE, load_manifest, load_state, read_lacks, read_losses
 
 WRITING, REPLACED, GONE, ASIDE = ".writing", ".replaced", ".gone", ".set-aside"
 NAME = re.compile(r"step-(\d+)")
@@ -181,23 +181,28 @@ def choose_checkpoint(path: Path, report: Callable[[str], None], *, wants_best: 
     return newest
 
 
-def load_losses(run_dir: Path, path: Path) -> dict[int, float]:
-    """The evaluation losses by step up to a checkpoint of this run: those in its state, and those recorded since."""
-    return read_losses(load_state(path)) | read_eval_losses(run_dir / "eval.jsonl", get_step(path))
+def load_losses(run_dir: Path, path: Path, measure: str | None = None) -> dict[int, float]:
+    """By step up to a checkpoint of this run, the evaluation losses, or with the measure `eval_suite` what its scores
+    lack to 1: those in the checkpoint's state, and those recorded since."""
+    state, last_step = load_state(path), get_step(path)
+    if measure == SCORE:
+        return read_lacks(state) | read_eval_lacks(run_dir / "quality.jsonl", last_step)
+    return read_losses(state) | read_eval_losses(run_dir / "eval.jsonl", last_step)
 
 
 def _choose_best(run_dir: Path, newest: Path, report: Callable[[str], None]) -> Path:
     paths = {get_step(path): path for path in list_checkpoints(run_dir)}
     try:
-        losses = load_losses(run_dir, newest)
+        measure = load_state(newest)["recipe"]["run"].get("keep_best")
+        losses = load_losses(run_dir, newest, measure)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{newest} cannot be exported: {error}") from error
     while (best := choose_best(losses, paths)) is not None:
         if not (damage := find_damage(paths[best])):
             lowest = choose_best(losses, losses)
             if lowest != best:
-                report(f"step {lowest} had the lowest evaluation loss, but its checkpoint was not kept")
-            report(f"the best checkpoint is {paths[best]}, with evaluation loss {losses[best]:.4g}")
+                report(f"step {lowest} was the best by {name_measure(measure)}, but its checkpoint was not kept")
+            report(f"the best checkpoint is {paths[best]}, with {describe_measure(measure, losses[best])}")
             return paths[best]
         report(f"{paths.pop(best)} is skipped: {damage}")
     raise CheckpointError(

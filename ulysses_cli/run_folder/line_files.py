@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.files.whole_files import write_whole
+from ulysses_cli.plan.models.model_choice import invert_score
 
 
 class LineFile:
@@ -77,6 +78,12 @@ def read_eval_losses(path: Path, last_step: int) -> dict[int, float]:
     """The evaluation losses by step up to `last_step`; infinity stands for one that was not finite."""
     lines = {step: json.loads(line).get("loss") for step, line in _read_lines(path, last_step)}
     return {step: float(loss) if isinstance(loss, int | float) else math.inf for step, loss in lines.items()}
+
+
+def read_eval_lacks(path: Path, last_step: int) -> dict[int, float]:
+    """What the scores of quality.jsonl lack to 1, by step up to `last_step`."""
+    scores = {step: json.loads(line).get("score") for step, line in _read_lines(path, last_step)}
+    return {step: invert_score(score) for step, score in scores.items() if isinstance(score, int | float)}
 
 
 def _read_lines(path: Path, last_step: int) -> Iterator[tuple[int, str]]:

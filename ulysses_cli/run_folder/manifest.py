@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ulysses_cli.plan.files.regular_files import read_regular
+from ulysses_cli.plan.models.model_choice import SCORE, invert_score
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 1  # of a checkpoint
@@ -72,6 +73,7 @@ class State(_Part):
     data: str
     recipe: _Recipe
     eval_losses: dict[str, float | None] = {}
+    eval_scores: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
 
 
 def name_share(rank: int) -> str:
@@ -125,6 +127,21 @@ def read_losses(state: Mapping[str, Any]) -> dict[int, float]:
     finite."""
     losses = state.get("eval_losses", {})
     return {int(step): math.inf if loss is None else loss for step, loss in losses.items() if step.isdecimal()}
+
+
+def read_lacks(state: Mapping[str, Any]) -> dict[int, float]:
+    """Returns what the scores of run.eval_suite lack to 1, by step, that a checkpoint's state holds."""
+    scores = state.get("eval_scores", {})
+    return {int(step): invert_score(score) for step, score in scores.items() if step.isdecimal()}
+
+
+def read_measured(state: Mapping[str, Any]) -> dict[int, float]:
+    """Returns what the run's own run.keep_best goes by."""
+    return read_lacks(state) if state["recipe"]["run"].get("keep_best") == SCORE else read_losses(state)
+
+
+def dump_scores(lacks: Mapping[int, float]) -> dict[str, float]:
+    return {str(step): invert_score(lack) for step, lack in lacks.items()}
 
 
 def dump_losses(losses: Mapping[int, float]) -> dict[str, float | None]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.plan.models.model_choice import choose_best
+from ulysses_cli.plan.models.model_choice import choose_best, name_measure
 from ulysses_cli.run_folder.archive import (
     ASIDE,
     WRITING,
@@ -37,7 +37,7 @@ from ulysses_cli.run_folder.manifest import (
     ModelFacts,
     load_manifest,
     load_state,
-    read_losses,
+    read_measured,
 )
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
@@ -249,11 +249,11 @@ def _bring_best(bucket: Bucket, run_dir: Path, remote: Sequence[int], newest: Pa
     if state["recipe"]["run"].get("keep_best") is None:
         return
     local = {get_step(path) for path in list_checkpoints(run_dir)}
-    best = choose_best(read_losses(state), [step for step in {*remote, *local} if step <= get_step(newest)])
+    best = choose_best(read_measured(state), [step for step in {*remote, *local} if step <= get_step(newest)])
     if best is None or best in local:
         return
     address = f"{bucket.address}/{name_folder(best)}"
-    report(f"downloading {address}, the best by evaluation loss")
+    report(f"downloading {address}, the best by {name_measure(state['recipe']['run']['keep_best'])}")
     if damage := fetch_checkpoint(bucket, best, run_dir):
         report(f"{address} is skipped: {damage}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.models.model_choice import choose_best, has_stalled
+from ulysses_cli.plan.models.model_choice import SCORE, choose_best, has_stalled
 from ulysses_cli.plan.recipe.changes import list_changes, list_length_changes
 from ulysses_cli.run_folder.archive import (
     CheckpointError,
@@ -27,7 +27,7 @@ from ulysses_cli.run_folder.archive import (
 )
 from ulysses_cli.run_folder.failure_record import choose_first
 from ulysses_cli.run_folder.line_files import find_last_step
-from ulysses_cli.run_folder.manifest import load_state, read_losses, read_model_steps
+from ulysses_cli.run_folder.manifest import load_state, read_lacks, read_losses, read_model_steps
 
 WIDTHS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -46,7 +46,9 @@ class ResumePoint:
     last_eval_step: int = -1
     model_steps: tuple[int, int] | None = None  # of the exported model in the run's folder, as read_model_steps
     eval_losses: Mapping[int, float] = field(default_factory=dict)  # by step
-    best_step: int | None = None  # of the checkpoint with the lowest evaluation loss in the run's folder
+    eval_lacks: Mapping[int, float] = field(default_factory=dict)  # what scores of run.eval_suite lack to 1, by step
+    measure: str | None = None  # what the present recipe's run.keep_best goes by
+    best_step: int | None = None  # of the best checkpoint by that measure in the run's folder
 
     @property
     def step(self) -> int:
@@ -58,7 +60,8 @@ class ResumePoint:
 
     def has_stalled(self, patience: int | None, threshold: float) -> bool:
         """Whether early stopping has ended the run here, or would have ended it with these settings."""
-        return self.path is not None and has_stalled(self.eval_losses, patience, threshold)
+        losses = self.eval_lacks if self.measure == SCORE else self.eval_losses
+        return self.path is not None and has_stalled(losses, patience, threshold)
 
     def count_ahead(self, max_steps: int | None, num_rows: int, rows_per_step: int) -> tuple[int, int]:
         """Returns (position where the stream of rows ends, number of the last step), also if rows per step have
@@ -115,9 +118,10 @@ def describe_longer_run(
 
 
 def find_resume_point(
-    run_dir: Path, wanted: str | None, num_restarts: int, report: Callable[[str], None]
+    run_dir: Path, wanted: str | None, num_restarts: int, report: Callable[[str], None], measure: str | None = None
 ) -> ResumePoint:
-    """On one rank. `wanted` is a folder or `auto`. A restarted run tries its own newest checkpoint first."""
+    """On one rank. `wanted` is a folder or `auto`. A restarted run tries its own newest checkpoint first. `measure`:
+    the present recipe's run.keep_best."""
     tidy_folder(run_dir)
     path: Path | None = None
     if num_restarts or wanted == "auto":
@@ -141,9 +145,10 @@ def find_resume_point(
         last_eval_step = find_last_step(run_dir / "eval.jsonl", int(state["step"])) if is_own else -1
         model_steps = read_model_steps(run_dir / "model") if is_own else None
         losses = load_losses(run_dir, path) if is_own else read_losses(state)
+        lacks = load_losses(run_dir, path, SCORE) if is_own else read_lacks(state)
         steps = [get_step(other) for other in list_checkpoints(run_dir)] if is_own else []
-        best_step = choose_best(losses, steps)
-        return ResumePoint(path, state, is_own, last_eval_step, model_steps, losses, best_step)
+        best_step = choose_best(lacks if measure == SCORE else losses, steps)
+        return ResumePoint(path, state, is_own, last_eval_step, model_steps, losses, lacks, measure, best_step)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ulysses_cli.plan.models.model_choice import name_measure
 from ulysses_cli.run_folder.archive import CheckpointError, find_damage, get_step
 from ulysses_cli.run_folder.early_stop import write_early_stop
 from ulysses_cli.train.assembly.run import AssembledRun
@@ -41,8 +42,8 @@ def finish(
     """Collective over all ranks. `reason`: why training stopped before its last step, or ''."""
     state, recipe = run.state, run.plan.recipe
     saves.save_last(state)
+    signals = StopConditions(is_asked=state.stop.is_asked)  # all steps are done: max_hours and max_cost are over
     if not reason and state.last_eval_step != state.step:
-        signals = StopConditions(is_asked=state.stop.is_asked)  # all steps are done: max_hours and max_cost are over
         evaluation.run(state, signals)
         reason = signals.decide(state.groups.host_group)
     if reason:
@@ -51,7 +52,7 @@ def finish(
         record.emit(event="stopped", reason=f"by {reason} after step {state.step} of {state.num_steps}")
         return
     samples.run(state)
-    suite.run(state)
+    suite.run(state, signals)
     record.set_phase(WRITING)
     state.phase = WRITING
     launch.interruption.end_at_once()
@@ -75,7 +76,7 @@ def write_model(launch: Launch, inputs: Inputs, run: AssembledRun, checkpoint: P
     recipe, built, step = run.plan.recipe, run.built, get_step(checkpoint)
     if step != run.state.step and (damage := find_damage(checkpoint)):
         raise CheckpointError(
-            f"{checkpoint}, the best by evaluation loss, cannot be exported: {damage}; "
+            f"{checkpoint}, the best by {name_measure(run.state.measure)}, cannot be exported: {damage}; "
             "export another one with ulysses export"
         )
     dtype = getattr(torch, recipe.model.dtype)

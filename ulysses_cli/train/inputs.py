@@ -168,7 +168,7 @@ def report_restart(launch: Launch, warn: Callable[[str], None]) -> int:
 
 def find_checkpoint(launch: Launch, restarts: int, warn: Callable[[str], None]) -> ResumePoint:
     """On rank 0, from the checkpoints on its disk."""
-    point = find_resume_point(launch.run_dir, launch.options.resume, restarts, warn)
+    point = find_resume_point(launch.run_dir, launch.options.resume, restarts, warn, launch.loaded.recipe.run.keep_best)
     return point if _is_uploaded(launch, point) else replace(point, model_steps=None)
 
 

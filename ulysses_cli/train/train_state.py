@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ulysses_cli.data.steps import Batching, Rows, StepPlan
+from ulysses_cli.plan.models.model_choice import SCORE
 from ulysses_cli.train.engine import Engine, Update
 from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.processes.groups import Groups
@@ -39,5 +40,12 @@ class TrainState:
     optimizer_steps: int = 0
     last_eval_step: int = -1
     eval_losses: dict[int, float] = field(default_factory=dict)  # by step, the same on all ranks
+    eval_lacks: dict[int, float] = field(default_factory=dict)  # what scores of run.eval_suite lack to 1: the same
+    measure: str | None = None  # run.keep_best
     step_seconds: float = 0.0  # of the previous step, on this rank
     phase: str = ""
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """By step, what the best model and early stopping go by; lower is better."""
+        return self.eval_lacks if self.measure == SCORE else self.eval_losses

@@ -20,6 +20,7 @@ from ulysses_cli.data.steps import plan_step
 from ulysses_cli.evaluate.suites import Amount
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.models.model_choice import SCORE
 from ulysses_cli.plan.planner.estimate import explain_memory
 from ulysses_cli.plan.recipe.recipe import Run
 from ulysses_cli.run_folder.bucket import Bucket
@@ -107,17 +108,20 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     if is_async != settings.async_save:
         record.warn("run.async_save needs a run.output_dir that all machines share: steps wait for saves")
     keeps_best = settings.keep_best is not None
+    state.measure = settings.keep_best
     policy = SavePolicy(settings.save_total_limit, is_async, settings.on_save_error == "continue", keeps_best)
     uploads = open_uploads(launch, run, record)
     saves = Saves(run.context, record, policy, list_checkpoint_facts(launch, inputs, connected), bad_steps, uploads)
     choice = ModelChoice(
-        saves.save if keeps_best else lambda _: None,
+        saves.save if keeps_best else ignore,
         settings.early_stopping_patience, settings.early_stopping_threshold, record.report,
     )  # fmt: skip
     eval_batching = make_eval_batching(inputs.shape, inputs.resolved)
-    evaluation = Evaluation(inputs.eval_rows, eval_batching, record.write_eval, choice.judge)
+    judges: list[Callable[[TrainState], None]] = [choice.judge, ignore]
+    judge_loss, judge_score = reversed(judges) if settings.keep_best == SCORE else judges
+    evaluation = Evaluation(inputs.eval_rows, eval_batching, record.write_eval, judge_loss)
     samples = make_samples(inputs, settings, record)
-    suite = make_suite(inputs, connected, record)
+    suite = make_suite(inputs, connected, record, judge_score)
     if connected.has_steps_ahead:
         check_disk(launch, inputs, connected, run, record)
         if settings.rehearsal:
@@ -156,11 +160,15 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     watchdog.stop()
 
 
-def make_suite(inputs: Inputs, connected: Connected, record: Record) -> EvalSuite:
+def ignore(_: TrainState) -> None:
+    """Stands for the judge of an evaluation by which nothing is chosen."""
+
+
+def make_suite(inputs: Inputs, connected: Connected, record: Record, judge: Callable[[TrainState], None]) -> EvalSuite:
     recipe, tokenizer = connected.plan.recipe, inputs.tokenizer
     lengths = recipe.run.eval_suite_lengths or (recipe.data.max_length,)
     amount = Amount(tuple(lengths), recipe.run.eval_suite_samples, recipe.run.seed)
-    return EvalSuite(recipe.run.eval_suite, amount, tokenizer, list_stop_tokens(tokenizer), record.write_quality)
+    return EvalSuite(recipe.run.eval_suite, amount, tokenizer, list_stop_tokens(tokenizer), record.write_quality, judge)
 
 
 def make_samples(inputs: Inputs, settings: Run, record: Record) -> Samples:
@@ -182,7 +190,7 @@ def open_uploads(launch: Launch, run: AssembledRun, record: Record) -> NoUploads
         return NoUploads()
     machines = run.context.gather(os.environ.get("GROUP_RANK", "0"))
     bucket = Bucket(settings.checkpoint_uri)
-    losses = run.state.eval_losses if settings.keep_best is not None else None
+    losses = run.state.measured if settings.keep_best is not None else None
     return Uploads(bucket, run.context, machines, settings.save_total_limit, record.report, losses)
 
 
@@ -195,7 +203,9 @@ def check_disk(launch: Launch, inputs: Inputs, connected: Connected, run: Assemb
     num_saves = -(-steps // settings.save_steps) if settings.save_steps else 1
     limit = settings.save_total_limit
     if settings.keep_best is not None:
-        num_saves += steps // (settings.eval_steps or steps)
+        num_saves += steps // (
+            (settings.eval_suite_steps if settings.keep_best == SCORE else settings.eval_steps) or steps
+        )
         limit = None if limit is None else limit + 1
     model_bytes = width * (built.num_trained if built.adapter is not None else inputs.shape.num_parameters)
     find = partial(find_shortage, launch.run_dir, built.num_trained, model_bytes, limit)

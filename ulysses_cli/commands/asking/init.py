@@ -21,7 +21,7 @@ from ulysses_cli.commands.options import end_with, or_exit
 if TYPE_CHECKING:
     from ulysses_cli.host.data_survey import Survey
     from ulysses_cli.plan.models.shape import ModelShape
-    from ulysses_cli.plan.planner.candidates import Offer
+    from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest
     from ulysses_cli.plan.planner.first_recipe import Choice, FirstAnswers
 
 T = TypeVar("T")
@@ -33,6 +33,16 @@ class MethodAnswer(StrEnum):
     auto = "auto"
     full = "full"
     lora = "lora"
+    qlora = "qlora"
+
+
+# What each answer tries, in this order: adapters instead of all weights, and the format of the base under them.
+TRIED: dict[MethodAnswer, tuple[tuple[bool, str | None], ...]] = {
+    MethodAnswer.auto: ((False, None), (True, None), (True, "nf4")),
+    MethodAnswer.full: ((False, None),),
+    MethodAnswer.lora: ((True, None),),
+    MethodAnswer.qlora: ((True, "nf4"),),
+}
 
 
 def init(
@@ -53,7 +63,11 @@ def init(
         str | None, typer.Option(help="4. tokens per row, such as 32Ki  [default: by the longest document]")
     ] = None,
     method: Annotated[
-        MethodAnswer | None, typer.Option(help="5. train all weights, LoRA adapters, or what fits  [default: auto]")
+        MethodAnswer | None,
+        typer.Option(
+            help="5. all weights (full), adapters (lora), adapters on a base in 4 bits (qlora), or what fits "
+            "[default: auto]"
+        ),
     ] = None,
     budget: Annotated[str | None, typer.Option(help="6. highest cost in USD, or none  [default: none]")] = None,
     yes: Annotated[
@@ -85,11 +99,11 @@ def init(
     shape = or_exit(lambda: _find_shape(name))
     default = str(_suggest_length(survey, name, shape, is_cpu=offer is None))
     length = ask.get("Length: tokens per row", max_length, default, _read_length, "--max-length")
-    trained = ask.get("Method: full, lora, or auto for what fits", method, "auto", _read_method, "--method")
+    trained = ask.get("Method: full, lora, qlora, or auto for what fits", method, "auto", _read_method, "--method")
     usd = ask.get("Budget: highest cost in USD, or none", budget, NO_BUDGET, _read_budget, "--budget")
     answers = FirstAnswers(
-        survey.path, name, length, trained is MethodAnswer.lora, survey.is_tree, survey.num_documents,
-        _count_tokens(survey, name), usd, f"runs/{to.stem}",
+        survey.path, name, length, TRIED[trained][0][0], survey.is_tree, survey.num_documents,
+        _count_tokens(survey, name), usd, f"runs/{to.stem}", TRIED[trained][0][1],
     )  # fmt: skip
     shape = or_exit(lambda: _find_shape(name, length))
     answers, choice = or_exit(lambda: _choose(answers, trained, shape, offer))
@@ -206,7 +220,7 @@ def _read_method(text: str) -> MethodAnswer:
     try:
         return MethodAnswer(text.strip().lower())
     except ValueError:
-        raise RecipeError([Problem("--method", f"{text} is not a method", "write full, lora or auto")]) from None
+        raise RecipeError([Problem("--method", f"{text} is not a method", "write full, lora, qlora or auto")]) from None
 
 
 def _read_budget(text: str) -> float | None:
@@ -223,22 +237,34 @@ def _read_budget(text: str) -> float | None:
 def _choose(
     answers: FirstAnswers, method: MethodAnswer, shape: ModelShape, offer: Offer | None
 ) -> tuple[FirstAnswers, Choice]:
-    """On GPUs the planner's cheapest plan; `auto` takes LoRA where no plan for all weights fits."""
+    """On GPUs the planner's cheapest plan; `auto` takes LoRA where no plan for all weights fits, and a base in 4 bits
+    where the whole base would not stay on the GPUs and that takes longer."""
     from ulysses_cli.plan.planner.first_recipe import CPU_RANKS, choose_by_plan, choose_on_cpu, make_request
-    from ulysses_cli.plan.planner.search import search
+    from ulysses_cli.plan.planner.search import make_plan_recipe, search
     from ulysses_cli.plan.problem import Problem, RecipeError
+    from ulysses_cli.plan.rules.adapters import check_quantized_base
 
     if offer is None:
         return answers, choose_on_cpu(shape, answers.max_length, min(CPU_RANKS, os.cpu_count() or 1))
-    result = None
-    for is_lora in {MethodAnswer.auto: (False, True)}.get(method, (answers.is_lora,)):
-        answers = replace(answers, is_lora=is_lora)
+    problems: list[Problem] = []
+    found: list[tuple[FirstAnswers, PlanRequest, Candidate]] = []
+    for is_lora, quantize_base in TRIED[method]:
+        answers = replace(answers, is_lora=is_lora, quantize_base=quantize_base)
         request = make_request(shape, answers)
-        result = search(request, [offer])
-        if result.by_cost:
-            return answers, choose_by_plan(result.by_cost[0], request, answers.model)
-    walls = result.walls if result is not None else ()
-    raise RecipeError([Problem(f"no plan ({wall.kind})", wall.message, wall.hint) for wall in walls])
+        refused = [replace(each, key="--method") for each in check_quantized_base(make_plan_recipe(request), shape)]
+        if refused and method is MethodAnswer.auto:
+            continue  # this model's base stays in 16 bits: the walls are those of the method before
+        result = None if refused else search(request, [offer])
+        if result is not None and result.by_cost:
+            found.append((answers, request, result.by_cost[0]))
+            if not is_lora or result.by_cost[0].job.levers.offload_param == "none":
+                break
+        walls = result.walls if result is not None else ()
+        problems = refused or [Problem(f"no plan ({wall.kind})", wall.message, wall.hint) for wall in walls]
+    if not found:
+        raise RecipeError(problems)
+    answers, request, best = min(found, key=lambda each: each[2].seconds * each[2].job.world_size)
+    return answers, choose_by_plan(best, request, answers.model)
 
 
 def _write(file: Path, text: str) -> None:

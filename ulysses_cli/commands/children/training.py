@@ -159,14 +159,20 @@ def _tell_end(
     """On the first machine: tells whom the recipe names."""
     from ulysses_cli.launch.notification import RunEnd, notify
     from ulysses_cli.report import printing
+    from ulysses_cli.run_folder.told import note_told
 
     run = valid.recipe.run
     if place.nodes.rank or not (run.notify_command or run.notify_webhook):
         return
     known = printing.hide_known(printing.hide_secrets(message))
     end = RunEnd(event, run.run_name or valid.run_dir.name, str(valid.run_dir.absolute()), known, exit_code)
-    for complaint in notify(end, run.notify_command, run.notify_webhook):
+    complaints = notify(end, run.notify_command, run.notify_webhook)
+    for complaint in complaints:
         printing.print_message(complaint)
+    for name in ("notify_command", "notify_webhook"):
+        if getattr(run, name):
+            failed = next((complaint for complaint in complaints if complaint.startswith(f"run.{name}")), "")
+            note_told(valid.run_dir, "run's end", f"run.{name}", failed or f"told: {event}")
 
 
 def _validate(file: str, overrides: list[str], options: TrainOptions) -> ValidRecipe:

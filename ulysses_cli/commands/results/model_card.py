@@ -108,6 +108,9 @@ def _write_loading(name: str, recipe: Mapping[str, Any], folder: Path, *, holds_
         own_rank = (recipe.get("lora") or {}).get("r", 16)
         rank = next((rank for rank in VLLM_RANKS if rank >= own_rank), own_rank)
         command = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned={name}{limit}{override}"
+        if unserved := _list_unserved(recipe.get("lora") or {}):
+            merged = "`ulysses export CHECKPOINT --to MERGED --merge-lora`"
+            return [*lines, f"vLLM does not serve {unserved} beside a base model: merge them first, {merged}.", ""]
     else:
         lines += [LOADED_BY_TRANSFORMERS.format(name=name), ""]
         command = f"vllm serve {name}{limit}"
@@ -117,6 +120,12 @@ def _write_loading(name: str, recipe: Mapping[str, Any], folder: Path, *, holds_
         written = "the command above tells vLLM" if holds_adapters else "config.json tells both"
         lines += [f"Positions are stretched by {kind}, factor {rope.get('factor')}: {written}.", ""]
     return lines
+
+
+def _list_unserved(lora: Mapping[str, Any]) -> str:
+    """What vLLM refuses of adapters (vllm/lora/peft_helper.py)."""
+    whole = ["adapters with parts that were trained whole"] if lora.get("modules_to_save") else []
+    return " or ".join([*whole, *(["DoRA"] if lora.get("use_dora") else [])])
 
 
 def _write_licence(recipe: Mapping[str, Any], licence: Mapping[str, str]) -> list[str]:

@@ -10,6 +10,7 @@ import typer
 from ulysses_cli.commands.options import Format, FormatOption, end_with, or_exit
 
 PAGE_NAME = "report.html"
+OF_A_RUN = {"run.json", "metrics.jsonl", "eval.jsonl", "checkpoints", "logs", "lock-0"}
 
 
 def report(
@@ -57,7 +58,7 @@ def report(
 
 
 def _serve(run_dir: Path, to: Path | None, port: int, output: Format) -> None:
-    """Serves the page until Ctrl-C. The run may begin later."""
+    """Serves the page until Ctrl-C. The run's first step may come later."""
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.report import printing, run_files, run_summary
     from ulysses_cli.report.page.live_page import LivePage
@@ -65,8 +66,14 @@ def _serve(run_dir: Path, to: Path | None, port: int, output: Format) -> None:
 
     if to is not None or output is Format.json:
         end_with([Problem("--live", "serves the page, and writes none", "leave out --output and --format")], output)
-    if run_dir.exists() and not run_dir.is_dir():
+    if not run_dir.exists():
+        hint = f"start the run first{suggest_folder(run_dir)}; --live takes the folder that run.output_dir names"
+        end_with([Problem("", f"{run_dir} does not exist", hint)], output)
+    if not run_dir.is_dir():
         end_with([Problem("", f"{run_dir} is a file, not a run directory", "name run.output_dir")], output)
+    if (others := {file.name for file in run_dir.iterdir()}) and not others & OF_A_RUN:
+        hint = "name the folder that run.output_dir of the recipe names"
+        end_with([Problem("", f"{run_dir} holds other files, and nothing of a run", hint)], output)
 
     def make() -> str:
         try:
@@ -81,3 +88,13 @@ def _serve(run_dir: Path, to: Path | None, port: int, output: Format) -> None:
         end_with([Problem("--port", f"{port} cannot be used: {error.strerror}", "name another port")], output)
     printing.print_message(f"{page.address} shows {run_dir}; Ctrl-C ends it")
     page.serve()
+
+
+def suggest_folder(run_dir: Path) -> str:
+    """Folders beside it with a similar name."""
+    import difflib
+
+    parent = run_dir.parent
+    names = [folder.name for folder in parent.iterdir() if folder.is_dir()] if parent.is_dir() else []
+    close = difflib.get_close_matches(run_dir.name, names, n=2)
+    return f", or did you mean {' or '.join(str(parent / name) for name in close)}?" if close else ""

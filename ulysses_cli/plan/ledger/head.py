@@ -23,10 +23,6 @@ def count_head_elements(job: Job) -> int:
     return job.shape.vocab_size * job.shape.hidden_size
 
 
-def trains_head(job: Job) -> bool:
-    return job.adapters is None
-
-
 def compute_final_norm(job: Job) -> int:
     """The last norm saves its float32 input and scaled result, and its output is the head's input: (4 + 2 b) h S."""
     return compute_norm_saved(job, job.shape.hidden_size) + job.dtype_bytes * job.shape.hidden_size * job.local_tokens
@@ -114,7 +110,7 @@ def count_loss_tokens(job: Job) -> int:
 
 def compute_head_accumulator(job: Job) -> int:
     """In tiles, the head's gradient is summed in float32: 4 V h. A frozen head has none."""
-    return 4 * count_head_elements(job) if job.levers.tiled_loss and trains_head(job) else 0
+    return 4 * count_head_elements(job) if job.levers.tiled_loss and job.trains("lm_head") else 0
 
 
 def compute_hidden_gradient(job: Job) -> int:
@@ -124,7 +120,12 @@ def compute_hidden_gradient(job: Job) -> int:
 
 def compute_head_gradient(job: Job) -> int:
     """b V h, whole on every rank until it is reduced."""
-    return job.dtype_bytes * count_head_elements(job) if trains_head(job) else 0
+    return job.dtype_bytes * count_head_elements(job) if job.trains("lm_head") else 0
+
+
+def compute_embedding_gradient(job: Job) -> int:
+    """The same, of the embedding."""
+    return job.dtype_bytes * count_head_elements(job) if job.trains("embed_tokens") else 0
 
 
 def compute_added_gradient(job: Job) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.weights import Adapters, Weights, list_weights
+from ulysses_cli.plan.ledger.weights import Adapters, Weights, list_weights, trains
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
@@ -95,6 +95,10 @@ class Job:
     @cached_property
     def weights(self) -> Weights:
         return list_weights(self.model or self.shape, self.adapters)
+
+    def trains(self, part: str) -> bool:
+        """Whether the embedding (embed_tokens), the head (lm_head) or all norms (norm) are trained."""
+        return trains(self.adapters, part)
 
     @cached_property
     def _views(self) -> dict[Layer, Job]:
@@ -234,12 +238,22 @@ def read_adapters(recipe: Recipe) -> Adapters | None:
     if lora is None:
         return None
     names = () if lora.target_modules == "all-linear" else lora.target_modules
-    return Adapters(lora.r, tuple(USUAL_NAMES.get(name, name) for name in names), drops=lora.dropout > 0)
+    targets = tuple(USUAL_NAMES.get(name, name) for name in names)
+    return Adapters(lora.r, targets, drops=lora.dropout > 0, saved=tuple(sorted(lora.modules_to_save)))
+
+
+def check_formula(recipe: Recipe) -> None:
+    """Raises RecipeError for settings that no formula describes."""
+    if recipe.lora is not None and recipe.lora.use_dora:
+        what = "has no memory formula: peft makes each adapted weight whole in every forward"
+        hint = "estimate-memory --trace needs none; in a recipe, write every memory setting that is auto"
+        raise RecipeError([Problem("lora.use_dora", what, hint)])
 
 
 def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8) -> Job:
     """For a recipe that passed its checks, with settled levers."""
     check_known(shape)
+    check_formula(recipe)
     return Job(
         shape=shape,
         layout=choose_layout(recipe, shape),

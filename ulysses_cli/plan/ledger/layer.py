@@ -31,15 +31,10 @@ def saves_result(job: Job) -> bool:
 
 def saves_input(job: Job, *names: str) -> bool:
     """Whether any of these linear layers saves its input, for its weight's gradient. A frozen layer does so only under
-    ZeRO-3 (runtime/zero/linear.py: LinearFunctionForZeroStage3), or in 8 bits (bitsandbytes: MatMul8bitLt). Otherwise
-    its adapter does, unless dropout gives the adapter a copy."""
+    ZeRO-3 (runtime/zero/linear.py: LinearFunctionForZeroStage3). Otherwise its adapter does, unless dropout gives the
+    adapter a copy."""
     adapters = job.adapters
-    return (
-        adapters is None
-        or job.zero_stage == 3
-        or job.quantized == "int8"
-        or (adapters.adapts(*names) and not adapters.drops)
-    )
+    return adapters is None or job.zero_stage == 3 or (adapters.adapts(*names) and not adapters.drops)
 
 
 def count_mlp_tile_tokens(job: Job) -> int:
@@ -70,7 +65,7 @@ def compute_norm_backward(job: Job, width: int) -> int:
     if is_tiled(job):
         tile = (20 + scaled) * width * count_mlp_tile_tokens(job)
         return job.dtype_bytes * width * job.local_tokens + tile
-    return (16 + scaled * (job.adapters is not None)) * width * job.local_tokens
+    return (16 + scaled * (not job.trains("norm"))) * width * job.local_tokens
 
 
 def saves_norm_input(job: Job) -> bool:
@@ -83,7 +78,7 @@ def saves_input_unchanged(job: Job) -> bool:
 
 
 def _count_norm_bytes(job: Job) -> int:
-    return 4 + _count_scaled_bytes(job) * (job.adapters is None)
+    return 4 + _count_scaled_bytes(job) * job.trains("norm")
 
 
 def _count_scaled_bytes(job: Job) -> int:

@@ -64,6 +64,9 @@ def compute_product(job: Job, kind: Layer) -> int:
     return width * count_mlp_tile_tokens(job)
 
 
-def compute_work(job: Job, kind: Layer) -> Lines:
-    """Beside an MLP's product in a forward."""
-    return {"restored_weights": compute_restored(job, kind) + compute_product(job, kind)}
+def compute_work(job: Job, kind: Layer, adapters: int = 0) -> Lines:
+    """Beside an MLP's product in a forward, where the adapters' work, `adapters` bytes, is counted too. In 8 bits no
+    weight is restored in a forward, and the product is over before its adapter begins: the larger one counts."""
+    if job.quantized == "int8":
+        return {"restored_weights": max(0, compute_product(job, kind) - adapters)}
+    return {"restored_weights": compute_restored(job, kind)}

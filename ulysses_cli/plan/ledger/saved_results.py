@@ -58,9 +58,11 @@ def compute_first_unsaved(job: Job) -> int:
     """What the first layer does not save although others do. A frozen embedding's output needs no gradient, so the
     first norm, which reads it, saves nothing. Where adapters have a dropout, whose copy they save, the first
     projections save no input, and that dropout no mask."""
-    if job.adapters is None:
+    if job.adapters is None or job.trains("embed_tokens"):
         return 0
     has_norm = has_norm_before(job.shape)
+    if has_norm and job.trains("norm"):
+        return 0
     unsaved = layer.compute_norm_saved(job, job.shape.hidden_size) * has_norm
     if job.adapters.drops:
         num_adapted = sum(

@@ -68,9 +68,12 @@ def _settle_gradients(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
 
 
 def _list_before_gradients(job: Job) -> tuple[str, ...]:
-    """Names of snapshots of a backward before its first gradient; with adapters, the last layer makes the first one."""
-    if job.adapters is None:
+    """Names of snapshots of a backward before its first gradient. With adapters alone, the last layer makes the first
+    one."""
+    if job.adapters is None or job.trains("lm_head"):
         return BEFORE_GRADIENTS
+    if job.trains("norm"):
+        return (*BEFORE_GRADIENTS, LEAVES)
     in_mlp = () if job.adapters.adapts(*job.family.mlp_modules) else BEFORE_ATTENTION
     return (*BEFORE_GRADIENTS, LEAVES, "final norm", "recomputation", "norm behind the MLP", *in_mlp)
 
@@ -133,12 +136,13 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
     job = job.view(kind)
     yield "attention", {"attention": mixers.compute_forward(job, kind)}
     yield "fetch", {"mlp": 2 * layer.compute_layer_input(job)}  # before any of the MLP is computed
-    adapters, restored = {"lora": mlp.compute_adapter_work(job, kind)}, quantized.compute_work(job, kind)
-    in_tile = restored if layer.is_tiled(job) else {}
+    adapters = {"lora": mlp.compute_adapter_work(job, kind)}
+    restored, beside = quantized.compute_work(job, kind), quantized.compute_work(job, kind, adapters["lora"])
+    in_tile = beside if layer.is_tiled(job) else {}
     yield "mlp", {"mlp": mlp.compute_mlp_forward(job, kind), **adapters, **in_tile}
     if not kind.num_experts and not job.levers.tiled_mlp:
-        yield "first", {"mlp": mlp.compute_first_forward(job), **adapters, **restored}
-        yield "gate", {"mlp": mlp.compute_gate_forward(job), **adapters, **restored}
+        yield "first", {"mlp": mlp.compute_first_forward(job), **adapters, **beside}
+        yield "gate", {"mlp": mlp.compute_gate_forward(job), **adapters, **beside}
         yield "down", {"mlp": mlp.compute_down_forward(job), **restored}
 
 
@@ -182,7 +186,7 @@ def _walk_loss(job: Job, at_loss: Lines) -> Iterator[MemorySnapshot]:
 
 def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
     """After the layers' backward: the embedding's gradient, the optimizer's step, evaluation and saving."""
-    b, embedding = job.dtype_bytes, head.compute_head_gradient(job)
+    b, embedding = job.dtype_bytes, head.compute_embedding_gradient(job)
     end = {**held, "parameters_gathered": b * gathered.embedding}
     end["retained_gradients"] = lower_stages.compute_retained_gradients(job, job.weights.num_trained)
     came = {"residual_gradient": layer.compute_layer_input(job), "embedding_gradient": embedding}

@@ -24,16 +24,22 @@ WITHOUT_ACTIVATION = {"lfm2"}  # their activation is a function and no module
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA: its rank; the last parts of the names of the layers that get an adapter, () for every linear layer; and
-    whether there is dropout before the adapters."""
+    """LoRA: its rank; the last parts of the names of the layers that get an adapter, () for every linear layer; whether
+    there is dropout before the adapters; and which parts are trained whole: embed_tokens, lm_head, norm."""
 
     rank: int
     targets: tuple[str, ...] = ()
     drops: bool = False
+    saved: tuple[str, ...] = ()
 
     def adapts(self, *names: str) -> bool:
         """Whether any of these layers has an adapter."""
         return not self.targets or any(name in self.targets for name in names)
+
+
+def trains(adapters: Adapters | None, part: str) -> bool:
+    """Whether a part is trained whole: embed_tokens, lm_head or norm (all norms)."""
+    return adapters is None or part in adapters.saved
 
 
 @dataclass(frozen=True)
@@ -109,37 +115,39 @@ def is_adapter(weight: str) -> bool:
 
 
 def _walk_modules(shape: ModelShape, adapters: Adapters | None) -> Iterator[Module]:
-    full = adapters is None
     embedding = shape.vocab_size * shape.hidden_size
     yield Module("", -1, 0, "with_loss")
     yield Module("", -1, 1, "model")
-    yield Module(EMBEDDING, -1, 2, "embed_tokens", (("embedding", embedding),), full)
+    yield Module(EMBEDDING, -1, 2, "embed_tokens", (("embedding", embedding),), trains(adapters, "embed_tokens"))
     yield Module("", -1, 2, "rotary_emb")
     for index, layer in enumerate(shape.layers):
         yield from _walk_layer(shape, adapters, index, layer)
-    yield Module(HEAD, -1, 2, "norm", (("norm", shape.hidden_size),), full)
+    yield Module(HEAD, -1, 2, "norm", (("norm", shape.hidden_size),), trains(adapters, "norm"))
     name = "embedding" if shape.tie_word_embeddings else "head"
-    yield Module(HEAD, -1, 1, "lm_head", ((name, embedding),), full)
+    yield Module(HEAD, -1, 1, "lm_head", ((name, embedding),), trains(adapters, "lm_head"))
 
 
 def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer: Layer) -> Iterator[Module]:
     """Module by module, also those without weights: DeepSpeed prefetches at each of them."""
-    family, full = FAMILIES[shape.model_type], adapters is None
+    family, full, norms = FAMILIES[shape.model_type], adapters is None, trains(adapters, "norm")
 
-    def make(depth: int, name: str, *weights: tuple[str, int], in_mlp: bool = False, trains: bool = full) -> Module:
+    def make(
+        depth: int, name: str, *weights: tuple[str, int], in_mlp: bool = False, is_trained: bool | None = None
+    ) -> Module:
         own = tuple((f"{index}.{key}", size) for key, size in weights)
-        return Module(LAYERS, index, depth, name, own, trains, in_mlp)
+        whole = full or (norms and "norm" in name)
+        return Module(LAYERS, index, depth, name, own, whole if is_trained is None else is_trained, in_mlp)
 
     def linear(name: str, num_in: int, num_out: int, in_mlp: bool = False) -> Iterator[Module]:
         if adapters is None or (adapters.targets and name not in adapters.targets):
             yield make(4, name, (name, num_in * num_out), in_mlp=in_mlp)
             return
         # peft reads the first adapter's dtype in the outer module, for which DeepSpeed then fetches that adapter
-        yield make(4, name, (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, trains=True)
+        yield make(4, name, (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, is_trained=True)
         yield make(5, f"{name}.base", (name, num_in * num_out), in_mlp=in_mlp)
         yield make(5, f"{name}.dropout", in_mlp=in_mlp)
-        yield make(5, f"{name}.a", (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, trains=True)
-        yield make(5, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, trains=True)
+        yield make(5, f"{name}.a", (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, is_trained=True)
+        yield make(5, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, is_trained=True)
 
     hidden, inner = shape.hidden_size, layer.mlp.inner_size if layer.mlp else shape.intermediate_size
     before, behind = has_norm_before(shape), has_norm_behind(shape)

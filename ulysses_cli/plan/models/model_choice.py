@@ -1,9 +1,29 @@
-"""Which evaluation of a run is the best one, and whether its loss still falls. `losses` holds the loss by step."""
+"""Which evaluation of a run is the best one, and whether its loss still falls.
+
+`losses` holds by step what run.keep_best names: the evaluation loss, or what the score of run.eval_suite lacks to 1.
+Lower is better in both.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+
+SCORE = "eval_suite"
+
+
+def invert_score(score: float) -> float:
+    """What a score between 0 and 1 lacks to 1, and back: as with a loss, lower is better."""
+    return 1.0 - score
+
+
+def name_measure(measure: str | None) -> str:
+    return "the score of eval_suite" if measure == SCORE else "evaluation loss"
+
+
+def describe_measure(measure: str | None, loss: float) -> str:
+    """`evaluation loss 1.5` or `eval_suite score 0.75`."""
+    return f"eval_suite score {invert_score(loss):.4g}" if measure == SCORE else f"evaluation loss {loss:.4g}"
 
 
 def choose_best(losses: Mapping[int, float], steps: Collection[int]) -> int | None:

@@ -32,6 +32,7 @@ class FirstAnswers:
     num_tokens: int | None = None
     budget_usd: float | None = None
     output_dir: str = "runs/mine"
+    quantize_base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,11 @@ def choose_by_plan(best: Candidate, request: PlanRequest, model: str) -> Choice:
 
 def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
     trained = "LoRA adapters" if answers.is_lora else "all weights"
+    trained += f", on a base in {answers.quantize_base}," if answers.quantize_base else ""
     lines = [f"# Trains {trained} of {answers.model} on {answers.data}, {answers.max_length:,} tokens per row."]
     lines += ["#", *(f"# {line}" for line in choice.header), f"# launch     ulysses train {file}", ""]
     lines += ["model:", *_write_model(answers, choice)]
-    lines += _write_parallel(choice.layout)
+    lines += _write_parallel(choice.layout, answers.quantize_base)
     lines += ["", "data:", "  datasets:", f"    - path: {quote(answers.data)}"]
     if answers.is_tree:
         lines += ["      type: folder  # the whole tree is one document; join_files: false makes each file one"]
@@ -99,6 +101,7 @@ def write_first_recipe(answers: FirstAnswers, choice: Choice, file: str) -> str:
     if answers.is_lora:
         lines += ["", "lora:", "  r: 16", "  alpha: 32"]
         lines += [f"  target_modules: [{', '.join(choice.lora_targets)}]"] if choice.lora_targets else []
+        lines += [f"  quantize_base: {answers.quantize_base}"] if answers.quantize_base else []
     lines += ["", "run:", f"  output_dir: {quote(answers.output_dir)}  # checkpoints, metrics, report and the model"]
     lines += ["  device: cpu"] if choice.is_cpu else []
     lines += ["  save_steps: 100  # `ulysses train ... --resume auto` goes on from the newest checkpoint"]
@@ -123,7 +126,7 @@ def _write_model(answers: FirstAnswers, choice: Choice) -> list[str]:
     return [*lines, "  dtype: float32"] if choice.is_cpu else lines
 
 
-def _write_parallel(layout: Layout) -> list[str]:
+def _write_parallel(layout: Layout, quantize_base: str | None) -> list[str]:
     comments = {
         "sp_size": "ranks that share a row",
         "dp_shard_size": "rows in flight",
@@ -133,6 +136,7 @@ def _write_parallel(layout: Layout) -> list[str]:
     lines = [f"  {name}: {size}  # {comment}" for name, size, comment in sizes if size > 1]
     if layout.ring_size > 1 or layout.sp_size > GPUS_PER_NODE:  # auto may choose another
         lines.append(f"  ring_size: {layout.ring_size}  # shares of a row's queries")
+    lines += ["  zero_stage: 2  # each GPU holds the whole base"] if quantize_base else []
     return ["", "parallel:", *lines] if lines else []
 
 
@@ -161,4 +165,6 @@ def make_tiny_config(max_length: int) -> dict[str, object]:
 
 def make_request(shape: ModelShape, answers: FirstAnswers) -> PlanRequest:
     num_tokens = max(answers.num_tokens or 500 * answers.max_length, answers.max_length)
-    return PlanRequest(shape, answers.max_length, num_tokens, answers.is_lora, answers.budget_usd)
+    return PlanRequest(
+        shape, answers.max_length, num_tokens, answers.is_lora, answers.budget_usd, quantize_base=answers.quantize_base
+    )

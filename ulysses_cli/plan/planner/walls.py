@@ -144,4 +144,6 @@ def _find_heads_wall(
 
 
 def _suggest_lora(request: PlanRequest) -> str:
-    return "" if request.is_lora else ", or try --method lora"
+    if request.quantize_base is not None:
+        return ""
+    return ", or try --method qlora" if request.is_lora else ", or try --method lora"

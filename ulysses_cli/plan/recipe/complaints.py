@@ -24,8 +24,6 @@ FOREIGN_KEYS = {
     "train_on_inputs": "write data.completion_only_loss or data.assistant_only_loss: true trains on answers alone",
     "load_in_4bit": "write lora.quantize_base: nf4, with parallel.zero_stage: 2",
     "load_in_8bit": "write lora.quantize_base: int8, with parallel.zero_stage: 2",
-    "use_dora": "DoRA is not offered; lora.use_rslora: true keeps the scale of adapters of a high rank",
-    "modules_to_save": "adapters alone are trained; embedding and head are trained without the lora section",
     "flash_attention": "write model.attn_implementation: auto",
     "fp16": "write model.dtype: bfloat16",
     "fsdp": "sharding is DeepSpeed's: see parallel.zero_stage",

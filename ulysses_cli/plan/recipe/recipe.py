@@ -1,7 +1,7 @@
-"""The recipe's schema: every setting with one doc line, a unit and a bound. The data section is in data_section.py.
+"""The recipe's schema: every setting with one doc line, a unit and a bound. The data section is in data_section.py,
+that of adapters in lora_section.py.
 
-A Recipe is never changed after loading; derived values are in Layout, Resolved or a value of their own. loader.py reads
-YAML; rules/ holds the rules across fields.
+A Recipe is never changed after loading; derived values are in Layout, Resolved or a value of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 
 from ulysses_cli.plan.files.addresses import name_local_copy
 from ulysses_cli.plan.recipe.data_section import Data
+from ulysses_cli.plan.recipe.lora_section import Lora
 from ulysses_cli.plan.recipe.setting import MAX_TOKENS, Section, setting, text
 
 
@@ -226,31 +227,6 @@ class Memory(Section):
     nvme_path: str | None = text(None, "folder on a fast local disk, for nvme", unit="path")
 
 
-class Lora(Section):
-    """Train small adapters and leave the model as it is."""
-
-    r: int = setting(16, "rank of the adapters", unit="dimensions", aliases=("lora_r",), ge=1, le=65536)
-    alpha: float = setting(32.0, "scale of the adapters, times 1 / r", unit="x", aliases=("lora_alpha",), gt=0, le=1e6)
-    dropout: float = setting(0.0, "dropout before the adapters", unit="share", aliases=("lora_dropout",), ge=0, lt=1)
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1, max_length=1000)] | Literal["all-linear"] = setting(
-        "all-linear",
-        "linear layers that get an adapter, by the last part of their name",
-        unit="names",
-        aliases=("lora_target_modules",),
-    )
-    use_rslora: bool = setting(False, "scale the adapters by alpha / sqrt(r) instead of alpha / r")
-    quantize_base: Literal["nf4", "int8"] | None = setting(
-        None,
-        "hold the frozen linear layers in 4 or 8 bits, by bitsandbytes; each GPU holds the whole base",
-        unit="format",
-        spellings={False: None, "none": None, "4bit": "nf4", "8bit": "int8"},
-        refused={"fp4": "nf4 takes the same memory and is closer to the weights"},
-    )
-    adapter_name_or_path: str | None = text(
-        None, "adapters to start from: a hub name or local folder that peft has written"
-    )
-
-
 class Run(Section):
     """Where results go, when to save, when to stop."""
 
@@ -270,9 +246,10 @@ class Run(Section):
     save_total_limit: int | None = setting(
         2, "checkpoints kept; null = all; the newest valid one is never deleted", unit="checkpoints", ge=1, le=1_000_000
     )
-    keep_best: Literal["eval_loss"] | None = setting(
+    keep_best: Literal["eval_loss", "eval_suite"] | None = setting(
         None,
-        "also save after the evaluation with the lowest loss so far, and keep that checkpoint",
+        "also save after the best evaluation so far, by lowest loss or by highest mean score of eval_suite, and keep "
+        "that checkpoint",
         unit="measure",
         aliases=("metric_for_best_model",),
         spellings={True: "eval_loss", False: None, "none": None, "loss": "eval_loss"},
@@ -281,11 +258,16 @@ class Run(Section):
         False, "the model is that of the best evaluation, not of the last step", aliases=("load_best_model_at_end",)
     )
     early_stopping_patience: int | None = setting(
-        None, "end the run when its evaluation loss has not fallen for so many evaluations", unit="evaluations",
+        None, "end the run when what keep_best names (left out: its loss) is no better for so many evaluations",
+        unit="evaluations",
         ge=1, le=1_000_000,
     )  # fmt: skip
     early_stopping_threshold: float = setting(
-        0.0, "by how much the loss must be below the lowest one to count as fallen", unit="nats", ge=0, le=1000
+        0.0,
+        "by how much an evaluation must be better than the best one to count as better",
+        unit="nats or score",
+        ge=0,
+        le=1000,
     )
     sample_prompts: tuple[str, ...] = setting(
         (), "texts that the model continues greedily, at the end and every sample_steps", unit="texts", max_length=16

@@ -1,4 +1,4 @@
-"""Rules about the base under adapters. Run by check.py. Which layers take an adapter is checked in model.py."""
+"""Rules about adapters and the base under them. Run by check.py. Which layers take an adapter: model.py."""
 
 from __future__ import annotations
 
@@ -38,4 +38,42 @@ def check_quantized_base(recipe: Recipe, shape: ModelShape) -> Problems:
         )
 
 
-RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (check_quantized_base,)
+def check_whole_parts(recipe: Recipe, shape: ModelShape) -> Problems:
+    """Parts that are trained whole are saved as peft saves them."""
+    key, lora = "lora.modules_to_save", recipe.lora
+    if lora is None or not lora.modules_to_save:
+        return
+    tied = [name for name in lora.modules_to_save if name != "norm"]
+    if tied and shape.tie_word_embeddings:
+        other = "lm_head" if tied[0] == "embed_tokens" else "embed_tokens"
+        yield Problem(
+            key,
+            f"{tied[0]} of {shape.name} shares its weight with {other}: peft would load it into one of the two, and "
+            "they would differ",
+            "leave it out; the whole model, with the tied weight, is trained without the lora section",
+        )
+    if len(set(lora.modules_to_save)) < len(lora.modules_to_save):
+        yield Problem(key, "names a part twice", "name each part once")
+
+
+def check_dora(recipe: Recipe, shape: ModelShape) -> Problems:
+    """DoRA needs a base whose weights can be read exactly, in linear layers of their own."""
+    key, lora = "lora.use_dora", recipe.lora
+    if lora is None or not lora.use_dora:
+        return
+    if lora.quantize_base is not None:
+        yield Problem(
+            key,
+            f"divides by the lengths of the base's rows, and with lora.quantize_base: {lora.quantize_base} they are "
+            "those of rounded weights",
+            "leave quantize_base out, or use lora.use_rslora",
+        )
+    if recipe.parallel.zero_stage == 3:
+        yield Problem(
+            key,
+            "reads the base's weights outside of their modules, where ZeRO-3 has them in shards",
+            "write parallel.zero_stage: 2, or use lora.use_rslora",
+        )
+
+
+RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (check_quantized_base, check_whole_parts, check_dora)

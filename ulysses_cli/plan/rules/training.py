@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 
+from ulysses_cli.plan.models.model_choice import SCORE
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -102,8 +103,14 @@ def check_model_choice(recipe: Recipe) -> Problems:
     """Keeping the best model and early stopping need evaluations during the run."""
     run = recipe.run
     named = {"keep_best": run.keep_best, "early_stopping_patience": run.early_stopping_patience}
+    if run.keep_best == SCORE and run.eval_suite_steps is None:
+        yield Problem(
+            "run.keep_best",
+            "eval_suite goes by the score of questions that are asked during the run, and none are",
+            "write run.eval_suite: [niah_single_1] and run.eval_suite_steps: 100",
+        )
     for name, value in named.items():
-        if value is not None and run.eval_steps is None:
+        if value is not None and run.eval_steps is None and run.keep_best != SCORE:
             yield Problem(
                 f"run.{name}", "needs evaluations during the run", "write run.eval_steps, and data.eval_split: 0.01"
             )

@@ -299,6 +299,7 @@ def make_parts() -> Parts:
         if kind is not None:  # no more than one weight is whole on the device
             quantized_layers.replace_parts()
             quantized_base.quantize_layers(made, kind, DEVICE)
+            quantized_base.settle_layers(made)
             quantized_layers.make_anew(made, DEVICE)
         if recipe.run.device != "cpu":
             recurrent_kernels.replace_kernels(made)

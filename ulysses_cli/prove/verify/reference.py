@@ -56,6 +56,8 @@ def make_plain_model(recipe: Recipe, shape: ModelShape) -> Any:
             lora_alpha=lora.alpha,
             target_modules=targets if isinstance(targets, str) else list(targets),
             use_rslora=lora.use_rslora,
+            use_dora=lora.use_dora,
+            modules_to_save=list(lora.modules_to_save) or None,
             task_type="CAUSAL_LM",
         )
         get_peft_model(model, settings)

@@ -53,6 +53,7 @@ def make_run_page(run: RecordedRun, summary: Mapping[str, Any]) -> str:
         ("Time of a step", _show_parts(run, summary)),
         ("Memory", _show_memory(run)),
         ("Automatic choices", _show_choices(run)),
+        ("Reported and published", _show_told(run)),
         ("Setup", _show_origin(run)),
     ]
     folder = run.folder.resolve().name or str(run.folder)
@@ -236,6 +237,12 @@ def _show_choices(run: RecordedRun) -> list[Block]:
     if attention:
         rows.insert(0, ("attention kernel", _write_value(attention.get("name")), str(attention.get("reason") or "")))
     return [Table(("choice", "value", "reason"), rows)] if rows else []
+
+
+def _show_told(run: RecordedRun) -> list[Block]:
+    """Where numbers, messages and the model went, and when."""
+    rows = [(line["time"], f"{line['kind']} {line['name']}", line["text"]) for line in run.told]
+    return [Table(("time", "to", "what"), rows)] if rows else []
 
 
 def _show_origin(run: RecordedRun) -> list[Block]:

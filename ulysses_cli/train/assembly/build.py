@@ -171,7 +171,8 @@ def _load_model(
             grow_embeddings(model, vocab_size, sharding)
             config.vocab_size = vocab_size
     if vocab_size > num_own_tokens:
-        fate = "frozen, as all of the model is under lora" if recipe.lora is not None else "trained"
+        whole = {"embed_tokens", "lm_head"} if recipe.lora is None else set(recipe.lora.modules_to_save) - {"norm"}
+        fate = f"trained in {' and '.join(sorted(whole))}" if whole else "frozen, as all of the model is under lora"
         report(f"embedding and head grew from {num_own_tokens:,} to {vocab_size:,} tokens; new rows are {fate}")
     return model
 

@@ -5,11 +5,12 @@ Each rank holds the whole base. A weight is quantized on the rank's device as so
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ulysses_cli.train.finiteness import is_finite
 
@@ -74,10 +75,36 @@ def _make_int8(layer: nn.Linear, device: torch.device) -> Any:
 
 
 def settle_layers(model: Any) -> None:
-    """Keeps an evaluation on a CPU from packing 4-bit weights for its own kernel: a backward cannot read them then."""
+    """Keeps products in 8 bits from holding their inputs, and an evaluation on a CPU from packing 4-bit weights for its
+    own kernel: a backward cannot read them then."""
+    forget_inputs()
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def forget_inputs() -> None:
+    """In this whole process. MatMul8bitLt keeps its input for a trained weight's gradient, also where the weight is
+    frozen, and not by save_for_backward: neither recomputation nor offload sees it, so that all layers' inputs would
+    stay. It also logs a line for each product of bfloat16 inputs."""
+    from bitsandbytes.autograd import _functions
+
+    plain = _functions.MatMul8bitLt
+    if hasattr(plain, "forgets_inputs"):
+        return
+
+    class FrozenMatMul8bitLt(plain):  # type: ignore[misc, valid-type]
+        forgets_inputs = True
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            output: Tensor = plain.forward(ctx, *args)
+            if not ctx.needs_input_grad[1]:
+                ctx.tensors = (None, None, None)
+            return output
+
+    _functions.MatMul8bitLt = FrozenMatMul8bitLt
+    logging.getLogger(_functions.__name__).setLevel(logging.ERROR)
 
 
 def find_nonfinite_scale(model: Any) -> str:

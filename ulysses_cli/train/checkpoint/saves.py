@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.hardware import GIB
-from ulysses_cli.plan.models.model_choice import choose_best
+from ulysses_cli.plan.models.model_choice import choose_best, describe_measure, name_measure
 from ulysses_cli.run_folder.archive import (
     CheckpointError,
     get_folder,
@@ -20,7 +20,7 @@ from ulysses_cli.run_folder.archive import (
     prune_checkpoints,
     set_aside,
 )
-from ulysses_cli.run_folder.manifest import dump_losses
+from ulysses_cli.run_folder.manifest import dump_losses, dump_scores
 from ulysses_cli.run_folder.resume import ResumePoint
 from ulysses_cli.train.checkpoint.background import BackgroundSave, HostCopies
 from ulysses_cli.train.checkpoint.format import (
@@ -160,18 +160,21 @@ class Saves:
             prune_checkpoints(self.record.run_dir, self.policy.total_limit, self._list_losses(state))
 
     def _list_losses(self, state: TrainState) -> dict[int, float]:
-        return dict(state.eval_losses) if self.policy.keeps_best else {}
+        return dict(state.measured) if self.policy.keeps_best else {}
 
     def choose_for_export(self, state: TrainState, *, wants_best: bool) -> Path:
         """Collective over all ranks. The last checkpoint, or the best one that is on rank 0's disk."""
         steps = [get_step(path) for path in list_checkpoints(self.record.run_dir)]
-        best = self.context.gather(choose_best(state.eval_losses, steps))[0]
+        best = self.context.gather(choose_best(state.measured, steps))[0]
         if not wants_best or best is None:
             return self.get_last_path()
-        lowest = choose_best(state.eval_losses, state.eval_losses)
+        lowest = choose_best(state.measured, state.measured)
         if lowest != best:
-            self.record.warn(f"step {lowest} had the lowest evaluation loss, but its checkpoint was not kept")
-        self.record.report(f"the model is that of step {best}, with evaluation loss {state.eval_losses[best]:.4g}")
+            by = name_measure(state.measure)
+            self.record.warn(f"step {lowest} was the best by {by}, but its checkpoint was not kept")
+        self.record.report(
+            f"the model is that of step {best}, with {describe_measure(state.measure, state.measured[best])}"
+        )
         return self.get_path(best)
 
     def read_state(self, state: TrainState) -> dict[str, Any]:
@@ -182,6 +185,7 @@ class Saves:
             "bad_steps": self.bad_steps.count,
             "hours": state.stop.hours,
             "eval_losses": dump_losses(state.eval_losses),
+            "eval_scores": dump_scores(state.eval_lacks),
             **self.facts,
         }
 
@@ -205,6 +209,7 @@ class Saves:
         state.stop.hours_before = float(saved["hours"])
         state.last_eval_step = resume_point.last_eval_step
         state.eval_losses.update(resume_point.eval_losses)
+        state.eval_lacks.update(resume_point.eval_lacks)
         if resume_point.is_own:
             self.last_step = state.step
         self.uploads.begin(state.step if resume_point.is_own else -1)

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ulysses_cli.run_folder.archive import CheckpointError
+from ulysses_cli.train.assembly.adapters import leave_whole_parts, train_whole_parts
 from ulysses_cli.train.assembly.loading import grow_embeddings, grow_rows
 from ulysses_cli.train.assembly.text_part import find_key_mapping
 from ulysses_cli.train.checkpoint.format import index_sources
@@ -27,6 +28,7 @@ from ulysses_cli.train.finiteness import WORDS, is_finite
 from ulysses_cli.train.processes.host_memory import count_free_bytes
 
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
+LENGTHS = ".lora_magnitude_vector.default.weight"  # of DoRA: one for each row of the weight
 TEXT_PART = "language_model."  # the name of the text model inside multimodal models
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}  # of a probe's logits, by rounding alone
 
@@ -71,6 +73,7 @@ class Merging:
         adapter_of = {name: index for index, adapter in enumerate(adapters) for name in adapter.names}
         if missing := sorted(adapter_of.keys() - wanted.keys()):
             raise CheckpointError(f"the adapters of {missing[0]} have no weight of their own in the base model's files")
+        whole = self._find_whole_parts(skeleton)
         tables = _name_in_files(skeleton, _find_tables(skeleton))
         state = skeleton.state_dict()
         buffers = _name_in_files(skeleton, {name: state[name] for name in list_buffer_names(skeleton)}).keys()
@@ -80,12 +83,14 @@ class Merging:
             with safe_open(file, "pt") as opened:
                 names = [(target, name) for name in opened.keys() if (target := _match(name, wanted))]  # noqa: SIM118
                 names.sort(key=lambda pair: (adapter_of.get(pair[0], -1), pair[0]))  # groups an adapter's tensors
-                current, deltas = -1, {}
+                current, deltas, lengths = -1, {}, None
                 for target, name in names:
                     tensor = opened.get_tensor(name)
                     if not is_finite(tensor):
                         raise CheckpointError(f"{file} holds {WORDS} in {name}")
-                    if target in tables and len(tensor) == self.num_own_tokens:
+                    if target in whole:
+                        tensor = read_parameter(whole[target], self.sources, self.shapes)
+                    elif target in tables and len(tensor) == self.num_own_tokens:
                         tensor = grow_rows(tensor.to(self.trained_dtype), len(wanted[target]))
                     if tensor.shape != wanted[target].shape:
                         shapes = f"{tuple(tensor.shape)}, the model has it as {tuple(wanted[target].shape)}"
@@ -94,7 +99,10 @@ class Merging:
                         if adapter_of[target] != current:
                             current = adapter_of[target]
                             deltas = self._compute_deltas(skeleton, adapters[current])
+                            lengths = self._read_lengths(adapters[current])
                         tensor = tensor.to(self.trained_dtype).float() + deltas[target]
+                        if lengths is not None:
+                            tensor *= (lengths / tensor.norm(dim=1))[:, None]
                     write = writer.add_unchanged if target in buffers else writer.add
                     write(in_files(target), tensor)
         for name, tensor in self.wrapper.read_carried() if self.wrapper else ():
@@ -115,10 +123,30 @@ class Merging:
                 parameter = f"{name.replace('.base_layer', '')}.{part}"
                 file_names = tuple(_name_in_files(skeleton, {parameter: parameters[parameter]}))
                 adapters.append(Adapter(module, PREFIX + name, parameter, file_names))
-        expected = {adapter.layer + end for adapter in adapters for end in (A, B)}
+        ends = (A, B, LENGTHS) if self.adapter_config.use_dora else (A, B)
+        expected = {adapter.layer + end for adapter in adapters for end in ends}
+        if self.adapter_config.modules_to_save:
+            train_whole_parts(adapted, self.adapter_config.modules_to_save)
+            expected |= {PREFIX + name for name, value in adapted.named_parameters() if value.requires_grad}
         if unmatched := sorted(expected ^ self.sources.keys()):
             raise CheckpointError(f"the adapters do not fit the base model: {', '.join(unmatched[:3])}")
         return adapters
+
+    def _find_whole_parts(self, skeleton: Any) -> dict[str, str]:
+        """The weights that were trained whole: names in the checkpoint, by those in files."""
+        own = dict(skeleton.named_parameters())
+        names = {name.removeprefix(PREFIX): name for name in self.sources if ".lora_" not in name}
+        return {
+            file_name: full for name, full in names.items() for file_name in _name_in_files(skeleton, {name: own[name]})
+        }
+
+    def _read_lengths(self, adapter: Adapter) -> Tensor | None:
+        """The trained length of each row of the merged weight, under DoRA."""
+        if not self.adapter_config.use_dora:
+            return None
+        if len(adapter.names) != 1:
+            raise CheckpointError(f"{adapter.parameter} is several tensors in files: DoRA cannot be merged into them")
+        return read_parameter(adapter.layer + LENGTHS, self.sources, self.shapes).float()
 
     def _compute_deltas(self, skeleton: Any, adapter: Adapter) -> dict[str, Tensor]:
         """What one adapter adds to the base, by name in the files."""
@@ -150,7 +178,8 @@ class Merging:
         if base_config.vocab_size < config.vocab_size:
             grow_embeddings(base, config.vocab_size)
         add_adapters(base, self.adapter_config)
-        trained = {PREFIX + name: value for name, value in base.named_parameters() if ".lora_" in name}
+        named = ((PREFIX + name, value) for name, value in base.named_parameters())
+        trained = {name: value for name, value in named if ".lora_" in name or name in self.sources}
         if trained.keys() != self.sources.keys():
             raise CheckpointError(f"the adapters do not fit: {sorted(trained.keys() ^ self.sources.keys())[:3]}")
         for name, value in trained.items():
@@ -172,11 +201,14 @@ class Merging:
 
 
 def add_adapters(model: Any, adapter_config: Any) -> Any:
-    """Adds adapters to the model. Returns peft's config with the values that peft has filled in."""
+    """Adds adapters to the model, which stays frozen. Returns peft's config with the values that peft has filled
+    in."""
     from peft import get_peft_model
 
-    adapted = get_peft_model(model, copy.deepcopy(adapter_config), autocast_adapter_dtype=False)
-    return adapted.peft_config["default"]
+    adapted = get_peft_model(model, leave_whole_parts(adapter_config), autocast_adapter_dtype=False)
+    filled = adapted.peft_config["default"]
+    filled.modules_to_save = adapter_config.modules_to_save
+    return filled
 
 
 @torch.no_grad()

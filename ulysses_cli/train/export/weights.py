@@ -23,6 +23,7 @@ from ulysses_cli.plan.models.chat_template import find_end_marker
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.run_folder.archive import REPLACED, WRITING, CheckpointError, sync
 from ulysses_cli.run_folder.manifest import MODEL_FACTS
+from ulysses_cli.train.assembly.adapters import name_in_files
 from ulysses_cli.train.checkpoint.format import TensorSource, index_sources, read_range
 from ulysses_cli.train.export.buffers import read_buffers
 from ulysses_cli.train.export.wrapper import BaseModel
@@ -158,7 +159,7 @@ def read_parameter(
 def rename(name: str, is_adapter: bool) -> str:
     """The model's own name of a parameter, or the name that peft expects in a file."""
     name = name.removeprefix(PREFIX)
-    return f"base_model.model.{name.replace('.default.', '.')}" if is_adapter else name
+    return f"base_model.model.{name_in_files(name)}" if is_adapter else name
 
 
 def export_model(

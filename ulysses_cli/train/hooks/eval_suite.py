@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from statistics import fmean
 from typing import Any
 
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
+from ulysses_cli.plan.models.model_choice import invert_score
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.train.generation.questions import Quiz, ask_questions
+from ulysses_cli.train.guard.stop_conditions import StopConditions
+from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.train_state import TrainState
 
 
 class EvalSuite:
-    """A post-step hook. Without tasks it does nothing. Raises RecipeError, on all ranks alike, for a task that does not
-    fit the shortest length."""
+    """A post-step hook. Without tasks it does nothing. `judge` is called after all questions have been asked. Raises
+    RecipeError, on all ranks alike, for a task that does not fit the shortest length."""
 
     def __init__(
         self,
@@ -24,8 +28,9 @@ class EvalSuite:
         tokenizer: Any,
         stop_tokens: Collection[int],
         write: Callable[[dict[str, Any]], None],
+        judge: Callable[[TrainState], None] = lambda _: None,
     ) -> None:
-        self.amount, self.stop_tokens, self.write = amount, stop_tokens, write
+        self.amount, self.stop_tokens, self.write, self.judge = amount, stop_tokens, write, judge
         self.plan = plan_suites(list(names), Sources())
         self.last_step = -1
         if self.plan.tasks:
@@ -36,10 +41,12 @@ class EvalSuite:
                 key = "run.eval_suite_lengths"
                 raise RecipeError([Problem(key, each.message, each.hint) for each in error.problems]) from None
 
-    def run(self, state: TrainState) -> None:
-        """Collective over all ranks. A reason to stop that any rank has ends it without a result."""
+    def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
+        """Collective over all ranks. A reason to stop that any rank has ends it without a result. `stop`: reasons to
+        end it early; by default the run's own."""
         if not self.plan.tasks or self.last_step == state.step:
             return
+        read_flags = (stop or state.stop).read_flags
 
         def show(num_asked: int) -> None:
             state.phase = f"asking question {num_asked} of run.eval_suite"  # the watchdog sees that it changes
@@ -51,8 +58,14 @@ class EvalSuite:
             prompts = make_prompts(self.plan, self.prompter, self.amount, lambda _: None)
             one_answer = {task.name for task in self.plan.tasks if task.has_one_answer}
             quiz = Quiz(prompts, self.prompter, one_answer, results.append)
-        if ask_questions(state.engine, quiz, self.stop_tokens, lambda: any(state.stop.read_flags()), show):
+        if ask_questions(state.engine, quiz, self.stop_tokens, lambda: any(read_flags()), show):
             self.last_step = state.step
+            score = None
             if results:
                 summary = summarize(results)
-                self.write({"step": state.step, "scores": summary["scores"], "mean": summary["mean"]})
+                score = fmean(length["score"] for length in summary["mean"])
+                self.write({"step": state.step, "score": score, "scores": summary["scores"], "mean": summary["mean"]})
+            score = gather_values(score, state.groups.host_group)[0]  # rank 0 has the answers
+            if score is not None:
+                state.eval_lacks[state.step] = invert_score(score)
+                self.judge(state)

@@ -1,10 +1,17 @@
-"""Acts on the loss of each evaluation: saves the best model so far, and ends a run whose loss no longer falls."""
+"""Acts on each evaluation that run.keep_best goes by: saves the best model so far, and ends a run that no longer gets
+better."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ulysses_cli.plan.models.model_choice import choose_best, count_without_progress, has_stalled
+from ulysses_cli.plan.models.model_choice import (
+    choose_best,
+    count_without_progress,
+    describe_measure,
+    has_stalled,
+    name_measure,
+)
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.train.train_state import TrainState
 
@@ -22,13 +29,15 @@ class ModelChoice:
         self.save, self.patience, self.threshold, self.report = save, patience, threshold, report
 
     def judge(self, state: TrainState) -> None:
-        """Collective over all ranks: all of them know the same losses."""
-        losses = state.eval_losses
+        """Collective over all ranks: all of them know the same losses or scores."""
+        losses = state.measured
         best = choose_best(losses, losses)
         if best == state.step:
             self.save(state)
         if state.step < state.num_steps and has_stalled(losses, self.patience, self.threshold):
             state.num_steps = state.step
-            lowest = "" if best is None else f"; the lowest was {losses[best]:.4g}, at step {best}"
+            shown = "" if best is None else describe_measure(state.measure, losses[best])
+            highest = f"; the best was {shown}, at step {best}" if shown else ""
             count = format_count(count_without_progress(losses, self.threshold), "evaluation")
-            self.report(f"early stop after step {state.step}: the loss has not fallen for {count}{lowest}")
+            what = f"{name_measure(state.measure)} has not improved for {count}"
+            self.report(f"early stop after step {state.step}: {what}{highest}")

@@ -4,6 +4,7 @@ of them; on every other rank the same calls write nothing.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from ulysses_cli.plan.secrets import mask_text
 from ulysses_cli.run_folder.line_files import LineFile, cut_lines
 from ulysses_cli.run_folder.run_lock import RunLock
+from ulysses_cli.run_folder.told import note_told
 from ulysses_cli.train.telemetry.trackers import Tracker
 
 
@@ -38,6 +40,12 @@ class Record:
         """Called on rank 0 alone: the other ranks' records write nothing."""
         self.display, self.trackers = display, trackers
 
+    def note_trackers(self, state: str) -> None:
+        """Notes where the trackers write, once no result of an earlier run is in the folder any more."""
+        for tracker in self.trackers:
+            if tracker.place:
+                note_told(self.run_dir, "tracker", type(tracker).__name__, f"{state} {tracker.place}")
+
     def describe_phase(self) -> str:
         """The phase, with the step that the loop is in."""
         return ", ".join(part for part in (self.phase, self.describe_step()) if part)
@@ -50,6 +58,7 @@ class Record:
             cut_lines(self.run_dir / f"{name}.jsonl", last_step)
         for name in ("metrics", "eval"):
             self.files[name] = LineFile(self.run_dir / f"{name}.jsonl")
+        self.note_trackers("writes to")
 
     def emit(self, **event: Any) -> None:
         if self.display is not None:
@@ -109,11 +118,22 @@ class Record:
         except Exception as error:  # noqa: BLE001 - a service may raise anything, and the run goes on without it
             self.trackers = [other for other in self.trackers if other is not tracker]
             reason = mask_text((str(error).strip().splitlines() or [""])[0][:200])
-            self.warn(f"{type(tracker).__name__} gets no more numbers: {type(error).__name__}: {reason}")
+            complaint = f"gets no more numbers: {type(error).__name__}: {reason}"
+            self.warn(f"{type(tracker).__name__} {complaint}")
+            if tracker.place:
+                note_told(self.run_dir, "tracker", type(tracker).__name__, complaint)
+            _close_quietly(tracker)
 
     def close(self) -> None:
         for tracker in self.trackers:
             self._or_without(tracker, tracker.close)
+        self.note_trackers("closed")
         for part in (*self.files.values(), self.display):
             if part is not None:
                 part.close()
+
+
+def _close_quietly(tracker: Tracker) -> None:
+    """A tracker that has failed once may fail again; what it has got is complete where it can be closed."""
+    with contextlib.suppress(Exception):
+        tracker.close()

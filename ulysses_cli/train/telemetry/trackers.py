@@ -18,7 +18,10 @@ LINE_PIPE = "ULYSSES_LINES"  # a FIFO; its reader is the process that started th
 
 
 class Tracker(Protocol):
-    """Receives the lines of metrics.jsonl (`split` train) and eval.jsonl (eval)."""
+    """Receives the lines of metrics.jsonl (`split` train) and eval.jsonl (eval). `place`: where a person finds them, or
+    ''."""
+
+    place: str
 
     def write(self, split: str, line: dict[str, Any]) -> None: ...
 
@@ -58,7 +61,8 @@ class TensorBoard:
     def __init__(self, run_dir: Path, run_name: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(run_dir / "tensorboard" / run_name))
+        self.place = str(run_dir / "tensorboard" / run_name)
+        self.writer = SummaryWriter(self.place)
 
     def write(self, split: str, line: dict[str, Any]) -> None:
         for name, value in pick_numbers(split, line).items():
@@ -73,6 +77,7 @@ class WeightsAndBiases:
         import wandb
 
         self.run = wandb.init(project=PROJECT, name=run_name, dir=str(run_dir))
+        self.place = str(getattr(self.run, "url", None) or run_dir / "wandb")
 
     def write(self, split: str, line: dict[str, Any]) -> None:
         self.run.log(pick_numbers(split, line), step=line["step"])
@@ -94,6 +99,7 @@ class MLflow:
         experiment = self.client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment is not None else self.client.create_experiment(name)
         self.run_id = self.client.create_run(number, run_name=run_name).info.run_id
+        self.place = f"{mask_text(address)}, experiment {name}, run {self.run_id}"
 
     def write(self, split: str, line: dict[str, Any]) -> None:
         from mlflow.entities import Metric
@@ -113,6 +119,7 @@ class Trackio:
         import trackio
 
         self.run = trackio.init(project=PROJECT, name=run_name, embed=False)
+        self.place = f"trackio show --project {PROJECT}, run {run_name}"
 
     def write(self, split: str, line: dict[str, Any]) -> None:
         self.run.log(pick_numbers(split, line), step=line["step"])
@@ -124,6 +131,8 @@ class Trackio:
 class LinePipe:
     """Writes each line, with its split, to a pipe. A reader that has gone away needs no lines. The line that a killed
     rank has left unfinished is ended first."""
+
+    place = ""
 
     def __init__(self, path: Path) -> None:
         self.handle = os.open(path, os.O_WRONLY)

@@ -89,7 +89,7 @@ def _replay(
     weights = list_weights(shape, adapters)
     leaves = find_leaves(shape, tiles_mlp=tiles_mlp)
     modules = tuple(join_mlps(weights.modules, leaves))
-    events = list(ModuleOrder(modules).walk_step(recomputes=recomputes, trains_embedding=adapters is None))
+    events = list(ModuleOrder(modules).walk_step(recomputes=recomputes))
     saved = find_experts(modules) if saves_experts else frozenset()
     coordinator = Coordinator(modules, events, engine, joins_mlps=bool(leaves), splits=splits, saved=saved)
     in_layers: dict[tuple[str, str], dict[int, int]] = {}  # (phase, place) -> layer -> elements

@@ -127,7 +127,7 @@ def compute_buckets(job: Job, *, is_reducing: bool) -> int:
 
 def sends_head(job: Job) -> bool:
     """Whether an untied head is sent by itself, before any gradient of a layer."""
-    if job.zero_stage == 3 or job.shape.tie_word_embeddings or job.adapters is not None:
+    if job.zero_stage == 3 or job.shape.tie_word_embeddings or not job.trains("lm_head"):
         return False
     return find_first_sent(job.weights, job.engine.reduce_bucket).layer == ABOVE_LAYERS
 

@@ -5,6 +5,7 @@ tests/ranks/test_gathering.py compares it with DeepSpeed's own hooks. Runs no mo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -34,10 +35,12 @@ class ModuleOrder:
             if path:
                 self.inside[path[-1]].append(number)
             path.append(number)
+        before = itertools.takewhile(lambda module: _get_first_name(module) not in FIRST_PROJECTIONS, modules)
+        self.begins_frozen = not any(module.is_trained and module.weights for module in before)
 
-    def walk_step(self, *, recomputes: bool, trains_embedding: bool) -> Iterator[HookEvent]:
+    def walk_step(self, *, recomputes: bool) -> Iterator[HookEvent]:
         yield from self.walk_forward(0)
-        yield from self._walk_backward(0, recomputes=recomputes, trains_embedding=trains_embedding)
+        yield from self._walk_backward(0, recomputes=recomputes)
 
     def walk_forward(
         self, number: int, *, stays_in: frozenset[int] = frozenset(), again: bool = False
@@ -49,20 +52,20 @@ class ModuleOrder:
         if number not in stays_in:
             yield HookEvent(number, enters=False, is_recomputing=again)
 
-    def _walk_backward(self, number: int, *, recomputes: bool, trains_embedding: bool) -> Iterator[HookEvent]:
+    def _walk_backward(self, number: int, *, recomputes: bool) -> Iterator[HookEvent]:
         module = self.modules[number]
-        if module.name == "rotary_emb" or (not trains_embedding and _has_no_gradient(module)):
+        if module.name == "rotary_emb" or self._has_no_gradient(module):
             return
         if recomputes and module.layer >= 0 and module.depth == LAYER_DEPTH:
-            yield from self._walk_recomputed(number, trains_embedding=trains_embedding)
+            yield from self._walk_recomputed(number)
             return
         yield HookEvent(number, enters=True, is_backward=True)
         for child in reversed(self.inside[number]):
-            yield from self._walk_backward(child, recomputes=recomputes, trains_embedding=trains_embedding)
+            yield from self._walk_backward(child, recomputes=recomputes)
         if module.name != "attention":  # its input is a keyword argument, which DeepSpeed's hook does not see
             yield HookEvent(number, enters=False, is_backward=True)
 
-    def _walk_recomputed(self, layer: int, *, trains_embedding: bool) -> Iterator[HookEvent]:
+    def _walk_recomputed(self, layer: int) -> Iterator[HookEvent]:
         """Modules whose result is the layer's result are entered before the first saved tensor is missing."""
         chain = [layer]
         while self.inside[chain[-1]]:
@@ -71,19 +74,23 @@ class ModuleOrder:
             yield HookEvent(number, enters=True, is_backward=True)
         for child in self.inside[layer]:
             yield from self.walk_forward(child, stays_in=frozenset(chain), again=True)
-        yield from self._leave(chain, trains_embedding=trains_embedding)
+        yield from self._leave(chain)
 
-    def _leave(self, chain: list[int], *, trains_embedding: bool) -> Iterator[HookEvent]:
+    def _leave(self, chain: list[int]) -> Iterator[HookEvent]:
         """The backward of modules that are entered already, innermost first."""
         for depth, number in reversed(list(enumerate(chain))):
             entered = chain[depth + 1] if depth + 1 < len(chain) else None
             for child in reversed(self.inside[number]):
                 if child != entered:
-                    yield from self._walk_backward(child, recomputes=False, trains_embedding=trains_embedding)
+                    yield from self._walk_backward(child, recomputes=False)
             yield HookEvent(number, enters=False, is_backward=True)
 
+    def _has_no_gradient(self, module: Module) -> bool:
+        """No result of a frozen embedding needs a gradient, or of a frozen matrix that reads only frozen results."""
+        projects = module.layer == 0 and _get_first_name(module) in FIRST_PROJECTIONS
+        is_first = module.name == "embed_tokens" or (projects and self.begins_frozen)
+        return is_first and not module.is_trained
 
-def _has_no_gradient(module: Module) -> bool:
-    """No result of a frozen embedding, or of a frozen matrix that reads its output, needs a gradient."""
-    projects = module.layer == 0 and module.name.partition(".")[0] in FIRST_PROJECTIONS
-    return not module.is_trained and (module.name == "embed_tokens" or projects)
+
+def _get_first_name(module: Module) -> str:
+    return module.name.partition(".")[0]

@@ -116,7 +116,7 @@ def compute_head_flush(job: Job) -> int:
     num = job.shape.vocab_size * job.shape.hidden_size
     if job.zero_stage < 3:
         return compute_flush(job, num, num, 0) if lower_stages.sends_head(job) else 0
-    is_sent = job.adapters is None and not job.shape.tie_word_embeddings
+    is_sent = job.trains("lm_head") and not job.shape.tie_word_embeddings
     return compute_flush(job, num, num, 0) if is_sent and num > job.engine.reduce_bucket else 0
 
 
