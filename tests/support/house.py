@@ -69,17 +69,7 @@ ORDER: dict[str, list[str]] = {
         *("scorers", "summary"),
     ],
     "run_folder": [
-        *(
-            "failure_record",
-            "early_stop",
-            "told",
-            "line_files",
-            "manifest",
-            "archive",
-            "bucket",
-            "remote_archive",
-            "resume",
-        ),
+        *("failure_record", "early_stop", "told", "line_files", "manifest", "archive", "bucket", "remote_archive"),
         *("resume", "run_lock", "seal", "run_key"),
     ],
     "host": ["network", "operator_builds", "children", "gpu_list", "data_survey"],
