@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 from support.model_shapes import get_shape
 
 from ulysses_cli.hardware_table import load_hardware
@@ -12,7 +13,9 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.planner import rings
 from ulysses_cli.plan.planner.fit import is_indexable
+from ulysses_cli.plan.planner.rings import BetterRing, find_better_ring
 from ulysses_cli.plan.resolved import find_ring_size
 from ulysses_cli.plan.rows.order import Ring
 from ulysses_cli.plan.rows.ring_share import NO_RING, measure_ring
@@ -82,3 +85,18 @@ def test_keys_in_rounds_travel_while_others_are_computed() -> None:
     assert 0 < rounds.hidden["exchange"] <= rounds.parts["attention"] / 2
     assert short.hidden["exchange"] == 0 < compute_ring_bytes(replace(job, document_tokens=3000))
     assert compute_ring_bytes(job, in_rounds=True) == compute_ring_bytes(job)
+
+
+def test_a_better_ring_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 ranks with heads over 8 machines, or with heads inside each."""
+    gpu = load_hardware().get_gpu("b200")
+    job = Job(get_shape("Qwen/Qwen3-32B"), Layout(1, 1, 64), 2**20, Levers(tiled_mlp=True, tiled_loss=True))
+    better = find_better_ring(job, gpu)
+    assert better is not None
+    assert better.gain is not None
+    inside = replace(job, layout=replace(job.layout, ring_size=better.size))
+    assert better.gain == 1 - compute_speed(inside, gpu).step_seconds / compute_speed(job, gpu).step_seconds >= 0.01
+    assert find_better_ring(inside, gpu) is None
+    assert find_better_ring(replace(job, layout=Layout()), gpu) is None, "one rank has no ring"
+    monkeypatch.setattr(rings, "fits", lambda tried, _: tried.layout.ring_size == 2)
+    assert find_better_ring(job, gpu) == BetterRing(2, None), "the own does not fit"

@@ -17,11 +17,10 @@ from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest
 from ulysses_cli.plan.planner.draft import write_draft
 from ulysses_cli.plan.planner.fit import fits, judge
 from ulysses_cli.plan.planner.lever_choice import read_levers
+from ulysses_cli.plan.planner.rings import keep_rings_that_win, list_sp_layouts
 from ulysses_cli.plan.planner.search import (
     MIN_STEPS,
     draft_candidate,
-    keep_rings_that_win,
-    list_sp_layouts,
     search,
     search_longest,
 )

@@ -11,6 +11,7 @@ from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.levers import get_key
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import Estimate
+from ulysses_cli.plan.planner.rings import BetterRing
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_gib, format_seconds
 
@@ -52,6 +53,7 @@ def describe_estimate(estimate: Estimate, assumptions: Sequence[str] = ()) -> di
         "max_length": estimate.max_length,
         "max_length_all_levers": estimate.max_length_all_levers,
         "suggestion": estimate.suggestion,
+        "better_ring": None if estimate.better_ring is None else asdict(estimate.better_ring),
         "step_seconds": speed.step_seconds,
         "step_parts": speed.parts,
         "step_hidden": speed.hidden,
@@ -90,6 +92,7 @@ def format_estimate(estimate: Estimate, name: str, assumptions: Sequence[str] = 
         *([("disk", f"{format_gib(disk)} GiB below memory.nvme_path on the fullest node")] if disk else []),
         ("longest", _format_longest(estimate)),
         *_format_speed(estimate),
+        *([("ring", _format_better_ring(estimate.better_ring))] if estimate.better_ring else []),
     ]
     text = "\n".join(f"{label:<10} {value}" for label, value in rows)
     text += "\n\n" + _format_phases(estimate) + "\n\n" + _format_levers(estimate)
@@ -130,6 +133,11 @@ def _format_longest(estimate: Estimate) -> str:
     limit = " (a longer row has a tensor of more than 2^31 elements)" if estimate.ends_at_index else ""
     these, every = f"{estimate.max_length:,}", f"{estimate.max_length_all_levers:,}"
     return f"{these} tokens per row with these levers{limit}, {every} with every lever"
+
+
+def _format_better_ring(ring: BetterRing) -> str:
+    gain = "fits" if ring.gain is None else f"takes {ring.gain:.1%} less time"
+    return f"parallel.ring_size: {ring.size} {gain} with these levers"
 
 
 def _format_speed(estimate: Estimate) -> list[tuple[str, str]]:

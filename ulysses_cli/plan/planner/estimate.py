@@ -19,6 +19,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     find_longest,
     read_levers,
 )
+from ulysses_cli.plan.planner.rings import BetterRing, find_better_ring
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.speed import Speed, compute_cost, compute_speed
 
@@ -38,6 +39,7 @@ class Estimate:
     max_length: int
     max_length_all_levers: int
     suggestion: str
+    better_ring: BetterRing | None = None
 
     @property
     def ends_at_index(self) -> bool:
@@ -72,6 +74,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         max_length=find_max_length(settled, gpu),
         max_length_all_levers=find_longest(settled, gpu)[0],
         suggestion="" if fit.verdict == "fits" else suggest_levers(settled, gpu),
+        better_ring=find_better_ring(settled, gpu),
     )
 
 

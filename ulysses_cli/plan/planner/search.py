@@ -27,6 +27,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     offload_least,
     walk_fits,
 )
+from ulysses_cli.plan.planner.rings import MAX_RING, explain_rings, keep_rings_that_win, list_sp_layouts
 from ulysses_cli.plan.planner.walls import count_distance, explain_absence, find_excess, list_walls
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -35,8 +36,6 @@ from ulysses_cli.plan.speed import compute_speed
 
 MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SHOWN = 5  # kinds of GPU, the best first
-MAX_RING = 8  # shares of a row's queries in a plan
-RING_GAIN = 0.01  # of the time: what another ring than that of ring_size: auto must gain
 MIN_STEPS = 100  # a plan has at least this many optimizer steps, which bounds the rows of a step
 OPEN_LEVERS = [name for name in COSTS if name != "gradient_checkpointing"]
 
@@ -99,60 +98,6 @@ def list_sp_sizes(shape: ModelShape, num_gpus: int, max_length: int | None) -> l
         return [1]
     sizes = [n for n in list_divisors(num_gpus) if (max_length or 0) % n == 0 and shape.list_ring_sizes(n)]
     return [n for n in sizes if n in shape.sp_sizes or n // find_ring_size(shape, n) * MAX_RING >= n]
-
-
-def list_sp_layouts(shape: ModelShape, num_gpus: int, sp_size: int) -> list[Layout]:
-    """One replica, with each ring that leaves ranks which divide the heads, the smallest first."""
-    rings = [size for size in shape.list_ring_sizes(sp_size) if size <= MAX_RING]
-    return [Layout(1, num_gpus // sp_size, sp_size, size) for size in rings or [1]]
-
-
-def keep_rings_that_win(plans: Sequence[Candidate]) -> list[Candidate]:
-    """Of layouts that differ in their ring alone, that of `auto` if it is about as fast as the fastest, else the
-    smallest that is."""
-    kept: dict[tuple[str, Layout], list[Candidate]] = {}
-    for plan in plans:
-        kept.setdefault((plan.gpu.key, _forget_ring(plan.job.layout)), []).append(plan)
-    best = []
-    for alike in kept.values():
-        fastest = min(plan.seconds for plan in alike)
-        near = (plan for plan in alike if plan.seconds * (1 - RING_GAIN) <= fastest)
-        best.append(min(near, key=_rank_ring))
-    return best
-
-
-def _forget_ring(layout: Layout) -> Layout:
-    return replace(layout, ring_size=1)
-
-
-def _rank_ring(plan: Candidate) -> tuple[bool, int]:
-    layout = plan.job.layout
-    usual = find_ring_size(plan.job.shape, layout.sp_size, plan.job.gpus_per_node)
-    return layout.ring_size != usual, layout.ring_size
-
-
-def explain_rings(shown: Iterable[Candidate], tried: Sequence[Candidate]) -> list[str]:
-    """What each ring that is shown gains over the best other layout of the same ranks."""
-    lines = list[str]()
-    for plan in shown:
-        layout = plan.job.layout
-        if layout.ring_size == 1:
-            continue
-        alike = (each for each in tried if each.gpu.key == plan.gpu.key and each.job.layout != layout)
-        rivals = [each for each in alike if _forget_ring(each.job.layout) == _forget_ring(layout)]
-        fitting = [each for each in rivals if each.fit.verdict == "fits"]
-        gain = "no other ring of these ranks fits" if rivals else "no other ring of these ranks divides the heads"
-        if fitting:
-            rival = min(fitting, key=lambda each: each.seconds)
-            change = plan.seconds / rival.seconds - 1
-            gain = f"{abs(change):.1%} {'less' if change <= 0 else 'more'} time than {_name_ring(rival)}"
-        lines.append(f"{plan.job.world_size} x {plan.gpu.key}: {_name_ring(plan)}: {gain}")
-    return list(dict.fromkeys(lines))
-
-
-def _name_ring(plan: Candidate) -> str:
-    layout = plan.job.layout
-    return f"ring {layout.ring_size} x {layout.ulysses_size}"
 
 
 def list_limits(request: PlanRequest, offers: Sequence[Offer]) -> list[str]:
