@@ -30,15 +30,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from ulysses_cli.run_folder.seal import KEY, Seal
 from ulysses_cli.train.processes import rendezvous
+from ulysses_cli.train.processes.ending import ASK_SECONDS, END_SECONDS, MeetingError, SharedEnd
 from ulysses_cli.train.processes.rank_store import listen
 from ulysses_cli.train.processes.rendezvous import (
-    MeetingError,
     SealedBackend,
     SealedStore,
     make_handler,
     open_store,
 )
-from ulysses_cli.train.processes.waiting import StoreCalls, name_missing, report_waiting
+from ulysses_cli.train.processes.waiting import Heartbeats, StoreCalls, name_missing, report_waiting
 
 OURS, THEIRS = Seal("o" * 40), Seal("t" * 40)
 TIMEOUT = timedelta(seconds=20)
@@ -75,6 +75,47 @@ def test_a_state_without_the_runs_seal_is_not_unpickled(tmp_path: Path) -> None:
     with pytest.raises(MeetingError):
         read_state(sealed)
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_end_of_a_run_on_one_machine_ends_it_on_the_others() -> None:
+    """They get some time to notice it by themselves."""
+    store, now = dist.HashStore(), [0.0]
+    first, second = (SharedEnd(store, OURS, number, lambda: now[0]) for number in (1, 2))
+    watching = SharedEnd(store, OURS, 0, lambda: now[0])
+    watching.check()
+    first.tell()
+    second.tell()
+    now[0] = ASK_SECONDS
+    watching.check()
+    now[0] += END_SECONDS - 0.1
+    watching.check()
+    now[0] += 0.1
+    with pytest.raises(MeetingError, match="failed on machine number 1, and ranks of this machine did not end"):
+        watching.check()
+
+
+def test_an_agent_is_silent_by_this_machines_clock_alone() -> None:
+    now = [100.0]
+    heartbeats = Heartbeats(lambda: now[0])
+    assert heartbeats.find_longest({}) == 0.0
+    assert heartbeats.find_longest({"a": "12:00", "b": "11:00"}) == 0.0
+    now[0] += 4.0
+    assert heartbeats.find_longest({"a": "12:04", "b": "11:00"}) == 4.0
+    now[0] += 4.0
+    assert heartbeats.find_longest({"a": "12:08"}) == 8.0, "torch forgets agents that it takes for dead"
+    assert heartbeats.find_longest({"a": "12:08", "b": None}) == 8.0
+    now[0] += 4.0
+    assert heartbeats.find_longest({"a": "12:08", "b": "11:12"}) == 4.0
+
+
+def test_a_forged_end_of_a_run_is_told_apart() -> None:
+    store, now = dist.HashStore(), [0.0]
+    SharedEnd(store, THEIRS, 1).tell()
+    watching = SharedEnd(store, OURS, 0, lambda: now[0])
+    watching.check()
+    now[0] = END_SECONDS
+    with pytest.raises(MeetingError, match="no machine of this run has written"):
+        watching.check()
 
 
 def test_a_state_is_set_only_by_one_that_read_the_newest() -> None:

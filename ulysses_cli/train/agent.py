@@ -126,8 +126,9 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
     from torch.distributed.run import config_from_args, parse_args
 
     from ulysses_cli.train.processes import rendezvous
+    from ulysses_cli.train.processes.ending import MeetingError
 
-    problems, failures = rendezvous.register(say), []
+    meeting, failures = rendezvous.register(say), []
     checks.append(LostStore(signals, rendezvous.CALLS.find_longest, failure_file).check)
     try:
         config, command, command_args = config_from_args(parse_args(list(arguments)))
@@ -142,12 +143,13 @@ def main(arguments: Sequence[str], failure_file: Path) -> int:
             {"rank": rank, "exit_code": failure.exitcode, "time": failure.timestamp}
             for rank, failure in error.failures.items()
         ]
-    except rendezvous.MeetingError as error:
-        problems.append(error)
+        meeting.tell_failure()
+    except MeetingError as error:
+        meeting.errors.append(error)
     except Exception as error:  # noqa: BLE001 - a rendezvous that fails has many names; the command shows one line
         failures = [{"message": mask_text(f"{type(error).__name__}: {error}", secrets)}]
-    if problems:  # why ranks were ended, or have stopped by themselves
-        cause = {"message": mask_text(str(problems[0]), secrets), "hint": problems[0].hint, "is_cause": True}
+    for problem in meeting.errors[:1]:  # why ranks were ended, or have stopped by themselves
+        cause = {"message": mask_text(str(problem), secrets), "hint": problem.hint, "is_cause": True}
         failures = [{**cause, "time": time.time()}]
     if not failures:
         return 0

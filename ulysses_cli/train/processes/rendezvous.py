@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import base64
 import binascii
+import pickle
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
-    RendezvousStateError,
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
@@ -32,8 +32,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from ulysses_cli.run_folder.seal import KEY, ForgedError, Seal, find_seal
+from ulysses_cli.train.processes.ending import MeetingError, SharedEnd
 from ulysses_cli.train.processes.rank_store import listen, open_file_store
-from ulysses_cli.train.processes.waiting import StoreCalls, name_missing, report_waiting
+from ulysses_cli.train.processes.waiting import Heartbeats, StoreCalls, name_missing, report_waiting
 
 Say = Callable[[str], object]
 NAME = "ulysses"
@@ -41,18 +42,11 @@ STATE, EMPTY = "rendezvous", "empty"
 GREETING = "ulysses/greeting"
 ANSWER_SECONDS = 60.0  # for a running master to answer
 CHECK_SECONDS = 0.2
+SILENT_SECONDS = 30.0  # agents give a sign every five seconds
 ANSWER_TIMEOUT = timedelta(seconds=ANSWER_SECONDS)
 KEY_HINT = (
     f"the key is {KEY}, or run.output_dir/key where that is not set: give every machine the same, or one shared disk"
 )
-
-
-class MeetingError(RendezvousStateError):
-    """Machines cannot join one run. `hint` says what to do."""
-
-    def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.hint = hint
 
 
 CALLS = StoreCalls()  # of this process, which has one agent
@@ -129,7 +123,7 @@ class SealedStore:
         return [self.get(key) for key in keys]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Ends early when `check_state` raises: agents that have ended will not join."""
+        """Ends early when `check_state` raises: agents that have ended, or were killed, will not join."""
         end = time.monotonic() + (timeout or self.store.timeout).total_seconds()
         while not self.check(keys):
             self.check_state()
@@ -155,6 +149,7 @@ class SealedHandler(DynamicRendezvousHandler):
     endpoint: str
     node_rank: int
     store: dist.Store
+    end: SharedEnd
     say: Say
     join_seconds: float
     num_meetings = 0
@@ -168,8 +163,19 @@ class SealedHandler(DynamicRendezvousHandler):
         return self.node_rank, num_machines
 
     def _get_store(self) -> Any:
-        prefix = f"round {self._state_holder.state.round}"
-        return SealedStore(super()._get_store(), self.backend.seal, prefix, self.backend.get_state)
+        prefix, heartbeats = f"round {self._state_holder.state.round}", Heartbeats()
+
+        def check() -> None:
+            """Called while this agent waits for the others, also at the end of a run that succeeded here: torch would
+            wait for five minutes then."""
+            if (found := self.backend.get_state()) is None:
+                return
+            state = pickle.loads(found[0])  # noqa: S301 - sealed by an agent of this run
+            seconds = heartbeats.find_longest({one: state.last_heartbeats.get(one) for one in state.participants})
+            if seconds >= SILENT_SECONDS:
+                raise dist.DistStoreError(f"the agent of another machine has given no sign for {seconds:.0f} s")
+
+        return SealedStore(super()._get_store(), self.backend.seal, prefix, check)
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.num_meetings += 1
@@ -184,6 +190,13 @@ class SealedHandler(DynamicRendezvousHandler):
                 "run.join_timeout gives them more time"
             )
             raise MeetingError(message, hint) from None
+
+    def num_nodes_waiting(self) -> int:
+        """torch asks again and again while ranks run."""
+        if self.settings.max_nodes > 1:
+            with CALLS.timed():
+                self.end.check()
+        return super().num_nodes_waiting()
 
     def _name_missing(self) -> str:
         """By the counters of machines that have come as often as this one. They carry no seal: a forged one changes
@@ -218,15 +231,34 @@ def make_handler(
     assert isinstance(handler, SealedHandler)
     handler.backend, handler.endpoint, handler.node_rank = backend, params.endpoint, node_rank
     handler.store, handler.say, handler.join_seconds = store, say, join_seconds
+    handler.end = SharedEnd(store, seal, node_rank)
     return handler
 
 
-def register(say: Say = lambda _: None) -> list[MeetingError]:
-    """Registers --rdzv-backend=ulysses. Returns a list to which errors are added when they occur. `say` tells the user
-    who is waited for."""
-    errors: list[MeetingError] = []
-    rendezvous_handler_registry.register(NAME, partial(make_handler, report=errors.append, say=say))
-    return errors
+@dataclass
+class Meeting:
+    """The rendezvous of this process's agent, and the errors that occur in it."""
+
+    errors: list[MeetingError] = field(default_factory=list)
+    handlers: list[SealedHandler] = field(default_factory=list)
+
+    def tell_failure(self) -> None:
+        """The other machines may find the store gone instead, which ends them too."""
+        for handler in self.handlers:
+            with suppress(RuntimeError):
+                handler.end.tell()
+
+
+def register(say: Say = lambda _: None) -> Meeting:
+    """Registers --rdzv-backend=ulysses. `say` tells the user who is waited for."""
+    meeting = Meeting()
+
+    def make(params: RendezvousParameters) -> SealedHandler:
+        meeting.handlers.append(make_handler(params, meeting.errors.append, say))
+        return meeting.handlers[-1]
+
+    rendezvous_handler_registry.register(NAME, make)
+    return meeting
 
 
 def open_store(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 REPORT_SECONDS = 15.0
@@ -31,6 +31,23 @@ class StoreCalls:
         """Returns the seconds of the call that has gone on longest, 0 for none."""
         now = time.monotonic()
         return max((now - begun for begun in [*self.begun.values()]), default=0.0)
+
+
+class Heartbeats:
+    """For how long agents have given no sign, by this machine's clock alone: those of other machines may differ."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.seen: dict[Hashable, tuple[object, float]] = {}
+
+    def find_longest(self, beats: Mapping[Hashable, object]) -> float:
+        """Takes the last heartbeat of each agent, which may be of any kind. Agents seen once are expected from
+        then on. Returns the seconds of the longest silence."""
+        now = self.clock()
+        for agent, beat in beats.items():
+            if agent not in self.seen or beat not in (None, self.seen[agent][0]):
+                self.seen[agent] = beat, now
+        return max((now - since for _, since in self.seen.values()), default=0.0)
 
 
 @contextmanager
