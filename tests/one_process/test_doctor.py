@@ -21,6 +21,7 @@ from support.small_run import CONFIG
 from support.training import make_recipe
 
 from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.host.operator_builds import get_builds_folder
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.prove.doctor import device_checks, doctor, machine, software
 from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding, run_checks
@@ -129,8 +130,9 @@ def test_an_operator_that_cannot_be_built_fails_only_where_it_is_needed(
     assert "libaio.h is not there" in needed.text
     monkeypatch.setattr(Builder, "is_able", True)
     assert "AsyncIOBuilder as it; it().load()" in look().text
-    (tmp_path / "async_io").mkdir()
-    (tmp_path / "async_io" / "async_io.so").touch()
+    built = get_builds_folder(os.environ) / "async_io"
+    built.mkdir(parents=True)
+    (built / "async_io.so").touch()
     assert (look().verdict, look().text[:5]) == ("PASS", "built")
 
 
@@ -207,18 +209,19 @@ def test_no_tested_version_is_a_bad_one() -> None:
 
 def test_a_stale_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = get_builds_folder(os.environ)
     for age, name in ((3600, "old"), (1, "new")):
-        (tmp_path / name).mkdir()
-        lock = tmp_path / name / "lock"
+        (folder / name).mkdir(parents=True)
+        lock = folder / name / "lock"
         lock.touch()
         os.utime(lock, (time.time() - age,) * 2)
     results = list(software.check_locks(make_target()))
-    adam = tmp_path / "old" / "cpu_adam"
+    adam = folder / "old" / "cpu_adam"
     adam.mkdir()
-    (tmp_path / "old" / "lock").rename(adam / "lock")
+    (folder / "old" / "lock").rename(adam / "lock")
     (waiting,) = software.check_cpu_adam(make_target("memory.offload_optimizer=cpu"))
     assert (waiting.verdict, waiting.fix) == ("FAIL", f"rm {adam / 'lock'}")
-    assert [(each.verdict, each.fix) for each in results] == [("WARN", f"rm {tmp_path / 'old' / 'lock'}")]
+    assert [(each.verdict, each.fix) for each in results] == [("WARN", f"rm {folder / 'old' / 'lock'}")]
 
 
 def test_a_check_that_raises_stops_no_other_and_failures_come_first() -> None:

@@ -1,4 +1,5 @@
-"""Tests the process groups of a layout: which ranks are in them, and how long they wait."""
+"""Tests the process groups of a layout: which ranks are in them, and how long they wait; and that a choice which rank 0
+makes reaches all ranks, or its error does."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from support.rank_pool import run_on_ranks
 
 from ulysses_cli.plan.layout import Layout
+from ulysses_cli.train.assembly.parts import choose_on_first
 from ulysses_cli.train.processes.groups import make_groups
 
 
@@ -41,3 +43,25 @@ def wait_for_a_late_rank(is_watched: bool) -> str:
 def test_a_watched_run_waits_for_a_late_rank() -> None:
     assert run_on_ranks(2, wait_for_a_late_rank, True) == ["", ""]
     assert run_on_ranks(2, wait_for_a_late_rank, False)[0], "without, the time-out holds"
+
+
+def choose(error: Exception | None) -> str:
+    """Rank 1 must not be asked. Returns the choice, or the error with its type."""
+    groups = make_groups(Layout(sp_size=2), timedelta(seconds=60))
+
+    def find() -> str:
+        assert groups.is_first
+        if error is not None:
+            raise error
+        return "this one"
+
+    try:
+        return choose_on_first(groups, find)
+    except Exception as caught:  # noqa: BLE001 - its type is the result
+        return f"{type(caught).__name__}: {caught}"
+
+
+def test_all_ranks_get_rank_0s_choice_or_its_error() -> None:
+    assert run_on_ranks(2, choose, None) == ["this one"] * 2
+    assert run_on_ranks(2, choose, ValueError("no kernel")) == ["BuildError: no kernel"] * 2
+    assert run_on_ranks(2, choose, MemoryError("full")) == ["MemoryError: full", "RuntimeError: rank 0: full"]

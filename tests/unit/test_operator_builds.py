@@ -22,7 +22,9 @@ from ulysses_cli.host.operator_builds import (
 def test_the_folder_is_of_one_environment_and_kind_of_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = get_builds_folder({"XDG_CACHE_HOME": "/c"})
     assert folder.parent == Path("/c/ulysses/operators")
-    assert get_builds_folder({"XDG_CACHE_HOME": "/c", "TORCH_EXTENSIONS_DIR": "/t"}) == Path("/t")
+    assert get_builds_folder({"XDG_CACHE_HOME": "/c", "TORCH_EXTENSIONS_DIR": "/t"}) == Path("/t") / folder.name
+    assert get_builds_folder({"TORCH_EXTENSIONS_DIR": f"/t/{folder.name}"}) == Path("/t") / folder.name
+    assert len({get_builds_folder({}, has_gpu=has_gpu) for has_gpu in (False, True, None)}) == 2
     monkeypatch.setenv("HOME", "/me")
     assert get_builds_folder({}) == Path("/me/.cache/ulysses/operators") / folder.name
     for name, other in (("read_cpu_kind", ("an older CPU",)), ("_find_place", "/another/environment/torch")):
@@ -45,14 +47,16 @@ def test_a_cpu_is_known_by_its_instructions(tmp_path: Path) -> None:
 
 
 def test_dead_locks_are_removed_and_live_ones_are_reported(tmp_path: Path) -> None:
-    old, new, held, early = locks = [tmp_path / name / "lock" for name in ("old", "new", "held", "early")]
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    folder = get_builds_folder(environ)
+    old, new, held, early = locks = [folder / name / "lock" for name in ("old", "new", "held", "early")]
     for lock in locks:
-        lock.parent.mkdir()
+        lock.parent.mkdir(parents=True)
         lock.touch()
     for lock, when in ((old, 0), (held, 0), (early, 1 << 40)):  # the clock jumped forwards, or back
         os.utime(lock, (when, when))
     said: list[str] = []
-    watch = BuildWatch({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, said.append)
+    watch = BuildWatch(environ, said.append)
     with open(held, "rb"):  # by the process that builds
         watch.look(0.0)
         assert [lock for lock in locks if lock.exists()] == [new, held]
@@ -75,10 +79,11 @@ def test_builds_are_watched_while_a_block_runs(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(operator_builds, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(operator_builds, "FIRST_WORD_SECONDS", 0.0)
     said: queue.Queue[str] = queue.Queue()
-    lock = tmp_path / "cpu_adam" / "lock"
-    lock.parent.mkdir()
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    lock = get_builds_folder(environ) / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
     lock.touch()
-    with watch_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, said.put):
+    with watch_builds(environ, said.put):
         assert "cpu_adam is being built" in said.get(timeout=60)
         os.utime(lock, (0, 0))
         assert "took over" in said.get(timeout=60)
@@ -91,9 +96,13 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch
     assert not (tmp_path / "a").exists()
     refused = {tmp_path}
     monkeypatch.setattr(os, "access", lambda path, mode: path not in refused)  # root may write anywhere
-    text = f"{tmp_path}/a/b, where operators of DeepSpeed are built, cannot be made in {tmp_path}"
+    folder = get_builds_folder(environ)
+    text = f"{folder}, where operators of DeepSpeed are built, cannot be made in {tmp_path}"
     assert find_write_problem(environ) == text
     (tmp_path / "a").touch()
     assert find_write_problem(environ).endswith(f"cannot be made in {tmp_path}/a")
     environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    assert find_write_problem(environ) == f"{tmp_path}, where operators of DeepSpeed are built, cannot be written"
+    folder = get_builds_folder(environ)
+    folder.mkdir()
+    refused.add(folder)
+    assert find_write_problem(environ) == f"{folder}, where operators of DeepSpeed are built, cannot be written"

@@ -25,21 +25,22 @@ CPU_FACTS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", 
 HINT = f"name a folder of your own that you can write: {FOLDER}=FOLDER"
 
 
-def get_builds_folder(environ: Mapping[str, str]) -> Path:
-    """Returns the folder that the user named, or one of this environment and this kind of CPU. Operators are compiled
-    against one installation of torch and DeepSpeed and for the CPU of the builder. In one folder for all, which is
-    torch's way, two environments rebuild each other's operators, and a CPU that is older than the builder's ends its
-    rank with an illegal instruction."""
+def get_builds_folder(environ: Mapping[str, str], has_gpu: bool | None = None) -> Path:
+    """Returns the folder of this environment and this kind of CPU, below the one that the user named, if any. Operators
+    are compiled against one installation of torch and DeepSpeed and for the CPU of the builder. In one folder for all,
+    which is torch's way, two environments rebuild each other's operators, and a CPU that is older than the builder's
+    ends its rank with an illegal instruction. `has_gpu`: of the machine that will use them; None: of this one."""
+    name = _name_environment(any(Path("/dev").glob("nvidia[0-9]*")) if has_gpu is None else has_gpu)
     if environ.get(FOLDER):
-        return Path(environ[FOLDER])
+        named = Path(environ[FOLDER])
+        return named if named.name == name else named / name  # a rank's variable holds the whole path already
     home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home) / "ulysses" / "operators" / _name_environment()
+    return Path(home) / "ulysses" / "operators" / name
 
 
 @cache
-def _name_environment() -> str:
+def _name_environment(has_gpu: bool) -> str:
     packages = {name: (_get_version(name), _find_place(name)) for name in ("torch", "deepspeed")}
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     facts = repr((packages, platform.python_version(), platform.machine(), has_gpu, read_cpu_kind()))
     readable = "-".join(f"{name}{seen}" for name, (seen, _) in packages.items())
     return f"{re.sub('[^A-Za-z0-9.-]', '_', readable)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"

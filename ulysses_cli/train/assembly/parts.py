@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PretrainedConfig
@@ -32,6 +32,8 @@ from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice, Wid
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
 
+_T = TypeVar("_T")
+
 
 def load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
     model = recipe.model
@@ -55,16 +57,29 @@ def choose_common_kernel(plan: RunPlan, groups: Groups, device: torch.device, mi
     """Collective over all ranks. Ranks compare what they have before any of them loads a kernel. Rank 0 tries and times
     kernels; all use its choice, since times differ from rank to rank. Kernels are timed on `mix`."""
     presence = join_presence(gather_values(read_presence(device), groups.host_group))
-    choice: KernelChoice | str | None = None
+    return choose_on_first(groups, lambda: _choose_kernels(plan, groups, device, mix, presence))
+
+
+def choose_on_first(groups: Groups, choose: Callable[[], _T]) -> _T:
+    """Collective over all ranks. Rank 0 chooses, and all get its choice or its error: none waits for a rank that has
+    failed."""
+    choice: _T | None = None
+    error: Exception | None = None
     if groups.is_first:
         try:
-            choice = _choose_kernels(plan, groups, device, mix, presence)
-        except (ValueError, BrokenDeviceError) as error:
-            choice = str(error)
-    choice = gather_values(choice, groups.host_group)[0]
-    if not isinstance(choice, KernelChoice):
-        raise BuildError(str(choice))
-    return choice
+            choice = choose()
+        except (ValueError, BrokenDeviceError) as refusal:
+            error = BuildError(str(refusal))
+        except Exception as unforeseen:  # noqa: BLE001 - the other ranks wait for this one
+            error = unforeseen
+    told = None if error is None else (isinstance(error, BuildError), str(error) or type(error).__name__)
+    choice, told = gather_values((choice, told), groups.host_group)[0]
+    if error is not None:
+        raise error
+    if told is not None:
+        is_refusal, text = told
+        raise BuildError(text) if is_refusal else RuntimeError(f"rank 0: {text}")
+    return cast(_T, choice)
 
 
 def _choose_kernels(
@@ -90,14 +105,8 @@ def choose_common_ways(plan: RunPlan, groups: Groups, device: torch.device) -> E
     recipe, shape = plan.recipe, plan.shape
     if not recipe.model.fused_kernels:
         return ElementwiseChoice(NO_WAYS, "as the recipe says")
-    choice: ElementwiseChoice | None = None
-    if groups.is_first:
-        widths = Widths(shape.hidden_size, shape.head_dim, shape.intermediate_size or shape.hidden_size)
-        choice = choose_ways(device, getattr(torch, recipe.model.dtype), widths)
-    found = gather_values(choice, groups.host_group)[0]
-    if found is None:
-        raise BuildError("rank 0 chose nothing")
-    return found
+    widths = Widths(shape.hidden_size, shape.head_dim, shape.intermediate_size or shape.hidden_size)
+    return choose_on_first(groups, lambda: choose_ways(device, getattr(torch, recipe.model.dtype), widths))
 
 
 @dataclass(frozen=True)
