@@ -23,6 +23,20 @@ def test_rows_and_machines(sp_size: int, num_nodes: int, factor: int) -> None:
         assert [list(ranks) for ranks in placement.list_machine(node)] == [ranks for ranks in expected if ranks]
 
 
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(1, 6))
+def test_copies_of_weights_and_machines(replicas: int, shards: int, sp_size: int, num_nodes: int) -> None:
+    layout = Layout(replicas, shards, sp_size)
+    if layout.world_size % num_nodes:
+        return
+    placement = Placement(layout, num_nodes)
+    at = {rank: (layout.get_coordinates(rank).dp_replicate, rank // placement.gpus_per_node)
+          for rank in range(layout.world_size)}  # fmt: skip
+    for node in range(num_nodes):
+        assert placement.list_copies(node) == sorted({copy for copy, where in at.values() if where == node})
+    crossing = sum(len({where for copy, where in at.values() if copy == each}) > 1 for each in range(replicas))
+    assert placement.num_crossing_copies == (crossing if replicas > 1 else 0)
+
+
 @given(st.integers(1, 24), st.integers(1, 12))
 def test_the_worst_placed_rank_of_a_row(sp_size: int, per_node: int) -> None:
     world = sp_size * per_node  # after so many ranks the pattern repeats
@@ -48,5 +62,27 @@ def test_the_command_draws_machines_and_warns() -> None:
     assert "1 row of 3 cross machines without need: sp_size 4 does not divide 6 GPUs" in needless
     assert "of a step, on one machine" in needless
     needed = run("--nnodes", "2", "parallel.sp_size=4", "parallel.dp_shard_size=1")
-    assert "every row crosses machines: sp_size 4 is more than 2 GPUs; add --gpu" in needed
+    assert "every row crosses machines: sp_size 4 is more than 2 GPUs; validate-config with --gpu says" in needed
     assert run("--nnodes", "3", "parallel.sp_size=4").startswith("2 ")
+
+
+def test_the_command_draws_copies_of_the_weights_and_warns() -> None:
+    """The tiny model on machines of 4 GPUs: hpZ's groups are the replicas."""
+
+    def run(*words: str) -> str:
+        words = ("--nnodes", "2", "parallel.sp_size=2", *words)
+        return CliRunner().invoke(app, ["validate-config", str(ROOT / "recipes" / "tiny-cpu.yaml"), *words]).output
+
+    good = run("parallel.dp_replicate_size=2", "parallel.dp_shard_size=2")
+    assert "ranks in brackets share a row, those beside a copy share its weights\n" in good
+    assert "0: [0 1] [2 3]  copy 0\n" in good
+    assert "1: [4 5] [6 7]  copy 1\n" in good
+    assert "warning" not in good
+    needless = run("--gpu", "h100", "parallel.dp_replicate_size=3", "parallel.dp_shard_size=2")
+    assert "0: [0 1] [2 3] [4 5]  copies 0, 1\n" in needless
+    assert "1 copy of the weights of 3 cross machines: 4 ranks each, machines of 6; " in needless
+    assert "the backward's gather is predicted to take " in needless
+    assert "dp_replicate_size 2 with dp_shard_size 3 keeps each inside a machine" in needless
+    needed = run("--nnodes", "8", "parallel.sp_size=4", "parallel.dp_replicate_size=2", "parallel.dp_shard_size=2")
+    assert "2 copies of the weights of 2 cross machines: 8 ranks each, machines of 2; " in needed
+    assert "dp_replicate_size 1 gathers as fast" in needed

@@ -39,7 +39,10 @@ def validate_config(
         ),
     ] = None,
     nnodes: Annotated[
-        int | None, typer.Option(min=1, help="also draw the ranks on so many machines; warn of rows that cross them")
+        int | None,
+        typer.Option(
+            min=1, help="also draw the ranks on so many machines; warn of rows and copies of weights that cross them"
+        ),
     ] = None,
     online: OnlineOption = False,
     quiet: Annotated[
@@ -104,7 +107,7 @@ def _place(valid: Validated, num_nodes: int, gpu: str | None) -> dict[str, Any]:
     from ulysses_cli.plan.layout import Placement
     from ulysses_cli.plan.planner.estimate import compute_estimate
     from ulysses_cli.plan.problem import Problem, RecipeError
-    from ulysses_cli.report.placement import compute_exchange_seconds, describe_placement
+    from ulysses_cli.report.placement import compute_crossing_costs, describe_placement
 
     assert valid.loaded is not None
     assert valid.shape is not None
@@ -118,7 +121,7 @@ def _place(valid: Validated, num_nodes: int, gpu: str | None) -> dict[str, Any]:
         return describe_placement(placement, None, rings)
     kind = load_hardware().get_gpu(gpu)
     job = compute_estimate(valid.loaded.recipe, valid.shape, kind).job
-    return describe_placement(placement, compute_exchange_seconds(placement, job, kind), rings)
+    return describe_placement(placement, compute_crossing_costs(placement, job, kind), rings)
 
 
 def _predict_memory(gpu: str, valid: list[Validated]) -> list[dict[str, Any]]:

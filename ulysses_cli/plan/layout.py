@@ -116,6 +116,16 @@ class Placement:
         """How many groups that exchange heads stand on more than one machine."""
         return self._count_crossing(self.layout.ulysses_size)
 
+    @property
+    def num_crossing_copies(self) -> int:
+        """How many replicas stand on more than one machine; 0 without copies of the weights inside replicas (hpZ)."""
+        return self._count_crossing(self.layout.replica_size) if self.layout.dp_replicate_size > 1 else 0
+
+    def list_copies(self, node: int) -> list[int]:
+        """The replicas that have ranks on a machine."""
+        first, end = node * self.gpus_per_node, (node + 1) * self.gpus_per_node
+        return list(range(first // self.layout.replica_size, (end - 1) // self.layout.replica_size + 1))
+
     def _count_crossing(self, size: int) -> int:
         starts = range(0, self.layout.world_size, size)
         return sum(start // self.gpus_per_node != (start + size - 1) // self.gpus_per_node for start in starts)

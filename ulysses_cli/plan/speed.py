@@ -267,23 +267,31 @@ def _compute_merge_bytes(job: Job) -> float:
 
 def _compute_gather_seconds(job: Job, gpu: Gpu) -> float:
     """Per micro-step: stage 3 gathers b (N + F) for the forward and for the backward, and reduce-scatters N gradients.
-    Across machines every byte enters a machine once and is distributed there; a second shard keeps the backward's
-    gather inside a replica. Weights are prefetched, so the gather is hidden as far as there is computation."""
-    weights, ranks = job.weights, job.world_size
+    Weights are prefetched, so the gather is hidden as far as there is computation."""
+    ranks = job.world_size
     if ranks == 1:
         return 0.0
-    gathered = job.dtype_bytes * weights.num_elements * (job.zero_stage == 3)
-    reduced = job.engine.communication_bytes * weights.num_trained
+    gathered = job.dtype_bytes * job.weights.num_elements * (job.zero_stage == 3)
+    reduced = job.engine.communication_bytes * job.weights.num_trained
+    seconds = _spread(gathered, ranks, gpu) + _spread(reduced, ranks, gpu)
+    return seconds + compute_second_gather_seconds(job, gpu)
+
+
+def compute_second_gather_seconds(job: Job, gpu: Gpu) -> float:
+    """Per micro-step, of the backward. A second shard keeps it inside a replica."""
+    gathered = job.dtype_bytes * job.weights.num_elements * (job.zero_stage == 3)
+    ranks = job.layout.replica_size if job.layout.dp_replicate_size > 1 else job.world_size
+    return _spread(gathered, ranks, gpu)
+
+
+def _spread(num_bytes: float, num_ranks: int, gpu: Gpu) -> float:
+    """Across machines every byte enters a machine once, by the network of all of the group's ranks there, and is
+    distributed there."""
     inside = gpu.link_gb_s * GIGA * gpu.efficiency.link
-
-    def spread(num_bytes: float, num_ranks: int) -> float:
-        if num_ranks <= gpu.gpus_per_node:
-            return num_bytes * (num_ranks - 1) / num_ranks / inside
-        between = gpu.network_gb_s * GIGA * gpu.efficiency.network * gpu.gpus_per_node
-        return max(num_bytes / inside, num_bytes / between)
-
-    replica = job.layout.replica_size if job.layout.dp_replicate_size > 1 else ranks
-    return spread(gathered, ranks) + spread(gathered, replica) + spread(reduced, ranks)
+    near = count_near_ranks(num_ranks, gpu.gpus_per_node)
+    if near == num_ranks:
+        return num_bytes * (num_ranks - 1) / num_ranks / inside
+    return max(num_bytes / inside, num_bytes / (gpu.network_gb_s * GIGA * gpu.efficiency.network * near))
 
 
 def _compute_offload(job: Job, gpu: Gpu) -> float:

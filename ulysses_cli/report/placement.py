@@ -1,55 +1,101 @@
-"""Formats where the ranks of a run stand: machines, their GPUs, and which of them share a row."""
+"""Formats where the ranks of a run stand: machines, their GPUs, which of them share a row, or a copy of the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Placement, list_divisors
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.speed import compute_speed
+from ulysses_cli.plan.speed import compute_second_gather_seconds, compute_speed
 
 SHOWN_MACHINES = 8
 
 
-def describe_placement(
-    placement: Placement, seconds: tuple[float, float] | None, rings: Sequence[int] = ()
-) -> dict[str, Any]:
-    """`seconds`: the exchange's share of a step, as the ranks stand and if no row crossed machines. `rings`: the legal
-    sizes of a ring."""
+Seconds = tuple[float, float]  # of a step: as the ranks stand, and if each group stood on one machine
+
+
+@dataclass(frozen=True)
+class CrossingCosts:
+    """What is predicted for groups that cross machines."""
+
+    exchange: Seconds
+    gather: Seconds
+
+
+def describe_placement(placement: Placement, costs: CrossingCosts | None, rings: Sequence[int] = ()) -> dict[str, Any]:
+    """`rings`: the legal sizes of a ring."""
+    shown = range(min(placement.num_nodes, SHOWN_MACHINES))
+    has_copies = placement.layout.dp_replicate_size > 1
     return {
         "machines": placement.num_nodes,
         "gpus_per_machine": placement.gpus_per_node,
-        "rows_by_machine": [
-            [[ranks[0], ranks[-1]] for ranks in placement.list_machine(node)]
-            for node in range(min(placement.num_nodes, SHOWN_MACHINES))
-        ],
+        "rows_by_machine": [[[ranks[0], ranks[-1]] for ranks in placement.list_machine(node)] for node in shown],
+        "copies_by_machine": [placement.list_copies(node) for node in shown] if has_copies else [],
         "crossing_rows": placement.num_crossing,
-        "exchange_seconds": seconds,
-        "warning": explain_crossing(placement, seconds, rings),
+        "crossing_copies": placement.num_crossing_copies,
+        "exchange_seconds": costs.exchange if costs is not None else None,
+        "gather_seconds": costs.gather if costs is not None and has_copies else None,
+        "warnings": list_warnings(placement, costs, rings),
     }
 
 
-def compute_exchange_seconds(placement: Placement, job: Job, gpu: Gpu) -> tuple[float, float]:
-    """Of a step: as the ranks stand, and if all ranks of a row stood on one machine."""
+def list_warnings(placement: Placement, costs: CrossingCosts | None = None, rings: Sequence[int] = ()) -> list[str]:
+    """Of groups that cross machines."""
+    found = (
+        explain_crossing(placement, costs.exchange if costs is not None else None, rings),
+        explain_crossing_copies(placement, costs.gather if costs is not None else None),
+    )
+    return [warning for warning in found if warning]
+
+
+def compute_crossing_costs(placement: Placement, job: Job, gpu: Gpu) -> CrossingCosts:
+    layout = placement.layout
     here = replace(gpu, gpus_per_node=placement.gpus_per_node)
-    together = replace(gpu, gpus_per_node=placement.layout.sp_size)
-    return compute_speed(job, here).parts["exchange"], compute_speed(job, together).parts["exchange"]
+    row, copy = (replace(gpu, gpus_per_node=size) for size in (layout.sp_size, layout.replica_size))
+    return CrossingCosts(
+        (compute_speed(job, here).parts["exchange"], compute_speed(job, row).parts["exchange"]),
+        (
+            job.accumulation * compute_second_gather_seconds(job, here),
+            job.accumulation * compute_second_gather_seconds(job, copy),
+        ),
+    )
 
 
-def explain_crossing(placement: Placement, seconds: tuple[float, float] | None, rings: Sequence[int] = ()) -> str:
+def _tell_cost(what: str, seconds: Seconds | None) -> str:
+    if seconds is None:
+        return "validate-config with --gpu says what it costs"
+    here, together = (f"{part * 1e3:,.3g} ms" for part in seconds)
+    return f"{what} is predicted to take {here} of a step, on one machine {together}"
+
+
+def explain_crossing_copies(placement: Placement, seconds: Seconds | None) -> str:
+    """'' where no copy of the weights crosses machines."""
+    if not placement.num_crossing_copies:
+        return ""
+    layout, per_node = placement.layout, placement.gpus_per_node
+    count = f"{format_count(placement.num_crossing_copies, 'copy')} of the weights of {layout.dp_replicate_size}"
+    cost = _tell_cost("the backward's gather", seconds)
+    better = [copies for copies in list_divisors(layout.world_size // layout.sp_size)
+              if copies > 1 and per_node % (layout.world_size // copies) == 0]  # fmt: skip
+    hint = (
+        f"dp_replicate_size {better[0]} with dp_shard_size {layout.dp_size // better[0]} keeps each inside a machine"
+        if better
+        else "dp_replicate_size 1 gathers as fast, and needs no memory for copies"
+    )
+    return f"{count} cross machines: {layout.replica_size} ranks each, machines of {per_node}; {cost}; {hint}"
+
+
+def explain_crossing(placement: Placement, seconds: Seconds | None, rings: Sequence[int] = ()) -> str:
     """'' where no row crosses machines."""
     if not placement.num_crossing:
         return ""
     size, per_node, rows = placement.layout.sp_size, placement.gpus_per_node, placement.layout.dp_size
     crossing = format_count(placement.num_crossing, "row")
-    cost = "add --gpu to see what it costs"
-    if seconds is not None:
-        here, together = (f"{part * 1e3:,.3g} ms" for part in seconds)
-        cost = f"the exchange is predicted to take {here} of a step, on one machine {together}"
+    cost = _tell_cost("the exchange", seconds)
     if placement.must_cross:
         text = f"every row crosses machines: sp_size {size} is more than {per_node} GPUs; {cost}"
         if not placement.num_crossing_heads:
@@ -66,12 +112,16 @@ def explain_crossing(placement: Placement, seconds: tuple[float, float] | None, 
 def format_placement(described: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns lines of (label, text): a machine each, with the ranks that share a row in brackets."""
     size = format_count(described["gpus_per_machine"], "GPU")
-    lines = [("machines", f"{described['machines']} with {size} each; ranks in brackets share a row")]
+    copies = described["copies_by_machine"]
+    words = ", those beside a copy share its weights" if copies else ""
+    lines = [("machines", f"{described['machines']} with {size} each; ranks in brackets share a row{words}")]
     for node, rows in enumerate(described["rows_by_machine"]):
         drawn = " ".join(f"[{' '.join(map(str, range(first, last + 1)))}]" for first, last in rows)
-        lines.append(("", f"{node}: {drawn}"))
+        lines.append(("", f"{node}: {drawn}{_name_copies(copies[node]) if copies else ''}"))
     if described["machines"] > SHOWN_MACHINES:
         lines.append(("", "..."))
-    if described["warning"]:
-        lines.append(("warning", described["warning"]))
-    return lines
+    return [*lines, *(("warning", warning) for warning in described["warnings"])]
+
+
+def _name_copies(copies: Sequence[int]) -> str:
+    return f"  {'copies' if len(copies) > 1 else 'copy'} {', '.join(map(str, copies))}"

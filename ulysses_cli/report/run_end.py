@@ -7,15 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.plan.layout import Placement
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.report import resolved_plan
+from ulysses_cli.report.placement import list_warnings
 from ulysses_cli.validate import Validated
 
 
-def format_start(valid: Validated, machines: str) -> str:
+def format_start(valid: Validated, machines: str, num_machines: int = 1) -> str:
     plan = resolved_plan.format_plan(resolved_plan.describe_plan(valid), with_defaults=False)
-    return f"{plan}\nmachines    {machines}" if machines else plan
+    lines = [plan, f"machines    {machines}"] if machines else [plan]
+    if num_machines > 1 and valid.resolved is not None and valid.shape is not None:
+        layout = valid.resolved.layout
+        rings = valid.shape.list_ring_sizes(layout.sp_size)
+        lines += [f"warning     {text}" for text in list_warnings(Placement(layout, num_machines), rings=rings)]
+    return "\n".join(lines)
 
 
 def explain_tokens(loaded: Loaded, source: Mapping[str, Any], vocabulary: int) -> Problem:
