@@ -1,4 +1,6 @@
-"""A stand-in of the Hugging Face hub on loopback: the parts of its HTTP interface that an upload uses, with faults."""
+"""A stand-in of the Hugging Face hub on loopback: the parts of its HTTP interface that uploads, listings and downloads
+use, with faults. Like the hub, it refuses a commit while another one goes on, and the deletion of a file that is not
+there."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_aTokenForTheStandInOfTheHub123"
 
@@ -28,6 +30,7 @@ class Hub:
     faults: list[list[Any]] = field(default_factory=list)  # [pattern, times left, status]
     requests: list[str] = field(default_factory=list)
     licences: dict[str, str] = field(default_factory=dict)
+    committing: threading.Lock = field(default_factory=threading.Lock)
 
     def find_fault(self, path: str) -> int | None:
         for fault in self.faults:
@@ -43,13 +46,36 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
-    def answer(self, content: Any = None, status: int = 200) -> None:
+    def answer(self, content: Any = None, status: int = 200, code: str = "") -> None:
+        """`code`: of an error, by which clients know it."""
         body = json.dumps(content if content is not None else {}).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if code:
+            self.send_header("X-Error-Code", code)
+            self.send_header("X-Error-Message", str(content["error"]))
         self.end_headers()
         self.wfile.write(body)
+
+    def answer_missing(self, what: str) -> None:
+        self.answer({"error": what}, 404, "EntryNotFound")
+
+    def answer_bytes(self, content: bytes) -> None:
+        """The whole content, or the range that was asked for."""
+        wanted, status = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""), 200
+        num_bytes = len(content)
+        if wanted:
+            first, last = int(wanted[1]), int(wanted[2] or num_bytes - 1)
+            content, status = content[first : last + 1], 206
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hash_blob(content)}"')
+        if wanted:
+            self.send_header("Content-Range", f"bytes {first}-{first + len(content) - 1}/{num_bytes}")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def handle_request(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -62,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.route(path, body)
 
-    do_GET = do_POST = do_PUT = handle_request
+    do_GET = do_POST = do_PUT = do_HEAD = handle_request
 
     def route(self, path: str, body: bytes) -> None:
         hub = self.hub
@@ -100,13 +126,27 @@ class Handler(BaseHTTPRequestHandler):
             hub.objects[match[1]] = body
             self.answer()
         elif match := re.fullmatch(r"/api/models/(.+)/commit/main", path):
-            for line in map(json.loads, body.splitlines()):
-                value = line["value"]
-                if line["key"] == "file":
-                    hub.repos[match[1]][value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    hub.repos[match[1]][value["path"]] = hub.objects[value["oid"]]
+            if not hub.committing.acquire(blocking=False):
+                self.answer({"error": "A commit has happened since. Please refresh and try again."}, 412)
+                return
+            try:
+                missing = commit(hub, hub.repos[match[1]], list(map(json.loads, body.splitlines())))
+            finally:
+                hub.committing.release()
+            if missing:
+                self.answer_missing(f"A file with this name doesn't exist: {missing}")
+                return
             self.answer({"commitUrl": f"{hub.address}/{match[1]}/commit/abc", "commitOid": "abc", "success": True})
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/main(?:/(.*))?", path):
+            is_deep = parse_qs(urlsplit(self.path).query).get("recursive") == ["true"]
+            entries = list_entries(hub.repos[match[1]], unquote(match[2] or ""), is_deep)
+            self.answer(entries) if entries or not match[2] else self.answer_missing("no such folder")
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/paths-info/main", path):
+            entries = list_entries(hub.repos[match[1]], "", is_deep=True)
+            self.answer([entry for entry in entries if entry["path"] in parse_qs(body.decode())["paths"]])
+        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/main/(.+)", path):
+            content = hub.repos[match[1]].get(unquote(match[2]))
+            self.answer_bytes(content) if content is not None else self.answer_missing("no such file")
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path):
             if match[1] not in hub.licences and match[1] not in hub.repos:
                 self.answer({"error": "Repository not found"}, 404)
@@ -116,6 +156,40 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"id": match[1], "_id": "1", "sha": "abc", **facts})
         else:
             self.answer({"error": f"no such path: {path}"}, 404)
+
+
+def commit(hub: Hub, files: dict[str, bytes], lines: list[dict[str, Any]]) -> str:
+    """Changes the files of a repository. Returns the name of a file that should be deleted and is not there."""
+    for line in lines:
+        name = line["value"].get("path", "")
+        if line["key"] == "deletedFile" and name not in files:
+            return name
+    for line in lines:
+        value = line["value"]
+        if line["key"] == "file":
+            files[value["path"]] = base64.b64decode(value["content"])
+        elif line["key"] == "lfsFile":
+            files[value["path"]] = hub.objects[value["oid"]]
+        elif line["key"] == "deletedFile":
+            del files[value["path"]]
+    return ""
+
+
+def list_entries(files: dict[str, bytes], folder: str, is_deep: bool) -> list[dict[str, Any]]:
+    """What the hub says of the files and folders below a folder."""
+    inside = f"{folder.rstrip('/')}/" if folder else ""
+    entries: dict[str, dict[str, Any]] = {}
+    for name, content in files.items():
+        if not name.startswith(inside):
+            continue
+        parts = name.removeprefix(inside).split("/")
+        for depth in range(1, len(parts)):
+            path = inside + "/".join(parts[:depth])
+            if is_deep or depth == 1:
+                entries[path] = {"type": "directory", "oid": "0" * 40, "size": 0, "path": path}
+        if is_deep or len(parts) == 1:
+            entries[name] = {"type": "file", "oid": hash_blob(content), "size": len(content), "path": name}
+    return list(entries.values())
 
 
 def hash_blob(content: bytes) -> str:

@@ -15,6 +15,9 @@ from ulysses_cli.launch import launcher, preflight
 from ulysses_cli.plan.files.weight_files import LENGTH_BYTES, find_weight_problem, list_weight_names, read_header
 from ulysses_cli.plan.recipe.loader import Loaded, parse_recipe
 from ulysses_cli.run_folder import archive
+from ulysses_cli.run_folder.bucket import Bucket
+from ulysses_cli.run_folder.manifest import name_share
+from ulysses_cli.run_folder.remote_archive import Sending
 
 TEXT = """\
 model:
@@ -189,3 +192,14 @@ def test_an_unwritable_builds_folder_is_refused_where_operators_are_built(
         (result,) = look(tmp_path, *overrides)
         assert result == f"FOLDER cannot be written\n\nhint: {preflight.HINT}"
     assert look(tmp_path) == []
+
+
+def test_a_new_run_refuses_an_address_that_holds_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    address = f"file://{tmp_path}/bucket"
+    Sending(Bucket(address)).send_checkpoint(make_checkpoint(tmp_path / "earlier", 4), [name_share(0)], 0, 1)
+    words = ["train", str(TINY_RECIPE), "run.output_dir=run", f"run.checkpoint_uri={address}"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert f"{address} holds checkpoints of an earlier run, the newest of step 4" in result.stderr
+    assert not (tmp_path / "run" / "logs").exists()

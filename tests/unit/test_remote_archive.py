@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,12 @@ from ulysses_cli.launch.preflight import check_bucket
 from ulysses_cli.plan.files.addresses import find_address, find_address_problem, name_local_copy
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.recipe.loader import load_recipe
-from ulysses_cli.run_folder import remote_archive
+from ulysses_cli.run_folder import remote_archive, transfers
 from ulysses_cli.run_folder.archive import CheckpointError, find_damage
 from ulysses_cli.run_folder.bucket import Bucket, BucketError
 from ulysses_cli.run_folder.manifest import FORMAT, name_share
 from ulysses_cli.run_folder.remote_archive import Sending, bring_newest, list_remote_steps
+from ulysses_cli.run_folder.transfers import format_transfer
 from ulysses_cli.validate import validate_recipe
 
 FORGED = json.dumps({"format": FORMAT, "files": {"../../evil": {"bytes": 1, "sha256": ""}}}).encode()
@@ -308,3 +311,42 @@ def test_a_copy_that_is_not_there_is_explained_without_a_network(home: Path, tmp
 def test_addresses_and_their_copies(address: str, copy: str) -> None:
     assert name_local_copy(address) == copy
     assert find_address(copy) == (address.rstrip("/") if copy.startswith("~") else "")
+
+
+def test_bytes_on_their_way_are_told_with_rate_and_time_left(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert format_transfer(0, 8 << 30, 3.0) == "0.00 of 8.00 GiB"
+    assert format_transfer(3 << 29, 8 << 30, 15.0) == "1.50 of 8.00 GiB, 102 MiB/s, 65 s left"
+    assert format_transfer(700, 700, 7.0) == "700 of 700 B, 100 B/s"
+    upload(bucket, tmp_path / "here", 4)
+    get_file = Bucket.get_file
+    lines: Queue[str] = Queue()
+
+    def get_part(self: Bucket, name: str, file: Path) -> None:
+        """Of a share, half arrives; the rest follows when that has been told."""
+        if name.endswith(SHARES[0]):
+            file.write_bytes(b"x" * 350)
+            while " s left" not in (line := lines.get(timeout=60)):
+                assert file.exists()
+            assert line.startswith(f"{bucket.address}/checkpoints/step-4: ")
+        get_file(self, name, file)
+
+    monkeypatch.setattr(Bucket, "get_file", get_part)
+    monkeypatch.setattr(transfers, "REPORT_SECONDS", 0.01)
+    bring_newest(bucket, tmp_path / "there", lines.put)
+    assert list_local(tmp_path / "there") == ["step-4"]
+
+
+def test_the_hubs_word_for_a_missing_object_is_understood(bucket: Bucket) -> None:
+    class AnswerError(Exception):
+        def __init__(self, code: str) -> None:
+            self.response = SimpleNamespace(headers={"X-Error-Code": code})
+
+    def fail(code: str) -> None:
+        raise AnswerError(code)
+
+    with pytest.raises(FileNotFoundError):
+        bucket._try(lambda: fail("EntryNotFound"))
+    with pytest.raises(BucketError):
+        bucket._try(lambda: fail("RepoNotFound"))

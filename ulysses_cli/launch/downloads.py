@@ -16,6 +16,7 @@ from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.run_folder.bucket import Bucket, BucketError, each
 from ulysses_cli.run_folder.remote_archive import bring_newest
+from ulysses_cli.run_folder.transfers import watch_download
 
 Report = Callable[[str], None]
 
@@ -64,7 +65,7 @@ def bring_inputs(file: str, overrides: Sequence[str], report: Report) -> None:
         if (problem := find_missing_package(key, address)) is None:
             report(f"downloading {address} to {copy}")
             try:
-                _download(address, copy)
+                _download(address, copy, report)
                 continue
             except (BucketError, OSError) as error:
                 problem = Problem(key, f"{address} could not be downloaded: {error}", explain_access(address))
@@ -81,16 +82,17 @@ def _list_copies(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from ((key, path) for key, path in named if path is not None and find_address(path))
 
 
-def _download(address: str, copy: Path) -> None:
+def _download(address: str, copy: Path, report: Report) -> None:
     """The copy has its name when it is complete."""
     part = copy.with_name(f".{copy.name}.{os.getpid()}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
     try:
         bucket = Bucket(address)
         if bucket.is_object():
-            bucket.get_file("", part)
+            with watch_download(address, part, bucket.get_size(""), report):
+                bucket.get_file("", part)
         else:
-            names = bucket.list_names("")
+            names = bucket.list_sizes("")
             if not names:
                 raise FileNotFoundError("there is nothing")
             if outside := [name for name in names if PurePosixPath(name).is_absolute() or ".." in name.split("/")]:
@@ -100,7 +102,8 @@ def _download(address: str, copy: Path) -> None:
                 (part / name).parent.mkdir(parents=True, exist_ok=True)
                 bucket.get_file(name, part / name)
 
-            each(fetch, names)
+            with watch_download(address, part, sum(names.values()), report):
+                each(fetch, sorted(names))
         if not copy.exists():  # another process may have been faster
             os.replace(part, copy)
     finally:

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ulysses_cli.plan.files.addresses import get_scheme
+from ulysses_cli.plan.files.addresses import SCHEMES, get_scheme
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 
 PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further attempt
 NUM_STREAMS = 4  # objects in transit at a time
+MISSING = "EntryNotFound"  # in a header of the Hugging Face hub's answers
 FINAL_ERRORS = (FileNotFoundError, PermissionError)
 _T = TypeVar("_T")
 
@@ -37,6 +38,7 @@ class Bucket:
         with _told(self.address):
             self.files, root = fsspec.core.url_to_fs(self.address, **options)
         self.root = str(root).rstrip("/")
+        self.num_writers = 1 if SCHEMES[get_scheme(self.address)].writes_in_turn else NUM_STREAMS
 
     def locate(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
@@ -66,15 +68,23 @@ class Bucket:
 
     def list_names(self, folder: str) -> list[str]:
         """Names of all objects below a folder, as other methods take them."""
+        return sorted(self.list_sizes(folder))
 
-        def find() -> list[str]:
+    def list_sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of all objects below a folder, by name."""
+
+        def find() -> dict[str, int]:
             self.files.invalidate_cache()
             try:
-                return [str(path) for path in self.files.find(self.locate(folder))]
+                found = self.files.find(self.locate(folder), detail=True)
             except FileNotFoundError:
-                return []
+                return {}
+            return {str(path): int(facts.get("size") or 0) for path, facts in found.items()}
 
-        return sorted(path[path.index(self.root) + len(self.root) + 1 :] for path in self._try(find))
+        return {path[path.index(self.root) + len(self.root) + 1 :]: size for path, size in self._try(find).items()}
+
+    def get_size(self, name: str) -> int:
+        return int(self._try(lambda: self.files.size(self.locate(name))) or 0)
 
     def delete(self, name: str) -> None:
         """A missing object counts as deleted."""
@@ -110,13 +120,15 @@ def _told(address: str) -> Iterator[None]:
     except (FileNotFoundError, BucketError):
         raise
     except Exception as error:
+        if getattr(getattr(error, "response", None), "headers", {}).get("X-Error-Code") == MISSING:
+            raise FileNotFoundError(address) from error
         text = (str(error).strip().splitlines() or [""])[0][:300]
         message = f"{address}: {type(error).__name__}: {text}" if text else f"{address}: {type(error).__name__}"
         raise BucketError(mask_text(message, collect_secrets({}, os.environ))) from error
 
 
-def each(call: Callable[[_T], object], values: list[_T]) -> None:
+def each(call: Callable[[_T], object], values: list[_T], num_streams: int = NUM_STREAMS) -> None:
     """Calls for every value, some at a time. The first error is raised when none is in progress any more."""
-    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+    with ThreadPoolExecutor(num_streams) as pool:
         for future in [pool.submit(call, value) for value in values]:
             future.result()

@@ -39,6 +39,7 @@ from ulysses_cli.run_folder.manifest import (
     load_state,
     read_measured,
 )
+from ulysses_cli.run_folder.transfers import watch_download
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
 OBJECT = re.compile(rf"{CHECKPOINTS}/step-(\d+)/([^/]+)")
@@ -91,7 +92,7 @@ class Sending:
             self.bucket.put_file(folder / name, f"{to}/{name}", Callback(hooks={"count": count}))
             self.counts[name] = (folder / name).stat().st_size
 
-        each(send, list(names))
+        each(send, list(names), self.bucket.num_writers)
 
     def send_checkpoint(self, folder: Path, own: Sequence[str], machine: int, num_machines: int) -> None:
         """Uploads the files in `own`. The first machine's also waits for the others' and then writes the manifest."""
@@ -134,7 +135,7 @@ class Sending:
         names = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*")) if file.is_file()]
         self.bucket.delete(f"{MODEL}/{MODEL_FACTS}")
         older = [name for name in self.bucket.list_names(MODEL) if name.removeprefix(f"{MODEL}/") not in names]
-        each(self.bucket.delete, older)
+        each(self.bucket.delete, older, self.bucket.num_writers)
         self.send_files(folder, [name for name in names if name != MODEL_FACTS], MODEL)
         self.send_files(folder, [MODEL_FACTS], MODEL)
 
@@ -178,14 +179,15 @@ def set_remote_aside(bucket: Bucket, last: int, report: Report) -> None:
             report(f"{bucket.address}/{name_folder(step)} is of an earlier attempt: it is kept there, and not used")
 
 
-def fetch_checkpoint(bucket: Bucket, step: int, run_dir: Path) -> str:
-    """Downloads a checkpoint to its place in the run folder, or returns what is wrong with it."""
+def fetch_checkpoint(bucket: Bucket, step: int, run_dir: Path, report: Report = lambda _: None) -> str:
+    """Downloads a checkpoint to its place in the run folder, or returns what is wrong with it. `report` is told how far
+    it has come."""
     final = get_folder(run_dir) / f"step-{step}"
     folder = final.with_name(f"{final.name}{WRITING}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        damage = _fetch_files(bucket, step, folder) or find_damage(folder)
+        damage = _fetch_files(bucket, step, folder, report) or find_damage(folder)
         if not damage:
             for file in folder.iterdir():
                 sync(file)
@@ -196,7 +198,7 @@ def fetch_checkpoint(bucket: Bucket, step: int, run_dir: Path) -> str:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fetch_files(bucket: Bucket, step: int, folder: Path) -> str:
+def _fetch_files(bucket: Bucket, step: int, folder: Path, report: Report) -> str:
     def fetch(name: str) -> None:
         try:
             bucket.get_file(f"{name_folder(step)}/{name}", folder / name)
@@ -214,7 +216,8 @@ def _fetch_files(bucket: Bucket, step: int, folder: Path) -> str:
             f"{bucket.address}/{name_folder(step)} has {needed / GIB:.2f} GiB, and {folder.parent} only "
             f"{free / GIB:.2f} GiB free: make room, or choose another run.output_dir"
         )
-    each(fetch, list(entries))
+    with watch_download(f"{bucket.address}/{name_folder(step)}", folder, needed, report):
+        each(fetch, list(entries))
     return ""
 
 
@@ -235,7 +238,7 @@ def _bring_first_valid(bucket: Bucket, run_dir: Path, remote: Sequence[int], rep
             return newest
         address = f"{bucket.address}/{name_folder(step)}"
         report(f"downloading {address}")
-        if not (damage := fetch_checkpoint(bucket, step, run_dir)):
+        if not (damage := fetch_checkpoint(bucket, step, run_dir, report)):
             return get_folder(run_dir) / f"step-{step}"
         report(f"{address} is skipped: {damage}")
     if newest is None:
@@ -254,7 +257,7 @@ def _bring_best(bucket: Bucket, run_dir: Path, remote: Sequence[int], newest: Pa
         return
     address = f"{bucket.address}/{name_folder(best)}"
     report(f"downloading {address}, the best by {name_measure(state['recipe']['run']['keep_best'])}")
-    if damage := fetch_checkpoint(bucket, best, run_dir):
+    if damage := fetch_checkpoint(bucket, best, run_dir, report):
         report(f"{address} is skipped: {damage}")
 
 

@@ -203,7 +203,7 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, s
     recipe, world_size = valid.recipe, valid.resolved.layout.world_size
     nodes = find_nodes(world_size, os.environ, **vars(machine))
     machines = nodes.describe() if nodes.count > 1 or options.dry_run else ""
-    printing.print_message(run_end.format_start(valid.result, machines))
+    printing.print_message(run_end.format_start(valid.result, machines, nodes.count))
     lock = lock_run(valid.run_dir, nodes.rank, recipe.model_dump(mode="json"))
     stack.callback(os.close, lock.handle)
     starts_anew = not recipe.run.resume_from_checkpoint and not options.dry_run and nodes.rank == 0
@@ -217,6 +217,7 @@ def _lock_run_dir(valid: ValidRecipe, machine: Machine, options: TrainOptions, s
         processes_here=nodes.processes_here,
         resumes_anyway=options.resume_anyway,
         is_dry_run=options.dry_run,
+        starts_anew=starts_anew and not options.overwrite,
     )
     if obstacles:
         raise RecipeError(obstacles)

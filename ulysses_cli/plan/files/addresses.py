@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scheme:
-    """`package` opens addresses of this kind, and `extra` of this tool installs it; '' where nothing is needed."""
+    """`package` opens addresses of this kind, and `extra` of this tool installs it; '' where nothing is needed.
+    `writes_in_turn`: each write is a commit, and one that meets another is refused."""
 
     package: str
     extra: str
     credentials: str  # where that package reads them
+    writes_in_turn: bool = False
 
 
 SCHEMES = {
@@ -21,7 +23,7 @@ SCHEMES = {
         "s3fs", "s3", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL elsewhere"
     ),
     "gs": Scheme("gcsfs", "gs", "GOOGLE_APPLICATION_CREDENTIALS"),
-    "hf": Scheme("huggingface_hub", "", "HF_TOKEN"),
+    "hf": Scheme("huggingface_hub", "", "HF_TOKEN", writes_in_turn=True),
     "file": Scheme("fsspec", "", ""),
 }
 EXAMPLES = "s3://bucket/folder, gs://bucket/folder, hf://owner/model/folder or file:///folder"

@@ -22,6 +22,7 @@ from ulysses_cli.run_folder.archive import (
 )
 from ulysses_cli.run_folder.manifest import dump_losses, dump_scores
 from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.run_folder.transfers import REPORT_SECONDS
 from ulysses_cli.train.checkpoint.background import BackgroundSave, HostCopies
 from ulysses_cli.train.checkpoint.format import (
     CheckpointContext,
@@ -126,8 +127,12 @@ class Saves:
     def wait_for_upload(self, state: TrainState) -> None:
         """Collective over all ranks. When it returns, an upload in progress is complete; raises if it failed."""
 
+        told = float("-inf")
+
         def show(progress: str) -> None:
-            if state.phase == SAVING:
+            nonlocal told
+            if time.monotonic() - told >= REPORT_SECONDS:
+                told = time.monotonic()
                 self.record.report(f"waiting for the upload of {progress}")
             state.phase = f"{SAVING}: {progress}"  # the watchdog sees that it changes
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.run_folder.archive import CheckpointError
 from ulysses_cli.run_folder.bucket import Bucket, BucketError
 from ulysses_cli.run_folder.manifest import MANIFEST, load_manifest, name_share
@@ -23,6 +22,7 @@ from ulysses_cli.run_folder.remote_archive import (
     prune_remote,
     set_remote_aside,
 )
+from ulysses_cli.run_folder.transfers import format_transfer
 from ulysses_cli.train.checkpoint.background import BackgroundSave
 from ulysses_cli.train.checkpoint.format import CheckpointContext
 
@@ -74,6 +74,7 @@ class Uploads(NoUploads):
         self.thread: threading.Thread | None = None
         self.is_cancelled = threading.Event()
         self.sending, self.problem, self.what, self.seconds = Sending(bucket), "", "", 0.0
+        self.began = 0.0
 
     def begin(self, last_step: int) -> None:
         problem = ""
@@ -119,7 +120,8 @@ class Uploads(NoUploads):
                 self.is_cancelled.set()
             if self.thread is not None:
                 self.thread.join(WAIT_SECONDS)
-            show(f"{self.what}: {sum(counts) / GIB:.2f} of {sum(totals) / GIB:.2f} GiB uploaded")
+            done = format_transfer(sum(counts), sum(totals), time.monotonic() - self.began)
+            show(f"{self.what}: {done}")
         if self.what and not problem:
             waited = f", {time.monotonic() - started:.1f} s of it waited for" if self.context.rank == 0 else ""
             self.report(f"uploaded {self.bucket.address}/{self.what} in {self.seconds:.1f} s{waited}")
@@ -133,7 +135,7 @@ class Uploads(NoUploads):
         return self.problem
 
     def _start(self, what: str, send: Callable[[], None]) -> None:
-        self.what, self.problem = what, ""
+        self.what, self.problem, self.began = what, "", time.monotonic()
         self.is_cancelled = threading.Event()
         self.sending = Sending(self.bucket, self.is_cancelled.is_set)
         if not self.is_sender:
