@@ -1,8 +1,11 @@
-"""The batch script that `ulysses launch slurm` writes, on a real SLURM of two machines."""
+"""The batch script that `ulysses launch slurm` writes, on a real SLURM of two machines, by the commands of
+docs/machines.md."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -10,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 from support import slurm
+from support.blocks import list_blocks
 from support.faults import RECIPE
+from support.generated_docs import DOCS
 from support.paths import ROOT
 from typer.testing import CliRunner
 
@@ -29,8 +34,9 @@ def test_a_job_is_told_to_stop_and_goes_on_by_itself(tmp_path: Path, monkeypatch
     settings = {**RECIPE, "parallel": {"sp_size": 2}, "train": {**RECIPE["train"], "max_steps": NUM_STEPS}}
     settings["run"] = {**RECIPE["run"], "save_steps": SAVE_STEPS, "output_dir": "run"}
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(settings))
-    words = ["launch", "slurm", "my.yaml", "--gpu", "h100", "--gpus-per-node", "1", "--hours", "1"]
-    result = CliRunner().invoke(app, words)
+    page = "".join(list_blocks((DOCS / "machines.md").read_text(), "sh"))
+    launch, submit = re.findall(r"^(ulysses launch slurm .*)\n(sbatch .*)$", page, re.MULTILINE)[0]
+    result = CliRunner().invoke(app, [*shlex.split(launch)[1:], "--gpus-per-node", "1"])
     assert result.exit_code == 0, result.output
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ulysses").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ulysses_cli "$@"\n')
@@ -43,8 +49,8 @@ def test_a_job_is_told_to_stop_and_goes_on_by_itself(tmp_path: Path, monkeypatch
     with slurm.start_cluster(tmp_path / "slurm") as cluster:
         path = f"{tmp_path / 'bin'}:{cluster.environ['PATH']}"
         began = time.monotonic()
-        out = cluster.run("sbatch", "--parsable", "my.sbatch", PATH=path, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-        job = out.strip()
+        out = cluster.run(*shlex.split(submit), PATH=path, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        job = out.split()[-1]  # Submitted batch job 1
 
         def describe() -> str:
             logs = [*tmp_path.glob("*.log"), *(tmp_path / "run" / "logs").glob("*.log")]
@@ -64,4 +70,7 @@ def test_a_job_is_told_to_stop_and_goes_on_by_itself(tmp_path: Path, monkeypatch
     assert steps == [*range(1, NUM_STEPS + 1)]
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     nodes = "".join(log.read_text() for log in (tmp_path / "run" / "logs").glob(f"slurm-{job}-*.log"))
-    assert "2; this is number 1, by SLURM; they meet at " in nodes
+    assert (
+        "2; this is number 1, by SLURM (SLURM_STEP_NUM_NODES, SLURM_NODEID, SLURM_STEP_NODELIST); they meet at "
+        in nodes
+    )

@@ -209,6 +209,8 @@ def _be_command(words: Sequence[str], cwd: str, env: Mapping[str, str], files: S
     _be_new(cwd, env)
     if network := env.get(networks.NETWORK):
         networks.enter(network)
+        if host := env.get(networks.HOST):
+            networks.take_host_name(host, Path(files[0]).with_name("hosts"))
     preload()
     on_start.append(kill_points.arm)
     _run("ulysses_cli", words)

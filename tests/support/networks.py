@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import os
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 NETWORK = "TEST_NETWORK"  # in a command's environment: the machine on which it runs
-CLONE_NEWNET = 0x40000000  # linux/sched.h
+HOST = "TEST_HOST"  # and the machine's own name, which its hosts file gives 127.0.1.1, as Ubuntu's does
+CLONE_NEWNET, CLONE_NEWUTS, CLONE_NEWNS = 0x40000000, 0x04000000, 0x00020000  # linux/sched.h
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 1 << 18  # linux/mount.h
 LISTENS = "0A"  # net/tcp_states.h
 
 
@@ -55,6 +58,19 @@ def enter(name: str) -> None:
     with open(f"/run/netns/{name}") as handle:
         if libc.setns(handle.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
+
+
+def take_host_name(host: str, hosts: Path) -> None:
+    """Gives this process, and all that it starts, a host name of its own and a hosts file at the place of the real
+    one."""
+    hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n")
+    libc = ctypes.CDLL(None, use_errno=True)
+    root, none = b"/", b"none"
+    if libc.unshare(CLONE_NEWUTS | CLONE_NEWNS) or libc.mount(none, root, None, MS_REC | MS_PRIVATE, None):
+        raise OSError(ctypes.get_errno(), "unshare")
+    socket.sethostname(host)
+    if libc.mount(os.fsencode(hosts), b"/etc/hosts", None, MS_BIND, None):
+        raise OSError(ctypes.get_errno(), "mount")
 
 
 def run_in(name: str, command: Sequence[str], timeout: float = 60) -> subprocess.CompletedProcess[str]:

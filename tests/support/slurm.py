@@ -39,7 +39,7 @@ GresTypes=gpu
 SlurmdTimeout=20
 NodeName=zeta NodeAddr=10.231.7.2 CPUs=2 RealMemory=4000 Gres=gpu:1
 NodeName=alpha NodeAddr=10.231.7.3 CPUs=2 RealMemory=4000 Gres=gpu:1
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 

@@ -84,10 +84,13 @@ def find_nodes(
 
 
 def _name_source(nnodes: int | None, hostfile: Path | None, given: int | None, cluster: ClusterEnvironment) -> str:
-    """Returns who said how many machines there are."""
+    """Returns who said how many machines there are, with the variables that say it."""
     if nnodes is not None:
         return "options"
-    return str(hostfile) if hostfile is not None else BY_HAND.count if given else cluster.name
+    if hostfile is not None:
+        return str(hostfile)
+    by = BY_HAND if given else cluster
+    return f"{by.name} ({', '.join(filter(None, (by.count, by.rank, by.master_addr)))})"
 
 
 def _find_named_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:

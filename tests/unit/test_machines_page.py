@@ -1,0 +1,140 @@
+"""Checks the commands and files of docs/machines.md: those of this tool run, and each cluster's own loader reads what
+its commands would read. tests/ranks/test_machines.py and tests/ranks/test_slurm.py run those that start ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.blocks import list_blocks
+from support.generated_docs import DOCS
+from typer.testing import CliRunner
+
+from ulysses_cli.cli import app
+from ulysses_cli.launch.nodes import Nodes, find_nodes
+
+PAGE = (DOCS / "machines.md").read_text()
+COMMANDS = "".join(list_blocks(PAGE, "sh")).splitlines()
+RECIPE = """
+model: {name_or_path: Qwen/Qwen3-8B}
+data: {datasets: [{path: a.jsonl}], max_length: 32Ki}
+parallel: {sp_size: 8, dp_shard_size: 2}
+"""
+RUN_ELSEWHERE = {"ulysses train": 3, "sbatch": 1, "kubectl": 1, "sky": 1}
+DSTACK_CHECK = """
+import json, sys, yaml
+from dstack._internal.core.models.configurations import parse_run_configuration
+found = parse_run_configuration(yaml.safe_load(sys.stdin))
+print(json.dumps([found.nodes, found.resources.gpu.count.min, found.commands]))
+"""
+SKY_CHECK = "import sys, sky, yaml; print(sky.Task.from_yaml_config(yaml.safe_load(sys.stdin)).num_nodes)"
+
+
+def run_page(folder: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs the one command of the page that begins so. Returns what it printed."""
+    (folder / "my.yaml").write_text(RECIPE)
+    (folder / "a.jsonl").write_text('{"text": "a document"}\n')
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (command,) = [line for line in COMMANDS if line.startswith(start)]
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def find_file(start: str) -> str:
+    """The file that the one command of the page which begins so takes."""
+    (command,) = [line for line in COMMANDS if line.startswith(start)]
+    return shlex.split(command)[-1]
+
+
+def load_elsewhere(package: str, check: str, text: str) -> str:
+    """Has a project's own loader read a text, in a process of its own: its import is slow."""
+    pytest.importorskip(package)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, "-c", check]
+    result = subprocess.run(words, input=text, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()[-1]
+
+
+def test_each_command_of_the_page_is_known_here() -> None:
+    """A new one needs a test."""
+    ours = [line for line in COMMANDS if re.match(r"ulysses (launch (slurm|k8s|sky)|validate-config) ", line)]
+    assert len(ours) == 4
+    for start, count in RUN_ELSEWHERE.items():
+        assert sum(line.startswith(f"{start} ") for line in COMMANDS) == count
+    assert len(COMMANDS) == len(ours) + sum(RUN_ELSEWHERE.values())
+
+
+def test_the_layout_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = run_page(tmp_path, "ulysses validate-config", monkeypatch)
+    assert "machines    4 with 4 GPUs each; ranks in brackets share a row" in shown
+    assert "every row crosses machines: sp_size 8 is more than 4 GPUs" in shown
+
+
+def test_the_batch_script_is_written_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(tmp_path, "ulysses launch slurm", monkeypatch)
+    script = tmp_path / find_file("sbatch ")
+    assert "#SBATCH --nodes=2\n" in script.read_text()
+    assert "#SBATCH --partition=gpu\n" in script.read_text()
+    result = subprocess.run(
+        ["shellcheck", "--severity=warning", str(script)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.check
+def test_kubeflows_own_models_read_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    run_page(tmp_path, "ulysses launch k8s", monkeypatch)
+    config, runtime, job = yaml.safe_load_all((tmp_path / find_file("kubectl ")).read_text())
+    for content, kind in (
+        (config, models.IoK8sApiCoreV1ConfigMap),
+        (runtime, models.TrainerV1alpha1TrainingRuntime),
+        (job, models.TrainerV1alpha1TrainJob),
+    ):
+        assert kind.from_dict(content).to_dict() == content
+    assert job["spec"]["trainer"]["numNodes"] == 2
+
+
+def test_the_task_for_skypilot_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(tmp_path, "ulysses launch sky", monkeypatch)
+    task = yaml.safe_load((tmp_path / find_file("sky ")).read_text())
+    assert (task["num_nodes"], task["resources"]["use_spot"]) == (1, True)
+    task.pop("secrets", None)  # the loader wants their values
+    task["file_mounts"] = {}  # it asks the cloud for the bucket
+    assert load_elsewhere("sky", SKY_CHECK, yaml.safe_dump(task)) == "1"
+
+
+def test_dstacks_own_loader_reads_the_configuration() -> None:
+    (text,) = list_blocks(PAGE, "yaml my.dstack.yml")
+    task = yaml.safe_load(text)
+    environ = {"DSTACK_NODES_NUM": str(task["nodes"]), "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
+    assert find_nodes(16, environ | {"DSTACK_GPUS_PER_NODE": "8"}) == Nodes(2, 1, "10.0.0.1", 29400, 8)
+    assert json.loads(load_elsewhere("dstack", DSTACK_CHECK, text)) == [2, 8, task["commands"]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_machines_started_by_hand_or_from_a_list_know_themselves(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ulysses_cli.launch.hostfile.list_own_names", lambda: {f"10.0.0.{rank + 1}"})
+    (hosts,) = list_blocks(PAGE, "text hosts")
+    (tmp_path / find_file("ulysses train my.yaml --hostfile")).write_text(hosts)
+    expected = Nodes(2, rank, "10.0.0.1", 29400, 8)
+    assert find_nodes(16, {}, hostfile=tmp_path / "hosts") == expected
+    (by_hand,) = [line for line in COMMANDS if f"--node-rank {rank}" in line]
+    words = shlex.split(by_hand)[3:]
+    given = {
+        name.removeprefix("--").replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)
+    }
+    numbers = {name: int(value) for name, value in given.items() if value.isdecimal()}
+    assert find_nodes(16, {}, **{**given, **numbers}) == expected
