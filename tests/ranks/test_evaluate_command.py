@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import run
+from support.commands import run, run_process
 from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
 from test_generation import PlainForward, make_axis, make_prompts
@@ -93,10 +93,41 @@ def test_one_and_two_ranks_give_the_same_answers(model: str, tmp_path: Path) -> 
     assert first == second
     lines = (tmp_path / "2" / "results.jsonl").read_text().splitlines()
     (tmp_path / "2" / "results.jsonl").write_text("\n".join(lines[:3]) + '\n{"id": "unfin')
-    result = run("evaluate", model, *WORDS, *words, "--sp-size", "2", "--output", str(tmp_path / "2"))
+    result = run_process("evaluate", model, *WORDS, *words, "--sp-size", "2", "--output", str(tmp_path / "2"))
     assert "2 questions are answered already" in result.stderr
     again = json.loads((tmp_path / "2" / "quality.json").read_text())["results"]
     assert sorted(each["answer"] for each in again) == sorted(answer for _, answer in second)
     other = run("evaluate", model, *WORDS, *words, "--seed", "1", "--output", str(tmp_path / "2"))
     assert other.returncode == 2
     assert "holds the results of another evaluation: seed differ" in other.stdout
+
+
+@pytest.mark.full
+def test_retrieval_is_asked_beside_the_whole_context(model: str, tmp_path: Path) -> None:
+    """An untrained model knows nothing; what BM25 finds is known all the same."""
+    words = ("--suite", "niah_multikey_1", "--max-length", "2400", "--samples", "2", "--sp-size", "2", "--price", "3")
+    options = ("--against-retrieval", "--budget", "512,1024,4Ki", "--output", str(tmp_path), "--html", "page.html")
+    result = run("evaluate", model, *WORDS, *words, *options, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    findings = json.loads(result.stdout)
+    rows = findings["retrieval"]["rows"]
+    ways = [
+        "none",
+        "bm25-256-512",
+        "bm25-512-512",
+        "bm25-256-1024",
+        "bm25-512-1024",
+        "bm25-1024-1024",
+        "whole",
+        "oracle",
+    ]
+    assert [row["way"] for row in rows] == ways
+    assert {(row["n"], row["score"]) for row in rows} == {(2, 0.0)}
+    by_way = {row["way"]: row for row in rows}
+    assert by_way["none"]["recall"] == 0
+    assert by_way["bm25-256-512"]["recall"] == by_way["oracle"]["recall"] == 1
+    tokens = [by_way[way]["prompt_tokens"] for way in ("none", "oracle", "bm25-256-512", "bm25-256-1024", "whole")]
+    assert tokens == sorted(tokens)
+    assert all(row["usd"] == pytest.approx(row["seconds"] * 2 * 3 / 3600) for row in rows)
+    assert [row["n"] for row in findings["scores"]] == [2], "scores are those of the whole context"
+    assert "BM25, 256 of 512" in (tmp_path / "page.html").read_text()

@@ -65,8 +65,8 @@ ORDER: dict[str, list[str]] = {
         *("speed", "planner"),
     ],
     "evaluate": [
-        *("sample", "words", "statistics", "needles", "counting", "documents", "files", "prompts", "suites"),
-        *("scorers", "summary"),
+        *("sample", "words", "statistics", "needles", "counting", "documents", "files", "prompts", "losses", "suites"),
+        *("scorers", "summary", "retrieval"),
     ],
     "run_folder": [
         *("failure_record", "early_stop", "told", "line_files", "manifest", "archive", "bucket", "transfers"),
@@ -75,7 +75,7 @@ ORDER: dict[str, list[str]] = {
     "host": ["network", "operator_builds", "children", "gpu_list", "data_survey"],
     "launch": [
         *("environments", "hostfile", "nodes", "rendezvous", "start_lock", "results", "failures", "launcher"),
-        *("listening", "notification", "downloads", "preflight", "jobs"),
+        *("listening", "notification", "downloads", "suite_files", "preflight", "jobs"),
     ],
     "data": [
         *("problems", "selection", "sources", "steps", "batching", "transaction", "store", "rows", "packer", "facts"),

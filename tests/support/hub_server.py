@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+SHA = "0123456789abcdef0123456789abcdef01234567"  # the one commit of every data set
 TOKEN = "hf_aTokenForTheStandInOfTheHub123"
 
 
@@ -31,6 +32,7 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     licences: dict[str, str] = field(default_factory=dict)
     committing: threading.Lock = field(default_factory=threading.Lock)
+    data_sets: dict[str, dict[str, bytes]] = field(default_factory=dict)  # files by name
 
     def find_fault(self, path: str) -> int | None:
         for fault in self.faults:
@@ -71,6 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("ETag", f'"{hash_blob(content)}"')
+        self.send_header("X-Repo-Commit", SHA)
         if wanted:
             self.send_header("Content-Range", f"bytes {first}-{first + len(content) - 1}/{num_bytes}")
         self.end_headers()
@@ -147,6 +150,20 @@ class Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/main/(.+)", path):
             content = hub.repos[match[1]].get(unquote(match[2]))
             self.answer_bytes(content) if content is not None else self.answer_missing("no such file")
+        elif match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/revision/(.+)", path):
+            if match[1] not in hub.data_sets:
+                self.answer({"error": "Repository not found"}, 404, "RepoNotFound")
+            elif match[2] not in ("main", SHA):
+                self.answer({"error": "Revision not found"}, 404, "RevisionNotFound")
+            else:
+                self.answer({"id": match[1], "_id": "1", "sha": SHA, "private": False, "tags": [], "siblings": []})
+        elif match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/.+", path):
+            files = hub.data_sets[match[1]].items()
+            self.answer(
+                [{"type": "file", "path": name, "size": len(body), "oid": hash_blob(body)} for name, body in files]
+            )
+        elif match := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
+            self.answer_bytes(hub.data_sets[match[1]][match[2]])
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path):
             if match[1] not in hub.licences and match[1] not in hub.repos:
                 self.answer({"error": "Repository not found"}, 404)

@@ -37,9 +37,16 @@ def evaluate(
         EvaluationDevice, typer.Option(help="auto: all GPUs, or the CPU where there is none")
     ] = EvaluationDevice.auto,
     against: Annotated[str | None, typer.Option(metavar="MODEL", help="compare with it, question by question")] = None,
+    against_retrieval: Annotated[
+        bool,
+        typer.Option("--against-retrieval", help="ask also with no context, with what BM25 finds, with the evidence"),
+    ] = False,
+    budget: Annotated[str, typer.Option(help="tokens of what BM25 finds, with commas between them")] = "4Ki,16Ki,64Ki",
     tokenizer: Annotated[str | None, typer.Option(help="the tokenizer, where the model's folder has none")] = None,
     dtype: Annotated[WeightsDtype, typer.Option(help="of the weights")] = WeightsDtype.bfloat16,
-    path: Annotated[Path | None, typer.Option(help="file or folder of a suite that is read from files")] = None,
+    path: Annotated[
+        str | None, typer.Option(help="file, folder or hub data set: of a suite's questions, or of documents for loss")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="text for haystacks: a file, or a folder of .txt files")] = None,
     squad: Annotated[Path | None, typer.Option(help="dev-v2.0.json of SQuAD, for qa_1")] = None,
     hotpotqa: Annotated[Path | None, typer.Option(help="HotpotQA's distractor set, for qa_2")] = None,
@@ -68,28 +75,42 @@ def evaluate(
     evaluation goes on where it was when it is started again with the same --output.
 
     \b
-    Suites: ruler, niah, graphs, code.
-    From files: ruler-files, longbench, longbench-v2, infinitebench, mrcr, graphwalks.
+    Suites: ruler, niah, graphs, code, loss.
+    From files or the hub: ruler-files, longbench, longbench-v2, infinitebench, mrcr, graphwalks.
 
     \b
     Examples:
       ulysses evaluate runs/mine/model --suite ruler --max-length 4Ki,32Ki,128Ki --sp-size 8
       ulysses evaluate runs/mine/checkpoints/step-400 --against meta-llama/Llama-3.1-8B --html quality.html
-      ulysses evaluate my/model --suite longbench-v2 --path longbench_v2.json --format json
+      ulysses evaluate my/model --suite longbench-v2 --path THUDM/LongBench-v2 --format json
+      ulysses evaluate my/model --suite niah --max-length 32Ki --against-retrieval
     """
     from ulysses_cli.commands.bench import read_numbers
-    from ulysses_cli.commands.children.answering import ModelQuestion, find_model, name_results, prepare_model, run
+    from ulysses_cli.commands.children.answering import (
+        ModelQuestion,
+        find_documents,
+        find_model,
+        name_results,
+        prepare_model,
+        run,
+    )
+    from ulysses_cli.evaluate.files import FILE_SUITES
     from ulysses_cli.evaluate.suites import SUITES, Sources, plan_suites
     from ulysses_cli.launch import launcher
+    from ulysses_cli.launch.suite_files import find_suite_path
     from ulysses_cli.plan.generation import predict
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, quality
 
     lengths = or_exit(lambda: read_numbers("--max-length", max_length, []), output)
-    sources = Sources(text, squad, hotpotqa, code, path)
+    budgets = or_exit(lambda: read_numbers("--budget", budget, []), output) if against_retrieval else []
     suites = [word.strip() for word in suite.split(",") if word.strip()]
     if not suites:
         end_with([Problem("--suite", "no suite is named", f"use some of: {', '.join(SUITES)}")], output)
+    documents = or_exit(lambda: find_documents(model, suites, path), output)
+    is_read = path is not None and any(name in FILE_SUITES for name in suites)
+    files = or_exit(lambda: find_suite_path(path or "", printing.print_message), output) if is_read else None
+    sources = Sources(text, squad, hotpotqa, code, files, documents)
     plan = or_exit(lambda: plan_suites(suites, sources), output)
     folder = to or Path("runs/evaluations") / name_results(model)
     slots = launcher.count_rank_slots("cuda") if device is not EvaluationDevice.cpu else 0
@@ -122,7 +143,9 @@ def evaluate(
         "lengths": lengths,
         "samples": samples,
         "seed": seed,
-        "sources": {name: str(value) if value else None for name, value in vars(sources).items()},
+        "sources": sources.as_json(),
+        "budgets": budgets,
+        "sp_size": sp_size,
         "num_ranks": num_ranks,
         "output": str(folder),
         "with_template": chat_template,

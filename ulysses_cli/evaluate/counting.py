@@ -7,7 +7,7 @@ from itertools import pairwise
 from random import Random
 
 from ulysses_cli.evaluate import words
-from ulysses_cli.evaluate.sample import Draft, Sample, Task
+from ulysses_cli.evaluate.sample import Draft, Sample, Span, Task
 
 NUM_HOPS = 4
 NUM_COMMON, COMMON_TIMES, RARE_TIMES = 10, 30, 3
@@ -22,12 +22,14 @@ def trace_variables(random: Random, _: int) -> Draft:
     def render(num_units: int, fill: str) -> Sample:
         own = Random(seed)
         example, example_names, example_value, _ = _make_chain(own, 5)
-        text, names, value, marks = _make_chain(own, num_units)
+        text, names, value, evidence = _make_chain(own, num_units)
         head = "Variables are set in the text below, some to the values of others.\n"
         shown = f"{example}\n{_ask(example_value)} They are: {' '.join(example_names)}\n\n"
         content = f"{head}{shown}{text}{fill}\n{_ask(value)}"
         at = len(head) + len(shown)
-        return Sample("vt", content, tuple(names), "all", 30, " They are:", tuple(at + mark for mark in marks))
+        spans = tuple((at + first, at + last) for first, last in evidence)
+        context = at, at + len(text) + len(fill)
+        return Sample("vt", content, tuple(names), "all", 30, " They are:", spans, context=context)
 
     return render
 
@@ -36,7 +38,7 @@ def _ask(value: str) -> str:
     return f"Which {NUM_HOPS + 1} variables have the value {value} in the end?"
 
 
-def _make_chain(random: Random, num_units: int) -> tuple[str, list[str], str, list[int]]:
+def _make_chain(random: Random, num_units: int) -> tuple[str, list[str], str, list[Span]]:
     names: list[str] = []
     while len(names) <= NUM_HOPS:
         name = "".join(random.choices(string.ascii_uppercase, k=5))
@@ -47,13 +49,13 @@ def _make_chain(random: Random, num_units: int) -> tuple[str, list[str], str, li
     places = sorted(random.random() for _ in lines)
     hay = [(float(at), words.NOISE) for at in range(num_units)]
     hay += [(int(place * num_units) - 0.5, line) for place, line in zip(places, lines, strict=True)]
-    marks, parts, end = [], [], 0
+    evidence, parts, end = list[Span](), [], 0
     for _, line in sorted(hay, key=lambda each: each[0]):
         if line.startswith("VAR"):
-            marks.append(end)
+            evidence.append((end, end + len(line)))
         parts.append(line)
         end += len(line) + 1
-    return "\n".join(parts), names, value, marks
+    return "\n".join(parts), names, value, evidence
 
 
 def count_common_words(random: Random, length: int) -> Draft:
@@ -70,7 +72,11 @@ def count_common_words(random: Random, length: int) -> Draft:
         head = f"Below is a numbered list of words. Remember the {NUM_COMMON} that come most often.\n"
         question = f"\nWhich {NUM_COMMON} words come most often in the list above?"
         shown = f"{example}{question} They are: {' '.join(example_words)}\n\n"
-        return Sample("cwe", f"{head}{shown}{text}{fill}{question}", tuple(common), "all", 120, " They are:")
+        begin = len(head) + len(shown)
+        return Sample(
+            "cwe", f"{head}{shown}{text}{fill}{question}", tuple(common), "all", 120, " They are:",
+            context=(begin, begin + len(text) + len(fill)),
+        )  # fmt: skip
 
     return render
 
@@ -104,8 +110,10 @@ def find_frequent_words(random: Random, length: int) -> Draft:
         own.shuffle(listed)
         head = "Read the coded text below, and count how often each coded word comes. Leave out the dots.\n"
         question = "\nWhich three coded words come most often in the text above?"
+        text = " ".join(listed)
         return Sample(
-            "fwe", f"{head}{' '.join(listed)}{fill}{question}", tuple(ranked[1:4]), "all", 50, " They are:"
+            "fwe", f"{head}{text}{fill}{question}", tuple(ranked[1:4]), "all", 50, " They are:",
+            context=(len(head), len(head) + len(text) + len(fill)),
         )  # fmt: skip
 
     return render
@@ -126,8 +134,9 @@ def walk_graph(random: Random, _: int) -> Draft:
             edges[source, nodes[-1] if is_new else own.choice(nodes)] = None
         own = Random(seed + 1)
         start, num_steps = own.choice(list(edges)[:4])[0], own.choice((1, 2))
-        reached, frontier = {start}, {start}
+        reached, frontier, used = {start}, {start}, set[str]()
         for _ in range(num_steps):
+            used |= frontier  # whose edges are followed
             frontier = {target for source, target in edges if source in frontier} - reached
             reached |= frontier
         head = "Below is a directed graph, one edge per line.\n"
@@ -136,13 +145,16 @@ def walk_graph(random: Random, _: int) -> Draft:
             f"\nFollow the edges from {start}. Which nodes are at a distance of exactly {num_steps}, by the shortest "
             "way? End with one line: Final Answer: [node, node, ...]"
         )
-        marks, end = [], len(head)
-        for line in lines:
-            if line.startswith(start):
-                marks.append(end)
+        evidence, end = list[Span](), len(head)
+        for line, (source, _) in zip(lines, edges, strict=True):
+            if source in used:
+                evidence.append((end, end + len(line)))
             end += len(line) + 1
         content = f"{head}" + "\n".join(lines) + fill + question
-        return Sample("graphs", content, tuple(sorted(frontier)), "set_f1", 512, "", tuple(marks))
+        context = len(head), end - 1 + len(fill)
+        return Sample(
+            "graphs", content, tuple(sorted(frontier)), "set_f1", 512, "", tuple(evidence), context=context
+        )  # fmt: skip
 
     return render
 

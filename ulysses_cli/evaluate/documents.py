@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from ulysses_cli.evaluate.sample import Draft, Sample, Task
+from ulysses_cli.evaluate.sample import Draft, Sample, Span, Task
 from ulysses_cli.evaluate.words import read_words
 from ulysses_cli.plan.problem import Problem, RecipeError
 
@@ -87,16 +87,17 @@ def make_question_task(name: str, file: Path) -> Task:
             distractors = [others[at % len(others)] for at in range(num_units)] if others else []
             shown = [*question.evidence, *distractors]
             own.shuffle(shown)
-            head, parts, marks = "Answer the question from the documents below, as briefly as you can.\n\n", [], []
-            end = len(head)
+            head, parts = "Answer the question from the documents below, as briefly as you can.\n\n", []
+            evidence, end = list[Span](), len(head)
             for number, paragraph in enumerate(shown, 1):
                 part = f"Document {number}:\n{paragraph}"
                 if paragraph in question.evidence:
-                    marks.append(end)
+                    evidence.append((end, end + len(part)))
                 parts.append(part)
                 end += len(part) + 2
             content = f"{head}" + "\n\n".join(parts) + f"{fill}\n\nQuestion: {question.text}"
-            return Sample(name, content, question.answers, "part", 32, " Answer:", tuple(marks))
+            context = len(head), end - 2 + len(fill)
+            return Sample(name, content, question.answers, "part", 32, " Answer:", tuple(evidence), context=context)
 
         return render
 
@@ -135,23 +136,22 @@ def make_code_task(folder: Path) -> Task:
                     if left <= 0:
                         break
             lines.insert(own.randrange(len(lines) + 1), (name, "\n".join(excerpt)))
-            head, parts, mark, end = (
-                "Source files of a program follow.\n",
-                [],
-                0,
-                len("Source files of a program follow.\n"),
-            )
+            head, parts, evidence = "Source files of a program follow.\n", [], list[Span]()
+            end = len(head)
             for file_name, text in lines:
                 part = f"\n# file: {file_name}\n{text}"
                 if file_name == name:
-                    before = "\n".join(files[name][first:at])
-                    mark = end + len(f"\n# file: {file_name}\n") + len(before)
+                    begin = end + len(f"\n# file: {file_name}\n") + sum(len(each) + 1 for each in files[name][first:at])
+                    evidence = [(begin, begin + len("\n".join(files[name][at : at + 2])))]
                 parts.append(part)
                 end += len(part)
             line, wanted = files[name][at], files[name][at + 1]
             question = f"\n\nIn {name}, which line comes right after this line?\n{line}\nAnswer with that line alone."
             content = head + "".join(parts) + fill + question
-            return Sample("code_recall", content, (wanted.strip(),), "all", 128, "", (mark,))
+            context = len(head), end + len(fill)
+            return Sample(
+                "code_recall", content, (wanted.strip(),), "all", 128, "", tuple(evidence), context=context
+            )  # fmt: skip
 
         return render
 

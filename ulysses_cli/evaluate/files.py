@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ulysses_cli.evaluate.sample import Metric, Sample
+from ulysses_cli.evaluate.sample import Metric, Sample, Span
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 Row = Mapping[str, Any]
@@ -84,6 +84,12 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         raise RecipeError([Problem("--path", f"{file} cannot be read: {error}", hint)]) from None
 
 
+def _find_span(content: str, context: str) -> Span | None:
+    """Where the context is in the content. None where there is none."""
+    begin = content.find(context)
+    return (begin, begin + len(context)) if context.strip() and begin >= 0 else None
+
+
 def _read_ruler(row: Row, name: str) -> Sample:
     metric: Metric = "part" if name.startswith("qa") else "all"
     budget = {"vt": 30, "cwe": 120, "fwe": 50}.get(name.partition(".")[0], 32 if metric == "part" else 128)
@@ -101,6 +107,7 @@ def _read_longbench(row: Row, name: str) -> Sample:
     return Sample(
         name, content, tuple(map(str, row["answers"])), rule.metric, rule.max_new_tokens,
         with_template=rule.with_template, first_line=rule.first_line, facts=facts,
+        context=_find_span(content, str(row["context"])),
     )  # fmt: skip
 
 
@@ -112,7 +119,8 @@ def _read_longbench_v2(row: Row, _: str) -> Sample:
         'End with this sentence: "The correct answer is (X)", with a letter for X.'
     )
     facts = {"id": row["_id"], "difficulty": row["difficulty"], "size": row["length"], "domain": row["domain"]}
-    return Sample("longbench-v2", content, (str(row["answer"]),), "letter", 128, facts=facts)
+    context = _find_span(content, str(row["context"]))
+    return Sample("longbench-v2", content, (str(row["answer"]),), "letter", 128, facts=facts, context=context)
 
 
 def _read_infinite(row: Row, name: str) -> Sample:
@@ -124,18 +132,23 @@ def _read_infinite(row: Row, name: str) -> Sample:
         answers = ["ABCD"[options.index(str(each))] if str(each) in options else str(each) for each in answers]
     content = "\n\n".join(filter(None, (rule.instruction, str(row["context"]), str(row["input"]), shown)))
     facts = {"id": row.get("id"), "any_form": True, "options": options, "by_character": name.endswith("chn")}
-    return Sample(name, content, tuple(map(str, answers)), rule.metric, rule.max_new_tokens, facts=facts)
+    context = _find_span(content, str(row["context"]))
+    return Sample(
+        name, content, tuple(map(str, answers)), rule.metric, rule.max_new_tokens, facts=facts, context=context
+    )  # fmt: skip
 
 
 def _read_mrcr(row: Row, _: str) -> Sample:
     messages = json.loads(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"]
-    content = "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)
+    shown = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
+    content, before = "\n\n".join(shown), "\n\n".join(shown[:-1])
     facts = {
         "start": row["random_string_to_prepend"],
         "needles": row["n_needles"],
         "messages": row.get("total_messages"),
     }
-    return Sample("mrcr", content, (str(row["answer"]),), "ordered_copy", 1024, facts=facts)
+    context = (0, len(before)) if before else None
+    return Sample("mrcr", content, (str(row["answer"]),), "ordered_copy", 1024, facts=facts, context=context)
 
 
 def _read_graphs(row: Row, _: str) -> Sample:
@@ -144,11 +157,13 @@ def _read_graphs(row: Row, _: str) -> Sample:
 
 
 class FileSuite(NamedTuple):
-    """A benchmark that is read from files. `fields`: those that its rows have; `where`: where to get it."""
+    """A benchmark that is read from files. `fields`: those that its rows have; `where`: where to get it; `left_out`:
+    sets of a folder that have no rule here."""
 
     read: Callable[[Row, str], Sample]
     fields: tuple[str, ...]
     where: str
+    left_out: tuple[str, ...] = ()
 
 
 FILE_SUITES: dict[str, FileSuite] = {
@@ -158,23 +173,36 @@ FILE_SUITES: dict[str, FileSuite] = {
         _read_longbench_v2, ("question", "choice_A", "choice_D", "answer", "context"), "the data set THUDM/LongBench-v2"
     ),
     "infinitebench": FileSuite(
-        _read_infinite, ("context", "input", "answer"), "the data set xinrongzhang2022/InfiniteBench"
+        _read_infinite,
+        ("context", "input", "answer"),
+        "the data set xinrongzhang2022/InfiniteBench",
+        left_out=("math_calc",),
     ),
     "mrcr": FileSuite(_read_mrcr, ("prompt", "answer", "random_string_to_prepend"), "the data set openai/mrcr"),
     "graphwalks": FileSuite(_read_graphs, ("prompt", "answer_nodes"), "the data set openai/graphwalks"),
 }
+ROWS = (".jsonl", ".json", ".parquet")
+NO_ROWS = ("dataset_infos.json", "dataset_dict.json")  # facts about a data set
 PACKAGES: dict[Metric, str] = {"chinese_f1": "jieba", "code_similarity": "rapidfuzz"}
+
+
+def list_left_out(suite: str, path: Path | None) -> list[str]:
+    """Notes on the sets of a folder that have no rule here."""
+    names = FILE_SUITES[suite].left_out if path is not None and path.is_dir() else ()
+    return [f"{name} is left out: it has no rule here" for name in names if path and any(path.rglob(f"{name}.jsonl"))]
 
 
 def list_files(suite: str, path: Path | None) -> list[Path]:
     """The files of a suite below a path. Says what is missing."""
     where = FILE_SUITES[suite].where
     if path is None:
-        hint = f"add --path FILE; {where}"
+        name = where.rpartition(" ")[2]
+        hint = f"add --path FILE; {where}" + (f", or --path {name}, which downloads it" if "/" in name else "")
         raise RecipeError([Problem("--suite", f"{suite} is read from files, and no path was given", hint)])
     if path.is_file():
         return [path]
-    found = sorted(each for each in path.rglob("*") if each.suffix in (".jsonl", ".json", ".parquet"))
+    names = {*NO_ROWS, *(f"{name}.jsonl" for name in FILE_SUITES[suite].left_out)}
+    found = sorted(each for each in path.rglob("*") if each.suffix in ROWS and each.name not in names)
     if not found:
         kind = "holds no JSON, JSON lines or Parquet" if path.is_dir() else "does not exist"
         raise RecipeError([Problem("--path", f"{path} {kind}", where)])

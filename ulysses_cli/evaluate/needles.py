@@ -9,7 +9,7 @@ from random import Random
 from typing import Literal
 
 from ulysses_cli.evaluate import words
-from ulysses_cli.evaluate.sample import Draft, Sample, Task
+from ulysses_cli.evaluate.sample import Draft, Sample, Span, Task
 
 DRAW = {"words": lambda random: words.draw_keys(random, 1)[0], "numbers": words.draw_number, "uuids": words.draw_uuid}
 NAMES = {"words": "word", "numbers": "number", "uuids": "uuid"}
@@ -78,10 +78,10 @@ class NeedleTask:
             f"The text below has some special magic {kind}s in it. Keep them in mind: there will be a question about "
             "them.\n"
         )
-        parts, marks, end = [], [], len(head)
+        parts, evidence, end = [], list[Span](), len(head)
         for _, is_asked, line in lines:
             if is_asked:
-                marks.append(end)
+                evidence.append((end, end + len(line)))
             parts.append(line)
             end += len(line) + 1
         names, is_plural = _list_names(asked), self.num_values * len(asked) > 1
@@ -94,7 +94,10 @@ class NeedleTask:
         references = ("none",) if self.is_missing else tuple(value for key in asked for value in by_key[key])
         prefix = "" if self.is_missing else f" The special magic {word} for {names} in the text {verb}"
         metric = "none" if self.is_missing else "all"
-        return Sample(self.name, content, references, metric, 128, prefix, tuple(marks))  # type: ignore[arg-type]
+        return Sample(
+            self.name, content, references, metric, 128, prefix, tuple(evidence),  # type: ignore[arg-type]
+            context=(len(head), end - 1 + len(fill)),
+        )  # fmt: skip
 
     def _draw_different(self, kind: str, random: Random, number: int) -> list[str]:
         return words.draw_keys(random, number) if kind == "words" else [DRAW[kind](random) for _ in range(number)]

@@ -22,17 +22,19 @@ def name_prompt(task: str, length: int, index: int) -> str:
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """A sample's tokens. `depths`: where each mark is, as a share of the tokens."""
+    """A sample's tokens. `depths`: where each piece of evidence begins, as a share of the tokens. `way`: how its
+    context came about, where it is not the whole one."""
 
     sample: Sample
     tokens: tuple[int, ...]
     depths: tuple[float, ...]
     index: int = 0
     length: int = 0  # what was asked for, with the answer's tokens
+    way: str = ""
 
     @property
     def name(self) -> str:
-        return name_prompt(self.sample.task, self.length, self.index)
+        return name_prompt(self.sample.task, self.length, self.index) + (f"/{self.way}" if self.way else "")
 
     @property
     def digest(self) -> str:
@@ -76,12 +78,12 @@ class Prompter:
             tokens.pop()  # an end of the text would end the prompt
         return tokens, encoded
 
-    def make(self, sample: Sample, index: int = 0, length: int = 0) -> TaskPrompt:
+    def make(self, sample: Sample, index: int = 0, length: int = 0, way: str = "") -> TaskPrompt:
         tokens, encoded = self.encode(sample)
         _, begin = self.render(sample)
-        places = (self._find_token(encoded, begin + mark) for mark in sample.marks)
+        places = (self._find_token(encoded, begin + mark) for mark, _ in sample.evidence)
         depths = tuple(round(place / len(tokens), 4) for place in places if place is not None)
-        return TaskPrompt(sample, tuple(tokens), depths, index, length)
+        return TaskPrompt(sample, tuple(tokens), depths, index, length, way)
 
     def encode_answer(self, prompt: TaskPrompt, answer: str) -> list[int]:
         """Returns the answer's tokens as they follow the prompt's, or [] where the two do not part at the same place.

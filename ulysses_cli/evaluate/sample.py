@@ -13,10 +13,14 @@ Metric = Literal[
 ]  # fmt: skip
 
 
+Span = tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Sample:
     """What a model is asked. `answer_prefix` stands after the assistant's header, and the model goes on from there.
-    `marks`: characters of `content` at which evidence begins. `with_template`: the content is a user's message."""
+    `with_template`: the content is a user's message. Spans count characters of `content`: `context` is the haystack,
+    where it can be parted from the question, and `evidence` is what the answer is found in, where that is known."""
 
     task: str
     content: str
@@ -24,10 +28,11 @@ class Sample:
     metric: Metric
     max_new_tokens: int
     answer_prefix: str = ""
-    marks: tuple[int, ...] = ()
+    evidence: tuple[Span, ...] = ()
     with_template: bool = True
     first_line: bool = False  # only the answer's first line counts
     facts: Mapping[str, Any] = field(default_factory=dict)  # what is reported with it
+    context: Span | None = None
 
 
 # Takes the number of units of haystack and text that fills up the rest.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from statistics import fmean
 from typing import NamedTuple
 
@@ -41,6 +42,37 @@ def compare_pairs(before: Sequence[float], after: Sequence[float]) -> Interval:
     centre = sum(differences) / number
     spread = Z * math.sqrt(((math.fsum(each * each for each in differences) + 1) / number - centre * centre) / number)
     return Interval(mean, max(-1.0, min(mean, centre - spread)), min(1.0, max(mean, centre + spread)))
+
+
+def estimate_normal_mean(values: Sequence[float]) -> Interval:
+    """Returns the mean of values without bounds, with Student's 95 % interval. One value has no interval: its ends are
+    infinite."""
+    number, mean = len(values), fmean(values)
+    if number == 1:
+        return Interval(mean, -math.inf, math.inf)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (number - 1)
+    spread = find_student_quantile(number - 1) * math.sqrt(variance / number)
+    return Interval(mean, mean - spread, mean + spread)
+
+
+@cache
+def find_student_quantile(freedom: int, share: float = 0.95) -> float:
+    """Returns t such that a variable of Student's distribution lies in [-t, t] with probability `share`."""
+    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(freedom)
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _compute_student_share(middle, freedom) < share else (low, middle)
+    return math.tan(high) * math.sqrt(freedom)
+
+
+def _compute_student_share(angle: float, freedom: int) -> float:
+    """The probability of [-t, t], by the finite sum for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 4)."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    term, total = (cosine if freedom % 2 else 1.0), 0.0
+    for step in range(freedom // 2):
+        total += term
+        term *= cosine * cosine * (2 * step + 1 + freedom % 2) / (2 * step + 2 + freedom % 2)
+    return 2 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
 
 
 def find_effective_lengths(means: Mapping[str, Mapping[int, float]]) -> dict[str, int | None]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from ulysses_cli.evaluate.counting import COUNTING_TASKS, GRAPHS
 from ulysses_cli.evaluate.documents import make_code_task, make_question_task
-from ulysses_cli.evaluate.files import FILE_SUITES, read_suite
+from ulysses_cli.evaluate.files import FILE_SUITES, list_left_out, read_suite
+from ulysses_cli.evaluate.losses import TASK as LOSS
 from ulysses_cli.evaluate.needles import BookHaystack, draw_sentences, list_needle_tasks
 from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompter, TaskPrompt, name_prompt
 from ulysses_cli.evaluate.sample import Sample, Task
@@ -25,28 +27,40 @@ SEEDED: dict[str, tuple[str, ...]] = {
     "graphs": ("graphs",),
     "code": ("code_recall",),
 }
-SUITES = (*SEEDED, *FILE_SUITES)
+SUITES = (*SEEDED, LOSS, *FILE_SUITES)
 
 
 @dataclass(frozen=True)
 class Sources:
     """The user's files. `text`: of haystacks; `squad`, `hotpotqa`: of the two question tasks; `code`: a folder; `path`:
-    of the suite that is read from files."""
+    of the suite that is read from files; `documents`: whose loss is measured, data sets as a recipe writes them."""
 
     text: Path | None = None
     squad: Path | None = None
     hotpotqa: Path | None = None
     code: Path | None = None
     path: Path | None = None
+    documents: tuple[Mapping[str, Any], ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        paths = {name: str(value) if value else None for name, value in vars(self).items() if name != "documents"}
+        return {**paths, "documents": [dict(each) for each in self.documents]}
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Sources:
+        """Takes what `as_json` returned."""
+        paths = {name: Path(value) if value else None for name, value in values.items() if name != "documents"}
+        return cls(**paths, documents=tuple(values["documents"]))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is evaluated. `notes`: what is left out, and why."""
+    """What is evaluated. `notes`: what is left out, and why; `has_loss`: whether the documents' loss is measured."""
 
     tasks: tuple[Task, ...]
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
+    has_loss: bool = False
 
 
 def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
@@ -63,6 +77,11 @@ def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
             wanted[name] = True
         elif name in FILE_SUITES:
             samples += read_suite(name, sources.path)
+            notes += list_left_out(name, sources.path)
+        elif name == LOSS:
+            if not sources.documents:
+                hint = "add --path with a file, a folder or a data set of documents"
+                problems.append(Problem("--suite", "loss is measured on documents, and none were named", hint))
         else:
             every = ", ".join(dict.fromkeys((*SUITES, *known, *QUESTIONS, "code_recall")))
             problems.append(Problem("--suite", f"no suite or task is called {name}", f"use some of: {every}"))
@@ -84,7 +103,7 @@ def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
             notes.append(f"{name} is left out: it is made from your files, add {option} PATH")
     if problems:
         raise RecipeError(problems)
-    return Plan(tuple(tasks), tuple(samples), tuple(notes))
+    return Plan(tuple(tasks), tuple(samples), tuple(notes), LOSS in names)
 
 
 def _read_text(path: Path) -> str:

@@ -14,6 +14,14 @@ from ulysses_cli.report.quantities import NO_VALUE, format_binary, format_bytes,
 
 Findings = Mapping[str, Any]
 MAX_LISTED = 5
+RETRIEVAL_TITLE = "retrieval beside the whole context, the same questions"
+RETRIEVAL_NOTE = (
+    "Recall: the share of the evidence that is shown whole. Not known without: the score over the questions that are "
+    "not answered right with no context. Tokens, seconds and USD are the means per question."
+)
+WAYS = {"none": "no context", "whole": "whole context", "oracle": "evidence alone"}
+LOSS_TITLE = "loss by position, in nats per token"
+CHANGE_TITLE = "loss minus that of the other model, document by document"
 RULES = {
     "ruler": "RULER's rule: the mean of its 13 tasks exceeds 85.6 %",
     "own": "the model's own: the mean exceeds 85 % of that at the shortest length",
@@ -22,12 +30,18 @@ RULES = {
 
 def format_quality(findings: Findings) -> str:
     """The table of scores, the mean, effective lengths, the comparison, and what was left out."""
-    parts = [format_table(*_make_score_table(findings))]
+    parts = [format_table(*_make_score_table(findings))] if findings["scores"] else []
+    if findings.get("losses"):
+        parts.append(f"{LOSS_TITLE}\n" + format_table(*_make_loss_table(findings["losses"])))
+    if findings.get("retrieval"):
+        parts.append(f"{RETRIEVAL_TITLE}\n" + format_table(*_make_retrieval_table(findings["retrieval"])))
     parts.append("\n".join(_list_facts(findings)))
     if findings.get("differences"):
         parts.append(
             "against the other model, question by question\n" + format_table(*_make_difference_table(findings))
         )
+    if findings.get("loss_differences"):
+        parts.append(f"{CHANGE_TITLE}\n" + format_table(*_make_loss_table(findings["loss_differences"], sign="+")))
     notes = _list_notes(findings)
     if notes:
         parts.append("\n".join(f"note: {note}" for note in notes))
@@ -78,6 +92,74 @@ def _make_difference_table(findings: Findings) -> tuple[list[str], list[list[str
     return header, cells
 
 
+def _make_retrieval_table(retrieval: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    header = [
+        "task", "length", "context", "n", "score", "95 % interval", "to the whole", "95 % interval", "recall",
+        "not known without", "tokens", "seconds", "USD",
+    ]  # fmt: skip
+    cells = [
+        [
+            row["task"], format_binary(row["length"]) if row["length"] else "all", _name_way(row), str(row["n"]),
+            _format_percent(row["score"]), f"{100 * row['low']:.0f} to {100 * row['high']:.0f} %",
+            *_format_change(row), _format_percent(row["recall"]), _format_percent(row["without"]),
+            f"{row['prompt_tokens']:,.0f}", f"{row['seconds']:.2f}",
+            NO_VALUE if row["usd"] is None else f"{row['usd']:.5f}",
+        ]
+        for row in retrieval["rows"]
+    ]  # fmt: skip
+    return header, cells
+
+
+def _format_change(row: Mapping[str, Any]) -> tuple[str, str]:
+    if row["difference"] is None:
+        return NO_VALUE, NO_VALUE
+    ends = (row["difference_low"], row["difference_high"])
+    return f"{100 * row['difference']:+.1f}", " to ".join(f"{100 * end:+.0f}" for end in ends)
+
+
+def _name_way(row: Mapping[str, Any]) -> str:
+    if row["chunk_tokens"] is None:
+        return WAYS[row["way"]]
+    return f"BM25, {format_binary(row['chunk_tokens'])} of {format_binary(row['budget_tokens'])}"
+
+
+def _make_loss_table(rows: Sequence[Mapping[str, Any]], sign: str = "") -> tuple[list[str], list[list[str]]]:
+    header = ["length", "positions", "documents", "loss" if not sign else "difference", "95 % interval"]
+    cells = [
+        [
+            format_binary(row["length"]), _name_positions(row), str(row["n"]), f"{row['loss']:{sign}.4f}",
+            NO_VALUE if row["low"] is None else f"{row['low']:{sign}.4f} to {row['high']:{sign}.4f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return header, cells
+
+
+def _name_positions(row: Mapping[str, Any]) -> str:
+    return "all" if _is_whole(row) else f"{format_binary(row['from'])} to {format_binary(row['to'])}"
+
+
+def _is_whole(row: Mapping[str, Any]) -> bool:
+    return bool((row["from"], row["to"]) == (0, row["length"]))
+
+
+def _draw_losses(title: str, rows: Sequence[Mapping[str, Any]], y_label: str) -> list[Block]:
+    """A curve for each length, over the ends of the buckets, where there are several."""
+    curves: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        if not _is_whole(row):
+            curves.setdefault(row["length"], []).append((float(row["to"]), row["loss"]))
+    series = [
+        charts.Series(f"{format_binary(length)} tokens", [x for x, _ in own], [y for _, y in own])
+        for length, own in curves.items()
+    ]
+    if not series:
+        return []
+    svg = charts.draw_lines(title, series, "position", y_label, x_log=True)
+    note = "Each point is the mean over documents, at the end of its bucket of positions."
+    return [Chart(svg, note, page.tabulate_lines(series, "position", y_label))]
+
+
 def _list_facts(findings: Findings) -> list[str]:
     lines = [
         f"mean of {format_count(row['tasks'], 'task')} at {format_binary(row['length'])}: "
@@ -96,20 +178,32 @@ def _list_facts(findings: Findings) -> list[str]:
 
 def _list_notes(findings: Findings) -> list[str]:
     notes = list(findings.get("notes", ()))
+    known = (findings.get("retrieval") or {}).get("answered_without_context")
+    if known:
+        named = ", ".join(known[:MAX_LISTED]) + (
+            f" and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
+        )
+        notes.append(f"{format_count(len(known), 'question')} answered right with no context: {named}")
     too_long = findings.get("too_long") or []
     if too_long:
         named = ", ".join(f"{each['id']} ({each['tokens']:,} tokens)" for each in too_long[:MAX_LISTED])
         more = f" and {len(too_long) - MAX_LISTED} more" if len(too_long) > MAX_LISTED else ""
         notes.append(f"{format_count(len(too_long), 'question')} too long, not cut and not scored: {named}{more}")
-    if not findings["has_all_ruler_tasks"]:
+    if findings["scores"] and not findings["has_all_ruler_tasks"]:
         notes.append("fewer than RULER's 13 tasks: the mean is not held against RULER's 85.6 %")
     return notes
 
 
 def make_quality_page(findings: Findings) -> str:
-    sections = [PageSection("Scores", make_quality_blocks(findings))]
+    compared: list[Block] = []
     if findings.get("differences"):
-        sections.append(PageSection("Compared", [Table(*_make_difference_table(findings))]))
+        compared.append(Table(*_make_difference_table(findings)))
+    if changes := findings.get("loss_differences"):
+        compared += _draw_losses(CHANGE_TITLE.capitalize(), changes, "nats per token")
+        compared.append(Table(*_make_loss_table(changes, sign="+"), caption=CHANGE_TITLE))
+    sections = [PageSection("Scores", make_quality_blocks(findings))]
+    if compared:
+        sections.append(PageSection("Compared", compared))
     return page.make_page(f"Answers of {findings['subject']}", sections)
 
 
@@ -135,7 +229,14 @@ def make_quality_blocks(findings: Findings) -> list[Block]:
         svg = draw_heat_map("Score by length and depth of the evidence", cells, format_binary)
         blocks.append(Chart(svg, "Depth: where the evidence begins, as a share of the prompt's tokens.",
                             Table(["length", "depth", "n", "score"], rows)))  # fmt: skip
-    blocks.append(Table(*_make_score_table(findings)))
+    if findings["scores"]:
+        blocks.append(Table(*_make_score_table(findings)))
+    if retrieval := findings.get("retrieval"):
+        blocks.append(Table(*_make_retrieval_table(retrieval), caption=RETRIEVAL_TITLE))
+        blocks.append(Note(RETRIEVAL_NOTE))
+    if losses := findings.get("losses"):
+        blocks += _draw_losses("Loss by position", losses, "nats per token")
+        blocks.append(Table(*_make_loss_table(losses), caption=LOSS_TITLE))
     blocks.append(Facts([("result", line) for line in _list_facts(findings)]))
     blocks += [Note(note) for note in _list_notes(findings)]
     return blocks

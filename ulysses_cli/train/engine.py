@@ -107,8 +107,9 @@ class Engine:
 def release_gathered(wrapped: Any) -> None:
     """After a forward without a backward ZeRO-3 still holds the weights that the backward would use first, and no
     longer counts them: the next step would gather as many again in addition."""
-    offload = getattr(wrapped.optimizer, "parameter_offload", None)
-    if offload is None:
+    # without an optimizer DeepSpeed has only what shards the weights
+    offload = getattr(wrapped.optimizer, "parameter_offload", wrapped.optimizer)
+    if not hasattr(offload, "get_param_coordinator"):
         return
     offload.get_param_coordinator()._clean_inflight_param_registry()
     for parameter in wrapped.module.parameters():

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ulysses_cli.data.batching import make_eval_batching
 from ulysses_cli.data.steps import plan_step
+from ulysses_cli.data.tokenizing.tokenizer import list_stop_tokens
 from ulysses_cli.evaluate.suites import Amount
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import GIB
@@ -37,7 +38,7 @@ from ulysses_cli.train.hooks.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.hooks.eval_suite import EvalSuite
 from ulysses_cli.train.hooks.metrics import Meter
 from ulysses_cli.train.hooks.model_choice import ModelChoice
-from ulysses_cli.train.hooks.samples import Samples, encode_prompts, list_stop_tokens
+from ulysses_cli.train.hooks.samples import Samples, encode_prompts
 from ulysses_cli.train.inputs import Inputs, Launch, get_run_name, read_inputs
 from ulysses_cli.train.loop import every, train
 from ulysses_cli.train.optimizer.shards import count_parameters
@@ -120,8 +121,9 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     judges: list[Callable[[TrainState], None]] = [choice.judge, ignore]
     judge_loss, judge_score = reversed(judges) if settings.keep_best == SCORE else judges
     evaluation = Evaluation(inputs.eval_rows, eval_batching, record.write_eval, judge_loss)
-    samples = make_samples(inputs, settings, record)
-    suite = make_suite(inputs, connected, record, judge_score)
+    stop_tokens = list_stop_tokens(inputs.tokenizer, state.engine.wrapped.module.model)
+    samples = make_samples(inputs, settings, stop_tokens, record)
+    suite = make_suite(inputs, connected, stop_tokens, record, judge_score)
     if connected.has_steps_ahead:
         check_disk(launch, inputs, connected, run, record)
         if settings.rehearsal:
@@ -164,23 +166,23 @@ def ignore(_: TrainState) -> None:
     """Stands for the judge of an evaluation by which nothing is chosen."""
 
 
-def make_suite(inputs: Inputs, connected: Connected, record: Record, judge: Callable[[TrainState], None]) -> EvalSuite:
-    recipe, tokenizer = connected.plan.recipe, inputs.tokenizer
+def make_suite(
+    inputs: Inputs, connected: Connected, stop_tokens: set[int], record: Record, judge: Callable[[TrainState], None]
+) -> EvalSuite:
+    recipe = connected.plan.recipe
     lengths = recipe.run.eval_suite_lengths or (recipe.data.max_length,)
     amount = Amount(tuple(lengths), recipe.run.eval_suite_samples, recipe.run.seed)
-    return EvalSuite(recipe.run.eval_suite, amount, tokenizer, list_stop_tokens(tokenizer), record.write_quality, judge)
+    return EvalSuite(recipe.run.eval_suite, amount, inputs.tokenizer, stop_tokens, record.write_quality, judge)
 
 
-def make_samples(inputs: Inputs, settings: Run, record: Record) -> Samples:
+def make_samples(inputs: Inputs, settings: Run, stop_tokens: set[int], record: Record) -> Samples:
     tokenizer, texts = inputs.tokenizer, settings.sample_prompts
     if texts and settings.sample_as_chat and tokenizer.chat_template is None:
         raise StartError(
             "run.sample_as_chat: the tokenizer has no chat template: set data.chat_template, or leave it out"
         )
     prompts = encode_prompts(tokenizer, texts, as_chat=settings.sample_as_chat)
-    return Samples(
-        prompts, list_stop_tokens(tokenizer), settings.sample_max_new_tokens, tokenizer.decode, record.write_samples
-    )
+    return Samples(prompts, stop_tokens, settings.sample_max_new_tokens, tokenizer.decode, record.write_samples)
 
 
 def open_uploads(launch: Launch, run: AssembledRun, record: Record) -> NoUploads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from ulysses_cli.run_folder.manifest import MANIFEST, load_state, read_model_ste
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.models.shape import ModelShape
+
+RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,35 @@ def find_model(name: str, folder: Path, *, trust_remote_code: bool) -> str:
             hint = "evaluate a model that ulysses export wrote, or another checkpoint"
             raise RecipeError([Problem("MODEL", f"{checkpoint} cannot be exported: {message}", hint)])
     return str(target)
+
+
+def find_documents(model: str, suites: Sequence[str], path: str | None) -> tuple[dict[str, Any], ...]:
+    """The data sets whose loss is measured: what --path names, else the held-out ones of the run whose model it is."""
+    from ulysses_cli.evaluate.files import FILE_SUITES
+    from ulysses_cli.evaluate.losses import TASK as LOSS
+    from ulysses_cli.plan.problem import Problem, RecipeError
+
+    if LOSS not in suites:
+        return ()
+    if others := [name for name in suites if name in FILE_SUITES]:
+        message = f"--path is read for {others[0]} or for loss, not for both"
+        raise RecipeError([Problem("--suite", message, "evaluate them one after the other")])
+    if path and "://" in path:
+        raise RecipeError([Problem("--path", f"{path} is an address", "download it, and name the file")])
+    return ({"path": path},) if path else _list_held_out(Path(model).expanduser())
+
+
+def _list_held_out(path: Path) -> tuple[dict[str, Any], ...]:
+    """`data.eval_datasets` of the run that a model, a checkpoint or a run's folder belongs to."""
+    whole = path.absolute()
+    folder = next((each for each in (whole, *whole.parents[:2]) if (each / RUN_FILE).is_file()), None)
+    if folder is None or not path.is_dir():
+        return ()
+    try:
+        sets = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["recipe"]["data"]["eval_datasets"]
+        return tuple({name: value for name, value in each.items() if value is not None} for each in sets or ())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ()  # another program's run.json, or a damaged one: --path names the documents
 
 
 def _find_checkpoint(path: Path) -> Path:

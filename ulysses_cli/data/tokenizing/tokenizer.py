@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ulysses_cli.plan.models.chat_template import explain_markers, find_missing_markers, read_template
+from ulysses_cli.plan.models.chat_template import SHIPPED, explain_markers, find_missing_markers, read_template
 from ulysses_cli.plan.models.vocabulary import BYTE_SPECIALS, list_letters
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.data_section import Data
@@ -27,6 +27,16 @@ def load_tokenizer(model: Model, data: Data | None = None) -> Any:
     if data is not None:
         _apply_settings(tokenizer, data, name_tokenizer(model))
     return tokenizer
+
+
+def list_stop_tokens(tokenizer: Any, model: Any) -> set[int]:
+    """Tokens at which an answer ends: the one that ends a document, those that end a turn in a known chat template, as
+    far as the tokenizer has them, and those of the model's generation config."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = {tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])}
+    turns = {tokenizer.convert_tokens_to_ids(shipped.end) for shipped in SHIPPED.values() if shipped.end}
+    found |= turns - {tokenizer.unk_token_id}
+    return {token for token in found if isinstance(token, int)}
 
 
 def name_tokenizer(model: Model) -> str:

@@ -5,25 +5,28 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.evaluate.losses import TASK as LOSS
+from ulysses_cli.evaluate.losses import summarize_losses
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
+from ulysses_cli.evaluate.retrieval import keep_whole, make_ways
 from ulysses_cli.evaluate.suites import Amount, Plan, Sources, count_prompts, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.files.weight_files import list_weight_files
+from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.prove.quality.documents import CutDocument
 from ulysses_cli.prove.quality.results_file import ResultsFile
 from ulysses_cli.prove.ranks.ranks import run_on_ranks
 from ulysses_cli.prove.results import describe_machine
 
 TIME_LIMIT = 14 * 24 * 3600.0
-GROUP_TIMEOUT = timedelta(days=1)
 REPORT_SECONDS = 5.0
 
 
@@ -39,6 +42,8 @@ class ModelEvaluation:
     output: str
     with_template: bool | None = None
     max_prompt_tokens: int = 0
+    documents: tuple[CutDocument, ...] = ()
+    budgets: tuple[int, ...] = ()  # in tokens, of what BM25 finds; () asks no question about retrieval
 
     def list_settings(self, tokenizer: Any) -> dict[str, Any]:
         """What results depend on. Tokenizer and template are hashed, since two models may share a name."""
@@ -52,7 +57,7 @@ class ModelEvaluation:
             "tokenizer": vocabulary,
             "template": template,
             "with_template": self.with_template,
-            "sources": {name: str(path) if path else None for name, path in asdict(self.sources).items()},
+            "sources": self.sources.as_json(),
         }
 
 
@@ -96,27 +101,21 @@ def _pass_on(pipe: Connection, report: Callable[[str], None]) -> None:
 
 def _run_rank(device: Any, evaluation: ModelEvaluation, pipe: Connection) -> dict[str, Any] | None:
     """One rank. Returns rank 0's findings."""
-    from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
-    from ulysses_cli.plan.planner.lever_choice import choose_levers
-    from ulysses_cli.plan.resolved import make_layout, settle
-    from ulysses_cli.train.assembly.build import build_for_answers
-    from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
+    from ulysses_cli.prove.quality.documents import measure_documents
+    from ulysses_cli.prove.quality.loading import load_for_evaluation
     from ulysses_cli.train.generation.questions import Quiz, ask_questions
-    from ulysses_cli.train.processes.groups import make_groups
+    from ulysses_cli.train.processes.consistency import gather_values
 
-    recipe = parse_recipe(evaluation.model, "evaluate", []).recipe
-    tokenizer = load_tokenizer(recipe.model, recipe.data)
-    shape = read_shape(recipe, load_model_config(recipe), tokenizer)
-    groups = make_groups(make_layout(recipe), GROUP_TIMEOUT)
-    send = pipe.send if groups.is_first else _ignore
-    plan = settle(recipe, shape, choose_levers(recipe, shape, None).levers)
-    send("loading the model")
-    engine = build_for_answers(plan, groups, device, send)
+    model = load_for_evaluation(evaluation.model, device, pipe.send)
     quiz, own = None, None
-    if groups.is_first:
-        own = _Questions(evaluation, tokenizer, send)
+    if model.groups.is_first:
+        own = _Questions(evaluation, model.tokenizer, pipe.send)
         quiz = Quiz(own.walk(), own.prompter, own.one_answer_tasks, own.record)
-    ask_questions(engine, quiz, list_stop_tokens(tokenizer, engine.wrapped.module.model))
+    ask_questions(model.engine, quiz, model.stop_tokens)
+    if evaluation.documents:
+        # a value that all ranks share: rank 0 alone reads the file of the results
+        done = gather_values(own.file.done if own is not None else None, model.groups.host_group)[0]
+        measure_documents(model, evaluation.documents, done, own.record if own is not None else _ignore)
     return own.describe() if own is not None else None
 
 
@@ -124,16 +123,21 @@ def _ignore(_: object) -> None:
     return None
 
 
-def list_stop_tokens(tokenizer: Any, model: Any) -> set[int]:
-    """Tokens at which an answer ends: the tokenizer's and those of the model's generation config."""
-    ends = {tokenizer.eos_token_id}
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends.update(named if isinstance(named, (list, tuple)) else [named])
-    for token in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"):
-        number = tokenizer.convert_tokens_to_ids(token)
-        if number is not None and number != tokenizer.unk_token_id:
-            ends.add(number)
-    return {end for end in ends if isinstance(end, int)}
+def split_results(results: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the answers, and the losses of documents."""
+    answers, losses = list[dict[str, Any]](), list[dict[str, Any]]()
+    for result in results:
+        (answers if "score" in result else losses).append(result)
+    return answers, losses
+
+
+def _compare_documents(documents: Sequence[CutDocument], results: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RecipeError where a document has changed since its loss was measured."""
+    before = {result["id"]: result["prompt_hash"] for result in results if result["task"] == LOSS}
+    for document in documents:
+        if before.get(document.name, document.digest) != document.digest:
+            message = f"{document.source} is not the document whose loss was measured before"
+            raise RecipeError([Problem("--output", message, "name another folder, or remove this one")])
 
 
 class _Questions:
@@ -146,38 +150,60 @@ class _Questions:
         self.one_answer_tasks = {task.name for task in self.plan.tasks if task.has_one_answer}
         self.file = ResultsFile(Path(evaluation.output) / "results.jsonl", evaluation.list_settings(tokenizer))
         self.too_long: list[dict[str, Any]] = []
-        self.total = count_prompts(self.plan, evaluation.amount)
+        _compare_documents(evaluation.documents, self.file.results)
+        self.total = count_prompts(self.plan, evaluation.amount) + len(evaluation.documents)
         self.num_before = len(self.file.results)
+        self.num_ways = 0  # so far: how many there will be is not known before
         self.started = self.told = time.monotonic()
         if self.num_before:
             send(f"going on: {self.num_before} questions are answered already")
 
     def walk(self) -> Iterator[TaskPrompt]:
-        """Questions that are too long are listed, and not cut."""
-        limit = self.evaluation.max_prompt_tokens
-        for prompt in make_prompts(self.plan, self.prompter, self.evaluation.amount, _ignore, self.file.done):
+        """The questions that are not answered yet. Those that are too long are listed, and not cut."""
+        limit, done = self.evaluation.max_prompt_tokens, self.file.done
+        for prompt in self._make_prompts():
             needed = len(prompt.tokens) + prompt.sample.max_new_tokens
             if limit and not prompt.length and needed > limit:
                 self.too_long.append({"id": prompt.name, "task": prompt.sample.task, "tokens": needed})
-                continue
+            elif prompt.name not in done:
+                yield prompt
+
+    def _make_prompts(self) -> Iterator[TaskPrompt]:
+        amount, budgets = self.evaluation.amount, self.evaluation.budgets
+        # which ways there are depends on the question itself, so that answered ones are made again
+        done = self.file.done if not budgets else set[str]()
+        for prompt in make_prompts(self.plan, self.prompter, amount, _ignore, done):
             yield prompt
+            if budgets:
+                yield from self._make_ways(prompt)
+
+    def _make_ways(self, prompt: TaskPrompt) -> Iterator[TaskPrompt]:
+        for way in make_ways(prompt, self.prompter, self.evaluation.budgets):
+            self.num_ways += way.name not in self.file.done
+            yield way
 
     def record(self, result: dict[str, Any]) -> None:
         self.file.add(result)
         now, number = time.monotonic(), len(self.file.results) - self.num_before
         if now - self.told >= REPORT_SECONDS or number == 1:
             self.told = now
-            left = (now - self.started) / number * max(0, self.total - self.num_before - number - len(self.too_long))
-            place = f"{number + self.num_before} of {self.total - len(self.too_long)}"
-            self.send(f"question {place}, {result['task']} at {result['prompt_tokens']:,} tokens; {left:.0f} s left")
+            total = self.total + self.num_ways - len(self.too_long)
+            left = f"{(now - self.started) / number * max(0, total - self.num_before - number):.0f} s left"
+            if self.evaluation.budgets:
+                left = f"at least {left}"  # questions of later ones are not counted yet
+            place = f"question {number + self.num_before} of {total}"
+            self.send(f"{place}, {result['task']} at {result['prompt_tokens']:,} tokens; {left}")
 
     def describe(self) -> dict[str, Any]:
         wanted = {task.name for task in self.plan.tasks}
         lengths, number = self.evaluation.amount.lengths, self.evaluation.amount.num_samples
+        wanted |= {LOSS} if self.plan.has_loss else set()
         results = [
             result
             for result in self.file.results
             if not result["length"]
             or (result["task"] in wanted and result["length"] in lengths and result["index"] < number)
         ]
-        return {**summarize(results, self.too_long), "results": results, "notes": list(self.plan.notes)}
+        answers, losses = split_results(results)
+        summary = {**summarize(keep_whole(answers), self.too_long), "losses": summarize_losses(losses)}
+        return {**summary, "results": results, "notes": list(self.plan.notes)}

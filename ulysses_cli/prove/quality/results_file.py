@@ -23,7 +23,7 @@ class ResultsFile:
         lines = _read_lines(file)
         if lines:
             _compare(lines[0].get(KIND), dict(settings), file)
-            self.results = [line for line in lines[1:] if "score" in line]
+            self.results = [line for line in lines[1:] if "score" in line or "loss" in line]
         self.stream = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the evaluation runs
         if not lines:
             self._write({KIND: dict(settings)})

@@ -8,44 +8,71 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
+from ulysses_cli.evaluate.losses import compare_losses
 from ulysses_cli.evaluate.prompts import Prompter
+from ulysses_cli.evaluate.retrieval import check_retrieval, keep_whole, summarize_retrieval
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, plan_suites
 from ulysses_cli.evaluate.summary import compare_results
+from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.prove.quality.evaluation import ModelEvaluation, run_evaluation
+from ulysses_cli.prove.quality.documents import Found, read_documents
+from ulysses_cli.prove.quality.evaluation import ModelEvaluation, run_evaluation, split_results
 
 
-def check_task(evaluation: ModelEvaluation) -> None:
-    """Raises RecipeError for what is wrong with tasks, files, template or lengths, before a model is loaded."""
-    recipe = parse_recipe(evaluation.model, "evaluate", []).recipe
-    prompter = Prompter(load_tokenizer(recipe.model, recipe.data), with_template=evaluation.with_template)
-    check_lengths(plan_suites(evaluation.suites, evaluation.sources), prompter, evaluation.amount)
+def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
+    """Raises RecipeError for what is wrong with tasks, files, template, documents or lengths, before a model is loaded.
+    Returns the documents whose loss is measured, and notes."""
+    tokenizer = _load_tokenizer(evaluation.model)
+    prompter = Prompter(tokenizer, with_template=evaluation.with_template)
+    plan, amount = plan_suites(evaluation.suites, evaluation.sources), evaluation.amount
+    check_lengths(plan, prompter, amount)
+    notes = check_retrieval(plan.samples, bool(plan.tasks)) if evaluation.budgets else []
+    if not plan.has_loss:
+        return Found((), tuple(notes))
+    if against and _load_tokenizer(against).get_vocab() != tokenizer.get_vocab():
+        message = "the two models have different tokenizers, so their losses per token cannot be compared"
+        raise RecipeError([Problem("--against", message, "leave loss out of --suite, or name a model of this family")])
+    found = read_documents(evaluation.sources.documents, tokenizer, amount.lengths, amount.num_samples)
+    return replace(found, notes=(*found.notes, *notes))
+
+
+def _load_tokenizer(text: str) -> Any:
+    recipe = parse_recipe(text, "evaluate", []).recipe
+    return load_tokenizer(recipe.model, recipe.data)
 
 
 def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], None]) -> dict[str, Any]:
     """`against`: the recipe text of a second model, which answers the same questions first."""
-    sources = Sources(**{name: Path(path) if path else None for name, path in options["sources"].items()})
+    against = options["against"]
     evaluation = ModelEvaluation(
         options["model"],
         tuple(options["suites"]),
         Amount(tuple(options["lengths"]), options["samples"], options["seed"]),
-        sources,
+        Sources.read(options["sources"]),
         options["num_ranks"],
         options["output"],
         options["with_template"],
         options["max_prompt_tokens"],
+        budgets=tuple(options["budgets"]),
     )
     report("making sure that each task fits")
-    check_task(evaluation)
+    found = check_task(evaluation, against)
+    evaluation = replace(evaluation, documents=found.documents)
     before = None
-    if options["against"]:
+    if against:
         folder = str(Path(options["output"]) / "against")
-        before = run_evaluation(replace(evaluation, model=options["against"], output=folder), device, report)
+        before = run_evaluation(replace(evaluation, model=against, output=folder), device, report)
     findings = run_evaluation(evaluation, device, report)
+    findings["notes"] += found.notes
     if before is not None:
-        findings["against"] = {key: before[key] for key in ("scores", "mean", "effective_length")}
-        findings["differences"] = compare_results(before["results"], findings["results"])
+        findings["against"] = {key: before[key] for key in ("scores", "mean", "effective_length", "losses")}
+        old, new = (split_results(each["results"]) for each in (before, findings))
+        findings["differences"] = compare_results(*map(keep_whole, (old[0], new[0])))
+        findings["loss_differences"] = compare_losses(old[1], new[1])
     price = options["price"]
+    if evaluation.budgets:
+        answers, _ = split_results(findings["results"])
+        findings["retrieval"] = summarize_retrieval(answers, options["sp_size"], price)
     if price:
         findings["usd"] = findings["seconds"] / 3600 * findings["num_ranks"] * price
     return {**findings, "subject": options["subject"]}

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ulysses_cli.data.tokenizing.tokenizer import list_stop_tokens
 from ulysses_cli.plan.exit_codes import FAILED
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 from ulysses_cli.train.assembly.loading import first_line, grow_embeddings
 from ulysses_cli.train.export.weights import BASE_CONFIG
-from ulysses_cli.train.hooks.samples import encode_prompts, list_stop_tokens
+from ulysses_cli.train.hooks.samples import encode_prompts
 
 
 def load_model(name: str, options: dict[str, Any]) -> Any:
@@ -46,7 +47,7 @@ def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
     device = "auto" if torch.cuda.is_available() and request["device"] != "cpu" else "cpu"
     dtype = getattr(torch, request["dtype"]) if request["dtype"] else "auto"
     model = load_model(request["model"], {"dtype": dtype, "device_map": device, **trust}).eval()
-    stop_tokens, answers = list_stop_tokens(tokenizer), []
+    stop_tokens, answers = list_stop_tokens(tokenizer, model), []
     for prompt in encode_prompts(tokenizer, request["prompts"], as_chat=request["as_chat"]):
         ids = torch.tensor([prompt.tokens], device=next(model.parameters()).device)
         out = model.generate(

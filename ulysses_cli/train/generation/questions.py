@@ -14,10 +14,11 @@ from ulysses_cli.evaluate.scorers import score
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.generation.decoding import Generator, count_shared_tokens
 from ulysses_cli.train.generation.on_engine import generating
-from ulysses_cli.train.processes.consistency import gather_values
+from ulysses_cli.train.processes.consistency import gather_values, scatter_values
+from ulysses_cli.train.processes.groups import Groups
 
 MAX_TOGETHER = 32  # prompts that share a prefill
-MIN_SHARED = 0.5  # of the shorter prompt's tokens: prompts that begin alike are read together
+MAX_APART = 512  # tokens of a prompt that it does not share with those it is read with: they are read without tiles
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,17 @@ def ask_questions(
     with generating(engine) as generator:
         while True:
             prompts = [next(batches, []) for _ in range(num_groups)] if quiz is not None else []
-            own = [[_make_question(prompt, quiz) for prompt in batch] for batch in prompts] if quiz is not None else []
-            # all ranks learn from rank 0 what is asked next, on the host
-            told = gather_values((own, should_stop()), groups.host_group)
-            asked = told[0][0]
-            if any(stops for _, stops in told):
+            if any(gather_values(should_stop(), groups.host_group)):
                 return False
-            if not any(asked):
+            # rank 0 sends each rank its group's questions, on the host
+            num_next, own = scatter_values(
+                _share(prompts, quiz, groups) if quiz is not None else None, groups.host_group
+            )
+            if not num_next:
                 return True
-            num_asked += sum(map(len, asked))
+            num_asked += num_next
             report(num_asked)
-            answers = _answer(generator, asked[groups.dp_index], stop_tokens)
+            answers = _answer(generator, own, stop_tokens)
             generator.finish()
             answered = gather_values((groups.dp_index, answers), groups.host_group)
             if quiz is not None:
@@ -82,6 +83,13 @@ def ask_questions(
                 for index, batch in enumerate(prompts):
                     for prompt, answer in zip(batch, by_group[index], strict=True):
                         quiz.record(_describe(prompt, answer, quiz.prompter))
+
+
+def _share(prompts: Sequence[Sequence[TaskPrompt]], quiz: Quiz, groups: Groups) -> list[tuple[int, list[Question]]]:
+    """For each rank: how many questions all groups are asked, and its own group's."""
+    num_next = sum(map(len, prompts))
+    own = [(num_next, [_make_question(prompt, quiz) for prompt in batch]) for batch in prompts]
+    return [own[groups.layout.get_dp_index(rank)] for rank in range(groups.layout.world_size)]
 
 
 def _collect(prompts: Iterable[TaskPrompt]) -> Iterator[list[TaskPrompt]]:
@@ -97,10 +105,10 @@ def _collect(prompts: Iterable[TaskPrompt]) -> Iterator[list[TaskPrompt]]:
 
 
 def _begin_alike(first: TaskPrompt, second: TaskPrompt) -> bool:
-    shortest = min(len(first.tokens), len(second.tokens))
     if first.sample.task != second.sample.task or first.sample.max_new_tokens != second.sample.max_new_tokens:
         return False
-    return count_shared_tokens([first.tokens, second.tokens]) >= MIN_SHARED * shortest
+    longest = max(len(first.tokens), len(second.tokens))
+    return longest - count_shared_tokens([first.tokens, second.tokens]) <= MAX_APART
 
 
 def _make_question(prompt: TaskPrompt, quiz: Quiz) -> Question:

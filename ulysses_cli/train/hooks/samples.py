@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ulysses_cli.plan.models.chat_template import find_end_marker
 from ulysses_cli.train.generation.on_engine import generating
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.train_state import TrainState
@@ -34,13 +33,6 @@ def encode_prompts(tokenizer: Any, texts: Sequence[str], *, as_chat: bool) -> li
             tokens = tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
         prompts.append(SamplePrompt(text, tuple(tokens)))
     return prompts
-
-
-def list_stop_tokens(tokenizer: Any) -> set[int]:
-    """The token that ends a document, and the one that ends a turn of the chat template."""
-    end = find_end_marker(str(tokenizer.chat_template))
-    found = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end) if end else None}
-    return {token for token in found if isinstance(token, int)}
 
 
 class Samples:

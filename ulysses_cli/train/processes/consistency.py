@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ulysses_cli.run_folder.seal import find_seal
 
 GATHERED = "a value gathered from all ranks"
+SCATTERED = "a value that rank 0 sent"
 
 
 class DisagreementError(RuntimeError):
@@ -54,6 +56,29 @@ def gather_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
     dist.all_gather(buffers, local_bytes, group=group)
     contents = [buffer.cpu().numpy()[:width].tobytes() for buffer, width in zip(buffers, widths, strict=True)]
     return [pickle.loads(seal.open(GATHERED, sealed)) for sealed in contents]  # noqa: S301 - sealed by a rank of this run
+
+
+def scatter_values(values: Sequence[Any] | None, group: dist.ProcessGroup) -> Any:
+    """Collective over all ranks. Rank 0 has a plain value for each rank; returns this rank's. No rank receives the
+    others', and none is padded to their size. Ranks with the same object get the same bytes."""
+    seal, device = find_seal(), _find_device(group)
+    if values is None:
+        width = torch.zeros(1, dtype=torch.int64, device=device)
+        dist.recv(width, group=group, group_src=0)
+        buffer = torch.empty(int(width), dtype=torch.uint8, device=device)
+        dist.recv(buffer, group=group, group_src=0)
+        return pickle.loads(seal.open(SCATTERED, buffer.cpu().numpy().tobytes()))  # noqa: S301 - sealed by rank 0
+    tensors: dict[int, Tensor] = {}
+    for rank, value in enumerate(values):
+        if not rank:
+            continue
+        if id(value) not in tensors:
+            content = bytearray(seal.close(SCATTERED, pickle.dumps(value)))
+            tensors = {id(value): torch.frombuffer(content, dtype=torch.uint8).to(device)}  # the last one alone is kept
+        (tensor,) = tensors.values()
+        dist.send(torch.tensor([len(tensor)], device=device), group=group, group_dst=rank)
+        dist.send(tensor, group=group, group_dst=rank)
+    return values[0]
 
 
 def _find_device(group: dist.ProcessGroup) -> torch.device:

@@ -1,0 +1,105 @@
+"""Benchmarks by their name on the hub: files and archives, what is missing, and the cache."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from support.hub_server import SHA, TOKEN, Hub, serve_hub
+
+from ulysses_cli.evaluate.files import read_suite
+from ulysses_cli.evaluate.suites import Sources, plan_suites
+from ulysses_cli.launch.suite_files import find_suite_path
+from ulysses_cli.plan.problem import RecipeError
+
+TREC = {"input": "q", "context": "c", "answers": ["Cat"], "all_classes": ["Cat", "Dog"], "dataset": "trec"}
+PASSKEY = {"id": 0, "context": "c", "input": "q", "answer": ["71432"], "options": []}
+
+
+def make_archive(**files: str) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(f"data/{name}.jsonl", text)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serve_hub() as hub:
+        hub.data_sets = {
+            "some/infinite": {
+                "passkey.jsonl": json.dumps(PASSKEY).encode(),
+                "math_calc.jsonl": b'{"no": "rule"}',
+                "README.md": b"words",
+                "dataset_infos.json": b"{}",
+            },
+            "some/archive": {"data.zip": make_archive(trec=json.dumps(TREC)), "load.py": b""},
+            "some/words": {"README.md": b"words"},
+            "some/torn": {"data.zip": b"no archive"},
+        }
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield hub
+
+
+def ignore(_: str) -> None:
+    return None
+
+
+def test_a_data_set_is_downloaded_once_and_read(hub: Hub) -> None:
+    told: list[str] = []
+    folder = find_suite_path("some/infinite", told.append)
+    assert told == ["reading the data set some/infinite of the hub"]
+    plan = plan_suites(["infinitebench"], Sources(path=folder))
+    assert [sample.task for sample in plan.samples] == ["passkey"]
+    assert plan.notes == ("math_calc is left out: it has no rule here",)
+    assert not any("README" in request for request in hub.requests), "files of rows alone are downloaded"
+    first = sum("resolve" in request for request in hub.requests)
+    assert find_suite_path(f"some/infinite@{SHA}", ignore) == folder
+    assert sum("resolve" in request for request in hub.requests) == first
+
+
+def test_an_archive_is_unpacked(hub: Hub) -> None:
+    folder = find_suite_path("some/archive", ignore)
+    assert [sample.task for sample in read_suite("longbench", folder)] == ["trec"]
+    assert find_suite_path("some/archive", ignore) == folder
+    assert [file.name for file in folder.iterdir()] == ["data"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("some/nothing", "neither this machine nor the hub has some/nothing"),
+        ("some/words", "the data set some/words holds no file of rows"),
+        ("some/infinite@old", "the data set some/infinite has no revision old"),
+        ("some/torn", "data.zip cannot be unpacked"),
+    ],
+)
+def test_what_is_missing_is_said(hub: Hub, name: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        find_suite_path(name, ignore)
+    assert caught.value.problems[0].hint
+
+
+def test_without_the_hub_the_cache_serves(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = find_suite_path("some/infinite", ignore)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert find_suite_path("some/infinite", ignore) == folder
+    with pytest.raises(RecipeError, match="some/archive cannot be read from the hub"):
+        find_suite_path("some/archive", ignore)
+
+
+def test_a_path_on_this_machine_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
+    assert find_suite_path(str(tmp_path), ignore) == tmp_path
+    for missing in ("data/rows.jsonl", "nowhere.parquet"):
+        with pytest.raises(RecipeError, match="does not exist"):
+            read_suite("mrcr", find_suite_path(missing, ignore))

@@ -1,0 +1,185 @@
+"""The user's documents as rows of exact lengths: reads and tokenizes them as training does, and measures their loss by
+position with training's sharded forward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ulysses_cli.data.problems import DataError
+from ulysses_cli.data.rows import RowSlice
+from ulysses_cli.data.sources.fingerprint import FileHashes
+from ulysses_cli.data.sources.sources import open_source
+from ulysses_cli.data.steps import IGNORE_INDEX, plan_step, read_micro_batch
+from ulysses_cli.data.store import TARGET
+from ulysses_cli.data.tokenizing.encoder import Encoder
+from ulysses_cli.data.tokenizing.workers import encode_block
+from ulysses_cli.evaluate.losses import TASK, describe_document, list_bounds
+from ulysses_cli.evaluate.prompts import name_prompt
+from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.plan.recipe.data_section import Dataset
+from ulysses_cli.prove.quality.loading import EvaluatedModel
+
+OPTION = "--path"
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class CutDocument:
+    """A document cut to exactly `length` tokens. `targets`: its tokens, with -100 where one is no target."""
+
+    length: int
+    index: int  # among those of this length
+    source: str
+    tokens: Numbers
+    targets: Numbers
+
+    @property
+    def name(self) -> str:
+        return name_prompt(TASK, self.length, self.index)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.tokens.tobytes() + self.targets.tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The documents of all lengths, the shortest length first, and what is said of the rest."""
+
+    documents: tuple[CutDocument, ...]
+    notes: tuple[str, ...]
+
+
+def read_documents(sets: Sequence[Mapping[str, Any]], tokenizer: Any, lengths: Sequence[int], number: int) -> Found:
+    """For each length the first `number` documents that reach it, cut there. `sets`: data sets as a recipe writes
+    them. Raises RecipeError where no document reaches any length, or a row cannot be read."""
+    wanted: dict[int, list[CutDocument]] = {length: [] for length in sorted(lengths)}
+    num_read = num_short = longest = 0
+    for tokens, targets, source in _walk(sets, tokenizer):
+        num_read, longest = num_read + 1, max(longest, len(tokens))
+        num_short += len(tokens) < min(wanted)
+        for length, found in wanted.items():
+            if len(found) < number and len(tokens) >= length and (targets[1:length] != IGNORE_INDEX).any():
+                found.append(CutDocument(length, len(found), source, tokens[:length].copy(), targets[:length].copy()))
+        if all(len(found) == number for found in wanted.values()):
+            break
+    if not any(wanted.values()):
+        message = f"no document has {min(wanted):,} tokens: the longest of {num_read:,} has {longest:,}"
+        raise RecipeError([Problem(OPTION, message, "use a shorter --max-length, or name longer documents")])
+    notes = [
+        f"{len(found):,} of {num_read:,} documents have {length:,} tokens: the loss at this length is theirs"
+        for length, found in wanted.items()
+        if len(found) < number
+    ]
+    if num_short:
+        notes.append(f"{num_short:,} documents are shorter than {min(wanted):,} tokens: their loss is not measured")
+    return Found(tuple(document for found in wanted.values() for document in found), tuple(notes))
+
+
+def _walk(sets: Sequence[Mapping[str, Any]], tokenizer: Any) -> Iterator[tuple[Numbers, Numbers, str]]:
+    """Yields each document's tokens, its targets, and where it stands."""
+    encoder, hashes = Encoder(tokenizer), FileHashes(Path(os.devnull))  # hashes are not kept
+    try:
+        for number, settings in enumerate(sets):
+            source = open_source(Dataset(**settings), OPTION, number, hashes)
+            kind = source.find_kind()
+            for block in source.walk_blocks():
+                encoded = encode_block(encoder, kind, block)
+                if encoded.bad:
+                    file, line, message = encoded.bad[0]
+                    hint = "mend the row, or take it out"
+                    raise RecipeError([Problem(OPTION, f"{file}, row {line}: {message}", hint)])
+                batch, end = encoded.batch, 0
+                for size, file, line in zip(batch.lengths, batch.files, batch.lines, strict=True):
+                    tokens = np.asarray(batch.ids[end : end + size], np.int64)
+                    flags = None if batch.flags is None else batch.flags[end : end + size]
+                    targets = tokens if flags is None else np.where(flags & TARGET, tokens, IGNORE_INDEX)
+                    end += size
+                    yield tokens, targets, f"{file}:{line}" if source.has_lines else file
+    except DataError as error:
+        raise RecipeError([Problem(OPTION, each.message, each.hint, each.where) for each in error.problems]) from None
+    except RecipeError as error:
+        raise RecipeError([_rename(problem) for problem in error.problems]) from None
+
+
+def _rename(problem: Problem) -> Problem:
+    hint = problem.hint.replace(f"{OPTION}.type", "a type in data.eval_datasets of the run")
+    return Problem(OPTION, problem.message, hint, problem.where)
+
+
+class DocumentRows:
+    """Documents as rows that training's batching reads: one document is one row."""
+
+    def __init__(self, documents: Sequence[CutDocument]) -> None:
+        self.documents = documents
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def get_lengths(self, row: int) -> tuple[int, ...]:
+        return (self.documents[row].length,)
+
+    def count_targets(self, row: int) -> int:
+        return int((self.documents[row].targets[1:] != IGNORE_INDEX).sum())
+
+    def read(self, row: int, start: int, stop: int) -> RowSlice:
+        """Tokens [start, stop), with padding behind the document. The label of a token is the next one's target."""
+        document, size = self.documents[row], stop - start
+        positions = np.arange(start, stop, dtype=np.int64)
+        positions[max(0, document.length - start) :] -= document.length
+        labels = _fill(document.targets[start + 1 : stop + 1], size, IGNORE_INDEX)
+        return RowSlice(_fill(document.tokens[start:stop], size, 0), labels, positions)
+
+
+def _fill(values: Numbers, size: int, filler: int) -> Numbers:
+    filled = np.full(size, filler, np.int64)
+    filled[: len(values)] = values
+    return filled
+
+
+def measure_documents(
+    model: EvaluatedModel,
+    documents: Sequence[CutDocument],
+    done: Collection[str],
+    record: Callable[[dict[str, Any]], None],
+) -> None:
+    """Collective over all ranks, which pass the same documents and the same `done`: the names of those that are
+    measured already. `record` gets the line of each document; every rank has them."""
+    engine, groups, batching = model.engine, model.groups, model.batching
+    rows = DocumentRows([document for document in documents if document.name not in done])
+    position = 0
+    while position < len(rows):
+        started = time.monotonic()
+        plan = plan_step(rows, batching, position, len(rows))
+        batch = read_micro_batch(rows, plan, groups.dp_index, 0, groups.sp_axis.rank, groups.sp_axis.size)
+        losses, positions = engine.evaluate_micro_batch(batch)
+        step = [rows.documents[row] for row in plan.rows]
+        width = max(len(list_bounds(document.length)) for document in step)
+        sums = torch.zeros(len(step), width, 2, dtype=torch.float64, device=engine.device)
+        own = next(iter(batch.rows), -1)
+        if own >= 0:
+            at = plan.rows.index(own)
+            bounds = torch.tensor(list_bounds(step[at].length), device=positions.device)
+            buckets = torch.bucketize(positions, bounds, right=True)
+            sums[at, :, 0].index_add_(0, buckets, losses.double())
+            sums[at, :, 1].index_add_(0, buckets, torch.ones_like(losses, dtype=torch.float64))
+        totals = engine.sum_over_ranks(sums).cpu().tolist()
+        seconds = (time.monotonic() - started) / len(step)
+        for document, parts in zip(step, totals, strict=True):
+            kept = [{"sum": total, "tokens": int(count)} for total, count in parts[: len(list_bounds(document.length))]]
+            line = describe_document(
+                document.name, document.source, document.digest, document.length, document.index, kept
+            )
+            record({**line, "seconds": round(seconds, 4)})
+        position = plan.next_position
