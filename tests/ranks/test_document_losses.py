@@ -136,7 +136,10 @@ def test_intervals_are_students_over_documents() -> None:
     [
         ((), "loss is measured on documents, and none were named"),
         (("--path", "s3://bucket/file"), "is an address"),
-        (("--path", "documents.jsonl", "--suite", "loss,longbench"), "is read for longbench or for loss, not for both"),
+        (
+            ("--path", "documents.jsonl", "--suite", "loss,longbench"),
+            "is read for one suite, and there are loss, longbench",
+        ),
         (("--path", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--path", "documents.jsonl", "--max-length", "9000"), "no document has 9,000 tokens"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import run, run_process
+from support.commands import run
 from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
 from test_generation import PlainForward, make_axis, make_prompts
@@ -76,7 +76,7 @@ def test_the_predicted_cache_is_the_counted_one(model_type: str) -> None:
 
 
 @pytest.mark.full
-def test_one_and_two_ranks_give_the_same_answers(model: str, tmp_path: Path) -> None:
+def test_one_and_two_ranks_give_the_same_answers(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """An untrained model finds nothing. A second start answers nothing again."""
     found: list[dict[str, Any]] = []
     words = ("--suite", "niah_single_1,vt", "--max-length", "1200", "--samples", "2")
@@ -93,8 +93,8 @@ def test_one_and_two_ranks_give_the_same_answers(model: str, tmp_path: Path) -> 
     assert first == second
     lines = (tmp_path / "2" / "results.jsonl").read_text().splitlines()
     (tmp_path / "2" / "results.jsonl").write_text("\n".join(lines[:3]) + '\n{"id": "unfin')
-    result = run_process("evaluate", model, *WORDS, *words, "--sp-size", "2", "--output", str(tmp_path / "2"))
-    assert "2 questions are answered already" in result.stderr
+    run("evaluate", model, *WORDS, *words, "--sp-size", "2", "--output", str(tmp_path / "2"))
+    assert "2 questions are answered already" in capfd.readouterr().err
     again = json.loads((tmp_path / "2" / "quality.json").read_text())["results"]
     assert sorted(each["answer"] for each in again) == sorted(answer for _, answer in second)
     other = run("evaluate", model, *WORDS, *words, "--seed", "1", "--output", str(tmp_path / "2"))

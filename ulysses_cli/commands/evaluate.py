@@ -31,7 +31,10 @@ def evaluate(
     ],
     suite: Annotated[str, typer.Option(help="suites or tasks, with commas between them")] = "ruler",
     max_length: Annotated[str, typer.Option(help="lengths in tokens, with commas: 4Ki,32Ki,128Ki")] = "4Ki",
-    samples: Annotated[int, typer.Option(min=1, max=100_000, help="samples per task and length")] = 20,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, max=100_000, help="samples per task and length  [default: 20; all of lm-eval's tasks]"),
+    ] = None,
     sp_size: Annotated[int, typer.Option(min=1, help="ranks that share a prompt")] = 1,
     device: Annotated[
         EvaluationDevice, typer.Option(help="auto: all GPUs, or the CPU where there is none")
@@ -45,7 +48,10 @@ def evaluate(
     tokenizer: Annotated[str | None, typer.Option(help="the tokenizer, where the model's folder has none")] = None,
     dtype: Annotated[WeightsDtype, typer.Option(help="of the weights")] = WeightsDtype.bfloat16,
     path: Annotated[
-        str | None, typer.Option(help="file, folder or hub data set: of a suite's questions, or of documents for loss")
+        str | None,
+        typer.Option(
+            help="file, folder or hub data set: questions of a suite, documents for loss; lm-eval: its task files"
+        ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="text for haystacks: a file, or a folder of .txt files")] = None,
     squad: Annotated[Path | None, typer.Option(help="dev-v2.0.json of SQuAD, for qa_1")] = None,
@@ -76,6 +82,8 @@ def evaluate(
 
     \b
     Suites: ruler, niah, graphs, code, loss.
+    Of lm-eval: lm-eval:TASK, such as lm-eval:hellaswag.
+    \b
     From files or the hub: ruler-files, longbench, longbench-v2, infinitebench, mrcr, graphwalks.
 
     \b
@@ -90,12 +98,14 @@ def evaluate(
         ModelQuestion,
         find_documents,
         find_model,
+        find_reader,
         name_results,
         prepare_model,
         run,
     )
     from ulysses_cli.evaluate.files import FILE_SUITES
-    from ulysses_cli.evaluate.suites import SUITES, Sources, plan_suites
+    from ulysses_cli.evaluate.losses import TASK as LOSS
+    from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, HARNESS, SUITES, Sources, plan_suites
     from ulysses_cli.launch import launcher
     from ulysses_cli.launch.suite_files import find_suite_path
     from ulysses_cli.plan.generation import predict
@@ -107,10 +117,12 @@ def evaluate(
     suites = [word.strip() for word in suite.split(",") if word.strip()]
     if not suites:
         end_with([Problem("--suite", "no suite is named", f"use some of: {', '.join(SUITES)}")], output)
-    documents = or_exit(lambda: find_documents(model, suites, path), output)
-    is_read = path is not None and any(name in FILE_SUITES for name in suites)
-    files = or_exit(lambda: find_suite_path(path or "", printing.print_message), output) if is_read else None
-    sources = Sources(text, squad, hotpotqa, code, files, documents)
+    reader = or_exit(lambda: find_reader(suites, path), output)
+    documents = or_exit(lambda: find_documents(model, path), output) if LOSS in suites else ()
+    is_benchmark = reader in FILE_SUITES
+    files = or_exit(lambda: find_suite_path(path or "", printing.print_message), output) if is_benchmark else None
+    harness = Path(path) if path and reader.startswith(HARNESS) else None
+    sources = Sources(text, squad, hotpotqa, code, files, harness, documents)
     plan = or_exit(lambda: plan_suites(suites, sources), output)
     folder = to or Path("runs/evaluations") / name_results(model)
     slots = launcher.count_rank_slots("cuda") if device is not EvaluationDevice.cpu else 0
@@ -141,7 +153,8 @@ def evaluate(
         "against": other,
         "suites": suites,
         "lengths": lengths,
-        "samples": samples,
+        "samples": samples or DEFAULT_SAMPLES,
+        "harness_limit": samples,
         "seed": seed,
         "sources": sources.as_json(),
         "budgets": budgets,

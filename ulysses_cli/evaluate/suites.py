@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,19 +28,23 @@ SEEDED: dict[str, tuple[str, ...]] = {
     "graphs": ("graphs",),
     "code": ("code_recall",),
 }
-SUITES = (*SEEDED, LOSS, *FILE_SUITES)
+DEFAULT_SAMPLES = 20
+HARNESS = "lm-eval:"  # before the name of one of its tasks
+SUITES = (*SEEDED, LOSS, *FILE_SUITES, f"{HARNESS}TASK")
 
 
 @dataclass(frozen=True)
 class Sources:
     """The user's files. `text`: of haystacks; `squad`, `hotpotqa`: of the two question tasks; `code`: a folder; `path`:
-    of the suite that is read from files; `documents`: whose loss is measured, data sets as a recipe writes them."""
+    of the suite that is read from files; `documents`: whose loss is measured, data sets as a recipe writes them;
+    `harness`: a folder of task files for lm-eval."""
 
     text: Path | None = None
     squad: Path | None = None
     hotpotqa: Path | None = None
     code: Path | None = None
     path: Path | None = None
+    harness: Path | None = None
     documents: tuple[Mapping[str, Any], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -55,12 +60,14 @@ class Sources:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is evaluated. `notes`: what is left out, and why; `has_loss`: whether the documents' loss is measured."""
+    """What is evaluated. `notes`: what is left out, and why; `has_loss`: whether the documents' loss is measured;
+    `harness`: names of lm-eval's tasks."""
 
     tasks: tuple[Task, ...]
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
     has_loss: bool = False
+    harness: tuple[str, ...] = ()
 
 
 def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
@@ -82,6 +89,10 @@ def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
             if not sources.documents:
                 hint = "add --path with a file, a folder or a data set of documents"
                 problems.append(Problem("--suite", "loss is measured on documents, and none were named", hint))
+        elif name.startswith(HARNESS):
+            if find_spec("lm_eval") is None:
+                hint = "pip install 'ulysses-cli[lm-eval]'"
+                problems.append(Problem("--suite", f"{name} needs lm_eval, which is not installed", hint))
         else:
             every = ", ".join(dict.fromkeys((*SUITES, *known, *QUESTIONS, "code_recall")))
             problems.append(Problem("--suite", f"no suite or task is called {name}", f"use some of: {every}"))
@@ -103,7 +114,8 @@ def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
             notes.append(f"{name} is left out: it is made from your files, add {option} PATH")
     if problems:
         raise RecipeError(problems)
-    return Plan(tuple(tasks), tuple(samples), tuple(notes), LOSS in names)
+    harness = tuple(name.removeprefix(HARNESS) for name in names if name.startswith(HARNESS))
+    return Plan(tuple(tasks), tuple(samples), tuple(notes), LOSS in names, harness)
 
 
 def _read_text(path: Path) -> str:
@@ -129,7 +141,7 @@ class Amount:
     """Which samples are made of each task."""
 
     lengths: tuple[int, ...]
-    num_samples: int = 20
+    num_samples: int = DEFAULT_SAMPLES
     seed: int = 0
 
 

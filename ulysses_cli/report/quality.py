@@ -10,7 +10,7 @@ from ulysses_cli.report.page import charts, page
 from ulysses_cli.report.page.heat_map import draw_heat_map
 from ulysses_cli.report.page.page import Block, Chart, Facts, Note, PageSection, Table
 from ulysses_cli.report.printing import format_table
-from ulysses_cli.report.quantities import NO_VALUE, format_binary, format_bytes, format_seconds
+from ulysses_cli.report.quantities import NO_VALUE, format_binary, format_bytes, format_number, format_seconds
 
 Findings = Mapping[str, Any]
 MAX_LISTED = 5
@@ -35,6 +35,8 @@ def format_quality(findings: Findings) -> str:
         parts.append(f"{LOSS_TITLE}\n" + format_table(*_make_loss_table(findings["losses"])))
     if findings.get("retrieval"):
         parts.append(f"{RETRIEVAL_TITLE}\n" + format_table(*_make_retrieval_table(findings["retrieval"])))
+    if findings.get("lm_eval"):
+        parts.append("lm-eval's tasks\n" + format_table(*_make_harness_table(findings)))
     parts.append("\n".join(_list_facts(findings)))
     if findings.get("differences"):
         parts.append(
@@ -107,6 +109,23 @@ def _make_retrieval_table(retrieval: Mapping[str, Any]) -> tuple[list[str], list
         ]
         for row in retrieval["rows"]
     ]  # fmt: skip
+    return header, cells
+
+
+def _make_harness_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    """With the other model's values beside, where there is one."""
+    old = {(row["task"], row["metric"], row["filter"]): row for row in findings.get("against", {}).get("lm_eval", ())}
+    header = ["task", "metric", "filter", "n", "value", "standard error", *(["other model"] if old else [])]
+    cells = []
+    for row in findings["lm_eval"]:
+        other = old.get((row["task"], row["metric"], row["filter"]))
+        cells.append(
+            [
+                row["task"], row["metric"], row["filter"], NO_VALUE if row["n"] is None else str(row["n"]),
+                format_number(row["value"]), NO_VALUE if row["stderr"] is None else format_number(row["stderr"]),
+                *([NO_VALUE if other is None else format_number(other["value"])] if old else []),
+            ]
+        )  # fmt: skip
     return header, cells
 
 
@@ -234,6 +253,8 @@ def make_quality_blocks(findings: Findings) -> list[Block]:
     if retrieval := findings.get("retrieval"):
         blocks.append(Table(*_make_retrieval_table(retrieval), caption=RETRIEVAL_TITLE))
         blocks.append(Note(RETRIEVAL_NOTE))
+    if findings.get("lm_eval"):
+        blocks.append(Table(*_make_harness_table(findings), caption="lm-eval's tasks"))
     if losses := findings.get("losses"):
         blocks += _draw_losses("Loss by position", losses, "nats per token")
         blocks.append(Table(*_make_loss_table(losses), caption=LOSS_TITLE))

@@ -75,17 +75,27 @@ def find_model(name: str, folder: Path, *, trust_remote_code: bool) -> str:
     return str(target)
 
 
-def find_documents(model: str, suites: Sequence[str], path: str | None) -> tuple[dict[str, Any], ...]:
-    """The data sets whose loss is measured: what --path names, else the held-out ones of the run whose model it is."""
+def find_reader(suites: Sequence[str], path: str | None) -> str:
+    """The suite that --path is read for; '' where no path is given."""
     from ulysses_cli.evaluate.files import FILE_SUITES
     from ulysses_cli.evaluate.losses import TASK as LOSS
+    from ulysses_cli.evaluate.suites import HARNESS
     from ulysses_cli.plan.problem import Problem, RecipeError
 
-    if LOSS not in suites:
-        return ()
-    if others := [name for name in suites if name in FILE_SUITES]:
-        message = f"--path is read for {others[0]} or for loss, not for both"
+    if path is None:
+        return ""
+    readers = [name for name in suites if name in (LOSS, *FILE_SUITES)]
+    readers += [name for name in suites if name.startswith(HARNESS)][:1]  # one folder serves all of lm-eval's tasks
+    if len(readers) > 1:
+        message = f"--path is read for one suite, and there are {', '.join(readers)}"
         raise RecipeError([Problem("--suite", message, "evaluate them one after the other")])
+    return readers[0] if readers else ""
+
+
+def find_documents(model: str, path: str | None) -> tuple[dict[str, Any], ...]:
+    """The data sets whose loss is measured: what --path names, else the held-out ones of the run whose model it is."""
+    from ulysses_cli.plan.problem import Problem, RecipeError
+
     if path and "://" in path:
         raise RecipeError([Problem("--path", f"{path} is an address", "download it, and name the file")])
     return ({"path": path},) if path else _list_held_out(Path(model).expanduser())

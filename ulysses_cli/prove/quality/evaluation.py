@@ -44,6 +44,8 @@ class ModelEvaluation:
     max_prompt_tokens: int = 0
     documents: tuple[CutDocument, ...] = ()
     budgets: tuple[int, ...] = ()  # in tokens, of what BM25 finds; () asks no question about retrieval
+    harness: Mapping[str, Any] | None = None  # what load_tasks takes
+    harness_limit: int | None = None  # samples of each of lm-eval's tasks; None: all
 
     def list_settings(self, tokenizer: Any) -> dict[str, Any]:
         """What results depend on. Tokenizer and template are hashed, since two models may share a name."""
@@ -116,7 +118,17 @@ def _run_rank(device: Any, evaluation: ModelEvaluation, pipe: Connection) -> dic
         # a value that all ranks share: rank 0 alone reads the file of the results
         done = gather_values(own.file.done if own is not None else None, model.groups.host_group)[0]
         measure_documents(model, evaluation.documents, done, own.record if own is not None else _ignore)
-    return own.describe() if own is not None else None
+    rows: list[dict[str, Any]] = []
+    if evaluation.harness is not None:
+        from ulysses_cli.prove.quality.harness import load_tasks, run_harness, serve
+
+        if own is None:
+            serve(model)
+        else:
+            tasks, cache = load_tasks(**evaluation.harness), Path(evaluation.output) / "lm-eval"
+            wants_template = bool(evaluation.with_template)
+            rows = run_harness(model, tasks, cache, evaluation.harness_limit, wants_template, pipe.send)
+    return {**own.describe(), "lm_eval": rows} if own is not None else None
 
 
 def _ignore(_: object) -> None:

@@ -26,6 +26,10 @@ def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
     prompter = Prompter(tokenizer, with_template=evaluation.with_template)
     plan, amount = plan_suites(evaluation.suites, evaluation.sources), evaluation.amount
     check_lengths(plan, prompter, amount)
+    if evaluation.harness is not None:
+        from ulysses_cli.prove.quality.harness import load_tasks
+
+        load_tasks(**evaluation.harness)
     notes = check_retrieval(plan.samples, bool(plan.tasks)) if evaluation.budgets else []
     if not plan.has_loss:
         return Found((), tuple(notes))
@@ -34,6 +38,16 @@ def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
         raise RecipeError([Problem("--against", message, "leave loss out of --suite, or name a model of this family")])
     found = read_documents(evaluation.sources.documents, tokenizer, amount.lengths, amount.num_samples)
     return replace(found, notes=(*found.notes, *notes))
+
+
+def _name_harness(evaluation: ModelEvaluation) -> dict[str, Any] | None:
+    """What load_tasks takes. `metadata`: what lm-eval's own tasks of a given length read."""
+    plan, sources = plan_suites(evaluation.suites, evaluation.sources), evaluation.sources
+    if not plan.harness:
+        return None
+    model = parse_recipe(evaluation.model, "evaluate", []).recipe.model
+    metadata = {"tokenizer": model.tokenizer or model.name_or_path, "max_seq_lengths": list(evaluation.amount.lengths)}
+    return {"names": list(plan.harness), "folder": sources.harness, "metadata": metadata}
 
 
 def _load_tokenizer(text: str) -> Any:
@@ -56,6 +70,7 @@ def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], No
         budgets=tuple(options["budgets"]),
     )
     report("making sure that each task fits")
+    evaluation = replace(evaluation, harness=_name_harness(evaluation), harness_limit=options["harness_limit"])
     found = check_task(evaluation, against)
     evaluation = replace(evaluation, documents=found.documents)
     before = None
@@ -65,7 +80,7 @@ def run_task(options: Mapping[str, Any], device: str, report: Callable[[str], No
     findings = run_evaluation(evaluation, device, report)
     findings["notes"] += found.notes
     if before is not None:
-        findings["against"] = {key: before[key] for key in ("scores", "mean", "effective_length", "losses")}
+        findings["against"] = {key: before[key] for key in ("scores", "mean", "effective_length", "losses", "lm_eval")}
         old, new = (split_results(each["results"]) for each in (before, findings))
         findings["differences"] = compare_results(*map(keep_whole, (old[0], new[0])))
         findings["loss_differences"] = compare_losses(old[1], new[1])

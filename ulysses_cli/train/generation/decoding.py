@@ -87,9 +87,11 @@ class Generator:
         max_new_tokens: int,
         stop_tokens: Collection[int] = (),
         report: Callable[[int], None] = lambda _: None,
+        has_ended: Callable[[list[int]], bool] = lambda _: False,
     ) -> list[list[int]]:
         """Returns each prompt's next tokens, at most `max_new_tokens`, without the stop token that ended them. The
-        prompts are those of the last `read`. `report` is told the tokens of the longest answer so far."""
+        prompts are those of the last `read`. `report` is told the tokens of the longest answer so far. `has_ended`:
+        whether these tokens are a whole answer; it says the same on all ranks, since they have the same tokens."""
         prompts, begin = self.prompts, self.cache.prefix_tokens
         lengths = [len(prompt) for prompt in prompts]
         answers: list[list[int]] = [[] for _ in prompts]
@@ -106,7 +108,8 @@ class Generator:
                     continue
                 if not is_done[at] and token not in stop_tokens:
                     answers[at].append(token)
-                is_done[at] = is_done[at] or token in stop_tokens or len(answers[at]) == max_new_tokens
+                    is_done[at] = len(answers[at]) == max_new_tokens or has_ended(answers[at])
+                is_done[at] = is_done[at] or token in stop_tokens
                 block.append([token])
             report(max(map(len, answers)))
         return answers

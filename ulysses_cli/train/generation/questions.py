@@ -5,6 +5,7 @@ records them. Used by `ulysses evaluate` and between the steps of a run.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,18 @@ MAX_APART = 512  # tokens of a prompt that it does not share with those it is re
 
 @dataclass(frozen=True)
 class Question:
-    """What travels to the ranks: tokens, and the tokens of the right answer where it has one form."""
+    """What travels to the ranks: tokens, the tokens of an answer that is scored, () for none, and texts at which an
+    answer ends."""
 
     tokens: tuple[int, ...]
     max_new_tokens: int
-    answer: tuple[int, ...]
+    answer: tuple[int, ...] = ()
+    until: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> tuple[int, bool, tuple[str, ...]]:
+        """Questions of one kind can be answered together."""
+        return self.max_new_tokens, bool(self.answer), self.until
 
 
 @dataclass(frozen=True)
@@ -59,53 +67,76 @@ def ask_questions(
 ) -> bool:
     """Collective over all ranks. Returns whether all questions were asked: `should_stop` of any rank ends it early.
     `report` is told on each rank how many were asked so far."""
+    if quiz is None:
+        return answer_questions(engine, None, stop_tokens, should_stop=should_stop, report=report)
+    asked: deque[TaskPrompt] = deque()
+
+    def walk() -> Iterator[Question]:
+        for prompt in quiz.prompts:
+            asked.append(prompt)
+            yield _make_question(prompt, quiz)
+
+    def keep(answer: Answer) -> None:
+        quiz.record(_describe(asked.popleft(), answer, quiz.prompter))
+
+    return answer_questions(engine, walk(), stop_tokens, keep, should_stop=should_stop, report=report)
+
+
+def answer_questions(
+    engine: Engine,
+    questions: Iterable[Question] | None,
+    stop_tokens: Collection[int],
+    keep: Callable[[Answer], None] = lambda _: None,
+    decode: Callable[[list[int]], str] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    report: Callable[[int], None] = lambda _: None,
+) -> bool:
+    """Collective over all ranks. Rank 0 has the questions, and `keep` gets their answers there, in their order.
+    `decode` turns an answer into text, on all ranks alike, where questions end at a text. Returns as above."""
     groups, num_asked = engine.groups, 0
     num_groups = groups.layout.world_size // groups.sp_axis.size
-    batches = _collect(quiz.prompts) if quiz is not None else iter(())
+    batches = _collect(questions) if questions is not None else iter(())
     with generating(engine) as generator:
         while True:
-            prompts = [next(batches, []) for _ in range(num_groups)] if quiz is not None else []
+            batch_of_group = [next(batches, []) for _ in range(num_groups)] if questions is not None else []
             if any(gather_values(should_stop(), groups.host_group)):
                 return False
             # rank 0 sends each rank its group's questions, on the host
-            num_next, own = scatter_values(
-                _share(prompts, quiz, groups) if quiz is not None else None, groups.host_group
-            )
+            shares = _share(batch_of_group, groups) if questions is not None else None
+            num_next, own = scatter_values(shares, groups.host_group)
             if not num_next:
                 return True
             num_asked += num_next
             report(num_asked)
-            answers = _answer(generator, own, stop_tokens)
+            answers = _answer(generator, own, stop_tokens, decode)
             generator.finish()
-            answered = gather_values((groups.dp_index, answers), groups.host_group)
-            if quiz is not None:
-                by_group = dict(answered)
-                for index, batch in enumerate(prompts):
-                    for prompt, answer in zip(batch, by_group[index], strict=True):
-                        quiz.record(_describe(prompt, answer, quiz.prompter))
+            answered = dict(gather_values((groups.dp_index, answers), groups.host_group))
+            for index in range(len(batch_of_group)):
+                for answer in answered[index]:
+                    keep(answer)
 
 
-def _share(prompts: Sequence[Sequence[TaskPrompt]], quiz: Quiz, groups: Groups) -> list[tuple[int, list[Question]]]:
+def _share(batches: Sequence[list[Question]], groups: Groups) -> list[tuple[int, list[Question]]]:
     """For each rank: how many questions all groups are asked, and its own group's."""
-    num_next = sum(map(len, prompts))
-    own = [(num_next, [_make_question(prompt, quiz) for prompt in batch]) for batch in prompts]
+    num_next = sum(map(len, batches))
+    own = [(num_next, batch) for batch in batches]
     return [own[groups.layout.get_dp_index(rank)] for rank in range(groups.layout.world_size)]
 
 
-def _collect(prompts: Iterable[TaskPrompt]) -> Iterator[list[TaskPrompt]]:
+def _collect(questions: Iterable[Question]) -> Iterator[list[Question]]:
     """Yields neighbours that begin alike together."""
-    batch: list[TaskPrompt] = []
-    for prompt in prompts:
-        if batch and (len(batch) == MAX_TOGETHER or not _begin_alike(batch[0], prompt)):
+    batch: list[Question] = []
+    for question in questions:
+        if batch and (len(batch) == MAX_TOGETHER or not _begin_alike(batch[0], question)):
             yield batch
             batch = []
-        batch.append(prompt)
+        batch.append(question)
     if batch:
         yield batch
 
 
-def _begin_alike(first: TaskPrompt, second: TaskPrompt) -> bool:
-    if first.sample.task != second.sample.task or first.sample.max_new_tokens != second.sample.max_new_tokens:
+def _begin_alike(first: Question, second: Question) -> bool:
+    if first.kind != second.kind:
         return False
     longest = max(len(first.tokens), len(second.tokens))
     return longest - count_shared_tokens([first.tokens, second.tokens]) <= MAX_APART
@@ -118,13 +149,24 @@ def _make_question(prompt: TaskPrompt, quiz: Quiz) -> Question:
     return Question(prompt.tokens, sample.max_new_tokens, tuple(answer))
 
 
-def _answer(generator: Generator, questions: Sequence[Question], stop_tokens: Collection[int]) -> list[Answer]:
+def _answer(
+    generator: Generator,
+    questions: Sequence[Question],
+    stop_tokens: Collection[int],
+    decode: Callable[[list[int]], str] | None,
+) -> list[Answer]:
     """This group's answers. The group's ranks have the same questions."""
     if not questions:
         return []
     started = time.monotonic()
     generator.read([question.tokens for question in questions])
-    given = generator.generate(questions[0].max_new_tokens, stop_tokens)
+    until = questions[0].until
+
+    def has_ended(answer: list[int]) -> bool:
+        text = decode(answer) if decode is not None and until else ""
+        return any(end in text for end in until)
+
+    given = generator.generate(questions[0].max_new_tokens, stop_tokens, has_ended=has_ended)
     scores = None
     if all(question.answer for question in questions):
         scores = generator.score([question.answer for question in questions])

@@ -1,0 +1,162 @@
+"""lm-eval's tasks on the sharded model: the same numbers as lm-eval's own model class gives on one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.rank_pool import run_on_ranks
+from support.small_run import BYTES_CONFIG
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ulysses_cli.commands.children.answering import ModelQuestion, prepare_model
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.plan.problem import RecipeError
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install ulysses-cli[lm-eval]")
+pytestmark = pytest.mark.check
+MAX_LENGTH = 300
+TASKS = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{label}}",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "words": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "byte_perplexity"}],
+    },
+    "spoken": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "b",
+        "generation_kwargs": {"until": ["c"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+REQUESTS: dict[str, list[tuple[Any, ...]]] = {
+    "loglikelihood": [
+        ("The lake is", " still"), ("The lake is", " green and deep"), ("", "A bird"), ("Soon it ", "flies away"),
+        ("x" * 200, " y"), ("The lake is", " s"),
+    ],
+    "loglikelihood_rolling": [("A bird sits on the fence.",), ("word " * 130,), ("z",)],
+    "generate_until": [
+        ("The meadow", {"until": ["e"], "max_gen_toks": 16, "do_sample": False}),
+        ("The meadow is", {"until": [], "max_gen_toks": 9}),
+        ("Soon it flies away", {"until": ["a", "th"], "max_gen_toks": 16, "temperature": 0.0}),
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and lm-eval's task files with their data beside them. No hub is asked."""
+    folder = tmp_path_factory.mktemp("lm-eval")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**BYTES_CONFIG, "initializer_range": 0.3, "max_position_embeddings": 2048})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    rows = [
+        {"question": f"Number {at} comes after", "choices": [f" {at - 1}", f" {at * 7}", " none"], "label": 0}
+        for at in range(1, 6)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tasks").mkdir()
+    for name, settings in TASKS.items():
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+        task = {"task": f"own_{name}", **data, "test_split": "test", **settings}
+        (folder / "tasks" / f"{name}.yaml").write_text(json.dumps(task))
+    return folder
+
+
+def make_instances(kind: str) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    return [
+        Instance(kind, {}, args, at, (f"own_{kind}", at, 1))  # type: ignore[arg-type]
+        for at, args in enumerate(REQUESTS[kind])
+    ]
+
+
+def make_reference(folder: Path) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    return HFLM(
+        pretrained=model, tokenizer=make_bytes_tokenizer(), max_length=MAX_LENGTH, batch_size=1, device="cpu"
+    )  # fmt: skip
+
+
+def ask_on_ranks(text: str, folder: str) -> dict[str, Any] | None:
+    """Rank 0's answers to every request, and what lm-eval makes of its own tasks."""
+    from ulysses_cli.prove.quality.harness import ShardedLM, load_tasks, run_harness, serve
+    from ulysses_cli.prove.quality.loading import load_for_evaluation
+
+    model = load_for_evaluation(text, torch.device("cpu"), lambda _: None)
+    if not model.groups.is_first:
+        serve(model)  # until the requests end
+        serve(model)  # until the tasks end
+        return None
+    lm = ShardedLM(model)
+    answers: dict[str, Any] = {kind: getattr(lm, kind)(make_instances(kind)) for kind in REQUESTS}
+    lm.close()
+    tasks = load_tasks([f"own_{name}" for name in TASKS], Path(folder) / "tasks", {})
+    cache = Path(folder) / f"cache-{model.groups.layout.world_size}"
+    answers["rows"] = run_harness(model, tasks, cache, None, False, lambda _: None)
+    return answers
+
+
+@pytest.mark.parametrize(("sp_size", "num_ranks"), [(1, 1), (2, 2), pytest.param(1, 2, marks=pytest.mark.full)])
+def test_answers_are_those_of_lm_evals_own_model(folder: Path, sp_size: int, num_ranks: int) -> None:
+    from lm_eval import simple_evaluate
+
+    from ulysses_cli.prove.quality.harness import describe_harness, load_tasks
+
+    question = ModelQuestion(sp_size, num_ranks, MAX_LENGTH, "float32", "bytes", "cpu", False)
+    text = prepare_model(str(folder / "model"), question, online=False)[0]
+    answers, *others = run_on_ranks(num_ranks, ask_on_ranks, text, str(folder))
+    assert others == [None] * (num_ranks - 1)
+    reference = make_reference(folder)
+    expected = {kind: getattr(reference, kind)(make_instances(kind)) for kind in REQUESTS}
+    for own, other in zip(answers["loglikelihood"], expected["loglikelihood"], strict=True):
+        assert own == pytest.approx(other, abs=2e-4)
+    assert answers["loglikelihood_rolling"] == pytest.approx(expected["loglikelihood_rolling"], rel=1e-5)
+    assert answers["generate_until"] == expected["generate_until"]
+    tasks = load_tasks([f"own_{name}" for name in TASKS], folder / "tasks", {})
+    found = simple_evaluate(model=reference, **tasks, log_samples=False, bootstrap_iters=1000)
+    assert answers["rows"] == [
+        {**row, "value": pytest.approx(row["value"], rel=1e-4), "stderr": pytest.approx(row["stderr"], rel=1e-3)}
+        if row["stderr"] is not None
+        else {**row, "value": pytest.approx(row["value"], rel=1e-4)}
+        for row in describe_harness(found)
+    ]
+    assert {row["task"] for row in answers["rows"]} == {f"own_{name}" for name in TASKS}
+    assert {row["n"] for row in answers["rows"]} == {5}
+
+
+class FewRequests:
+    """A model that is never asked: what is wrong is said first."""
+
+    tokenizer, max_length, stop_tokens = make_bytes_tokenizer(), 20, ()
+
+
+def test_requests_that_cannot_be_answered_are_refused(folder: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    from ulysses_cli.prove.quality.harness import ShardedLM, load_tasks
+
+    lm = ShardedLM(FewRequests())  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="2 of 6 requests are longer than 20 tokens") as caught:
+        lm.loglikelihood(make_instances("loglikelihood"))
+    assert caught.value.problems[0].hint == "use 202 or more"
+    drawn = Instance("generate_until", {}, ("a", {"do_sample": True, "temperature": 0.7}), 0, ("drawn", 0, 1))
+    with pytest.raises(RecipeError, match="drawn draws its answers at random"):
+        lm.generate_until([drawn])
+    with pytest.raises(RecipeError, match="lm-eval has no task called own_nothing"):
+        load_tasks(["own_nothing"], folder / "tasks", {})
