@@ -29,7 +29,9 @@ from ulysses_cli.evaluate.retrieval import (
 )
 from ulysses_cli.evaluate.sample import Sample
 from ulysses_cli.evaluate.suites import Amount, Sources, make_prompts, plan_suites
+from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.problem import RecipeError
+from ulysses_cli.report.quality import format_quality, make_quality_page
 
 PROMPTER = Prompter(make_bytes_tokenizer(), with_template=False)
 
@@ -166,3 +168,30 @@ def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ulysses_cli.evaluate.retrieval.find_spec", lambda _: None)
     with pytest.raises(RecipeError, match="bm25s, which is not installed"):
         check_retrieval([], True)
+
+
+def test_losses_retrieval_and_lm_evals_tasks_are_shown() -> None:
+    results = [make_result("whole", at, float(at < 3)) for at in range(4)]
+    results += [make_result("none", at, float(at == 0), 0.0) for at in range(4)]
+    results += [make_result("bm25-256-4096", at, float(at < 2), 0.5) for at in range(4)]
+    for result in results:
+        result.update(depths=[], answer="x", is_greedy=None)
+    bucket = {"length": 300, "from": 0, "to": 300, "n": 2, "loss": 1.5, "low": 1.25, "high": 1.75}
+    parts = [{**bucket, "to": 256, "loss": 1.75}, {**bucket, "from": 256, "low": None, "high": None}]
+    metric = {"task": "own", "metric": "acc", "filter": "none", "n": 5, "value": 0.5, "stderr": 0.1}
+    findings = {
+        **summarize([result for result in results if "facts" not in result]),
+        "subject": "model", "seconds": 3.0, "num_ranks": 2, "notes": ["a note"],
+        "losses": [bucket, *parts], "loss_differences": [{**bucket, "loss": -0.25}],
+        "retrieval": summarize_retrieval(results, 2, None), "lm_eval": [metric],
+        "against": {"lm_eval": [{**metric, "value": 0.25}]},
+    }  # fmt: skip
+    shown = format_quality(findings)
+    for words in (
+        "BM25, 256 of 4Ki", "no context", "whole context", "1 question answered right with no context: qa/8192/0",
+        "1.5000", "1.2500 to 1.7500", "0 to 256", "-0.2500", "lm-eval's tasks", "0.25", "note: a note",
+    ):  # fmt: skip
+        assert words in shown
+    page = make_quality_page(findings)
+    for words in ("Loss by position", "BM25, 256 of 4Ki", "standard error", "document by document"):
+        assert words in page
