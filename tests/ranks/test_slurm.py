@@ -62,7 +62,9 @@ def test_a_job_is_told_to_stop_and_goes_on_by_itself(tmp_path: Path, monkeypatch
         cluster.run("scancel", "--batch", "--signal=USR1", job)
         cluster.wait(lambda: cluster.get_state(job).get("Restarts") == "1", describe)
         assert count_steps() < NUM_STEPS, "the job was stopped before its end"
-        if cluster.get_state(job)["JobState"] == "PENDING":  # SLURM waits two minutes before it starts a job again
+        # SLURM waits two minutes before it starts a job again
+        cluster.wait(lambda: cluster.get_state(job)["JobState"] in ("PENDING", "RUNNING"), describe)
+        if cluster.get_state(job)["JobState"] == "PENDING":
             cluster.run("scontrol", "update", f"job={job}", "StartTime=now")
         cluster.wait(lambda: cluster.get_state(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"), describe)
         assert cluster.get_state(job)["JobState"] == "COMPLETED", describe()

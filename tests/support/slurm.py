@@ -15,7 +15,7 @@ from support import networks
 
 MACHINES = {"ctl": 0, "zeta": 1, "alpha": 2}  # nodes in the reverse order of their names
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
-TIME_LIMIT = 240.0
+TIME_LIMIT = 600.0
 CONFIG = """\
 ClusterName=test
 SlurmctldHost=ctl(10.231.7.1)
