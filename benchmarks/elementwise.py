@@ -1,51 +1,49 @@
 """Measures what norms of one pass (model.fused_kernels) save of a training step on a CPU: the same run with and without
 them, with alternating steps in one process. One rank, a Llama of four layers, float32.
 
-    python benchmarks/elementwise.py
+    python benchmarks/elementwise.py [--rounds 12]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import statistics
-import time
+from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+from paired_steps import measure_in_turns, summarize
 from paths import RESULTS
 from train_cpu import CONFIG, connect
 
-ROW_TOKENS, NUM_STEPS, NUM_WARMUP = 1024, 9, 1
-BAR = 0.97
+ROW_TOKENS, BAR = 1024, 0.97
+SIDES = {"fused": True, "transformers": False, "transformers again": False}
 
 
-def main() -> None:
+def make_sides() -> dict[str, Any]:
     from support.run_harness import RunHarness
     from support.training import MemoryRows, make_recipe
-
-    from ulysses_cli.train.loop import train
 
     connect()
     config = {**CONFIG, "num_hidden_layers": 4}
     harnesses = {}
-    for fused in (True, False):
+    for side, fused in SIDES.items():
         words = (f"data.max_length={ROW_TOKENS}", "train.lr_scheduler_type=constant", f"model.fused_kernels={fused}")
-        recipe = make_recipe(*words, config=config)
-        harnesses[fused] = RunHarness(recipe, MemoryRows([[(ROW_TOKENS, 0)]] * 4, 4096), 10**6)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(NUM_WARMUP + NUM_STEPS):
-        for fused, harness in harnesses.items():
-            start = time.process_time()  # of this process alone: other programs run on the same cores
-            harness.train_state.num_steps = harness.train_state.step + 1
-            train(harness.train_state)
-            seconds[fused].append(time.process_time() - start)
-    kept = {fused: values[NUM_WARMUP:] for fused, values in seconds.items()}
-    ratio = statistics.median(ours / plain for ours, plain in zip(kept[True], kept[False], strict=True))
-    medians = {"fused": statistics.median(kept[True]), "transformers": statistics.median(kept[False])}
-    losses = [harness.losses[-1] for harness in harnesses.values()]
-    print(f"{medians}; time with fused kernels / without: {ratio:.3f} (bar {BAR}); losses {losses}")
-    result = {"row_tokens": ROW_TOKENS, "cpu_seconds": medians, "time_ratio": ratio, "losses": losses}
+        rows = MemoryRows([[(ROW_TOKENS, 0)]] * 4, 4096)
+        harnesses[side] = RunHarness(make_recipe(*words, config=config), rows, 10**6)
+    return harnesses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12)
+    num_rounds = parser.parse_args().rounds
+    harnesses = make_sides()
+    result: dict[str, Any] = {"row_tokens": ROW_TOKENS, "rounds": num_rounds, "bar": BAR}
+    result |= summarize(measure_in_turns(harnesses, num_rounds), *SIDES)
+    result["losses"] = {side: harness.losses[-1] for side, harness in harnesses.items()}
+    print(f"bar {BAR}; losses {result['losses']}")
     (RESULTS / "elementwise-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,7 +1,7 @@
 """The first half hour on a GPU: tests in the order of what would break everything, then measurements in the order of
 worth, each beside its prediction. Every result is written when it exists; a later call goes on where this one stopped.
 
-    python benchmarks/gpu.py [--minutes 25] [--only PART,...] [--again] [--json FILE]
+    python benchmarks/gpu.py [--minutes 25] [--only PART] [--again] [--json FILE]
     python benchmarks/gpu.py --rehearse      every part in miniature on a CPU; measures nothing
 
 Exits with 0 when all parts are done, 1 when one has failed or time ran out, 2 without a GPU. It has not been run on a
@@ -209,7 +209,7 @@ def list_compared(results: dict[str, Any]) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=25.0, help="when to stop; a later call goes on")
-    parser.add_argument("--only", default="", help="names of parts, separated by commas")
+    parser.add_argument("--only", action="append", help="the name of a part; may be given several times")
     parser.add_argument("--again", action="store_true", help="run parts that are done, too")
     parser.add_argument("--rehearse", action="store_true", help="every part in miniature on a CPU; keeps no result")
     parser.add_argument("--json", type=Path)
@@ -226,7 +226,7 @@ def main() -> int:
     if file.exists() and not options.again:
         results["parts"] = json.loads(file.read_text())["parts"]
     until = time.monotonic() + 60 * options.minutes - LAST_SECONDS
-    wanted = [part for part in PARTS if not options.only or part.name in options.only.split(",")]
+    wanted = [part for part in PARTS if not options.only or part.name in options.only]
     for part in wanted:
         done = results["parts"].get(part.name)
         left = until - time.monotonic()

@@ -52,7 +52,8 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 128256, "max_position_embeddings": 2**23, "rope_theta": 5e5, "use_cache": False,
 }  # fmt: skip
 HEAD_DIM, WINDOW = 128, 1024
-LOSS_TILE = compute_loss_tile_tokens(1 << 30, SHAPE["vocab_size"])  # the product's own, on both sides
+# The product's own where a GPU has room, on both sides.
+LOSS_TILE = compute_loss_tile_tokens(1 << 30, SHAPE["vocab_size"], SHAPE["hidden_size"], is_large=True)
 WINDOW_KERNEL = "torch_varlen"
 SHORT_ROW, STEP_TOKENS = 2**16, 2**14  # for the search of the longest row
 SETUP_SECONDS = 10.0  # for making a model

@@ -14,7 +14,7 @@ QUICK = {
 }  # fmt: skip
 CHECKED = {
     ("all keys", "tiles", 4), ("four norms", "tiles, full", 1), ("grouped keys", "none", 4),
-    ("fused projections", "tiles, chunks", 2), ("experts", "tiled loss", 4),
+    ("fused projections", "tiles, chunks", 2), ("experts", "tiled loss", 4), ("grouped keys", "large tiles", 2),
 }  # fmt: skip
 
 

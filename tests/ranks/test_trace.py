@@ -41,6 +41,10 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
         2,
         ("parallel.sp_size=2", "memory.offload_optimizer=cpu", "memory.offload_param=cpu", *TILES),
     ),
+    "early steps of the optimizer": (
+        2,
+        ("parallel.sp_size=2", "memory.offload_optimizer=cpu", "memory.overlap_optimizer=true", *TILES),
+    ),
     "two replicas": (4, ("parallel.sp_size=2", "parallel.dp_replicate_size=2", *TILES)),
 }
 

@@ -69,9 +69,10 @@ LEVERS = {
     "tiles, full": replace(FULL, tiled_loss=True, tiled_mlp=True),
     "tiles, chunks": Levers(tiled_loss=True, tiled_mlp=True, head_chunks=2),
     "tiled loss, no recompute": replace(NONE, tiled_loss=True),
+    "large tiles": Levers(tiled_loss=True, tiled_mlp=True, large_tiles=True),
 }
 # With few tokens the tile of the loss is the peak; in a long row it is a layer.
-LEVERS |= {f"long row, {name}": LEVERS[name] for name in ("tiles", "tiles, full", "tiles, chunks")}
+LEVERS |= {f"long row, {name}": LEVERS[name] for name in ("tiles", "tiles, full", "tiles, chunks", "large tiles")}
 TOKENS, LONG_TOKENS, NUM_LAYERS = 8192, 65_536, 3
 SP_SIZES = (1, 2, 4)
 
@@ -110,13 +111,14 @@ def _apply_levers(model: Any, levers: Levers, num_tokens: int) -> Any:
         model._set_gradient_checkpointing(True, functools.partial(checkpoint, use_reentrant=False))
     elif levers.gradient_checkpointing is not False:
         checkpoint_layers(model, "save_attention" if levers.gradient_checkpointing is True else "full")
+    hidden, is_large = model.config.hidden_size, levers.large_tiles
     if levers.tiled_mlp:
-        hidden = model.config.hidden_size
-        tile_mlps(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden))
-        tile_norms(model, lambda num: tiles.compute_num_mlp_tiles(num, hidden))
+        count_tiles = functools.partial(tiles.compute_num_mlp_tiles, hidden_size=hidden, is_large=is_large)
+        tile_mlps(model, count_tiles)
+        tile_norms(model, count_tiles)
     if not levers.tiled_loss:
         return None
-    tile = tiles.compute_loss_tile_tokens(num_tokens, model.config.vocab_size)
+    tile = tiles.compute_loss_tile_tokens(num_tokens, model.config.vocab_size, hidden, is_large=is_large)
     return make_tiled_loss(model.lm_head, HeadRule(), tile)
 
 

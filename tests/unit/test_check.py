@@ -232,6 +232,20 @@ def test_check_optimizer() -> None:
     )
 
 
+def test_check_overlap() -> None:
+    early, on_host = "memory.overlap_optimizer=true", "memory.offload_optimizer=cpu"
+    assert check(early, on_host) == []
+    assert check(early) == []  # where offload_optimizer is auto, the optimizer may come to be on the host
+    assert only(early, "memory.offload_optimizer=none") == (
+        "command line: memory.overlap_optimizer: is not used: it needs the optimizer in host memory, and "
+        "offload_optimizer is none\n\nhint: set memory.offload_optimizer: cpu, or leave it out"
+    )
+    assert only(early, on_host, "parallel.zero_stage=2") == (
+        "command line: memory.overlap_optimizer: needs ZeRO stage 3; stage 2 steps all weights at once, when the "
+        "backward is over\n\nhint: set parallel.zero_stage: 3, or leave it out"
+    )
+
+
 def test_check_steps() -> None:
     assert only("train.num_train_epochs=2") == (
         "command line: train.num_train_epochs: 2 and max_steps 10 both say how long the run is"

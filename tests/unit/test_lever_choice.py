@@ -12,13 +12,14 @@ from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.ledger.weights import Adapters
+from ulysses_cli.plan.ledger.weights import Adapters, list_sub_groups
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.draft import write_levers
 from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.planner.fit import find_max_length, fits, is_indexable, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
+    SPENDING,
     choose_for_job,
     choose_levers,
     find_cheapest,
@@ -27,6 +28,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     read_levers,
 )
 from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 
 H100 = load_hardware().get_gpu("h100-80gb")
 LLAMA_8B = make_shape(num_hidden_layers=32, max_position_embeddings=2**24)
@@ -41,10 +43,13 @@ def choose(*overrides: str):
 def test_none_is_on_where_none_is_needed() -> None:
     choice = choose("data.max_length=64Ki")
     assert choice.levers == Levers()
-    assert set(choice.reasons) == {
+    reasons = dict(choice.reasons)
+    assert reasons.pop("large_tiles") == "nothing is tiled"
+    assert reasons.pop("early_groups") == "the optimizer is not in host memory"
+    assert set(reasons) == {
         "head_chunks", "offloaded_layers", "tiled_mlp", "tiled_loss", "offload_optimizer", "offload_param",
     }  # fmt: skip
-    assert all(reason.startswith("not needed: the peak is ") for reason in choice.reasons.values())
+    assert all(reason.startswith("not needed: the peak is ") for reason in reasons.values())
 
 
 def test_levers_come_on_one_by_one_as_rows_grow() -> None:
@@ -67,7 +72,7 @@ def test_every_lever_that_is_on_is_needed() -> None:
         job = make_job(recipe, LLAMA_8B, choice.levers)
         for name in choice.reasons:
             off = getattr(Levers(), name)
-            if getattr(choice.levers, name) != off:
+            if getattr(choice.levers, name) != off and name not in SPENDING:
                 without = replace(job, levers=replace(choice.levers, **{name: off}))
                 fit = judge(without, compute_ledger(without), H100)
                 assert fit.verdict != "fits" or not is_indexable(without), (length, name)
@@ -271,3 +276,63 @@ def test_the_strongest_levers_take_the_least() -> None:
     for name, value in {"tiled_loss": True, "tiled_mlp": True, "offloaded_layers": 31}.items():
         one = compute_ledger(replace(job, levers=replace(Levers(), **{name: value}))).gpu_peak_bytes
         assert least < one
+
+
+H200 = load_hardware().get_gpu("h200")
+ONE_GPU = ("parallel.sp_size=1", "parallel.dp_shard_size=1", "data.max_length=32Ki", "memory.offload_optimizer=cpu")
+
+
+def test_as_many_groups_step_early_as_the_host_has_room_for() -> None:
+    recipe = load(*ONE_GPU).recipe
+    choice = choose_levers(recipe, LLAMA_8B, H200)
+    job = make_job(recipe, LLAMA_8B, choice.levers)
+    groups = list_sub_groups(job.weights, 1, job.engine.sub_group)
+    assert 0 < choice.levers.early_groups < len(groups) - 1
+    assert fits(job, H200)
+    assert not fits(replace(job, levers=replace(job.levers, early_groups=job.levers.early_groups + 1)), H200)
+    plain = replace(job, levers=replace(job.levers, early_groups=0))
+    copies = compute_ledger(job).host_peak_bytes - compute_ledger(plain).host_peak_bytes
+    assert copies == 12 * sum(groups[-job.levers.early_groups :])
+    assert f"of {len(groups)} groups" in choice.reasons["early_groups"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("memory.offload_optimizer=none",), "the optimizer is not in host memory"),
+        (("parallel.zero_stage=2",), "stage 2 steps all weights at once"),
+        (("lora.r=8",), "a rank's weights are one group"),
+    ],
+)
+def test_no_group_steps_early_where_none_can(overrides: tuple[str, ...], reason: str) -> None:
+    choice = choose_levers(load(*ONE_GPU, *overrides).recipe, LLAMA_8B, H200)
+    assert (choice.levers.early_groups, choice.reasons["early_groups"]) == (0, reason)
+
+
+def test_tiles_are_large_where_there_is_room() -> None:
+    words = (*ONE_GPU[:3], "train.optim=adamw_8bit")
+    recipe = load(*words).recipe
+    choice = choose_levers(recipe, LLAMA_8B, H200)
+    assert choice.levers.tiled_loss
+    assert choice.levers.large_tiles
+    small = replace(make_job(recipe, LLAMA_8B, choice.levers), levers=replace(choice.levers, large_tiles=False))
+    short = replace(small, row_tokens=4096, levers=replace(small.levers, tiled_mlp=True))
+    ledgers = [compute_ledger(replace(short, levers=replace(short.levers, large_tiles=each))) for each in (False, True)]
+    assert ledgers[1].gpu_peak_bytes > ledgers[0].gpu_peak_bytes + (1 << 30)
+    no_room = replace(H200, memory_bytes=ledgers[0].gpu_peak_bytes + ledgers[0].uncertainty_bytes)
+    full = choose_for_job(short, no_room, ["large_tiles"])
+    assert (full.levers.large_tiles, full.reasons["large_tiles"]) == (False, "the GPU has no room for them")
+    written = choose_levers(load(*words, "memory.large_tiles=false").recipe, LLAMA_8B, H200)
+    assert not written.levers.large_tiles
+
+
+def test_sizes_of_tiles() -> None:
+    vocabulary = 128_256
+    assert compute_loss_tile_tokens(1 << 20, vocabulary, 4096) == 512
+    assert compute_loss_tile_tokens(1 << 20, vocabulary, 4096, is_large=True) == 2048
+    assert compute_loss_tile_tokens(1 << 20, vocabulary, 2048, is_large=True) == 4096
+    assert compute_loss_tile_tokens(1000, vocabulary, 2048, is_large=True) == 1000
+    assert compute_loss_tile_tokens(1 << 20, 4096, 1024, is_large=True) == 16_384  # as without: it is larger
+    assert compute_num_mlp_tiles(1 << 20, 1024) == 1024
+    assert compute_num_mlp_tiles(1 << 20, 1024, is_large=True) == 256
+    assert compute_num_mlp_tiles(1 << 20, 8192, is_large=True) == compute_num_mlp_tiles(1 << 20, 8192) == 128

@@ -11,8 +11,8 @@ from support.model_shapes import LLAMA, QWEN, SHAPES
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.weights import Adapters
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.ledger.weights import Adapters, list_sub_groups
+from ulysses_cli.plan.levers import ALL_GROUPS, Levers
 from ulysses_cli.plan.speed import (
     compute_attention_flops,
     compute_cost,
@@ -175,3 +175,20 @@ def test_an_8b_step_at_32ki_is_a_tenth_faster_in_fewer_passes() -> None:
     tiles = 8 * 32 * 3 * 4096 * 14336 + 64 * 4096 * 128256
     assert compute_sum_bytes(before) == 12 * tiles
     assert compute_sum_bytes(after) == 0
+
+
+def test_early_steps_hide_adam_behind_the_backward() -> None:
+    """By hand: copies cost 24 bytes on top of Adam's 34, and four fifths of the backward are theirs at most."""
+    h200 = TABLE.get_gpu("h200")
+    plain = Job(LLAMA, Layout(1, 1, 1), 2**15, Levers(tiled_loss=True, offload_optimizer="cpu"))
+    all_early = replace(plain, levers=replace(plain.levers, early_groups=ALL_GROUPS))
+    before, after = compute_speed(plain, h200), compute_speed(all_early, h200)
+    hidden = before.step_seconds - after.step_seconds
+    assert hidden == pytest.approx(after.hidden["optimizer"])
+    backward = sum(before.parts[part] for part in ("projections", "attention", "mlp", "head_loss", "other"))
+    assert 0.5 < hidden / (0.8 * backward * 34 / 58) < 0.8  # of a forward and a backward that computes layers again
+    long_row = replace(all_early, row_tokens=2**18)
+    groups = list_sub_groups(plain.weights, 1, plain.engine.sub_group)
+    assert compute_speed(long_row, h200).parts["optimizer"] == pytest.approx(34 * groups[0] / 30e9)
+    few = replace(long_row, levers=replace(plain.levers, early_groups=3))
+    assert compute_speed(few, h200).hidden["optimizer"] == pytest.approx(34 * sum(groups[-3:]) / 30e9)

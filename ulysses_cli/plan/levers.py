@@ -9,7 +9,12 @@ from typing import Literal
 from ulysses_cli.plan.models.shape import ModelShape
 
 Offload = Literal["none", "cpu", "nvme"]
-SPELLED = {"head_chunks": "attention_head_chunks", "offloaded_layers": "activation_offloading"}
+SPELLED = {
+    "head_chunks": "attention_head_chunks",
+    "offloaded_layers": "activation_offloading",
+    "early_groups": "overlap_optimizer",
+}
+ALL_GROUPS = 10_000  # more than any rank has
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Levers:
     tiled_loss: bool = False
     offload_optimizer: Offload = "none"
     offload_param: Offload = "none"
+    large_tiles: bool = False  # of tiled_mlp and tiled_loss; spends memory and saves time
+    early_groups: int = 0  # of the optimizer on the host, from the last group; spends host memory and saves time
 
 
 def count_most_offloaded(shape: ModelShape) -> int:

@@ -15,6 +15,7 @@ from ulysses_cli.plan.ledger.attention import saves_slices
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.mlp import count_mlp_elements
 from ulysses_cli.plan.ledger.weights import count_shard
+from ulysses_cli.plan.ledger.zero.states import list_early_groups
 from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes
 from ulysses_cli.plan.models.layers import ConvolutionMixer, DenseMlp, Layer
 from ulysses_cli.plan.rows.ring_share import measure_ring
@@ -25,6 +26,7 @@ GIGA, TERA = 1e9, 1e12
 BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-2, arXiv 2307.08691)
 ADAM_TRAFFIC_BYTES = 34  # per element of the shard: master and two moments read and written, gradient, result
 CPU_ADAM_TRAFFIC_BYTES = 34
+EARLY_COPY_BYTES = 24  # per element that is stepped early: weight and moments read and written (early_steps.py)
 CONVOLUTION_PASSES = 14  # over b c: two gates, three reads or writes each; the convolution and three copies, two each
 MOST_HIDDEN = 0.8  # the first gathers of a pass and its last reductions overlap with no computation
 
@@ -174,12 +176,14 @@ def compute_sum_bytes(job: Job) -> float:
     product, the sum travels while the product computes."""
     if job.sums_in_product or job.adapters is not None:
         return 0.0
-    num_bytes = 0.0
-    if job.levers.tiled_mlp:
-        num_tiles = compute_num_mlp_tiles(job.local_tokens, job.shape.hidden_size)
+    num_bytes, levers = 0.0, job.levers
+    if levers.tiled_mlp:
+        num_tiles = compute_num_mlp_tiles(job.local_tokens, job.shape.hidden_size, is_large=levers.large_tiles)
         num_bytes += num_tiles * sum(count_mlp_elements(job, layer) for layer in job.shape.layers)
     if job.levers.tiled_loss:
-        tile = compute_loss_tile_tokens(job.local_tokens, job.shape.vocab_size)
+        tile = compute_loss_tile_tokens(
+            job.local_tokens, job.shape.vocab_size, job.shape.hidden_size, is_large=job.levers.large_tiles
+        )
         num_bytes += -(-job.local_tokens // tile) * job.shape.hidden_size * job.shape.vocab_size
     return (2 * job.dtype_bytes + 8) * num_bytes
 
@@ -205,6 +209,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts["other"] = (3 + recomputes) * compute_elementwise_bytes(job) / memory
     parts["other"] += compute_sum_bytes(job) / memory
     parts["exchange"], in_rounds = _compute_exchange_seconds(job, gpu, memory)
+    window = _compute_backward_seconds(job, gpu, parts)
     room = sum(parts.values())  # a second of computation hides a second of transfers of any kind
     shares = job.layout.ring_size  # in rounds, keys of the next are fetched while those of one are computed
     hidden = {"exchange": min(MOST_HIDDEN * in_rounds, parts["attention"] * (shares - 1) / shares)}
@@ -220,10 +225,13 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts = {part: steps * seconds for part, seconds in parts.items()}
     parts["optimizer"], exchanged = _compute_optimizer_seconds(job, gpu, memory)
     parts["offload"] += exchanged
+    hidden = {part: steps * seconds for part, seconds in hidden.items()}
+    hidden["optimizer"] = min(parts["optimizer"], _compute_early_seconds(job, gpu, window))
+    parts["optimizer"] -= hidden["optimizer"]
     forward = compute_projection_flops(job) + compute_mlp_flops(job) + compute_head_flops(job) + attention
     return Speed(
         parts=parts,
-        hidden={part: steps * seconds for part, seconds in hidden.items()},
+        hidden=hidden,
         step_seconds=sum(parts.values()),
         tokens_per_step=steps * job.batch * job.row_tokens * job.layout.dp_size,
         model_flops=3 * forward * steps * job.world_size,
@@ -310,7 +318,7 @@ def _compute_offload(job: Job, gpu: Gpu) -> float:
 
 
 def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float, float]:
-    """Seconds of (Adam, its transfers to the host or a disk and back) once per step; neither is hidden."""
+    """Seconds of (Adam, its transfers to the host or a disk and back) once per step; the transfers are not hidden."""
     shard = count_shard(job.weights.num_trained, job.world_size)
     # Files of states are read and written once, those of trained weights written; ranks of a machine share its disk.
     written = 2 * compute_state_file_bytes(job) + job.dtype_bytes * shard * (job.levers.offload_param == "nvme")
@@ -320,6 +328,22 @@ def _compute_optimizer_seconds(job: Job, gpu: Gpu, memory: float) -> tuple[float
     seconds = CPU_ADAM_TRAFFIC_BYTES * shard / (gpu.efficiency.host_memory_gb_s * GIGA)
     link = gpu.host_gb_s * GIGA * gpu.efficiency.host
     return seconds, moved + (job.engine.gradient_bytes + job.dtype_bytes) * shard / link
+
+
+def _compute_backward_seconds(job: Job, gpu: Gpu, parts: dict[str, float]) -> float:
+    """Of a micro-step: computation without one forward. Exchanges are left out."""
+    share, peak = gpu.efficiency, gpu.tflops * TERA
+    products = compute_projection_flops(job) + compute_mlp_flops(job) + compute_head_flops(job)
+    forward = products / (peak * share.matmul) + compute_attention_flops(job) / (peak * gpu.attention_forward)
+    forward += compute_elementwise_bytes(job) / (gpu.memory_gb_s * GIGA * share.memory)
+    return sum(parts[name] for name in ("projections", "attention", "mlp", "head_loss", "other")) - forward
+
+
+def _compute_early_seconds(job: Job, gpu: Gpu, window: float) -> float:
+    """Seconds of Adam on the host that the backward of the last micro-step hides, in which no gradient is clipped."""
+    rate = gpu.efficiency.host_memory_gb_s * GIGA
+    num_early = MOST_HIDDEN * window * rate / (CPU_ADAM_TRAFFIC_BYTES + EARLY_COPY_BYTES)
+    return CPU_ADAM_TRAFFIC_BYTES * min(sum(list_early_groups(job)), num_early) / rate
 
 
 def compute_cost(seconds: float, num_gpus: int, gpu: Gpu) -> tuple[float, float] | None:

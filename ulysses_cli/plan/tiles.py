@@ -7,16 +7,26 @@ import math
 
 LOSS_TILE_BYTES = 256 << 20  # float32 logits of one tile
 LOSS_TILE_MULTIPLE = 128
+# Large tiles (Levers.large_tiles). A weight's gradient is one product per tile, which reads and writes a float32 sum, 8
+# bytes for 2 T operations: with T of 2,048 an H100 or H200 computes for longer than it moves bytes; 512 are too few.
+LARGE_TILE, LARGE_TILE_OF_SMALL = 2048, 4096
+SMALL_HIDDEN = 4096  # models of fewer hidden numbers have smaller products, of which more tokens fill a GPU
 
 
-def compute_num_mlp_tiles(local_tokens: int, hidden_size: int) -> int:
+def compute_num_mlp_tiles(local_tokens: int, hidden_size: int, *, is_large: bool = False) -> int:
     """Tiles of about hidden_size tokens: large enough for full speed, since each matrix then sees as many tokens as
     it has columns (the rule of ALST, arXiv 2506.13996, section 3.3.2). At least two: one tile would be the plain MLP,
     which saves its whole inside, and a slightly longer row in two tiles would then take less memory."""
-    return max(2, math.ceil(local_tokens / hidden_size))
+    tokens = max(hidden_size, _find_floor(hidden_size)) if is_large else hidden_size
+    return max(2, math.ceil(local_tokens / tokens))
 
 
-def compute_loss_tile_tokens(local_tokens: int, vocab_size: int) -> int:
-    """Tokens whose float32 logits take at most LOSS_TILE_BYTES, for rows of any length."""
+def compute_loss_tile_tokens(local_tokens: int, vocab_size: int, hidden_size: int, *, is_large: bool = False) -> int:
+    """Tokens whose float32 logits take at most LOSS_TILE_BYTES, for rows of any length; more in large tiles."""
     tokens = LOSS_TILE_BYTES // (4 * vocab_size) // LOSS_TILE_MULTIPLE * LOSS_TILE_MULTIPLE
-    return min(local_tokens, max(LOSS_TILE_MULTIPLE, tokens))
+    floor = _find_floor(hidden_size) if is_large else LOSS_TILE_MULTIPLE
+    return min(local_tokens, max(floor, tokens))
+
+
+def _find_floor(hidden_size: int) -> int:
+    return LARGE_TILE if hidden_size >= SMALL_HIDDEN else LARGE_TILE_OF_SMALL

@@ -105,7 +105,9 @@ def _count_copies(job: Job) -> int:
 def count_loss_tokens(job: Job) -> int:
     if not job.levers.tiled_loss:
         return job.local_tokens
-    return compute_loss_tile_tokens(job.local_tokens, job.shape.vocab_size)
+    return compute_loss_tile_tokens(
+        job.local_tokens, job.shape.vocab_size, job.shape.hidden_size, is_large=job.levers.large_tiles
+    )
 
 
 def compute_head_accumulator(job: Job) -> int:

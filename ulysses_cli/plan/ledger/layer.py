@@ -40,7 +40,9 @@ def saves_input(job: Job, *names: str) -> bool:
 def count_mlp_tile_tokens(job: Job) -> int:
     if not job.levers.tiled_mlp:
         return job.local_tokens
-    return -(-job.local_tokens // compute_num_mlp_tiles(job.local_tokens, job.shape.hidden_size))
+    hidden, is_large = job.shape.hidden_size, job.levers.large_tiles
+    num_tiles = compute_num_mlp_tiles(job.local_tokens, hidden, is_large=is_large)
+    return -(-job.local_tokens // num_tiles)
 
 
 def is_tiled(job: Job) -> bool:

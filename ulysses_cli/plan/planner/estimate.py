@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.ledger.job import Job, make_job
@@ -13,6 +14,8 @@ from ulysses_cli.plan.planner.draft import write_levers
 from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
+    OFF,
+    SPENDING,
     LeverChoice,
     choose_for_job,
     find_cheapest,
@@ -64,6 +67,9 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
     settled = replace(job, levers=choice.levers)
     ledger = compute_ledger(settled)
     fit = judge(settled, ledger, gpu)
+    # A longer row, or one that does not fit, has nothing left to spend.
+    spent: dict[str, Any] = {name: getattr(OFF, name) for name in SPENDING if name in open_names}
+    frugal = replace(settled, levers=replace(choice.levers, **spent))
     return Estimate(
         gpu=gpu,
         job=settled,
@@ -71,9 +77,9 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
         ledger=ledger,
         fit=fit,
         speed=compute_speed(settled, gpu),
-        max_length=find_max_length(settled, gpu),
-        max_length_all_levers=find_longest(settled, gpu)[0],
-        suggestion="" if fit.verdict == "fits" else suggest_levers(settled, gpu),
+        max_length=find_max_length(frugal, gpu),
+        max_length_all_levers=find_longest(frugal, gpu)[0],
+        suggestion="" if fit.verdict == "fits" else suggest_levers(frugal, gpu),
         better_ring=find_better_ring(settled, gpu),
     )
 

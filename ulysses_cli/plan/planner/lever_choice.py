@@ -15,7 +15,8 @@ from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.host import compute_saved_pinned
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.levers import Levers, count_most_offloaded
+from ulysses_cli.plan.ledger.weights import list_sub_groups
+from ulysses_cli.plan.levers import ALL_GROUPS, Levers, count_most_offloaded
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
@@ -32,6 +33,8 @@ COSTS = {
     "offload_optimizer": 64,
     "offload_param": 128,
 }
+SPENDING = ("large_tiles", "early_groups")  # what costs memory and no time, if there is some left
+NO_ROOM = "the GPU has no room for them"
 OFF = Levers()
 # At most this many bytes are freed by each saved byte that is offloaded. At present 1.05: the byte itself, and the
 # shares of the allocator and of the safety margin.
@@ -57,6 +60,9 @@ def read_levers(recipe: Recipe, shape: ModelShape) -> tuple[Levers, list[str]]:
     offloaded = memory.activation_offloading
     if isinstance(offloaded, bool):
         offloaded = count_most_offloaded(shape) if offloaded else 0
+    early = memory.overlap_optimizer
+    if isinstance(early, bool):
+        early = ALL_GROUPS if early else 0
     written: dict[str, Any] = {
         "head_chunks": memory.attention_head_chunks,
         "offloaded_layers": offloaded,
@@ -64,6 +70,8 @@ def read_levers(recipe: Recipe, shape: ModelShape) -> tuple[Levers, list[str]]:
         "tiled_loss": memory.tiled_loss,
         "offload_optimizer": memory.offload_optimizer,
         "offload_param": memory.offload_param,
+        "large_tiles": memory.large_tiles,
+        "early_groups": early,
     }
     open_names = [name for name, value in written.items() if value == "auto"]
     settled = {name: value for name, value in written.items() if value != "auto"}
@@ -86,9 +94,56 @@ def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> LeverChoice:
         least = judge_levers(chosen)
         if least is not None and least.spare_bytes >= 0 and "offloaded_layers" in open_names:  # the host is the wall
             chosen, _ = offload_least(chosen, least, judge_levers)
+    chosen = spend_what_is_left(job, gpu, chosen, open_names)
     settled = replace(job, levers=chosen)
     fit = judge(settled, compute_ledger(settled), gpu)
     return LeverChoice(chosen, {name: _explain(settled, gpu, name, fit) for name in open_names}, fit)
+
+
+def spend_what_is_left(job: Job, gpu: Gpu, levers: Levers, open_names: Iterable[str] = SPENDING) -> Levers:
+    """Turns on what spends memory and saves time, as far as the job still fits. It is decided after all that frees
+    memory."""
+    most: dict[str, Any] = {
+        "large_tiles": int(levers.tiled_mlp or levers.tiled_loss),
+        "early_groups": 0 if _find_no_early(replace(job, levers=levers)) else count_groups(job) - 1,
+    }
+    for name in open_names:
+        if name in SPENDING:
+            levers = _spend_most(job, gpu, levers, name, most[name])
+    return levers
+
+
+def _spend_most(job: Job, gpu: Gpu, levers: Levers, name: str, most: int) -> Levers:
+    """The largest value of a lever, up to `most`, with which the job fits."""
+
+    def spend(value: int) -> Levers:
+        spent: dict[str, Any] = {name: type(getattr(OFF, name))(value)}
+        return replace(levers, **spent)
+
+    def holds(value: int) -> bool:
+        fit = _judge(job, gpu, spend(value))
+        return fit is not None and fit.verdict == "fits"
+
+    if not most or holds(most):
+        return spend(most)
+    low, high = 0, most  # of which `low` is as it was
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return spend(low)
+
+
+def count_groups(job: Job) -> int:
+    return len(list_sub_groups(job.weights, job.world_size, job.engine.sub_group))
+
+
+def _find_no_early(job: Job) -> str:
+    """Why no group of the optimizer could step early, or ''."""
+    if job.levers.offload_optimizer != "cpu":
+        return "the optimizer is not in host memory"
+    if job.zero_stage != 3:
+        return f"stage {job.zero_stage} steps all weights at once"
+    return "a rank's weights are one group" if count_groups(job) == 1 else ""
 
 
 def find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> Levers | None:
@@ -213,6 +268,7 @@ def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
         "offload_optimizer": ["none", "cpu"] if job.optim == "adamw" else ["none"],
         "gradient_checkpointing": [given.gradient_checkpointing, True, "full"],
         "offload_param": ["none", "cpu"] if job.zero_stage == 3 else ["none"],
+        **{name: [getattr(OFF, name)] for name in SPENDING},
     }
     for values in product(*(dict.fromkeys((*options[name], getattr(given, name))) for name in open_names)):
         levers = replace(given, **dict(zip(open_names, values, strict=True)))
@@ -232,6 +288,8 @@ def _count_peak(job: Job) -> tuple[bool, int]:
 
 def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
     """The reason for one lever. If it is on: the peak without it. If it is off: that it is not needed or of no use."""
+    if name in SPENDING:
+        return _explain_spending(job, gpu, name, fit)
     off = getattr(OFF, name)
     value = getattr(job.levers, name)
     room = f"{gpu.memory_bytes / GIB:.1f} GiB"
@@ -245,3 +303,15 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
     peak = compute_ledger(without).gpu_peak_bytes
     gain = f"without it the peak would be {peak / GIB:.1f} of {room}, with it {fit.gpu_peak_bytes / GIB:.1f}"
     return f"{value} of {format_count(job.shape.num_layers, 'layer')}; {gain}" if name == "offloaded_layers" else gain
+
+
+def _explain_spending(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
+    value, levers = getattr(job.levers, name), job.levers
+    if name == "large_tiles":
+        if not levers.tiled_mlp and not levers.tiled_loss:
+            return "nothing is tiled"
+        return f"the peak is {fit.gpu_peak_bytes / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB" if value else NO_ROOM
+    if reason := _find_no_early(job):
+        return reason
+    room = f"of {format_count(count_groups(job), 'group')}; the host has room for copies, from which they are undone"
+    return f"{value} {room}" if value else "the host has no room for copies"

@@ -25,6 +25,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     list_ranked_levers,
     list_smallest,
     offload_least,
+    spend_what_is_left,
     walk_fits,
 )
 from ulysses_cli.plan.planner.rings import MAX_RING, explain_rings, keep_rings_that_win, list_sp_layouts
@@ -167,8 +168,12 @@ def _try_levers(request: PlanRequest, job: Job, gpus: Sequence[Gpu]) -> Iterator
             if chosen is not None and chosen[1].spare_bytes >= 0:  # the host is the wall: offload only what must leave
                 chosen = offload_least(*chosen, judge_levers)
         if chosen is not None:
-            tried = replace(job, levers=chosen[0])
-            yield Candidate(gpu, tried, chosen[1], compute_speed(tried, gpu), request.num_tokens)
+            levers, fit = chosen
+            if fit.verdict == "fits":
+                levers = spend_what_is_left(job, gpu, levers)
+                fit = judge_levers(levers) or fit
+            tried = replace(job, levers=levers)
+            yield Candidate(gpu, tried, fit, compute_speed(tried, gpu), request.num_tokens)
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,15 @@ class Memory(Section):
     offload_param: Literal["auto", "none", "cpu", "nvme"] = setting(
         "auto", "where parameters are kept if not on the GPU", spellings={None: "none", False: "none"}
     )
+    large_tiles: bool | Literal["auto"] = setting(
+        "auto", "tiles of at least 2,048 tokens, 4,096 for small models; auto = where the GPU has room"
+    )
+    overlap_optimizer: bool | Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = setting(
+        "auto",
+        "with offload_optimizer: cpu, groups of 125 million weights that are updated while the backward goes on; each "
+        "takes 1.4 GiB more of host memory; true = all, auto = as many as the host has room for",
+        unit="groups",
+    )
     nvme_path: str | None = text(None, "folder on a fast local disk, for nvme", unit="path")
 
 

@@ -38,6 +38,21 @@ def check_optimizer(recipe: Recipe) -> Problems:
         )
 
 
+def check_overlap(recipe: Recipe) -> Problems:
+    """Early steps of the optimizer are made on the host, for groups of weights as ZeRO-3 has them."""
+    memory, stage = recipe.memory, recipe.parallel.zero_stage
+    if memory.overlap_optimizer == "auto" or not memory.overlap_optimizer:
+        return
+    if memory.offload_optimizer in ("none", "nvme"):
+        what = (
+            f"is not used: it needs the optimizer in host memory, and offload_optimizer is {memory.offload_optimizer}"
+        )
+        yield Problem("memory.overlap_optimizer", what, "set memory.offload_optimizer: cpu, or leave it out")
+    if stage < 3:
+        what = f"needs ZeRO stage 3; stage {stage} steps all weights at once, when the backward is over"
+        yield Problem("memory.overlap_optimizer", what, "set parallel.zero_stage: 3, or leave it out")
+
+
 def check_steps(recipe: Recipe) -> Problems:
     """The length of the run and of its warm-up is given once."""
     train = recipe.train
@@ -180,6 +195,7 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_notice,
     check_hub_model,
     check_optimizer,
+    check_overlap,
     check_steps,
     check_schedule,
     check_evaluation,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -245,6 +246,15 @@ class HostAdam(torch.optim.Optimizer):
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
 
 
+class AtOnce(Executor):
+    """Runs in the caller's thread, where allocations are counted."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
+
+
 def replace_everywhere(function: Callable[..., Any], stand_in: Callable[..., Any], package: str) -> None:
     """Replaces a function in each loaded module of a package that imported it by name."""
     for name, module in list(sys.modules.items()):
@@ -333,7 +343,7 @@ def make_parts() -> Parts:
         kernels[CONVOLUTION] = RecurrenceChoice("by document", "traced")
         return by_name | {name: choice for name, choice in kernels.items() if name in functions}
 
-    return RealParts(make_weights, add_adapters, choose, choose_ways, choose_recurrences)
+    return RealParts(make_weights, add_adapters, choose, choose_ways, choose_recurrences, AtOnce)
 
 
 def replace_parts(max_tiles: int) -> None:

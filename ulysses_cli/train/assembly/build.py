@@ -38,7 +38,9 @@ from ulysses_cli.train.elementwise.choice import describe
 from ulysses_cli.train.elementwise.interface import serve_elementwise
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.finiteness import WORDS, find_file, find_nonfinite
+from ulysses_cli.train.optimizer.early_steps import EarlySteps
 from ulysses_cli.train.optimizer.shards import get_shape
+from ulysses_cli.train.optimizer.unlocked_adam import unlock
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
 from ulysses_cli.train.telemetry.clock import count_as, watch_module
@@ -97,6 +99,9 @@ def build(
     wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config, dist_init_required=False)
     if hasattr(wrapped.optimizer, "check_grad_overflow"):
         wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 check float32 gradients for NaN only with this
+    if plan.levers.early_groups and plan.levers.offload_optimizer == "cpu":
+        unlock(optimizer)
+        EarlySteps(wrapped.optimizer, device, parts.make_executor(), plan.levers.early_groups)
     check_head(model, head_rule, groups, device)
     _watch(wrapped, module)
     engine = Engine(wrapped, groups, device, make_schedule(recipe.train, num_steps), _clear_module_stack)

@@ -30,7 +30,9 @@ def apply_levers(model: Any, plan: RunPlan, rule: HeadRule, device: torch.device
         gather_whole = partial(set_z3_leaf_module, flag=True)
     try:
         if levers.tiled_mlp:
-            count_tiles = partial(compute_num_mlp_tiles, hidden_size=plan.shape.hidden_size)
+            count_tiles = partial(
+                compute_num_mlp_tiles, hidden_size=plan.shape.hidden_size, is_large=levers.large_tiles
+            )
             tile_mlps(model, count_tiles, gather_whole)
             tile_norms(model, count_tiles)
         if levers.gradient_checkpointing:
@@ -43,4 +45,5 @@ def apply_levers(model: Any, plan: RunPlan, rule: HeadRule, device: torch.device
     if not levers.tiled_loss:
         return PlainLoss(head, rule)
     tokens = plan.recipe.train.per_device_train_batch_size * plan.resolved.local_tokens
-    return make_tiled_loss(head, rule, compute_loss_tile_tokens(tokens, plan.shape.vocab_size), gather_whole)
+    tile = compute_loss_tile_tokens(tokens, plan.shape.vocab_size, plan.shape.hidden_size, is_large=levers.large_tiles)
+    return make_tiled_loss(head, rule, tile, gather_whole)

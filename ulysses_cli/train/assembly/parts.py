@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -109,6 +110,11 @@ def choose_common_ways(plan: RunPlan, groups: Groups, device: torch.device) -> E
     return choose_on_first(groups, lambda: choose_ways(device, getattr(torch, recipe.model.dtype), widths))
 
 
+def make_thread() -> Executor:
+    """Runs one step of the optimizer at a time beside the backward."""
+    return ThreadPoolExecutor(1, "early-steps")
+
+
 @dataclass(frozen=True)
 class Parts:
     load_weights: Callable[[Recipe, PretrainedConfig, str, torch.device], Any] = load_weights
@@ -116,6 +122,7 @@ class Parts:
     choose_kernel: Callable[[RunPlan, Groups, torch.device, LengthMix], KernelChoice] = choose_common_kernel
     choose_ways: Callable[[RunPlan, Groups, torch.device], ElementwiseChoice] = choose_common_ways
     choose_recurrences: Choose = choose_recurrences
+    make_executor: Callable[[], Executor] = make_thread
 
 
 REAL_PARTS = Parts()

@@ -212,10 +212,20 @@ def compute_host_optimizer_pinned(job: Job) -> int:
 
 
 def compute_host_optimizer_pageable(job: Job) -> int:
-    """Per rank: master weights 4 N / W and Adam 8 N / W, in ordinary memory; below stage 3 Adam alone."""
+    """Per rank: master weights 4 N / W and Adam 8 N / W, in ordinary memory; below stage 3 Adam alone. And
+    copies of 12 bytes per weight that steps early (train/optimizer/early_steps.py)."""
     if job.levers.offload_optimizer != "cpu":
         return 0
-    return (12 if job.zero_stage == 3 else 8) * count_shard(job.weights.num_trained, job.world_size)
+    own = 12 if job.zero_stage == 3 else 8
+    return own * count_shard(job.weights.num_trained, job.world_size) + 12 * sum(list_early_groups(job))
+
+
+def list_early_groups(job: Job) -> tuple[int, ...]:
+    """Elements of this rank's groups that may step early: the last ones, whose gradients come first. The first group
+    is complete when the backward is over."""
+    groups = list_sub_groups(job.weights, job.world_size, job.engine.sub_group)
+    num_early = min(job.levers.early_groups, len(groups) - 1)
+    return groups[len(groups) - num_early :] if job.levers.offload_optimizer == "cpu" else ()
 
 
 def compute_host_parameters(job: Job) -> int:

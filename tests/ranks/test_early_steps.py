@@ -1,0 +1,214 @@
+"""Tests that groups which step while the backward goes on end with the bits of DeepSpeed's own order: also in steps
+that are clipped, that have a gradient which is not finite, and after a resume."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.rank_pool import run_on_ranks
+from support.run_harness import RunHarness
+from support.tiers import mark_by
+from support.training import CONFIG, MemoryRows, make_recipe
+
+from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.train.loop import train
+from ulysses_cli.train.optimizer.early_steps import EarlySteps, keeps_gradients
+from ulysses_cli.train.optimizer.states import KINDS, list_flats
+from ulysses_cli.train.tensor_file import get_tensor
+
+NEEDS_ADAM = pytest.mark.operator("cpu_adam")
+ROWS = [[(40, 0), (20, 0)], [(64, 0)], [(5, 0), (9, 9), (3, 0), (20, 15)], [(50, 40)], [(30, 0), (30, 0)]]
+NUM_STEPS, BAD_STEP, SAVED = 8, 4, 3
+SMALL = ("memory.offload_optimizer=cpu", "deepspeed.zero_optimization.sub_group_size=4000")
+BUCKET = "deepspeed.zero_optimization.reduce_bucket_size=4000"  # gradients leave in many pieces, as a large model's do
+
+
+class AtOnce(Executor):
+    """Steps each group as soon as it may, so that what is early does not depend on threads."""
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
+
+
+def make(*overrides: str, overlap: bool) -> Recipe:
+    words = ("train.learning_rate=0.01", "train.lr_scheduler_type=constant", f"memory.overlap_optimizer={overlap}")
+    return make_recipe(*SMALL, BUCKET, *words, *overrides, config=CONFIG)
+
+
+def get_early(harness: RunHarness) -> EarlySteps | None:
+    owner = getattr(harness.built.engine.wrapped.optimizer.step, "__self__", None)
+    return owner if isinstance(owner, EarlySteps) else None
+
+
+def spoil_gradient(harness: RunHarness) -> None:
+    """In one step the embedding's gradient, the last of all, is not a number."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * math.nan if harness.train_state.step == BAD_STEP else gradient
+
+    def hook(_: Any, __: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(spoil)
+
+    harness.built.module.model.get_input_embeddings().register_forward_hook(hook)
+
+
+def read_states(harness: RunHarness) -> list[torch.Tensor]:
+    optimizer = harness.built.engine.wrapped.optimizer
+    counts = [torch.tensor(float(optimizer.optimizer.state[flat.master]["step"])) for flat in list_flats(optimizer)]  # type: ignore[attr-defined]
+    flats = list_flats(optimizer)
+    return [*(get_tensor(flat.read(kind, 0, flat.numel)).clone() for flat in flats for kind in KINDS), *counts]
+
+
+Outcome = tuple[list[list[torch.Tensor]], list[float], list[int]]
+
+
+def run(recipe: Recipe, waits: bool = False, forgets: bool = False) -> Outcome:
+    """Returns states after each step, norms, and how many early steps of groups were kept in each step."""
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS)
+    early = get_early(harness)
+    if early is not None and not waits:
+        early.executor = AtOnce()
+    if early is not None and forgets:
+        early._undo = early.stepped.remove  # type: ignore[method-assign]
+    spoil_gradient(harness)
+    states, norms, kept = [], [], []
+    for step in range(1, NUM_STEPS + 1):
+        before = early.num_kept if early is not None else 0
+        harness.train_state.num_steps = step
+        train(harness.train_state)
+        states.append([*read_states(harness), *harness.read_weights().values()])
+        norms.append(harness.results[-1].update.grad_norm)
+        kept.append(early.num_kept - before if early is not None else 0)
+    return states, norms, kept
+
+
+def is_same(ours: Outcome, right: Outcome) -> bool:
+    pairs = zip(ours[0], right[0], strict=True)
+    return all(torch.equal(a, b) for own, other in pairs for a, b in zip(own, other, strict=True))
+
+
+def choose_limit(num_ranks: int, *words: str) -> float:
+    """A limit that clips the larger half of the norms."""
+    _, norms, _ = run_on_ranks(num_ranks, run, make(*words, "train.max_grad_norm=0", overlap=False))[0]
+    finite = sorted(norm for norm in norms if math.isfinite(norm))
+    assert len(finite) == NUM_STEPS - 1
+    return finite[len(finite) // 2]
+
+
+CASES = {
+    "one rank": (1, ()),
+    "two ranks": (2, ("parallel.sp_size=2",)),
+    "two micro-steps": (2, ("parallel.dp_shard_size=2", "train.gradient_accumulation_steps=2")),
+    "bfloat16": (2, ("parallel.sp_size=2", "model.dtype=bfloat16")),
+    "weights on the host": (1, ("memory.offload_param=cpu",)),
+    "tiles": (2, ("parallel.sp_size=2", "memory.tiled_mlp=true", "memory.tiled_loss=true")),
+    "adapters": (2, ("parallel.sp_size=2", "lora.r=8")),
+}
+
+
+@NEEDS_ADAM
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=mark_by(False, name in ("one rank", "two ranks"))) for name in CASES]
+)
+def test_early_steps_change_no_bit(case: str) -> None:
+    num_ranks, words = CASES[case]
+    words = (*words, f"train.max_grad_norm={choose_limit(num_ranks, *words)}")
+    expected = run_on_ranks(num_ranks, run, make(*words, overlap=False))
+    for waits in (False, True):
+        for ours, right in zip(run_on_ranks(num_ranks, run, make(*words, overlap=True), waits), expected, strict=True):
+            assert is_same(ours, right)
+            if not waits:
+                kept = ours[2]
+                assert any(kept), "no group stepped early"
+                assert kept[BAD_STEP] == 0
+                assert 0 in kept[:BAD_STEP] + kept[BAD_STEP + 1 :], "no step was clipped"
+
+
+@NEEDS_ADAM
+@pytest.mark.check
+def test_an_early_step_that_is_not_undone_is_noticed() -> None:
+    words = ("train.max_grad_norm=0",)
+    expected = run_on_ranks(1, run, make(*words, overlap=False))[0]
+    faulty = run_on_ranks(1, run, make(*words, overlap=True), False, True)[0]
+    assert not is_same(faulty, expected)
+    before = ([*faulty[0][:BAD_STEP]], *faulty[1:]), ([*expected[0][:BAD_STEP]], *expected[1:])
+    assert is_same(*before)
+
+
+def train_and_save(recipe: Recipe, folder: str) -> list[list[torch.Tensor]]:
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    harness.train_state.num_steps = SAVED
+    train(harness.train_state)
+    harness.saves.save(harness.train_state)
+    harness.train_state.num_steps = NUM_STEPS
+    train(harness.train_state)
+    return [read_states(harness)]
+
+
+def resume(recipe: Recipe, folder: str) -> list[list[torch.Tensor]]:
+    harness = RunHarness(recipe, MemoryRows(ROWS), NUM_STEPS, folder)
+    harness.rehearse(Path(folder) / "rehearsal")
+    point = ResumePoint(Path(folder) / "checkpoints" / f"step-{SAVED}", {}, is_own=True)
+    harness.saves.resume(harness.train_state, point)
+    train(harness.train_state)
+    return [read_states(harness)]
+
+
+@NEEDS_ADAM
+@pytest.mark.full
+@pytest.mark.parametrize("overlaps", [(False, True), (True, False), (True, True)])
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, overlaps: tuple[bool, bool]) -> None:
+    writes, reads = (make("parallel.sp_size=2", "train.max_grad_norm=0.5", overlap=each) for each in overlaps)
+    expected = run_on_ranks(2, train_and_save, writes, str(tmp_path))
+    for (ours,), (right,) in zip(run_on_ranks(2, resume, reads, str(tmp_path)), expected, strict=True):
+        assert all(torch.equal(own, other) for own, other in zip(ours, right, strict=True))
+
+
+@pytest.mark.parametrize(("norm", "limit"), [(0.5, 1.0), (1.0, 1.0), (0.9999995, 1.0), (3.0, 0.0), (7.0, 2.0)])
+def test_gradients_are_kept_where_deepspeed_multiplies_by_one(norm: float, limit: float) -> None:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    class Group:
+        grad = torch.linspace(-1, 1, 100)
+
+    class Zero:
+        clip_grad, loss_scale, fp32_partitioned_groups_flat = limit, 1.0, (Group,)
+
+    scaled = Group.grad.clone()
+    Group.grad = scaled.clone()
+    DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads(Zero(), 0, torch.tensor(norm))
+    assert torch.equal(Group.grad, scaled) == keeps_gradients(torch.tensor(norm), 1.0, limit)
+
+
+@NEEDS_ADAM
+@pytest.mark.check
+def test_adam_without_pythons_lock_is_deepspeeds() -> None:
+    assert run_on_ranks(1, step_unlocked)[0] == [True, True, True]
+
+
+def step_unlocked() -> list[bool]:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from ulysses_cli.train.optimizer.unlocked_adam import UnlockedAdam, unlock
+
+    sides = []
+    for unlocks in (False, True):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(100_001))
+        optimizer = DeepSpeedCPUAdam([weight], lr=0.01, betas=(0.85, 0.97), weight_decay=0.1)
+        assert not unlocks or unlock(optimizer)
+        for _ in range(3):
+            weight.grad = torch.randn_like(weight)
+            optimizer.step()
+        sides.append((weight.data, optimizer.state[weight]["exp_avg"], isinstance(optimizer.ds_opt_adam, UnlockedAdam)))
+    (weights, moments, was_unlocked), (others, other_moments, is_unlocked) = sides
+    return [torch.equal(weights, others), torch.equal(moments, other_moments), is_unlocked and not was_unlocked]
