@@ -55,6 +55,23 @@ def measure_case(case: str) -> int:
     return max(run_on_ranks(num_ranks, measure_step, make_case({}, *overrides)))
 
 
+WHOLE = "lora.modules_to_save=[embed_tokens,lm_head,norm]"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((WHOLE, *TILES[1:]), marks=pytest.mark.check),
+        pytest.param((WHOLE,), marks=pytest.mark.full),
+        pytest.param((WHOLE, *TILES[1:], "parallel.zero_stage=2"), marks=pytest.mark.full),
+    ],
+    ids=["ZeRO-3", "whole logits", "ZeRO-2"],
+)
+def test_the_formula_counts_parts_that_are_trained_whole(words: tuple[str, ...]) -> None:
+    recipe = make_case({}, "parallel.sp_size=2", "lora.r=8", *words)
+    assert predict_step(recipe) == pytest.approx(trace_step(recipe), rel=0.03)
+
+
 def list_cases(quick: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name == quick else pytest.mark.full) for name in CASES]
 

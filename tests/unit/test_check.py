@@ -306,6 +306,32 @@ def test_check_quantized_base() -> None:
         check("lora.quantize_base=fp4")
 
 
+def test_check_whole_parts() -> None:
+    assert check("lora.modules_to_save=[embed_tokens,lm_head,norm]") == []
+    assert only("lora.modules_to_save=[norm,norm]").endswith("names a part twice\n\nhint: name each part once")
+    with pytest.raises(RecipeError, match="'wte' is not `embed_tokens`, `lm_head` or `norm`"):
+        check("lora.modules_to_save=[wte]")
+
+
+def test_check_dora() -> None:
+    settled = ("memory={tiled_loss: true, tiled_mlp: true, attention_head_chunks: 1, activation_offloading: false, "
+               "offload_optimizer: none, offload_param: none}")  # fmt: skip
+    dora = ("lora.use_dora=true", settled)
+    assert check(*dora, "parallel.zero_stage=2") == []
+    assert only(*dora).endswith("hint: write parallel.zero_stage: 2, or use lora.use_rslora")
+    assert "are those of rounded weights" in only(*dora, "parallel.zero_stage=2", "lora.quantize_base=nf4")
+    open_lever = only(*dora, "parallel.zero_stage=2", "memory.tiled_mlp=auto")
+    assert "memory.tiled_mlp: is auto, which the ledger settles" in open_lever
+    assert check(*dora, "parallel.zero_stage=2", "memory.tiled_mlp=auto", "run.device=cpu") == []
+
+
+def test_a_score_needs_its_questions() -> None:
+    missing = only("run.keep_best=score")
+    assert missing.endswith("hint: write run.eval_suite: [niah_single_1] and run.eval_suite_steps: 100")
+    asked = ("run.eval_suite=[vt]", "run.eval_suite_steps=10", "run.eval_suite_lengths=[2Ki]")
+    assert check("run.keep_best=eval_suite", "run.early_stopping_patience=2", *asked) == []
+
+
 def test_check_model_choice() -> None:
     hint = "\n\nhint: write run.eval_steps, and data.eval_split: 0.01"
     for wish in ("run.keep_best=eval_loss", "run.early_stopping_patience=3"):

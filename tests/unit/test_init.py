@@ -91,6 +91,7 @@ def test_a_base_in_4_bits_is_an_answer_and_what_the_planner_takes_last(texts: Pa
     refused = invoke("init", "experts.yaml", *experts, "--method", "qlora")
     assert refused.returncode == 2
     assert "--method: the experts of" in refused.stderr
+    assert "hint: use --method lora" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,8 @@ def _choose(
     for is_lora, quantize_base in TRIED[method]:
         answers = replace(answers, is_lora=is_lora, quantize_base=quantize_base)
         request = make_request(shape, answers)
-        refused = [replace(each, key="--method") for each in check_quantized_base(make_plan_recipe(request), shape)]
+        found_wrong = check_quantized_base(make_plan_recipe(request), shape)
+        refused = [replace(each, key="--method", hint="use --method lora") for each in found_wrong]
         if refused and method is MethodAnswer.auto:
             continue  # this model's base stays in 16 bits: the walls are those of the method before
         result = None if refused else search(request, [offer])

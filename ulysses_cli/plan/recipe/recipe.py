@@ -261,7 +261,7 @@ class Run(Section):
         "that checkpoint",
         unit="measure",
         aliases=("metric_for_best_model",),
-        spellings={True: "eval_loss", False: None, "none": None, "loss": "eval_loss"},
+        spellings={True: "eval_loss", False: None, "none": None, "loss": "eval_loss", "score": "eval_suite"},
     )
     export_best: bool = setting(
         False, "the model is that of the best evaluation, not of the last step", aliases=("load_best_model_at_end",)

@@ -79,7 +79,7 @@ def check_dora(recipe: Recipe, shape: ModelShape) -> Problems:
         yield Problem(
             f"memory.{left_open[0]}",
             f"is auto, which the ledger settles, and it has no formula for {key}",
-            f"write {' and '.join(left_open)}; estimate-memory --trace counts the memory of what you write",
+            f"write {', '.join(left_open)}; estimate-memory --trace counts the memory of what you write",
         )
 
 
