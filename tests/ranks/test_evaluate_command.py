@@ -14,8 +14,8 @@ from support.small_run import BYTES_CONFIG
 from test_generation import PlainForward, make_axis, make_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ulysses_cli.plan.generation import count_cache_bytes
 from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.generation import count_cache_bytes
 from ulysses_cli.train.generation.decoding import Generator
 
 LONG = {**BYTES_CONFIG, "max_position_embeddings": 4096}

@@ -57,3 +57,38 @@ def test_a_wrong_input_ends_with_2(tmp_path: Path, words: tuple[str, ...], messa
     result = run("evaluate", "model", *WORDS, "--tokenizer", "bytes", *words, cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert message in json.loads(result.stdout)["problems"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none"}, "torchrun started this command once for each process"),
+        ({"NNODES": "2"}, "the environment tells of 2 machines (NNODES)"),
+        (
+            {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"},
+            "SLURM tells of 2 machines (SLURM_STEP_NUM_NODES)",
+        ),
+        (
+            {"SLURM_STEP_NODELIST": "a1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "8"},
+            "SLURM started this command 8 times here",
+        ),
+    ],
+)
+def test_several_machines_or_processes_end_with_2(environment: dict[str, str], message: str, tmp_path: Path) -> None:
+    result = run("evaluate", str(tmp_path), *WORDS, **environment)
+    assert result.returncode == 2
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert message in problem["message"]
+    assert problem["hint"].startswith("start ulysses evaluate once, on one machine")
+
+
+def test_a_quantized_model_is_refused_by_name(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**{**BYTES_CONFIG, "max_position_embeddings": 4096})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stored, "quantization_config": {"quant_method": "gptq"}}))
+    result = run("evaluate", str(tmp_path), *WORDS, "--tokenizer", "bytes")
+    assert result.returncode == 2
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert "are quantized by gptq" in problem["message"]
+    assert problem["hint"] == "name the same model in bfloat16"

@@ -120,7 +120,14 @@ def compare(model_type: str, kind: str, chunks: int = 1) -> float:
 
 FAMILIES = [*ATTENTION_ONLY, *HYBRIDS]
 QUICK = [("gemma2", 2, "several")]
-CHECKED = [("gpt_oss", 2, "several"), ("qwen3_next", 2, "several"), ("llama", 4, "one"), ("granitemoehybrid", 2, "one")]
+# of each kind of layer and each feature of attention: windows, sinks, softcaps, latents, layers of several head sizes
+CHECKED = [
+    ("llama", 4, "one"),
+    *((name, 4, "several") for name in ("gemma2", "gpt_oss", "lfm2")),
+    *((name, 2, "several") for name in ("gpt_oss", "qwen3_next", "kimi_linear", "deepseek_v3", "gemma4_text")),
+    *((name, 2, "one") for name in ("granitemoehybrid", "lfm2")),
+    *((name, 4, "one") for name in ("qwen3_next", "bamba", "bailing_hybrid", "gemma3_text")),
+]
 CASES = [
     pytest.param(
         name, num_ranks, kind, marks=mark_by((name, num_ranks, kind) in QUICK, (name, num_ranks, kind) in CHECKED)

@@ -61,7 +61,7 @@ ORDER: dict[str, list[str]] = {
             "secrets",
             "schedule",
         ),
-        *("recipe", "attention", "ds_config", "resolved", "generation", "step_parts", "tiles", "ledger", "rules"),
+        *("recipe", "attention", "ds_config", "resolved", "step_parts", "tiles", "ledger", "rules"),
         *("speed", "planner"),
     ],
     "evaluate": [

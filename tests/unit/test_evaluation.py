@@ -89,7 +89,7 @@ def test_samples_are_exactly_as_long_as_asked(kind: str) -> None:
     for prompt in prompts:
         sample = prompt.sample
         assert len(prompt.tokens) + sample.max_new_tokens == prompt.length
-        assert prompt.tokens == tuple(prompter.encode(sample)[0])
+        assert prompt.tokens == tuple(prompter.encode(sample))
         answer = RIGHT.get(sample.task, " ".join)(sample.references)
         assert score(sample, answer) == 1
         assert score(sample, "I do not know.") == 0

@@ -93,6 +93,8 @@ def evaluate(
       ulysses evaluate my/model --suite longbench-v2 --path THUDM/LongBench-v2 --format json
       ulysses evaluate my/model --suite niah --max-length 32Ki --against-retrieval
     """
+    import os
+
     from ulysses_cli.commands.bench import read_numbers
     from ulysses_cli.commands.children.answering import (
         ModelQuestion,
@@ -106,12 +108,13 @@ def evaluate(
     from ulysses_cli.evaluate.files import FILE_SUITES
     from ulysses_cli.evaluate.losses import TASK as LOSS
     from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, HARNESS, SUITES, Sources, plan_suites
-    from ulysses_cli.launch import launcher
+    from ulysses_cli.launch import environments, launcher
     from ulysses_cli.launch.suite_files import find_suite_path
-    from ulysses_cli.plan.generation import predict
+    from ulysses_cli.plan.planner.generation import predict
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, quality
 
+    or_exit(lambda: environments.check_one_process(os.environ, "evaluate"), output)
     lengths = or_exit(lambda: read_numbers("--max-length", max_length, []), output)
     budgets = or_exit(lambda: read_numbers("--budget", budget, []), output) if against_retrieval else []
     suites = [word.strip() for word in suite.split(",") if word.strip()]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 
 FILLS = (" so", " and", " the", " it", " a", ".", ",", "a", "x")  # texts that may add one token each time
 MAX_TRIES = 30
+MAX_REMEMBERED = 200_000  # words whose number of tokens is remembered
 PLACEHOLDER = "\u2983content\u2984"
 
 
@@ -59,6 +61,8 @@ class Prompter:
             if not found:
                 message = "the chat template does not show a user's message as it is"
                 raise RecipeError([Problem("--chat-template", message, "add --no-chat-template")])
+        self._fast: Any = getattr(tokenizer, "_tokenizer", None)  # of the tokenizers library
+        self._counts: dict[str, int] = {}
         self.fill = self._find_fill()
 
     def render(self, sample: Sample) -> tuple[str, int]:
@@ -67,22 +71,44 @@ class Prompter:
             return f"{self.head}{sample.content}{self.tail}{sample.answer_prefix.lstrip()}", len(self.head)
         return f"{sample.content}\n{sample.answer_prefix.strip()}".rstrip(), 0
 
-    def encode(self, sample: Sample) -> tuple[list[int], Any]:
-        """Returns tokens, and the tokenizer's own result. Special tokens are added where no template writes them."""
+    def encode(self, sample: Sample) -> list[int]:
+        """Returns the prompt's tokens. Special tokens are added where no template writes them."""
         text, _ = self.render(sample)
         adds = not (self.with_template and sample.with_template)
-        encoded = self.tokenizer(text, add_special_tokens=adds)
-        tokens: list[int] = list(encoded["input_ids"])
+        tokens = self._tokenize([text], adds)[0]
         end = getattr(self.tokenizer, "eos_token_id", None)
         if adds and len(tokens) > 1 and tokens[-1] == end:
             tokens.pop()  # an end of the text would end the prompt
-        return tokens, encoded
+        return tokens
 
-    def make(self, sample: Sample, index: int = 0, length: int = 0, way: str = "") -> TaskPrompt:
-        tokens, encoded = self.encode(sample)
-        _, begin = self.render(sample)
-        places = (self._find_token(encoded, begin + mark) for mark, _ in sample.evidence)
-        depths = tuple(round(place / len(tokens), 4) for place in places if place is not None)
+    def _tokenize(self, texts: Sequence[str], adds_special: bool) -> list[list[int]]:
+        if self._fast is None:
+            return [list(self.tokenizer(text, add_special_tokens=adds_special)["input_ids"]) for text in texts]
+        # without offsets, which take as long as the tokens
+        found = self._fast.encode_batch_fast(list(texts), add_special_tokens=adds_special)
+        return [each.ids for each in found]
+
+    def count_tokens(self, text: str) -> int:
+        """Counts a text's tokens word by word, each with the space before it. That is quick, since words come again and
+        again, but an estimate: not every tokenizer cuts before each space."""
+        first, *words = text.split(" ")
+        fragments = Counter(words)
+        if len(self._counts) > MAX_REMEMBERED:
+            self._counts.clear()
+        new = [word for word in fragments if word not in self._counts]
+        self._counts.update(zip(new, map(len, self._tokenize([f" {word}" for word in new], False)), strict=True))
+        own = len(self._tokenize([first], False)[0])
+        return own + sum(self._counts[word] * number for word, number in fragments.items())
+
+    def make(
+        self, sample: Sample, index: int = 0, length: int = 0, way: str = "", tokens: Sequence[int] | None = None
+    ) -> TaskPrompt:
+        """`tokens`: the prompt's, where they are known."""
+        tokens = self.encode(sample) if tokens is None else tokens
+        text, begin = self.render(sample)
+        # as shares of one estimate, so that what it misses in the whole text does not move a mark
+        whole = self.count_tokens(text) if sample.evidence else 0
+        depths = tuple(round(self.count_tokens(text[: begin + mark]) / whole, 4) for mark, _ in sample.evidence)
         return TaskPrompt(sample, tuple(tokens), depths, index, length, way)
 
     def encode_answer(self, prompt: TaskPrompt, answer: str) -> list[int]:
@@ -95,15 +121,6 @@ class Prompter:
         before = self.tokenizer(last, **adds)["input_ids"]
         whole = self.tokenizer(joined + answer, **adds)["input_ids"]
         return list(whole[len(before) :]) if whole[: len(before)] == before else []
-
-    @staticmethod
-    def _find_token(encoded: Any, character: int) -> int | None:
-        find = getattr(encoded, "char_to_token", None)
-        try:
-            place = find(character) if find is not None else None
-        except ValueError:  # a tokenizer in Python keeps no offsets
-            return None
-        return None if place is None else int(place)
 
     def _find_fill(self) -> str:
         for fill in FILLS:
@@ -122,20 +139,25 @@ class Fitter:
     none depends on which others are made."""
 
     prompter: Prompter
-    fitted: dict[tuple[str, int], tuple[int, int, float]] = field(default_factory=dict)
+    fitted: dict[tuple[str, int], tuple[int, int, float, int]] = field(default_factory=dict)
 
     def fit(self, name: str, draft: Draft, length: int, index: int) -> TaskPrompt:
-        """`length` includes the tokens of the answer."""
+        """`length` includes the tokens of the answer. The search counts words; what it finds is proven by one
+        tokenization of the whole prompt, which also says by how much the count is off."""
         key = name, length
-        num_units, num_fill, slope = self.fitted.get(key) or self._estimate(draft, length)
+        num_units, num_fill, slope, excess = self.fitted.get(key) or self._estimate(draft, length)
         fill = self.prompter.fill
         for number in range(MAX_TRIES):
             sample = draft(num_units, fill * num_fill)
-            tokens, _ = self.prompter.encode(sample)
-            missing = length - sample.max_new_tokens - len(tokens)
+            wanted = length - sample.max_new_tokens
+            counted = self.prompter.count_tokens(self.prompter.render(sample)[0])
+            missing = wanted - counted - excess
             if not missing:
-                self.fitted.setdefault(key, (num_units, num_fill, slope))
-                return self.prompter.make(sample, index, length)
+                tokens = self.prompter.encode(sample)
+                if len(tokens) == wanted:
+                    self.fitted.setdefault(key, (num_units, num_fill, slope, excess))
+                    return self.prompter.make(sample, index, length, tokens=tokens)
+                excess, missing = len(tokens) - counted, wanted - len(tokens)
             most = slope + 4 if number < MAX_TRIES // 2 else 4 * slope + 64  # units may not all have one length
             if 0 <= num_fill + missing <= most:
                 num_fill += missing
@@ -148,19 +170,22 @@ class Fitter:
             num_units, num_fill = num_units + (change or (1 if missing > 0 else -1)), 0
         raise RecipeError([_describe_misfit(name, length, draft, self.prompter)])
 
-    def _estimate(self, draft: Draft, length: int) -> tuple[int, int, float]:
+    def _estimate(self, draft: Draft, length: int) -> tuple[int, int, float, int]:
+        """Returns units, fill, tokens of a unit, and what the count of words misses, from two drafts."""
         sizes = []
         few = max(4, length // 400)
         for number in (few, 2 * few):
             sample = draft(number, "")
-            sizes.append(len(self.prompter.encode(sample)[0]) + sample.max_new_tokens)
+            sizes.append(len(self.prompter.encode(sample)))
+        excess = sizes[1] - self.prompter.count_tokens(self.prompter.render(sample)[0])
         slope = max(0.01, (sizes[1] - sizes[0]) / few)
-        return max(0, few + int((length - sizes[0]) // slope)), 0, max(1.0, slope)
+        num_units = max(0, few + int((length - sizes[0] - sample.max_new_tokens) // slope))
+        return num_units, 0, max(1.0, slope), excess
 
 
 def _describe_misfit(name: str, length: int, draft: Draft, prompter: Prompter) -> Problem:
     sample = draft(0, "")
-    least = len(prompter.encode(sample)[0]) + sample.max_new_tokens
+    least = len(prompter.encode(sample)) + sample.max_new_tokens
     if least > length:
         message = f"{name} needs at least {least:,} tokens, {sample.max_new_tokens} of them for the answer"
         return Problem(

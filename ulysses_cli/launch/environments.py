@@ -116,6 +116,22 @@ def find_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
     return cluster
 
 
+def check_one_process(environ: Mapping[str, str], command: str) -> None:
+    """Raises RecipeError where a cluster or torchrun started this command several times: it would do all of its work in
+    each process. For commands that start the ranks of one machine themselves."""
+    hint = f"start ulysses {command} once, on one machine: it starts a rank on each of the machine's GPUs"
+    if "TORCHELASTIC_RUN_ID" in environ:
+        raise refuse("torchrun started this command once for each process", hint)
+    for cluster in (BY_HAND, *CLUSTERS):
+        if not all(environ.get(mark) for mark in cluster.marks):
+            continue
+        if (num_machines := read_count(environ, cluster.count) or 1) > 1:
+            message = f"{cluster.name} tells of {num_machines} machines ({cluster.count}), and this command uses one"
+            raise refuse(message, hint)
+        if cluster.tasks and (num_tasks := _count_tasks(environ.get(cluster.tasks, ""))) > 1:
+            raise refuse(f"{cluster.name} started this command {num_tasks} times here ({cluster.tasks})", hint)
+
+
 def read_number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip()
     if not text or text in NOT_A_COUNT:

@@ -51,11 +51,13 @@ def format_quality(findings: Findings) -> str:
 
 
 def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str) -> str:
-    header = ["length", "cache per rank", "weights per rank", "all weights", "operations of a prefill per rank"]
+    header = ["length", "cache per rank", "with activations", "weights per rank", "all weights"]
+    header.append("operations of a prefill per rank")
     cells = [
         [
             format_binary(each["length"]),
             format_bytes(each["cache_bytes"]),
+            NO_VALUE if each["prefill_bytes"] is None else format_bytes(each["prefill_bytes"]),
             format_bytes(each["weight_bytes"]),
             format_bytes(each["gathered_weight_bytes"]),
             f"{each['prefill_flops'] / 1e12:,.1f} TFLOP",

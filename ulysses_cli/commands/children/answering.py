@@ -173,6 +173,9 @@ def prepare_model(name: str, question: ModelQuestion, *, online: bool) -> tuple[
         legal = ", ".join(str(size) for size in shape.sp_sizes)
         message = f"{question.sp_size} does not divide the {shape.common_heads} attention heads"
         raise RecipeError([Problem("--sp-size", message, f"use {legal}")])
+    if shape.quantization and shape.quantization != "mxfp4":
+        message = f"the weights of {name} are quantized by {shape.quantization}, and ranks cannot share them"
+        raise RecipeError([Problem("MODEL", message, "name the same model in bfloat16")])
     if shape.inexact and question.sp_size > 1:
         message = f"{name} cannot be split over ranks: {shape.inexact}"
         raise RecipeError([Problem("--sp-size", message, "use --sp-size 1")])

@@ -218,6 +218,13 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     yield MemorySnapshot("save", "weights are gathered one by one", {**between, "parameters_gathered": largest})
 
 
+def compute_prefill(job: Job) -> int:
+    """What generation holds besides weights and cache while it reads a prompt: the residual and a layer's input, and
+    the tensors in use at the fullest place of a layer."""
+    works = (work for kind in job.shape.layer_kinds for _, work in _list_forward_work(job, kind))
+    return 2 * layer.compute_layer_input(job) + max(sum(work.values()) for work in works)
+
+
 def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
     """A forward that saves only the embedding's output and a layer's input."""
     residual = {"residual": 2 * layer.compute_layer_input(job)}

@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ulysses_cli.plan.flops import compute_layers_flops
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.snapshots import compute_prefill
+from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, DeltaNetMixer, Mamba2Mixer, Mixer
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.resolved import compute_kv_heads
@@ -23,10 +28,23 @@ def predict(
         "sp_size": sp_size,
         "num_ranks": num_ranks,
         "cache_bytes": count_cache_bytes(shape, length, sp_size, bytes_per_number, new_tokens),
+        "prefill_bytes": count_prefill_bytes(shape, length, sp_size, num_ranks, bytes_per_number),
         "weight_bytes": num_parameters * bytes_per_number // num_ranks,
         "gathered_weight_bytes": num_parameters * bytes_per_number,
         "prefill_flops": compute_layers_flops(shape, [length]) / sp_size,
     }
+
+
+def count_prefill_bytes(
+    shape: ModelShape, length: int, sp_size: int, num_ranks: int, bytes_per_number: int
+) -> int | None:
+    """The most bytes of the fullest rank while it reads a prompt: the prefix's keys and values, and activations. None
+    for a model whose layers the ledger does not know."""
+    if shape.model_type not in FAMILIES:
+        return None
+    layout, prefix = Layout(dp_shard_size=num_ranks // sp_size, sp_size=sp_size), (length - 1) // sp_size * sp_size
+    job = Job(shape, layout, prefix, Levers(tiled_mlp=True, tiled_loss=True), dtype_bytes=bytes_per_number)
+    return compute_prefill(job) + count_cache_bytes(shape, prefix, sp_size, bytes_per_number, 0)
 
 
 def count_cache_bytes(
