@@ -17,6 +17,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ulysses_cli.plan.models.layers import DeltaNetMixer, KimiDeltaMixer, Mamba2Mixer
+from ulysses_cli.prove.trace import recurrent_kernels
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.memory.saved_results import DeviceStorage, SavedResults
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
@@ -138,6 +139,23 @@ def test_a_convolution_that_shifts_tokens_is_passed_over(shift: int) -> None:
 
     choice = choose_recurrence_kernel(make_convolution_probe(package, 4, "silu", CPU), torch.float32, ["by document"])
     assert choice.kernel == ("torch" if shift else "by document")
+
+
+@pytest.mark.parametrize("rule", ["delta net", "mamba2"])
+def test_a_traced_kernel_returns_what_the_real_one_does(rule: str) -> None:
+    """Results and gradients are shaped as those of transformers' own code."""
+    function, mixer = RULES[rule]
+    stand_in = {"delta net": recurrent_kernels.apply_delta_rule, "mamba2": recurrent_kernels.apply_scan}[rule]
+    traced = make_rule_probe(stand_in, mixer, CPU)("packed", torch.float32)
+    expected = make_rule_probe(get_torch_code(function), mixer, CPU)("torch", torch.float32)
+    assert [(part.shape, part.dtype) for part in traced] == [(part.shape, part.dtype) for part in expected]
+
+
+def test_a_traced_convolution_returns_what_the_real_one_does() -> None:
+    traced = make_convolution_probe(recurrent_kernels.convolve, 4, "silu", CPU)("by document", torch.float32)
+    torch_code = get_torch_code(modeling_bamba.causal_conv1d_fn)
+    expected = make_convolution_probe(torch_code, 4, "silu", CPU)("torch", torch.float32)
+    assert [(part.shape, part.dtype) for part in traced] == [(part.shape, part.dtype) for part in expected]
 
 
 def test_a_layer_that_saves_its_result_keeps_none_of_what_it_was_computed_from() -> None:

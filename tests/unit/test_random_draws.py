@@ -145,6 +145,11 @@ def test_bytes_that_the_formula_missed_at_a_fourth_seed(number: int, phase: str)
     check_phase("estimate-random-20261201.json", number, phase)
 
 
+def test_bytes_that_the_formula_missed_at_a_fifth_seed() -> None:
+    """An MLP's tensors are not held together with what only a layer of another kind below it holds."""
+    check_phase("estimate-random-61803.json", 23, "backward")
+
+
 def draw_again(record: dict[str, Any], row: dict[str, Any]) -> DrawnRecipe:
     return draw_recipe(record["seed"], row["number"], fuses=row.get("fuses", False), digest=row["digest"])
 

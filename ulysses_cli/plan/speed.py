@@ -14,10 +14,19 @@ from ulysses_cli.plan.ledger import host
 from ulysses_cli.plan.ledger.attention import saves_slices
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.mlp import count_mlp_elements
+from ulysses_cli.plan.ledger.recurrence.kernels import count_rows, count_values
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.ledger.zero.states import list_early_groups
 from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes
-from ulysses_cli.plan.models.layers import ConvolutionMixer, DenseMlp, Layer
+from ulysses_cli.plan.models.layers import (
+    AttentionMixer,
+    ConvolutionMixer,
+    DeltaNetMixer,
+    DenseMlp,
+    Layer,
+    Mamba2Mixer,
+    Mixer,
+)
 from ulysses_cli.plan.rows.ring_share import measure_ring
 from ulysses_cli.plan.step_parts import PARTS
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
@@ -28,6 +37,8 @@ ADAM_TRAFFIC_BYTES = 34  # per element of the shard: master and two moments read
 CPU_ADAM_TRAFFIC_BYTES = 34
 EARLY_COPY_BYTES = 24  # per element that is stepped early: weight and moments read and written (early_steps.py)
 CONVOLUTION_PASSES = 14  # over b c: two gates, three reads or writes each; the convolution and three copies, two each
+RECURRENT_PASSES = 8  # over the convolution's channels: the convolution and three copies, a read and a write each
+GATED_NORM_PASSES = 26  # over the result: transformers' norm and gate, most of their passes in float32
 MOST_HIDDEN = 0.8  # the first gathers of a pass and its last reductions overlap with no computation
 
 
@@ -77,7 +88,8 @@ def compute_attention_flops(job: Job) -> float:
 
 
 def compute_projection_flops(job: Job) -> float:
-    """Forward: q, k, v and out, 2 h (2 q + 2 k) for each token and layer; of a convolution 2 h 4 c."""
+    """Forward: q, k, v and out, 2 h (2 q + 2 k) for each token and layer, and gates; of a convolution 2 h 4 c; of a
+    delta net or Mamba2 what its convolution takes, the gate, the output, and a number or two for each head."""
     width = sum(_count_projected(layer) for layer in job.shape.layers)
     return 2.0 * job.shape.hidden_size * width * job.local_tokens
 
@@ -85,9 +97,17 @@ def compute_projection_flops(job: Job) -> float:
 def _count_projected(layer: Layer) -> int:
     attention = layer.attention
     if attention is None:
-        return sum(4 * mixer.conv_channels for mixer in layer.mixers if isinstance(mixer, ConvolutionMixer))
+        return sum(map(_count_projected_of, layer.mixers))
     width = 2 * attention.num_heads + (2 - attention.keys_are_values) * attention.num_kv_heads
-    return width * attention.head_dim
+    return width * attention.head_dim + attention.gate_width
+
+
+def _count_projected_of(mixer: Mixer) -> int:
+    if isinstance(mixer, ConvolutionMixer):
+        return 4 * mixer.conv_channels
+    if isinstance(mixer, DeltaNetMixer | Mamba2Mixer):
+        return mixer.conv_channels + 2 * count_values(mixer) + (1 + isinstance(mixer, DeltaNetMixer)) * mixer.num_heads
+    return 0
 
 
 def compute_mlp_flops(job: Job) -> float:
@@ -96,11 +116,13 @@ def compute_mlp_flops(job: Job) -> float:
 
 
 def _count_mlp_weights(job: Job, layer: Layer) -> int:
-    shape = job.shape
-    if isinstance(layer.mlp, DenseMlp):
-        return 3 * shape.hidden_size * layer.mlp.inner_size
-    chosen = shape.num_experts_per_token * 3 * shape.moe_intermediate_size
-    return shape.hidden_size * (chosen + layer.num_experts)
+    hidden, mlp = job.shape.hidden_size, layer.mlp
+    if mlp is None:
+        return 0
+    num_matrices = 2 + mlp.is_gated
+    if isinstance(mlp, DenseMlp):
+        return num_matrices * hidden * mlp.inner_size
+    return hidden * (num_matrices * (mlp.num_per_token * mlp.inner_size + mlp.shared_size) + mlp.num_experts)
 
 
 def compute_head_flops(job: Job) -> float:
@@ -127,13 +149,24 @@ def _count_exchanged(job: Job, kind: Layer) -> float:
     num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing == "full")
     if kind.attention is None:
         runs = 2 + (job.levers.gradient_checkpointing is not False)
-        mixers = (mixer for mixer in kind.mixers if isinstance(mixer, ConvolutionMixer))
-        tails = sum((mixer.conv_tokens - 1) * mixer.conv_channels for mixer in mixers)
-        return float(runs * job.dtype_bytes * tails * job.batch * (num_ranks - 1))
+        convolving = [mixer for mixer in kind.mixers if not isinstance(mixer, AttentionMixer)]
+        tails = sum((mixer.conv_tokens - 1) * mixer.conv_channels for mixer in convolving)
+        halos = float(runs * job.dtype_bytes * tails * job.batch * (num_ranks - 1))
+        return halos + _count_recurrence_exchanged(job, kind)
     q, r = job.query_width, job.row_kv_width
     backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
     width = (2 * q + 2 * r) * forwards + backward
     return job.dtype_bytes * width * job.local_tokens * (num_ranks - 1) / num_ranks
+
+
+def _count_recurrence_exchanged(job: Job, kind: Layer) -> float:
+    """What the rule takes and its result, in every forward and as gradients. Where a layer saves the result, its
+    backward computes the rule once more for what autograd needs, instead of the recomputation
+    (train/memory/saved_results.py: compute_and_save)."""
+    num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing is not False)
+    mixers = [mixer for mixer in kind.mixers if isinstance(mixer, DeltaNetMixer | Mamba2Mixer)]
+    widths = (count_rows(mixer, num_ranks, job.dtype_bytes) + job.dtype_bytes * count_values(mixer) for mixer in mixers)
+    return (forwards + 1) * sum(widths) * job.local_tokens * (num_ranks - 1) / num_ranks
 
 
 def compute_ring_bytes(job: Job, *, in_rounds: bool | None = None) -> float:
@@ -162,12 +195,21 @@ def compute_elementwise_bytes(job: Job) -> float:
         view = job.view(kind)
         heads = view.query_width + view.kv_width if kind.attention else 0
         norms = job.family.norms_per_layer * h + (heads if job.family.query_key_norm else 0)
-        gates = 0 if kind.attention else CONVOLUTION_PASSES * h
-        width = view.shape.intermediate_size
+        gates = sum(map(_count_passes, kind.mixers))
+        width = view.shape.intermediate_size if kind.mlp else 0
         if kind.num_experts:
             width = job.shape.num_experts_per_token * (job.shape.moe_intermediate_size + 2 * h)
         total += before[-1] * (norm * norms + rotation * heads + b * gates + 6 * b * h + activation * width)
     return total * job.local_tokens
+
+
+def _count_passes(mixer: Mixer) -> int:
+    """Elements read and written per token by gates and copies of a convolution or a recurrence."""
+    if isinstance(mixer, ConvolutionMixer):
+        return CONVOLUTION_PASSES * mixer.conv_channels
+    if isinstance(mixer, DeltaNetMixer | Mamba2Mixer):
+        return RECURRENT_PASSES * mixer.conv_channels + GATED_NORM_PASSES * count_values(mixer)
+    return 0
 
 
 def compute_sum_bytes(job: Job) -> float:

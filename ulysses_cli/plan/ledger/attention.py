@@ -69,8 +69,18 @@ def compute_input_norm_saved(job: Job) -> int:
     return compute_norm_saved(job, job.shape.hidden_size) - is_shared * compute_layer_input(job)
 
 
+def count_gate(job: Job) -> int:
+    """Gates per token, as many as queries, where queries are projected with them (modeling_qwen3_5.py:
+    Qwen3_5Attention)."""
+    return job.query_width if job.family.attention_gate == "elements" else 0
+
+
 def compute_output_input(job: Job) -> int:
-    """The input of the output projection: b q S. On one rank, and where slices are saved, it is attention's result."""
+    """The input of the output projection: b q S. On one rank, and where slices are saved, it is attention's result;
+    that result times the activated gates is another tensor, and both factors are saved."""
+    if count_gate(job):
+        own = job.layout.ulysses_size == 1 or saves_slices(job)
+        return job.dtype_bytes * (1 + (not own) + saves_input(job, "o_proj")) * job.query_width * job.local_tokens
     is_same = job.layout.ulysses_size == 1 or saves_slices(job) or not saves_input(job, "o_proj")
     return 0 if is_same else job.dtype_bytes * job.query_width * job.local_tokens
 
@@ -80,7 +90,7 @@ def compute_attention_forward(job: Job) -> int:
     or q + 3 k; the exchange before the kernel, 2 (q + 2 r) / n, with the previous chunk's result and the output; the
     exchange after the kernel, with rows, result, a send buffer and a receive buffer."""
     h, q, k, r, n = job.shape.hidden_size, job.query_width, job.kv_width, job.chunk_kv_width, job.levers.head_chunks
-    own = h * has_norm_before(job.shape) + q + 2 * k
+    own = h * has_norm_before(job.shape) + q + 2 * k + 2 * count_gate(job)
     if job.layout.ulysses_size == 1:
         widest = q if n == 1 else q + q // n
     elif n == 1:
@@ -129,7 +139,7 @@ def compute_attention_again(job: Job) -> int:
     if has_norm_before(job.shape):
         saved += compute_input_norm_saved(job)
     if saves_result(job):
-        own = h * has_norm_before(job.shape) + q + 2 * k
+        own = h * has_norm_before(job.shape) + q + 2 * k + 2 * count_gate(job)
         return saved + job.dtype_bytes * (own + count_rotating(job)) * job.local_tokens
     return saved + compute_attention_forward(job)
 
@@ -140,13 +150,14 @@ def compute_attention_exchange(job: Job) -> int:
     chunk a slice is freed once it is copied, and the result and its gradient travel after the others. With several
     chunks there is also room for all gradients."""
     q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
+    gate = b * count_gate(job)  # its gradient waits for that of the queries
     if job.layout.ulysses_size == 1:
-        return (b * q + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
+        return (gate + b * q + (_count_room_bytes(job) if n > 1 else 0)) * job.local_tokens
     if n > 1:
-        return (b * (q + 2 * (3 * (q // n) + 2 * r)) + _count_room_bytes(job)) * job.local_tokens
+        return (gate + b * (q + 2 * (3 * (q // n) + 2 * r)) + _count_room_bytes(job)) * job.local_tokens
     if saves_slices(job):
-        return b * (max(2 * q + 4 * r, 4 * q + 2 * r) - 2 * k - count_fused(job)) * job.local_tokens
-    return b * 3 * q * job.local_tokens
+        return (gate + b * (max(2 * q + 4 * r, 4 * q + 2 * r) - 2 * k - count_fused(job))) * job.local_tokens
+    return (gate + b * 3 * q) * job.local_tokens
 
 
 def compute_attention_kernel(job: Job) -> int:
@@ -162,7 +173,8 @@ def compute_attention_kernel(job: Job) -> int:
             (3 * q + 2 * r - 2 * q - 2 * k - count_fused(job) if saves_slices(job) else q) if is_split else 0,
             0,
         )
-    return (b * (q + rows) + room + max(b * (q // n + 2 * r), _count_ring_backward(job))) * job.local_tokens
+    own = b * (q + rows + count_gate(job)) + room
+    return (own + max(b * (q // n + 2 * r), _count_ring_backward(job))) * job.local_tokens
 
 
 def _count_ring_backward(job: Job) -> int:

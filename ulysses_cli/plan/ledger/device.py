@@ -49,7 +49,7 @@ def compute_allocator(job: Job, allocated: int, *, expandable: bool) -> int:
     return (
         reserved
         + allocated // 100
-        + max(plain, max(compute_mlp_forward(job.view(kind), kind) for kind in job.shape.layer_kinds))
+        + max(plain, max(compute_mlp_forward(job.view(kind), kind) for kind in job.shape.layer_kinds if kind.mlp))
     )
 
 

@@ -15,7 +15,16 @@ from ulysses_cli.plan.ledger.weights import Adapters, Weights, list_weights, tra
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
-from ulysses_cli.plan.models.layers import ConvolutionMixer, DenseMlp, ExpertsMlp, Layer
+from ulysses_cli.plan.models.layers import (
+    AttentionMixer,
+    ConvolutionMixer,
+    DeltaNetMixer,
+    DenseMlp,
+    ExpertsMlp,
+    Layer,
+    Mamba2Mixer,
+    Mixer,
+)
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -178,11 +187,26 @@ class Job:
 # Families whose formula is within 3 % of traces (benchmarks/estimate.py --random, tests/unit/test_random_draws.py,
 # benchmarks/results/estimate-families.json).
 COMPARED = frozenset(
-    {"cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4"}
+    {"bamba", "cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4"}
     | {"gpt_oss", "granite", "granite_swa", "granitemoe", "helium", "hunyuan_v1_dense", "internlm3", "iquestcoder"}
-    | {"lfm2", "llama", "mellum", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "olmo2", "olmo3"}
-    | {"olmoe", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "vaultgemma"}
+    | {
+        "lfm2",
+        "llama",
+        "mellum",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "nemotron_h",
+        "olmo2",
+        "olmo3",
+    }
+    | {"olmoe", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "vaultgemma"}
 )
+
+
+UNGATED = {"nemotron_h"}  # families whose MLPs and experts have two matrices, beside a shared expert
 
 
 def is_known(shape: ModelShape) -> bool:
@@ -200,18 +224,31 @@ def _has_more(shape: ModelShape) -> bool:
 
 
 def _is_plain(layer: Layer, shape: ModelShape) -> bool:
-    """Attention or a convolution, and an MLP of three matrices or experts of that kind."""
-    mlp, family = layer.mlp, FAMILIES[shape.model_type]
-    if len(layer.mixers) != 1 or mlp is None or family.norm_parts != 1 or family.norms_per_layer < 2:
+    """At most one mixer that is known, and at most one MLP of a kind that is."""
+    family = FAMILIES[shape.model_type]
+    has_both = len(layer.mixers) == 1 and layer.mlp is not None
+    if family.norm_parts != 1 or not (has_both if family.norms_per_layer > 1 else len(layer.mixers) < 2):
         return False
-    has_shared = isinstance(mlp, ExpertsMlp) and mlp.shared_size > 0
-    if not mlp.is_gated or has_shared:
-        return False
-    attention = layer.attention
-    if attention is None:
-        return isinstance(layer.mixers[0], ConvolutionMixer)
-    is_bare = attention.latent is None and not (attention.gate_width or attention.borrows_kv)
-    return is_bare and attention.head_dim == attention.value_head_dim
+    return all(_is_plain_mixer(mixer, family) for mixer in layer.mixers) and _is_plain_mlp(layer.mlp, shape)
+
+
+def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
+    """Attention without latent keys, whose gates, if any, are projected with the queries; a convolution, a delta net or
+    Mamba2 with a gated norm."""
+    if isinstance(mixer, Mamba2Mixer):
+        return family.norms_recurrence is True
+    if not isinstance(mixer, AttentionMixer):
+        return isinstance(mixer, ConvolutionMixer | DeltaNetMixer)
+    gate_is_known = not mixer.gate_width or family.attention_gate == "elements"
+    is_bare = mixer.latent is None and gate_is_known and not mixer.borrows_kv
+    return is_bare and mixer.head_dim == mixer.value_head_dim
+
+
+def _is_plain_mlp(mlp: DenseMlp | ExpertsMlp | None, shape: ModelShape) -> bool:
+    """Three matrices, or experts of that kind; ungated ones and a shared expert in one family."""
+    if mlp is None or shape.model_type in UNGATED:
+        return True
+    return mlp.is_gated and not (isinstance(mlp, ExpertsMlp) and mlp.shared_size)
 
 
 def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:

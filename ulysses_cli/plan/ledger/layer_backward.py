@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from ulysses_cli.plan.ledger import attention, convolution, layer, mixers, mlp, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
+from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
 from ulysses_cli.plan.ledger.weights import INPUT_NORM, NORM_BEHIND, has_norm_before, has_norm_behind
 from ulysses_cli.plan.models.layers import Layer
 
@@ -30,6 +31,20 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         yield NORM_BEHIND, take("norm behind the MLP", whole_mixer, mlp_saved, norm_backward=norm_work)
         if output := mlp.compute_saved_output(job):
             base = {**base, "saved_mlp_outputs": base["saved_mlp_outputs"] - output}
+    if kind.mlp is not None:
+        yield from _walk_mlp(job, kind, whole_mixer, take)
+    if job.family.norms_per_layer > 1:
+        yield "norm", take("norm", whole_mixer, norm_saved, norm_backward=norm_work + own_input)
+    if kind.mixers:
+        yield from _walk_mixer(job, kind, mixer_saved, result, take)
+    if has_norm_before(job.shape):
+        saved = attention.compute_input_norm_saved(job)
+        yield INPUT_NORM, take("input norm", saved, 0, norm_backward=norm_work + own_input)
+
+
+def _walk_mlp(
+    job: Job, kind: Layer, whole_mixer: int, take: Callable[..., MemorySnapshot]
+) -> Iterator[tuple[str, MemorySnapshot]]:
     left, restored = count_mlp_left(job, kind), {"restored_weights": quantized.compute_restored(job, kind)}
     if not kind.num_experts and not layer.is_tiled(job):
         down, gate = mlp.compute_down_backward(job), mlp.compute_gate_backward(job)
@@ -37,11 +52,16 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         yield "gate", take("gate and up", whole_mixer, left, mlp=gate, **restored)
     in_tile = quantized.compute_work(job, kind) if layer.is_tiled(job) else {}
     yield "mlp", take("mlp", whole_mixer, left, mlp=mlp.compute_mlp_backward(job, kind), **in_tile)
-    yield "norm", take("norm", whole_mixer, norm_saved, norm_backward=norm_work + own_input)
-    yield from (_walk_attention if kind.attention else _walk_convolution)(job, mixer_saved, result, take)
-    if has_norm_before(job.shape):
-        saved = attention.compute_input_norm_saved(job)
-        yield INPUT_NORM, take("input norm", saved, 0, norm_backward=norm_work + own_input)
+
+
+def _walk_mixer(
+    job: Job, kind: Layer, saved: int, result: int, take: Callable[..., MemorySnapshot]
+) -> Iterator[tuple[str, MemorySnapshot]]:
+    if recurrent := mixers.find_recurrence(kind):
+        for name, left, work in recurrence.list_backward(job, recurrent):
+            yield "attention", take(name, left, 0, recurrence=work)
+    else:
+        yield from (_walk_attention if kind.attention else _walk_convolution)(job, saved, result, take)
 
 
 def _walk_convolution(

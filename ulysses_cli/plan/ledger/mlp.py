@@ -16,13 +16,17 @@ from ulysses_cli.plan.ledger.layer import (
     saves_result,
 )
 from ulysses_cli.plan.ledger.weights import has_norm_before, has_norm_behind
-from ulysses_cli.plan.models.layers import Layer
+from ulysses_cli.plan.models.layers import ExpertsMlp, Layer
 
 EXPERT_INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
-PRECISE_EXPERTS = {"mixtral"}  # experts' results are weighted in float32 (modeling_mixtral.py: MixtralTopKRouter)
+# Their experts' results are weighted in float32 (modeling_mixtral.py: MixtralTopKRouter; modeling_nemotron_h.py).
+PRECISE_EXPERTS = {"mixtral", "nemotron_h"}
 SCALED_RESULTS = {"granite"}  # a block's result is scaled before it is added (modeling_granite.py: residual_multiplier)
-EXPERT_INNER_SAVED = {"gpt_oss": 7}  # tensors of the inner width that an expert saves; others save 4
-EXPERT_INNER_AT_ONCE = {"gpt_oss": 9}  # with both biases, clamped (modeling_gpt_oss.py: _apply_gate); others have 4
+# Tensors of the inner width that an expert saves; others save 4. Ungated ones save the activation and its square.
+EXPERT_INNER_SAVED = {"gpt_oss": 7, "nemotron_h": 2}
+# With both biases, clamped (modeling_gpt_oss.py: _apply_gate); with the activation before its square; others have 4.
+EXPERT_INNER_AT_ONCE = {"gpt_oss": 9, "nemotron_h": 3}
+PRECISE_ROUTERS = {"nemotron_h"}  # the tokens are cast to float32 (modeling_nemotron_h.py: NemotronHTopkRouter)
 
 
 def compute_saved_output(job: Job) -> int:
@@ -33,6 +37,8 @@ def compute_saved_output(job: Job) -> int:
 
 def compute_mlp_saved(job: Job, layer: Layer) -> int:
     """What its norms save, its input, and what its inside saves; in tiles, nothing of the inside."""
+    if layer.mlp is None:
+        return 0
     is_behind = has_norm_behind(job.shape)
     num_norms = job.family.norms_per_layer - has_norm_before(job.shape) - is_behind
     needs = is_tiled(job) or layer.num_experts > 0 or saves_input(job, "gate_proj", "up_proj", "gate_up_proj")
@@ -55,7 +61,13 @@ def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
     trained = job.adapters is None
     inner = (EXPERT_INNER_SAVED.get(shape.model_type, 4) - 1 + trained) * shape.moe_intermediate_size
     width = inner + (1 + trained) * shape.hidden_size
-    return shape.num_experts_per_token * (b * width + EXPERT_INDEX_BYTES) * tokens
+    around = 4 * shape.hidden_size * (shape.model_type in PRECISE_ROUTERS) + (1 + trained) * b * _get_shared(layer)
+    return (shape.num_experts_per_token * (b * width + EXPERT_INDEX_BYTES) + around) * tokens
+
+
+def _get_shared(layer: Layer) -> int:
+    """The inner size of the expert that every token goes to; an ungated one saves the activation and its square."""
+    return layer.mlp.shared_size if isinstance(layer.mlp, ExpertsMlp) else 0
 
 
 def compute_inside_gone(job: Job, kind: Layer, weight: str) -> int:
@@ -76,18 +88,27 @@ def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
     """In addition to what is saved: 2 i b at the product's backward (three gradients are made, one saved tensor is
     freed), or the gradient of one matrix at a time. Experts, for each of the k experts of a token: three gradients of
     its copies, 3 h b, or float32 where results are weighted so; or one of the inner width and the gradients of all
-    experts' matrices."""
+    experts' matrices. Without gates the square of an activation has three gradients, 3 i b, which come when a shared
+    expert's backward is over and has made a gradient of the input."""
     shape, b, trained = job.shape, job.dtype_bytes, job.adapters is None
     if layer.num_experts:
         inner, hidden, k = shape.moe_intermediate_size, shape.hidden_size, shape.num_experts_per_token
         experts = b * layer.num_experts * inner * hidden * trained
         down = k * b * inner * tokens + experts
+        if not _is_gated(layer):
+            gone = (1 + trained) * b * _get_shared(layer) * tokens
+            widest = 3 * k * max(_count_weighted_bytes(job) * hidden, b * inner) * tokens
+            return max(widest, down) + b * hidden * tokens - gone
         gate_up = 2 * experts - k * b * (hidden + 2 * inner) * tokens
         return max(
             3 * k * _count_weighted_bytes(job) * hidden * tokens, down, k * b * (2 * inner - hidden) * tokens, gate_up
         )
     matrix = b * shape.hidden_size * shape.intermediate_size * trained
     return b * shape.intermediate_size * tokens + max(b * shape.intermediate_size * tokens, matrix)
+
+
+def _is_gated(layer: Layer) -> bool:
+    return layer.mlp is not None and layer.mlp.is_gated
 
 
 def compute_down_backward(job: Job) -> int:
@@ -106,8 +127,10 @@ def compute_gate_backward(job: Job) -> int:
 
 def count_mlp_elements(job: Job, layer: Layer) -> int:
     """Weights of the block, with all its experts."""
+    if layer.mlp is None:
+        return 0
     inner = layer.num_experts * job.shape.moe_intermediate_size or job.shape.intermediate_size
-    return 3 * inner * job.shape.hidden_size
+    return (2 + layer.mlp.is_gated) * (inner + _get_shared(layer)) * job.shape.hidden_size
 
 
 def compute_mlp_forward(job: Job, layer: Layer) -> int:

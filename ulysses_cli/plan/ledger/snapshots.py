@@ -119,11 +119,14 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
             yield from _gather(job, kind, snapshot, gathered.get_maxima("backward", place))
             if job.zero_stage < 3:
                 yield from walk_sent(job, kind, snapshot)
-            if job.zero_stage < 3 and job.adapters is not None and job.shape.num_layers > 1:  # gradients have come
-                lines = drop_layers(job, snapshot.lines, job.shape.num_layers - 1)
+            down = job.shape.find_last_of_kind(kind, job.shape.num_layers - 2) if job.shape.num_layers > 1 else None
+            if job.zero_stage < 3 and job.adapters is not None and down is not None:  # gradients have come
+                lines = drop_layers(job, snapshot.lines, down + 1)
                 yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, one layer down", lines)
             for below, num_sent in lower_stages.list_layers_below(job).items():
-                lines = drop_layers(job, snapshot.lines, below + 1)
+                if (number := job.shape.find_last_of_kind(kind, below)) is None:
+                    continue
+                lines = drop_layers(job, snapshot.lines, number + 1)
                 large = {"retained_gradients": lower_stages.compute_retained_gradients(job, num_sent)}
                 large[lower_stages.FREED_GRADIENTS] = lower_stages.compute_freed_gradients(job, num_sent)
                 yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, {SENT}", {**lines, **large})
@@ -135,6 +138,8 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
     """(Place in a layer, tensors in use there) of a forward."""
     job = job.view(kind)
     yield "attention", {"attention": mixers.compute_forward(job, kind)}
+    if kind.mlp is None:
+        return
     yield "fetch", {"mlp": 2 * layer.compute_layer_input(job)}  # before any of the MLP is computed
     adapters = {"lora": mlp.compute_adapter_work(job, kind)}
     restored, beside = quantized.compute_work(job, kind), quantized.compute_work(job, kind, adapters["lora"])

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.models.families import FAMILIES
-from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, Layer
+from ulysses_cli.plan.models.layers import (
+    AttentionMixer,
+    ConvolutionMixer,
+    DeltaNetMixer,
+    ExpertsMlp,
+    Layer,
+    Mamba2Mixer,
+)
 from ulysses_cli.plan.models.shape import ModelShape
 
 POST_NORMS = {"flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "olmo2", "olmo3"}
@@ -18,7 +25,8 @@ EXPERTS_FIRST = {"qwen3_moe"}  # as their block is made; it is gathered in that 
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
 ADAPTER_NAMES = (".a", ".b")
 INPUT_NORM, NORM_BEHIND = "input_norm", "behind_norm"
-FIRST_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "in_proj"}
+RECURRENT_PROJECTIONS = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"}
+FIRST_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "in_proj", *RECURRENT_PROJECTIONS}
 WITHOUT_ACTIVATION = {"lfm2"}  # their activation is a function and no module
 
 
@@ -158,17 +166,31 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     (mixer, *_), usual = layer.mixers or (None,), (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim)
     if isinstance(mixer, ConvolutionMixer):
         yield from _walk_convolution(shape, mixer, make, linear)
-    else:
+    elif isinstance(mixer, DeltaNetMixer):
+        yield from _walk_delta_net(shape, mixer, make, linear)
+    elif isinstance(mixer, Mamba2Mixer):
+        yield from _walk_scan(shape, mixer, make, linear)
+    elif layer.attention is not None or layer.mlp is None:
         yield from _walk_attention(shape, layer.attention or AttentionMixer(*usual), make, linear)
     yield from (make(3, name, (name, hidden)) for name in between)
+    if layer.mlp is None:
+        return
     yield make(3, "mlp", in_mlp=True)
-    if layer.num_experts:
-        experts = layer.num_experts
+    if isinstance(layer.mlp, ExpertsMlp):
+        experts, num_first = layer.num_experts, 1 + layer.mlp.is_gated
         router = make(4, "router", ("router", experts * hidden), in_mlp=True)
         biases = family.experts_have_bias * experts * (2 * inner + hidden)
-        sizes = [("experts.gate_up", 2 * experts * inner * hidden), ("experts.down", experts * inner * hidden)]
+        sizes = [("experts.gate_up", num_first * experts * inner * hidden), ("experts.down", experts * inner * hidden)]
         block = make(4, "experts", *sizes, *([("experts.biases", biases)] if biases else []), in_mlp=True)
         yield from (block, router) if shape.model_type in EXPERTS_FIRST else (router, block)
+        if shared := layer.mlp.shared_size:
+            yield make(4, "shared", in_mlp=True)
+            yield from linear("up_proj", hidden, shared, in_mlp=True)
+            yield from linear("down_proj", shared, hidden, in_mlp=True)
+    elif not layer.mlp.is_gated:
+        yield from linear("up_proj", hidden, inner, in_mlp=True)
+        yield make(4, "act_fn", in_mlp=True)
+        yield from linear("down_proj", inner, hidden, in_mlp=True)
     else:
         fused = "gate_up_proj" in family.mlp_modules
         yield from linear("gate_up_proj" if fused else "gate_proj", hidden, inner * (1 + fused), in_mlp=True)
@@ -193,6 +215,43 @@ def _walk_convolution(
     yield from linear("o_proj", mixer.conv_channels, shape.hidden_size)
 
 
+def _walk_delta_net(
+    shape: ModelShape,
+    mixer: DeltaNetMixer,
+    make: Callable[..., Module],
+    linear: Callable[[str, int, int], Iterator[Module]],
+) -> Iterator[Module]:
+    """transformers: modeling_qwen3_5.py, Qwen3_5GatedDeltaNet."""
+    hidden, heads, values = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.value_head_dim
+    conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
+    yield make(3, "attention", ("dt_bias", heads), ("A_log", heads), conv)
+    if "in_proj_qkvz" in FAMILIES[shape.model_type].linear_extras:
+        yield from linear("in_proj_qkvz", hidden, mixer.conv_channels + values)
+        yield from linear("in_proj_ba", hidden, 2 * heads)
+    else:
+        yield from linear("in_proj_qkv", hidden, mixer.conv_channels)
+        yield from linear("in_proj_z", hidden, values)
+        yield from linear("in_proj_b", hidden, heads)
+        yield from linear("in_proj_a", hidden, heads)
+    yield make(4, "gated_norm", ("gated_norm", mixer.value_head_dim))
+    yield from linear("o_proj", values, hidden)
+
+
+def _walk_scan(
+    shape: ModelShape,
+    mixer: Mamba2Mixer,
+    make: Callable[..., Module],
+    linear: Callable[[str, int, int], Iterator[Module]],
+) -> Iterator[Module]:
+    """transformers: modeling_bamba.py, BambaMixer."""
+    hidden, heads, inner = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.head_dim
+    conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
+    yield make(3, "attention", ("dt_bias", heads), ("A_log", heads), ("D", heads), conv)
+    yield from linear("in_proj", hidden, inner + mixer.conv_channels + heads)
+    yield make(4, "gated_norm", ("gated_norm", inner))
+    yield from linear("o_proj", inner, hidden)
+
+
 def _walk_attention(
     shape: ModelShape,
     attention: AttentionMixer,
@@ -209,7 +268,7 @@ def _walk_attention(
         q_norm = make(4, "q_norm", ("q_norm", query if is_full else head_dim))
         k_norm = make(4, "k_norm", ("k_norm", kv if is_full else head_dim))
         together = shape.model_type in NORMS_AFTER_ALL
-        yield from linear("q_proj", hidden, query)
+        yield from linear("q_proj", hidden, query + attention.gate_width)  # gates are a part of its result
         if family.query_key_norm and not together:
             yield q_norm
         yield from linear("k_proj", hidden, kv)

@@ -114,6 +114,12 @@ class ModelShape:
         """The number of each kind's last layer."""
         return {kind: before.index(before[-1]) - 1 for kind, before in self.kinds_before.items()}
 
+    def find_last_of_kind(self, kind: Layer, number: int) -> int | None:
+        """The number of the last layer of that kind up to this one."""
+        before = self.kinds_before[kind]
+        num = before[number + 1]
+        return before.index(num) - 1 if num else None
+
     @cached_property
     def sp_sizes(self) -> tuple[int, ...]:
         """The sp sizes that divide the heads of every layer."""
@@ -186,7 +192,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
     num_experts = max(layer.num_experts for layer in layers)
     attentions = [layer.attention for layer in layers if layer.attention]
     widest = max(attentions, key=lambda each: each.num_heads * each.head_dim, default=None)
-    intermediate_size = facts.get_count("intermediate_size")
+    intermediate_size = facts.get_count("intermediate_size", "moe_intermediate_size")  # where all MLPs are experts
     rope = _read_rope(facts)
     return ModelShape(
         name=name,

@@ -67,7 +67,8 @@ def find_period(config: Mapping[str, Any]) -> int:
     """After how many layers, behind the first few, the kinds of layers repeat, in a multiple that is worth a second
     trace. Where they do not repeat, the number of layers."""
     kinds = [layer.without_window() for layer in read_model_shape(config, "the traced model").layers][FEW_LAYERS:]
-    repeats = (n for n in range(1, len(kinds)) if all(a == b for a, b in zip(kinds[n:], kinds, strict=False)))
+    sizes = range(1, len(kinds) // 2 + 1)  # fewer than two repetitions may be chance
+    repeats = (n for n in sizes if all(a == b for a, b in zip(kinds[n:], kinds, strict=False)))
     period = next(repeats, max(1, len(kinds)))
     return period * max(1, MORE_LAYERS // period)
 

@@ -24,7 +24,8 @@ GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
 }  # fmt: skip
 SNAPSHOT_PLACES = {
     "recomputation": 0, "norm behind the MLP": 0, "the MLP's last matrix": 1, "mlp": 2, "gate and up": 3, "norm": 4,
-    "exchange": 6, "attention": 6, "convolution": 6, "query norm": 6, "input norm": 7,
+    "exchange": 6, "attention": 6, "convolution": 6, "gated norm": 6, "rule": 6,
+    "query norm": 6, "input norm": 7,
 }  # fmt: skip
 
 
@@ -53,10 +54,11 @@ def walk_sent(job: Job, kind: Layer, snapshot: MemorySnapshot) -> Iterator[Memor
     next."""
     sent = lower_stages.find_first_sent(job.weights, job.engine.reduce_bucket)
     place = get_snapshot_place(job, kind, snapshot.name)
-    number = min(sent.layer, job.shape.num_layers - 1)
+    last = min(sent.layer, job.shape.num_layers - 1)
     if sent.layer < job.shape.num_layers and get_gradient_place(sent.weight) >= place:
-        number -= 1
-    if number < 0:
+        last -= 1
+    number = job.shape.find_last_of_kind(kind, last) if last >= 0 else None
+    if number is None:
         return
     num_sent = max(
         (
