@@ -1,5 +1,5 @@
-"""Checks that run on the devices: all-to-all at several sizes, each attention kernel, matrix products, page-locked
-copies.
+"""Checks that run on the devices: all-to-all of NCCL (on CPUs gloo) at several sizes, each attention kernel, matrix
+products, page-locked copies.
 
 Each result is compared with the expected one before it is timed.
 """

@@ -1,4 +1,4 @@
-"""Checks of the machine: GPUs, driver, clocks, links between the ranks of an sp group, memory, disks, limits.
+"""Checks of the machine: GPUs, driver, clocks, which GPUs NVLink joins, memory, disks, limits.
 
 Reads what the system reports; runs nothing on a GPU.
 """

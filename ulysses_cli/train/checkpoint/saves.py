@@ -1,4 +1,4 @@
-"""Decides when a run writes and reads checkpoints, and what state goes into them. format.py holds the format."""
+"""Decides when a run writes and reads checkpoints, and what their state.json says. format.py holds the format."""
 
 from __future__ import annotations
 
