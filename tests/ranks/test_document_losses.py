@@ -74,7 +74,7 @@ def measure(text: str, folder: str, done: list[str]) -> list[dict[str, Any]]:
 
 def make_text(name: str, sp_size: int, num_ranks: int) -> str:
     question = ModelQuestion(sp_size, num_ranks, max(LENGTHS), "float32", "bytes", "cpu", False)
-    return prepare_model(name, question, online=False)[0]
+    return prepare_model(name, None, question, online=False)[0]
 
 
 @torch.no_grad()

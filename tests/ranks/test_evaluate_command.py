@@ -14,6 +14,7 @@ from support.small_run import BYTES_CONFIG
 from test_generation import PlainForward, make_axis, make_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ulysses_cli.commands.children import answering
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.generation import count_cache_bytes
 from ulysses_cli.train.generation.decoding import Generator
@@ -52,6 +53,26 @@ def test_a_dry_run_predicts_the_cache(model: str) -> None:
     result = run("evaluate", model, *WORDS, "--dry-run", "--max-length", "4Ki", "--sp-size", "2")
     (prediction,) = json.loads(result.stdout)["predictions"]
     assert prediction["cache_bytes"] == 2 * 2 * 8 * 4 * (4096 + 128)
+    assert prediction["prefill_seconds"] is None, "the GPU is not known"
+
+
+def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds are the operations over the GPU's rates, and the bytes of weights and cache over its memory's."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    monkeypatch.setattr(answering, "load_state", lambda _: {"recipe": {"model": {"config": LONG}}})
+    monkeypatch.setattr("ulysses_cli.commands.export.run_export", lambda *_: pytest.fail("it was exported"))
+    result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--max-length", "4Ki", "--gpu", "h100")
+    assert result.returncode == 0, result.stdout
+    (prediction,) = json.loads(result.stdout)["predictions"]
+    slowest, fastest = (prediction["prefill_flops"] / (989e12 * share) for share in (0.63, 0.72))
+    assert fastest < prediction["prefill_seconds"] < slowest
+    cache = count_cache_bytes(read_model_shape(LONG, "test"), 4096, 1, 4, 0)
+    read = prediction["gathered_weight_bytes"] + cache
+    assert prediction["token_seconds"] == pytest.approx(read / (3350e9 * 0.8))
+    result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--gpu", "abacus")
+    assert (result.returncode, json.loads(result.stdout)["problems"][0]["key"]) == (2, "--gpu")
 
 
 def count_cached(model_type: str) -> int:

@@ -66,7 +66,10 @@ def evaluate(
         Path | None, typer.Option("--output", help="folder of the results  [default: in runs/evaluations]")
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, help="dollars per hour of one GPU")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="predict memory and operations, run nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="predict memory and operations, with --gpu seconds; run nothing")
+    ] = False,
+    gpu: Annotated[str | None, typer.Option(help="with --dry-run: the kind of GPU, such as h100")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="run Python code that comes with the model")
     ] = False,
@@ -98,6 +101,7 @@ def evaluate(
     from ulysses_cli.commands.bench import read_numbers
     from ulysses_cli.commands.children.answering import (
         ModelQuestion,
+        find_base,
         find_documents,
         find_model,
         find_reader,
@@ -110,7 +114,7 @@ def evaluate(
     from ulysses_cli.evaluate.suites import DEFAULT_SAMPLES, HARNESS, SUITES, Sources, plan_suites
     from ulysses_cli.launch import environments, launcher
     from ulysses_cli.launch.suite_files import find_suite_path
-    from ulysses_cli.plan.planner.generation import predict
+    from ulysses_cli.plan.planner.generation import predict, predict_seconds
     from ulysses_cli.plan.problem import Problem
     from ulysses_cli.report import printing, quality
 
@@ -138,18 +142,26 @@ def evaluate(
 
     def prepare(name: str) -> tuple[str, ModelShape]:
         found = find_model(name, folder / "models", trust_remote_code=trust_remote_code)
-        return prepare_model(found, question, online=online)
+        return prepare_model(found, None, question, online=online)
 
-    own, shape = or_exit(lambda: prepare(model), output)
-    other = or_exit(lambda: prepare(against)[0], output) if against is not None else None
     if dry_run:
+        from ulysses_cli.hardware_table import load_hardware
+
+        # a checkpoint is not exported: what it was trained from has its shape
+        _, shape = or_exit(lambda: prepare_model(*find_base(model), question, online=online), output)
+        kind = or_exit(lambda: load_hardware().get_gpu(gpu), output) if gpu is not None else None
         width = 4 if dtype is WeightsDtype.float32 else 2
         predictions = [predict(shape, length, sp_size, num_ranks, width) for length in lengths]
+        for each in predictions:
+            seconds = predict_seconds(shape, each["length"], sp_size, width, kind) if kind is not None else None
+            each["prefill_seconds"], each["token_seconds"] = seconds or (None, None)
         if output is Format.json:
             printing.print_json({"predictions": predictions, "notes": list(plan.notes)})
         else:
             printing.print_data(quality.format_predictions(predictions, shape.name))
         return
+    own = or_exit(lambda: prepare(model)[0], output)
+    other = or_exit(lambda: prepare(against)[0], output) if against is not None else None
     task = {
         "subject": model,
         "model": own,

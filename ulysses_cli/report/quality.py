@@ -52,7 +52,7 @@ def format_quality(findings: Findings) -> str:
 
 def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str) -> str:
     header = ["length", "cache per rank", "with activations", "weights per rank", "all weights"]
-    header.append("operations of a prefill per rank")
+    header += ["operations of a prefill per rank", "prefill", "later token"]
     cells = [
         [
             format_binary(each["length"]),
@@ -61,6 +61,10 @@ def format_predictions(predictions: Sequence[Mapping[str, Any]], name: str) -> s
             format_bytes(each["weight_bytes"]),
             format_bytes(each["gathered_weight_bytes"]),
             f"{each['prefill_flops'] / 1e12:,.1f} TFLOP",
+            *(
+                "unknown" if each[key] is None else format_seconds(each[key])
+                for key in ("prefill_seconds", "token_seconds")
+            ),
         ]
         for each in predictions
     ]

@@ -137,8 +137,28 @@ def _find_checkpoint(path: Path) -> Path:
     raise RecipeError([Problem("MODEL", f"{path} has no whole checkpoint", "name another run")])
 
 
-def prepare_model(name: str, question: ModelQuestion, *, online: bool) -> tuple[str, ModelShape]:
-    """The text of a recipe that loads the model, and the model's shape. Raises RecipeError."""
+def find_base(name: str) -> tuple[str, dict[str, Any] | None]:
+    """A model's folder or name, and its config where its checkpoint's recipe holds one: what `find_model` would export
+    has the shape of what was trained. Exports nothing."""
+    from ulysses_cli.plan.problem import Problem, RecipeError
+
+    path = Path(name).expanduser()
+    if not path.is_dir() or (path / "config.json").is_file():
+        return name, None
+    checkpoint = _find_checkpoint(path)
+    try:
+        model = load_state(checkpoint)["recipe"]["model"]
+        return str(model.get("name_or_path") or name), model.get("config")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        message = f"{checkpoint} is no whole checkpoint: {error}"
+        raise RecipeError([Problem("MODEL", message, "name another checkpoint")]) from None
+
+
+def prepare_model(
+    name: str, config: dict[str, Any] | None, question: ModelQuestion, *, online: bool
+) -> tuple[str, ModelShape]:
+    """The text of a recipe that loads the model, and the model's shape. `config`: the model's own, where no folder has
+    it. Raises RecipeError."""
     import yaml
 
     from ulysses_cli import hub
@@ -149,7 +169,7 @@ def prepare_model(name: str, question: ModelQuestion, *, online: bool) -> tuple[
 
     settings: dict[str, Any] = {
         "model": {
-            "name_or_path": name,
+            **({"config": config} if config else {"name_or_path": name}),
             "dtype": question.dtype,
             "trust_remote_code": question.trust_remote_code,
             **({"tokenizer": question.tokenizer} if question.tokenizer else {}),
@@ -162,12 +182,12 @@ def prepare_model(name: str, question: ModelQuestion, *, online: bool) -> tuple[
     text = yaml.safe_dump(settings)
     recipe = parse_recipe(text, "evaluate", []).recipe
     try:
-        config, _ = hub.find_model_config(recipe, online=online)
+        found, _ = hub.find_model_config(recipe, online=online)
     except RecipeError as error:
         raise RecipeError([replace(problem, key="MODEL", where=Where()) for problem in error.problems]) from None
-    shape = read_model_shape(config, name, "MODEL")
+    shape = read_model_shape(found, name, "MODEL")
     folder = Path(name).expanduser()
-    if folder.is_dir() and (problem := find_weight_problem(folder)):
+    if config is None and folder.is_dir() and (problem := find_weight_problem(folder)):
         raise RecipeError([Problem("MODEL", problem, "copy the model's folder again, or name another")])
     if question.sp_size not in shape.sp_sizes:
         legal = ", ".join(str(size) for size in shape.sp_sizes)

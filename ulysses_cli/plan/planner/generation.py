@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ulysses_cli.plan.flops import compute_layers_flops
+from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.snapshots import compute_prefill
@@ -45,6 +46,22 @@ def count_prefill_bytes(
     layout, prefix = Layout(dp_shard_size=num_ranks // sp_size, sp_size=sp_size), (length - 1) // sp_size * sp_size
     job = Job(shape, layout, prefix, Levers(tiled_mlp=True, tiled_loss=True), dtype_bytes=bytes_per_number)
     return compute_prefill(job) + count_cache_bytes(shape, prefix, sp_size, bytes_per_number, 0)
+
+
+def predict_seconds(
+    shape: ModelShape, length: int, sp_size: int, bytes_per_number: int, gpu: Gpu
+) -> tuple[float, float] | None:
+    """Seconds of a prefill, and of each later token where weights are gathered once. A prefill is bound by products, a
+    token by memory: every rank reads all weights and its cache. Exchanges are not in them. None where the model's
+    weights are not known."""
+    if not shape.num_parameters:
+        return None
+    peak, share = gpu.tflops * 1e12, gpu.efficiency
+    products = length * compute_layers_flops(shape, [1])
+    attention = max(0.0, compute_layers_flops(shape, [length]) - products)
+    prefill = (products / share.matmul + attention / gpu.attention_forward) / peak / sp_size
+    read = shape.num_parameters * bytes_per_number + count_cache_bytes(shape, length, sp_size, bytes_per_number, 0)
+    return prefill, read / (gpu.memory_gb_s * 1e9 * share.memory)
 
 
 def count_cache_bytes(
