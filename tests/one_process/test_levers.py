@@ -3,8 +3,12 @@ memory."""
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import mmap
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +30,11 @@ from support.levers import (
 from support.tiers import count_examples, sample, sample_every
 from torch import Tensor, nn
 
+from ulysses_cli.plan.tiles import SWAP_CHUNK_BYTES, SWAP_THREADS
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.memory import offload, tiling
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers, list_layers
+from ulysses_cli.train.memory.disk import DiskFile, Extents, OffloadDiskError
 from ulysses_cli.train.memory.offload import LEFT_FREE_BYTES, HostPool, Offloader
 from ulysses_cli.train.memory.saved_results import SavedResults, save_for_recompute
 from ulysses_cli.train.memory.tiled_mlp import TiledBlock, tile_mlps
@@ -317,16 +323,16 @@ def test_saved_results_are_returned_once_and_in_order() -> None:
     assert save_for_recompute(lambda: (torch.ones(1),))[0] == 1
 
 
-def run_with_offload(offloaded: int, num_layers: int = 4) -> tuple[Offloader, int]:
+def run_with_offload(offloaded: int, num_layers: int = 4, disk: DiskFile | None = None) -> tuple[Offloader, int]:
     """Runs two steps of a model. Returns the offloader, and the bytes that one step keeps in host memory."""
-    offloader = Offloader(torch.device("cpu"), offloaded)
+    offloader = Offloader(torch.device("cpu"), offloaded, disk)
     model = make_loss_model(Case("llama", changes={"num_hidden_layers": num_layers}), make_sequence_axis(None))
     checkpoint_layers(model.model, "save_attention", offloader.make_storage)
     held = []
     for _ in range(2):
         model(**make_row(LENGTHS), documents=make_documents(LENGTHS)).backward()
         held.append(offloader.pool.num_bytes)
-    assert held[0] == held[1], "buffers are used again"
+    assert disk or held[0] == held[1], "buffers are used again"
     return offloader, held[0]
 
 
@@ -335,6 +341,68 @@ def test_host_memory_holds_what_layers_save() -> None:
     kept = [8 * tokens * width for width in (hidden, heads * dim, heads)]  # input, attention's output, log-sum-exp
     per_layer = sum(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE for num_bytes in kept)
     assert [run_with_offload(n)[1] for n in (0, 1, 3, 9)] == [0, per_layer, 3 * per_layer, 4 * per_layer]
+
+
+def test_a_disk_holds_what_layers_save_and_host_memory_a_chunk_for_each_thread(tmp_path: Path) -> None:
+    """The file has no name, and two steps keep the same places in it."""
+    tokens, hidden, heads, dim = sum(LENGTHS), 32, 4, 16
+    per_layer = sum(-(-8 * tokens * width // mmap.PAGESIZE) * mmap.PAGESIZE for width in (hidden, heads * dim, heads))
+    disk = DiskFile(tmp_path)
+    offloader, _ = run_with_offload(9, 6, disk)
+    assert offloader.pool.num_bytes <= SWAP_THREADS * SWAP_CHUNK_BYTES
+    assert disk.num_bytes == 6 * per_layer
+    assert list(tmp_path.iterdir()) == []
+    disk.close()
+
+
+def test_what_waits_on_a_disk_comes_back_with_every_bit(tmp_path: Path) -> None:
+    """Two forwards before their backwards, in both orders of the backwards."""
+    rows, lengths = [make_row((9, 4)), make_row((5, 11, 2))], [(9, 4), (5, 11, 2)]
+    for order in ((0, 1), (1, 0)):
+        grads = []
+        for disk in (None, DiskFile(tmp_path)):
+            offloader = Offloader(torch.device("cpu"), 3, disk)
+            model = make_loss_model(Case("llama", changes={"num_hidden_layers": 3}), make_sequence_axis(None))
+            checkpoint_layers(model.model, "save_attention", offloader.make_storage)
+            losses = [model(**row, documents=make_documents(lengths[at])) for at, row in enumerate(rows)]
+            for at in order:
+                losses[at].backward()
+            grads.append([p.grad for p in model.parameters()])
+        for on_disk, on_host in zip(grads[1], grads[0], strict=True):
+            assert on_disk is not None
+            assert on_host is not None
+            assert torch.equal(on_disk, on_host)
+
+
+def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk = DiskFile(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fill)
+        with pytest.raises(OffloadDiskError, match=r"memory.nvme_path: .*No space left on device.*fewer layers"):
+            run_with_offload(4, disk=disk)
+    monkeypatch.setattr(os, "pwrite", fill)  # such as a file system that has promised too much
+    with pytest.raises(OffloadDiskError, match="No space left on device"):
+        run_with_offload(4, disk=disk)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=40))
+def test_places_of_a_file_never_overlap(moves: list[tuple[bool, int]]) -> None:
+    extents, taken = Extents(), list[tuple[int, int]]()
+    for is_taken, size in moves:
+        if is_taken or not taken:
+            offset = extents.find(size)
+            taken.append((extents.append(size) if offset is None else offset, size))
+        else:
+            extents.release(*taken.pop(size % len(taken)))
+        ordered = sorted(taken)
+        assert all(sum(one) <= other[0] for one, other in itertools.pairwise(ordered))
+        assert not ordered or sum(ordered[-1]) <= extents.end
+    for place in taken:
+        extents.release(*place)
+    assert extents.find(extents.end) in (0, None if extents.end == 0 else 0), "all of it is one place again"
 
 
 @pytest.mark.check

@@ -176,14 +176,21 @@ def test_check_weights_on_disk(tmp_path: Path) -> None:
 
 
 def test_check_disk(tmp_path: Path) -> None:
-    for part in ("offload_optimizer", "offload_param"):
+    for part in ("offload_optimizer", "offload_param", "activation_offload_device"):
         assert only(f"memory.{part}=nvme") == (
             f"command line: memory.nvme_path: required with memory.{part}: nvme"
             "\n\nhint: name a folder on a fast local disk"
         )
-    assert only(f"memory.nvme_path={tmp_path}") == (
+    assert check(f"memory.nvme_path={tmp_path}") == []  # auto may use it
+    on_host = ("memory.offload_optimizer=cpu", "memory.activation_offload_device=cpu")
+    assert only(f"memory.nvme_path={tmp_path}", *on_host) == (
         "command line: memory.nvme_path: is not used: nothing is on nvme"
         "\n\nhint: set memory.offload_optimizer: nvme, or leave it out"
+    )
+    unused = (f"memory.nvme_path={tmp_path}", "memory.activation_offload_device=nvme")
+    assert only(*unused, "memory.activation_offloading=false") == (
+        "command line: memory.activation_offload_device: nvme is not used: memory.activation_offloading is off"
+        "\n\nhint: leave one of the two out"
     )
 
 
@@ -315,7 +322,8 @@ def test_check_whole_parts() -> None:
 
 def test_check_dora() -> None:
     settled = ("memory={tiled_loss: true, tiled_mlp: true, attention_head_chunks: 1, activation_offloading: false, "
-               "offload_optimizer: none, offload_param: none}")  # fmt: skip
+               "offload_optimizer: none, offload_param: none, gradient_checkpointing: true, "
+               "activation_offload_device: cpu, large_tiles: false, overlap_optimizer: false}")  # fmt: skip
     dora = ("lora.use_dora=true", settled)
     assert check(*dora, "parallel.zero_stage=2") == []
     assert only(*dora).endswith("hint: write parallel.zero_stage: 2, or use lora.use_rslora")
@@ -563,16 +571,19 @@ def test_check_positions() -> None:
 
 
 def test_check_index_bounds() -> None:
-    long = ("model.rope_scaling.type=yarn", "parallel.sp_size=8", "data.max_length=4194240")
-    assert check(*long) == []
-    assert only(*long, "memory.tiled_mlp=false") == (
-        "command line: memory.tiled_mlp: the MLP's activations of a rank would have 7,516,078,080 elements, past the "
-        "2^31 that kernels index safely\n\nhint: use memory.tiled_mlp: auto, or shorter or fewer rows"
+    """Only operators that count in 32 bits bound a row: attention's kernels, for a chunk of heads, and experts."""
+    long = ("model.rope_scaling.type=yarn", "parallel.sp_size=8", "data.max_length=5Mi")
+    assert check(*long, "memory.tiled_mlp=false", "memory.tiled_loss=false") == []
+    assert only(*long, "memory.attention_head_chunks=1") == (
+        "command line: data.max_length: attention's queries of a rank would have 2,684,354,560 elements, past the "
+        "2^31 that kernels of this kind (attention) index safely\n\nhint: use more memory.attention_head_chunks, a "
+        "larger sp_size, or shorter or fewer rows"
     )
-    assert "logits of a rank" in only(*long, "memory.tiled_loss=false")
-    assert "hidden states of a rank" in only(*long, "data.max_length=4Mi")
-    assert "attention's queries" in only(*long, "memory.attention_head_chunks=1", num_attention_heads=48, head_dim=128)
-    assert check(*long, "memory.attention_head_chunks=2", num_attention_heads=48, head_dim=128) == []
+    assert check(*long, "memory.attention_head_chunks=2") == []
+    assert "attention's queries" in only(*long, "data.max_length=16Mi")
+    experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14336}
+    assert check(*long, **experts) == []
+    assert "tokens of experts" in only(*long, "memory.tiled_mlp=false", **experts)
 
 
 def test_check_lora_targets() -> None:

@@ -2,10 +2,11 @@
 fit."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.model_shapes import get_shape
-from support.recipes import load, make_shape
+from support.recipes import VALID, load, make_shape
 from support.tiers import sample
 
 from ulysses_cli.hardware_table import load_hardware
@@ -13,6 +14,7 @@ from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.ledger.weights import Adapters, list_sub_groups
+from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.draft import write_levers
 from ulysses_cli.plan.planner.estimate import compute_estimate
@@ -24,10 +26,12 @@ from ulysses_cli.plan.planner.lever_choice import (
     choose_levers,
     find_cheapest,
     find_longest,
+    list_last_measures,
     list_strongest,
     read_levers,
 )
 from ulysses_cli.plan.recipe.loader import parse_recipe
+from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 
 H100 = load_hardware().get_gpu("h100-80gb")
@@ -48,6 +52,7 @@ def test_none_is_on_where_none_is_needed() -> None:
     assert reasons.pop("early_groups") == "the optimizer is not in host memory"
     assert set(reasons) == {
         "head_chunks", "offloaded_layers", "tiled_mlp", "tiled_loss", "offload_optimizer", "offload_param",
+        "gradient_checkpointing", "offloaded_to",
     }  # fmt: skip
     assert all(reason.startswith("not needed: the peak is ") for reason in reasons.values())
 
@@ -140,7 +145,7 @@ def test_a_suggestion_leaves_a_number_that_fits() -> None:
 
 
 def test_where_nothing_fits_no_more_is_offloaded_than_the_gpu_needs() -> None:
-    recipe = load(*EIGHT, "data.max_length=1Mi").recipe
+    recipe = load(*EIGHT, "data.max_length=1Mi", "memory.gradient_checkpointing=true").recipe
     tight = replace(H100, host_bytes_per_gpu=10 << 30)
     choice = choose_levers(recipe, LLAMA_8B, tight)
     assert choice.fit is not None
@@ -169,11 +174,16 @@ def test_the_recipes_levers_are_not_changed() -> None:
 
 
 def test_kernels_that_count_in_32_bits_turn_levers_on() -> None:
-    """Logits of 16,384 tokens pass 2^31 elements long before they pass this GPU's memory."""
+    """All 4 heads of 5 Mi tokens pass 2^31 elements long before they pass this GPU's memory. Whole logits do so at
+    128 Ki tokens and may, if the recipe says so."""
     huge = replace(H100, memory_bytes=10**15, host_bytes_per_gpu=10**15)
-    choice = choose_levers(load(*EIGHT, "data.max_length=256Ki").recipe, LLAMA_8B, huge)
-    assert choice.levers.tiled_loss
-    assert choice.reasons["tiled_loss"] == "without it a kernel would see 2^31 elements"
+    choice = choose_levers(load(*EIGHT, "data.max_length=5Mi").recipe, LLAMA_8B, huge)
+    assert (choice.levers.head_chunks, choice.levers.tiled_loss, choice.levers.tiled_mlp) == (2, True, True)
+    assert choice.reasons["head_chunks"] == "without it a kernel would see 2^31 elements"
+    assert choice.reasons["tiled_loss"].endswith("2^31 elements, which no run has shown to be right")
+    whole = choose_levers(load(*EIGHT, "data.max_length=256Ki", "memory.tiled_loss=false").recipe, LLAMA_8B, huge)
+    assert whole.fit is not None
+    assert (whole.fit.verdict, whole.levers) == ("fits", Levers())
 
 
 def test_weights_leave_the_gpu_last() -> None:
@@ -223,7 +233,7 @@ def test_no_suggestion_where_none_helps() -> None:
     estimate = compute_estimate(load("data.max_length=8Mi").recipe, LLAMA_8B, H100)
     assert estimate.fit.verdict == "does_not_fit"
     assert estimate.suggestion == ""
-    assert 0 < estimate.max_length < estimate.max_length_all_levers < 8 << 20
+    assert 0 < estimate.max_length <= estimate.max_length_all_levers < 8 << 20
 
 
 @pytest.mark.parametrize("length", sample(["256Ki", "2Mi"], quick=["256Ki"]))
@@ -336,3 +346,53 @@ def test_sizes_of_tiles() -> None:
     assert compute_num_mlp_tiles(1 << 20, 1024) == 1024
     assert compute_num_mlp_tiles(1 << 20, 1024, is_large=True) == 256
     assert compute_num_mlp_tiles(1 << 20, 8192, is_large=True) == compute_num_mlp_tiles(1 << 20, 8192) == 128
+
+
+LONG_ROW = ("data.max_length=1200Ki", "parallel.sp_size=1", "model.rope_scaling.type=yarn")
+
+
+def test_a_host_that_is_too_small_drops_results_before_it_is_a_wall() -> None:
+    """The fewest bytes of the host, though attention is computed twice; a reason says what it would take."""
+    roomy, tight = (replace(H100, host_bytes_per_gpu=gib << 30) for gib in (240, 40))
+    recipe = load(*EIGHT, "data.max_length=2Mi").recipe
+    kept, dropped = (choose_levers(recipe, LLAMA_8B, gpu) for gpu in (roomy, tight))
+    assert kept.fit is not None
+    assert dropped.fit is not None
+    assert (kept.fit.verdict, kept.levers.gradient_checkpointing) == ("fits", True)
+    assert (dropped.fit.verdict, dropped.levers.gradient_checkpointing) == ("fits", "full")
+    assert "GiB of host memory of 320" in dropped.reasons["gradient_checkpointing"]
+
+
+@pytest.mark.parametrize("disk_gb_s", [5.0, 0.05])
+def test_a_disk_is_weighed_against_computing_attention_twice(disk_gb_s: float, tmp_path: Path) -> None:
+    """With a slow disk, the second pass of attention is faster; the choice is the faster of all that fit."""
+    disk = f"memory.nvme_path={tmp_path}"
+    job = make_job(load(*EIGHT, "data.max_length=2Mi", disk).recipe, LLAMA_8B, Levers())
+    gpu = replace(H100, host_bytes_per_gpu=40 << 30, efficiency=replace(H100.efficiency, disk_gb_s=disk_gb_s))
+    names = list(COSTS)
+    levers = find_cheapest(job, gpu, names)
+    assert levers is not None
+    assert fits(replace(job, levers=levers), gpu)
+    assert (levers.offloaded_to == "nvme") == (disk_gb_s == 5.0)
+    assert (levers.gradient_checkpointing == "full") == (disk_gb_s != 5.0)
+    chosen = compute_speed(replace(job, levers=levers), gpu).step_seconds
+    for measure in list_last_measures(job, names):
+        given = replace(job, levers=replace(job.levers, **measure))
+        other = find_cheapest(replace(given, has_disk=False), gpu, [name for name in names if name not in measure])
+        if other is not None and fits(replace(job, levers=other), gpu):
+            assert chosen <= compute_speed(replace(job, levers=other), gpu).step_seconds
+
+
+def test_one_gpu_trains_on_a_row_past_2_to_the_31_with_a_disk(tmp_path: Path) -> None:
+    """1.2 Mi tokens of 8B on one H200: what no host of 240 GiB holds waits on the disk. Without one the estimate says
+    how much host memory it takes, and what a disk would hold."""
+    with_disk = compute_estimate(load(*LONG_ROW, f"memory.nvme_path={tmp_path}").recipe, LLAMA_8B, H200)
+    assert (with_disk.fit.verdict, with_disk.job.levers.offloaded_to) == ("fits", "nvme")
+    assert compute_node_disk_bytes(with_disk.job) > 500 << 30
+    without = compute_estimate(load(*LONG_ROW).recipe, LLAMA_8B, H200)
+    assert (without.fit.verdict, without.fit.wall) == ("does_not_fit", "host")
+    assert without.fit.host_peak_bytes > 300 << 30
+    assert "activation_offload_device: nvme" in without.suggestion
+    assert "a folder on a local disk with " in without.suggestion
+    changed = load(*LONG_ROW, text=VALID + without.suggestion).recipe
+    assert compute_estimate(changed, LLAMA_8B, H200).fit.verdict == "fits"

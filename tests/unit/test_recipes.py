@@ -69,4 +69,4 @@ def test_recipes_for_common_models_are_shipped() -> None:
     assert any(r.parallel.sp_size > 1 and r.parallel.dp_shard_size > 1 for r in loaded)
     assert any(r.lora for r in loaded)
     assert any(r.data.assistant_only_loss for r in loaded)
-    assert max(r.data.max_length for r in loaded) == 2**20
+    assert max(r.data.max_length for r in loaded) == 5 * 2**20

@@ -19,16 +19,17 @@ def sweep(name: str, *overrides: str, gpu: str = "h100-80gb") -> list[tuple[Esti
 
 
 def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() -> None:
-    levers = ("data.max_length=8Ki", "model.rope_scaling=null", "memory.tiled_loss")
-    values = {value: sweep("qwen3-8b-64k-sp4-dp2", *levers[:2], f"{levers[2]}={value}") for value in ("auto", "false")}
-    at = values["auto"][0][1].lengths.index(32_768)
+    """Tokens of experts outside tiles pass 2^31 elements; in tiles all rows can be indexed."""
+    words = ("data.max_length=8Ki", "model.rope_scaling=null", "model.name_or_path=Qwen/Qwen3-30B-A3B")
+    values = {value: sweep("qwen3-8b-64k-sp4-dp2", *words, f"memory.tiled_mlp={value}") for value in ("auto", "false")}
+    at = values["auto"][0][1].lengths.index(262_144)
     alone = {value: each[0][1].curves[0] for value, each in values.items()}
     assert alone["auto"].name == alone["false"].name == "sp 1 x dp 8"
     assert alone["auto"].peaks[at] is not None
     assert alone["false"].peaks[at] is None
     output = {value: format_sweep(*each[0]) for value, each in values.items()}
-    assert "kernels cannot index while memory.tiled_loss is false" in output["false"]
-    assert "tiled_loss" not in output["auto"]
+    assert "kernels cannot index while memory.tiled_mlp is false" in output["false"]
+    assert "tiled_mlp" not in output["auto"]
     assert "-: a tensor of a rank would exceed 2^31 elements, which kernels cannot index" in output["auto"]
 
 

@@ -9,9 +9,11 @@ from typing import Literal
 from ulysses_cli.plan.models.shape import ModelShape
 
 Offload = Literal["none", "cpu", "nvme"]
+Device = Literal["cpu", "nvme"]
 SPELLED = {
     "head_chunks": "attention_head_chunks",
     "offloaded_layers": "activation_offloading",
+    "offloaded_to": "activation_offload_device",
     "early_groups": "overlap_optimizer",
 }
 ALL_GROUPS = 10_000  # more than any rank has
@@ -31,11 +33,21 @@ class Levers:
     offload_param: Offload = "none"
     large_tiles: bool = False  # of tiled_mlp and tiled_loss; spends memory and saves time
     early_groups: int = 0  # of the optimizer on the host, from the last group; spends host memory and saves time
+    offloaded_to: Device = "cpu"  # where what offloaded layers save waits
 
 
 def count_most_offloaded(shape: ModelShape) -> int:
     """All but the last two layers, whose saved tensors are still on the GPU when the backward begins."""
     return max(1, shape.num_layers - 2)
+
+
+def uses_disk(levers: Levers) -> bool:
+    """Whether a run with these levers keeps anything below memory.nvme_path."""
+    return "nvme" in (levers.offload_optimizer, levers.offload_param) or swaps_activations(levers)
+
+
+def swaps_activations(levers: Levers) -> bool:
+    return levers.offloaded_to == "nvme" and levers.offloaded_layers > 0
 
 
 def get_key(lever: str) -> str:

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from ulysses_cli.plan.flops import count_pair_flops, count_pairs, count_state_flops
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import count_near_ranks
-from ulysses_cli.plan.ledger import host
 from ulysses_cli.plan.ledger.attention import saves_slices
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.mlp import count_mlp_elements
 from ulysses_cli.plan.ledger.recurrence.kernels import count_rows, count_values
+from ulysses_cli.plan.ledger.saved_results import compute_offloaded
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.ledger.zero.states import list_early_groups
 from ulysses_cli.plan.ledger.zero.swapping import compute_state_file_bytes
+from ulysses_cli.plan.levers import swaps_activations
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
     ConvolutionMixer,
@@ -345,17 +346,20 @@ def _spread(num_bytes: float, num_ranks: int, gpu: Gpu) -> float:
 
 
 def _compute_offload(job: Job, gpu: Gpu) -> float:
-    """Per micro-step: offloaded activations go to the host and back; shards of offloaded weights are read twice. Those
-    on a disk are read for each run of a module, because none is kept; ranks of a machine share its disk."""
-    rate = gpu.host_gb_s * GIGA * gpu.efficiency.host
-    activations = 2.0 * host.compute_saved_pinned(job) / rate
+    """Per micro-step: offloaded activations go to the host or a disk and back; shards of offloaded weights are read
+    twice. Those on a disk are read for each run of a module, because none is kept; ranks of a machine share its
+    disk."""
+    rate, disk = gpu.host_gb_s * GIGA * gpu.efficiency.host, gpu.efficiency.disk_gb_s * GIGA
+    saved = compute_offloaded(job)
+    activations = 2.0 * saved / rate
+    if swaps_activations(job.levers):  # copies and transfers run at the same time
+        activations = max(activations, 2.0 * saved * job.ranks_per_node / disk)
     weights = job.dtype_bytes * job.weights.num_elements / job.world_size
     if job.levers.offload_param == "none":
         return activations
     if job.levers.offload_param == "cpu":
         return activations + 2 * weights / rate
     num_runs = 2 + (job.levers.gradient_checkpointing is not False)
-    disk = gpu.efficiency.disk_gb_s * GIGA
     return activations + num_runs * weights * (1 / rate + job.ranks_per_node / disk)
 
 

@@ -1,5 +1,6 @@
-"""How many tokens a tile of the MLP or of the loss has. The ledger and the tiling code both call this, so predictions
-match runs. Counts follow only from lengths that all ranks share, never from one rank's data."""
+"""How many tokens a tile of the MLP or of the loss has, and how large the chunks are that go to a disk. The ledger and
+the code that runs both read this, so predictions match runs. Counts follow only from lengths that all ranks share,
+never from one rank's data."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ LOSS_TILE_MULTIPLE = 128
 # bytes for 2 T operations: with T of 2,048 an H100 or H200 computes for longer than it moves bytes; 512 are too few.
 LARGE_TILE, LARGE_TILE_OF_SMALL = 2048, 4096
 SMALL_HIDDEN = 4096  # models of fewer hidden numbers have smaller products, of which more tokens fill a GPU
+# What layers save goes to a disk in chunks, each by one of these threads: drives reach their rate with a few large
+# transfers at a time.
+SWAP_CHUNK_BYTES, SWAP_THREADS = 64 << 20, 4
 
 
 def compute_num_mlp_tiles(local_tokens: int, hidden_size: int, *, is_large: bool = False) -> int:

@@ -17,7 +17,7 @@ from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.files.weight_files import find_weight_problem
 from ulysses_cli.plan.hardware import Hardware
 from ulysses_cli.plan.ledger.zero.swapping import compute_swap_need
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.changes import list_shared_settings
@@ -143,12 +143,13 @@ def get_run_name(launch: Launch) -> str:
 
 def _open_swap_folder(launch: Launch, shape: ModelShape, levers: Levers) -> Path | None:
     recipe = launch.loaded.recipe
-    if recipe.memory.nvme_path is None:
+    if not uses_disk(levers):
         return None
     folder = name_folder(str(recipe.memory.nvme_path), launch.run_dir)
     launch.leftovers.callback(remove_rank_files, folder)
     sizes = compute_swap_need(recipe, shape, levers)
-    if problem := find_missing_operator() or open_folder(folder, launch.run_dir, *sizes):
+    swaps_states = "nvme" in (levers.offload_optimizer, levers.offload_param)
+    if problem := (find_missing_operator() if swaps_states else "") or open_folder(folder, launch.run_dir, *sizes):
         raise StartError(problem)
     return folder
 

@@ -14,6 +14,7 @@ from ulysses_cli.plan.ledger.layer import (
     is_tiled,
     saves_norm_input,
 )
+from ulysses_cli.plan.rows.indexing import runs_in_pieces
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens
 
 PROOF_TOKENS = 8  # train/assembly/head.py: PROBE_TOKENS
@@ -136,5 +137,13 @@ def compute_added_gradient(job: Job) -> int:
 
 
 def compute_logits_gradient(job: Job) -> int:
-    """While the head's own gradient is made from them: b V S; in tiles they are freed by then."""
-    return 0 if job.levers.tiled_loss else job.dtype_bytes * job.shape.vocab_size * job.local_tokens
+    """While the head's own gradient is made from them: b V S, and in pieces its float32 sum; in tiles they are freed by
+    then."""
+    num_bytes = job.dtype_bytes * job.shape.vocab_size * job.local_tokens
+    return 0 if job.levers.tiled_loss else num_bytes + compute_pieces_sum(job, "lm_head", num_bytes)
+
+
+def compute_pieces_sum(job: Job, name: str, row_bytes: int) -> int:
+    """A row of so many bytes passes embedding or head in pieces, whose gradients are summed in float32: 4 V h
+    (train/memory/pieces.py)."""
+    return 4 * count_head_elements(job) if job.trains(name) and runs_in_pieces(row_bytes) else 0

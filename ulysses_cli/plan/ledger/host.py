@@ -9,6 +9,8 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.saved_results import compute_offloaded
 from ulysses_cli.plan.ledger.weights import Weights, count_shard, list_sub_groups
 from ulysses_cli.plan.ledger.zero import states
+from ulysses_cli.plan.levers import swaps_activations
+from ulysses_cli.plan.tiles import SWAP_CHUNK_BYTES, SWAP_THREADS
 
 PROCESS_BYTES = 3 << 30  # a rank: Python, torch with CUDA's libraries, DeepSpeed; the resident set that ranks report
 READERS = 4  # threads that read weights
@@ -19,8 +21,9 @@ SHARE_UNSURE, PROCESS_SHARE_UNSURE = 0.03, 0.5  # of what is allocated by size; 
 
 def compute_saved_pinned(job: Job) -> int:
     """Per rank, of every offloaded layer: its input (ALST: tokens / world x hidden x layers x 2 x ranks of the node)
-    and its saved results. Page-locked buffers have exactly the tensors' sizes (train/memory/offload.py)."""
-    return compute_offloaded(job)
+    and its saved results. Page-locked buffers have exactly the tensors' sizes (train/memory/offload.py). Tensors
+    that wait on a disk pass through a chunk of each thread (train/memory/disk.py)."""
+    return SWAP_THREADS * SWAP_CHUNK_BYTES if swaps_activations(job.levers) else compute_offloaded(job)
 
 
 def compute_pinned_rounding(job: Job) -> int:

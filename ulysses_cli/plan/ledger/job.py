@@ -94,6 +94,7 @@ class Job:
     fused_gates: bool = False  # rotary embedding and gated activations in one kernel each
     kernel: str = "auto"  # decides the attention backward's workspace; auto: the larger one, FlashAttention 2's
     has_z_loss: bool = False
+    has_disk: bool = False  # a folder on a local disk is named
     document_tokens: int | None = None  # mean length of the documents in a row; None: one document fills it
     model: ModelShape | None = None  # the whole model's, in a view of one kind of layer
 
@@ -312,4 +313,5 @@ def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node
         sums_in_product=True,  # every GPU that torch has kernels for (train/memory/tiling.py: adds_in_product)
         kernel=recipe.model.attn_implementation,
         has_z_loss=recipe.train.z_loss_weight > 0,
+        has_disk=recipe.memory.nvme_path is not None,
     )

@@ -194,7 +194,9 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
     b, embedding = job.dtype_bytes, head.compute_embedding_gradient(job)
     end = {**held, "parameters_gathered": b * gathered.embedding}
     end["retained_gradients"] = lower_stages.compute_retained_gradients(job, job.weights.num_trained)
-    came = {"residual_gradient": layer.compute_layer_input(job), "embedding_gradient": embedding}
+    residual = layer.compute_layer_input(job)
+    came = {"residual_gradient": residual, "embedding_gradient": embedding}
+    came["embedding_sum"] = head.compute_pieces_sum(job, "embed_tokens", residual)
     # a tied weight's two gradients are added to a third
     tied = {"embedding_gradient": embedding * (3 if job.shape.tie_word_embeddings else 1)}
     before, last = list_last_filled(job.weights, job.engine.reduce_bucket)

@@ -8,6 +8,7 @@ from typing import Any
 from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
+from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.draft import write_levers
@@ -26,6 +27,7 @@ from ulysses_cli.plan.planner.rings import BetterRing, find_better_ring
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.speed import Speed, compute_cost, compute_speed
 
+DISK = "/mnt/nvme"
 LESS = 0.95  # of the ledger's peak, since memory ran out below the peak
 
 
@@ -87,13 +89,19 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
 def suggest_levers(job: Job, gpu: Gpu) -> str:
     """The cheapest change of levers that makes a job fit, as YAML; '' when no lever does."""
     open_names = [name for name in COSTS if name != "offload_param"]
-    levers = find_cheapest(job, gpu, open_names) or find_cheapest(job, gpu, list(COSTS))
-    if levers is None or levers == job.levers:
-        return ""
-    tried = replace(job, levers=levers)
-    if judge(tried, compute_ledger(tried), gpu).verdict != "fits":
-        return ""
-    return "\n".join(write_levers(levers, job.levers)) + "\n"
+    for has_disk in dict.fromkeys((job.has_disk, True)):
+        tried = replace(job, has_disk=has_disk)
+        levers = find_cheapest(tried, gpu, open_names) or find_cheapest(tried, gpu, list(COSTS))
+        if levers is None or levers == job.levers:
+            continue
+        tried = replace(tried, levers=levers)
+        if judge(tried, compute_ledger(tried), gpu).verdict == "fits":
+            lines = write_levers(levers, job.levers)
+            if has_disk and not job.has_disk:
+                needed = compute_node_disk_bytes(tried) / GIB
+                lines.append(f"  nvme_path: {DISK}  # a folder on a local disk with {needed:,.0f} GiB free")
+            return "\n".join(lines) + "\n"
+    return ""
 
 
 def explain_memory(recipe: Recipe, shape: ModelShape, levers: Levers, gpu: Gpu) -> str:

@@ -9,10 +9,10 @@ from typing import Literal
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
+from ulysses_cli.plan.rows.indexing import RowSizes, has_untried, list_excess
 
 Verdict = Literal["fits", "too_close", "does_not_fit"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "too_close", "does_not_fit")
-INT32_LIMIT = 2**31
 ROW_MULTIPLE = 128
 
 
@@ -71,17 +71,24 @@ def compare(margin: int, uncertainty: int) -> Verdict:
 
 
 def is_indexable(job: Job) -> bool:
-    """No kernel call sees a tensor of 2^31 elements (rules/model.py: check_index_bounds)."""
-    heads = job.shape.num_heads // job.layout.ulysses_size // job.levers.head_chunks
-    shared = job.batch * job.row_tokens // job.layout.ring_size
-    tensors = [shared * heads * job.shape.head_dim, job.local_tokens * job.shape.hidden_size]
-    if job.layout.ring_size > 1:  # a rank may attend to all keys of a row
-        tensors.append(job.batch * job.row_tokens * job.chunk_kv_width // job.layout.ulysses_size)
-    if not job.levers.tiled_mlp:
-        tensors.append(job.local_tokens * max(job.shape.intermediate_size, job.shape.moe_intermediate_size))
-    if not job.levers.tiled_loss:
-        tensors.append(job.local_tokens * job.shape.vocab_size)
-    return max(tensors) < INT32_LIMIT
+    """No call of an operator that counts in 32 bits sees a tensor of 2^31 elements (plan/rows/indexing.py)."""
+    sizes = RowSizes(
+        tokens=job.batch * job.row_tokens,
+        sp_size=job.layout.sp_size,
+        ring_size=job.layout.ring_size,
+        head_chunks=job.levers.head_chunks,
+        kv_heads=job.chunk_kv_width // job.layout.ulysses_size // job.shape.head_dim,
+        tiled_mlp=job.levers.tiled_mlp,
+        is_quantized=job.quantized is not None,
+    )
+    return not list_excess(job.shape, sizes)
+
+
+def is_tried(job: Job) -> bool:
+    """Nor does an operator outside tiles see one that tiles would spare it."""
+    levers = job.levers
+    is_wide = has_untried(job.shape, job.local_tokens, tiled_mlp=levers.tiled_mlp, tiled_loss=levers.tiled_loss)
+    return is_indexable(job) and not is_wide
 
 
 def fits(job: Job, gpu: Gpu) -> bool:

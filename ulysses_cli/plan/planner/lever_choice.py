@@ -16,14 +16,16 @@ from ulysses_cli.plan.ledger.host import compute_saved_pinned
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.ledger.weights import list_sub_groups
-from ulysses_cli.plan.levers import ALL_GROUPS, Levers, count_most_offloaded
+from ulysses_cli.plan.levers import ALL_GROUPS, Levers, count_most_offloaded, swaps_activations
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
+from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, is_tried, judge
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.speed import compute_speed
 
 # Relative costs: each lever costs more than all before it together. Tiles cost almost nothing, recomputing a layer a
-# third of its time, the optimizer on the host seconds in every step.
+# third of its time, the optimizer on the host seconds in every step. What costs most on long rows (attention computed
+# twice, a disk) is tried only where nothing else fits, and weighed by the predicted time of a step.
 COSTS = {
     "tiled_loss": 1,
     "tiled_mlp": 2,
@@ -32,6 +34,7 @@ COSTS = {
     "gradient_checkpointing": 32,
     "offload_optimizer": 64,
     "offload_param": 128,
+    "offloaded_to": 256,
 }
 SPENDING = ("large_tiles", "early_groups")  # what costs memory and no time, if there is some left
 NO_ROOM = "the GPU has no room for them"
@@ -66,6 +69,8 @@ def read_levers(recipe: Recipe, shape: ModelShape) -> tuple[Levers, list[str]]:
     written: dict[str, Any] = {
         "head_chunks": memory.attention_head_chunks,
         "offloaded_layers": offloaded,
+        "offloaded_to": memory.activation_offload_device,
+        "gradient_checkpointing": memory.gradient_checkpointing,
         "tiled_mlp": memory.tiled_mlp,
         "tiled_loss": memory.tiled_loss,
         "offload_optimizer": memory.offload_optimizer,
@@ -75,7 +80,7 @@ def read_levers(recipe: Recipe, shape: ModelShape) -> tuple[Levers, list[str]]:
     }
     open_names = [name for name, value in written.items() if value == "auto"]
     settled = {name: value for name, value in written.items() if value != "auto"}
-    return replace(OFF, gradient_checkpointing=memory.gradient_checkpointing, **settled), open_names
+    return replace(OFF, **settled), open_names
 
 
 def choose_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None) -> LeverChoice:
@@ -88,8 +93,10 @@ def choose_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None) -> LeverCh
 
 def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> LeverChoice:
     chosen = find_cheapest(job, gpu, open_names)
-    if chosen is None:  # nothing fits: the levers with the lowest peak
-        chosen = min(_walk_levers(job, open_names), key=lambda levers: _count_peak(replace(job, levers=levers)))
+    if chosen is None:  # nothing fits: the levers that come nearest
+        tried = [job.levers, *(replace(job.levers, **each) for each in list_last_measures(job, open_names))]
+        every = (one for each in tried for one in _walk_levers(replace(job, levers=each), _list_left(each, open_names)))
+        chosen = min(every, key=lambda levers: _count_need(replace(job, levers=levers), gpu))
         judge_levers = partial(_judge, job, gpu)
         least = judge_levers(chosen)
         if least is not None and least.spare_bytes >= 0 and "offloaded_layers" in open_names:  # the host is the wall
@@ -147,14 +154,48 @@ def _find_no_early(job: Job) -> str:
 
 
 def find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> Levers | None:
-    """The cheapest combination of the open levers whose verdict is `fits`; if there is none, `too_close`."""
+    """The cheapest combination of the open levers whose verdict is `fits`. Where none fits without a last measure, the
+    fastest of those that fit with one. If there is none, the first that is `too_close`."""
+    found = [_find_cheapest(job, gpu, open_names)]
+    if found[0] is None or not found[0][1]:
+        for measure in list_last_measures(job, open_names):
+            given = replace(job, levers=replace(job.levers, **measure))
+            found.append(_find_cheapest(given, gpu, [name for name in open_names if name not in measure]))
+    fitting = [levers for levers, fits in filter(None, found) if fits]
+    close = [levers for levers, fits in filter(None, found) if not fits]
+    if len(fitting) > 1:
+        return min(fitting, key=lambda levers: compute_speed(replace(job, levers=levers), gpu).step_seconds)
+    return next(iter(fitting + close), None)
+
+
+def _find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> tuple[Levers, bool] | None:
+    """Without last measures that are not given: the levers, and whether they fit for sure."""
     ranked, close = list_ranked_levers(job, open_names), None
     for levers, fit in walk_fits(job, ranked, partial(_judge, job, gpu), is_open="offloaded_layers" in open_names):
         if fit.verdict == "fits":
-            return levers
+            return levers, True
         if fit.verdict == "too_close" and close is None:
             close = levers
-    return close
+    return None if close is None else (close, False)
+
+
+def list_last_measures(job: Job, open_names: list[str]) -> list[dict[str, Any]]:
+    """What spares the host and costs much, one by one and together: dropping kept attention results, and a disk for
+    what layers save or for the optimizer's states."""
+    options: list[list[dict[str, Any]]] = []
+    if "gradient_checkpointing" in open_names and job.levers.gradient_checkpointing != "full":
+        options.append([{}, {"gradient_checkpointing": "full"}])
+    if job.has_disk and "offloaded_to" in open_names:
+        options.append([{}, {"offloaded_to": "nvme"}])
+    if job.has_disk and "offload_optimizer" in open_names and swaps_states(job):
+        options.append([{}, {"offload_optimizer": "nvme"}])
+    joined = ({name: value for part in parts for name, value in part.items()} for parts in product(*options))
+    return [measure for measure in joined if measure]
+
+
+def swaps_states(job: Job) -> bool:
+    """Whether DeepSpeed can keep this run's states on a disk (rules/check.py: check_states_on_disk)."""
+    return job.optim == "adamw" and job.zero_stage == 3 and not job.async_save
 
 
 def _judge(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
@@ -177,7 +218,7 @@ def walk_fits(job: Job, sets: Iterable[Levers], judge_levers: Judge, *, is_open:
 
 def _lacks_host(job: Job, levers: Levers, most: Fit, judge_levers: Judge) -> bool:
     """A shortcut: whether the host is too small even for the fewest layers that must leave the GPU."""
-    if most.fits_host:
+    if most.fits_host or swaps_activations(levers):
         return False
     without = judge_levers(replace(levers, offloaded_layers=0))
     if without is None or without.spare_bytes >= 0 or not without.fits_host:
@@ -216,8 +257,12 @@ def offload_least(levers: Levers, most: Fit, judge_levers: Judge) -> tuple[Lever
 
 
 def list_ranked_levers(job: Job, open_names: list[str]) -> list[Levers]:
-    """Every combination of the open levers, the cheapest first."""
-    return sorted(_walk_levers(job, open_names), key=lambda levers: _count_cost(levers, job.levers))
+    """Every combination of the open levers, the cheapest first; those that leave out a tile past 2^31 elements last."""
+
+    def rank(levers: Levers) -> tuple[bool, float]:
+        return not is_tried(replace(job, levers=levers)), _count_cost(levers, job.levers)
+
+    return sorted(_walk_levers(job, open_names), key=rank)
 
 
 def list_strongest(job: Job) -> list[Levers]:
@@ -225,7 +270,9 @@ def list_strongest(job: Job) -> list[Levers]:
     job: the host may have no room, tiles of an MLP add float32 sums of its gradients, one GPU gathers weights that are
     in host memory, and a saved attention result avoids the buffers of an exchange."""
     most = job.shape.num_heads // job.layout.ulysses_size
-    walked = [levers for levers in _walk_levers(job, list(COSTS)) if levers.head_chunks in (1, most)]
+    jobs = [job, *(replace(job, levers=replace(job.levers, **each)) for each in list_last_measures(job, list(COSTS)))]
+    every = (levers for each in jobs for levers in _walk_levers(each, _list_left(each.levers, list(COSTS))))
+    walked = [levers for levers in every if levers.head_chunks in (1, most)]
     walked = [levers for levers in walked if levers.gradient_checkpointing is not False]
     return [*sorted(dict.fromkeys(walked), key=lambda levers: -_count_cost(levers, OFF)), job.levers]
 
@@ -233,7 +280,7 @@ def list_strongest(job: Job) -> list[Levers]:
 def list_smallest(job: Job) -> list[Levers]:
     """The strongest sets without those that only spare the host: one of them needs the least GPU memory."""
     optimizer = "cpu" if job.optim == "adamw" else "none"
-    strongest = list_strongest(job)
+    strongest = [levers for levers in list_strongest(job) if levers.offloaded_to == job.levers.offloaded_to]
     return [levers for levers in strongest if levers.offloaded_layers and levers.offload_optimizer == optimizer]
 
 
@@ -251,6 +298,11 @@ def find_longest(job: Job, gpu: Gpu) -> tuple[int, Levers]:
     return best, chosen
 
 
+def _list_left(given: Levers, open_names: list[str]) -> list[str]:
+    """Open levers that are still open where a measure is given."""
+    return [name for name in open_names if not is_last_measure(name, getattr(given, name))]
+
+
 def _fits_somehow(job: Job, gpu: Gpu) -> bool:
     """With that many layers offloaded, or fewer."""
     fits = walk_fits(job, [job.levers], partial(_judge, job, gpu), is_open=True)
@@ -258,7 +310,8 @@ def _fits_somehow(job: Job, gpu: Gpu) -> bool:
 
 
 def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
-    """All combinations of the open levers. The given value of each lever is among its values."""
+    """All combinations of the open levers, without last measures that are not given. The given value of each lever is
+    among its values."""
     given, chunks = job.levers, list_divisors(job.shape.common_heads // job.layout.ulysses_size)
     options: dict[str, list[Any]] = {
         "head_chunks": [n for n in chunks if n in (*FEW_CHUNKS, chunks[-1])],
@@ -266,7 +319,8 @@ def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
         "tiled_mlp": [False, True],
         "tiled_loss": [False, True],
         "offload_optimizer": ["none", "cpu"] if job.optim == "adamw" else ["none"],
-        "gradient_checkpointing": [given.gradient_checkpointing, True, "full"],
+        "gradient_checkpointing": [given.gradient_checkpointing, True],
+        "offloaded_to": [given.offloaded_to],
         "offload_param": ["none", "cpu"] if job.zero_stage == 3 else ["none"],
         **{name: [getattr(OFF, name)] for name in SPENDING},
     }
@@ -276,14 +330,30 @@ def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
             yield levers
 
 
+def _find_host_need(job: Job, gpu: Gpu) -> int:
+    """Host memory of a node where it is too small, with as many offloaded layers as the GPU needs; else 0."""
+    most = replace(job.levers, offloaded_layers=count_most_offloaded(job.shape) if job.levers.offloaded_layers else 0)
+    fit = _judge(job, gpu, most)
+    if fit is not None and fit.spare_bytes >= 0:
+        _, fit = offload_least(most, fit, partial(_judge, job, gpu))
+    return fit.host_peak_bytes if fit is not None and not fit.fits_host else 0
+
+
+def is_last_measure(name: str, value: Any) -> bool:
+    return value == "nvme" or (name == "gradient_checkpointing" and value == "full")
+
+
 def _count_cost(levers: Levers, base: Levers) -> float:
     """The summed costs of the changed levers; more chunks cost a little more than few."""
     changed = sum(cost for name, cost in COSTS.items() if getattr(levers, name) != getattr(base, name))
     return changed + levers.head_chunks / 4096 + 8 * (levers.gradient_checkpointing == "full")
 
 
-def _count_peak(job: Job) -> tuple[bool, int]:
-    return not is_indexable(job), compute_ledger(job).gpu_peak_bytes
+def _count_need(job: Job, gpu: Gpu) -> tuple[bool, bool, int]:
+    """Sorts what fits the GPU, by the host memory that it takes, before what does not."""
+    fit = judge(job, compute_ledger(job), gpu)
+    fits_gpu = fit.spare_bytes >= 0
+    return not is_indexable(job), not fits_gpu, fit.host_peak_bytes if fits_gpu else fit.gpu_peak_bytes
 
 
 def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
@@ -296,11 +366,19 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
     if value == off:
         if fit.verdict == "fits":
             return f"not needed: the peak is {fit.gpu_peak_bytes / GIB:.1f} of {room}"
+        if name == "offloaded_to" and not job.has_disk:
+            return "no disk is named (memory.nvme_path)"
         return "would not help" if fit.wall != "host" else "the host has no room for it"
     without = replace(job, levers=replace(job.levers, **{name: off}))
     if not is_indexable(without):
         return "without it a kernel would see 2^31 elements"
+    if name in ("tiled_loss", "tiled_mlp") and not is_tried(without):
+        return "without it a tensor would have 2^31 elements, which no run has shown to be right"
     peak = compute_ledger(without).gpu_peak_bytes
+    if is_last_measure(name, value) and (needs := _find_host_need(without, gpu) / GIB):
+        has = gpu.get_host_bytes(job.world_size) / GIB
+        with_it = fit.host_peak_bytes / GIB
+        return f"without it a node would need {needs:,.0f} GiB of host memory of {has:,.0f}, with it {with_it:,.0f}"
     gain = f"without it the peak would be {peak / GIB:.1f} of {room}, with it {fit.gpu_peak_bytes / GIB:.1f}"
     return f"{value} of {format_count(job.shape.num_layers, 'layer')}; {gain}" if name == "offloaded_layers" else gain
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.planner.fit import is_indexable
+from ulysses_cli.plan.planner.fit import is_indexable, is_tried
 from ulysses_cli.plan.planner.lever_choice import list_smallest
 from ulysses_cli.plan.planner.search import list_sp_sizes
 from ulysses_cli.plan.resolved import find_ring_size
 
 SHORTEST, NUM_LENGTHS = 4096, 14
 MAX_CURVES = 4
-TILES = ("tiled_loss", "tiled_mlp")
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,11 @@ def _list_peaks(job: Job, lengths: tuple[int, ...], open_names: Collection[str])
 
 
 def _open_tiles(job: Job, open_names: Collection[str]) -> Job:
-    """Turns on the tiles that indexing a row needs, of those that the recipe leaves open."""
+    """Turns on the tiles that a run of this row would have, of those that the recipe leaves open."""
     levers = job.levers
-    if "tiled_loss" in open_names and not is_indexable(job):
+    if "tiled_loss" in open_names and not is_tried(job):
         levers = replace(levers, tiled_loss=True)
-    if "tiled_mlp" in open_names and not is_indexable(replace(job, levers=levers)):
+    if "tiled_mlp" in open_names and not is_tried(replace(job, levers=levers)):
         levers = replace(levers, tiled_mlp=True)
     return replace(job, levers=levers)
 
@@ -82,7 +81,6 @@ def _open_tiles(job: Job, open_names: Collection[str]) -> Job:
 def _list_closed(job: Job, curve: Curve, lengths: tuple[int, ...], open_names: Collection[str]) -> list[str]:
     """Tiles that would have to be open for the first length that the curve lacks."""
     missing = next((length for length, peak in zip(lengths, curve.peaks, strict=True) if peak is None), None)
-    opened = replace(job, row_tokens=missing or lengths[0])
-    opened = _open_tiles(opened, TILES)
-    needed = [name for name in TILES if getattr(opened.levers, name) and not getattr(job.levers, name)]
-    return [name for name in needed if name not in open_names] if missing and is_indexable(opened) else []
+    if missing is None or job.levers.tiled_mlp or "tiled_mlp" in open_names:
+        return []
+    return ["tiled_mlp"] if is_indexable(_open_tiles(replace(job, row_tokens=missing), ("tiled_mlp",))) else []

@@ -129,7 +129,12 @@ def _find_host_wall(tried: Sequence[Candidate]) -> Wall | None:
         f"{near.job.world_size} x {near.gpu.key} need {needs:,.0f} GiB of host memory, "
         f"{near.fit.host_uncertainty_bytes / GIB:,.0f} for safety, on a node of about {has:,.0f}"
     )
-    return Wall("host", message, "offer machines with more memory: host_gib_per_gpu in hardware.yaml")
+    return Wall(
+        "host",
+        message,
+        "offer machines with more memory (host_gib_per_gpu in hardware.yaml), or keep states and activations on a "
+        "local disk: `ulysses estimate-memory` with memory.nvme_path",
+    )
 
 
 def _find_heads_wall(

@@ -199,9 +199,10 @@ class Train(Section):
 class Memory(Section):
     """Levers that trade time or host memory for GPU memory. None of them changes a value."""
 
-    gradient_checkpointing: bool | Literal["full"] = setting(
-        True,
-        "recompute layers in the backward; true keeps attention's result, full keeps only each layer's input",
+    gradient_checkpointing: bool | Literal["auto", "full"] = setting(
+        "auto",
+        "recompute layers in the backward; true keeps attention's result, full keeps only each layer's input, auto = "
+        "true where that fits",
         aliases=("activation_checkpointing",),
     )
     attention_head_chunks: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = setting(
@@ -213,6 +214,9 @@ class Memory(Section):
         "auto = as few as needed",
         unit="layers",
         aliases=("activation_checkpoint_cpu_offload",),
+    )
+    activation_offload_device: Literal["auto", "cpu", "nvme"] = setting(
+        "auto", "where what these layers save waits: host memory or a disk; auto = cpu where the host has room"
     )
     tiled_mlp: bool | Literal["auto"] = setting(
         "auto", "MLPs and norms in tiles of tokens", aliases=("tiled_mlp_compute",)
@@ -233,7 +237,7 @@ class Memory(Section):
         "takes 1.4 GiB more of host memory; true = all, auto = as many as the host has room for",
         unit="groups",
     )
-    nvme_path: str | None = text(None, "folder on a fast local disk, for nvme", unit="path")
+    nvme_path: str | None = text(None, "folder on a fast local disk, for nvme; auto may use it too", unit="path")
 
 
 class Run(Section):

@@ -179,16 +179,21 @@ def check_zero_stage(case: RuleCase) -> Problems:
 
 
 def check_disk(case: RuleCase) -> Problems:
-    """memory.nvme_path is given if something is offloaded there, and only then."""
+    """memory.nvme_path is given if something is offloaded there, or may be, and only then."""
     memory, key = case.recipe.memory, "memory.nvme_path"
-    on_disk = [name for name in ("offload_optimizer", "offload_param") if getattr(memory, name) == "nvme"]
+    places = ("offload_optimizer", "offload_param", "activation_offload_device")
+    on_disk = [name for name in places if getattr(memory, name) == "nvme"]
     aio = case.recipe.deepspeed.get("aio", {})
     if on_disk and isinstance(aio, dict) and aio.get("use_gds"):
         what = "is not offered: no GPU with GPUDirect storage has run it, and bytes that pass by the host are counted"
         yield Problem("deepspeed.aio.use_gds", what, "leave it out")
     if on_disk and memory.nvme_path is None:
         yield Problem(key, f"required with memory.{on_disk[0]}: nvme", "name a folder on a fast local disk")
-    if not on_disk and memory.nvme_path is not None:
+    may_use = "auto" in (memory.offload_optimizer, memory.activation_offload_device)
+    if memory.activation_offload_device == "nvme" and memory.activation_offloading in (False, 0):
+        what = "nvme is not used: memory.activation_offloading is off"
+        yield Problem("memory.activation_offload_device", what, "leave one of the two out")
+    if not on_disk and not may_use and memory.nvme_path is not None:
         what = "is not used: nothing is on nvme"
         yield Problem(key, what, "set memory.offload_optimizer: nvme, or leave it out")
 

@@ -13,8 +13,8 @@ from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.problem import Problem
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import compute_kv_heads, find_ring_size
+from ulysses_cli.plan.rows.indexing import RowSizes, list_excess
 
-INT32_LIMIT = 2**31
 Problems = Iterator[Problem]
 
 
@@ -186,34 +186,27 @@ def check_attention(recipe: Recipe, shape: ModelShape) -> Problems:
 
 
 def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:
-    """No kernel call sees a tensor of 2^31 elements or more, where 32-bit indices wrap."""
-    sp_size, chunks = recipe.parallel.sp_size, recipe.memory.attention_head_chunks
+    """No call of an operator that counts in 32 bits sees a tensor of 2^31 elements (plan/rows/indexing.py)."""
+    sp_size, chunks, lora = recipe.parallel.sp_size, recipe.memory.attention_head_chunks, recipe.lora
     num_ranks = _count_ulysses_ranks(recipe, shape) or sp_size
-    tokens = recipe.train.per_device_train_batch_size * recipe.data.max_length
-    local_tokens = -(-tokens // sp_size)
-    heads = 1 if chunks == "auto" else max(1, shape.num_heads // num_ranks // chunks)
-    shared = -(-tokens * num_ranks // sp_size)  # tokens of the ranks that exchange heads
-    chunk_lever = "more memory.attention_head_chunks, a larger sp_size, or " if heads > 1 else ""
-    tensors = [
-        ("data.max_length", "attention's queries", shared * heads * shape.head_dim, chunk_lever),
-        ("data.max_length", "hidden states", local_tokens * shape.hidden_size, "a larger sp_size, or "),
-    ]
-    if num_ranks < sp_size:  # a rank of a ring may attend to all keys of a row
-        parts = shape.common_heads if chunks == "auto" else num_ranks * chunks
-        num_keys = compute_kv_heads(shape.num_heads, shape.num_kv_heads, parts).num_local
-        tensors.append(("data.max_length", "keys of a ring", tokens * num_keys * shape.head_dim, chunk_lever))
-    if recipe.memory.tiled_mlp is False:
-        width, lever = max(shape.intermediate_size, shape.moe_intermediate_size), "memory.tiled_mlp: auto, or "
-        tensors.append(("memory.tiled_mlp", "the MLP's activations", local_tokens * width, lever))
-    if recipe.memory.tiled_loss is False:
-        tensors.append(("memory.tiled_loss", "logits", local_tokens * shape.vocab_size, "memory.tiled_loss: auto, or "))
-    for key, name, numel, lever in tensors:
-        if numel >= INT32_LIMIT:
-            yield Problem(
-                key,
-                f"{name} of a rank would have {numel:,} elements, past the 2^31 that kernels index safely",
-                f"use {lever}shorter or fewer rows",
-            )
+    parts = shape.common_heads if chunks == "auto" else num_ranks * chunks
+    sizes = RowSizes(
+        tokens=recipe.train.per_device_train_batch_size * recipe.data.max_length,
+        sp_size=sp_size,
+        ring_size=sp_size // num_ranks,
+        head_chunks=max(1, shape.num_heads // num_ranks) if chunks == "auto" else chunks,
+        kv_heads=compute_kv_heads(shape.num_heads, shape.num_kv_heads, parts).num_local,
+        tiled_mlp=recipe.memory.tiled_mlp is not False,
+        is_quantized=lora is not None and lora.quantize_base is not None,
+    )
+    for excess in list_excess(shape, sizes):
+        key = "memory.tiled_mlp" if excess.operator == "experts" else "data.max_length"
+        yield Problem(
+            key,
+            f"{excess.name} of a rank would have {excess.numel:,} elements, past the 2^31 that kernels of this kind "
+            f"({excess.operator}) index safely",
+            f"use {excess.remedy}shorter or fewer rows",
+        )
 
 
 def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:

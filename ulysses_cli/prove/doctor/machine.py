@@ -16,6 +16,7 @@ from pathlib import Path
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.layout import GPUS_PER_NODE
 from ulysses_cli.plan.ledger.host import PROCESS_BYTES
+from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import compute_estimate
@@ -170,20 +171,22 @@ def compute_host_need(target: CheckTarget, recipe: Recipe, shape: ModelShape) ->
     parameters = shape.num_parameters or 0
     trained = parameters if recipe.lora is None else parameters // 50
     memory = STATE_BYTES * trained + PROCESS_BYTES // 3 * make_layout(recipe).world_size
-    if target.device == "cuda":
-        memory = _estimate_host(target, recipe, shape)
     num_checkpoints = (recipe.run.save_total_limit or 3) + 1  # a new one is written before the oldest is deleted
     nvme = STATE_BYTES * trained if recipe.memory.offload_optimizer == "nvme" else 0
     nvme += MODEL_BYTES * parameters if recipe.memory.offload_param == "nvme" else 0
+    if target.device == "cuda":
+        memory, nvme = _estimate_host(target, recipe, shape)
     return HostNeed(memory, num_checkpoints * STATE_BYTES * trained, MODEL_BYTES * parameters, nvme)
 
 
-def _estimate_host(target: CheckTarget, recipe: Recipe, shape: ModelShape) -> int:
+def _estimate_host(target: CheckTarget, recipe: Recipe, shape: ModelShape) -> tuple[int, int]:
+    """Bytes of host memory, and below memory.nvme_path."""
     import torch
 
     facts = torch.cuda.get_device_properties(0)
     gpu, _ = target.hardware.recognise(facts.name, facts.total_memory, count_host_bytes() // target.num_gpus)
-    return compute_estimate(recipe, shape, gpu).fit.host_peak_bytes
+    estimate = compute_estimate(recipe, shape, gpu)
+    return estimate.fit.host_peak_bytes, compute_node_disk_bytes(estimate.job)
 
 
 def check_memory(target: CheckTarget) -> Iterator[Finding]:
@@ -223,7 +226,7 @@ def check_disks(target: CheckTarget) -> Iterator[Finding]:
             folder = folder.parent
         free = shutil.disk_usage(folder).free
         text = f"{free / GIB:.1f} GiB free"
-        what = "offloaded states take" if name == recipe.memory.nvme_path else "checkpoints and the model take"
+        what = "what is offloaded takes" if name == recipe.memory.nvme_path else "checkpoints and the model take"
         text += f", {what} about {num_bytes / GIB:.1f}" if num_bytes else ""
         if not os.access(folder, os.W_OK):
             yield Finding(name, "FAIL", f"{folder} cannot be written to", "name another folder")

@@ -159,6 +159,8 @@ def _choose_levers(recipe: Recipe, heads_per_rank: int, device: str, notes: list
         "attention_head_chunks": 2 if heads_per_rank % 2 == 0 else 1,
         "offload_optimizer": "none",
         "offload_param": "none",
+        "gradient_checkpointing": True,
+        "activation_offload_device": "cpu",
     }
     levers = {name: value for name, value in auto.items() if getattr(memory, name) == "auto"}
     chunks = levers.get("attention_head_chunks", memory.attention_head_chunks)
@@ -170,6 +172,9 @@ def _choose_levers(recipe: Recipe, heads_per_rank: int, device: str, notes: list
         if place == "nvme" or (place != "none" and name == "offload_param" and device == "cpu"):
             reason = "since it moves bytes and changes no value"
             levers[name] = _change(notes, f"memory.{name}", place, "none", reason)
+    if memory.activation_offload_device == "nvme":
+        key, reason = "memory.activation_offload_device", "since it moves bytes and changes no value"
+        levers["activation_offload_device"] = _change(notes, key, "nvme", "cpu", reason)
     return levers
 
 

@@ -73,7 +73,7 @@ def build(
     swap_folder: Path | None = None,
 ) -> Built:
     """Collective over all ranks. `mix`: the lengths of the run's documents, on which kernels are timed.
-    `swap_folder`: the folder for optimizer states and weights that are offloaded to a disk."""
+    `swap_folder`: the folder for what is offloaded to a disk."""
     import deepspeed
 
     recipe = plan.recipe
@@ -92,7 +92,7 @@ def build(
     choice = parts.choose_ways(plan, groups, device)
     report(describe(choice, serve_elementwise(model, choice.ways)))
     head_rule = read_head_rule(config, recipe.train.z_loss_weight, load_token_loss(recipe.train.token_loss))
-    module = LossModel(model, apply_levers(model, plan, head_rule, device))
+    module = LossModel(model, apply_levers(model, plan, head_rule, device, swap_folder))
     module.train()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     optimizer = make_optimizer(recipe.train, trained, plan.levers.offload_optimizer)

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ulysses_cli.plan.levers import swaps_activations
 from ulysses_cli.plan.resolved import RunPlan
+from ulysses_cli.plan.rows.indexing import count_widest, runs_in_pieces
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
 from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.loss import HeadRule, Loss, PlainLoss
 from ulysses_cli.train.memory.checkpointing import Mode, checkpoint_layers
+from ulysses_cli.train.memory.disk import DiskFile
 from ulysses_cli.train.memory.offload import Offloader
+from ulysses_cli.train.memory.pieces import run_in_pieces
+from ulysses_cli.train.memory.saved_results import ResultStorage
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
 from ulysses_cli.train.memory.tiled_mlp import tile_mlps
 from ulysses_cli.train.memory.tiled_norm import tile_norms
 
 
-def apply_levers(model: Any, plan: RunPlan, rule: HeadRule, device: torch.device) -> Loss:
-    """Changes the model in place and returns the loss, which is tiled where the plan says so."""
+def apply_levers(
+    model: Any, plan: RunPlan, rule: HeadRule, device: torch.device, swap_folder: Path | None = None
+) -> Loss:
+    """Changes the model in place and returns the loss, which is tiled where the plan says so. `swap_folder`: on a
+    disk, for what layers save."""
     from deepspeed.utils import set_z3_leaf_module
 
     levers = plan.levers
@@ -36,14 +45,22 @@ def apply_levers(model: Any, plan: RunPlan, rule: HeadRule, device: torch.device
             tile_mlps(model, count_tiles, gather_whole)
             tile_norms(model, count_tiles)
         if levers.gradient_checkpointing:
-            make_storage = Offloader(device, levers.offloaded_layers).make_storage if levers.offloaded_layers else None
+            make_storage: Callable[[int], ResultStorage] | None = None
+            if levers.offloaded_layers:
+                disk = DiskFile(swap_folder) if swap_folder is not None and swaps_activations(levers) else None
+                make_storage = Offloader(device, levers.offloaded_layers, disk).make_storage
             mode: Mode = "full" if levers.gradient_checkpointing == "full" else "save_attention"
             checkpoint_layers(model, mode, make_storage)
     except ValueError as error:
         raise BuildError(f"{error}: turn memory.tiled_mlp or memory.gradient_checkpointing off") from error
     head = model.get_output_embeddings()
-    if not levers.tiled_loss:
-        return PlainLoss(head, rule)
     tokens = plan.recipe.train.per_device_train_batch_size * plan.resolved.local_tokens
-    tile = compute_loss_tile_tokens(tokens, plan.shape.vocab_size, plan.shape.hidden_size, is_large=levers.large_tiles)
-    return make_tiled_loss(head, rule, tile, gather_whole)
+    loss: Loss = PlainLoss(head, rule)
+    if levers.tiled_loss:
+        vocabulary, hidden = plan.shape.vocab_size, plan.shape.hidden_size
+        tile = compute_loss_tile_tokens(tokens, vocabulary, hidden, is_large=levers.large_tiles)
+        loss = make_tiled_loss(head, rule, tile, gather_whole)
+    widest = count_widest(plan.shape, tiled_mlp=levers.tiled_mlp, tiled_loss=levers.tiled_loss)
+    if runs_in_pieces(tokens * widest * getattr(torch, plan.recipe.model.dtype).itemsize):
+        run_in_pieces(model)
+    return loss

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, library
 
+from ulysses_cli.plan.rows.indexing import split_rows
 from ulysses_cli.train.elementwise import formulas
 
 # transformers: its own code stays as it is.
@@ -20,6 +21,19 @@ Way = Literal["torch", "compiled", "blocks", "transformers"]
 @library.custom_op("ulysses::normalize", mutates_args=())
 def normalize(hidden: Tensor, weight: Tensor, eps: float, kind: str, way: str) -> tuple[Tensor, Tensor]:
     """Returns the output and one float32 number for each row, which the backward needs."""
+    parts = split_rows(hidden.shape[:-1].numel(), hidden.nbytes)
+    if len(parts) == 1:
+        return _normalize(hidden, weight, eps, kind, way)
+    rows, out = hidden.flatten(0, -2), torch.empty_like(hidden)
+    rstd = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
+    for part in parts:
+        results = _normalize(rows[part], weight, eps, kind, way)
+        for whole, result in zip((out, rstd), results, strict=True):
+            whole.flatten(0, -2)[part] = result
+    return out, rstd
+
+
+def _normalize(hidden: Tensor, weight: Tensor, eps: float, kind: str, way: str) -> tuple[Tensor, Tensor]:
     if way == "torch":
         return torch.ops.aten._fused_rms_norm(hidden, weight.shape, weight, eps)
     if way == "compiled":
@@ -37,6 +51,22 @@ def normalize_backward(
     dout: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor, kind: str, way: str
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the input and of the weight."""
+    parts = split_rows(hidden.shape[:-1].numel(), hidden.nbytes)
+    if len(parts) == 1:
+        return _normalize_backward(dout, hidden, weight, rstd, kind, way)
+    dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+    grads, rows, inverse = (tensor.flatten(0, -2) for tensor in (dout, hidden, rstd))
+    for part in parts:
+        dhidden.flatten(0, -2)[part], share = _normalize_backward(
+            grads[part], rows[part], weight, inverse[part], kind, way
+        )
+        dweight += share
+    return dhidden, dweight.to(weight.dtype)
+
+
+def _normalize_backward(
+    dout: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor, kind: str, way: str
+) -> tuple[Tensor, Tensor]:
     if way == "torch":
         return torch.ops.aten._fused_rms_norm_backward(
             dout.contiguous(), hidden, weight.shape, rstd, weight, [True, True]

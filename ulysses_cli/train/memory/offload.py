@@ -1,5 +1,5 @@
-"""Offloads what layers save for the backward to host memory: copied out on a separate stream while later layers
-compute, and back while the backward of the layer above computes.
+"""Offloads what layers save for the backward to host memory, or through it to a disk: copied out on a separate stream
+while later layers compute, and back while the backward of the layer above computes.
 
 Takes tensors and a device. On a CPU the same steps run with plain copies, so that values and bytes can be tested.
 """
@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.tiles import SWAP_CHUNK_BYTES
+from ulysses_cli.train.memory.disk import DiskFile, list_chunks, round_to_blocks
 from ulysses_cli.train.processes.host_memory import count_free_bytes
 from ulysses_cli.train.telemetry.clock import part_of_step
 
@@ -34,19 +39,21 @@ class HostPool:
         self.is_pinned = is_pinned
         self.num_bytes = 0
         self._free: list[Tensor] = []
+        self._lock = threading.Lock()  # threads that write to a disk give buffers back
         self._locked: dict[int, mmap.mmap] = {}  # by address; pages are unlocked before they are freed
         weakref.finalize(self, _unlock, self._locked, self._locked)
 
     def take(self, num_bytes: int) -> Tensor:
         """Takes the smallest free buffer that is large enough; else frees one that is too small and makes a new one."""
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        fitting = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
-        if fitting:
-            smallest = min(fitting, key=Tensor.numel)
-            self._free = [buffer for buffer in self._free if buffer is not smallest]
-            return smallest
-        if self._free:
-            self._release(self._free.pop())
+        with self._lock:
+            fitting = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
+            if fitting:
+                smallest = min(fitting, key=Tensor.numel)
+                self._free = [buffer for buffer in self._free if buffer is not smallest]
+                return smallest
+            if self._free:
+                self._release(self._free.pop())
         if num_bytes + LEFT_FREE_BYTES > (free := count_free_bytes()):
             raise MemoryError(
                 f"what layers save needs {num_bytes / GIB:.2f} GiB of host memory on top of this rank's "
@@ -62,7 +69,8 @@ class HostPool:
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        self._free.append(buffer)
+        with self._lock:
+            self._free.append(buffer)
 
     def close(self) -> None:
         """Call after the last step, when no copy is in progress."""
@@ -94,17 +102,23 @@ class Offloader:
     """The streams, the pool, and the runs of layers whose tensors are in host memory, newest last. A backward that
     fails ends the process, and nothing waits for the copies that it had started."""
 
-    def __init__(self, device: torch.device, num_layers: int) -> None:
+    def __init__(self, device: torch.device, num_layers: int, disk: DiskFile | None = None) -> None:
         """`num_layers` counts from the first layer, whose tensors wait longest for their backward. The last
-        MAX_LEAVING layers are not counted: their backward begins before their copy to the host would be finished."""
+        MAX_LEAVING layers are not counted: their backward begins before their copy to the host would be finished.
+        With a disk, tensors wait there, and host memory holds a chunk for each thread that moves them."""
         is_cuda = device.type == "cuda"
         if is_cuda and device.index is None:  # tensors' devices always have an index
             device = torch.device(device.type, torch.cuda.current_device())
         self.device, self.num_layers = device, num_layers
         self.pool = HostPool(is_pinned=is_cuda)
+        self.offload: Callable[[int, Tensor], Waiting] = partial(OffloadedTensor, self)
+        if disk is not None:
+            self.offload = partial(SwappedTensor, self, disk)
         self.out_stream = torch.cuda.Stream(device) if is_cuda else None
         self.in_stream = torch.cuda.Stream(device) if is_cuda else None
         self.leaving: deque[tuple[int, Any, Tensor]] = deque()  # run, event after the copy, what is copied
+        self.writing: deque[tuple[int, list[Future[None]]]] = deque()  # run, and the chunks that go to the disk
+        self._buffers = threading.local()
         self._newest: weakref.ref[HostStorage] | None = None
         self._num_runs = 0
 
@@ -132,34 +146,78 @@ class Offloader:
 
     def release(self, first_kept: int) -> None:
         """Releases the device tensors of all runs before this one. Compute waits for their copies, so that the memory
-        can be written again."""
+        can be written again; for those that go to a disk, this thread waits."""
         while self.leaving and self.leaving[0][0] < first_kept:
             torch.cuda.current_stream(self.device).wait_event(self.leaving.popleft()[1])
+        while self.writing and self.writing[0][0] < first_kept:
+            for chunk in self.writing.popleft()[1]:
+                chunk.result()
 
     def release_all(self) -> None:
         self.release(self._num_runs)
 
-    def copy_in(self, item: OffloadedTensor) -> None:
-        """Starts the copy back. Its memory is allocated on the stream that computes, and is freed there afterwards."""
-        self.release_all()
-        item.tensor = torch.empty(item.shape, dtype=item.dtype, device=self.device)
-        if self.in_stream is None or self.out_stream is None:
-            item.tensor.copy_(item.host_tensor)
+    def make_room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory for a tensor that comes back. It is allocated on the stream that computes, and freed there
+        afterwards; copies back that start later wait for what that stream does now."""
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        if self.in_stream is not None:
+            self.in_stream.wait_stream(torch.cuda.current_stream(self.device))
+        return tensor
+
+    def record_event(self) -> Any:
+        """After what is computed now; None on a CPU."""
+        if self.in_stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def get_buffer(self) -> Tensor:
+        """The calling thread's own buffer of one chunk."""
+        if not hasattr(self._buffers, "buffer"):
+            self._buffers.buffer = self.pool.take(SWAP_CHUNK_BYTES)
+        buffer: Tensor = self._buffers.buffer
+        return buffer
+
+    def copy_chunk(self, stream: Any, source: Tensor, target: Tensor, after: Any) -> None:
+        """Copies on the stream after an event, and returns when the copy is done."""
+        if stream is None:
+            target.copy_(source)
             return
-        self.in_stream.wait_stream(torch.cuda.current_stream(self.device))
-        self.in_stream.wait_event(item.copied_out)
+        stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        done.synchronize()
+
+    def copy_in(self, source: Tensor, target: Tensor) -> Any:
+        """Starts the copy back. Returns an event after it, None on a CPU."""
+        if self.in_stream is None:
+            target.copy_(source)
+            return None
         with torch.cuda.stream(self.in_stream):
-            item.tensor.copy_(item.host_tensor, non_blocking=True)
-            item.arrived = torch.cuda.Event()
-            item.arrived.record()
-        self.out_stream.wait_event(item.arrived)  # a later step's copy into this buffer must come after this one
+            target.copy_(source, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return arrived
+
+
+class Waiting(Protocol):
+    """A tensor that is not on the device, or is being copied back."""
+
+    def start(self) -> None:
+        """Starts its way back."""
+
+    def finish(self) -> Tensor:
+        """Returns the tensor, once, on the stream that computes."""
 
 
 class OffloadedTensor:
-    """One tensor in host memory, or being copied back."""
+    """One tensor in host memory."""
 
     def __init__(self, offloader: Offloader, run: int, tensor: Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.offloader, self.shape, self.dtype = offloader, tensor.shape, tensor.dtype
         self.tensor: Tensor | None = None
         self.arrived: Any = None
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
@@ -168,43 +226,110 @@ class OffloadedTensor:
         self.host_tensor = buffer[:num_bytes].view(self.dtype).view(self.shape)
         self.copied_out = offloader.copy_out(run, tensor.contiguous(), self.host_tensor)
 
+    def start(self) -> None:
+        offloader = self.offloader
+        offloader.release_all()
+        self.tensor = offloader.make_room(self.shape, self.dtype)
+        if offloader.in_stream is not None:
+            offloader.in_stream.wait_event(self.copied_out)
+        self.arrived = offloader.copy_in(self.host_tensor, self.tensor)
+        if offloader.out_stream is not None:  # a later step's copy into this buffer must come after this one
+            offloader.out_stream.wait_event(self.arrived)
+        self.give_back()
+
+    def finish(self) -> Tensor:
+        tensor = _take(self)
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.offloader.device).wait_event(self.arrived)
+        return tensor
+
+
+class SwappedTensor:
+    """One tensor on a disk, on its way there and back in chunks, each by a thread of its own through that thread's
+    buffer. The device's memory is free when the disk has all of it."""
+
+    def __init__(self, offloader: Offloader, disk: DiskFile, run: int, tensor: Tensor) -> None:
+        self.offloader, self.disk, self.shape, self.dtype = offloader, disk, tensor.shape, tensor.dtype
+        self.num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        self.offset, self.size = self._reserve()
+        self.tensor: Tensor | None = None
+        self.reading: list[Future[None]] = []
+        source, offset = tensor.contiguous().view(-1).view(torch.uint8), self.offset
+        computed = offloader.record_event()
+
+        def write(part: slice) -> None:
+            buffer, size = offloader.get_buffer(), part.stop - part.start
+            offloader.copy_chunk(offloader.out_stream, source[part], buffer[:size], computed)
+            disk.write(memoryview(buffer[: round_to_blocks(size)].numpy()), offset + part.start)
+
+        writing = [disk.start(partial(write, part)) for part in list_chunks(self.num_bytes)]
+        offloader.writing.append((run, writing))
+        self.give_back = weakref.finalize(self, _release_written, writing, disk, self.offset, self.size)
+
+    def start(self) -> None:
+        offloader, disk, offset = self.offloader, self.disk, self.offset
+        offloader.release_all()
+        self.tensor = offloader.make_room(self.shape, self.dtype)
+        target, allocated = self.tensor.view(-1).view(torch.uint8), offloader.record_event()
+
+        def read(part: slice) -> None:
+            buffer, size = offloader.get_buffer(), part.stop - part.start
+            disk.read(memoryview(buffer[: round_to_blocks(size)].numpy()), offset + part.start)
+            offloader.copy_chunk(offloader.in_stream, buffer[:size], target[part], allocated)
+
+        self.reading = [disk.start(partial(read, part)) for part in list_chunks(self.num_bytes)]
+
+    def finish(self) -> Tensor:
+        for chunk in self.reading:
+            chunk.result()
+        self.give_back()
+        return _take(self)
+
+    def _reserve(self) -> tuple[int, int]:
+        size = round_to_blocks(self.num_bytes)
+        return self.disk.reserve(size), size
+
+
+def _release_written(writing: list[Future[None]], disk: DiskFile, offset: int, size: int) -> None:
+    """The place in the file is free when nothing writes there any more."""
+    wait(writing)
+    disk.release(offset, size)
+
+
+def _take(item: OffloadedTensor | SwappedTensor) -> Tensor:
+    tensor, item.tensor = item.tensor, None
+    if tensor is None:
+        raise RuntimeError("an offloaded tensor is fetched a second time: a layer's backward can run once")
+    return tensor
+
 
 class HostStorage:
-    """What one run of one layer saves in host memory. Fetching the first tensor starts the copies of the others, and of
-    those of the run before it, whose backward is next."""
+    """What one run of one layer saves in host memory or on a disk. Fetching the first tensor starts the copies of the
+    others, and of those of the run before it, whose backward is next."""
 
     def __init__(self, offloader: Offloader, previous: HostStorage | None, run: int, *, is_offloaded: bool) -> None:
         self.offloader, self.previous, self.run, self.is_offloaded = offloader, previous, run, is_offloaded
-        self.waiting: list[OffloadedTensor] = []
+        self.waiting: list[Waiting] = []
 
-    def store(self, tensor: Tensor) -> OffloadedTensor | Tensor:
+    def store(self, tensor: Tensor) -> Waiting | Tensor:
         tensor = tensor.detach()
-        self.offloader.release(self.run - MAX_LEAVING + 1)
-        if not self.is_offloaded or tensor.device != self.offloader.device or not tensor.numel():
-            return tensor
         with part_of_step("offload"):
-            item = OffloadedTensor(self.offloader, self.run, tensor)
+            self.offloader.release(self.run - MAX_LEAVING + 1)
+            if not self.is_offloaded or tensor.device != self.offloader.device or not tensor.numel():
+                return tensor
+            item = self.offloader.offload(self.run, tensor)
         self.waiting.append(item)
         return item
 
-    def fetch(self, stored: OffloadedTensor | Tensor) -> Tensor:
+    def fetch(self, stored: Waiting | Tensor) -> Tensor:
         with part_of_step("offload"):
             self.start_copies()
             if self.previous is not None:
                 self.previous.start_copies()
-        if isinstance(stored, Tensor):
-            return stored
-        tensor, stored.tensor = stored.tensor, None
-        if tensor is None:
-            raise RuntimeError("a tensor in host memory is fetched a second time: a layer's backward can run once")
-        if stored.arrived is not None:
-            with part_of_step("offload"):
-                torch.cuda.current_stream(self.offloader.device).wait_event(stored.arrived)
-        return tensor
+            return stored if isinstance(stored, Tensor) else stored.finish()
 
     def start_copies(self) -> None:
         """Starts the copies of all tensors that are still in host memory."""
         for item in self.waiting:
-            self.offloader.copy_in(item)
-            item.give_back()
+            item.start()
         self.waiting = []

@@ -1,4 +1,4 @@
-"""Bytes on a local disk (memory.offload_optimizer, memory.offload_param: nvme), and of the buffers for its files.
+"""Bytes on a local disk (nvme in the memory section), and of the buffers for its files.
 
 From DeepSpeed's runtime/swap_tensor/: a sub-group's optimizer states are one file each, so is every weight. Both pass
 through page-locked buffers.
@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from ulysses_cli.plan.ledger.job import Job, is_known, make_job
+from ulysses_cli.plan.ledger.saved_results import compute_offloaded
 from ulysses_cli.plan.ledger.weights import Weights, count_shard, list_sub_groups
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.levers import Levers, swaps_activations
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
 
@@ -34,7 +35,13 @@ def compute_swap_need(recipe: Recipe, shape: ModelShape, levers: Levers) -> tupl
 
 def compute_disk_bytes(job: Job) -> int:
     """Per rank."""
-    return int((compute_state_file_bytes(job) + compute_weight_file_bytes(job)) * FILE_SLACK)
+    files = compute_state_file_bytes(job) + compute_weight_file_bytes(job) + compute_activation_file_bytes(job)
+    return int(files * FILE_SLACK)
+
+
+def compute_activation_file_bytes(job: Job) -> int:
+    """What offloaded layers save, where it waits on the disk (train/memory/disk.py)."""
+    return compute_offloaded(job) if swaps_activations(job.levers) else 0
 
 
 def compute_state_file_bytes(job: Job) -> int:
