@@ -49,7 +49,7 @@ def get_early(harness: RunHarness) -> EarlySteps | None:
 
 
 def spoil_gradient(harness: RunHarness) -> None:
-    """In one step the embedding's gradient, the last of all, is not a number."""
+    """In one step the gradient of the first trained module, the last of all, is not a number."""
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * math.nan if harness.train_state.step == BAD_STEP else gradient
@@ -58,7 +58,9 @@ def spoil_gradient(harness: RunHarness) -> None:
         if output.requires_grad:
             output.register_hook(spoil)
 
-    harness.built.module.model.get_input_embeddings().register_forward_hook(hook)
+    modules = harness.built.module.model.modules()
+    first = next(each for each in modules if any(p.requires_grad for p in each.parameters(recurse=False)))
+    first.register_forward_hook(hook)
 
 
 def read_states(harness: RunHarness) -> list[torch.Tensor]:
@@ -111,7 +113,7 @@ CASES = {
     "bfloat16": (2, ("parallel.sp_size=2", "model.dtype=bfloat16")),
     "weights on the host": (1, ("memory.offload_param=cpu",)),
     "tiles": (2, ("parallel.sp_size=2", "memory.tiled_mlp=true", "memory.tiled_loss=true")),
-    "adapters": (2, ("parallel.sp_size=2", "lora.r=8")),
+    "adapters": (2, ("parallel.sp_size=2", "lora.r=32")),
 }
 
 
