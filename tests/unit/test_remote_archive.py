@@ -326,7 +326,7 @@ def test_bytes_on_their_way_are_told_with_rate_and_time_left(
     def get_part(self: Bucket, name: str, file: Path) -> None:
         """Of a share, half arrives; the rest follows when that has been told."""
         if name.endswith(SHARES[0]):
-            file.write_bytes(b"x" * 350)
+            file.write_bytes(b"x" * (self.get_size(name) // 2))
             while " s left" not in (line := lines.get(timeout=60)):
                 assert file.exists()
             assert line.startswith(f"{bucket.address}/checkpoints/step-4: ")
