@@ -39,7 +39,7 @@ from ulysses_cli.run_folder.manifest import (
     load_state,
     read_measured,
 )
-from ulysses_cli.run_folder.transfers import watch_download
+from ulysses_cli.run_folder.transfers import count_bytes, watch_download
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
 OBJECT = re.compile(rf"{CHECKPOINTS}/step-(\d+)/([^/]+)")
@@ -216,7 +216,8 @@ def _fetch_files(bucket: Bucket, step: int, folder: Path, report: Report) -> str
             f"{bucket.address}/{name_folder(step)} has {needed / GIB:.2f} GiB, and {folder.parent} only "
             f"{free / GIB:.2f} GiB free: make room, or choose another run.output_dir"
         )
-    with watch_download(f"{bucket.address}/{name_folder(step)}", folder, needed, report):
+    total = count_bytes(folder) + needed  # the manifest is here
+    with watch_download(f"{bucket.address}/{name_folder(step)}", folder, total, report):
         each(fetch, list(entries))
     return ""
 
