@@ -15,7 +15,7 @@ from support.recall import TASK, RecallTask
 from transformers import AutoConfig, AutoModelForCausalLM
 
 NUM_STEPS, NUM_DOCUMENTS, NUM_SAMPLES = 300, 15_000, 16
-LENGTHS = (512, 1024)  # a prompt and the 128 tokens of its answer
+LENGTHS = (384, 512)  # a prompt and the 128 tokens of its answer
 WORDS = (
     "--dtype", "float32", "--device", "cpu", "--format", "json", "--suite", TASK, "--samples", str(NUM_SAMPLES),
     "--sp-size", "2", "--max-length", ",".join(map(str, LENGTHS)),
