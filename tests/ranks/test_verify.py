@@ -20,6 +20,7 @@ from support.training import make_recipe
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.prove.results import Row
 
@@ -226,6 +227,25 @@ def test_a_rank_that_raises_or_dies_is_reported() -> None:
     with pytest.raises(RankFailureError) as killed:
         run(2, die_on_one)
     assert (killed.value.rank, killed.value.kind) == (1, "killed")
+
+
+@pytest.mark.check
+def test_problems_of_an_input_that_a_rank_refuses_are_told() -> None:
+    from ulysses_cli.prove.__main__ import prove
+    from ulysses_cli.prove.ranks.ranks import run_on_ranks as run
+
+    def refuse(*_: Any) -> Any:
+        return run(1, refuse_input)
+
+    task = {"recipe": "", "overrides": [], "command": "evaluate"}
+    with mock.patch("ulysses_cli.prove.__main__.run", refuse):
+        answer, code = prove(task, print, Path("log"))
+    assert code == 2
+    assert [each["message"] for each in answer["problems"]] == ["holds other results"]
+
+
+def refuse_input(device: torch.device) -> None:
+    raise RecipeError([Problem("--output", "holds other results", "name another folder")])
 
 
 def raise_on_one(device: torch.device) -> None:

@@ -20,6 +20,7 @@ from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.prove.ranks.rank_server import warm_up
+from ulysses_cli.prove.ranks.ranks import RankFailureError
 from ulysses_cli.report import printing
 
 Findings = dict[str, Any]
@@ -63,9 +64,9 @@ def prove(task: dict[str, Any], report: Callable[[str], None], log: Path) -> tup
     try:
         recipe = load_recipe(task["recipe"], task["overrides"]).recipe if task["recipe"] else None
         findings = run(task, recipe, report)
-    except RecipeError as error:
-        return {"problems": [problem.as_json() for problem in error.problems]}, USAGE
     except Exception as error:  # noqa: BLE001 - every error becomes a problem; its trace goes to the log
+        if isinstance(error, RecipeError | RankFailureError) and error.problems:
+            return {"problems": [problem.as_json() for problem in error.problems]}, USAGE
         if type(error).__name__ == "BuildError":
             return {"problems": [Problem("model", str(error)).as_json()]}, USAGE
         traceback.print_exc()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.files.whole_files import write_whole
+from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.prove.ranks.interleaving import Interleaving
 from ulysses_cli.prove.ranks.rank_server import start_process
 
@@ -33,12 +34,14 @@ OUT_OF_MEMORY_EXIT = -9  # killed: on Linux, nearly always for want of memory
 
 @dataclass(frozen=True)
 class RankFailureError(Exception):
-    """The first rank that failed. `kind` is the exception's name, or `killed`, `time`."""
+    """The first rank that failed. `kind` is the exception's name, or `killed`, `time`. `problems`: those of an input
+    that the rank refused."""
 
     rank: int
     kind: str
     message: str
     trace: str
+    problems: tuple[Problem, ...] = ()
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.kind}: {self.message}"
@@ -209,7 +212,8 @@ def _serve(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...]
         dist.barrier()
     except BaseException as error:  # noqa: BLE001 - the caller raises it
         lines = str(error).strip().splitlines() or [""]
-        failure = (time.monotonic(), rank, type(error).__name__, lines[0][:400], traceback.format_exc())
+        problems = error.problems if isinstance(error, RecipeError) else ()
+        failure = (time.monotonic(), rank, type(error).__name__, lines[0][:400], traceback.format_exc(), problems)
         write_whole(Path(folder) / f"error-{rank}", pickle.dumps(failure))
         sys.stderr.flush()
         os._exit(1)  # other ranks may hang in a collective; this one must not wait for them
