@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from support.large_rows import CASES, PAST, LargeCase, compare
 
+from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.rows.indexing import OPERATORS
 
+NEEDED_BYTES = 18 * GIB
 CPU = torch.device("cpu")
 
 
@@ -50,6 +53,8 @@ def test_a_wrapped_index_is_seen() -> None:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.cpu_dtype])
 def test_past_2_to_the_31_as_in_halves_on_a_cpu(name: str) -> None:
     """Our own code and torch's for a CPU; kernels of a GPU are tested in tests/gpu."""
+    if psutil.virtual_memory().available < NEEDED_BYTES:
+        pytest.skip(f"needs {NEEDED_BYTES / GIB:.0f} GiB of free memory")
     case = CASES[name]
     assert case.cpu_dtype is not None
     assert compare(case, CPU, PAST, case.cpu_dtype) <= 0.02

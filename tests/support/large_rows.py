@@ -27,7 +27,7 @@ RowFunction = Callable[..., tuple[list[Tensor], list[Tensor]]]
 @dataclass(frozen=True)
 class LargeCase:
     """`make_function` takes the device. `width`: of a row. `cpu_dtype`: in which a CPU runs it past 2^31 elements with
-    10 GiB; None: in none."""
+    16 GiB; None: in none."""
 
     make_function: Callable[[torch.device], RowFunction]
     width: int = WIDTH
