@@ -24,7 +24,7 @@ from ulysses_cli.cli import app
 NUM_STEPS, SAVE_STEPS = 150, 20
 
 
-@pytest.mark.check
+@pytest.mark.full
 def test_a_job_is_told_to_stop_and_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two machines of one GPU each. The job gets SLURM's warning in mid-run, saves, goes back into the queue, resumes
     and completes; every step is there once."""

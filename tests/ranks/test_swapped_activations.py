@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.faults import Runs, wait_until
+from support.faults import Runs
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
 from support.training import MemoryRows, make_recipe
@@ -88,14 +88,13 @@ def test_a_full_disk_ends_a_run_with_the_setting_to_change(tmp_path: Path) -> No
 
 @pytest.mark.check
 def test_no_ending_leaves_what_layers_saved(tmp_path: Path) -> None:
-    """Neither a kill of all processes nor the end of the resumed run; what the kill has left is a folder's name."""
+    """Neither a kill of all ranks nor the end of the resumed run; what the kill has left is a folder's name."""
     runs, disk = Runs(tmp_path), tmp_path / "fast"
     disk.mkdir()
     words = ["memory.activation_offloading=1", "memory.activation_offload_device=nvme", f"memory.nvme_path={disk}"]
-    process = runs.start("swapped", *words)
-    assert wait_until(process, lambda: runs.count_steps("swapped") >= 2)
-    process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    plan = {"phase": "micro-step 2", "step": 3, "who": "all", "signal": signal.SIGKILL}
+    process = runs.start("swapped", *words, plan=plan)
+    assert process.wait(120) == 1
     left = [path for path in disk.rglob("*") if path.is_file()]
     assert [path.name for path in left] in (["run.txt"], [])
     num_steps = runs.count_steps("swapped") + 2

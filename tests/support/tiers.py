@@ -12,9 +12,7 @@ import pytest
 
 QUICK, CHECK, FULL = 0, 1, 2
 # Whole runs, the longest file first. A worker that takes one of them last works alone while the others are idle.
-LONGEST_FIRST = (
-    *("test_resume_walk.py", "test_train_command.py", "test_slurm.py", "test_python_page.py", "test_quickstart.py"),
-)
+LONGEST_FIRST = ("test_resume_walk.py", "test_train_command.py", "test_python_page.py", "test_quickstart.py")
 FOLDERS = ("ranks", "one_process", "unit", "gpu")
 TIER = FULL if os.environ.get("ULYSSES_FULL") else CHECK if os.environ.get("ULYSSES_CHECK") else QUICK
 

@@ -76,6 +76,7 @@ def test_every_alias_is_accepted_and_shown() -> None:
         "model.dtype": "float32",
         "data.added_tokens": "[a]",
         "lora.target_modules": "[q_proj]",
+        "lora.modules_to_save": "[norm]",
         "lora.dropout": "0.5",
     }
     num_aliases = 0

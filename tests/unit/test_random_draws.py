@@ -24,6 +24,8 @@ from support.tiers import sample
 
 RESULTS = ROOT / "benchmarks" / "results"
 NUM_COVERED = 60
+# No trace holds activations on a disk. The others are later than the stored traces, whose recipes they would change.
+NOT_DRAWN = ("nvme_path", "activation_offload_device", "large_tiles", "overlap_optimizer")
 
 
 def test_a_seed_and_a_number_give_the_same_recipe() -> None:
@@ -37,7 +39,7 @@ def test_draws_cover_every_family_and_every_lever() -> None:
         assert {each.family for each in drawn[start : start + len(DRAWN)]} == set(DRAWN)
     memories = [each.recipe.memory for each in drawn]
     for name in type(memories[0]).model_fields:
-        if name != "nvme_path":
+        if name not in NOT_DRAWN:
             assert len({getattr(memory, name) for memory in memories}) > 1, name
     for values in (
         [each.recipe.parallel.zero_stage for each in drawn],

@@ -150,7 +150,8 @@ class Fitter:
         for number in range(MAX_TRIES):
             sample = draft(num_units, fill * num_fill)
             wanted = length - sample.max_new_tokens
-            counted = self.prompter.count_tokens(self.prompter.render(sample)[0])
+            # each fill is one token, whatever a tokenizer makes of it as a word by itself
+            counted = self.prompter.count_tokens(self.prompter.render(draft(num_units, ""))[0]) + num_fill
             missing = wanted - counted - excess
             if not missing:
                 tokens = self.prompter.encode(sample)
