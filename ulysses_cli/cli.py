@@ -111,16 +111,16 @@ def run() -> None:
     """Entry point of the `ulysses` command."""
     from ulysses_cli.host import children
     from ulysses_cli.plan.problem import RecipeError
+    from ulysses_cli.report import printing
 
     children.refuse_core_files(os.environ)
     try:
         app()
     except RecipeError as error:  # about the machine: a command reports problems of its recipe itself
-        from ulysses_cli.report import printing
-
         printing.print_problems(error.problems)
         sys.exit(USAGE)
     except OSError as error:
+        printing.discard_stdout()
         sys.stderr.write(f"the result cannot be written: {error.strerror}\n")
         sys.exit(FAILED)
     except KeyboardInterrupt:

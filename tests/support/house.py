@@ -69,8 +69,8 @@ ORDER: dict[str, list[str]] = {
         *("scorers", "summary", "retrieval"),
     ],
     "run_folder": [
-        *("failure_record", "early_stop", "told", "line_files", "manifest", "archive", "bucket", "transfers"),
-        *("remote_archive", "resume", "run_lock", "seal", "run_key"),
+        *("failure_record", "early_stop", "told", "line_files", "manifest", "archive", "whole_disk", "bucket"),
+        *("transfers", "remote_archive", "resume", "run_lock", "seal", "run_key"),
     ],
     "host": ["network", "operator_builds", "children", "gpu_list", "data_survey"],
     "launch": [

@@ -27,7 +27,12 @@ def print_data(text: str) -> None:
     try:
         write_to(sys.stdout, hide_secrets(text))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
+
+
+def discard_stdout() -> None:
+    """Drops what waits in the buffer. Otherwise Python tries to write it again when it exits, and exits with 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Reads and writes objects below a remote address (s3, gs, hf, file) through fsspec's own packages, with retries.
 
-A call that fails is tried again; a missing object is not. Nothing is renamed: buckets cannot.
+A call that fails is tried again; a missing object is not. No object is renamed, since buckets cannot do that.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ class Bucket:
     """The objects below one address. `pauses` are the seconds before each further attempt."""
 
     def __init__(self, address: str, pauses: tuple[float, ...] = PAUSES) -> None:
-        import fsspec
-
-        options = {"auto_mkdir": True} if get_scheme(address) == "file" else {}
         self.address, self.pauses = address.rstrip("/"), pauses
         with _told(self.address):
-            self.files, root = fsspec.core.url_to_fs(self.address, **options)
+            self.files, root = _open_files(self.address)
         self.root = str(root).rstrip("/")
         self.num_writers = 1 if SCHEMES[get_scheme(self.address)].writes_in_turn else NUM_STREAMS
 
@@ -110,6 +107,18 @@ class Bucket:
                     raise
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
+
+
+def _open_files(address: str) -> tuple[Any, str]:
+    """Returns fsspec's file system of an address, and the address as that file system names it."""
+    if get_scheme(address) == "file":
+        from ulysses_cli.run_folder.whole_disk import WholeDisk
+
+        return WholeDisk(), WholeDisk._strip_protocol(address)
+    import fsspec
+
+    files, root = fsspec.core.url_to_fs(address)
+    return files, str(root)
 
 
 @contextmanager

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
     """Until the rename, readers see the old content. A process that dies leaves a hidden temporary file."""
+    data = content.encode() if isinstance(content, str) else content
+    _replace(file, lambda temporary: temporary.write_bytes(data))
+
+
+def copy_whole(source: Path, file: Path) -> None:
+    """As write_whole, with another file's content."""
+    _replace(file, lambda temporary: shutil.copyfile(source, temporary))
+
+
+def _replace(file: Path, write: Callable[[Path], object]) -> None:
     temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        write(temporary)
         os.replace(temporary, file)
     except OSError:
         temporary.unlink(missing_ok=True)

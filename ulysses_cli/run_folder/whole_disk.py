@@ -1,0 +1,26 @@
+"""A disk as fsspec sees it, on which no reader meets half of a file: a bucket's objects are whole, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fsspec.implementations.local import LocalFileSystem
+
+from ulysses_cli.plan.files.whole_files import copy_whole, write_whole
+
+
+class WholeDisk(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Files are written beside their name and then renamed. Folders are made as they are needed."""
+
+    cachable = False  # a cached instance would be one of LocalFileSystem's settings
+
+    def put_file(self, path1: str, path2: str, callback: Any = None, **_: Any) -> None:
+        target = Path(self._strip_protocol(path2))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy_whole(Path(path1), target)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        target = Path(self._strip_protocol(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, value)
