@@ -131,7 +131,7 @@ def compare_random(options: argparse.Namespace) -> int:
 
     def compare(each: random_recipes.DrawnRecipe) -> random_recipes.ComparedPhases:
         formula = random_recipes.predict_phases(random_recipes.make_drawn_job(each))
-        name = f"{each.digest}{' fused' if each.recipe.model.fused_kernels else ''}"
+        name = " ".join((each.digest, *each.later))
         if name not in known:
             known[name] = random_recipes.trace_phases(each)
             print(f"  {each.number:>4} {each.family}", file=sys.stderr)

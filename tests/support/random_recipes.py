@@ -11,7 +11,7 @@ import json
 import math
 import random
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -46,11 +46,12 @@ MAX_DRAWS = 1000
 
 @dataclass(frozen=True)
 class DrawnRecipe:
-    """A recipe and its origin: the same seed and number give it again, and with `settings` whether it fuses kernels."""
+    """A recipe and its origin: the same seed, number and `later` give it again."""
 
     seed: int
     number: int
     settings: dict[str, Any]
+    later: tuple[str, ...]
     recipe: Recipe
 
     @property
@@ -64,7 +65,7 @@ class DrawnRecipe:
 
     @property
     def digest(self) -> str:
-        """Returns a hash of what was drawn, independent of other settings."""
+        """Returns a hash of what was drawn, except for later settings."""
         return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -72,7 +73,8 @@ class DrawnRecipe:
         return f"python benchmarks/estimate.py --random 1 --seed {self.seed} --first {self.number}"
 
     def describe(self) -> str:
-        return yaml.safe_dump(self.settings, default_flow_style=None, sort_keys=False, width=10_000)
+        text = yaml.safe_dump(self.settings, default_flow_style=None, sort_keys=False, width=10_000)
+        return text + " ".join(self.later)
 
 
 @dataclass(frozen=True)
@@ -103,23 +105,37 @@ def draw_recipes(seed: int, num: int, start: int = 0) -> Iterator[DrawnRecipe]:
         yield draw_recipe(seed, number)
 
 
-def draw_recipe(seed: int, number: int, *, fuses: bool | None = None, digest: str = "") -> DrawnRecipe:
-    """Draws a recipe. As many consecutive recipes as there are families cover all families. `fuses`: whether norms,
-    rotations and gates are kernels of their own; None draws that too, in a way that leaves the other draws alone.
-    `digest`: that of the recipe that was taken when rules of the checks were others."""
-    kernels = random.Random(f"kernels {seed} {number}").choice((False, True)) if fuses is None else fuses
+def draw_recipe(seed: int, number: int, *, later: Sequence[str] | None = None, digest: str = "") -> DrawnRecipe:
+    """Draws a recipe. As many consecutive recipes as there are families cover all families. `later`: settings that did
+    not exist when the first traces were saved, as words of a command line; None draws them too, by dice of their own,
+    which leave the other draws alone. `digest`: that of the recipe that was taken when rules of the checks were others.
+    """
     order = sorted(DRAWN)
     random.Random(f"families {seed} {number // len(order)}").shuffle(order)
     dice = random.Random(f"recipe {seed} {number}")
     for _ in range(MAX_DRAWS):
         settings = _draw_settings(dice, order[number % len(order)])
-        words = [f"model.fused_kernels={str(kernels).lower()}"]
+        words = tuple(_draw_later(seed, number, settings) if later is None else later)
         loaded = parse_recipe(yaml.safe_dump(settings), f"recipe {number} of seed {seed}", words)
         shape = read_model_shape(settings["model"]["config"], "the drawn model")
-        drawn = DrawnRecipe(seed, number, settings, loaded.recipe)
+        drawn = DrawnRecipe(seed, number, settings, words, loaded.recipe)
         if drawn.digest == digest if digest else not check_recipe(loaded, shape):
             return drawn
     raise AssertionError(f"no recipe {number} of seed {seed} in {MAX_DRAWS} draws")
+
+
+def _draw_later(seed: int, number: int, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Draws later settings, each where it has an effect."""
+    memory, parallel = settings["memory"], settings["parallel"]
+    yield f"model.fused_kernels={_draw_flag('kernels', seed, number)}"
+    if memory["tiled_mlp"] or memory["tiled_loss"]:
+        yield f"memory.large_tiles={_draw_flag('large tiles', seed, number)}"
+    if memory["offload_optimizer"] == "cpu" and parallel["zero_stage"] == 3:
+        yield f"memory.overlap_optimizer={_draw_flag('early steps', seed, number)}"
+
+
+def _draw_flag(name: str, seed: int, number: int) -> str:
+    return str(random.Random(f"{name} {seed} {number}").choice((False, True))).lower()
 
 
 def _draw_settings(dice: random.Random, family: str) -> dict[str, Any]:
@@ -324,7 +340,7 @@ def summarize(comparisons: Sequence[ComparedPhases]) -> dict[str, Any]:
             {
                 "number": each.drawn.number,
                 "digest": each.drawn.digest,
-                "fuses": each.drawn.recipe.model.fused_kernels,
+                "later": each.drawn.later,
                 "traced": each.traced,
                 "formula": each.formula,
             }
@@ -340,4 +356,5 @@ def _list_row(each: ComparedPhases) -> dict[str, Any]:
         "peak_error": round(each.peak_error, 4),
         "phase_errors": {name: round(error, 4) for name, error in each.phase_errors.items()},
         "recipe": each.drawn.settings,
+        "later": each.drawn.later,
     }
