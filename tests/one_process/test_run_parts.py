@@ -167,15 +167,17 @@ def test_trackers_get_every_number_of_a_line(tmp_path: Path, monkeypatch: pytest
     record.write_step({"step": 1, "loss": 3.0})  # not a logging step
     record.write_step({"step": 2, "loss": 2.0, "mfu": None, "step_parts": {"mlp": 1.0}})
     record.write_eval({"step": 2, "loss": 2.5, "by_position": {}})
+    record.write_step({"step": 3, "loss": 9.0, "applied": False})  # not a logging step, but not applied
     record.close()
     assert messages == [
         {"project": "ulysses", "name": "mine", "dir": str(tmp_path)},
         (2, {"train/loss": 2.0}),
         (2, {"eval/loss": 2.5}),
+        (3, {"train/loss": 9.0, "train/applied": False}),
         "end",
     ]
-    assert [event["event"] for event in screen.events[:-1]] == ["step", "eval"]
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 2
+    assert [event["event"] for event in screen.events[:-1]] == ["step", "eval", "step"]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2, 3]
 
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

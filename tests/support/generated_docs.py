@@ -23,6 +23,7 @@ from ulysses_cli.report.models import format_gate, format_parameters, format_siz
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+LINE_CHARS = 220  # of a docstring in the code map, if it is longer than a sentence
 PICTURE = re.compile(r'<picture>\n.*srcset="[^"]*?([\w-]+)-dark\.\w+">\n.*\n</picture>')
 COMMAND = "make docs"
 
@@ -66,7 +67,7 @@ def make_code_map() -> str:
     parts = []
     for folder in sorted(folders, key=_rank_folder):
         files = sorted((file for file in folders[folder] if file.name != "__init__.py"), key=_rank_file)
-        rows = [(f"`{file.name}`", _find_first_sentence(file)) for file in files]
+        rows = [(f"`{file.name}`", _find_first_sentences(file)) for file in files]
         title = folder.relative_to(ROOT).as_posix()
         doc = " ".join((ast.get_docstring(parse(folder / "__init__.py")) or "").split("\n\n")[0].split())
         parts.append(f"### {title}/\n\n{doc}\n" + ("\n" + make_table(("file", "what it does"), rows) if rows else ""))
@@ -163,9 +164,11 @@ def _read_pictures() -> dict[str, str]:
     return {match[1]: match[0] for match in PICTURE.finditer(index)}
 
 
-def _find_first_sentence(file: Path) -> str:
+def _find_first_sentences(file: Path) -> str:
+    """Returns what a docstring's first paragraph says in a few lines: one sentence, and more of them where all fit."""
     paragraph = " ".join((ast.get_docstring(parse(file)) or "").split("\n\n")[0].split())
-    return re.split(r"(?<=[a-z0-9`)\]][.!?])\s+(?=[A-Z`])", paragraph)[0]
+    sentences = re.split(r"(?<=[a-z0-9`)\]][.!?])\s+(?=[A-Z`]|torch's|transformers)", paragraph)
+    return paragraph if len(paragraph) <= LINE_CHARS else sentences[0]
 
 
 def _rank_folder(folder: Path) -> tuple[object, ...]:

@@ -110,10 +110,11 @@ def test_steps_done_again_after_a_resume_are_shown_once_and_paid_twice(tmp_path:
 
 def test_losses_that_are_no_numbers_are_counted_and_marked(tmp_path: Path) -> None:
     lines = [{"step": step, "loss": loss} for step, loss in enumerate([3.0, math.nan, None, math.inf, 2.0])]
-    summary, page = make(write_lines(tmp_path / "run", *lines, {"step": 5}))
-    assert summary["num_bad_steps"] == 3
+    overflown = {"step": 6, "loss": 2.0, "grad_norm": None, "applied": False}
+    summary, page = make(write_lines(tmp_path / "run", *lines, {"step": 5}, overflown))
+    assert summary["num_bad_steps"] == 4
     assert summary["loss"]["last"] == 2.0
-    assert "3 steps with a loss that is NaN or infinite" in page
+    assert "4 steps with a loss or a gradient that is NaN or infinite" in page
     assert "<title>not a number</title>" in page
 
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from support.model_shapes import LLAMA, QWEN, SHAPES
 
 from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.plan.hardware import compute_cost
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.weights import Adapters, list_sub_groups
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers
 from ulysses_cli.plan.speed import (
     compute_attention_flops,
-    compute_cost,
     compute_exchange_bytes,
     compute_mlp_flops,
     compute_projection_flops,

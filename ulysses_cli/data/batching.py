@@ -1,4 +1,4 @@
-"""Computes from a recipe how rows become steps: rows per step, rows of the run, the cost of a row."""
+"""Counts of a recipe's steps: rows per step, rows of the run, the cost of a row. `steps.py` then says which rows."""
 
 from __future__ import annotations
 

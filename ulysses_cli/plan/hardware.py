@@ -202,3 +202,15 @@ def _read_gpu(
         price_date=str(entry.get("price_date") or ""),
         efficiency=own,
     )
+
+
+def compute_cost(seconds: float, num_gpus: int, gpu: Gpu) -> tuple[float, float] | None:
+    """USD at the low and at the high price of the GPUs for that time; None where no price is known."""
+    if gpu.usd_low is None or gpu.usd_high is None:
+        return None
+    return compute_price(seconds, num_gpus, gpu.usd_low), compute_price(seconds, num_gpus, gpu.usd_high)
+
+
+def compute_price(seconds: float, num_gpus: int, usd_per_gpu_hour: float) -> float:
+    """USD for GPUs during that time. All prices that are shown, compared or added up come from here."""
+    return seconds / 3600 * num_gpus * usd_per_gpu_hour

@@ -1,4 +1,4 @@
-"""Seconds of a training step by part, each as work over a rate, and what the time costs.
+"""Seconds of a training step by part, each as work over a rate.
 
 Rates are a GPU's datasheet numbers times shares that are the same for every model and row length; see hardware.yaml.
 """
@@ -390,11 +390,3 @@ def _compute_early_seconds(job: Job, gpu: Gpu, window: float) -> float:
     rate = gpu.efficiency.host_memory_gb_s * GIGA
     num_early = MOST_HIDDEN * window * rate / (CPU_ADAM_TRAFFIC_BYTES + EARLY_COPY_BYTES)
     return CPU_ADAM_TRAFFIC_BYTES * min(sum(list_early_groups(job)), num_early) / rate
-
-
-def compute_cost(seconds: float, num_gpus: int, gpu: Gpu) -> tuple[float, float] | None:
-    """USD at the low and at the high price of the GPUs for that time; None where no price is known."""
-    if gpu.usd_low is None or gpu.usd_high is None:
-        return None
-    hours = seconds / 3600 * num_gpus
-    return hours * gpu.usd_low, hours * gpu.usd_high

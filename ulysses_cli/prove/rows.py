@@ -1,5 +1,5 @@
-"""Synthetic documents. For proofs they are written to a file of tokens, which `prepare` packs; for timing they are
-rows.
+"""Synthetic documents for `verify` and `bench`. For proofs they are written to a file of tokens, which `prepare` packs;
+for timing they are rows.
 
 `cut_row` computes what a row must hold from the documents alone, so that a proof can compare it with the packed row.
 """

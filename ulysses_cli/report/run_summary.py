@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ulysses_cli.plan.hardware import compute_price
 from ulysses_cli.plan.models.model_choice import (
     SCORE,
     choose_best,
@@ -53,7 +54,7 @@ def summarize_run(run: RecordedRun) -> dict[str, Any]:
     dominant = max(spent, key=lambda name: spent[name]) if spent else None
     world_size = _get_number(layout, "world_size")
     price = _get_number(run.facts, "price_per_gpu_hour")
-    cost = float(price) * float(world_size) * run.spent_seconds / 3600 if price is not None and world_size else None
+    cost = compute_price(run.spent_seconds, int(world_size), float(price)) if price is not None and world_size else None
     tokens = sum(list_values(metrics, "tokens"))
     return {
         "run_dir": str(run.folder),
@@ -67,7 +68,7 @@ def summarize_run(run: RecordedRun) -> dict[str, Any]:
         "loss": _summarize_loss(metrics),
         "eval_loss": _summarize_loss(run.evals),
         **_summarize_choice(run),
-        "num_bad_steps": sum("loss" in line and not is_number(line["loss"]) for line in metrics),
+        "num_bad_steps": sum(_is_bad(line) for line in metrics),
         "tokens": tokens or None,
         "supervised_tokens": sum(list_values(metrics, "supervised_tokens")) or None,
         "median_tokens_per_second": _compute_median(metrics, "tokens_per_second"),
@@ -85,6 +86,11 @@ def summarize_run(run: RecordedRun) -> dict[str, Any]:
         "steps_cost_usd": cost if is_number(cost) else None,
         "notes": list(run.notes),
     }
+
+
+def _is_bad(line: Mapping[str, Any]) -> bool:
+    """Whether a step was not applied: its loss or its gradient was not finite."""
+    return line.get("applied") is False or ("loss" in line and not is_number(line["loss"]))
 
 
 def _summarize_choice(run: RecordedRun) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""told.jsonl: what of a run went elsewhere, and when: to trackers, to the hub, to whom the recipe names."""
+"""told.jsonl: what a run sent to trackers, to the hub and to the recipe's `run.notify_command`, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk as fsspec sees it, on which no reader meets half of a file: a bucket's objects are whole, too."""
+"""The file system of file:// addresses. Readers never see a half-written file, as a bucket has no half objects."""
 
 from __future__ import annotations
 

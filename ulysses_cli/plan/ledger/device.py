@@ -1,5 +1,5 @@
-"""What a GPU holds besides torch's tensors, and how far the ledger may be off. No trace sees these bytes; each term
-names its source."""
+"""What a GPU holds besides torch's tensors (CUDA context, NCCL's buffers, cuBLAS, the allocator's slack), and how far
+the ledger may be off. No trace sees these bytes; each term names its source."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Job: one run with everything settled, as plain numbers. The ledger's input; of the ledger, only this file reads a
-recipe."""
+"""Job: one run with everything settled, as plain numbers. It is the input of the ledger and of the speed model, which
+read no recipe."""
 
 from __future__ import annotations
 

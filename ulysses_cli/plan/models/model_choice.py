@@ -1,4 +1,4 @@
-"""Which evaluation of a run is the best one, and whether its loss still falls.
+"""Decides which checkpoint of a run is its best, by evaluations, and when a run that no longer gets better ends.
 
 `losses` holds by step what run.keep_best names: the evaluation loss, or what the score of run.eval_suite lacks to 1.
 Lower is better in both.

@@ -1,15 +1,15 @@
-"""Values of a search: the request, the GPUs on offer, candidates, walls and the result. Searches nothing."""
+"""Values of a search: the request, GPUs on offer with their prices, candidates with their cost, and the result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ulysses_cli.plan.hardware import Gpu
+from ulysses_cli.plan.hardware import Gpu, compute_cost, compute_price
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.planner.fit import Fit
-from ulysses_cli.plan.speed import Speed, compute_cost
+from ulysses_cli.plan.speed import Speed
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Candidate:
     @property
     def usd_middle(self) -> float:
         price = self.gpu.usd_middle
-        return float("inf") if price is None else self.seconds / 3600 * self.job.world_size * price
+        return float("inf") if price is None else compute_price(self.seconds, self.job.world_size, price)
 
 
 @dataclass(frozen=True)

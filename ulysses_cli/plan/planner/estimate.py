@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ulysses_cli.plan.hardware import GIB, Gpu
+from ulysses_cli.plan.hardware import GIB, Gpu, compute_cost
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
 from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
@@ -25,7 +25,7 @@ from ulysses_cli.plan.planner.lever_choice import (
 )
 from ulysses_cli.plan.planner.rings import BetterRing, find_better_ring
 from ulysses_cli.plan.recipe.recipe import Recipe
-from ulysses_cli.plan.speed import Speed, compute_cost, compute_speed
+from ulysses_cli.plan.speed import Speed, compute_speed
 
 DISK = "/mnt/nvme"
 LESS = 0.95  # of the ledger's peak, since memory ran out below the peak

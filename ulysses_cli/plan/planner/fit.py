@@ -1,4 +1,4 @@
-"""Whether a job fits a GPU and its machine, by how much, and the longest row that would still fit."""
+"""Whether a job fits a GPU and its machine, by how much, and the longest row that would still fit. No money."""
 
 from __future__ import annotations
 

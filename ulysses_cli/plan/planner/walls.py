@@ -1,4 +1,4 @@
-"""Explains why no plan fits, or none on one kind of GPU, and how far away the nearest one is."""
+"""Explains what keeps plans from fitting, in all or on one kind of GPU, and how far away the nearest one is."""
 
 from __future__ import annotations
 

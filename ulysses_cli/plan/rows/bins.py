@@ -1,4 +1,4 @@
-"""Rows while they are filled, looked up by the room they have left or by how little work they hold. For packing.py.
+"""A data structure for `packing.py`: rows being filled, found by the room they have left or the work they hold.
 
 Standard library only; each step costs a few look-ups, whatever the number of rows.
 """

@@ -1,5 +1,5 @@
-"""Which operators of a step index tensors of 2^31 elements or more: a census, from their sources. Rules and the planner
-refuse what only a refused operator would see; ranks run in pieces what the census says is tiled.
+"""A list of every operator of a step that may see 2^31 elements or more, and of how wide its indices are in its source.
+Rules and the planner refuse what a refused operator would see; ranks run in pieces what the list says is tiled.
 
 Sources: torch 2.13, FlashAttention 2.8 and their neighbours as installed; files of CUDA that no wheel holds are named
 by their place in the project's repository.

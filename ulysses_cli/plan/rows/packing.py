@@ -1,4 +1,5 @@
-"""Packs documents into rows: takes their lengths, returns which pieces of which documents each row holds.
+"""Packs documents into rows, from their lengths: which pieces of which documents each row holds, and, from the seed, in
+which order each epoch takes the rows.
 
 Plain integers and the standard library. Packing is done once; every epoch takes the same rows in another order, so
 the state of a run's data is one integer, and a resumed run replays nothing.

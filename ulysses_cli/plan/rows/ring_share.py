@@ -1,4 +1,5 @@
-"""How many keys the ranks of a ring hold and trade in a row of documents of one length, for memory and speed."""
+"""How many keys the ranks of a ring hold and trade in a row of documents of one length. The ledger and the speed model
+ask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the software: packages, versions that clash, compilers, DeepSpeed's operators, stale build locks."""
+"""Checks of the software: versions, those that clash, compilers, DeepSpeed's operators, stale build locks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Two worlds of ranks on one machine that take steps in turns, and the comparison of their step times.
-
-Steps alternate so that another load on the machine slows both sides alike.
-"""
+"""Times two sets of ranks fairly: they take steps in turns, so that another load on the machine slows both alike."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def make_run_page(run: RecordedRun, summary: Mapping[str, Any]) -> str:
     notes = [Note(note, is_warning=True) for note in run.notes]
     if summary["num_bad_steps"]:
         bad = format_count(summary["num_bad_steps"], "step")
-        notes.append(Note(f"{bad} with a loss that is NaN or infinite; crosses mark them.", is_warning=True))
+        what = f"{bad} with a loss or a gradient that is NaN or infinite; crosses mark such losses."
+        notes.append(Note(what, is_warning=True))
     head: list[Block] = [*notes, Figures(list_figures(dict(summary)))]
     sections = [
         ("Summary", head),

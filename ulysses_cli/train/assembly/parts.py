@@ -1,5 +1,5 @@
-"""The parts of a model that depend on files, values or a real device: its weights, its adapters, its attention kernel.
-They are arguments of the assembler, so that a traced step without data can use others.
+"""Weights, adapters and attention kernel of a model: the parts that depend on files, values or a real device. They are
+arguments of the assembler, so that a trace can use others.
 """
 
 from __future__ import annotations

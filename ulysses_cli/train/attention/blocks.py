@@ -1,4 +1,5 @@
-"""Moves blocks of keys and values between the ranks of a ring while others are computed, and their gradients back.
+"""Moves blocks of keys and values between the ranks of a ring while others are computed, and their gradients back. For
+`rounds.py`.
 
 Each round with keys of other ranks has one collective each way, and the plan says which rounds there are: every rank
 starts them in the same order.

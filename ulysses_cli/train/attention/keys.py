@@ -1,4 +1,5 @@
-"""Trades keys and values between the ranks of a ring, and returns their gradients: one collective each way.
+"""Trades keys and values between the ranks of a ring, and returns their gradients: one collective each way. For
+`gathered.py`.
 
 Ranks send only what others need. Which tokens these are is known from the documents' lengths on every rank.
 """

@@ -1,4 +1,4 @@
-"""How a run that failed on one machine ends on the others, whose ranks may be stopped or hang and notice nothing."""
+"""Ends a run on all machines when it fails on one of them. Their ranks may hang and notice nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The rendezvous of a run's agents. torch's elastic rendezvous keeps its state as a pickle in a store that answers
-anyone who reaches its port. Here only content with the run's seal is read or unpickled, and the store listens at one
-address. On one machine the store is a file in a folder that is the user's alone.
+"""Brings the agents of a run's machines together, until `run.join_timeout`. Only content with the run's seal is read.
+
+torch's elastic rendezvous keeps its state as a pickle in a store that answers anyone who reaches its port. Here nothing
+without the seal is unpickled, and the store listens at one address. On one machine the store is a file in a folder
+that is the user's alone.
 """
 
 from __future__ import annotations

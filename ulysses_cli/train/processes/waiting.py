@@ -1,4 +1,4 @@
-"""What happens while machines wait for each other: how long a call to their store takes, and who is missing."""
+"""Says which machines are missing while the others wait for them, and limits how long one call to their store takes."""
 
 from __future__ import annotations
 

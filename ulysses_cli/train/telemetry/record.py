@@ -77,7 +77,8 @@ class Record:
         self.emit(event="phase", name=phase)
 
     def write_step(self, line: dict[str, Any]) -> None:
-        if line["step"] % self.logging_steps == 0:
+        """Every `logging_steps`-th step, and every step that was not applied."""
+        if line["step"] % self.logging_steps == 0 or not line.get("applied", True):
             self._write("metrics", "step", "train", line)
 
     def write_eval(self, line: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Bytes of gradients under ZeRO-1 and 2, phase by phase, and of their start and step.
+"""Bytes of gradients under ZeRO-1 and 2 in each phase: the backward, the optimizer's step, and the start of a run.
 
 From DeepSpeed's runtime/zero/stage_1_and_2.py. N trained elements, W ranks, b bytes of the model's dtype.
 """

@@ -1,4 +1,4 @@
-"""Snapshots of a layer's backward in which gradients are reduced."""
+"""Snapshots of a layer's backward at the moments at which gradients are reduced."""
 
 from __future__ import annotations
 
