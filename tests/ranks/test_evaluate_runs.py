@@ -26,7 +26,7 @@ def test_results_of_two_runs_have_folders_of_their_own() -> None:
     [
         ((), "holds neither config.json nor a checkpoint"),
         (("adapter_config.json",), "holds adapters alone, and no checkpoint of theirs"),
-        (("manifest.json",), "is no whole checkpoint"),
+        (("manifest.json",), "is not a complete checkpoint"),
     ],
 )
 def test_a_folder_that_is_no_model_ends_with_2(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
@@ -44,7 +44,7 @@ def test_a_folder_that_is_no_model_ends_with_2(tmp_path: Path, files: tuple[str,
     ("words", "message"),
     [
         (("--suite", ""), "no suite is named"),
-        (("--suite", "longbench-v2", "--path", "numbers.json"), "it is no list of rows"),
+        (("--suite", "longbench-v2", "--path", "numbers.json"), "it is not a list of rows"),
         (("--suite", "vt", "--text", "nowhere.txt"), "nowhere.txt does not exist"),
         (("--suite", "code", "--code", "nowhere"), "nowhere is not a folder"),
         (("--suite", "vt", "--sp-size", "3"), "3 does not divide the 4 attention heads"),

@@ -51,8 +51,8 @@ class DrawnRecipe:
     seed: int
     number: int
     settings: dict[str, Any]
-    later: tuple[str, ...]
     recipe: Recipe
+    later: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def draw_recipe(seed: int, number: int, *, later: Sequence[str] | None = None, d
         words = tuple(_draw_later(seed, number, settings) if later is None else later)
         loaded = parse_recipe(yaml.safe_dump(settings), f"recipe {number} of seed {seed}", words)
         shape = read_model_shape(settings["model"]["config"], "the drawn model")
-        drawn = DrawnRecipe(seed, number, settings, words, loaded.recipe)
+        drawn = DrawnRecipe(seed, number, settings, loaded.recipe, words)
         if drawn.digest == digest if digest else not check_recipe(loaded, shape):
             return drawn
     raise AssertionError(f"no recipe {number} of seed {seed} in {MAX_DRAWS} draws")

@@ -757,10 +757,10 @@ def test_check_checkpoint_uri() -> None:
 
 def test_check_notice() -> None:
     assert only("run.notify_webhook=hooks.example.org") == (
-        "command line: run.notify_webhook: is no address of the web\n\nhint: write one that starts with https://"
+        "command line: run.notify_webhook: is not a web address\n\nhint: write one that starts with https://"
     )
     assert only("run.notify_command=sh 'notify.sh") == (
-        "command line: run.notify_command: is no command: a quote is missing, or it is empty\n\n"
+        "command line: run.notify_command: is not a command: it is empty, or a closing quote is missing\n\n"
         "hint: write a program and its arguments, such as: sh notify.sh"
     )
     assert check("run.notify_webhook=https://hooks.example.org/x", "run.notify_command=sh notify.sh") == []
@@ -768,7 +768,7 @@ def test_check_notice() -> None:
 
 def test_check_hub_model() -> None:
     assert only("run.hub_model_id=a b") == (
-        "command line: run.hub_model_id: a b is no name of a repository\n\nhint: write owner/name"
+        "command line: run.hub_model_id: a b is not the name of a repository\n\nhint: write owner/name"
     )
     assert check("run.hub_model_id=owner/name") == []
 

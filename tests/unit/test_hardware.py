@@ -66,8 +66,8 @@ def test_a_users_entry_wins_key_by_key() -> None:
     [
         ([], "own.yaml holds no mapping"),
         ({"gpu": {}}, "gpu: unknown section of own.yaml"),
-        ({"gpus": [1]}, "gpus: own.yaml: is no mapping of GPUs"),
-        ({"gpus": {"h200": 3}}, "gpus.h200: own.yaml: is no mapping"),
+        ({"gpus": [1]}, "gpus: own.yaml: is not a mapping of GPUs"),
+        ({"gpus": {"h200": 3}}, "gpus.h200: own.yaml: is not a mapping"),
         ({"gpus": {"h200": {"tflop": 3}}}, "gpus.h200.tflop: own.yaml: unknown key"),
         ({"gpus": {"h200": {"tflops": -3}}}, "gpus.h200.tflops: own.yaml: -3 is not a positive number"),
         ({"gpus": {"h200": {"usd_per_hour": [3, 2]}}}, "is neither a price nor"),
@@ -76,7 +76,7 @@ def test_a_users_entry_wins_key_by_key() -> None:
         ({"gpus": {"h200": {"gpus_per_node": 2.5}}}, "is not a positive whole number"),
         ({"gpus": {"new": {"name": "New"}}}, "gpus.new.tflops: own.yaml: missing"),
         ({"efficiency": {"matmul": 7}}, "efficiency.matmul: own.yaml: 7 cannot be used"),
-        ({"efficiency": 3}, "efficiency: own.yaml: is no mapping"),
+        ({"efficiency": 3}, "efficiency: own.yaml: is not a mapping"),
     ],
 )
 def test_mistakes(own: Any, message: str) -> None:

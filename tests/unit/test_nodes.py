@@ -163,7 +163,7 @@ def test_a_hostfile_names_the_machines(tmp_path: Path, monkeypatch: pytest.Monke
         find_nodes(16, {}, hostfile=file)
     for text, message in (
         ("gpu01 slots=8\ngpu02 slots=4", "machines differ in slots"),
-        ("gpu01\n", "hosts:1: 'gpu01' is no machine"),
+        ("gpu01\n", "hosts:1: 'gpu01' is not a machine"),
         ("a slots=1\na slots=1", "hosts:2: a stands there twice"),
         ("", "names no machine"),
     ):

@@ -60,7 +60,7 @@ def test_the_command_draws_machines_and_warns() -> None:
     needless = run("--nnodes", "2", "--gpu", "h100", "parallel.sp_size=4", "parallel.dp_shard_size=3")
     assert "0: [0 1 2 3] [4 5]\n" in needless
     assert "1 row of 3 cross machines without need: sp_size 4 does not divide 6 GPUs" in needless
-    assert "of a step, on one machine" in needless
+    assert "of a step instead of" in needless
     needed = run("--nnodes", "2", "parallel.sp_size=4", "parallel.dp_shard_size=1")
     assert "every row crosses machines: sp_size 4 is more than 2 GPUs; validate-config with --gpu says" in needed
     assert run("--nnodes", "3", "parallel.sp_size=4").startswith("2 ")

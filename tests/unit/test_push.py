@@ -109,7 +109,7 @@ def test_a_dry_run_shows_everything_and_asks_nothing(
     assert as_json["bytes"] == sum(file["bytes"] for file in as_json["files"])
     refused = run("push", str(run_dir), "--dry-run", "--repo", "a b")
     assert refused.returncode == 2
-    assert "is no name of a repository" in refused.stderr
+    assert "is not the name of a repository" in refused.stderr
     assert load_run(run_dir).told == []
 
 
@@ -185,7 +185,7 @@ def test_a_wrong_token_is_told_at_once_and_never_shown(
 
 
 def test_what_cannot_be_published_is_explained(hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "is no name of a repository" in run("push", str(run_dir), "--repo", "a b").stderr
+    assert "is not the name of a repository" in run("push", str(run_dir), "--repo", "a b").stderr
     (run_dir / "model/config.json").unlink()
     assert "holds no model" in run("push", str(run_dir)).stderr
     assert "does not exist" in run("push", str(run_dir / "nothing")).stderr

@@ -150,7 +150,7 @@ def test_one_evaluation_is_bars_by_position(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder, words in (
-        (tmp_path, "is no run directory"),
+        (tmp_path, "is not a run directory"),
         (tmp_path / "no", "does not exist"),
         (tmp_path / "file", "is a file"),
     ):

@@ -42,7 +42,10 @@ def evaluate(
     against: Annotated[str | None, typer.Option(metavar="MODEL", help="compare with it, question by question")] = None,
     against_retrieval: Annotated[
         bool,
-        typer.Option("--against-retrieval", help="ask also with no context, with what BM25 finds, with the evidence"),
+        typer.Option(
+            "--against-retrieval",
+            help="ask each question also with no context, with the chunks that BM25 finds, and with the evidence",
+        ),
     ] = False,
     budget: Annotated[str, typer.Option(help="tokens of what BM25 finds, with commas between them")] = "4Ki,16Ki,64Ki",
     tokenizer: Annotated[str | None, typer.Option(help="the tokenizer, where the model's folder has none")] = None,
@@ -85,7 +88,7 @@ def evaluate(
 
     \b
     Suites: ruler, niah, graphs, code, loss.
-    Of lm-eval: lm-eval:TASK, such as lm-eval:hellaswag.
+    Tasks of lm-eval: lm-eval:TASK, such as lm-eval:hellaswag.
     \b
     From files or the hub: ruler-files, longbench, longbench-v2, infinitebench, mrcr, graphwalks.
 

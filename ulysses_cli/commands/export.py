@@ -33,7 +33,11 @@ def export(
     ],
     to: Annotated[Path, typer.Option("--to", help="the folder to write; it must not exist")],
     best: Annotated[
-        bool, typer.Option("--best", help="of an output_dir, the checkpoint with the lowest evaluation loss")
+        bool,
+        typer.Option(
+            "--best",
+            help="of an output_dir, the best checkpoint by run.keep_best: lowest eval loss, or highest score",
+        ),
     ] = False,
     merge_lora: Annotated[bool, typer.Option("--merge-lora", help="merge the adapters into the base model")] = False,
     trust_remote_code: Annotated[

@@ -77,7 +77,7 @@ def sample(
         problem = f"{model} cannot be sampled: {result['problem']}"
         printing.print_message(problem)
         if not path.is_dir():
-            printing.print_message(f"\nhint: {model} is no folder here, so it was looked for on the hub")
+            printing.print_message(f"\nhint: {model} is not a folder here, so it was looked for on the hub")
         if output is Format.json:
             printing.print_json({"problems": [{"message": problem}]})
         raise typer.Exit(FAILED)

@@ -90,8 +90,8 @@ def _make_list(random: Random, num_rare: int, common_times: int, rare_times: int
 
 
 def find_frequent_words(random: Random, length: int) -> Draft:
-    """Coded words whose frequencies fall with the square of their rank; the first rank is dots. Asked are the three
-    next."""
+    """Coded words whose frequencies fall with the square of their rank; the most frequent word is dots. The question
+    asks for the next three."""
     seed = random.getrandbits(64)
     vocabulary_size = max(8, length // 50)
 
@@ -120,7 +120,7 @@ def find_frequent_words(random: Random, length: int) -> Draft:
 
 
 def walk_graph(random: Random, _: int) -> Draft:
-    """A list of edges; asked are the nodes that some steps from one node lead to."""
+    """A list of edges. The question asks for the nodes that a number of steps from one node lead to."""
     seed = random.getrandbits(64)
 
     def render(num_units: int, fill: str) -> Sample:

@@ -77,7 +77,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         else:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("it is no list of rows with named fields")
+            raise ValueError("it is not a list of rows with named fields")
         return rows
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "name a file in JSON, JSON lines or Parquet"

@@ -62,7 +62,8 @@ def summarize_losses(lines: Iterable[Line]) -> list[dict[str, Any]]:
 
 
 def compare_losses(before: Iterable[Line], after: Iterable[Line]) -> list[dict[str, Any]]:
-    """Paired differences by length and bucket, of the same documents. Below 0: the second model is better."""
+    """Paired differences by length and bucket, of the same documents. A difference is `after` minus `before`: below 0,
+    `after` is better."""
     old, rows = _group(before), []
     for bucket, by_name in sorted(_group(after).items(), key=_order):
         known = old.get(bucket, {})

@@ -106,7 +106,7 @@ class Prompter:
         """`tokens`: the prompt's, where they are known."""
         tokens = self.encode(sample) if tokens is None else tokens
         text, begin = self.render(sample)
-        # as shares of one estimate, so that what it misses in the whole text does not move a mark
+        # numerator and denominator are estimates by the same count, so its error cancels in the share
         whole = self.count_tokens(text) if sample.evidence else 0
         depths = tuple(round(self.count_tokens(text[: begin + mark]) / whole, 4) for mark, _ in sample.evidence)
         return TaskPrompt(sample, tuple(tokens), depths, index, length, way)

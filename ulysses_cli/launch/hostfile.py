@@ -40,7 +40,7 @@ def read_hostfile(file: Path) -> Hosts:
             continue
         name, count = words[0], words[-1].removeprefix("slots=")
         if len(words) != 2 or not words[1].startswith("slots=") or not count.isdecimal() or int(count) < 1:
-            raise refuse(f"{file}:{number}: {line.strip()!r} is no machine", "write `host slots=N`, N its GPUs")
+            raise refuse(f"{file}:{number}: {line.strip()!r} is not a machine", "write `host slots=N`, N its GPUs")
         if name in slots:
             raise refuse(f"{file}:{number}: {name} stands there twice", "write each machine once")
         slots[name] = int(count)

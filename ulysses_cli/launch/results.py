@@ -67,7 +67,7 @@ def drop_replaced_results(run_dir: Path) -> None:
 
 
 def find_newest_checkpoint(run_dir: Path) -> Path | None:
-    """By its name; whether it is valid, the ranks check."""
+    """Finds it by its name. The ranks check later whether it is valid."""
     checkpoints = [path for path in run_dir.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
     return max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 

@@ -115,11 +115,13 @@ def read_hardware(*tables: tuple[str, Any]) -> Hardware:
         efficiency = _read_efficiency(file, content.get("efficiency") or {}, efficiency, problems)
         gpus = content.get("gpus") or {}
         if not isinstance(gpus, Mapping):
-            problems.append(Problem("gpus", f"{file}: is no mapping of GPUs", "write a name and below it its numbers"))
+            problems.append(
+                Problem("gpus", f"{file}: is not a mapping of GPUs", "write a name and below it its numbers")
+            )
             continue
         for key, entry in gpus.items():
             if not isinstance(entry, Mapping):
-                problems.append(Problem(f"gpus.{key}", f"{file}: is no mapping", "write its numbers below it"))
+                problems.append(Problem(f"gpus.{key}", f"{file}: is not a mapping", "write its numbers below it"))
                 continue
             entries[str(key).lower()] = {**entries.get(str(key).lower(), {}), **entry}
             origin[str(key).lower()] = file
@@ -134,7 +136,7 @@ def read_hardware(*tables: tuple[str, Any]) -> Hardware:
 def _read_efficiency(file: str, written: Any, known: Efficiency, problems: list[Problem]) -> Efficiency:
     names = {field.name for field in fields(Efficiency)}
     if not isinstance(written, Mapping):
-        problems.append(Problem("efficiency", f"{file}: is no mapping", f"keys are {', '.join(sorted(names))}"))
+        problems.append(Problem("efficiency", f"{file}: is not a mapping", f"keys are {', '.join(sorted(names))}"))
         return known
     for name, value in written.items():
         limit = 10_000.0 if name.endswith("_gb_s") else 1.0

@@ -11,6 +11,7 @@ from ulysses_cli.plan.layout import Placement, list_divisors
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.speed import compute_second_gather_seconds, compute_speed
+from ulysses_cli.report.quantities import format_seconds
 
 SHOWN_MACHINES = 8
 
@@ -68,8 +69,8 @@ def compute_crossing_costs(placement: Placement, job: Job, gpu: Gpu) -> Crossing
 def _tell_cost(what: str, seconds: Seconds | None) -> str:
     if seconds is None:
         return "validate-config with --gpu says what it costs"
-    here, together = (f"{part * 1e3:,.3g} ms" for part in seconds)
-    return f"{what} is predicted to take {here} of a step, on one machine {together}"
+    here, together = (format_seconds(part) for part in seconds)
+    return f"{what} is predicted to take {here} of a step instead of {together} on one machine"
 
 
 def explain_crossing_copies(placement: Placement, seconds: Seconds | None) -> str:

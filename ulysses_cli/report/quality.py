@@ -16,7 +16,7 @@ Findings = Mapping[str, Any]
 MAX_LISTED = 5
 RETRIEVAL_TITLE = "retrieval beside the whole context, the same questions"
 RETRIEVAL_NOTE = (
-    "Recall: the share of the evidence that is shown whole. Not known without: the score over the questions that are "
+    "Recall: the share of the evidence that is shown whole. Score of the rest: over the questions that are "
     "not answered right with no context. Tokens, seconds and USD are the means per question."
 )
 WAYS = {"none": "no context", "whole": "whole context", "oracle": "evidence alone"}
@@ -103,7 +103,7 @@ def _make_difference_table(findings: Findings) -> tuple[list[str], list[list[str
 def _make_retrieval_table(retrieval: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = [
         "task", "length", "context", "n", "score", "95 % interval", "to the whole", "95 % interval", "recall",
-        "not known without", "tokens", "seconds", "USD",
+        "score of the rest", "tokens", "seconds", "USD",
     ]  # fmt: skip
     cells = [
         [
@@ -215,7 +215,7 @@ def _list_notes(findings: Findings) -> list[str]:
         more = f" and {len(too_long) - MAX_LISTED} more" if len(too_long) > MAX_LISTED else ""
         notes.append(f"{format_count(len(too_long), 'question')} too long, not cut and not scored: {named}{more}")
     if findings["scores"] and not findings["has_all_ruler_tasks"]:
-        notes.append("fewer than RULER's 13 tasks: the mean is not held against RULER's 85.6 %")
+        notes.append("fewer than RULER's 13 tasks: the mean is not compared with RULER's 85.6 %")
     return notes
 
 

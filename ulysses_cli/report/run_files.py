@@ -48,7 +48,9 @@ def load_run(folder: Path) -> RecordedRun:
         what = "is a file, not a run directory" if folder.exists() else "does not exist"
         raise RecipeError([Problem("", f"{folder} {what}", hint)])
     if not any(file.is_file() for file in files):
-        raise RecipeError([Problem("", f"{folder} is no run directory: it has none of run.json, metrics.jsonl", hint)])
+        raise RecipeError(
+            [Problem("", f"{folder} is not a run directory: it has none of run.json, metrics.jsonl", hint)]
+        )
     notes: list[str] = []
     try:
         facts = _load_facts(files[0], notes)

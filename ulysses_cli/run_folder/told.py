@@ -1,4 +1,4 @@
-"""told.jsonl: what a run sent to trackers, to the hub and to the recipe's `run.notify_command`, and when."""
+"""told.jsonl: what a run sent to trackers, to the hub and to the recipe's notify settings, and when."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _check_target(file: Path, force: bool) -> None:
     from ulysses_cli.plan.problem import Problem, RecipeError
 
     if file.is_dir() or file.suffix not in (".yaml", ".yml"):
-        raise RecipeError([Problem("", f"{file} is no name of a recipe", "name a file that ends in .yaml")])
+        raise RecipeError([Problem("", f"{file} is not the name of a recipe", "name a file that ends in .yaml")])
     if file.exists() and not force:
         raise RecipeError([Problem("", f"{file} exists", "add --force to overwrite it, or name another file")])
     if not file.parent.is_dir():
@@ -238,7 +238,7 @@ def _choose(
     answers: FirstAnswers, method: MethodAnswer, shape: ModelShape, offer: Offer | None
 ) -> tuple[FirstAnswers, Choice]:
     """On GPUs the planner's cheapest plan; `auto` takes LoRA where no plan for all weights fits, and a base in 4 bits
-    where the whole base would not stay on the GPUs and that takes longer."""
+    where LoRA would have to offload the 16-bit base from the GPUs and would be slower."""
     from ulysses_cli.plan.planner.first_recipe import CPU_RANKS, choose_by_plan, choose_on_cpu, make_request
     from ulysses_cli.plan.planner.search import make_plan_recipe, search
     from ulysses_cli.plan.problem import Problem, RecipeError

@@ -62,7 +62,7 @@ def find_model(name: str, folder: Path, *, trust_remote_code: bool) -> str:
         digest = hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()[:12]
         has_adapters = load_state(checkpoint)["recipe"].get("lora") is not None
     except (OSError, ValueError) as error:
-        message = f"{checkpoint} is no whole checkpoint: {error}"
+        message = f"{checkpoint} is not a complete checkpoint: {error}"
         raise RecipeError([Problem("MODEL", message, "name another checkpoint")]) from None
     target = folder / f"{checkpoint.resolve().name}-{digest}"
     if not target.exists():
@@ -150,7 +150,7 @@ def find_base(name: str) -> tuple[str, dict[str, Any] | None]:
         model = load_state(checkpoint)["recipe"]["model"]
         return str(model.get("name_or_path") or name), model.get("config")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{checkpoint} is no whole checkpoint: {error}"
+        message = f"{checkpoint} is not a complete checkpoint: {error}"
         raise RecipeError([Problem("MODEL", message, "name another checkpoint")]) from None
 
 

@@ -118,7 +118,7 @@ def run_recipe(
 
 
 def _check_hub(valid: ValidRecipe) -> None:
-    """Asks the hub for the account before anything is trained: a token that it refuses is told in the first minute."""
+    """Asks the hub for the account before anything is trained: a refused token is reported in the first minute."""
     from ulysses_cli.publishing import HubModels
     from ulysses_cli.report import printing
 
@@ -156,7 +156,7 @@ def _summarize_end(outcome: Outcome, model_dir: Path | None) -> tuple[Literal["d
 def _tell_end(
     valid: ValidRecipe, place: RunPlace, event: Literal["done", "stopped", "failed"], message: str, exit_code: int
 ) -> None:
-    """On the first machine: tells whom the recipe names."""
+    """On the first machine: sends the notifications that the recipe asks for."""
     from ulysses_cli.launch.notification import RunEnd, notify
     from ulysses_cli.report import printing
     from ulysses_cli.run_folder.told import note_told

@@ -128,5 +128,5 @@ def check_repo_name(name: str) -> str:
     from ulysses_cli.plan.rules.files import HUB_NAME
 
     if not HUB_NAME.fullmatch(name):
-        raise RecipeError([Problem("--repo", f"{name} is no name of a repository", "write owner/name")])
+        raise RecipeError([Problem("--repo", f"{name} is not the name of a repository", "write owner/name")])
     return name

@@ -21,7 +21,7 @@ def report(
     live: Annotated[
         bool, typer.Option("--live", help="serve the page on localhost, and refresh it while the run goes on")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port of --live  [default: a free one]")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port of --live; 0 = a free one")] = 0,
     output: FormatOption = Format.text,
 ) -> None:
     """Make one HTML page of a run: loss, speed, memory, cost, and the recipe, data and software it used.

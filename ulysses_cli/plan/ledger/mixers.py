@@ -18,7 +18,7 @@ def find_recurrence(kind: Layer) -> RecurrentMixer | None:
 
 
 def compute_result(job: Job, kind: Layer) -> int:
-    """What recomputation is spared by saving it."""
+    """Bytes of the mixer's saved result, with which recomputation does not run the mixer again."""
     if recurrent := find_recurrence(kind):
         return recurrence.compute_result(job, recurrent)
     return attention.compute_attention_result(job) if kind.attention else 0

@@ -1,6 +1,6 @@
 """Decides which checkpoint of a run is its best, by evaluations, and when a run that no longer gets better ends.
 
-`losses` holds by step what run.keep_best names: the evaluation loss, or what the score of run.eval_suite lacks to 1.
+`losses` holds by step what run.keep_best names: the evaluation loss, or 1 minus the score of run.eval_suite.
 Lower is better in both.
 """
 
@@ -13,7 +13,7 @@ SCORE = "eval_suite"
 
 
 def invert_score(score: float) -> float:
-    """What a score between 0 and 1 lacks to 1, and back: as with a loss, lower is better."""
+    """Returns 1 - score, so that lower is better, as with a loss. The same call turns it back into the score."""
     return 1.0 - score
 
 

@@ -69,7 +69,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
     settled = replace(job, levers=choice.levers)
     ledger = compute_ledger(settled)
     fit = judge(settled, ledger, gpu)
-    # A longer row, or one that does not fit, has nothing left to spend.
+    # A longer row, or one that does not fit, leaves no memory for large tiles and early steps.
     spent: dict[str, Any] = {name: getattr(OFF, name) for name in SPENDING if name in open_names}
     frugal = replace(settled, levers=replace(choice.levers, **spent))
     return Estimate(

@@ -169,7 +169,8 @@ def find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> Levers | None:
 
 
 def _find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> tuple[Levers, bool] | None:
-    """Without last measures that are not given: the levers, and whether they fit for sure."""
+    """The cheapest levers without a last measure that the recipe does not set, and whether they fit by more than the
+    uncertainty."""
     ranked, close = list_ranked_levers(job, open_names), None
     for levers, fit in walk_fits(job, ranked, partial(_judge, job, gpu), is_open="offloaded_layers" in open_names):
         if fit.verdict == "fits":
@@ -364,6 +365,8 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
     value = getattr(job.levers, name)
     room = f"{gpu.memory_bytes / GIB:.1f} GiB"
     if value == off:
+        if fit.verdict == "fits" and name == "gradient_checkpointing":
+            return f"full is not needed: the peak is {fit.gpu_peak_bytes / GIB:.1f} of {room}"
         if fit.verdict == "fits":
             return f"not needed: the peak is {fit.gpu_peak_bytes / GIB:.1f} of {room}"
         if name == "offloaded_to" and not job.has_disk:

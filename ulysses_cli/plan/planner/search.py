@@ -1,5 +1,5 @@
 """The planner: tries legal layouts, levers and machine counts. Returns what fits with its cost and time, or the walls
-that nothing gets past. A layout's memory is the same on every kind of GPU, so it is computed once for all kinds.
+that rule out every plan. A layout's memory is the same on every kind of GPU, so it is computed once for all kinds.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def explain_absence(request: PlanRequest, gpu: Gpu, tried: Sequence[Candidate]) 
         return f"does not fit: {near.job.world_size} of them need {needs / GIB:,.1f} GiB {what}, of {has / GIB:,.1f}"
     cheapest, fastest = min(plan.usd_middle for plan in fitting), min(plan.seconds for plan in fitting)
     if request.budget_usd is not None and gpu.usd_middle is None:
-        return "no price is known to hold against --budget: add usd_per_hour to hardware.yaml"
+        return "no price is known for it, so --budget cannot be checked: add usd_per_hour to hardware.yaml"
     if request.budget_usd is not None and cheapest > request.budget_usd:
         return f"the cheapest that fits costs about {format_usd(cheapest)}"
     if request.deadline_seconds is not None and fastest > request.deadline_seconds:
@@ -51,7 +51,7 @@ def explain_absence(request: PlanRequest, gpu: Gpu, tried: Sequence[Candidate]) 
     return (
         "fits, behind the others"
         if any(not find_excess(request, plan) for plan in fitting)
-        else "either late or expensive"
+        else "misses either --deadline or --budget"
     )
 
 
@@ -99,8 +99,10 @@ def _find_price_wall(request: PlanRequest, fitting: Sequence[Candidate]) -> Wall
 
 def _find_index_wall(request: PlanRequest, offers: Sequence[Offer]) -> Wall:
     widest = max((offer.max_gpus for offer in offers), default=0)
-    message = f"rows of {request.max_length:,} tokens pass what kernels can index on {format_count(widest, 'GPU')}"
-    hint = "use shorter rows, or more GPUs for a row as far as heads allow"
+    message = (
+        f"rows of {request.max_length:,} tokens are longer than kernels can index on {format_count(widest, 'GPU')}"
+    )
+    hint = "use shorter rows, or let more GPUs share a row, as far as the number of heads allows"
     if widest > 1 and request.max_length % 8:
         hint = f"{request.max_length:,} divides by few sp_sizes: use {request.max_length // 8 * 8:,}, or shorter rows"
     return Wall("heads", message, hint)

@@ -197,7 +197,7 @@ class Train(Section):
 
 
 class Memory(Section):
-    """Levers that trade time or host memory for GPU memory. None of them changes a value."""
+    """Levers that trade time or host memory for GPU memory. Results differ by float rounding at most."""
 
     gradient_checkpointing: bool | Literal["auto", "full"] = setting(
         "auto",
@@ -334,7 +334,11 @@ class Run(Section):
     max_hours: float | None = setting(None, "stop with a checkpoint after this time", unit="hours", gt=0, le=100_000)
     max_cost: float | None = setting(None, "stop with a checkpoint at this cost", unit="USD", gt=0, le=1e9)
     max_bad_steps: int = setting(
-        3, "steps with a NaN or infinite loss before the run stops", unit="steps", ge=0, le=1_000_000
+        3,
+        "steps with a NaN or infinite loss or gradient that the whole run allows; one more stops it",
+        unit="steps",
+        ge=0,
+        le=1_000_000,
     )
     max_restarts: int = setting(
         0, "restarts from the newest checkpoint after a lost rank", unit="restarts", ge=0, le=10_000

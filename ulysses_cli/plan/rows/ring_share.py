@@ -29,9 +29,9 @@ class RoundShare(NamedTuple):
 
 @dataclass(frozen=True)
 class RingShare:
-    """Of the rank with most, over the tokens whose queries it has: keys that it attends to, those fetched from others
-    and those sent to others. Of the rank with most keys, the queries of its largest kernel call, and its calls. Where
-    keys come in rounds, `rounds` has those of every rank, alike ones once."""
+    """Counts of keys of the rank that has most, as a ratio to its own tokens: keys that it attends to, fetches and
+    sends. Also the queries of that rank's largest kernel call, and the number of its calls. Where keys come in rounds,
+    `rounds` has those of every rank, alike ones once."""
 
     keys: float
     fetched: float

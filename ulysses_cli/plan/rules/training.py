@@ -170,17 +170,17 @@ def check_money(recipe: Recipe) -> Problems:
 
 
 def check_notice(recipe: Recipe) -> Problems:
-    """Who is told of a run's end can be: an address of the web, a command that can be split into words."""
+    """The targets of notifications are usable: notify_webhook is a web address, notify_command splits into words."""
     run = recipe.run
     if run.notify_webhook is not None and not run.notify_webhook.startswith(("https://", "http://")):
-        yield Problem("run.notify_webhook", "is no address of the web", "write one that starts with https://")
+        yield Problem("run.notify_webhook", "is not a web address", "write one that starts with https://")
     if run.notify_command is not None:
         try:
             words = shlex.split(run.notify_command)
         except ValueError:
             words = []
         if not words:
-            yield Problem("run.notify_command", "is no command: a quote is missing, or it is empty",
+            yield Problem("run.notify_command", "is not a command: it is empty, or a closing quote is missing",
                           "write a program and its arguments, such as: sh notify.sh")  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def check_hub_model(recipe: Recipe) -> Problems:
     """The repository has a name that the hub accepts."""
     name = recipe.run.hub_model_id
     if name is not None and not HUB_NAME.fullmatch(name):
-        yield Problem("run.hub_model_id", f"{name} is no name of a repository", "write owner/name")
+        yield Problem("run.hub_model_id", f"{name} is not the name of a repository", "write owner/name")
 
 
 RULES: tuple[Callable[[Recipe], Problems], ...] = (
