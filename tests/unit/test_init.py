@@ -127,7 +127,7 @@ def test_no_recipe_is_overwritten_and_no_answer_is_an_error(texts: Path) -> None
     shown = invoke("init", "other.yaml", answers="texts\n")
     assert shown.returncode == 2
     assert "--model: has no answer" in shown.stderr
-    assert "no name of a recipe" in invoke("init", "recipe.txt", "--yes").stderr
+    assert "is not the name of a recipe" in invoke("init", "recipe.txt", "--yes").stderr
 
 
 def test_what_a_look_at_the_data_finds(texts: Path, tmp_path: Path) -> None:
