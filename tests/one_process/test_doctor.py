@@ -26,7 +26,7 @@ from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.prove.doctor import device_checks, doctor, machine, software
 from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding, run_checks
 from ulysses_cli.prove.results import Findings
-from ulysses_cli.train.processes import host_memory, requirements
+from ulysses_cli.train.processes import requirements
 
 # Two NVLink islands of two GPUs, as nvidia-smi draws them: the header is underlined, the legend follows.
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -154,18 +154,6 @@ def test_disks_and_memory_against_the_need(tmp_path: Path) -> None:
     assert values[f"{tmp_path}/run"].verdict == "FAIL"
     assert "run.save_total_limit" in values[f"{tmp_path}/run"].fix
     assert next(machine.check_memory(huge)).verdict == "FAIL"
-
-
-def test_a_container_has_what_is_left_of_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
-    outside = host_memory.count_free_bytes()
-    assert 0 < outside <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory.read_memory_limit() == 1 << 60
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 600000\ninactive_file 250000\n")
-    assert host_memory.count_free_bytes() == 350_000
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.commands.children.answering import ModelQuestion, prepare_model
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
-from ulysses_cli.evaluate.losses import compare_losses, list_bounds, summarize_losses
+from ulysses_cli.evaluate.losses import compare_losses, describe_document, list_bounds, summarize_losses
 from ulysses_cli.evaluate.statistics import estimate_normal_mean, find_student_quantile
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.prove.quality.documents import DocumentRows, measure_documents, read_documents
@@ -129,6 +129,22 @@ def test_intervals_are_students_over_documents() -> None:
     assert [(row["loss"], row["low"], row["high"]) for row in changes] == [pytest.approx((-0.5, -0.5, -0.5))] * 3
     (alone, *_) = summarize_losses(lines[:1])
     assert (alone["loss"], alone["low"], alone["high"]) == (1.5, None, None)
+
+
+def test_a_document_with_targets_in_one_bucket_counts_there() -> None:
+    """As those of a chat or of a completion often lie."""
+    alone = ({"sum": 0.0, "tokens": 0}, {"sum": 0.0, "tokens": 0}, {"sum": 20.0, "tokens": 10})
+    both = ({"sum": 0.0, "tokens": 0}, {"sum": 10.0, "tokens": 10}, {"sum": 90.0, "tokens": 10})
+    lines = [
+        describe_document(f"loss/1024/{index}", "chats", "", 1024, index, sums)
+        for index, sums in enumerate([alone] * 10 + [both])
+    ]
+    expected = [(0, 1024, 11, (10 * 2.0 + 5.0) / 11), (256, 512, 1, 1.0), (512, 1024, 11, (10 * 2.0 + 9.0) / 11)]
+    found = [(row["from"], row["to"], row["n"], row["loss"]) for row in summarize_losses(lines)]
+    assert found == [(*bucket, pytest.approx(mean)) for *bucket, mean in expected]
+    assert [row["n"] for row in compare_losses(lines, lines)] == [11, 1, 11]
+    short = describe_document("loss/200/0", "chats", "", 200, 0, [{"sum": 30.0, "tokens": 10}])
+    assert [(row["from"], row["to"], row["n"]) for row in summarize_losses([short])] == [(0, 200, 1)]
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,13 @@ def test_check_states_on_disk(tmp_path: Path) -> None:
         "pass by the host are counted\n\nhint: leave it out"
     )
     assert check(*swap, "deepspeed.aio.use_gds=false") == []
+    may_swap = f"memory.nvme_path={tmp_path}"  # and memory.offload_optimizer: auto
+    section = "deepspeed.zero_optimization.offload_optimizer"
+    refused = ("deepspeed.aio.use_gds=true", f"{section}.pipeline_write=true", f"{section}.buffer_count=9")
+    for setting in refused:
+        assert only(may_swap, setting) == only(*swap, setting)
+    for other in ("run.async_save=true", "parallel.zero_stage=2", "train.optim=adamw_8bit"):  # auto leaves them there
+        assert check(may_swap, other, *refused[1:]) == []
     assert check(*swap, "deepspeed.aio.intra_op_parallelism=4", "deepspeed.zero_optimization.sub_group_size=1000") == []
 
 

@@ -80,9 +80,8 @@ def _group(lines: Iterable[Line]) -> dict[Bucket, dict[str, float]]:
         if line["loss"] is None:
             continue
         groups[line["length"], 0, line["length"]][line["id"]] = line["loss"]
-        if len(line["by_position"]) > 1:
-            for part in line["by_position"]:
-                groups[line["length"], part["from"], part["to"]][line["id"]] = part["loss"]
+        for part in line["by_position"]:
+            groups[line["length"], part["from"], part["to"]][line["id"]] = part["loss"]
     return groups
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ulysses_cli.data.steps import Batching
+from ulysses_cli.plan.ledger.zero.swapping import compute_swap_need
+from ulysses_cli.plan.levers import Levers, uses_disk
+from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.run_folder.archive import CheckpointError, tidy_folder
 from ulysses_cli.run_folder.resume import FRESH, ResumePoint
@@ -28,10 +31,13 @@ from ulysses_cli.train.inputs import (
     report_restart,
     settle_rows_per_step,
 )
+from ulysses_cli.train.optimizer.swap_folder import name_folder, open_folder, remove_rank_files
 from ulysses_cli.train.processes.consistency import compare_machines, gather_values
+from ulysses_cli.train.processes.device import StartError, find_least
 from ulysses_cli.train.processes.disks import Disks, find_disks
 from ulysses_cli.train.processes.groups import Groups, make_groups
 from ulysses_cli.train.processes.rank_store import join_ranks
+from ulysses_cli.train.processes.requirements import find_missing_compiler, find_missing_operator
 from ulysses_cli.train.telemetry.forecast import Forecast
 from ulysses_cli.train.telemetry.record import Record
 from ulysses_cli.train.telemetry.run_file import list_versions
@@ -51,6 +57,7 @@ class Connected:
     forecast: Forecast
     stop: StopConditions
     disks: Disks
+    swap_folder: Path | None
 
     @property
     def is_finished(self) -> bool:
@@ -86,14 +93,42 @@ def connect(launch: Launch, inputs: Inputs, record: Record) -> Connected:
         if not is_simulated:
             resume_point = gather_values(resume_point, groups.host_group)[0]
         remaining = plan_remaining(launch, inputs, resume_point)
-    # GPU memory differs a little from rank to rank; levers must not
-    forecast = gather_values(inputs.forecast, groups.host_group)[0]
+    forecast = settle_levers(launch, inputs, groups)
+    swap_folder = open_swap_folder(launch, inputs, groups, forecast.choice.levers)
     resolved = settle_rows_per_step(inputs.resolved, remaining.batching)
     plan = RunPlan(remaining.recipe, inputs.shape, resolved, forecast.choice.levers)
     run = remaining.recipe.run
     usd_per_hour = (run.price_per_gpu_hour or 0.0) * layout.world_size
     stop = StopConditions(run.max_hours, run.max_cost, usd_per_hour, lambda: launch.interruption.is_asked)
-    return Connected(groups, plan, remaining.batching, remaining.length, resume_point, forecast, stop, disks)
+    return Connected(
+        groups, plan, remaining.batching, remaining.length, resume_point, forecast, stop, disks, swap_folder
+    )
+
+
+def settle_levers(launch: Launch, inputs: Inputs, groups: Groups) -> Forecast:
+    """Collective over all ranks. GPU memory and free host memory differ from rank to rank; levers must not."""
+    gpu = find_least(gather_values(inputs.gpu, groups.host_group))
+    choice = choose_levers(launch.loaded.recipe, inputs.shape, gpu)
+    forecast: Forecast = gather_values(Forecast(choice, gpu, inputs.is_known_gpu), groups.host_group)[0]
+    return forecast
+
+
+def open_swap_folder(launch: Launch, inputs: Inputs, groups: Groups, levers: Levers) -> Path | None:
+    """Collective over all ranks. Returns the folder for what is offloaded to a disk, None where nothing is. What a
+    machine lacks of what the levers need is raised on all ranks."""
+    recipe = launch.loaded.recipe
+    folder = name_folder(str(recipe.memory.nvme_path), launch.run_dir) if uses_disk(levers) else None
+    steps_on_host = levers.offload_optimizer == "cpu" and not launch.options.pretend
+    problem = find_missing_compiler() if steps_on_host else ""
+    if folder is not None:
+        launch.leftovers.callback(remove_rank_files, folder)
+        swaps_states = "nvme" in (levers.offload_optimizer, levers.offload_param)
+        problem = problem or (find_missing_operator() if swaps_states else "")
+        problem = problem or open_folder(folder, launch.run_dir, *compute_swap_need(recipe, inputs.shape, levers))
+    problems = [each for each in gather_values(problem, groups.host_group) if each]
+    if problems:
+        raise StartError(problems[0])
+    return folder
 
 
 def compare_disks(launch: Launch, groups: Groups, record: Record) -> Disks:

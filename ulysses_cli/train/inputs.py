@@ -15,11 +15,8 @@ from ulysses_cli.data.rows import PackedRows, open_rows
 from ulysses_cli.data.steps import Batching
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.files.weight_files import find_weight_problem
-from ulysses_cli.plan.hardware import Hardware
-from ulysses_cli.plan.ledger.zero.swapping import compute_swap_need
-from ulysses_cli.plan.levers import Levers, uses_disk
+from ulysses_cli.plan.hardware import Gpu, Hardware
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.changes import list_shared_settings
 from ulysses_cli.plan.recipe.loader import Loaded
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -38,14 +35,8 @@ from ulysses_cli.run_folder.resume import (
 from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
 from ulysses_cli.train.assembly.run import RunLength
 from ulysses_cli.train.guard.interruption import Interruption
-from ulysses_cli.train.optimizer.swap_folder import name_folder, open_folder, remove_rank_files
 from ulysses_cli.train.processes.device import StartError, choose_device, recognise_gpu
-from ulysses_cli.train.processes.requirements import (
-    find_missing_compiler,
-    find_missing_operator,
-    find_missing_package,
-)
-from ulysses_cli.train.telemetry.forecast import Forecast
+from ulysses_cli.train.processes.requirements import find_missing_package
 from ulysses_cli.train.telemetry.record import Display, Record
 from ulysses_cli.train.telemetry.trackers import make_trackers
 
@@ -78,8 +69,8 @@ class Inputs:
     num_own_tokens: int  # rows of the model's embedding in its files
     resolved: Resolved
     device: Any
-    forecast: Forecast
-    swap_folder: Path | None
+    gpu: Gpu | None  # with this rank's memory; None on a CPU
+    is_known_gpu: bool
     resume_point: ResumePoint
 
 
@@ -114,19 +105,14 @@ def read_inputs(launch: Launch, record: Record) -> Inputs:
     resolved = resolve(recipe, shape)
     device = choose_device(wants_cpu=recipe.run.device == "cpu" or options.pretend)
     gpu, is_known = recognise_gpu(device, launch.load_hardware())
-    forecast = Forecast(choose_levers(recipe, shape, gpu), gpu, is_known)
-    uses_host_adam = forecast.choice.levers.offload_optimizer == "cpu" and not options.pretend
-    if uses_host_adam and (problem := find_missing_compiler()):
-        raise StartError(problem)
-    swap_folder = _open_swap_folder(launch, shape, forecast.choice.levers)
     is_first = int(os.environ.get("RANK", "0")) == 0
     warnings: list[str] = []  # shown once the display is open
     resume_point = FRESH
     if is_first and not options.dry_run and count_machines() == 1:  # several machines look together, once connected
         resume_point = find_checkpoint(launch, report_restart(launch, warnings.append), warnings.append)
     inputs = Inputs(
-        rows, held_out if len(held_out) else None, tokenizer, shape, config.vocab_size, resolved, device, forecast,
-        swap_folder, resume_point,
+        rows, held_out if len(held_out) else None, tokenizer, shape, config.vocab_size, resolved, device, gpu, is_known,
+        resume_point,
     )  # fmt: skip
     remaining = plan_remaining(launch, inputs, resume_point, warnings.append)
     if is_first:
@@ -139,19 +125,6 @@ def read_inputs(launch: Launch, record: Record) -> Inputs:
 
 def get_run_name(launch: Launch) -> str:
     return launch.loaded.recipe.run.run_name or launch.run_dir.name
-
-
-def _open_swap_folder(launch: Launch, shape: ModelShape, levers: Levers) -> Path | None:
-    recipe = launch.loaded.recipe
-    if not uses_disk(levers):
-        return None
-    folder = name_folder(str(recipe.memory.nvme_path), launch.run_dir)
-    launch.leftovers.callback(remove_rank_files, folder)
-    sizes = compute_swap_need(recipe, shape, levers)
-    swaps_states = "nvme" in (levers.offload_optimizer, levers.offload_param)
-    if problem := (find_missing_operator() if swaps_states else "") or open_folder(folder, launch.run_dir, *sizes):
-        raise StartError(problem)
-    return folder
 
 
 def count_machines() -> int:

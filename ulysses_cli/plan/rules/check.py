@@ -184,7 +184,7 @@ def check_disk(case: RuleCase) -> Problems:
     places = ("offload_optimizer", "offload_param", "activation_offload_device")
     on_disk = [name for name in places if getattr(memory, name) == "nvme"]
     aio = case.recipe.deepspeed.get("aio", {})
-    if on_disk and isinstance(aio, dict) and aio.get("use_gds"):
+    if (on_disk or memory.nvme_path) and isinstance(aio, dict) and aio.get("use_gds"):
         what = "is not offered: no GPU with GPUDirect storage has run it, and bytes that pass by the host are counted"
         yield Problem("deepspeed.aio.use_gds", what, "leave it out")
     if on_disk and memory.nvme_path is None:
@@ -201,7 +201,7 @@ def check_disk(case: RuleCase) -> Problems:
 def check_states_on_disk(case: RuleCase) -> Problems:
     """Settings that cannot be combined with optimizer states on a disk."""
     key, stage = "memory.offload_optimizer", case.recipe.parallel.zero_stage
-    if case.recipe.memory.offload_optimizer != "nvme":
+    if not _may_swap_states(case.recipe):
         return
     if stage < 3:
         what = f"nvme needs ZeRO stage 3; DeepSpeed's stage {stage} keeps its states in memory"
@@ -217,6 +217,15 @@ def check_states_on_disk(case: RuleCase) -> Problems:
     if isinstance(user_section, dict) and "buffer_count" in user_section:
         what = f"is decided by {key}: nvme: {NUM_BUFFERS} buffers are what the ledger counts of the host"
         yield Problem("deepspeed.zero_optimization.offload_optimizer.buffer_count", what, "leave it out")
+
+
+def _may_swap_states(recipe: Recipe) -> bool:
+    """Whether the optimizer's states are on a disk, or may be once `auto` is settled (list_last_measures in
+    planner/lever_choice.py)."""
+    if recipe.memory.offload_optimizer != "auto":
+        return recipe.memory.offload_optimizer == "nvme"
+    is_able = recipe.train.optim == "adamw" and recipe.parallel.zero_stage == 3 and not recipe.run.async_save
+    return is_able and recipe.memory.nvme_path is not None
 
 
 def check_weights_on_disk(case: RuleCase) -> Problems:

@@ -29,7 +29,7 @@ from ulysses_cli.prove.bench.speed import Timed, time_steps
 from ulysses_cli.prove.ranks.interleaving import compare_pairs
 from ulysses_cli.prove.ranks.ranks import MAX_CPU_RANKS, RankFailureError, run_interleaved
 from ulysses_cli.prove.results import Findings, Report, Row
-from ulysses_cli.train.processes.host_memory import count_host_bytes
+from ulysses_cli.train.processes.host_memory import count_usable_bytes
 
 LeverMode = Literal["auto", "all", "none"]
 NUM_WARMUP = 3  # the last one is timed by parts, which costs a little time
@@ -103,7 +103,7 @@ def find_device(recipe: Recipe, hardware: Hardware) -> BenchDevice:
     if not count:
         return BenchDevice("cpu", MAX_CPU_RANKS, None)
     facts = torch.cuda.get_device_properties(0)
-    host_bytes = count_host_bytes() // count
+    host_bytes = count_usable_bytes() // count
     return BenchDevice("cuda", count, hardware.recognise(facts.name, facts.total_memory, host_bytes)[0])
 
 

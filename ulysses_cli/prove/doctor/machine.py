@@ -10,21 +10,28 @@ import re
 import resource
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ulysses_cli.plan.hardware import GIB
 from ulysses_cli.plan.layout import GPUS_PER_NODE
 from ulysses_cli.plan.ledger.host import PROCESS_BYTES
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.planner.estimate import compute_estimate
+from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import make_layout
 from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding, run_command
 from ulysses_cli.prove.results import Verdict, find_version
-from ulysses_cli.train.processes.host_memory import count_free_bytes, count_host_bytes, read_memory_limit
+from ulysses_cli.train.processes.host_memory import (
+    count_free_bytes,
+    count_host_bytes,
+    count_usable_bytes,
+    read_memory_limit,
+)
 
 STATE_BYTES, MODEL_BYTES = 12, 2  # of a trained parameter in a checkpoint; of any parameter in the exported model
 LEAST_OPEN_FILES = 4096
@@ -159,9 +166,11 @@ def find_slow_pairs(links: list[list[str]], sp_size: int) -> list[tuple[int, int
 
 @dataclass(frozen=True)
 class HostNeed:
-    """Bytes that a recipe needs on this machine: the peak in host memory, and on disk."""
+    """Bytes that a recipe needs on this machine: the peak in host memory, with and without early steps of the
+    optimizer, and on disk."""
 
     memory_bytes: int
+    memory_bytes_without_overlap: int
     checkpoint_bytes: int
     model_bytes: int
     nvme_bytes: int
@@ -174,19 +183,24 @@ def compute_host_need(target: CheckTarget, recipe: Recipe, shape: ModelShape) ->
     num_checkpoints = (recipe.run.save_total_limit or 3) + 1  # a new one is written before the oldest is deleted
     nvme = STATE_BYTES * trained if recipe.memory.offload_optimizer == "nvme" else 0
     nvme += MODEL_BYTES * parameters if recipe.memory.offload_param == "nvme" else 0
+    without_overlap = memory
     if target.device == "cuda":
-        memory, nvme = _estimate_host(target, recipe, shape)
-    return HostNeed(memory, num_checkpoints * STATE_BYTES * trained, MODEL_BYTES * parameters, nvme)
+        memory, without_overlap, nvme = _estimate_host(target, recipe, shape)
+    return HostNeed(memory, without_overlap, num_checkpoints * STATE_BYTES * trained, MODEL_BYTES * parameters, nvme)
 
 
-def _estimate_host(target: CheckTarget, recipe: Recipe, shape: ModelShape) -> tuple[int, int]:
-    """Bytes of host memory, and below memory.nvme_path."""
+def _estimate_host(target: CheckTarget, recipe: Recipe, shape: ModelShape) -> tuple[int, int, int]:
+    """Bytes of host memory, those without early steps of the optimizer, and bytes below memory.nvme_path. Levers that
+    are open are chosen as the run would choose them."""
     import torch
 
     facts = torch.cuda.get_device_properties(0)
-    gpu, _ = target.hardware.recognise(facts.name, facts.total_memory, count_host_bytes() // target.num_gpus)
-    estimate = compute_estimate(recipe, shape, gpu)
-    return estimate.fit.host_peak_bytes, compute_node_disk_bytes(estimate.job)
+    host_bytes = count_usable_bytes() // count_ranks_here(target)
+    gpu, _ = target.hardware.recognise(facts.name, facts.total_memory, host_bytes)
+    levers = choose_levers(recipe, shape, gpu).levers
+    job = make_job(recipe, shape, levers, gpus_per_node=gpu.gpus_per_node)
+    without_overlap = compute_ledger(replace(job, levers=replace(job.levers, early_groups=0)))
+    return compute_ledger(job).host_peak_bytes, without_overlap.host_peak_bytes, compute_node_disk_bytes(job)
 
 
 def check_memory(target: CheckTarget) -> Iterator[Finding]:
@@ -197,9 +211,11 @@ def check_memory(target: CheckTarget) -> Iterator[Finding]:
     if shape is None or recipe is None or (target.wants_gpu and not target.num_gpus):
         yield Finding("host memory", "PASS", text)
     else:
-        need = compute_host_need(target, recipe, shape).memory_bytes
+        host = compute_host_need(target, recipe, shape)
+        need = host.memory_bytes
         verdict: Verdict = "PASS" if need <= free else "FAIL" if need > whole else "WARN"
         fix = "a machine with more memory, or less offload: memory.offload_optimizer=none"
+        fix = "memory.overlap_optimizer=0" if host.memory_bytes_without_overlap <= whole < need else fix
         fix = "end other programs that use memory" if verdict == "WARN" else fix
         yield Finding("host memory", verdict, f"{text}, the recipe needs about {need / GIB:.1f}", fix)
     if os.path.isdir("/dev/shm"):

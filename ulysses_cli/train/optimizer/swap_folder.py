@@ -1,7 +1,7 @@
 """The folder on a local disk for offloaded optimizer states or weights: private to a run, empty at its start, removed
 at its end.
 
-What a killed run has left is removed when the run starts again. Opened before any process group exists. No torch.
+What a killed run has left is removed when the run starts again. No torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def name_folder(nvme_path: str, run_dir: Path) -> Path:
 
 
 def open_folder(folder: Path, run_dir: Path, disk_bytes: int, locked_bytes: int) -> str:
-    """One rank of each machine makes the folder, before ranks connect. Returns what is wrong, or ''. Bytes are one
-    rank's."""
+    """One rank of each machine makes the folder, before any rank writes to it. Returns what is wrong, or ''. Bytes are
+    one rank's."""
     if int(os.environ.get("LOCAL_RANK", "0")):
         return ""
     try:

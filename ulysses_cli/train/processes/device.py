@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
 from ulysses_cli.plan.hardware import Gpu, Hardware
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.train.processes.cpu_affinity import bind_to_device
-from ulysses_cli.train.processes.host_memory import count_host_bytes
+from ulysses_cli.train.processes.host_memory import count_usable_bytes
 
 
 class StartError(ValueError):
@@ -45,8 +47,17 @@ def recognise_gpu(device: torch.device, hardware: Hardware) -> tuple[Gpu | None,
     if device.type != "cuda":
         return None, False
     facts = torch.cuda.get_device_properties(device)
-    host_bytes = count_host_bytes()
-    return hardware.recognise(facts.name, facts.total_memory, host_bytes // count_local_processes())
+    num_processes = count_local_processes()
+    return hardware.recognise(facts.name, facts.total_memory, count_usable_bytes(num_processes) // num_processes)
+
+
+def find_least(gpus: Iterable[Gpu | None]) -> Gpu | None:
+    """Rank 0's kind of GPU with the least memory, and the least host memory, that any rank has; None on a CPU."""
+    found = [gpu for gpu in gpus if gpu is not None]
+    if not found:
+        return None
+    least = {name: min(getattr(gpu, name) for gpu in found) for name in ("memory_bytes", "host_bytes_per_gpu")}
+    return replace(found[0], **least)
 
 
 def count_local_processes() -> int:

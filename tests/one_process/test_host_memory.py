@@ -1,0 +1,112 @@
+"""Tests what a run may take of a machine's memory, and that levers are chosen within that, alike on all ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.recipes import load
+
+from ulysses_cli.hardware_table import load_hardware
+from ulysses_cli.hub import find_model_shape
+from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.prove.doctor import machine
+from ulysses_cli.prove.doctor.checkup import CheckTarget, Finding
+from ulysses_cli.train import connection
+from ulysses_cli.train.processes import device, host_memory
+
+LLAMA = ("model.name_or_path=meta-llama/Llama-3.1-8B", "data.max_length=8192", "parallel.sp_size=1")
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tree of memory controllers in which this process is at the root."""
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "OWN_GROUPS", tmp_path / "own")
+    return tmp_path
+
+
+@pytest.fixture
+def large(groups: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with one H100 and 2 TiB of free memory, of which a container may take 200 GiB."""
+    monkeypatch.setattr(host_memory, "count_host_bytes", lambda: 2048 * GIB)
+    monkeypatch.setattr(host_memory, "_read_table", lambda _: {"MemAvailable:": 2 << 30, "RssAnon:": 1 << 20})
+    monkeypatch.setattr(machine, "count_host_bytes", host_memory.count_host_bytes)
+    facts = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    (groups / "memory.max").write_text(str(200 * GIB))
+    return groups
+
+
+def test_a_container_has_what_is_left_of_its_limit(groups: Path) -> None:
+    outside = host_memory.count_free_bytes()
+    assert 0 < outside <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (groups / "memory.max").write_text("max\n")
+    assert host_memory.read_memory_limit() == 1 << 60
+    (groups / "memory.max").write_text("1000000\n")
+    (groups / "memory.current").write_text("900000\n")
+    (groups / "memory.stat").write_text("anon 600000\ninactive_file 250000\n")
+    assert host_memory.count_free_bytes() == host_memory.count_usable_bytes() == 350_000
+    assert host_memory.count_usable_bytes(1) == 1_000_000  # what this process holds is the run's
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "use", "cache"),
+    [
+        ("0::/slurm/job_7/step_0\n", "", "memory.max", "memory.current", "inactive_file"),
+        ("5:cpu,cpuacct:/\n4:memory:/slurm/job_7/step_0\n0::/\n", "memory", "memory.limit_in_bytes",
+         "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)  # fmt: skip
+def test_a_job_has_what_is_left_of_its_own_limits(
+    groups: Path, line: str, folder: str, limit: str, use: str, cache: str
+) -> None:
+    (groups / "own").write_text(line)
+    job = groups / folder / "slurm/job_7"
+    (job / "step_0").mkdir(parents=True)
+    (job / "step_0" / limit).write_text("900000")
+    (job / limit).write_text("500000")
+    (job / use).write_text("400000")
+    (job / "memory.stat").write_text(f"{cache} 30000\n")
+    assert host_memory.read_memory_limit() == 500_000
+    assert host_memory.count_free_bytes() == 130_000
+
+
+def test_levers_are_chosen_within_the_limit_of_a_container(large: Path) -> None:
+    gpu, _ = device.recognise_gpu(torch.device("cuda", 0), load_hardware())
+    assert gpu is not None
+    assert gpu.host_bytes_per_gpu == 200 * GIB
+
+
+def test_all_ranks_choose_levers_for_the_least_memory_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(*LLAMA, "memory.offload_optimizer=cpu")
+    shape, gpu = find_model_shape(loaded.recipe).shape, load_hardware().get_gpu("h100-80gb")
+    assert shape is not None
+    roomy, small = (replace(gpu, host_bytes_per_gpu=size * GIB) for size in (2048, 200))
+    gpus = iter([[roomy, small], None, [small, roomy], None])
+    monkeypatch.setattr(connection, "gather_values", lambda value, _: next(gpus) or [value])
+    launch: Any = SimpleNamespace(loaded=loaded)
+    ranks: list[Any] = [SimpleNamespace(gpu=own, shape=shape, is_known_gpu=True) for own in (roomy, small)]
+    hosts: Any = SimpleNamespace(host_group=None)
+    first, second = (connection.settle_levers(launch, inputs, hosts) for inputs in ranks)
+    assert first == second
+    fit = first.choice.fit
+    assert fit is not None
+    assert (fit.verdict, fit.host_capacity_bytes) == ("fits", 200 * GIB)
+    assert device.find_least([None, None]) is None
+
+
+def test_doctor_says_when_early_steps_take_too_much(large: Path) -> None:
+    def look(*words: str) -> Finding:
+        recipe = load(*LLAMA, "memory.offload_optimizer=cpu", *words).recipe
+        target = CheckTarget(recipe, find_model_shape(recipe).shape, load_hardware(), 1)
+        return next(machine.check_memory(target))
+
+    assert look().verdict == "PASS"  # as many early steps as the container has room for
+    much = look("memory.overlap_optimizer=true")
+    assert (much.verdict, much.fix) == ("FAIL", "memory.overlap_optimizer=0")
