@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.commands.children import answering
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.plan.planner.generation import count_cache_bytes
+from ulysses_cli.plan.planner.generation import count_cache_bytes, count_read_weights
 from ulysses_cli.train.generation.decoding import Generator
 
 LONG = {**BYTES_CONFIG, "max_position_embeddings": 4096}
@@ -68,8 +68,8 @@ def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path, monkeypatch: 
     (prediction,) = json.loads(result.stdout)["predictions"]
     slowest, fastest = (prediction["prefill_flops"] / (989e12 * share) for share in (0.63, 0.72))
     assert fastest < prediction["prefill_seconds"] < slowest
-    cache = count_cache_bytes(read_model_shape(LONG, "test"), 4096, 1, 4, 0)
-    read = prediction["gathered_weight_bytes"] + cache
+    shape = read_model_shape(LONG, "test")
+    read = 4 * count_read_weights(shape) + count_cache_bytes(shape, 4096, 1, 4, 0)
     assert prediction["token_seconds"] == pytest.approx(read / (3350e9 * 0.8))
     result = run("evaluate", str(checkpoint), *WORDS, "--dry-run", "--gpu", "abacus")
     assert (result.returncode, json.loads(result.stdout)["problems"][0]["key"]) == (2, "--gpu")

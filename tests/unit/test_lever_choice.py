@@ -17,11 +17,10 @@ from ulysses_cli.plan.ledger.weights import Adapters, list_sub_groups
 from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.draft import write_levers
-from ulysses_cli.plan.planner.estimate import compute_estimate
+from ulysses_cli.plan.planner.estimate import compute_estimate, explain_memory
 from ulysses_cli.plan.planner.fit import find_max_length, fits, is_indexable, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
-    SPENDING,
     choose_for_job,
     choose_levers,
     find_cheapest,
@@ -30,6 +29,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     list_strongest,
     read_levers,
 )
+from ulysses_cli.plan.planner.spending import SPENDING
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.speed import compute_speed
 from ulysses_cli.plan.tiles import compute_loss_tile_tokens, compute_num_mlp_tiles
@@ -227,6 +227,24 @@ def test_a_suggestion_fits_when_it_is_followed() -> None:
     assert parse_recipe(
         estimate.suggestion + "data: {datasets: [{path: a}], max_length: 8}\nmodel: {name_or_path: a/b}"
     )
+
+
+def test_a_suggestion_ends_large_tiles_first_and_leaves_early_steps() -> None:
+    """Also where the recipe asks for them, and after memory ran out."""
+    words = [*EIGHT, "data.max_length=256Ki", "memory.tiled_loss=true", "memory.tiled_mlp=true"]
+    words += ["memory.offload_optimizer=cpu", "memory.offload_param=none", "memory.activation_offloading=0"]
+    words += ["memory.overlap_optimizer=1", "memory.attention_head_chunks=1", "memory.gradient_checkpointing=true"]
+    peaks = []
+    for value in ("true", "false"):
+        recipe = load(*words, f"memory.large_tiles={value}").recipe
+        job = make_job(recipe, LLAMA_8B, read_levers(recipe, LLAMA_8B)[0], gpus_per_node=8)
+        ledger = compute_ledger(job)
+        peaks.append(ledger.gpu_peak_bytes + ledger.uncertainty_bytes)
+    between = replace(H100, memory_bytes=sum(peaks) // 2)
+    recipe = load(*words, "memory.large_tiles=true").recipe
+    assert compute_estimate(recipe, LLAMA_8B, between).suggestion == "memory:\n  large_tiles: false\n"
+    levers = choose_levers(recipe, LLAMA_8B, H100).levers
+    assert explain_memory(recipe, LLAMA_8B, levers, H100).endswith("  large_tiles: false\n")
 
 
 def test_no_suggestion_where_none_helps() -> None:

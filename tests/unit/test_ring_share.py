@@ -98,5 +98,7 @@ def test_a_better_ring_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert better.gain == 1 - compute_speed(inside, gpu).step_seconds / compute_speed(job, gpu).step_seconds >= 0.01
     assert find_better_ring(inside, gpu) is None
     assert find_better_ring(replace(job, layout=Layout()), gpu) is None, "one rank has no ring"
+    for kernel, found in (("cudnn", None), ("flash_attention_2", better)):
+        assert find_better_ring(replace(job, kernel=kernel), gpu) == found, "cuDNN serves no ring"
     monkeypatch.setattr(rings, "fits", lambda tried, _: tried.layout.ring_size == 2)
     assert find_better_ring(job, gpu) == BetterRing(2, None), "the own does not fit"

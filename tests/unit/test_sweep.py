@@ -1,6 +1,7 @@
 """Tests memory against length: the table and the picture where a row cannot be indexed."""
 
 import re
+from pathlib import Path
 
 import pytest
 from support.paths import RECIPES
@@ -31,6 +32,30 @@ def test_an_open_lever_comes_on_where_a_row_could_not_be_indexed_without_it() ->
     assert "kernels cannot index while memory.tiled_mlp is false" in output["false"]
     assert "tiled_mlp" not in output["auto"]
     assert "-: a tensor of a rank would exceed 2^31 elements, which kernels cannot index" in output["auto"]
+
+
+@pytest.mark.parametrize("device", ["optimizer", "param"])
+def test_what_is_given_to_a_disk_stays_there(device: str, tmp_path: Path) -> None:
+    words = (f"memory.offload_{device}=nvme", f"memory.nvme_path={tmp_path}")
+    ((_, on_disk),) = sweep("qwen3-8b-64k-sp4-dp2", *words)
+    ((_, open_levers),) = sweep("qwen3-8b-64k-sp4-dp2")
+    (least, least_open) = (each.curves[-1].peaks[0] for each in (on_disk, open_levers))
+    assert least is not None
+    assert least_open is not None
+    assert least <= 1.05 * least_open
+
+
+def test_memory_is_not_spent_along_a_curve() -> None:
+    """`auto` makes tiles large at the recipe's own length alone; where every lever is on, no tile is large."""
+    name, gpu = "llama-3.1-8b-128k-8gpu", "b200"
+    tiled = ("memory.tiled_mlp=true", "memory.tiled_loss=true")
+    curves = {
+        value: sweep(name, *tiled, f"memory.large_tiles={value}", gpu=gpu)[0] for value in ("auto", "false", "true")
+    }
+    assert curves["auto"][0].job.levers.large_tiles
+    assert curves["auto"][1] == curves["false"][1]
+    assert curves["true"][1].curves[-1] == curves["false"][1].curves[-1]
+    assert curves["true"][1].curves[-2] != curves["false"][1].curves[-2]
 
 
 @pytest.mark.parametrize("name", ["llama-3.3-70b-128k-4x8gpu", "qwen3-32b-128k-4x8gpu", "tiny-cpu"])

@@ -73,7 +73,7 @@ def count_layer_weights(shape: ModelShape, layer: Layer) -> int:
     """Weights of a layer that one token is multiplied with: projections, and the experts that it is sent to."""
     attention, mlp = layer.attention, layer.mlp
     if attention is None or mlp is None or len(layer.mixers) > 1 or not mlp.is_gated or attention.latent is not None:
-        return layer.num_parameters - _count_idle(shape, layer)
+        return layer.num_parameters - count_idle(shape, layer)
     width = 2 * attention.num_heads + (2 - attention.keys_are_values) * attention.num_kv_heads
     projections = shape.hidden_size * (attention.head_dim * width + attention.gate_width)
     if isinstance(mlp, DenseMlp):
@@ -82,9 +82,9 @@ def count_layer_weights(shape: ModelShape, layer: Layer) -> int:
     return projections + experts + shape.hidden_size * mlp.num_experts
 
 
-def _count_idle(shape: ModelShape, layer: Layer) -> int:
-    """Weights of the experts that a token is not sent to."""
+def count_idle(shape: ModelShape, layer: Layer, num_tokens: int = 1) -> int:
+    """Weights of the experts that none of the tokens is sent to, if no two of them share an expert."""
     if not isinstance(layer.mlp, ExpertsMlp):
         return 0
     matrices = (2 + layer.mlp.is_gated) * shape.hidden_size * layer.mlp.inner_size
-    return max(0, layer.mlp.num_experts - layer.mlp.num_per_token) * matrices
+    return max(0, layer.mlp.num_experts - num_tokens * layer.mlp.num_per_token) * matrices

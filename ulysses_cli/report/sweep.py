@@ -12,7 +12,10 @@ from ulysses_cli.report.page.page import Chart, Note, PageSection, Table, make_p
 from ulysses_cli.report.printing import format_table
 from ulysses_cli.report.quantities import format_gib
 
-LEVERS = "with the levers of the estimate; tiling that the recipe leaves open turns on where kernels need it"
+LEVERS = (
+    "with the levers of the estimate; tiling that the recipe leaves open turns on where kernels need it, and its tiles "
+    "stay small"
+)
 
 
 def describe_sweep(estimate: Estimate, sweep: LengthSweep) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ulysses_cli.plan.hardware import GIB, Gpu, compute_cost
 from ulysses_cli.plan.ledger.job import Job, make_job
@@ -15,8 +14,6 @@ from ulysses_cli.plan.planner.draft import write_levers
 from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, judge
 from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
-    OFF,
-    SPENDING,
     LeverChoice,
     choose_for_job,
     find_cheapest,
@@ -24,6 +21,7 @@ from ulysses_cli.plan.planner.lever_choice import (
     read_levers,
 )
 from ulysses_cli.plan.planner.rings import BetterRing, find_better_ring
+from ulysses_cli.plan.planner.spending import keep_spending, stop_spending
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.speed import Speed, compute_speed
 
@@ -70,8 +68,7 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
     ledger = compute_ledger(settled)
     fit = judge(settled, ledger, gpu)
     # A longer row, or one that does not fit, leaves no memory for large tiles and early steps.
-    spent: dict[str, Any] = {name: getattr(OFF, name) for name in SPENDING if name in open_names}
-    frugal = replace(settled, levers=replace(choice.levers, **spent))
+    frugal = replace(settled, levers=stop_spending(choice.levers, open_names))
     return Estimate(
         gpu=gpu,
         job=settled,
@@ -87,13 +84,15 @@ def compute_estimate(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> Estimate:
 
 
 def suggest_levers(job: Job, gpu: Gpu) -> str:
-    """The cheapest change of levers that makes a job fit, as YAML; '' when no lever does."""
+    """The cheapest change of levers that makes a job fit, as YAML; '' when no lever does. What spends memory goes
+    first, also where the recipe asks for it."""
     open_names = [name for name in COSTS if name != "offload_param"]
     for has_disk in dict.fromkeys((job.has_disk, True)):
-        tried = replace(job, has_disk=has_disk)
+        tried = replace(job, levers=stop_spending(job.levers), has_disk=has_disk)
         levers = find_cheapest(tried, gpu, open_names) or find_cheapest(tried, gpu, list(COSTS))
-        if levers is None or levers == job.levers:
+        if levers is None:
             continue
+        levers = keep_spending(replace(job, has_disk=has_disk), gpu, levers)
         tried = replace(tried, levers=levers)
         if judge(tried, compute_ledger(tried), gpu).verdict == "fits":
             lines = write_levers(levers, job.levers)

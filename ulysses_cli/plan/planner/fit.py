@@ -9,6 +9,7 @@ from typing import Literal
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
+from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.rows.indexing import RowSizes, has_untried, list_excess
 
 Verdict = Literal["fits", "too_close", "does_not_fit"]
@@ -93,6 +94,12 @@ def is_tried(job: Job) -> bool:
 
 def fits(job: Job, gpu: Gpu) -> bool:
     return is_indexable(job) and judge(job, compute_ledger(job), gpu).verdict == "fits"
+
+
+def try_levers(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
+    """The job's fit with other levers; None where no kernel can index it."""
+    tried = replace(job, levers=levers)
+    return judge(tried, compute_ledger(tried), gpu) if is_indexable(tried) else None
 
 
 def find_max_length(job: Job, gpu: Gpu, holds: Callable[[Job, Gpu], bool] = fits) -> int:

@@ -1,16 +1,16 @@
-"""What generation keeps and computes: bytes of caches per rank, operations of a prefill."""
+"""What generation takes, per rank: bytes of caches and activations, operations of a prefill, seconds of a prefill and
+of a later token."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ulysses_cli.plan.flops import compute_layers_flops
+from ulysses_cli.plan.flops import compute_layers_flops, count_idle
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.job import Job, is_known
 from ulysses_cli.plan.ledger.snapshots import compute_prefill
 from ulysses_cli.plan.levers import Levers
-from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, DeltaNetMixer, Mamba2Mixer, Mixer
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.resolved import compute_kv_heads
@@ -41,7 +41,7 @@ def count_prefill_bytes(
 ) -> int | None:
     """The most bytes of the fullest rank while it reads a prompt: the prefix's keys and values, and activations. None
     for a model whose layers the ledger does not know."""
-    if shape.model_type not in FAMILIES:
+    if not is_known(shape):
         return None
     layout, prefix = Layout(dp_shard_size=num_ranks // sp_size, sp_size=sp_size), (length - 1) // sp_size * sp_size
     job = Job(shape, layout, prefix, Levers(tiled_mlp=True, tiled_loss=True), dtype_bytes=bytes_per_number)
@@ -52,16 +52,25 @@ def predict_seconds(
     shape: ModelShape, length: int, sp_size: int, bytes_per_number: int, gpu: Gpu
 ) -> tuple[float, float] | None:
     """Seconds of a prefill, and of each later token where weights are gathered once. A prefill is bound by products, a
-    token by memory: every rank reads all weights and its cache. Exchanges are not in them. None where the model's
-    weights are not known."""
+    token by memory: every rank reads its cache and the weights that the token needs. Exchanges are not in them. None
+    where the model's weights are not known."""
     if not shape.num_parameters:
         return None
     peak, share = gpu.tflops * 1e12, gpu.efficiency
     products = length * compute_layers_flops(shape, [1])
     attention = max(0.0, compute_layers_flops(shape, [length]) - products)
     prefill = (products / share.matmul + attention / gpu.attention_forward) / peak / sp_size
-    read = shape.num_parameters * bytes_per_number + count_cache_bytes(shape, length, sp_size, bytes_per_number, 0)
+    read = bytes_per_number * count_read_weights(shape)
+    read += count_cache_bytes(shape, length, sp_size, bytes_per_number, 0)
     return prefill, read / (gpu.memory_gb_s * 1e9 * share.memory)
+
+
+def count_read_weights(shape: ModelShape, num_sequences: int = 1) -> int:
+    """Weights that a step of generation reads: of an embedding that is not the head, a few rows; of a layer's experts,
+    those of each sequence's token. It is assumed that no two sequences share an expert until all are read."""
+    embedding = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
+    idle = sum(count_idle(shape, layer, num_sequences) for layer in shape.layers)
+    return (shape.num_parameters or 0) - embedding - idle
 
 
 def count_cache_bytes(

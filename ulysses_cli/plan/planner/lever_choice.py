@@ -15,11 +15,11 @@ from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.ledger.host import compute_saved_pinned
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.ledger.weights import list_sub_groups
 from ulysses_cli.plan.levers import ALL_GROUPS, Levers, count_most_offloaded, swaps_activations
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
-from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, is_tried, judge
+from ulysses_cli.plan.planner.fit import ROW_MULTIPLE, Fit, find_max_length, is_indexable, is_tried, judge, try_levers
+from ulysses_cli.plan.planner.spending import OFF, SPENDING, explain_spending, spend_what_is_left
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.speed import compute_speed
 
@@ -36,9 +36,6 @@ COSTS = {
     "offload_param": 128,
     "offloaded_to": 256,
 }
-SPENDING = ("large_tiles", "early_groups")  # what costs memory and no time, if there is some left
-NO_ROOM = "the GPU has no room for them"
-OFF = Levers()
 # At most this many bytes are freed by each saved byte that is offloaded. At present 1.05: the byte itself, and the
 # shares of the allocator and of the safety margin.
 MOST_SPARED = 1.2
@@ -97,7 +94,7 @@ def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> LeverChoice:
         tried = [job.levers, *(replace(job.levers, **each) for each in list_last_measures(job, open_names))]
         every = (one for each in tried for one in _walk_levers(replace(job, levers=each), _list_left(each, open_names)))
         chosen = min(every, key=lambda levers: _count_need(replace(job, levers=levers), gpu))
-        judge_levers = partial(_judge, job, gpu)
+        judge_levers = partial(try_levers, job, gpu)
         least = judge_levers(chosen)
         if least is not None and least.spare_bytes >= 0 and "offloaded_layers" in open_names:  # the host is the wall
             chosen, _ = offload_least(chosen, least, judge_levers)
@@ -105,52 +102,6 @@ def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> LeverChoice:
     settled = replace(job, levers=chosen)
     fit = judge(settled, compute_ledger(settled), gpu)
     return LeverChoice(chosen, {name: _explain(settled, gpu, name, fit) for name in open_names}, fit)
-
-
-def spend_what_is_left(job: Job, gpu: Gpu, levers: Levers, open_names: Iterable[str] = SPENDING) -> Levers:
-    """Turns on what spends memory and saves time, as far as the job still fits. It is decided after all that frees
-    memory."""
-    most: dict[str, Any] = {
-        "large_tiles": int(levers.tiled_mlp or levers.tiled_loss),
-        "early_groups": 0 if _find_no_early(replace(job, levers=levers)) else count_groups(job) - 1,
-    }
-    for name in open_names:
-        if name in SPENDING:
-            levers = _spend_most(job, gpu, levers, name, most[name])
-    return levers
-
-
-def _spend_most(job: Job, gpu: Gpu, levers: Levers, name: str, most: int) -> Levers:
-    """The largest value of a lever, up to `most`, with which the job fits."""
-
-    def spend(value: int) -> Levers:
-        spent: dict[str, Any] = {name: type(getattr(OFF, name))(value)}
-        return replace(levers, **spent)
-
-    def holds(value: int) -> bool:
-        fit = _judge(job, gpu, spend(value))
-        return fit is not None and fit.verdict == "fits"
-
-    if not most or holds(most):
-        return spend(most)
-    low, high = 0, most  # of which `low` is as it was
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return spend(low)
-
-
-def count_groups(job: Job) -> int:
-    return len(list_sub_groups(job.weights, job.world_size, job.engine.sub_group))
-
-
-def _find_no_early(job: Job) -> str:
-    """Why no group of the optimizer could step early, or ''."""
-    if job.levers.offload_optimizer != "cpu":
-        return "the optimizer is not in host memory"
-    if job.zero_stage != 3:
-        return f"stage {job.zero_stage} steps all weights at once"
-    return "a rank's weights are one group" if count_groups(job) == 1 else ""
 
 
 def find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> Levers | None:
@@ -172,7 +123,7 @@ def _find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> tuple[Levers, b
     """The cheapest levers without a last measure that the recipe does not set, and whether they fit by more than the
     uncertainty."""
     ranked, close = list_ranked_levers(job, open_names), None
-    for levers, fit in walk_fits(job, ranked, partial(_judge, job, gpu), is_open="offloaded_layers" in open_names):
+    for levers, fit in walk_fits(job, ranked, partial(try_levers, job, gpu), is_open="offloaded_layers" in open_names):
         if fit.verdict == "fits":
             return levers, True
         if fit.verdict == "too_close" and close is None:
@@ -197,11 +148,6 @@ def list_last_measures(job: Job, open_names: list[str]) -> list[dict[str, Any]]:
 def swaps_states(job: Job) -> bool:
     """Whether DeepSpeed can keep this run's states on a disk (rules/check.py: check_states_on_disk)."""
     return job.optim == "adamw" and job.zero_stage == 3 and not job.async_save
-
-
-def _judge(job: Job, gpu: Gpu, levers: Levers) -> Fit | None:
-    tried = replace(job, levers=levers)
-    return judge(tried, compute_ledger(tried), gpu) if is_indexable(tried) else None
 
 
 def walk_fits(job: Job, sets: Iterable[Levers], judge_levers: Judge, *, is_open: bool) -> Iterator[tuple[Levers, Fit]]:
@@ -279,9 +225,11 @@ def list_strongest(job: Job) -> list[Levers]:
 
 
 def list_smallest(job: Job) -> list[Levers]:
-    """The strongest sets without those that only spare the host: one of them needs the least GPU memory."""
-    optimizer = "cpu" if job.optim == "adamw" else "none"
-    strongest = [levers for levers in list_strongest(job) if levers.offloaded_to == job.levers.offloaded_to]
+    """The strongest sets without those that only spare the host: one of them needs the least GPU memory. States that
+    are given to a disk stay there."""
+    given, optimizer = job.levers, "cpu" if job.optim == "adamw" else "none"
+    optimizer = given.offload_optimizer if given.offload_optimizer == "nvme" else optimizer
+    strongest = [levers for levers in list_strongest(job) if levers.offloaded_to == given.offloaded_to]
     return [levers for levers in strongest if levers.offloaded_layers and levers.offload_optimizer == optimizer]
 
 
@@ -306,7 +254,7 @@ def _list_left(given: Levers, open_names: list[str]) -> list[str]:
 
 def _fits_somehow(job: Job, gpu: Gpu) -> bool:
     """With that many layers offloaded, or fewer."""
-    fits = walk_fits(job, [job.levers], partial(_judge, job, gpu), is_open=True)
+    fits = walk_fits(job, [job.levers], partial(try_levers, job, gpu), is_open=True)
     return any(fit.verdict == "fits" for _, fit in fits)
 
 
@@ -334,9 +282,9 @@ def _walk_levers(job: Job, open_names: list[str]) -> Iterator[Levers]:
 def _find_host_need(job: Job, gpu: Gpu) -> int:
     """Host memory of a node where it is too small, with as many offloaded layers as the GPU needs; else 0."""
     most = replace(job.levers, offloaded_layers=count_most_offloaded(job.shape) if job.levers.offloaded_layers else 0)
-    fit = _judge(job, gpu, most)
+    fit = try_levers(job, gpu, most)
     if fit is not None and fit.spare_bytes >= 0:
-        _, fit = offload_least(most, fit, partial(_judge, job, gpu))
+        _, fit = offload_least(most, fit, partial(try_levers, job, gpu))
     return fit.host_peak_bytes if fit is not None and not fit.fits_host else 0
 
 
@@ -360,7 +308,7 @@ def _count_need(job: Job, gpu: Gpu) -> tuple[bool, bool, int]:
 def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
     """The reason for one lever. If it is on: the peak without it. If it is off: that it is not needed or of no use."""
     if name in SPENDING:
-        return _explain_spending(job, gpu, name, fit)
+        return explain_spending(job, gpu, name, fit)
     off = getattr(OFF, name)
     value = getattr(job.levers, name)
     room = f"{gpu.memory_bytes / GIB:.1f} GiB"
@@ -384,15 +332,3 @@ def _explain(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
         return f"without it a node would need {needs:,.0f} GiB of host memory of {has:,.0f}, with it {with_it:,.0f}"
     gain = f"without it the peak would be {peak / GIB:.1f} of {room}, with it {fit.gpu_peak_bytes / GIB:.1f}"
     return f"{value} of {format_count(job.shape.num_layers, 'layer')}; {gain}" if name == "offloaded_layers" else gain
-
-
-def _explain_spending(job: Job, gpu: Gpu, name: str, fit: Fit) -> str:
-    value, levers = getattr(job.levers, name), job.levers
-    if name == "large_tiles":
-        if not levers.tiled_mlp and not levers.tiled_loss:
-            return "nothing is tiled"
-        return f"the peak is {fit.gpu_peak_bytes / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB" if value else NO_ROOM
-    if reason := _find_no_early(job):
-        return reason
-    room = f"of {format_count(count_groups(job), 'group')}; the host has room for copies, from which they are undone"
-    return f"{value} {room}" if value else "the host has no room for copies"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ulysses_cli.plan.attention import BACK_ENDS
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
@@ -82,12 +83,14 @@ class BetterRing:
 
 
 def find_better_ring(job: Job, gpu: Gpu) -> BetterRing | None:
-    """The fastest other ring that fits, if it gains enough or the job's own does not fit."""
+    """The fastest other ring that fits and that the recipe's attention kernel serves, if it gains enough or the job's
+    own does not fit."""
     own, found = compute_speed(job, gpu).step_seconds, list[tuple[float, int]]()
+    takes_rings = job.kernel == "auto" or BACK_ENDS[job.kernel].takes_more_keys
     for size in job.shape.list_ring_sizes(job.layout.sp_size):
         layout = replace(job.layout, ring_size=size)
         heads = job.shape.num_heads // layout.ulysses_size
-        if size > MAX_RING or layout == job.layout or heads % job.levers.head_chunks:
+        if size > (MAX_RING if takes_rings else 1) or layout == job.layout or heads % job.levers.head_chunks:
             continue
         tried = replace(job, layout=layout)
         if fits(tried, gpu):

@@ -25,10 +25,10 @@ from ulysses_cli.plan.planner.lever_choice import (
     list_ranked_levers,
     list_smallest,
     offload_least,
-    spend_what_is_left,
     walk_fits,
 )
 from ulysses_cli.plan.planner.rings import MAX_RING, explain_rings, keep_rings_that_win, list_sp_layouts
+from ulysses_cli.plan.planner.spending import spend_what_is_left
 from ulysses_cli.plan.planner.walls import count_distance, explain_absence, find_excess, list_walls
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.recipe.recipe import Recipe

@@ -15,6 +15,7 @@ from ulysses_cli.plan.ledger.ledger import compute_ledger
 from ulysses_cli.plan.planner.fit import is_indexable, is_tried
 from ulysses_cli.plan.planner.lever_choice import list_smallest
 from ulysses_cli.plan.planner.search import list_sp_sizes
+from ulysses_cli.plan.planner.spending import stop_spending
 from ulysses_cli.plan.resolved import find_ring_size
 
 SHORTEST, NUM_LENGTHS = 4096, 14
@@ -39,6 +40,9 @@ class LengthSweep:
 
 
 def compute_sweep(job: Job, open_names: Collection[str] = ()) -> LengthSweep:
+    """`open_names`: levers that the recipe leaves open. Those of them that spend memory are off, since a longer row has
+    none left; where every lever is on, all that spend memory are off."""
+    job = replace(job, levers=stop_spending(job.levers, open_names))
     lengths = tuple(SHORTEST << power for power in range(NUM_LENGTHS))
     world = job.layout.replica_size
     sizes = [n for n in list_sp_sizes(job.shape, world, None) if job.row_tokens % n == 0]
@@ -53,7 +57,8 @@ def compute_sweep(job: Job, open_names: Collection[str] = ()) -> LengthSweep:
         curves.append(Curve(f"sp {sp_size} x dp {layout.dp_size}", _list_peaks(split, lengths, open_names)))
         closed += _list_closed(split, curves[-1], lengths, open_names)
     ring_size = find_ring_size(job.shape, sizes[-1], job.gpus_per_node)
-    widest = replace(job, layout=Layout(job.layout.dp_replicate_size, world // sizes[-1], sizes[-1], ring_size))
+    layout = Layout(job.layout.dp_replicate_size, world // sizes[-1], sizes[-1], ring_size)
+    widest = replace(job, layout=layout, levers=stop_spending(job.levers))
     peaks = {levers: compute_ledger(replace(widest, levers=levers)).gpu_peak_bytes for levers in list_smallest(widest)}
     best = min(peaks, key=lambda levers: peaks[levers])
     curves.append(Curve(f"sp {sizes[-1]}, every lever", _list_peaks(replace(widest, levers=best), lengths, ())))
