@@ -11,6 +11,7 @@ from support.recipes import load
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.ledger.host import compute_pinned_rounding, compute_save_copy, round_up
 from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.snapshots import walk_snapshots
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.ledger.zero.swapping import (
     compute_disk_bytes,
@@ -78,6 +79,9 @@ def test_small_gradients_wait_on_the_gpu(tmp_path: Path) -> None:
     many = replace(few, layout=replace(few.layout, dp_shard_size=16))
     matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + 65 * 4096
     assert compute_unswapped_gradients(many) == 4 * matrices // 128
+    peaks = {snapshot.phase: snapshot.lines["gradients"] for snapshot in walk_snapshots(many)}
+    assert peaks["backward"] == peaks["optimizer_step"] == 4 * matrices // 128
+    assert peaks["forward"] == peaks["evaluation"] == 0
 
 
 def test_need_of_a_recipe_and_of_a_model_without_formulas(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import walk_layer_backward
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.saved_results import count_embedded, drop_layers, list_saved
-from ulysses_cli.plan.ledger.zero import lower_stages, states
+from ulysses_cli.plan.ledger.zero import lower_stages, states, swapping
 from ulysses_cli.plan.ledger.zero.flushes import list_last_filled
 from ulysses_cli.plan.ledger.zero.gathering import Gathered, LayerMaxima, compute_gathered
 from ulysses_cli.plan.ledger.zero.reductions import SENT, walk_flushes, walk_sent
@@ -32,7 +32,8 @@ INPUT_BYTES = 24  # of a token: its number, label and position
 def walk_snapshots(job: Job) -> Iterator[MemorySnapshot]:
     """Every time at which a rank's memory may be fullest, in order."""
     for snapshot in _walk_all(job):
-        yield _settle_shards(job, snapshot) if job.zero_stage == 3 else _settle_gradients(job, snapshot)
+        below = job.zero_stage < 3
+        yield _settle_gradients(job, snapshot) if below else _settle_swapping(job, _settle_shards(job, snapshot))
 
 
 def _settle_shards(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
@@ -45,6 +46,14 @@ def _settle_shards(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
     gathered_bytes = 0 if goes_again else snapshot.lines.get("parameters_gathered", 0)
     second = states.compute_second_shard(job, gathered_bytes)
     return MemorySnapshot(snapshot.phase, snapshot.name, {**snapshot.lines, "parameters_second_shard": second})
+
+
+def _settle_swapping(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
+    """Gradients that have no file on the disk stay on the GPU until the optimizer's step has taken them."""
+    if snapshot.phase not in ("backward", "optimizer_step") or job.levers.offload_optimizer != "nvme":
+        return snapshot
+    waiting = swapping.compute_unswapped_gradients(job)
+    return MemorySnapshot(snapshot.phase, snapshot.name, {**snapshot.lines, "gradients": waiting})
 
 
 def _settle_gradients(job: Job, snapshot: MemorySnapshot) -> MemorySnapshot:
