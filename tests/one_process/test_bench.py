@@ -118,6 +118,47 @@ def test_the_peer_is_compared_pair_by_pair_and_alone_where_both_do_not_fit(monke
     assert (other.verdict, "do not compute the same loss" in other.text) == ("WARN", True)
 
 
+def test_what_goes_to_a_disk_has_a_folder_that_is_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (f"memory.nvme_path={tmp_path}", "memory.activation_offload_device=nvme", "memory.activation_offloading=1")
+    recipe, made = make_recipe("parallel.sp_size=2", *words), list[Path]()
+
+    def run(world: int, calls: Any, **_: Any) -> list[Any]:
+        for _, args in calls:
+            made.append(args[-1])
+            made[-1].mkdir()
+        return [make_timed({"mlp": 0.5}) for _ in calls]
+
+    monkeypatch.setattr(subject, "run_interleaved", run)
+    sweep = subject.BenchSweep((32,), (1, 2), "auto", 4, False, 60.0, is_paired=True)
+    subject.bench(recipe, CONFIG, "test", load_hardware(), sweep, lambda _: None)
+    assert {folder.parent for folder in made} == {tmp_path}
+    assert len(set(made)) == 2, "two cells at once share nothing"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.check
+def test_bench_measures_what_goes_to_a_disk(tmp_path: Path) -> None:
+    words = (f"memory.nvme_path={tmp_path}", "memory.activation_offload_device=nvme", "memory.activation_offloading=1")
+    sweep = subject.BenchSweep((64,), (2,), "auto", 1, False, 240.0)
+    recipe = make_recipe("parallel.sp_size=2", *words)
+    findings = subject.bench(recipe, CONFIG, "test", load_hardware(), sweep, lambda _: None)
+    assert [row.verdict for row in findings.rows] == [""], findings.rows
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_levers_are_the_strongest_set() -> None:
+    shape, h100 = read_model_shape(CONFIG, "test"), load_hardware().get_gpu("h100-80gb")
+    recipe = make_recipe("parallel.sp_size=2")
+    levers = subject.settle_levers(recipe, shape, h100, "all")
+    assert (levers.tiled_mlp, levers.tiled_loss, levers.offloaded_layers > 0) == (True, True, True)
+    assert (levers.offload_optimizer, levers.offload_param) == ("cpu", "cpu")
+    here = subject.settle_levers(recipe, shape, None, "all")
+    assert (here.tiled_mlp, here.offload_optimizer, here.offload_param) == (True, "none", "none")
+    assert not subject.settle_levers(recipe, shape, h100, "none").gradient_checkpointing
+
+
 def test_sequence_parallelism_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(recipe: Any, is_ours: bool, num_sides: int) -> Any:
         assert num_sides == 2

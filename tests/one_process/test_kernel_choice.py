@@ -5,6 +5,7 @@ packages that end their process, machines that differ, and choices kept on disk.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.tiers import count_examples
 
 from ulysses_cli.plan.attention import BACK_ENDS, Capability, Need, list_able
 from ulysses_cli.train.attention.kernels import choice as choosing
+from ulysses_cli.train.attention.kernels import choice_cache
 from ulysses_cli.train.attention.kernels.choice import KernelSearch, choose_kernel
 from ulysses_cli.train.attention.kernels.presence import CommonPresence, Presence, join_presence
 from ulysses_cli.train.attention.kernels.trial import TrialRequest, TrialResult
@@ -225,6 +227,21 @@ def test_a_choice_is_kept_by_gpu_versions_and_need(monkeypatch: pytest.MonkeyPat
     file.unlink()
     file.parent.chmod(0o500)
     assert count_tried((10, 0)) >= 1  # a folder that cannot be written stops nothing
+
+
+def test_another_version_of_the_code_tries_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trials, code = Trials(monkeypatch, set(), {}), tmp_path / "code"
+    shutil.copytree(choice_cache.SOURCES, code)
+    assert choice_cache.digest_code(code) == choice_cache.digest_code(choice_cache.SOURCES)
+    choose_kernel("auto", make_search(), uses_cache=True)
+    before = len(trials.tried)
+    with open(code / "trial.py", "a") as stream:
+        stream.write("PROBE_LENGTHS = (1,)\n")
+    choice_cache.digest_code.cache_clear()
+    monkeypatch.setattr(choice_cache, "SOURCES", code)
+    choose_kernel("auto", make_search(), uses_cache=True)
+    assert len(trials.tried) > before
 
 
 @settings(max_examples=count_examples(200))

@@ -8,6 +8,7 @@ import gc
 import itertools
 import mmap
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ from support.tiers import count_examples, sample, sample_every
 from torch import Tensor, nn
 
 from ulysses_cli.plan.tiles import SWAP_CHUNK_BYTES, SWAP_THREADS
+from ulysses_cli.train.assembly.levers import open_disk
+from ulysses_cli.train.assembly.loading import BuildError
+from ulysses_cli.train.assembly.parts import make_thread
 from ulysses_cli.train.attention.documents import make_documents
+from ulysses_cli.train.failure import describe_failure
 from ulysses_cli.train.memory import offload, tiling
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers, list_layers
 from ulysses_cli.train.memory.disk import DiskFile, Extents, OffloadDiskError
@@ -386,6 +391,39 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "pwrite", fill)  # such as a file system that has promised too much
     with pytest.raises(OffloadDiskError, match="No space left on device"):
         run_with_offload(4, disk=disk)
+
+
+def test_a_failing_disk_is_a_foreseen_end_of_a_run(tmp_path: Path) -> None:
+    """A restart in place would meet the same disk."""
+    with pytest.raises(OffloadDiskError) as caught:
+        DiskFile(tmp_path / "gone")
+    failure = describe_failure(caught.value)
+    assert failure["message"].startswith(f"memory.nvme_path: {tmp_path / 'gone'}: ")
+    assert "No such file or directory" in failure["message"]
+    assert failure["message"].endswith("or set memory.activation_offload_device: cpu")
+    assert (failure["is_cause"], failure["is_final"]) == (True, True)
+
+
+def test_a_run_that_offloads_to_a_disk_needs_a_folder_there() -> None:
+    with pytest.raises(BuildError, match="there is no folder for it"):
+        open_disk(torch.device("cpu"), None)
+
+
+def test_threads_begin_on_their_ranks_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps the current GPU for each thread, and a new one begins at GPU 0."""
+    entered: list[tuple[str, torch.device]] = []
+
+    def enter(device: torch.device) -> None:
+        entered.append((threading.current_thread().name.partition("_")[0], device))
+
+    monkeypatch.setattr(torch.cuda, "set_device", enter)
+    for device in (torch.device("cuda", 3), torch.device("cpu")):
+        with make_thread(device) as executor:
+            executor.submit(int).result()
+        disk = open_disk(device, tmp_path)
+        disk.start(lambda: None).result()
+        disk.close()
+    assert entered == [("early-steps", torch.device("cuda", 3)), ("offload", torch.device("cuda", 3))]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=40))

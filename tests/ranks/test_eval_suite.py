@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
+import yaml
+from support.faults import Runs
 from support.rank_pool import run_on_ranks
 from support.run_harness import RunHarness
-from support.small_run import BYTES_CONFIG
+from support.small_run import BYTES_CONFIG, make_settings
 from support.training import MemoryRows, make_recipe
 
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.suites import SEEDED, Amount, Sources, plan_suites
 from ulysses_cli.plan.models.model_choice import SCORE
 from ulysses_cli.plan.problem import RecipeError
-from ulysses_cli.plan.recipe.recipe import EvalTask
+from ulysses_cli.plan.recipe.recipe import EvalTask, Run
 from ulysses_cli.train.completion import finish
 from ulysses_cli.train.guard.stop_conditions import StopConditions
 from ulysses_cli.train.hooks import eval_suite
@@ -24,6 +29,7 @@ from ulysses_cli.train.hooks.eval_suite import EvalSuite
 from ulysses_cli.train.hooks.model_choice import ModelChoice
 from ulysses_cli.train.loop import every, train
 from ulysses_cli.train.train_state import TrainState
+from ulysses_cli.train.worker import measure_again
 
 AMOUNT = Amount((1200,), 1)
 
@@ -117,6 +123,77 @@ def test_a_run_that_ends_late_asks_by_a_signal_alone() -> None:
     with pytest.raises(Asked) as asked:
         finish(nothing, nothing, run, nothing, nothing, nothing, Suite(), nothing, "")  # type: ignore[arg-type]
     assert not any(asked.value.args[0])
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def run(self, state: Any) -> None:
+        self.steps.append(state.step)
+
+
+@pytest.mark.parametrize(("step", "known", "asked"), [(4, {}, [4]), (5, {}, []), (8, {}, []), (4, {4: 0.5}, [])])
+def test_a_resumed_run_asks_what_its_end_had_interrupted(
+    step: int, known: dict[int, float], asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the checkpoint's step, where the uninterrupted run had asked it and its score is unknown. The last step's is
+    left to the end of the run."""
+    steps = list[int]()
+    suite = EvalSuite(("vt",), AMOUNT, make_bytes_tokenizer(), (), lambda _: None)
+    state: Any = SimpleNamespace(
+        step=step, num_steps=8, last_eval_step=step - 1, eval_lacks=known, stop=StopConditions(), engine=None,
+        groups=SimpleNamespace(is_first=False),
+    )  # fmt: skip
+
+    def ask(*_: Any) -> bool:
+        steps.append(state.step)
+        return False
+
+    monkeypatch.setattr(eval_suite, "ask_questions", ask)
+    evaluation: Any = Counted()
+    measure_again(state, Run(eval_steps=2, eval_suite=("vt",), eval_suite_steps=4), evaluation, suite)
+    assert steps == asked
+    assert evaluation.steps == [step] * (step == 4)
+
+
+def test_a_score_that_is_known_is_not_asked_for_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was killed while it wrote the model has asked the last questions already."""
+    suite = EvalSuite(("vt",), AMOUNT, make_bytes_tokenizer(), (), print)
+    monkeypatch.setattr(eval_suite, "ask_questions", Mock(side_effect=AssertionError("asked again")))
+    done: Any = SimpleNamespace(step=8, eval_lacks={8: 0.5})
+    suite.run(done, StopConditions())
+
+
+RECIPE = make_settings(
+    {**BYTES_CONFIG, "max_position_embeddings": 2048},
+    parallel={"sp_size": 2},
+    data={"max_length": 1280},
+    train={"max_steps": 6, "learning_rate": 0.01},
+    run={
+        **{"eval_suite": ["vt"], "eval_suite_steps": 2, "eval_suite_samples": 1, "eval_suite_lengths": [1200]},
+        **{"save_steps": 1, "keep_best": "eval_suite", "rehearsal": False},
+    },
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", [{"phase": "asking", "step": 4}, {"phase": "writing the model"}])
+def test_a_killed_run_has_the_scores_of_an_uninterrupted_one(tmp_path: Path, moment: dict[str, Any]) -> None:
+    runs = Runs(tmp_path)
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+    code, output = runs.train("whole")
+    assert code == 0, output
+    process = runs.start("killed", plan={**moment, "who": "all", "signal": signal.SIGKILL})
+    assert process.wait(120) == 1
+    code, output = runs.train("killed", "--resume", "auto")
+    assert code == 0, output
+    whole, killed = (
+        [json.loads(line) for line in (tmp_path / run / "quality.jsonl").read_text().splitlines()]
+        for run in ("whole", "killed")
+    )
+    assert [line["step"] for line in whole] == [2, 4, 6]
+    assert [(line["step"], line["score"]) for line in killed] == [(line["step"], line["score"]) for line in whole]
 
 
 def test_tasks_of_a_run_are_those_that_need_no_file() -> None:

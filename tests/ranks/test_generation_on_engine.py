@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,11 @@ from support.run_harness import RunHarness
 from support.training import MemoryRows, make_recipe
 from transformers import AutoModelForCausalLM
 
-from ulysses_cli.train.generation.on_engine import generating
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.train.generation.on_engine import agree_on_stop_tokens, generating
 from ulysses_cli.train.loop import train
+from ulysses_cli.train.processes.groups import make_groups
 
 PROMPTS = [[[*range(3, 40), 7], [*range(3, 40), 9, 11]], [[*range(20, 41)]]]  # of each group
 NUM_NEW = (4, 9)
@@ -68,3 +74,19 @@ def test_a_run_generates_between_its_steps(
 ) -> None:
     losses = run_on_ranks(num_ranks, train_with_generation, gathers_once, overrides)[0]
     assert losses == pytest.approx(run_on_ranks(num_ranks, train_plainly, num_ranks // 2)[0], abs=1e-6)
+
+
+def agree_with_own_files() -> set[int]:
+    """Each rank's generation config names another token, as where a machine lacks the file."""
+    config = SimpleNamespace(eos_token_id=5 + dist.get_rank())
+    wrapped = SimpleNamespace(module=SimpleNamespace(model=SimpleNamespace(generation_config=config)))
+    groups = make_groups(Layout(sp_size=2, dp_shard_size=1, dp_replicate_size=1), timedelta(seconds=60))
+    engine: Any = SimpleNamespace(wrapped=wrapped, groups=groups)
+    return agree_on_stop_tokens(engine, make_bytes_tokenizer())
+
+
+def test_all_ranks_stop_at_the_tokens_of_rank_0() -> None:
+    first, second = run_on_ranks(2, agree_with_own_files)
+    assert first == second
+    assert 5 in first
+    assert 6 not in first

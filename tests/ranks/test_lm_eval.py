@@ -160,3 +160,72 @@ def test_requests_that_cannot_be_answered_are_refused(folder: Path) -> None:
         lm.generate_until([drawn])
     with pytest.raises(RecipeError, match="lm-eval has no task called own_nothing"):
         load_tasks(["own_nothing"], folder / "tasks", {})
+
+
+class Killed(Exception):
+    pass
+
+
+class CountedModel:
+    """A model whose answers are made up, and which is killed after some of them."""
+
+    tokenizer, max_length, stop_tokens, engine = make_bytes_tokenizer(), 300, (), None
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ulysses_cli.prove.quality import harness
+
+        self.num_asked, self.limit = 0, 10**6
+        monkeypatch.setattr(harness, "_tell", lambda *_: None)
+        monkeypatch.setattr(harness, "answer_questions", self.answer)
+        monkeypatch.setattr(harness, "measure_documents", self.measure)
+
+    def count(self) -> None:
+        if self.num_asked == self.limit:
+            raise Killed
+        self.num_asked += 1
+
+    def answer(self, _: Any, questions: Any, __: Any, keep: Any, *more: Any) -> None:
+        from ulysses_cli.train.generation.questions import Answer
+
+        for question in questions:
+            self.count()
+            keep(Answer(list(question.tokens[:3]), -float(sum(question.tokens + question.answer)), False, 0.1))
+
+    def measure(self, _: Any, documents: Any, __: Any, keep: Any) -> None:
+        for document in reversed(documents):
+            self.count()
+            keep({"index": document.index, "loss": float(document.tokens.sum()), "tokens": document.length})
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_a_killed_evaluation_asks_no_answered_request_again(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.api.model import CachingLM
+
+    from ulysses_cli.prove.quality.harness import ShardedLM
+
+    model: Any = CountedModel(monkeypatch)
+    expected = getattr(ShardedLM(model), kind)(make_instances(kind))
+    total, model.num_asked, model.limit = model.num_asked, 0, 2
+    with pytest.raises(Killed):
+        getattr(CachingLM(ShardedLM(model), str(tmp_path / "cache.db")), kind)(make_instances(kind))
+    model.num_asked, model.limit = 0, 10**6
+    answers = getattr(CachingLM(ShardedLM(model), str(tmp_path / "cache.db")), kind)(make_instances(kind))
+    assert answers == expected
+    kept = 1 if kind == "loglikelihood_rolling" else 2  # of the two windows that were read, one was a whole document
+    assert model.num_asked == total - kept
+
+
+def test_results_of_another_length_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The windows of a long document depend on the length, and lm-eval's key does not."""
+    import lm_eval
+
+    from ulysses_cli.prove.quality.harness import run_harness
+
+    model: Any = CountedModel(monkeypatch)
+    used = list[str]()
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda use_cache, **_: used.append(use_cache))
+    for model.max_length in (300, 400, 300):
+        run_harness(model, {}, tmp_path / "lm-eval", None, False, lambda _: None)
+    assert used[0] == used[2] != used[1]

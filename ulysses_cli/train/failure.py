@@ -11,11 +11,12 @@ from ulysses_cli.run_folder.resume import ResumeError
 from ulysses_cli.run_folder.run_lock import LostFolderError
 from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.hooks.bad_steps import BadStepsError
+from ulysses_cli.train.memory.disk import OffloadDiskError
 from ulysses_cli.train.processes.consistency import DisagreementError
 from ulysses_cli.train.processes.device import GpuMemoryError, StartError
 from ulysses_cli.train.telemetry.trackers import TrackerError
 
-ANTICIPATED = (BadStepsError, CheckpointError, DisagreementError, LostFolderError)
+ANTICIPATED = (BadStepsError, CheckpointError, DisagreementError, LostFolderError, OffloadDiskError)
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:

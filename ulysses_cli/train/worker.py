@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ulysses_cli.data.batching import make_eval_batching
 from ulysses_cli.data.steps import plan_step
-from ulysses_cli.data.tokenizing.tokenizer import list_stop_tokens
 from ulysses_cli.evaluate.suites import Amount
 from ulysses_cli.plan.flops import compute_model_flops
 from ulysses_cli.plan.hardware import GIB
@@ -33,6 +32,7 @@ from ulysses_cli.train.checkpoint.uploads import NoUploads, Uploads
 from ulysses_cli.train.completion import finish
 from ulysses_cli.train.connection import Connected, connect
 from ulysses_cli.train.evaluation import Evaluation
+from ulysses_cli.train.generation.on_engine import agree_on_stop_tokens
 from ulysses_cli.train.guard.watchdog import Watchdog
 from ulysses_cli.train.hooks.bad_steps import BadSteps, BadStepsError
 from ulysses_cli.train.hooks.eval_suite import EvalSuite
@@ -121,7 +121,7 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     judges: list[Callable[[TrainState], None]] = [choice.judge, ignore]
     judge_loss, judge_score = reversed(judges) if settings.keep_best == SCORE else judges
     evaluation = Evaluation(inputs.eval_rows, eval_batching, record.write_eval, judge_loss)
-    stop_tokens = list_stop_tokens(inputs.tokenizer, state.engine.wrapped.module.model)
+    stop_tokens = agree_on_stop_tokens(state.engine, inputs.tokenizer)
     samples = make_samples(inputs, settings, stop_tokens, record)
     suite = make_suite(inputs, connected, stop_tokens, record, judge_score)
     if connected.has_steps_ahead:
@@ -150,8 +150,8 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
     launch.interruption.wait_for_boundary(settings.step_timeout, lambda: state.phase.startswith(SAVING))
     context = run.context
     watchdog = Watchdog(state, settings.step_timeout, context.rank, context.world_size, launch.run_dir)
-    if settings.eval_steps and 0 < state.step < state.num_steps and state.last_eval_step < state.step:
-        every(settings.eval_steps, evaluation.run)(state, None)  # a signal had ended this evaluation
+    if state.step:
+        measure_again(state, settings, evaluation, suite)
     try:
         reason = train(state)
     except BadStepsError:
@@ -160,6 +160,15 @@ def train_and_finish(launch: Launch, inputs: Inputs, connected: Connected, run: 
         raise
     finish(launch, inputs, run, saves, evaluation, samples, suite, record, reason)
     watchdog.stop()
+
+
+def measure_again(state: TrainState, settings: Run, evaluation: Evaluation, suite: EvalSuite) -> None:
+    """Collective over all ranks, after a resume: the evaluation and the questions of the checkpoint's step, as far as a
+    signal or a kill had ended them. What is known of that step is rank 0's, on all ranks."""
+    if settings.eval_steps and state.last_eval_step < state.step:
+        every(settings.eval_steps, evaluation.run)(state, None)
+    if settings.eval_suite_steps:
+        every(settings.eval_suite_steps, suite.run)(state, None)
 
 
 def ignore(_: TrainState) -> None:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from ulysses_cli.plan.hardware import Gpu, Hardware
 from ulysses_cli.plan.ledger.job import Job, make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.estimate import explain_memory
@@ -29,6 +30,7 @@ from ulysses_cli.prove.bench.speed import Timed, time_steps
 from ulysses_cli.prove.ranks.interleaving import compare_pairs
 from ulysses_cli.prove.ranks.ranks import MAX_CPU_RANKS, RankFailureError, run_interleaved
 from ulysses_cli.prove.results import Findings, Report, Row
+from ulysses_cli.train.optimizer.swap_folder import name_folder, remove_folder
 from ulysses_cli.train.processes.host_memory import count_usable_bytes
 
 LeverMode = Literal["auto", "all", "none"]
@@ -76,10 +78,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Side:
-    """Who runs a cell's steps: this tool, or the Trainer."""
+    """Who runs a cell's steps: this tool, or the Trainer. `swap_folder`: on a disk, for what its ranks offload."""
 
     cell: Cell
     call: tuple[Callable[..., Any], tuple[Any, ...]]
+    swap_folder: Path | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -165,8 +168,9 @@ def list_matches(
     peak = device.gpu.tflops if device.gpu else None
 
     def make_side(cell: Cell) -> Side:
-        args = (cell.recipe, shape, cell.levers, peak, NUM_WARMUP, sweep.num_steps)
-        return Side(cell, (time_steps, args))
+        folder = name_swap_folder(cell)
+        args = (cell.recipe, shape, cell.levers, peak, NUM_WARMUP, sweep.num_steps, folder)
+        return Side(cell, (time_steps, args), folder)
 
     if sweep.is_paired:
         for length in sweep.lengths:
@@ -188,10 +192,23 @@ def measure(sides: Sequence[Side], world: int, device: BenchDevice, sweep: Bench
     """Returns each side's result, and whether their steps were interleaved. Where two models at once do not fit in
     memory, the sides run one after the other."""
     run = partial(run_interleaved, world, device=device.device, time_limit=sweep.time_limit_seconds)
-    results = run([side.call for side in sides])
-    if len(sides) == 1 or not any(isinstance(result, RankFailureError) and is_memory(result) for result in results):
-        return results, True
-    return [run([side.call])[0] for side in sides], False
+    try:
+        results = run([side.call for side in sides])
+        if len(sides) == 1 or not any(isinstance(result, RankFailureError) and is_memory(result) for result in results):
+            return results, True
+        return [run([side.call])[0] for side in sides], False
+    finally:
+        for folder in filter(None, (side.swap_folder for side in sides)):
+            remove_folder(folder)
+
+
+def name_swap_folder(cell: Cell) -> Path | None:
+    """A folder of its own for each cell, since two may run at once. The next bench removes what a killed one has
+    left."""
+    if not uses_disk(cell.levers):
+        return None
+    run_dir = Path(os.path.expanduser(cell.recipe.run.output_dir)) / f"bench-sp-{cell.recipe.parallel.sp_size}"
+    return name_folder(str(cell.recipe.memory.nvme_path), run_dir)
 
 
 def make_bench_recipe(
@@ -228,11 +245,9 @@ def settle_levers(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, mode: Leve
         return choose_levers(recipe, shape, gpu).levers
     if mode == "none":
         return Levers(gradient_checkpointing=False)
-    strongest = list_strongest(make_job(recipe, shape, Levers()))[
-        -1
-    ]  # checkpointing saves the output of attention; weights are not offloaded
-    if gpu is None:  # the optimizer already runs on the CPU
-        strongest = replace(strongest, offload_optimizer="none")
+    strongest = list_strongest(make_job(recipe, shape, Levers()))[0]
+    if gpu is None:  # weights and the optimizer are on the CPU already
+        strongest = replace(strongest, offload_optimizer="none", offload_param="none")
     return strongest
 
 

@@ -6,11 +6,13 @@ import statistics
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ulysses_cli.plan.flops import compute_model_flops
+from ulysses_cli.plan.ledger.zero.swapping import compute_swap_need
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.recipe.recipe import Recipe
@@ -20,6 +22,9 @@ from ulysses_cli.prove.rows import FullRows
 from ulysses_cli.train.assembly.run import assemble_run
 from ulysses_cli.train.hooks.metrics import Meter
 from ulysses_cli.train.loop import train
+from ulysses_cli.train.optimizer.swap_folder import open_folder
+from ulysses_cli.train.processes.consistency import gather_values
+from ulysses_cli.train.processes.device import StartError
 from ulysses_cli.train.processes.groups import make_groups
 
 GROUP_TIMEOUT = timedelta(days=1)  # the process that started the ranks ends them at its own time limit
@@ -79,12 +84,18 @@ def time_steps(
     peak_tflops: float | None,
     num_warmup: int,
     num_steps: int,
+    swap_folder: Path | None = None,
 ) -> Timed:
-    """Collective over all ranks."""
+    """Collective over all ranks. `swap_folder`: made here where levers use a disk; the caller removes it when all ranks
+    have ended."""
     plan = settle(recipe, shape, levers)
     groups = make_groups(plan.layout, GROUP_TIMEOUT)
+    if swap_folder is not None:
+        problem = open_folder(swap_folder, Path(recipe.run.output_dir), *compute_swap_need(recipe, shape, levers))
+        if problem := next(filter(None, gather_values(problem, groups.host_group)), ""):
+            raise StartError(problem)
     rows = FullRows(recipe.data.max_length, shape.vocab_size)
-    state = assemble_run(plan, groups, device, rows, num_warmup + num_steps).state
+    state = assemble_run(plan, groups, device, rows, num_warmup + num_steps, swap_folder=swap_folder).state
     lines: list[dict[str, Any]] = []
     meter = Meter(partial(compute_model_flops, shape), peak_tflops, lines.append)
     state.pre_step_hooks = (lambda _: interleaving.wait_for_turn(groups.host_group), meter.start)

@@ -5,6 +5,7 @@ Importing this file needs lm_eval, an extra.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,13 @@ class ShardedLM(TemplateLM):
         self.report(f"lm-eval: {len(requests):,} log-likelihoods")
         questions = [Question(tuple(requests[at][1]), 0, tuple(requests[at][2])) for at in order]
         scores: dict[int, tuple[float, bool]] = {}
-        for at, answer in zip(order, self._ask(questions), strict=True):
+
+        def keep(answer: Answer) -> None:
+            at = order[len(scores)]
             scores[at] = float(answer.log_probability or 0.0), bool(answer.is_greedy)
+            self.cache_hook.add_partial("loglikelihood", requests[at][0], scores[at])
+
+        self._send(ANSWER, questions, keep)
         return [scores[at] for at in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[float]:
@@ -89,10 +95,10 @@ class ShardedLM(TemplateLM):
         the model reads are cut into lm-eval's windows."""
         windows: list[CutDocument] = []
         owners: list[int] = []
-        num_texts = 0
+        texts: list[str] = []
         for owner, request in enumerate(requests):
-            num_texts += 1
             (text,) = request.args
+            texts.append(text)
             parts = get_rolling_token_windows(
                 token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
@@ -102,17 +108,26 @@ class ShardedLM(TemplateLM):
             for context, given in map(make_disjoint_window, parts):
                 windows.append(_make_row(len(windows), context, given))
                 owners.append(owner)
-        self.report(f"lm-eval: {num_texts:,} documents")
-        sums = [0.0] * num_texts
-        for line in self._send(MEASURE, windows):
-            sums[owners[line["index"]]] -= line["loss"] * line["tokens"]
+        self.report(f"lm-eval: {len(texts):,} documents")
+        sums, num_left = [0.0] * len(texts), Counter(owners)
+
+        def keep(line: dict[str, Any]) -> None:
+            owner = owners[line["index"]]
+            sums[owner] -= line["loss"] * line["tokens"]
+            num_left[owner] -= 1
+            if not num_left[owner]:
+                self.cache_hook.add_partial("loglikelihood_rolling", (texts[owner],), sums[owner])
+
+        self._send(MEASURE, windows, keep)
         return sums
 
     def generate_until(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[str]:
         end = self.tokenizer.decode([self.eot_token_id])
-        questions = []
+        questions: list[Question] = []
+        keys: list[tuple[str, Any]] = []
         for request in requests:
             context, settings = request.args
+            keys.append((context, settings))
             wanted = normalize_gen_kwargs(settings, DEFAULT_NEW_TOKENS)
             if wanted.get("do_sample") and wanted.get("temperature"):
                 message = f"{request.task_name} draws its answers at random; answers are greedy here"
@@ -121,10 +136,15 @@ class ShardedLM(TemplateLM):
             questions.append(Question(tuple(self.tok_encode(context)), wanted["max_gen_toks"], (), until))
         self._check([len(each.tokens) + each.max_new_tokens for each in questions])
         self.report(f"lm-eval: {len(questions):,} answers")
-        return [
-            postprocess_generated_text(self._decode(answer.tokens), list(question.until), None)
-            for question, answer in zip(questions, self._ask(questions), strict=True)
-        ]
+        texts: list[str] = []
+
+        def keep(answer: Answer) -> None:
+            at = len(texts)
+            texts.append(postprocess_generated_text(self._decode(answer.tokens), list(questions[at].until), None))
+            self.cache_hook.add_partial("generate_until", keys[at], texts[at])
+
+        self._send(ANSWER, questions, keep)
+        return texts
 
     def close(self) -> None:
         """Ends the other ranks' `serve`. Nothing where they are in the midst of a request: they have failed."""
@@ -141,17 +161,14 @@ class ShardedLM(TemplateLM):
             message = f"{len(too_long):,} of {len(lengths):,} requests are longer than {self.max_length:,} tokens"
             raise RecipeError([Problem("--max-length", message, f"use {max(too_long):,} or more")])
 
-    def _ask(self, questions: list[Question]) -> list[Answer]:
-        answers: list[Answer] = self._send(ANSWER, questions)
-        return answers
-
-    def _send(self, action: str, content: list[Any]) -> list[Any]:
+    def _send(self, action: str, content: list[Any], keep: Callable[[Any], None]) -> None:
+        """`keep` gets each result as soon as it is there, in the order of `content` for questions, and hands it to
+        lm-eval's cache."""
         self.is_asking = True
         # ranks need no questions: answer_questions sends each its own
         _tell(self.model, (action, content if action == MEASURE else None))
-        results = _act(self.model, action, content)
+        _act(self.model, action, content, keep)
         self.is_asking = False
-        return results
 
 
 def serve(model: EvaluatedModel) -> None:
@@ -160,7 +177,11 @@ def serve(model: EvaluatedModel) -> None:
         action, content = _tell(model, None)
         if action == END:
             return
-        _act(model, action, content)
+        _act(model, action, content, _ignore)
+
+
+def _ignore(_: object) -> None:
+    return None
 
 
 def _tell(model: EvaluatedModel, message: tuple[str, Any] | None) -> tuple[str, Any]:
@@ -171,20 +192,18 @@ def _tell(model: EvaluatedModel, message: tuple[str, Any] | None) -> tuple[str, 
     return told
 
 
-def _act(model: EvaluatedModel, action: str, content: list[Any] | None) -> list[Any]:
+def _act(model: EvaluatedModel, action: str, content: list[Any] | None, keep: Callable[[Any], None]) -> None:
     """Collective over all ranks, which were told the action."""
-    results: list[Any] = []
     if action == MEASURE:
-        measure_documents(model, content or [], (), results.append)
+        measure_documents(model, content or [], (), keep)
     else:
         answer_questions(
             model.engine,
             content,
             model.stop_tokens,
-            results.append,
+            keep,
             lambda tokens: str(model.tokenizer.decode(tokens, skip_special_tokens=True)),
         )
-    return results
 
 
 def _make_row(index: int, context: Numbers, given: Numbers) -> CutDocument:
@@ -220,7 +239,8 @@ def run_harness(
     report: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """On rank 0, while the other ranks serve. Returns the metrics of each task. `cache`: the beginning of a file's
-    name; lm-eval keeps its requests' results there, so that a killed evaluation does not ask them again."""
+    name; lm-eval keeps its requests' results there, so that a killed evaluation does not ask them again. The name holds
+    the longest length: the windows of a long document depend on it, and lm-eval's key does not."""
     from lm_eval import simple_evaluate
 
     lm = ShardedLM(model, report)
@@ -230,7 +250,7 @@ def run_harness(
             **tasks,
             limit=limit,
             apply_chat_template=with_template,
-            use_cache=str(cache),
+            use_cache=f"{cache}-{model.max_length}",
             log_samples=False,
             bootstrap_iters=1000,
         )

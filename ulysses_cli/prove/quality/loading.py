@@ -9,13 +9,14 @@ from typing import Any
 
 from ulysses_cli.data.batching import make_eval_batching
 from ulysses_cli.data.steps import Batching
-from ulysses_cli.data.tokenizing.tokenizer import list_stop_tokens, load_tokenizer
+from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.resolved import make_layout, settle
 from ulysses_cli.train.assembly.build import build_for_answers
 from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
 from ulysses_cli.train.engine import Engine
+from ulysses_cli.train.generation.on_engine import agree_on_stop_tokens
 from ulysses_cli.train.processes.groups import Groups, make_groups
 
 GROUP_TIMEOUT = timedelta(days=1)
@@ -46,7 +47,7 @@ def load_for_evaluation(text: str, device: Any, report: Callable[[str], None]) -
     told = report if groups.is_first else _ignore
     told("loading the model")
     engine = build_for_answers(plan, groups, device, told)
-    stop_tokens = list_stop_tokens(tokenizer, engine.wrapped.module.model)
+    stop_tokens = agree_on_stop_tokens(engine, tokenizer)
     batching = make_eval_batching(shape, plan.resolved)
     return EvaluatedModel(engine, tokenizer, stop_tokens, batching, recipe.data.max_length)
 

@@ -343,7 +343,7 @@ def make_parts() -> Parts:
         kernels[CONVOLUTION] = RecurrenceChoice("by document", "traced")
         return by_name | {name: choice for name, choice in kernels.items() if name in functions}
 
-    return RealParts(make_weights, add_adapters, choose, choose_ways, choose_recurrences, AtOnce)
+    return RealParts(make_weights, add_adapters, choose, choose_ways, choose_recurrences, lambda _: AtOnce())
 
 
 def replace_parts(max_tiles: int) -> None:

@@ -101,7 +101,7 @@ def build(
         wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 check float32 gradients for NaN only with this
     if plan.levers.early_groups and plan.levers.offload_optimizer == "cpu":
         unlock(optimizer)
-        EarlySteps(wrapped.optimizer, device, parts.make_executor(), plan.levers.early_groups)
+        EarlySteps(wrapped.optimizer, device, parts.make_executor(device), plan.levers.early_groups)
     check_head(model, head_rule, groups, device)
     _watch(wrapped, module)
     engine = Engine(wrapped, groups, device, make_schedule(recipe.train, num_steps), _clear_module_stack)

@@ -24,6 +24,14 @@ from ulysses_cli.train.memory.saved_results import ResultStorage
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
 from ulysses_cli.train.memory.tiled_mlp import tile_mlps
 from ulysses_cli.train.memory.tiled_norm import tile_norms
+from ulysses_cli.train.processes.device import enter_device
+
+
+def open_disk(device: torch.device, folder: Path | None) -> DiskFile:
+    """For what layers save on this device. Raises BuildError where nobody has made a folder for it."""
+    if folder is None:
+        raise BuildError("what layers save goes to a disk, and there is no folder for it: set memory.nvme_path")
+    return DiskFile(folder, partial(enter_device, device))
 
 
 def apply_levers(
@@ -47,7 +55,7 @@ def apply_levers(
         if levers.gradient_checkpointing:
             make_storage: Callable[[int], ResultStorage] | None = None
             if levers.offloaded_layers:
-                disk = DiskFile(swap_folder) if swap_folder is not None and swaps_activations(levers) else None
+                disk = open_disk(device, swap_folder) if swaps_activations(levers) else None
                 make_storage = Offloader(device, levers.offloaded_layers, disk).make_storage
             mode: Mode = "full" if levers.gradient_checkpointing == "full" else "save_attention"
             checkpoint_layers(model, mode, make_storage)

@@ -31,6 +31,7 @@ from ulysses_cli.train.attention.kernels.presence import CommonPresence, join_pr
 from ulysses_cli.train.attention.kernels.workload import KernelWorkload, LengthMix
 from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice, Widths, choose_ways
 from ulysses_cli.train.processes.consistency import gather_values
+from ulysses_cli.train.processes.device import enter_device
 from ulysses_cli.train.processes.groups import Groups
 
 _T = TypeVar("_T")
@@ -110,9 +111,9 @@ def choose_common_ways(plan: RunPlan, groups: Groups, device: torch.device) -> E
     return choose_on_first(groups, lambda: choose_ways(device, getattr(torch, recipe.model.dtype), widths))
 
 
-def make_thread() -> Executor:
-    """Runs one step of the optimizer at a time beside the backward."""
-    return ThreadPoolExecutor(1, "early-steps")
+def make_thread(device: torch.device) -> Executor:
+    """Runs one step of the optimizer at a time beside the backward on this device."""
+    return ThreadPoolExecutor(1, "early-steps", initializer=enter_device, initargs=(device,))
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Parts:
     choose_kernel: Callable[[RunPlan, Groups, torch.device, LengthMix], KernelChoice] = choose_common_kernel
     choose_ways: Callable[[RunPlan, Groups, torch.device], ElementwiseChoice] = choose_common_ways
     choose_recurrences: Choose = choose_recurrences
-    make_executor: Callable[[], Executor] = make_thread
+    make_executor: Callable[[torch.device], Executor] = make_thread
 
 
 REAL_PARTS = Parts()

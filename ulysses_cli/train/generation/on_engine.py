@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ulysses_cli.data.tokenizing.tokenizer import list_stop_tokens
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.engine import Engine, release_gathered
 from ulysses_cli.train.generation.cache import GenerationCache
 from ulysses_cli.train.generation.decoding import Generator
+from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
 
 MAX_SHARE = 0.4  # of a device's free memory: gathered weights leave the rest to the cache and to activations
@@ -50,6 +52,14 @@ def generating(engine: Engine, *, gathers_once: bool | None = None) -> Iterator[
         generator.finish()
         if is_sharded and not gathers_once:
             release_gathered(wrapped)
+
+
+def agree_on_stop_tokens(engine: Engine, tokenizer: Any) -> set[int]:
+    """Collective over all ranks of the engine: rank 0's. They decide how many forwards a generation takes, and each
+    machine reads them from files of its own, where a generation config may be missing."""
+    own = list_stop_tokens(tokenizer, engine.wrapped.module.model)
+    agreed: set[int] = gather_values(own, engine.groups.host_group)[0]
+    return agreed
 
 
 def _run(

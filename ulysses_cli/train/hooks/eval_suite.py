@@ -18,7 +18,8 @@ from ulysses_cli.train.train_state import TrainState
 
 
 class EvalSuite:
-    """A post-step hook. Without tasks it does nothing. `judge` is called after all questions have been asked. Raises
+    """A post-step hook. Without tasks it does nothing, nor at a step whose score is known, also from before a resume.
+    `judge` is called after all questions have been asked. Raises
     RecipeError, on all ranks alike, for a task that does not fit the shortest length."""
 
     def __init__(
@@ -32,7 +33,6 @@ class EvalSuite:
     ) -> None:
         self.amount, self.stop_tokens, self.write, self.judge = amount, stop_tokens, write, judge
         self.plan = plan_suites(list(names), Sources())
-        self.last_step = -1
         if self.plan.tasks:
             self.prompter = Prompter(tokenizer)
             try:
@@ -44,7 +44,7 @@ class EvalSuite:
     def run(self, state: TrainState, stop: StopConditions | None = None) -> None:
         """Collective over all ranks. A reason to stop that any rank has ends it without a result. `stop`: reasons to
         end it early; by default the run's own."""
-        if not self.plan.tasks or self.last_step == state.step:
+        if not self.plan.tasks or state.step in state.eval_lacks:
             return
         read_flags = (stop or state.stop).read_flags
 
@@ -59,7 +59,6 @@ class EvalSuite:
             one_answer = {task.name for task in self.plan.tasks if task.has_one_answer}
             quiz = Quiz(prompts, self.prompter, one_answer, results.append)
         if ask_questions(state.engine, quiz, self.stop_tokens, lambda: any(read_flags()), show):
-            self.last_step = state.step
             score = None
             if results:
                 summary = summarize(results)

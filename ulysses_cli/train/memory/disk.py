@@ -65,15 +65,22 @@ class Extents:
 
 class DiskFile:
     """`folder` is on a disk that takes direct writes. Each place in the file is reserved before it is written, so that
-    a full disk is an error of the layer that needs it and not of a later write."""
+    a full disk is an error of the layer that needs it and not of a later write. `begin_thread`: what each thread calls
+    first."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, begin_thread: Callable[[], None] | None = None) -> None:
         self.folder = folder
         path = folder / f"activations-{os.getpid()}"
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        path.unlink()
+        try:
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+            path.unlink()
+        except OSError as error:
+            raise OffloadDiskError(
+                f"memory.nvme_path: {folder}: a file for what layers save cannot be made: {error.strerror or error}: "
+                "check the disk, name another, or set memory.activation_offload_device: cpu"
+            ) from error
         self._extents, self._lock = Extents(), threading.Lock()
-        self._threads = ThreadPoolExecutor(SWAP_THREADS, thread_name_prefix="offload")
+        self._threads = ThreadPoolExecutor(SWAP_THREADS, thread_name_prefix="offload", initializer=begin_thread)
 
     @property
     def num_bytes(self) -> int:

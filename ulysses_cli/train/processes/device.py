@@ -42,6 +42,13 @@ def choose_device(*, wants_cpu: bool) -> torch.device:
     return device
 
 
+def enter_device(device: torch.device) -> None:
+    """Called first in a thread of one's own: torch keeps the current GPU for each thread, and a new thread begins at
+    GPU 0, where any call would open a context."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def recognise_gpu(device: torch.device, hardware: Hardware) -> tuple[Gpu | None, bool]:
     """Returns the table's entry, or one made from the device's properties, and whether the table has the GPU."""
     if device.type != "cuda":

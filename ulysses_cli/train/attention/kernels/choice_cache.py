@@ -1,5 +1,5 @@
-"""Keeps choices of kernels on disk, by GPU, versions and need, so that only the first run on a machine tries kernels.
-A file that cannot be read or written changes nothing.
+"""Keeps choices of kernels on disk, by GPU, versions, need and this package's own code, so that only the first run on a
+machine tries kernels. A file that cannot be read or written changes nothing.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ulysses_cli.plan.files.whole_files import write_whole
 
-FORMAT = 1  # changes when kernels are called in another way or tried by another rule
+SOURCES = Path(__file__).parent  # how kernels are called, and by which rule they are tried
 
 
 def get_folder(environ: Mapping[str, str]) -> Path:
@@ -21,11 +22,19 @@ def get_folder(environ: Mapping[str, str]) -> Path:
     return Path(base) / "ulysses" / "kernels"
 
 
+@cache
+def digest_code(folder: Path) -> str:
+    """Of a folder's modules. After a change of any of them, kernels are tried again: what an earlier version found to
+    be exact and fast was found with other calls."""
+    files = sorted(folder.glob("*.py"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
 class ChoiceCache:
-    """`facts`: everything that the choice depends on."""
+    """`facts`: everything that the choice depends on besides this package's own code, of which a digest is added."""
 
     def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        self.facts = {"format": FORMAT, **facts}
+        self.facts = {"code": digest_code(SOURCES), **facts}
         written = json.dumps(self.facts, sort_keys=True, default=str)
         self.file = folder / f"{hashlib.sha256(written.encode()).hexdigest()[:32]}.json"
 
