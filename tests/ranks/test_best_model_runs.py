@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.faults import Runs, wait_until
+from support.faults import Runs, list_processes, wait_for_end, wait_until
 from support.small_run import make_settings
 
 # the large learning rate makes losses that rise and fall
@@ -36,10 +36,7 @@ def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path:
     assert runs.list_checkpoints("whole") == sorted((f"step-{best}", f"step-{last}"))
     assert json.loads((tmp_path / "whole" / "model" / "ulysses.json").read_text())["step"] == best
 
-    command = runs.start("killed")
-    assert wait_until(command, lambda: runs.count_steps("killed") > best)
-    command.send_signal(signal.SIGKILL)
-    command.wait(60)
+    kill_after(runs, "killed", best)
     code, output = runs.train("killed", "--resume", "auto")
     assert code == 0, output
     assert read_evaluations(tmp_path / "killed") == losses
@@ -48,6 +45,17 @@ def test_a_killed_run_ends_with_the_best_model_of_an_uninterrupted_one(tmp_path:
     code, output = runs.train("killed", "--resume", "auto")
     assert code == 0, output
     assert "already finished" in output
+
+
+def kill_after(runs: Runs, run: str, step: int) -> None:
+    """Starts a run and kills its command without a warning when it has done more than `step` steps. Returns when its
+    ranks have ended too."""
+    command = runs.start(run)
+    assert wait_until(command, lambda: runs.count_steps(run) > step)
+    processes = list_processes(command)
+    command.send_signal(signal.SIGKILL)
+    command.wait(60)
+    wait_for_end(processes, 60)
 
 
 def read_evaluations(run_dir: Path) -> dict[int, float]:

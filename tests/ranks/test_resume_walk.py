@@ -13,8 +13,8 @@ import time
 
 import pytest
 import yaml
-from support.faults import Runs
-from support.forked import Command, is_alive, read_parent
+from support.faults import Runs, list_processes, wait_for_end
+from support.forked import Command
 from support.kill_points import list_phases, read_collectives
 from support.small_run import make_settings
 from support.tiers import mark_by
@@ -40,21 +40,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     code, output = made.train("whole")
     assert code == 0, output
     return made
-
-
-def list_processes(command: Command) -> set[int]:
-    """Returns the ranks and their agent."""
-    ranks = {int(file.read_text()) for file in command.pids.glob("[0-9]")}
-    return ranks | {parent for rank in ranks if (parent := read_parent(rank)) not in (0, 1)}
-
-
-def wait_for_end(processes: set[int], seconds: float) -> float:
-    """Returns the seconds until no process is left."""
-    begun = time.monotonic()
-    while left := [process for process in processes if is_alive(process)]:
-        assert time.monotonic() - begun < seconds, f"{left} live on"
-        time.sleep(0.05)
-    return time.monotonic() - begun
 
 
 def check_resumed_run(runs: Runs, run: str) -> None:

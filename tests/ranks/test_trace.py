@@ -72,6 +72,26 @@ def test_the_formula_counts_parts_that_are_trained_whole(words: tuple[str, ...])
     assert predict_step(recipe) == pytest.approx(trace_step(recipe), rel=0.03)
 
 
+LENGTHS = ("parallel.sp_size=2", "lora.r=8", "lora.use_dora=true", TILES[1])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("parallel.zero_stage=2",), marks=pytest.mark.check),
+        pytest.param(("parallel.zero_stage=1", *NARROW), marks=pytest.mark.full),
+        pytest.param(("parallel.zero_stage=1", "memory.gradient_checkpointing=false"), marks=pytest.mark.full),
+        pytest.param(("parallel.zero_stage=2", "lora.dropout=0.1", *TWICE, *NARROW), marks=pytest.mark.full),
+        pytest.param(("parallel.zero_stage=1", TILES[0]), marks=pytest.mark.full),
+    ],
+    ids=["ZeRO-2", "ZeRO-1", "no recomputation", "dropout", "tiles"],
+)
+def test_the_formula_counts_lengths_of_rows(words: tuple[str, ...]) -> None:
+    """DoRA. In the backward of an MLP's second matrix, whose lengths get their gradients there."""
+    recipe = make_case({}, *LENGTHS, *words)
+    assert predict_step(recipe) == pytest.approx(trace_step(recipe), rel=0.03)
+
+
 def list_cases(quick: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name == quick else pytest.mark.full) for name in CASES]
 

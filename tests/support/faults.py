@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from support import kill_points
-from support.forked import Command
+from support.forked import Command, is_alive, read_parent
 from support.paths import ROOT
 from support.small_run import make_settings
 
@@ -77,6 +77,21 @@ def wait_until(process: Command, is_there: Callable[[], bool], pause: float = 0.
         assert time.monotonic() < end
         time.sleep(pause)
     return True
+
+
+def list_processes(command: Command) -> set[int]:
+    """Returns the ranks and their agent."""
+    ranks = {int(file.read_text()) for file in command.pids.glob("[0-9]")}
+    return ranks | {parent for rank in ranks if (parent := read_parent(rank)) not in (0, 1)}
+
+
+def wait_for_end(processes: set[int], seconds: float) -> float:
+    """Returns the seconds until no process is left."""
+    begun = time.monotonic()
+    while left := [process for process in processes if is_alive(process)]:
+        assert time.monotonic() - begun < seconds, f"{left} live on"
+        time.sleep(0.05)
+    return time.monotonic() - begun
 
 
 def damage_newest(run_dir: Path, kind: str, generator: random.Random) -> None:

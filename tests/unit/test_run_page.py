@@ -11,10 +11,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.run_directory import BUCKETS, FACTS, SECRET, write_run
 
+from ulysses_cli.commands.children.answering import keep_in_run
+from ulysses_cli.evaluate.summary import summarize
 from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.plan.secrets import MASK, mask_secrets, mask_text
 from ulysses_cli.report import run_files, run_summary
 from ulysses_cli.report.page import run_page
+from ulysses_cli.report.quality import make_evaluation_blocks
 
 EVIL = "<script>alert('x')</script>"
 
@@ -225,3 +228,31 @@ def test_secrets_are_masked_and_names_are_not(key: str, value: Any, is_masked: b
 def test_values_below_a_secret_key_are_masked() -> None:
     assert mask_secrets({"secrets": {"a": {"b": "x"}}, SECRET: 1}) == {"secrets": {"a": {"b": MASK}}, MASK: 1}
     assert mask_text(f"saved with {SECRET}.") == f"saved with {MASK}"
+
+
+def make_findings(subject: str, score: float) -> dict[str, Any]:
+    common = {"task": "vt", "depths": [0.25], "score": score, "is_greedy": None, "answer": "so", "seconds": 1.0}
+    results = [{**common, "length": length} for length in (4096, 8192)]
+    facts = {"subject": subject, "seconds": 3.0, "num_ranks": 2, "notes": [EVIL]}
+    return {**summarize(results), **facts, "results": results}
+
+
+def test_the_report_shows_evaluations_of_the_runs_model_and_checkpoints(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 3)
+    (folder / "model").mkdir()
+    (folder / "checkpoints" / "step-2").mkdir(parents=True)
+    assert keep_in_run(str(tmp_path), ["vt"], make_findings("elsewhere", 1.0)) is None
+    first = keep_in_run(str(folder / "model"), ["vt", "lm-eval:a/b"], make_findings("run/model", 0.5))
+    second = keep_in_run(str(folder / "checkpoints" / "step-2"), ["vt"], make_findings("run/checkpoints/step-2", 0.0))
+    assert [file and file.name for file in (first, second)] == ["model-vt-lm-eval-a-b.json", "step-2-vt.json"]
+    assert "results" not in json.loads((folder / "evaluations" / "step-2-vt.json").read_text())
+    keep_in_run(str(folder / "model"), ["vt", "lm-eval:a/b"], make_findings("run/model", 0.75))
+    (folder / "evaluations" / "torn.json").write_text('{"subject"')
+    run = run_files.load_run(folder)
+    page = run_page.make_run_page(run, run_summary.summarize_run(run), make_evaluation_blocks(run.evaluations))
+    assert page.index("run/model") < page.index("run/checkpoints/step-2")
+    assert "75.0 %" in page
+    assert "50.0 %" not in page
+    assert "Score by length and depth" in page
+    assert EVIL not in page
+    assert "evaluations/torn.json is damaged, and is not shown." in page

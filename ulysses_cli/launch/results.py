@@ -10,11 +10,12 @@ from pathlib import Path
 
 from ulysses_cli.launch.environments import refuse
 from ulysses_cli.plan.problem import Problem, RecipeError
+from ulysses_cli.run_folder.archive import EVALUATIONS
 from ulysses_cli.run_folder.manifest import read_model_steps
 from ulysses_cli.run_folder.told import TOLD
 
 RESULTS = ("checkpoints", "model")
-RECORDS = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "quality.jsonl", TOLD, "run.json")
+RECORDS = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "quality.jsonl", TOLD, "run.json", EVALUATIONS)
 REPLACED = "replaced"
 
 

@@ -21,6 +21,7 @@ RETRIEVAL_NOTE = (
 )
 WAYS = {"none": "no context", "whole": "whole context", "oracle": "evidence alone"}
 LOSS_TITLE = "loss by position, in nats per token"
+COMPARED_TITLE = "against the other model, question by question"
 CHANGE_TITLE = "loss minus that of the other model, document by document"
 RULES = {
     "ruler": "RULER's rule: the mean of its 13 tasks exceeds 85.6 %",
@@ -39,9 +40,7 @@ def format_quality(findings: Findings) -> str:
         parts.append("lm-eval's tasks\n" + format_table(*_make_harness_table(findings)))
     parts.append("\n".join(_list_facts(findings)))
     if findings.get("differences"):
-        parts.append(
-            "against the other model, question by question\n" + format_table(*_make_difference_table(findings))
-        )
+        parts.append(f"{COMPARED_TITLE}\n" + format_table(*_make_difference_table(findings)))
     if findings.get("loss_differences"):
         parts.append(f"{CHANGE_TITLE}\n" + format_table(*_make_loss_table(findings["loss_differences"], sign="+")))
     notes = _list_notes(findings)
@@ -220,16 +219,30 @@ def _list_notes(findings: Findings) -> list[str]:
 
 
 def make_quality_page(findings: Findings) -> str:
+    sections = [PageSection("Scores", make_quality_blocks(findings))]
+    if compared := _make_comparison(findings):
+        sections.append(PageSection("Compared", compared))
+    return page.make_page(f"Answers of {findings['subject']}", sections)
+
+
+def _make_comparison(findings: Findings) -> list[Block]:
     compared: list[Block] = []
     if findings.get("differences"):
-        compared.append(Table(*_make_difference_table(findings)))
+        compared.append(Table(*_make_difference_table(findings), caption=COMPARED_TITLE))
     if changes := findings.get("loss_differences"):
         compared += _draw_losses(CHANGE_TITLE.capitalize(), changes, "nats per token")
         compared.append(Table(*_make_loss_table(changes, sign="+"), caption=CHANGE_TITLE))
-    sections = [PageSection("Scores", make_quality_blocks(findings))]
-    if compared:
-        sections.append(PageSection("Compared", compared))
-    return page.make_page(f"Answers of {findings['subject']}", sections)
+    return compared
+
+
+def make_evaluation_blocks(evaluations: Sequence[Findings]) -> list[Block]:
+    """For a run's report: what was found on its model and on its checkpoints, one after another."""
+    blocks: list[Block] = []
+    for findings in evaluations:
+        blocks.append(Facts([("model", str(findings["subject"]))]))
+        blocks += make_quality_blocks(findings)
+        blocks += _make_comparison(findings)
+    return blocks
 
 
 def make_quality_blocks(findings: Findings) -> list[Block]:

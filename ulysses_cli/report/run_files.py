@@ -1,4 +1,5 @@
-"""Loads a run directory: run.json, metrics.jsonl, eval.jsonl. Accepts files that a crash cut off, and notes it.
+"""Loads a run directory: run.json, metrics.jsonl, eval.jsonl, results of `ulysses evaluate`. Accepts files that a crash
+cut off, and notes it.
 
 Masks secrets here, so that no later code can show them.
 """
@@ -17,6 +18,8 @@ from ulysses_cli.plan.secrets import mask_secrets, mask_text
 from ulysses_cli.report.quantities import is_number
 
 Line = dict[str, Any]
+EVALUATIONS = "evaluations"  # the folder where `ulysses evaluate` leaves what it found on a run's model
+NEEDED = {"subject", "scores", "mean", "heat_map", "effective_length", "seconds", "num_ranks", "has_all_ruler_tasks"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class RecordedRun:
     samples: list[Line]
     quality: list[Line]
     told: list[Line]
+    evaluations: list[Line]  # what `ulysses evaluate` found, by name
     spent_seconds: float
     notes: tuple[str, ...]
 
@@ -56,6 +60,7 @@ def load_run(folder: Path) -> RecordedRun:
         facts = _load_facts(files[0], notes)
         lines, evals = _load_lines(files[1], notes), _load_lines(files[2], notes)
         told = _load_told(folder / "told.jsonl")
+        evaluations = _load_evaluations(folder / EVALUATIONS, notes)
         samples, quality = (_load_lines(folder / f"{name}.jsonl", notes) for name in ("samples", "quality"))
     except OSError as error:
         raise RecipeError([Problem("", f"{error.filename} cannot be read: {error.strerror}")]) from None
@@ -67,7 +72,9 @@ def load_run(folder: Path) -> RecordedRun:
     if not metrics:
         notes.append("No optimizer step is recorded: metrics.jsonl is missing or empty. There is nothing to plot yet.")
     evals, samples, quality = (_drop_redone(each) for each in (evals, samples, quality))
-    return RecordedRun(folder, facts, metrics, evals, samples, quality, told, float(sum(spent)), tuple(notes))
+    return RecordedRun(
+        folder, facts, metrics, evals, samples, quality, told, evaluations, float(sum(spent)), tuple(notes)
+    )
 
 
 def _load_facts(file: Path, notes: list[str]) -> dict[str, Any]:
@@ -120,6 +127,20 @@ def _load_told(file: Path) -> list[Line]:
         if isinstance(line, dict):
             lines.append({name: mask_text(str(line.get(name, ""))) for name in ("time", "kind", "name", "text")})
     return lines
+
+
+def _load_evaluations(folder: Path, notes: list[str]) -> list[Line]:
+    found = []
+    for file in sorted(folder.glob("*.json")):
+        try:
+            findings = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+        except (ValueError, RecursionError):
+            findings = None
+        if isinstance(findings, dict) and findings.keys() >= NEEDED:
+            found.append(mask_secrets(findings))
+        else:
+            notes.append(f"{EVALUATIONS}/{file.name} is damaged, and is not shown.")
+    return found
 
 
 def _parse_line(text: str) -> Line | None:

@@ -19,6 +19,7 @@ from ulysses_cli.run_folder.line_files import read_eval_lacks, read_eval_losses
 from ulysses_cli.run_folder.manifest import MANIFEST, STATE, load_manifest, load_state, read_lacks, read_losses
 
 WRITING, REPLACED, GONE, ASIDE = ".writing", ".replaced", ".gone", ".set-aside"
+EVALUATIONS = "evaluations"  # what `ulysses evaluate` found on the run's model and checkpoints, for its report
 NAME = re.compile(r"step-(\d+)")
 HASH_CHUNK_BYTES = 1 << 24
 NUM_HASH_THREADS = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +14,15 @@ import typer
 
 from ulysses_cli.commands.options import Format, check_page, or_exit, write_page
 from ulysses_cli.plan.exit_codes import FAILED
-from ulysses_cli.run_folder.archive import NAME, find_damage, find_run_dir, get_folder, list_checkpoints
+from ulysses_cli.plan.files.whole_files import write_whole
+from ulysses_cli.run_folder.archive import EVALUATIONS, NAME, find_damage, find_run_dir, get_folder, list_checkpoints
 from ulysses_cli.run_folder.manifest import MANIFEST, load_state, read_model_steps
 
 if TYPE_CHECKING:
     from ulysses_cli.plan.models.shape import ModelShape
 
 RUN_FILE = "run.json"
+MAX_NAME = 100
 
 
 @dataclass(frozen=True)
@@ -103,15 +106,37 @@ def find_documents(model: str, path: str | None) -> tuple[dict[str, Any], ...]:
 
 def _list_held_out(path: Path) -> tuple[dict[str, Any], ...]:
     """`data.eval_datasets` of the run that a model, a checkpoint or a run's folder belongs to."""
-    whole = path.absolute()
-    folder = next((each for each in (whole, *whole.parents[:2]) if (each / RUN_FILE).is_file()), None)
-    if folder is None or not path.is_dir():
+    folder = _find_own_run(path)
+    if folder is None:
         return ()
     try:
         sets = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["recipe"]["data"]["eval_datasets"]
         return tuple({name: value for name, value in each.items() if value is not None} for each in sets or ())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ()  # another program's run.json, or a damaged one: --path names the documents
+
+
+def _find_own_run(path: Path) -> Path | None:
+    """The folder of the run that a model, a checkpoint or a run's folder belongs to."""
+    if not path.is_dir():
+        return None
+    whole = path.absolute()
+    return next((each for each in (whole, *whole.parents[:2]) if (each / RUN_FILE).is_file()), None)
+
+
+def keep_in_run(model: str, suites: Sequence[str], findings: dict[str, Any]) -> Path | None:
+    """Where the model is a run's, writes what was found, without the questions, into the run's folder, where its report
+    finds it. A later evaluation of the same model and suites replaces it. Raises OSError."""
+    path = Path(model).expanduser()
+    if (run_dir := _find_own_run(path)) is None:
+        return None
+    own = "newest" if path.resolve() == run_dir.resolve() else path.resolve().name
+    name = re.sub(r"[^\w.-]+", "-", f"{own}-{'-'.join(suites)}")[:MAX_NAME]
+    file = run_dir / EVALUATIONS / f"{name}.json"
+    file.parent.mkdir(exist_ok=True)
+    kept = {key: value for key, value in findings.items() if key != "results"}
+    write_whole(file, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    return file
 
 
 def _find_checkpoint(path: Path) -> Path:
@@ -229,6 +254,13 @@ def run(options: dict[str, Any], device: str, output: Format, html: Path | None)
         raise typer.Exit(code)
     folder = Path(options["output"])
     (folder / "quality.json").write_text(json.dumps(findings, indent=1, ensure_ascii=False), encoding="utf-8")
+    try:
+        kept = keep_in_run(options["subject"], options["suites"], findings)
+    except OSError as error:
+        kept = None
+        printing.print_message(f"the run's folder does not take what was found: {error}")
+    if kept is not None:
+        printing.print_message(f"for the run's report: {kept}")
     if output is Format.json:
         printing.print_json({key: value for key, value in findings.items() if key != "results"})
     else:

@@ -37,7 +37,7 @@ def report(
       ulysses report runs/tiny-cpu --format json
       ulysses report runs/tiny-cpu --live --port 8000
     """
-    from ulysses_cli.report import printing, run_files, run_summary
+    from ulysses_cli.report import printing, quality, run_files, run_summary
     from ulysses_cli.report.page import run_page
 
     if live:
@@ -47,7 +47,8 @@ def report(
     summary = run_summary.summarize_run(run)
     target = to or (run_dir / PAGE_NAME if output is Format.text else None)
     if target is not None:
-        target_path, page = target, run_page.make_run_page(run, summary)
+        found = quality.make_evaluation_blocks(run.evaluations)
+        target_path, page = target, run_page.make_run_page(run, summary, found)
         target = or_exit(lambda: run_files.save_page(target_path, page))
     if output is Format.json:
         printing.print_json(summary)
@@ -63,6 +64,7 @@ def _serve(run_dir: Path, to: Path | None, port: int, output: Format) -> None:
     from ulysses_cli.report import printing, run_files, run_summary
     from ulysses_cli.report.page.live_page import LivePage
     from ulysses_cli.report.page.run_page import make_run_page
+    from ulysses_cli.report.quality import make_evaluation_blocks
 
     if to is not None or output is Format.json:
         end_with([Problem("--live", "serves the page, and writes none", "leave out --output and --format")], output)
@@ -80,7 +82,8 @@ def _serve(run_dir: Path, to: Path | None, port: int, output: Format) -> None:
             run = run_files.load_run(run_dir)
         except RecipeError as error:
             raise ValueError(error.problems[0].message) from None
-        return printing.hide_known(make_run_page(run, run_summary.summarize_run(run)))
+        found = make_evaluation_blocks(run.evaluations)
+        return printing.hide_known(make_run_page(run, run_summary.summarize_run(run), found))
 
     try:
         page = LivePage(make, port)

@@ -277,21 +277,13 @@ def read_adapters(recipe: Recipe) -> Adapters | None:
         return None
     names = () if lora.target_modules == "all-linear" else lora.target_modules
     targets = tuple(USUAL_NAMES.get(name, name) for name in names)
-    return Adapters(lora.r, targets, drops=lora.dropout > 0, saved=tuple(sorted(lora.modules_to_save)))
-
-
-def check_formula(recipe: Recipe) -> None:
-    """Raises RecipeError for settings that no formula describes."""
-    if recipe.lora is not None and recipe.lora.use_dora:
-        what = "has no memory formula: peft makes each adapted weight whole in every forward"
-        hint = "estimate-memory --trace needs none; in a recipe, write every memory setting that is auto"
-        raise RecipeError([Problem("lora.use_dora", what, hint)])
+    saved = tuple(sorted(lora.modules_to_save))
+    return Adapters(lora.r, targets, drops=lora.dropout > 0, saved=saved, has_lengths=lora.use_dora)
 
 
 def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node: int = 8) -> Job:
     """For a recipe that passed its checks, with settled levers."""
     check_known(shape)
-    check_formula(recipe)
     return Job(
         shape=shape,
         layout=choose_layout(recipe, shape),

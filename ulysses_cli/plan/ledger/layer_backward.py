@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ulysses_cli.plan.ledger import attention, convolution, layer, mixers, mlp, quantized
+from ulysses_cli.plan.ledger import attention, convolution, layer, mixers, mlp
+from ulysses_cli.plan.ledger.adapters import lengths, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
@@ -24,19 +25,26 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         return make_inside(job, kind, base, name, attention_left, mlp_left, work)
 
     whole_mixer = mixer_saved + result
+    left = count_mlp_left(job, kind) if kind.mlp is not None else 0
     if job.levers.gradient_checkpointing is not False:
         again = {"recomputed_attention": mixers.compute_again(job, kind), "recomputed_mlp": 0}
         yield "attention", MemorySnapshot("backward", "recomputation", {**base, **again})
+        for place, of_mixer, of_mlp, work in lengths.list_again(job, kind, whole_mixer, mlp_saved):
+            lines = {"recomputed_attention": of_mixer, "recomputed_mlp": of_mlp, "lora": work}
+            yield place, MemorySnapshot("backward", "recomputation", {**base, **lines})
     if has_norm_behind(job.shape):
         yield NORM_BEHIND, take("norm behind the MLP", whole_mixer, mlp_saved, norm_backward=norm_work)
         if output := mlp.compute_saved_output(job):
             base = {**base, "saved_mlp_outputs": base["saved_mlp_outputs"] - output}
+    for name, of_mixer, of_mlp, work in lengths.list_backward(job, kind, whole_mixer, left):
+        yield "mlp" if of_mlp else "attention", take(lengths.name_snapshot(name), of_mixer, of_mlp, lengths=work)
     if kind.mlp is not None:
         yield from _walk_mlp(job, kind, whole_mixer, take)
     if job.family.norms_per_layer > 1:
         yield "norm", take("norm", whole_mixer, norm_saved, norm_backward=norm_work + own_input)
     if kind.mixers:
-        yield from _walk_mixer(job, kind, mixer_saved, result, take)
+        scaled = lengths.compute_last_saved(job, kind, in_mlp=False)
+        yield from _walk_mixer(job, kind, mixer_saved - scaled, result, take)
     if has_norm_before(job.shape):
         saved = attention.compute_input_norm_saved(job)
         yield INPUT_NORM, take("input norm", saved, 0, norm_backward=norm_work + own_input)
@@ -46,6 +54,7 @@ def _walk_mlp(
     job: Job, kind: Layer, whole_mixer: int, take: Callable[..., MemorySnapshot]
 ) -> Iterator[tuple[str, MemorySnapshot]]:
     left, restored = count_mlp_left(job, kind), {"restored_weights": quantized.compute_restored(job, kind)}
+    left -= 0 if layer.is_tiled(job) else lengths.compute_last_saved(job, kind, in_mlp=True)
     if not kind.num_experts and not layer.is_tiled(job):
         down, gate = mlp.compute_down_backward(job), mlp.compute_gate_backward(job)
         yield "down", take("the MLP's last matrix", whole_mixer, left, mlp=down, **restored)

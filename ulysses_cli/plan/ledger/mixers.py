@@ -7,6 +7,7 @@ Each function takes the job as its kind of layer sees it (Job.view).
 from __future__ import annotations
 
 from ulysses_cli.plan.ledger import attention, convolution, layer
+from ulysses_cli.plan.ledger.adapters import lengths
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
 from ulysses_cli.plan.ledger.recurrence.kernels import RecurrentMixer
@@ -29,7 +30,8 @@ def compute_saved(job: Job, kind: Layer) -> int:
         return attention.compute_input_norm_saved(job)
     if recurrent := find_recurrence(kind):
         return recurrence.compute_saved(job, recurrent)
-    return attention.compute_attention_saved(job) if kind.attention else convolution.compute_saved(job)
+    saved = attention.compute_attention_saved(job) if kind.attention else convolution.compute_saved(job)
+    return saved + lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False)
 
 
 def compute_forward(job: Job, kind: Layer) -> int:
@@ -46,7 +48,8 @@ def compute_again(job: Job, kind: Layer) -> int:
         return attention.compute_input_norm_saved(job) + layer.compute_layer_input(job)
     if recurrent := find_recurrence(kind):
         return recurrence.compute_again(job, recurrent)
-    return attention.compute_attention_again(job) if kind.attention else convolution.compute_again(job)
+    again = attention.compute_attention_again(job) if kind.attention else convolution.compute_again(job)
+    return again + lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False)
 
 
 def compute_left_for_projections(job: Job, kind: Layer) -> int:

@@ -5,6 +5,7 @@ Letters as in layer.py. "Inside" means the tensors between the MLP's first matri
 
 from __future__ import annotations
 
+from ulysses_cli.plan.ledger.adapters import lengths
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
     compute_layer_input,
@@ -57,7 +58,8 @@ def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
     sent to, also the token's copy and the expert's output, 2 h b. A matrix's input is saved only for its gradient."""
     shape, b = job.shape, job.dtype_bytes
     if not layer.num_experts:
-        return (3 + saves_input(job, "down_proj")) * b * shape.intermediate_size * tokens
+        scaled = lengths.compute_saved(job, layer, tokens, in_mlp=True)
+        return (3 + saves_input(job, "down_proj")) * b * shape.intermediate_size * tokens + scaled
     trained = job.adapters is None
     inner = (EXPERT_INNER_SAVED.get(shape.model_type, 4) - 1 + trained) * shape.moe_intermediate_size
     width = inner + (1 + trained) * shape.hidden_size
@@ -188,7 +190,9 @@ def compute_mlp_backward(job: Job, layer: Layer) -> int:
         return compute_inside_backward(job, layer, job.local_tokens)
     tile = count_mlp_tile_tokens(job)
     sums = 4 * count_mlp_elements(job, layer) * (job.adapters is None)
-    inside = compute_inside_saved(job, layer, tile) + compute_inside_backward(job, layer, tile)
+    saved = compute_inside_saved(job, layer, tile)
+    inside = saved - lengths.compute_last_saved(job, layer, in_mlp=True) + compute_inside_backward(job, layer, tile)
+    inside = max(inside, lengths.compute_tile_again(job, layer, saved))
     if not layer.num_experts and not _adapts_last(job) and job.quantized is None:
         inside = max(inside, 8 * job.dtype_bytes * job.shape.intermediate_size * tile)
     return inside + compute_layer_input(job) + _compute_scaled(job) + sums

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ulysses_cli.plan.ledger import device, head, layer, mixers, mlp, quantized
+from ulysses_cli.plan.ledger import device, head, layer, mixers, mlp
+from ulysses_cli.plan.ledger.adapters import lengths, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import walk_layer_backward
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
@@ -147,6 +148,8 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
     """(Place in a layer, tensors in use there) of a forward."""
     job = job.view(kind)
     yield "attention", {"attention": mixers.compute_forward(job, kind)}
+    for place, around, work in lengths.list_forward(job, kind):
+        yield place, {place: around, "lora": work}
     if kind.mlp is None:
         return
     yield "fetch", {"mlp": 2 * layer.compute_layer_input(job)}  # before any of the MLP is computed

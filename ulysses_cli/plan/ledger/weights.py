@@ -23,7 +23,7 @@ WITHOUT_INPUT_NORM = {"flex_olmo", "olmo2", "olmo3"}
 NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three are projected
 EXPERTS_FIRST = {"qwen3_moe"}  # as their block is made; it is gathered in that order
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
-ADAPTER_NAMES = (".a", ".b")
+ADAPTER_NAMES = (".a", ".b", ".lengths")
 INPUT_NORM, NORM_BEHIND = "input_norm", "behind_norm"
 RECURRENT_PROJECTIONS = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"}
 FIRST_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "in_proj", *RECURRENT_PROJECTIONS}
@@ -33,12 +33,14 @@ WITHOUT_ACTIVATION = {"lfm2"}  # their activation is a function and no module
 @dataclass(frozen=True)
 class Adapters:
     """LoRA: its rank; the last parts of the names of the layers that get an adapter, () for every linear layer; whether
-    there is dropout before the adapters; and which parts are trained whole: embed_tokens, lm_head, norm."""
+    there is dropout before the adapters; which parts are trained whole: embed_tokens, lm_head, norm; and whether the
+    lengths of their weights' rows are trained too."""
 
     rank: int
     targets: tuple[str, ...] = ()
     drops: bool = False
     saved: tuple[str, ...] = ()
+    has_lengths: bool = False  # DoRA
 
     def adapts(self, *names: str) -> bool:
         """Whether any of these layers has an adapter."""
@@ -156,6 +158,8 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         yield make(5, f"{name}.dropout", in_mlp=in_mlp)
         yield make(5, f"{name}.a", (f"{name}.a", num_in * adapters.rank), in_mlp=in_mlp, is_trained=True)
         yield make(5, f"{name}.b", (f"{name}.b", num_out * adapters.rank), in_mlp=in_mlp, is_trained=True)
+        if adapters.has_lengths:
+            yield make(5, f"{name}.lengths", (f"{name}.lengths", num_out), in_mlp=in_mlp, is_trained=True)
 
     hidden, inner = shape.hidden_size, layer.mlp.inner_size if layer.mlp else shape.intermediate_size
     before, behind = has_norm_before(shape), has_norm_behind(shape)

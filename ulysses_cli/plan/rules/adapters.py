@@ -74,13 +74,6 @@ def check_dora(recipe: Recipe, shape: ModelShape) -> Problems:
             "reads the base's weights outside of their modules, where ZeRO-3 has them in shards",
             "write parallel.zero_stage: 2, or use lora.use_rslora",
         )
-    left_open = [name for name, value in recipe.memory if value == "auto"]
-    if left_open and recipe.run.device != "cpu":
-        yield Problem(
-            f"memory.{left_open[0]}",
-            f"is auto, which the ledger settles, and it has no formula for {key}",
-            f"write {', '.join(left_open)}; estimate-memory --trace counts the memory of what you write",
-        )
 
 
 RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (check_quantized_base, check_whole_parts, check_dora)

@@ -37,8 +37,8 @@ MAX_SAMPLED = 6
 SPIKY = 20  # a maximum of so many times the median gets a logarithmic axis
 
 
-def make_run_page(run: RecordedRun, summary: Mapping[str, Any]) -> str:
-    """`summary` is the result of summarize_run."""
+def make_run_page(run: RecordedRun, summary: Mapping[str, Any], evaluations: Sequence[Block] = ()) -> str:
+    """`summary` is the result of summarize_run, `evaluations` that of make_evaluation_blocks."""
     notes = [Note(note, is_warning=True) for note in run.notes]
     if summary["num_bad_steps"]:
         bad = format_count(summary["num_bad_steps"], "step")
@@ -49,6 +49,7 @@ def make_run_page(run: RecordedRun, summary: Mapping[str, Any]) -> str:
         ("Summary", head),
         ("Loss", _show_learning(run)),
         ("Answers", _show_quality(run)),
+        ("Evaluations", list(evaluations)),
         ("Samples", _show_samples(run)),
         ("Speed", _show_speed(run, summary)),
         ("Time of a step", _show_parts(run, summary)),

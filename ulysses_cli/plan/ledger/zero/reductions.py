@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger import attention, layer, mixers, mlp
+from ulysses_cli.plan.ledger.adapters import lengths
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer_backward import count_mlp_left, make_inside
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
@@ -46,7 +47,8 @@ def get_snapshot_place(job: Job, kind: Layer, name: str) -> int:
         return GRADIENT_PLACES["down_proj"]
     if name == "gate and up" and "gate_up_proj" in job.family.mlp_modules:
         return GRADIENT_PLACES["gate_up_proj"]
-    return SNAPSHOT_PLACES[name]
+    of_lengths = name.removeprefix(lengths.name_snapshot(""))
+    return SNAPSHOT_PLACES[name] if of_lengths == name else get_gradient_place(of_lengths)
 
 
 def walk_sent(job: Job, kind: Layer, snapshot: MemorySnapshot) -> Iterator[MemorySnapshot]:

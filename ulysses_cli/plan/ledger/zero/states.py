@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from ulysses_cli.plan.ledger.adapters.quantized import compute_spared
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.quantized import compute_spared
 from ulysses_cli.plan.ledger.weights import count_shard, list_sub_groups
 from ulysses_cli.plan.ledger.zero import lower_stages
 from ulysses_cli.plan.ledger.zero.swapping import (

@@ -1,0 +1,159 @@
+"""Bytes of adapters that also train the length of each row of their weight (DoRA). From peft's tuners/lora/dora.py.
+
+An adapted layer of i inputs and o outputs: b bytes of the dtype, S local tokens or those of a tile, r the rank. In each
+forward peft makes an identity, b i i, and of it the adapters' product, b i o, which it scales and adds to the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.layer import count_mlp_tile_tokens, is_tiled
+from ulysses_cli.plan.ledger.weights import Weights
+from ulysses_cli.plan.models.layers import Layer
+
+NUM_SAVED = 2  # of the output's size: the frozen layer's result and the adapter's, each of which a length scales
+NUM_AT_ONCE = 5  # of the output's size: both, each of them scaled, and the adapter's before it was
+NUM_GRADIENTS = 3  # beside the output's: that of the scaled adapter, and two before they are summed to one of lengths
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """One linear layer with an adapter."""
+
+    name: str
+    num_in: int
+    num_out: int
+    in_mlp: bool
+
+
+@lru_cache(maxsize=256)
+def _list_of_layer(weights: Weights, number: int, rank: int) -> tuple[AdaptedLinear, ...]:
+    modules = [module for module in weights.modules if module.layer == number]
+    sizes = {key: size for module in modules for key, size in module.weights}
+    found = []
+    for module in modules:
+        name, _, end = module.name.rpartition(".")
+        if end == "a":
+            first, second = (sizes[f"{number}.{name}.{each}"] // rank for each in "ab")
+            found.append(AdaptedLinear(name, first, second, module.in_mlp))
+    return tuple(found)
+
+
+def list_adapted(job: Job, kind: Layer) -> tuple[AdaptedLinear, ...]:
+    """In the order of a forward; () where no lengths are trained."""
+    if job.adapters is None or not job.adapters.has_lengths:
+        return ()
+    return _list_of_layer(job.weights, job.shape.kinds_before[kind].index(1) - 1, job.adapters.rank)
+
+
+def compute_saved(job: Job, kind: Layer, tokens: int, *, in_mlp: bool) -> int:
+    """2 b o S of each adapted layer."""
+    return sum(_compute_own_saved(job, linear, tokens) for linear in list_adapted(job, kind) if linear.in_mlp is in_mlp)
+
+
+def compute_last_saved(job: Job, kind: Layer, *, in_mlp: bool) -> int:
+    """Of the last adapted layer before the residual: its backward is over first."""
+    last = [linear for linear in list_adapted(job, kind) if linear.in_mlp is in_mlp][-1:]
+    tokens = count_mlp_tile_tokens(job) if in_mlp else job.local_tokens
+    return sum(_compute_own_saved(job, linear, tokens) for linear in last if linear.name in ("o_proj", "down_proj"))
+
+
+def _compute_own_saved(job: Job, linear: AdaptedLinear, tokens: int) -> int:
+    return NUM_SAVED * job.dtype_bytes * linear.num_out * tokens
+
+
+def compute_work(job: Job, linear: AdaptedLinear, tokens: int, *, keeps: bool) -> int:
+    """The larger of two times: the base's result, while the adapters' product, its scaled copy and the weight with it
+    are measured, b (o S + 3 i o); and then, with that product, 5 b o S. `keeps`: the identity that the product was made
+    of is saved for a backward, and lives as long as the product."""
+    i, o, product = linear.num_in, linear.num_out, linear.num_in * linear.num_out
+    identity = i * i
+    making = o * tokens + identity + product
+    measuring = o * tokens + identity * keeps + 3 * product
+    drops = job.adapters is not None and job.adapters.drops  # the frozen layer runs again on what is left
+    scaling = identity * keeps + product + (NUM_AT_ONCE + drops) * o * tokens
+    return job.dtype_bytes * max(making, measuring, scaling)
+
+
+def compute_gradients(job: Job, linear: AdaptedLinear, tokens: int) -> int:
+    return NUM_GRADIENTS * job.dtype_bytes * linear.num_out * tokens
+
+
+def list_forward(job: Job, kind: Layer) -> Iterator[tuple[str, int, int]]:
+    """(Place in a layer, bytes around an adapted layer, bytes of its work) of a forward: what was projected before, and
+    what the block holds."""
+    keeps = job.levers.gradient_checkpointing is False
+    b, h, done = job.dtype_bytes, job.shape.hidden_size, 0
+    for linear in list_adapted(job, kind):
+        if linear.in_mlp:
+            tokens = count_mlp_tile_tokens(job)
+            held = (3 if is_tiled(job) else 2) * h * job.local_tokens
+            wide = 0 if linear.name in ("gate_proj", "gate_up_proj") else job.shape.intermediate_size
+            around = b * (held + wide * tokens)
+        else:
+            tokens, is_last = job.local_tokens, linear.name == "o_proj"
+            around = b * (job.query_width if is_last else h + done) * tokens
+            done += linear.num_out
+        yield "mlp" if linear.in_mlp else "attention", around, compute_work(job, linear, tokens, keeps=keeps)
+
+
+def list_again(job: Job, kind: Layer, attention_saved: int, mlp_saved: int) -> Iterator[tuple[str, int, int, int]]:
+    """(Place in a layer, what attention has saved, what the MLP has, bytes of the work) at each adapted layer while a
+    layer is computed again. `attention_saved` and `mlp_saved` are those of the whole layer. In tiles the MLP's part is
+    over before its first adapted layer."""
+    b, h, done, tokens = job.dtype_bytes, job.shape.hidden_size, 0, job.local_tokens
+    for linear in list_adapted(job, kind):
+        work = compute_work(job, linear, tokens, keeps=True)
+        if linear.in_mlp and not is_tiled(job):
+            yield "mlp", attention_saved, mlp_saved - _count_later(job, kind, linear, tokens), work
+        elif linear.name == "o_proj":
+            yield "attention", attention_saved - _compute_own_saved(job, linear, tokens), 0, work
+        elif not linear.in_mlp:
+            yield "attention", b * (2 * h + (1 + NUM_SAVED) * done) * tokens, 0, work
+            done += linear.num_out
+
+
+def compute_tile_again(job: Job, kind: Layer, inside_saved: int) -> int:
+    """The most of a tile's inside and of the work at one of its adapted layers. `inside_saved` is that of the tile."""
+    tokens = count_mlp_tile_tokens(job)
+    return max(
+        (
+            inside_saved - _count_later(job, kind, linear, tokens) + compute_work(job, linear, tokens, keeps=True)
+            for linear in list_adapted(job, kind)
+            if linear.in_mlp
+        ),
+        default=0,
+    )
+
+
+def _count_later(job: Job, kind: Layer, linear: AdaptedLinear, tokens: int) -> int:
+    """Of what an MLP saves, what this adapted layer and those after it do; that of the last one has no result."""
+    inside = [each for each in list_adapted(job, kind) if each.in_mlp]
+    later = inside[inside.index(linear) :]
+    return sum(
+        _compute_own_saved(job, each, tokens) + job.dtype_bytes * each.num_out * tokens * (each is not inside[-1])
+        for each in later
+    )
+
+
+def list_backward(job: Job, kind: Layer, attention_saved: int, mlp_saved: int) -> Iterator[tuple[str, int, int, int]]:
+    """(Name of the layer, what is left of attention, of the MLP, bytes of gradients) when the gradients of lengths are
+    made. Those of the MLP's first layers are made when its product and the last layer are done with."""
+    for linear in reversed(list_adapted(job, kind)):
+        gradients = compute_gradients(job, linear, job.local_tokens)
+        if linear.name == "o_proj":
+            yield linear.name, attention_saved, 0, gradients
+        elif linear.name == "down_proj" and not is_tiled(job):
+            yield linear.name, attention_saved, mlp_saved, gradients
+        elif linear.name in ("up_proj", "gate_up_proj") and not is_tiled(job):
+            product = job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
+            gone = compute_last_saved(job, kind, in_mlp=True) + product
+            yield linear.name, attention_saved, mlp_saved - gone, gradients
+
+
+def name_snapshot(linear: str) -> str:
+    return f"lengths of {linear}"
