@@ -34,12 +34,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--suite", "rulr"), "no suite or task is called rulr"),
+        (("--suite", "rulr", "--path", "nowhere"), "no suite or task is called rulr"),
         (("--suite", "longbench"), "no path was given"),
         (("--suite", "qa_1"), "made from your files"),
         (("--sp-size", "3"), "3 does not divide the 4 attention heads"),
         (("--max-length", "4K-8K"), "is not a whole number"),
         (("--suite", "mrcr", "--path", "nowhere.parquet"), "does not exist"),
+        (("--suite", "niah,graphs", "--path", "nowhere"), "no suite of niah, graphs reads files"),
+        (("--suite", "niah", "--budget", "4Ki"), "is not used without --against-retrieval"),
+        (("--suite", "niah", "--gpu", "h100"), "is not used without --dry-run"),
     ],
 )
 def test_a_mistake_ends_with_2_and_says_what_to_do(model: str, words: tuple[str, ...], message: str) -> None:

@@ -187,6 +187,15 @@ def test_check_disk(tmp_path: Path) -> None:
         "command line: memory.nvme_path: is not used: nothing is on nvme"
         "\n\nhint: set memory.offload_optimizer: nvme, or leave it out"
     )
+    still = ("memory.offload_optimizer=cpu", "memory.activation_offloading=0")  # and activation_offload_device: auto
+    assert "memory.nvme_path: is not used: nothing is on nvme" in only(f"memory.nvme_path={tmp_path}", *still)
+    assert check(f"memory.nvme_path={tmp_path}", still[0]) == check(f"memory.nvme_path={tmp_path}", still[1]) == []
+    whole = ("memory.activation_offload_device=nvme", "memory.gradient_checkpointing=false")
+    for words in (whole, (*whole, f"memory.nvme_path={tmp_path}")):
+        assert only(*words) == (
+            "command line: memory.activation_offload_device: nvme is not used: memory.gradient_checkpointing: false "
+            "leaves nothing to move\n\nhint: leave one of the two out"
+        )
     unused = (f"memory.nvme_path={tmp_path}", "memory.activation_offload_device=nvme")
     assert only(*unused, "memory.activation_offloading=false") == (
         "command line: memory.activation_offload_device: nvme is not used: memory.activation_offloading is off"
@@ -257,6 +266,20 @@ def test_check_overlap() -> None:
     assert only(early, on_host, "parallel.zero_stage=2") == (
         "command line: memory.overlap_optimizer: needs ZeRO stage 3; stage 2 steps all weights at once, when the "
         "backward is over\n\nhint: set parallel.zero_stage: 3, or leave it out"
+    )
+
+    assert only(early, "train.optim=adamw_8bit") == (
+        "command line: memory.overlap_optimizer: is not used: it needs the optimizer in host memory, and adamw_8bit "
+        "stays on the GPU\n\nhint: use train.optim: adamw, or leave it out"
+    )
+
+
+def test_check_tiles() -> None:
+    large = ("memory.large_tiles=true", "memory.tiled_mlp=false")
+    assert check(*large) == check(large[0]) == []
+    assert only(*large, "memory.tiled_loss=false") == (
+        "command line: memory.large_tiles: is not used: tiled_mlp and tiled_loss are false"
+        "\n\nhint: set one of them to auto or true, or leave it out"
     )
 
 
@@ -338,7 +361,12 @@ def test_a_score_needs_its_questions() -> None:
     missing = only("run.keep_best=score")
     assert missing.endswith("hint: write run.eval_suite: [niah_single_1] and run.eval_suite_steps: 100")
     asked = ("run.eval_suite=[vt]", "run.eval_suite_steps=10", "run.eval_suite_lengths=[2Ki]")
-    assert check("run.keep_best=eval_suite", "run.early_stopping_patience=2", *asked) == []
+    by_score = ("run.keep_best=eval_suite", "run.early_stopping_patience=2", *asked)
+    assert check(*by_score) == check(*by_score, "run.early_stopping_threshold=0.99") == []
+    assert only(*by_score, "run.early_stopping_threshold=1") == (
+        "command line: run.early_stopping_threshold: no score rises by more than 1: scores are shares from 0 to 1"
+        "\n\nhint: write a share below 1, such as 0.01"
+    )
 
 
 def test_check_model_choice() -> None:

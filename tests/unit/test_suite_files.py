@@ -15,6 +15,7 @@ from support.hub_server import SHA, TOKEN, Hub, serve_hub
 from ulysses_cli.evaluate.files import read_suite
 from ulysses_cli.evaluate.suites import Sources, plan_suites
 from ulysses_cli.launch.suite_files import find_suite_path
+from ulysses_cli.plan.files.row_files import list_row_files
 from ulysses_cli.plan.problem import RecipeError
 
 TREC = {"input": "q", "context": "c", "answers": ["Cat"], "all_classes": ["Cat", "Dog"], "dataset": "trec"}
@@ -72,7 +73,37 @@ def test_an_archive_is_unpacked(hub: Hub) -> None:
     folder = find_suite_path("some/archive", ignore)
     assert [sample.task for sample in read_suite("longbench", folder)] == ["trec"]
     assert find_suite_path("some/archive", ignore) == folder
-    assert [file.name for file in folder.iterdir()] == ["data"]
+    assert [file.relative_to(folder).as_posix() for file in folder.rglob("*.jsonl")] == [
+        "data.zip/data/data/trec.jsonl"
+    ]
+
+
+def test_archives_of_one_name_are_all_unpacked(hub: Hub) -> None:
+    rows = {"a/data.zip": "first", "b/data.zip": "second", "b.zip": "third"}
+    hub.data_sets["some/three"] = {
+        name: make_archive(trec=json.dumps({**TREC, "input": text})) for name, text in rows.items()
+    }
+    folder = find_suite_path("some/three", ignore)
+    asked = [sample.content for sample in read_suite("longbench", folder)]
+    assert sorted(text for question in asked for text in rows.values() if text in question) == sorted(rows.values())
+
+
+def test_nothing_is_read_before_its_archive_is_unpacked(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So nothing is that a killed process has left."""
+    seen: list[list[Path]] = []
+    replace = Path.replace
+
+    def look(part: Path, target: Path) -> Path:
+        seen.append(list_row_files(target.parent))
+        assert list_row_files(part)
+        return replace(part, target)
+
+    monkeypatch.setattr(Path, "replace", look)
+    folder = find_suite_path("some/archive", ignore)
+    assert (seen, len(list_row_files(folder))) == ([[]], 1)
+    assert list((tmp_path / "home/.cache/ulysses/unpacking").iterdir()) == []
 
 
 @pytest.mark.parametrize(

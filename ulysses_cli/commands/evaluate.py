@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ulysses_cli.plan.models.shape import ModelShape
 
 
+DEFAULT_BUDGETS = "4Ki,16Ki,64Ki"
+
+
 class EvaluationDevice(StrEnum):
     auto = "auto"
     cuda = "cuda"
@@ -47,7 +50,10 @@ def evaluate(
             help="ask each question also with no context, with the chunks that BM25 finds, and with the evidence",
         ),
     ] = False,
-    budget: Annotated[str, typer.Option(help="tokens of what BM25 finds, with commas between them")] = "4Ki,16Ki,64Ki",
+    budget: Annotated[
+        str | None,
+        typer.Option(help=f"tokens of what BM25 finds, with commas between them  [default: {DEFAULT_BUDGETS}]"),
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="the tokenizer, where the model's folder has none")] = None,
     dtype: Annotated[WeightsDtype, typer.Option(help="of the weights")] = WeightsDtype.bfloat16,
     path: Annotated[
@@ -123,7 +129,11 @@ def evaluate(
 
     or_exit(lambda: environments.check_one_process(os.environ, "evaluate"), output)
     lengths = or_exit(lambda: read_numbers("--max-length", max_length, []), output)
-    budgets = or_exit(lambda: read_numbers("--budget", budget, []), output) if against_retrieval else []
+    if budget is not None and not against_retrieval:
+        end_with([Problem("--budget", "is not used without --against-retrieval", "add it, or leave this out")], output)
+    if gpu is not None and not dry_run:
+        end_with([Problem("--gpu", "is not used without --dry-run", "add it, or leave this out")], output)
+    budgets = or_exit(lambda: read_numbers("--budget", budget or DEFAULT_BUDGETS, []), output)
     suites = [word.strip() for word in suite.split(",") if word.strip()]
     if not suites:
         end_with([Problem("--suite", "no suite is named", f"use some of: {', '.join(SUITES)}")], output)
@@ -134,6 +144,9 @@ def evaluate(
     harness = Path(path) if path and reader.startswith(HARNESS) else None
     sources = Sources(text, squad, hotpotqa, code, files, harness, documents)
     plan = or_exit(lambda: plan_suites(suites, sources), output)
+    if path is not None and not reader:
+        hint = f"leave it out, or add one of {', '.join((LOSS, *FILE_SUITES))}, {HARNESS}TASK"
+        end_with([Problem("--path", f"no suite of {', '.join(suites)} reads files", hint)], output)
     folder = to or Path("runs/evaluations") / name_results(model)
     slots = launcher.count_rank_slots("cuda") if device is not EvaluationDevice.cpu else 0
     if device is EvaluationDevice.cuda and not slots:
@@ -175,7 +188,7 @@ def evaluate(
         "harness_limit": samples,
         "seed": seed,
         "sources": sources.as_json(),
-        "budgets": budgets,
+        "budgets": budgets if against_retrieval else [],
         "sp_size": sp_size,
         "num_ranks": num_ranks,
         "output": str(folder),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ulysses_cli.evaluate.sample import Metric, Sample, Span
+from ulysses_cli.plan.files.row_files import list_row_files
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 Row = Mapping[str, Any]
@@ -181,8 +182,6 @@ FILE_SUITES: dict[str, FileSuite] = {
     "mrcr": FileSuite(_read_mrcr, ("prompt", "answer", "random_string_to_prepend"), "the data set openai/mrcr"),
     "graphwalks": FileSuite(_read_graphs, ("prompt", "answer_nodes"), "the data set openai/graphwalks"),
 }
-ROWS = (".jsonl", ".json", ".parquet")
-NO_ROWS = ("dataset_infos.json", "dataset_dict.json")  # facts about a data set
 PACKAGES: dict[Metric, str] = {"chinese_f1": "jieba", "code_similarity": "rapidfuzz"}
 
 
@@ -201,8 +200,7 @@ def list_files(suite: str, path: Path | None) -> list[Path]:
         raise RecipeError([Problem("--suite", f"{suite} is read from files, and no path was given", hint)])
     if path.is_file():
         return [path]
-    names = {*NO_ROWS, *(f"{name}.jsonl" for name in FILE_SUITES[suite].left_out)}
-    found = sorted(each for each in path.rglob("*") if each.suffix in ROWS and each.name not in names)
+    found = list_row_files(path, [f"{name}.jsonl" for name in FILE_SUITES[suite].left_out])
     if not found:
         kind = "holds no JSON, JSON lines or Parquet" if path.is_dir() else "does not exist"
         raise RecipeError([Problem("--path", f"{path} {kind}", where)])

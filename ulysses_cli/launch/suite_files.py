@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 from ulysses_cli.plan.files.addresses import CACHE
+from ulysses_cli.plan.files.row_files import ROWS, list_row_files
 from ulysses_cli.plan.problem import Problem, RecipeError
 from ulysses_cli.plan.secrets import collect_secrets, mask_text
 
 OPTION = "--path"
-ROWS = (".jsonl", ".json", ".parquet")
 NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-NO_ROWS = ("dataset_infos.json", "dataset_dict.json")  # facts about a data set
 
 
 def find_suite_path(path: str, report: Callable[[str], None]) -> Path:
@@ -30,15 +29,16 @@ def find_suite_path(path: str, report: Callable[[str], None]) -> Path:
         return local  # what is missing is said by its reader
     report(f"reading the data set {path} of the hub")
     folder = _download(found["name"], found["revision"])
-    if any(file.suffix in ROWS for file in folder.rglob("*") if file.name not in NO_ROWS):
+    if list_row_files(folder):
         return folder
     archives = sorted(folder.rglob("*.zip"))
     if not archives:
         hint = "name a data set that holds JSON, JSON lines or Parquet, or download its files and name their folder"
         raise RecipeError([Problem(OPTION, f"the data set {path} holds no file of rows", hint)])
-    target = Path(CACHE).expanduser() / "suites" / f"{found['name'].replace('/', '--')}-{folder.name}"
+    cache = Path(CACHE).expanduser()
+    target = cache / "unpacked" / f"{found['name'].replace('/', '--')}-{folder.name}"
     for archive in archives:
-        _unpack(archive, target / archive.stem)
+        _unpack(archive, target / archive.relative_to(folder), cache / "unpacking")
     return target
 
 
@@ -72,22 +72,23 @@ def _download(name: str, revision: str | None) -> Path:
     raise RecipeError([Problem(OPTION, message, hint)]) from None
 
 
-def _unpack(archive: Path, target: Path) -> None:
-    """Unpacks the files of rows, once: the folder appears under its name when it is complete."""
+def _unpack(archive: Path, target: Path, scratch: Path) -> None:
+    """Unpacks the files of rows, once: the folder appears under the archive's name when it is complete. Before that its
+    files are in a folder of `scratch`, which no evaluation reads."""
     if target.is_dir():
         return
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        with zipfile.ZipFile(archive) as opened:
+        scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=scratch) as place, zipfile.ZipFile(archive) as opened:
+            part = Path(place) / target.name
             members = [member for member in opened.infolist() if member.filename.endswith(ROWS)]
-            for member in members:
-                opened.extract(member, part)  # never outside of its folder: it drops `..` and roots
-        if not members:
-            raise ValueError("it holds no file of rows")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part.replace(target)
+            for member in members:  # never outside of its folder: extract drops `..` and roots
+                opened.extract(member, part / archive.stem)
+            if not members:
+                raise ValueError("it holds no file of rows")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part.replace(target)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        shutil.rmtree(part, ignore_errors=True)
         if target.is_dir():
             return  # another process was faster
         raise RecipeError([Problem(OPTION, f"{archive} cannot be unpacked: {error}", "download it again")]) from None

@@ -41,9 +41,14 @@ def count_most_offloaded(shape: ModelShape) -> int:
     return max(1, shape.num_layers - 2)
 
 
+def list_on_disk(levers: Levers) -> list[str]:
+    """The levers by which a run keeps something below memory.nvme_path."""
+    names = [name for name in ("offload_optimizer", "offload_param") if getattr(levers, name) == "nvme"]
+    return [*names, "offloaded_to"] if swaps_activations(levers) else names
+
+
 def uses_disk(levers: Levers) -> bool:
-    """Whether a run with these levers keeps anything below memory.nvme_path."""
-    return "nvme" in (levers.offload_optimizer, levers.offload_param) or swaps_activations(levers)
+    return bool(list_on_disk(levers))
 
 
 def swaps_activations(levers: Levers) -> bool:

@@ -182,20 +182,28 @@ def check_disk(case: RuleCase) -> Problems:
     """memory.nvme_path is given if something is offloaded there, or may be, and only then."""
     memory, key = case.recipe.memory, "memory.nvme_path"
     places = ("offload_optimizer", "offload_param", "activation_offload_device")
-    on_disk = [name for name in places if getattr(memory, name) == "nvme"]
+    still = _find_still_activations(case.recipe)
+    on_disk = [name for name in places if getattr(memory, name) == "nvme" and not (still and name == places[-1])]
     aio = case.recipe.deepspeed.get("aio", {})
     if (on_disk or memory.nvme_path) and isinstance(aio, dict) and aio.get("use_gds"):
         what = "is not offered: no GPU with GPUDirect storage has run it, and bytes that pass by the host are counted"
         yield Problem("deepspeed.aio.use_gds", what, "leave it out")
     if on_disk and memory.nvme_path is None:
         yield Problem(key, f"required with memory.{on_disk[0]}: nvme", "name a folder on a fast local disk")
-    may_use = "auto" in (memory.offload_optimizer, memory.activation_offload_device)
-    if memory.activation_offload_device == "nvme" and memory.activation_offloading in (False, 0):
-        what = "nvme is not used: memory.activation_offloading is off"
-        yield Problem("memory.activation_offload_device", what, "leave one of the two out")
+    if still and memory.activation_offload_device == "nvme":
+        yield Problem("memory.activation_offload_device", f"nvme is not used: {still}", "leave one of the two out")
+    may_use = _may_swap_states(case.recipe) or (not still and memory.activation_offload_device == "auto")
     if not on_disk and not may_use and memory.nvme_path is not None:
         what = "is not used: nothing is on nvme"
         yield Problem(key, what, "set memory.offload_optimizer: nvme, or leave it out")
+
+
+def _find_still_activations(recipe: Recipe) -> str:
+    """Why nothing of what layers save leaves the GPU, or ''."""
+    if recipe.memory.activation_offloading in (False, 0):
+        return "memory.activation_offloading is off"
+    is_whole = recipe.memory.gradient_checkpointing is False
+    return "memory.gradient_checkpointing: false leaves nothing to move" if is_whole else ""
 
 
 def check_states_on_disk(case: RuleCase) -> Problems:

@@ -48,9 +48,20 @@ def check_overlap(recipe: Recipe) -> Problems:
             f"is not used: it needs the optimizer in host memory, and offload_optimizer is {memory.offload_optimizer}"
         )
         yield Problem("memory.overlap_optimizer", what, "set memory.offload_optimizer: cpu, or leave it out")
+    elif recipe.train.optim == "adamw_8bit":
+        what = "is not used: it needs the optimizer in host memory, and adamw_8bit stays on the GPU"
+        yield Problem("memory.overlap_optimizer", what, "use train.optim: adamw, or leave it out")
     if stage < 3:
         what = f"needs ZeRO stage 3; stage {stage} steps all weights at once, when the backward is over"
         yield Problem("memory.overlap_optimizer", what, "set parallel.zero_stage: 3, or leave it out")
+
+
+def check_tiles(recipe: Recipe) -> Problems:
+    """Large tiles are tiles of MLPs, norms or the loss."""
+    memory = recipe.memory
+    if memory.large_tiles is True and memory.tiled_mlp is False and memory.tiled_loss is False:
+        what = "is not used: tiled_mlp and tiled_loss are false"
+        yield Problem("memory.large_tiles", what, "set one of them to auto or true, or leave it out")
 
 
 def check_steps(recipe: Recipe) -> Problems:
@@ -137,6 +148,12 @@ def check_model_choice(recipe: Recipe) -> Problems:
             f"{run.early_stopping_threshold:g} is not used without early_stopping_patience",
             "write run.early_stopping_patience: 3, or leave the threshold out",
         )
+    elif run.keep_best == SCORE and run.early_stopping_threshold >= 1:
+        yield Problem(
+            "run.early_stopping_threshold",
+            f"no score rises by more than {run.early_stopping_threshold:g}: scores are shares from 0 to 1",
+            "write a share below 1, such as 0.01",
+        )
 
 
 def check_samples(recipe: Recipe) -> Problems:
@@ -196,6 +213,7 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     check_hub_model,
     check_optimizer,
     check_overlap,
+    check_tiles,
     check_steps,
     check_schedule,
     check_evaluation,
