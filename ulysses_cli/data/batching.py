@@ -1,4 +1,4 @@
-"""Counts of a recipe's steps: rows per step, rows of the run, the cost of a row. `steps.py` then says which rows."""
+"""Counts of a recipe's steps: rows per step, rows of the run, the FLOPs of a row. `steps.py` then says which rows."""
 
 from __future__ import annotations
 

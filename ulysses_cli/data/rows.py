@@ -1,4 +1,5 @@
 """Reads rows of prepared data from disk, slice by slice: tokens, shifted labels, positions, document boundaries.
+Refuses rows that are damaged or missing.
 
 Knows no rank and no step: any process may read any part of any row, and only that part is read from disk.
 """

@@ -1,4 +1,5 @@
-"""Makes a folder atomically: written under another name, synced, then renamed, all under a lock.
+"""Makes a folder of tokens or rows atomically: written under another name, synced, then renamed, all under a lock. Also
+says whether such a folder is whole.
 
 If two processes make the same folder, the second waits and uses the first one's work. A killed process leaves a partial
 folder, which the next process removes.

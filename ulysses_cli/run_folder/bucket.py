@@ -1,4 +1,5 @@
-"""Reads and writes objects below a remote address (s3, gs, hf, file) through fsspec's own packages, with retries.
+"""Reads and writes objects below a remote address (s3, gs, hf, file) through fsspec's own packages, several at a time,
+with retries.
 
 A call that fails is tried again; a missing object is not. No object is renamed, since buckets cannot do that.
 """

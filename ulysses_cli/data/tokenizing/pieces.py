@@ -1,4 +1,5 @@
-"""Finds places where a long text can be cut so that its pieces have the same tokens as the whole text.
+"""Finds places where a long text can be cut for the tokenizer, so that its pieces have the same tokens as the whole
+text.
 
 A cut is between a letter and white space. Cuts are allowed only if every stage of the tokenizer is known to separate
 the two; otherwise the CutRule gives the reason, and texts stay whole.

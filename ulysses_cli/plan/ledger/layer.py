@@ -1,8 +1,8 @@
-"""Bytes that all parts of a decoder layer share, per rank and micro-step: its input, norms, tiles, adapters.
+"""Bytes that all parts of a decoder layer share, per rank and micro-step: its input, norms, tiles, what adapters save.
 
-The layer is transformers' with our attention. Widths count elements per token: h hidden, q queries, k keys (or
-values), r keys after the exchange, i inner; b bytes of the dtype, S local tokens. The terms of attention are in
-attention.py, those of the MLP in mlp.py; tests/one_process/test_ledger.py compares all of them with real models.
+The layer is transformers' with our attention. Widths count elements per token: h hidden, q queries, k keys (or values),
+r keys after the exchange, i inner; b bytes of the dtype, S local tokens. The terms of attention are in attention.py,
+those of the MLP in mlp.py; tests/one_process/test_ledger.py compares all of them with real models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What makes a model inexact when a row is split over ranks: a field or a layer type of config.json, or its family."""
+"""Which models are refused when a row is split over ranks, since they would be inexact: by a field or a layer type of
+config.json, or by their family."""
 
 from __future__ import annotations
 

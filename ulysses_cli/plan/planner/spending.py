@@ -1,5 +1,5 @@
 """Levers that spend memory and save time: large tiles on the GPU, early steps of the optimizer on the host. They take
-what is left after all that frees memory, and give it back first.
+the memory that is left when all other levers are chosen; the planner turns them off before it turns another lever on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules about steps, schedule, optimizer, evaluation and money. Run by check.py."""
+"""Rules about steps, schedule, optimizer, the split for evaluation, notifications and money. Run by check.py."""
 
 from __future__ import annotations
 

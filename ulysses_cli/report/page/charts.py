@@ -1,4 +1,5 @@
-"""Draws charts as SVG: lines, bars, stacks. Escapes text, keeps gaps, and keeps every spike when it thins points.
+"""Draws charts as SVG: lines, bars, stacks, with linear or logarithmic axes. Escapes text, keeps gaps, and keeps every
+spike when it thins points.
 
 A label may end in its unit, as in `memory (bytes)`. The units tokens, bytes, seconds, share and USD have their formats.
 """

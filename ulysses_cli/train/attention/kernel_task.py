@@ -1,4 +1,5 @@
-"""What a rank computes for one chunk of heads, besides its tensors, and how tensors are cut for each kernel call."""
+"""What a rank computes for one chunk of heads, besides its tensors, and which tokens each kernel call takes of its
+tensors."""
 
 from __future__ import annotations
 

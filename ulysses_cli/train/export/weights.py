@@ -1,4 +1,5 @@
-"""Exports a checkpoint as a Hugging Face folder, layer by layer: host memory holds one shard of the result.
+"""Exports a checkpoint as a Hugging Face folder, layer by layer: host memory holds one shard of the result. Sets the
+size of a shard, for `merging.py` too.
 
 Works from the files alone, in one process. Any number of ranks may have written them.
 """

@@ -1,4 +1,5 @@
-"""A thread of each rank that ends a run which hangs, and reports which rank hangs, in which step and where.
+"""A thread of each rank that ends a run which hangs, says which rank hangs, in which step and where, and writes the
+rank's Python stacks to its log.
 
 Stacks show which ranks wait, in a collective or for a GPU that is in one, and which rank they wait for. Watchdogs
 exchange their status over the agent's store, on a connection of their own: the main thread's may be in use.

@@ -1,5 +1,5 @@
-"""Replays DeepSpeed's partitioned parameter coordinator once it knows the order of modules: which weights are fetched,
-prefetched and released at each hook (runtime/zero/partitioned_param_coordinator.py). Counts elements.
+"""DeepSpeed's partitioned parameter coordinator, replayed: given the order in which modules run, which weights are
+fetched, prefetched and released at each hook (runtime/zero/partitioned_param_coordinator.py). Counts elements.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The order in which gradients are made, and when the full bucket is sent (DeepSpeed: stage3.py, stage_1_and_2.py).
-Counts elements; holds no tensors."""
+"""Finds out at which gradients of a step the bucket is full and is sent, for `reductions.py` (DeepSpeed: stage3.py,
+stage_1_and_2.py). Counts elements; holds no tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How many elements of weights ZeRO-3 has gathered at each point of a step: the order of modules, for `coordinator.py`.
+"""How many elements of weights ZeRO-3 has gathered at each point of a step. Runs `coordinator.py` over a step's
+modules.
 
 Its rules, from runtime/zero/partitioned_param_coordinator.py: fetch what a module needs; then prefetch up to
 prefetch_bucket more at every module, until max_live are gathered; keep what is used again within max_reuse_distance. A

@@ -1,4 +1,4 @@
-"""Snapshots of a layer's backward at the moments at which gradients are reduced."""
+"""Snapshots of a layer's backward while a bucket of gradients is sent, at the moments that `flushes.py` names."""
 
 from __future__ import annotations
 
