@@ -56,6 +56,21 @@ def test_check_heads() -> None:
     assert check("parallel.sp_size=64") == []  # and, on a ring, more than query heads
 
 
+def test_check_index_bounds_of_a_quantized_base() -> None:
+    """The MLP's 14,336 numbers per token are in tiles where they may be."""
+    words = ("lora.quantize_base=nf4", "parallel.sp_size=1", "data.max_length=256Ki", "model.rope_scaling={type: yarn}",
+             "parallel.zero_stage=2")  # fmt: skip
+    assert check(*words) == []
+    assert only(*words, "memory.tiled_mlp=false") == (
+        "command line: memory.tiled_mlp: activations of quantized layers of a rank would have 3,758,096,384 elements, "
+        "past the 2^31 that kernels of this kind (quantized_linear) index safely\n\nhint: use memory.tiled_mlp: auto, "
+        "or shorter or fewer rows"
+    )
+    long = only(*words, "memory.tiled_mlp=false", "data.max_length=512Ki")
+    assert long.startswith("command line: data.max_length: activations of quantized layers")
+    assert long.endswith("hint: use a larger sp_size, or shorter or fewer rows")
+
+
 def test_check_rings() -> None:
     assert only("parallel.ring_size=3") == (
         "command line: parallel.ring_size: 3 does not divide sp_size 4\n\nhint: use auto, 1, 2 or 4"
@@ -66,8 +81,8 @@ def test_check_rings() -> None:
     )
     assert check("parallel.ring_size=2") == check("parallel.ring_size=4") == []
     long = ("parallel.sp_size=8", "parallel.ring_size=8", "data.max_length=4Mi", "memory.attention_head_chunks=1")
-    assert any("keys of a ring" in str(problem) for problem in check(*long))
-    assert not any("of a ring" in str(problem) for problem in check(*long[:-1]))
+    assert any("attention's queries" in str(problem) for problem in check(*long))
+    assert not any("elements" in str(problem) for problem in check(*long[:-1]))
     assert only("parallel.ring_size=2", "model.attn_implementation=cudnn").splitlines()[0] == (
         "command line: model.attn_implementation: cudnn takes as many keys as queries, and the ranks of a ring "
         "(parallel.ring_size) have more keys"

@@ -5,10 +5,16 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.model_shapes import LLAMA
 from support.paths import ROOT
+from test_order import WINDOWS
+from test_order import rows as draw_rows
 
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import Job
@@ -21,9 +27,12 @@ from ulysses_cli.plan.rows.indexing import (
     WRAP_BYTES,
     IndexedOperator,
     RowSizes,
+    count_ring_keys,
     list_excess,
     split_rows,
 )
+from ulysses_cli.plan.rows.order import Ring, deal_rows, plan_keys
+from ulysses_cli.plan.rows.rounds import plan_rounds
 
 SIZES = RowSizes(1 << 20, 8, 1, 1, 1, tiled_mlp=True, is_quantized=False)
 
@@ -69,6 +78,31 @@ def test_only_attention_bounds_a_dense_model() -> None:
     assert job.local_tokens * LLAMA.hidden_size > INT32_LIMIT  # which others still refuse
     assert is_indexable(job)
     assert not is_indexable(replace(job, levers=Levers()))
+
+
+def test_a_ring_divides_the_longest_row() -> None:
+    """A rank's call gets the queries of its share, and blocks of keys that are no longer."""
+    for ring_size in (2, 8):
+        sizes = replace(SIZES, sp_size=4 * ring_size, ring_size=ring_size, head_chunks=8)
+        longest = ring_size * INT32_LIMIT // 128
+        assert list_excess(LLAMA, replace(sizes, tokens=longest // 3 * 2 - ring_size)) == []
+        (excess, *_) = list_excess(LLAMA, replace(sizes, tokens=longest))
+        assert (excess.name, excess.numel) == ("attention's queries", INT32_LIMIT)
+
+
+@given(draw_rows(), st.integers(1, 3), WINDOWS)
+def test_no_call_on_a_ring_gets_more_keys_than_are_bounded(
+    row: tuple[tuple[int, ...], int], num_rows: int, window: int | None
+) -> None:
+    lengths, size = row
+    lengths *= num_rows
+    order = deal_rows(lengths, num_rows, Ring(size, ((window, 1),)))
+    sizes = replace(SIZES, tokens=sum(lengths), sp_size=size, ring_size=size, num_rows=num_rows)
+    shape: Any = SimpleNamespace(attentions=(SimpleNamespace(window_tokens=window),))
+    for rank in range(size):
+        blocks = [each.num_keys for each in plan_rounds(lengths, order, window, rank)]
+        most = max(blocks, default=plan_keys(lengths, order, window, rank).num_keys)
+        assert most <= count_ring_keys(shape, sizes)
 
 
 def test_pieces_are_whole_small_and_equal() -> None:

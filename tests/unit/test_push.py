@@ -139,13 +139,16 @@ def test_adapters_get_the_stretch_as_an_override(hub: Hub, run_dir: Path) -> Non
 
 def test_what_vllm_does_not_serve_is_to_be_merged(run_dir: Path) -> None:
     model = run_dir / "model"
-    (model / "config.json").rename(model / "adapter_config.json")
+    (model / "base_config").mkdir()
+    (model / "config.json").rename(model / "base_config/config.json")
+    (model / "adapter_config.json").write_text("{}")
     facts = json.loads((run_dir / "run.json").read_text())
     facts["recipe"]["lora"] = {"r": 8, "use_dora": True, "modules_to_save": ["norm"]}
     (run_dir / "run.json").write_text(json.dumps(facts))
     card = run("push", str(run_dir), "--dry-run").stdout
     assert "vllm serve" not in card
     assert "vLLM does not serve adapters with parts that were trained whole or DoRA beside a base model" in card
+    assert "Positions are stretched by yarn, factor 4.0: base_config/config.json tells transformers" in card
 
 
 @pytest.mark.parametrize("path", ["/api/repos/create", "/preupload/", "objects/batch", "/storage/", "/commit/"])

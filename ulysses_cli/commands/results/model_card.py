@@ -101,23 +101,24 @@ def _write_loading(name: str, recipe: Mapping[str, Any], folder: Path, *, holds_
     limit = f" --max-model-len {length}" if length else ""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     is_stretched = recipe.get("model", {}).get("rope_scaling") is not None
-    lines = ["## Serving", ""]
-    if holds_adapters:
+    lines, unserved = ["## Serving", ""], _list_unserved(recipe.get("lora") or {}) if holds_adapters else ""
+    if unserved:
+        merged = "`ulysses export CHECKPOINT --to MERGED --merge-lora`"
+        lines += [f"vLLM does not serve {unserved} beside a base model: merge them first, {merged}.", ""]
+        command, written = "", "base_config/config.json tells transformers, and a merged model's config.json tells both"
+    elif holds_adapters:
         base = recipe.get("model", {}).get("name_or_path") or "the base model"
         override = f" --hf-overrides '{json.dumps({'rope_parameters': rope})}'" if is_stretched else ""
         own_rank = (recipe.get("lora") or {}).get("r", 16)
         rank = next((rank for rank in VLLM_RANKS if rank >= own_rank), own_rank)
         command = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned={name}{limit}{override}"
-        if unserved := _list_unserved(recipe.get("lora") or {}):
-            merged = "`ulysses export CHECKPOINT --to MERGED --merge-lora`"
-            return [*lines, f"vLLM does not serve {unserved} beside a base model: merge them first, {merged}.", ""]
+        written = "the command above tells vLLM"
     else:
         lines += [LOADED_BY_TRANSFORMERS.format(name=name), ""]
-        command = f"vllm serve {name}{limit}"
-    lines += ["```sh", command, "```", ""]
+        command, written = f"vllm serve {name}{limit}", "config.json tells both"
+    lines += ["```sh", command, "```", ""] if command else []
     if is_stretched and isinstance(rope, dict):
         kind = rope.get("rope_type", rope.get("type"))
-        written = "the command above tells vLLM" if holds_adapters else "config.json tells both"
         lines += [f"Positions are stretched by {kind}, factor {rope.get('factor')}: {written}.", ""]
     return lines
 

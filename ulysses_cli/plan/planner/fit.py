@@ -81,6 +81,7 @@ def is_indexable(job: Job) -> bool:
         kv_heads=job.chunk_kv_width // job.layout.ulysses_size // job.shape.head_dim,
         tiled_mlp=job.levers.tiled_mlp,
         is_quantized=job.quantized is not None,
+        num_rows=job.batch,
     )
     return not list_excess(job.shape, sizes)
 

@@ -14,12 +14,17 @@ from typing import Literal
 
 from ulysses_cli.plan.models.layers import AttentionMixer, ExpertsMlp
 from ulysses_cli.plan.models.shape import ModelShape
+from ulysses_cli.plan.rows.order import CHUNKS
+from ulysses_cli.plan.rows.rounds import MAX_SHARES
 
 INT32_LIMIT = 2**31
 # Tensors of this size are computed in pieces where the census says tiled: in bfloat16 they have 2^31 elements, and an
 # unsigned offset in bytes wraps there.
 WRAP_BYTES = 2**32
 PIECE_BYTES = 256 << 20  # large enough for full speed, and what a piece needs besides is small
+
+TILED = "memory.tiled_mlp"
+TILES = f"{TILED}: auto, or "
 
 Verdict = Literal["safe", "tiled", "refused"]
 
@@ -206,6 +211,7 @@ class RowSizes:
     kv_heads: int  # on a rank, in a chunk
     tiled_mlp: bool
     is_quantized: bool
+    num_rows: int = 1
 
     @property
     def local_tokens(self) -> int:
@@ -214,12 +220,14 @@ class RowSizes:
 
 @dataclass(frozen=True)
 class Excess:
-    """A tensor that a refused operator would see. `remedy`: the setting that makes it smaller, or ''."""
+    """A tensor that a refused operator would see. `key`: the setting that is wrong. `remedy`: the one that makes it
+    smaller, or ''."""
 
     operator: str
     name: str
     numel: int
     remedy: str = ""
+    key: str = "data.max_length"
 
 
 def list_excess(shape: ModelShape, sizes: RowSizes) -> list[Excess]:
@@ -232,12 +240,14 @@ def _walk_tensors(shape: ModelShape, sizes: RowSizes) -> Iterator[Excess]:
     shared = -(-sizes.tokens // sizes.ring_size)  # tokens of the ranks that exchange heads
     chunks = "more memory.attention_head_chunks, a larger sp_size, or " if heads > 1 else "a larger sp_size, or "
     yield Excess("attention", "attention's queries", shared * heads * shape.head_dim, chunks)
-    if sizes.ring_size > 1:  # a rank of a ring may attend to all keys of a row
-        yield Excess("attention", "keys of a ring", sizes.tokens * sizes.kv_heads * shape.head_dim, chunks)
+    if sizes.ring_size > 1:
+        yield Excess(
+            "attention", "keys of a ring", count_ring_keys(shape, sizes) * sizes.kv_heads * shape.head_dim, chunks
+        )
     for kind in shape.layer_kinds:
         if isinstance(kind.mlp, ExpertsMlp) and not sizes.tiled_mlp:
             width = kind.mlp.num_per_token * max(shape.hidden_size, 2 * kind.mlp.inner_size)
-            yield Excess("experts", "tokens of experts", sizes.local_tokens * width, "memory.tiled_mlp: auto, or ")
+            yield Excess("experts", "tokens of experts", sizes.local_tokens * width, TILES, TILED)
         for mixer in kind.mixers:
             if not isinstance(mixer, AttentionMixer):
                 name = "recurrent layers' tokens" if hasattr(mixer, "num_heads") else "convolutions' tokens"
@@ -245,10 +255,23 @@ def _walk_tensors(shape: ModelShape, sizes: RowSizes) -> Iterator[Excess]:
                 operator = "recurrence" if hasattr(mixer, "num_heads") else "convolution"
                 yield Excess(operator, name, sizes.local_tokens * channels, "a larger sp_size, or ")
     if sizes.is_quantized:
-        width = max(shape.hidden_size, shape.num_heads * shape.head_dim)
-        width = width if sizes.tiled_mlp else max(width, shape.intermediate_size)
-        name = "activations of quantized layers"
-        yield Excess("quantized_linear", name, sizes.local_tokens * width, "a larger sp_size, or ")
+        operator, name = "quantized_linear", "activations of quantized layers"
+        numel = sizes.local_tokens * max(shape.hidden_size, shape.num_heads * shape.head_dim)
+        if sizes.tiled_mlp or numel >= INT32_LIMIT:
+            yield Excess(operator, name, numel, "a larger sp_size, or ")
+        else:
+            yield Excess(operator, name, sizes.local_tokens * shape.intermediate_size, TILES, TILED)
+
+
+def count_ring_keys(shape: ModelShape, sizes: RowSizes) -> int:
+    """No call of attention on a ring gets more keys. Those that a rank fetches at once are bounded by MAX_SHARES,
+    others come in blocks of one rank's; under a window, keys before each piece of a rank's rows are fetched at once."""
+    own = -(-sizes.tokens // sizes.ring_size)
+    most = int(MAX_SHARES * own)
+    for mixer in shape.attentions:
+        if mixer.window_tokens is not None:
+            most = max(most, own + sizes.num_rows * CHUNKS[-1] * (mixer.window_tokens - 1))
+    return min(most, sizes.tokens)
 
 
 def has_untried(shape: ModelShape, local_tokens: int, *, tiled_mlp: bool, tiled_loss: bool) -> bool:

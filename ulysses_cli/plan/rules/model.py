@@ -198,11 +198,11 @@ def check_index_bounds(recipe: Recipe, shape: ModelShape) -> Problems:
         kv_heads=compute_kv_heads(shape.num_heads, shape.num_kv_heads, parts).num_local,
         tiled_mlp=recipe.memory.tiled_mlp is not False,
         is_quantized=lora is not None and lora.quantize_base is not None,
+        num_rows=recipe.train.per_device_train_batch_size,
     )
     for excess in list_excess(shape, sizes):
-        key = "memory.tiled_mlp" if excess.operator == "experts" else "data.max_length"
         yield Problem(
-            key,
+            excess.key,
             f"{excess.name} of a rank would have {excess.numel:,} elements, past the 2^31 that kernels of this kind "
             f"({excess.operator}) index safely",
             f"use {excess.remedy}shorter or fewer rows",
