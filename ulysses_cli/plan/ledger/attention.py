@@ -28,7 +28,7 @@ def compute_query_norms_saved(job: Job) -> int:
     """The norms of queries and keys, where the family has them. One of values has no weight and saves its float32 input
     alone, 4 k S."""
     values = 4 * job.kv_width * job.local_tokens if job.shape.model_type in NORMS_OF_VALUES else 0
-    return compute_norm_saved(job, job.query_width + job.kv_width) + values if job.family.query_key_norm else 0
+    return compute_norm_saved(job, job.query_width + job.kv_width) + values if job.shape.query_key_norm else 0
 
 
 def saves_slices(job: Job) -> bool:

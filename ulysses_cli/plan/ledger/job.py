@@ -188,26 +188,18 @@ class Job:
 # Families whose formula is within 3 % of traces (benchmarks/estimate.py --random, tests/unit/test_random_draws.py,
 # benchmarks/results/estimate-families.json).
 COMPARED = frozenset(
-    {"bamba", "cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4"}
-    | {"gpt_oss", "granite", "granite_swa", "granitemoe", "helium", "hunyuan_v1_dense", "internlm3", "iquestcoder"}
-    | {
-        "lfm2",
-        "llama",
-        "mellum",
-        "minimax_m2",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "mixtral",
-        "nemotron_h",
-        "olmo2",
-        "olmo3",
+    {
+        "bamba", "cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm",
+        "glm4", "glm4_moe", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoehybrid", "helium",
+        "hunyuan_v1_dense", "internlm3", "iquestcoder", "lfm2", "lfm2_moe", "llama", "mellum", "minimax_m2",
+        "ministral", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "qwen2",
+        "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
+        "vaultgemma",
     }
-    | {"olmoe", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "vaultgemma"}
-)
+)  # fmt: skip
 
 
-UNGATED = {"nemotron_h"}  # families whose MLPs and experts have two matrices, beside a shared expert
+UNGATED = {"nemotron_h"}  # families whose MLPs and experts have two matrices
 
 
 def is_known(shape: ModelShape) -> bool:
@@ -246,10 +238,8 @@ def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
 
 
 def _is_plain_mlp(mlp: DenseMlp | ExpertsMlp | None, shape: ModelShape) -> bool:
-    """Three matrices, or experts of that kind; ungated ones and a shared expert in one family."""
-    if mlp is None or shape.model_type in UNGATED:
-        return True
-    return mlp.is_gated and not (isinstance(mlp, ExpertsMlp) and mlp.shared_size)
+    """Three matrices, or experts of that kind; ungated ones in one family."""
+    return mlp is None or mlp.is_gated or shape.model_type in UNGATED
 
 
 def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
@@ -268,7 +258,10 @@ def make_engine(recipe: Recipe, levers: Levers) -> EngineSettings:
 
 
 # Linear layers of families with names of their own, by those that the ledger uses.
-USUAL_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "out_proj": "o_proj"}
+USUAL_NAMES = {
+    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "out_proj": "o_proj", "input_linear": "gate_up_proj",
+    "output_linear": "down_proj",
+}  # fmt: skip
 
 
 def read_adapters(recipe: Recipe) -> Adapters | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ulysses_cli.plan.ledger import attention, convolution, layer, mixers, mlp
+from ulysses_cli.plan.ledger import attention, layer, mixers, mlp
 from ulysses_cli.plan.ledger.adapters import lengths, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
+from ulysses_cli.plan.ledger.recurrence import convolution
 from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
 from ulysses_cli.plan.ledger.weights import INPUT_NORM, NORM_BEHIND, has_norm_before, has_norm_behind
 from ulysses_cli.plan.models.layers import Layer
@@ -90,7 +91,7 @@ def _walk_attention(
         "attention_kernel": attention.compute_kernel_workspace(job),
     }
     yield "attention", take("attention", rest, 0, **kernel)
-    if job.family.query_key_norm:
+    if job.shape.query_key_norm:
         rows = attention.compute_attention_rows(job)
         norm = layer.compute_norm_backward(job, job.query_width) + rows
         yield "q_norm", take("query norm", rest - rows - result, 0, norm_backward=norm)

@@ -6,9 +6,10 @@ Each function takes the job as its kind of layer sees it (Job.view).
 
 from __future__ import annotations
 
-from ulysses_cli.plan.ledger import attention, convolution, layer
+from ulysses_cli.plan.ledger import attention, layer
 from ulysses_cli.plan.ledger.adapters import lengths
 from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.recurrence import convolution
 from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
 from ulysses_cli.plan.ledger.recurrence.kernels import RecurrentMixer
 from ulysses_cli.plan.models.layers import DeltaNetMixer, Layer, Mamba2Mixer

@@ -16,7 +16,7 @@ from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.saved_results import count_embedded, drop_layers, list_saved
 from ulysses_cli.plan.ledger.zero import lower_stages, states, swapping
 from ulysses_cli.plan.ledger.zero.flushes import list_last_filled
-from ulysses_cli.plan.ledger.zero.gathering import Gathered, LayerMaxima, compute_gathered
+from ulysses_cli.plan.ledger.zero.gathering import Gathered, compute_gathered
 from ulysses_cli.plan.ledger.zero.reductions import SENT, walk_flushes, walk_sent
 from ulysses_cli.plan.models.layers import Layer
 
@@ -103,7 +103,7 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
             snapshot = MemorySnapshot("forward", place, {**held, **inside, **work})
             if place == "attention" and layer.saves_result(job):  # attention is still making this layer's result
                 snapshot.lines["saved_attention_results"] -= mixers.compute_result(view, kind)
-            yield from _gather(job, kind, snapshot, gathered.get_maxima("forward", place))
+            yield from _gather(job, kind, snapshot, gathered, place)
     norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
     yield MemorySnapshot("forward", "final norm", {**held, **inside, **norm})
     fetched = _list_fetched(job, gathered.head, min(gathered.head, head.count_head_elements(job)))
@@ -126,7 +126,7 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
     base["retained_gradients"] = lower_stages.compute_retained_gradients(job, 1)
     for kind in job.shape.layer_kinds:
         for place, snapshot in walk_layer_backward(job, kind, base):
-            yield from _gather(job, kind, snapshot, gathered.get_maxima("backward", place))
+            yield from _gather(job, kind, snapshot, gathered, place)
             if job.zero_stage < 3:
                 yield from walk_sent(job, kind, snapshot)
             down = job.shape.find_last_of_kind(kind, job.shape.num_layers - 2) if job.shape.num_layers > 1 else None
@@ -163,11 +163,13 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
         yield "down", {"mlp": mlp.compute_down_forward(job), **restored}
 
 
-def _gather(job: Job, kind: Layer, snapshot: MemorySnapshot, maxima: LayerMaxima) -> Iterator[MemorySnapshot]:
-    """The same snapshot in each layer in which more is gathered than in any layer above it."""
-    last = job.shape.last_of_kind[kind] + 1
-    for num_gone, num_elements in maxima:
-        lines = drop_layers(job, snapshot.lines, min(last, job.shape.num_layers - num_gone))
+def _gather(
+    job: Job, kind: Layer, snapshot: MemorySnapshot, gathered: Gathered, place: str
+) -> Iterator[MemorySnapshot]:
+    """The same snapshot in each layer of that kind in which more is gathered than in any of them above it."""
+    maxima = gathered.list_maxima(snapshot.phase, place, job.shape.numbers_of_kind[kind])
+    for number, num_elements in maxima or ((job.shape.last_of_kind[kind], 0),):
+        lines = drop_layers(job, snapshot.lines, number + 1)
         yield MemorySnapshot(
             snapshot.phase, snapshot.name, {**lines, "parameters_gathered": job.dtype_bytes * num_elements}
         )
@@ -247,9 +249,10 @@ def compute_prefill(job: Job) -> int:
 def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
     """A forward that saves only the embedding's output and a layer's input."""
     residual = {"residual": 2 * layer.compute_layer_input(job)}
-    works = (work for kind in job.shape.layer_kinds for work in _list_forward_work(job, kind))
-    for place, work in works:
-        most = {"parameters_gathered": job.dtype_bytes * gathered.get_maxima("forward", place)[-1][1]}
+    works = ((kind, *work) for kind in job.shape.layer_kinds for work in _list_forward_work(job, kind))
+    for kind, place, work in works:
+        maxima = gathered.list_maxima("forward", place, job.shape.numbers_of_kind[kind])
+        most = {"parameters_gathered": job.dtype_bytes * (maxima[-1][1] if maxima else 0)}
         yield MemorySnapshot("evaluation", place, {**held, **residual, **most, **work})
     loss = {"loss_tile" if job.levers.tiled_loss else "logits": head.compute_loss_forward(job, trains=False)}
     at_loss = {"parameters_gathered": job.dtype_bytes * gathered.loss, "residual": layer.compute_layer_input(job)}

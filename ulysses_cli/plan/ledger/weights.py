@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.family import Family
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
     ConvolutionMixer,
@@ -22,6 +23,10 @@ NORMS_OF_VALUES = {"gemma4_text", "gemma4_unified_text"}  # without weights
 WITHOUT_INPUT_NORM = {"flex_olmo", "olmo2", "olmo3"}
 NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three are projected
 EXPERTS_FIRST = {"qwen3_moe"}  # as their block is made; it is gathered in that order
+# The expert that every token goes to runs before the router.
+SHARED_FIRST = {
+    *("ernie4_5_moe", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"),
+}
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
 ADAPTER_NAMES = (".a", ".b", ".lengths")
 INPUT_NORM, NORM_BEHIND = "input_norm", "behind_norm"
@@ -181,22 +186,13 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         return
     yield make(3, "mlp", in_mlp=True)
     if isinstance(layer.mlp, ExpertsMlp):
-        experts, num_first = layer.num_experts, 1 + layer.mlp.is_gated
-        router = make(4, "router", ("router", experts * hidden), in_mlp=True)
-        biases = family.experts_have_bias * experts * (2 * inner + hidden)
-        sizes = [("experts.gate_up", num_first * experts * inner * hidden), ("experts.down", experts * inner * hidden)]
-        block = make(4, "experts", *sizes, *([("experts.biases", biases)] if biases else []), in_mlp=True)
-        yield from (block, router) if shape.model_type in EXPERTS_FIRST else (router, block)
-        if shared := layer.mlp.shared_size:
-            yield make(4, "shared", in_mlp=True)
-            yield from linear("up_proj", hidden, shared, in_mlp=True)
-            yield from linear("down_proj", shared, hidden, in_mlp=True)
+        yield from _walk_experts(shape, layer.mlp, make, linear)
     elif not layer.mlp.is_gated:
         yield from linear("up_proj", hidden, inner, in_mlp=True)
         yield make(4, "act_fn", in_mlp=True)
         yield from linear("down_proj", inner, hidden, in_mlp=True)
     else:
-        fused = "gate_up_proj" in family.mlp_modules
+        fused = is_fused_mlp(family)
         yield from linear("gate_up_proj" if fused else "gate_proj", hidden, inner * (1 + fused), in_mlp=True)
         if shape.model_type not in WITHOUT_ACTIVATION:
             yield make(4, "act_fn", in_mlp=True)
@@ -205,6 +201,47 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
         yield from linear("down_proj", inner, hidden, in_mlp=True)
     if behind:
         yield make(3, NORM_BEHIND, (NORM_BEHIND, hidden))
+
+
+def _walk_experts(
+    shape: ModelShape, mlp: ExpertsMlp, make: Callable[..., Module], linear: Callable[..., Iterator[Module]]
+) -> Iterator[Module]:
+    """A router, all experts in two tensors, and before them or after them the expert that every token goes to."""
+    family, hidden = FAMILIES[shape.model_type], shape.hidden_size
+    inner, num, num_first = mlp.inner_size, mlp.num_experts, 1 + mlp.is_gated
+    router = make(4, "router", ("router", num * hidden), in_mlp=True)
+    biases = family.experts_have_bias * num * (2 * inner + hidden)
+    sizes = [("experts.gate_up", num_first * num * inner * hidden), ("experts.down", num * inner * hidden)]
+    block = make(4, "experts", *sizes, *([("experts.biases", biases)] if biases else []), in_mlp=True)
+    shared = list(_walk_shared(shape, mlp, make, linear)) if mlp.shared_size else []
+    if shape.model_type in SHARED_FIRST:
+        yield from shared
+    yield from (block, router) if shape.model_type in EXPERTS_FIRST else (router, block)
+    if shape.model_type not in SHARED_FIRST:
+        yield from shared
+    if mlp.shared_size and family.has_shared_gate:
+        yield from linear("shared_expert_gate", hidden, 1, in_mlp=True)
+
+
+def _walk_shared(
+    shape: ModelShape, mlp: ExpertsMlp, make: Callable[..., Module], linear: Callable[..., Iterator[Module]]
+) -> Iterator[Module]:
+    hidden, inner = shape.hidden_size, mlp.shared_size
+    yield make(4, "shared", in_mlp=True)
+    if is_fused_mlp(FAMILIES[shape.model_type]):
+        yield from linear("gate_up_proj", hidden, 2 * inner, in_mlp=True)
+    elif mlp.is_gated:
+        yield from linear("gate_proj", hidden, inner, in_mlp=True)
+        yield make(4, "act_fn", in_mlp=True)
+        yield from linear("up_proj", hidden, inner, in_mlp=True)
+    else:
+        yield from linear("up_proj", hidden, inner, in_mlp=True)
+    yield from linear("down_proj", inner, hidden, in_mlp=True)
+
+
+def is_fused_mlp(family: Family) -> bool:
+    """Gate and up are one matrix (modeling_phi3.py: Phi3MLP; modeling_granitemoehybrid.py: GraniteMoeHybridMLP)."""
+    return any(name in family.mlp_modules for name in ("gate_up_proj", "input_linear"))
 
 
 def _walk_convolution(
@@ -268,19 +305,19 @@ def _walk_attention(
     if "qkv_proj" in family.attention_modules:
         yield from linear("qkv_proj", hidden, query + 2 * kv)
     else:
-        is_full = family.query_key_norm == "full"
+        is_full = shape.query_key_norm == "full"
         q_norm = make(4, "q_norm", ("q_norm", query if is_full else head_dim))
         k_norm = make(4, "k_norm", ("k_norm", kv if is_full else head_dim))
         together = shape.model_type in NORMS_AFTER_ALL
         yield from linear("q_proj", hidden, query + attention.gate_width)  # gates are a part of its result
-        if family.query_key_norm and not together:
+        if shape.query_key_norm and not together:
             yield q_norm
         yield from linear("k_proj", hidden, kv)
-        if family.query_key_norm and not (together or shape.model_type in NORMS_OF_VALUES):
+        if shape.query_key_norm and not (together or shape.model_type in NORMS_OF_VALUES):
             yield k_norm
         if not attention.keys_are_values:
             yield from linear("v_proj", hidden, kv)
-        if family.query_key_norm and together:
+        if shape.query_key_norm and together:
             yield q_norm
             yield k_norm
         if shape.model_type in NORMS_OF_VALUES:

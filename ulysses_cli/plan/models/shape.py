@@ -82,6 +82,7 @@ class ModelShape:
     has_router_loss: bool = False
     logits_divisor: float = 1.0
     other_dropouts: tuple[tuple[str, float], ...] = ()
+    query_key_norm: str = ""  # of queries and keys: "head", "full" or none, as Family has it
 
     @property
     def crosses_documents(self) -> bool:
@@ -108,6 +109,12 @@ class ModelShape:
         """Of each kind, how many there are among the first n layers, for n from 0 to all."""
         kinds = [layer.without_window() for layer in self.layers]
         return {kind: tuple(accumulate((each == kind for each in kinds), initial=0)) for kind in self.layer_kinds}
+
+    @cached_property
+    def numbers_of_kind(self) -> dict[Layer, frozenset[int]]:
+        """The numbers of each kind's layers."""
+        kinds = [layer.without_window() for layer in self.layers]
+        return {kind: frozenset(n for n, each in enumerate(kinds) if each == kind) for kind in self.layer_kinds}
 
     @cached_property
     def last_of_kind(self) -> dict[Layer, int]:
@@ -224,6 +231,7 @@ def read_model_shape(config: Mapping[str, Any], name: str, key: str = "model.nam
         has_router_loss=bool(facts.find("output_router_logits")),
         logits_divisor=(facts.find_number("logits_scaling") or 1.0) / (facts.find_number("logit_scale") or 1.0),
         other_dropouts=tuple((each, rate) for each in DROPOUTS if (rate := facts.find_number(each))),
+        query_key_norm=family.query_key_norm if family and facts.decide(family.norms_queries) else "",
     )
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from ulysses_cli.plan.ledger.job import USUAL_NAMES, Job
 from ulysses_cli.plan.ledger.layer import count_mlp_tile_tokens
 from ulysses_cli.plan.ledger.memory_snapshot import Lines
-from ulysses_cli.plan.ledger.weights import Weights
+from ulysses_cli.plan.ledger.weights import Weights, is_fused_mlp
 from ulysses_cli.plan.models.layers import Layer
 
 NF4_BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale; scales that share a scale of their own
@@ -49,7 +49,7 @@ def compute_restored(job: Job, kind: Layer) -> int:
     """An MLP's weight in the model's dtype while it is multiplied, b n, and in 4 bits its scales, 4 n / 64."""
     if job.quantized is None or kind.num_experts:
         return 0
-    fused = "gate_up_proj" in job.family.mlp_modules
+    fused = is_fused_mlp(job.family)
     num_elements = job.shape.hidden_size * job.shape.intermediate_size * (1 + fused)
     scales = SCALE_BYTES * num_elements // NF4_BLOCK if job.quantized == "nf4" else 0
     return job.dtype_bytes * num_elements + scales

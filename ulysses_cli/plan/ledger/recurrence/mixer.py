@@ -36,6 +36,10 @@ class RecurrentBytes:
         # results of the first projections that live as long as the layer's forward, besides the convolution's input:
         # of Mamba2 one tensor holds all
         self.gates = self.result + (1 if self.is_scan else 2) * b * mixer.num_heads
+        # Qwen3-Next projects all at once and takes copies of the parts (modeling_qwen3_next.py:
+        # fix_query_key_value_ordering); the whole lives as long as the layer's forward
+        is_joined = "in_proj_qkvz" in job.family.linear_extras
+        self.joined = is_joined * (self.conv + self.result + 2 * b * mixer.num_heads)
         self.small = 0 if self.is_scan else (3 * FLOAT + b) * mixer.num_heads
         self.rows = count_rows(mixer, job.layout.ulysses_size, b)
         self.is_split = job.layout.ulysses_size > 1
@@ -79,8 +83,8 @@ def _count_convolved(job: Job, own: RecurrentBytes) -> int:
 
 def _list_forward(job: Job, own: RecurrentBytes) -> Iterator[int]:
     """The convolution, with two copies of its result while rows are put together; the gated norm."""
-    around = own.hidden + own.gates
-    yield around + round((3 + 1 / job.batch) * own.conv)
+    around = own.hidden + own.gates + own.joined
+    yield around + round((3 + 1 / job.batch + bool(own.joined)) * own.conv)
     wide = 3 * own.wide_result if own.is_scan else 2 * own.wide_result + own.result
     yield around + own.conv * (1 + own.is_scan) + own.result + own.small + wide
 
@@ -95,7 +99,7 @@ def _list_rule(job: Job, own: RecurrentBytes) -> Iterator[int]:
 
 def compute_forward(job: Job, mixer: RecurrentMixer) -> int:
     own = RecurrentBytes(job, mixer)
-    around = own.hidden + own.gates + own.conv * (1 + own.is_scan) + own.small
+    around = own.hidden + own.gates + own.joined + own.conv * (1 + own.is_scan) + own.small
     most = max(*_list_forward(job, own), *(around + rule for rule in _list_rule(job, own)))
     return most * job.local_tokens
 
@@ -106,7 +110,8 @@ def compute_again(job: Job, mixer: RecurrentMixer) -> int:
     convolving, norming = _list_forward(job, own)
     moments = [convolving + own.conv, norming + own.conv + own.norm_saved - own.wide_result]
     if not saves_result(job):
-        moments += [own.hidden + own.gates + 2 * own.conv + rule for rule in _list_rule(job, own)]
+        around = own.hidden + own.gates + own.joined + 2 * own.conv
+        moments += [around + rule for rule in _list_rule(job, own)]
     return compute_input_norm_saved(job) + max(moments) * job.local_tokens
 
 

@@ -8,7 +8,7 @@ gather of several weights holds its flat buffer, in addition to the copies out o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
@@ -20,8 +20,7 @@ from ulysses_cli.plan.ledger.zero.coordinator import Coordinator
 from ulysses_cli.plan.ledger.zero.module_hooks import HookEvent, ModuleOrder
 from ulysses_cli.plan.models.shape import ModelShape
 
-LayerMaxima = tuple[tuple[int, int], ...]
-NOTHING: LayerMaxima = ((0, 0),)
+ByLayer = tuple[tuple[int, int], ...]
 VIEWED_EXPERTS = {"mixtral", "qwen3_moe"}  # their weights are transposed before they are multiplied
 WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed's own leaf modules, gathered as a whole (utils/z3_leaf_module.py)
 
@@ -30,17 +29,16 @@ WHOLE_MLPS = {"mixtral", "qwen3_moe"}  # DeepSpeed's own leaf modules, gathered 
 class Gathered:
     """Gathered elements, without the persistent ones, which are always there.
 
-    `forward`, `backward`: by place in a layer, (number of layers above, elements), from the last layer down, only where
-    more is gathered than in any layer above. `proof`: the most before training, when DeepSpeed does not know the order
-    of modules: in the forward that checks the head, or of one trained weight for its gradient's hook (stage3.py:
-    create_reduce_and_remove_grad_hooks). `final`: in the final norm's forward; `head`: while the head is fetched;
-    `loss`: until its backward; `norm`: in the final norm's backward; `embedding`: at the end of the step; `end`: at the
-    end of an evaluation, which waits for all gathers in flight. `at_gradients`: by weight, when its gradient is made,
-    just before its module is left.
+    `forward`, `backward`: by place in a layer, (layer, elements), from the last layer down. `proof`: the most before
+    training, when DeepSpeed does not know the order of modules: in the forward that checks the head, or of one trained
+    weight for its gradient's hook (stage3.py: create_reduce_and_remove_grad_hooks). `final`: in the final norm's
+    forward; `head`: while the head is fetched; `loss`: until its backward; `norm`: in the final norm's backward;
+    `embedding`: at the end of the step; `end`: at the end of an evaluation, which waits for all gathers in flight.
+    `at_gradients`: by weight, when its gradient is made, just before its module is left.
     """
 
-    forward: dict[str, LayerMaxima]
-    backward: dict[str, LayerMaxima]
+    forward: dict[str, ByLayer]
+    backward: dict[str, ByLayer]
     proof: int = 0
     final: int = 0
     head: int = 0
@@ -51,12 +49,15 @@ class Gathered:
     persistent: int = 0
     at_gradients: Mapping[str, int] = field(default_factory=dict)
 
-    def get_maxima(self, phase: str, place: str) -> LayerMaxima:
-        return (self.forward if phase == "forward" else self.backward).get(place, NOTHING)
+    def list_maxima(self, phase: str, place: str, layers: Container[int]) -> ByLayer:
+        """(Layer, elements) of these layers, from the last one down, only where more is gathered than in any of them
+        above."""
+        by_layer = (self.forward if phase == "forward" else self.backward).get(place, ())
+        return tuple(_list_maxima(each for each in by_layer if each[0] in layers))
 
     def get_most(self, phase: str) -> int:
         places = self.forward if phase == "forward" else self.backward
-        return max((maxima[-1][1] for maxima in places.values()), default=0)
+        return max((size for by_layer in places.values() for _, size in by_layer), default=0)
 
 
 NONE = Gathered({}, {})
@@ -123,10 +124,10 @@ def _replay(
         elif event.is_backward and (module.part == EMBEDDING or not (event.enters or module.part == HEAD)):
             most["embedding"] = max(most["embedding"], coordinator.held)
     persistent = sum(n for n in weights.persistent_sizes if n <= engine.persistence_threshold)
-    by_place = {key: tuple(_list_maxima(layers.items())) for key, layers in in_layers.items()}
+    by_place = {key: tuple(sorted(layers.items(), reverse=True)) for key, layers in in_layers.items()}
     return Gathered(
-        forward={place: maxima for (phase, place), maxima in by_place.items() if phase == "forward"},
-        backward={place: maxima for (phase, place), maxima in by_place.items() if phase == "backward"},
+        forward={place: by_layer for (phase, place), by_layer in by_place.items() if phase == "forward"},
+        backward={place: by_layer for (phase, place), by_layer in by_place.items() if phase == "backward"},
         proof=max(
             weights.largest_trained,
             *(count_proof(module, engine.persistence_threshold, splits=splits) for module in modules),
@@ -183,11 +184,11 @@ def _name_mlp_backward(module: Module, event: HookEvent) -> str:
 
 
 def _list_maxima(layers: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    ordered, most = sorted(layers, reverse=True), -1
-    for layer, num_elements in ordered:
+    most = -1
+    for layer, num_elements in layers:
         if num_elements > most:
             most = num_elements
-            yield ordered[0][0] - layer, num_elements
+            yield layer, num_elements
 
 
 def find_leaves(shape: ModelShape, *, tiles_mlp: bool) -> frozenset[int]:

@@ -1,0 +1,98 @@
+"""Bytes inside a block of experts, per rank: a router, experts of which each token is sent to k, and in some families
+an expert that every token goes to, before the others or after them.
+
+Letters as in layer.py; i is an expert's inner width, s that of the shared one. "Inside" as in mlp.py. The experts are
+transformers' (integrations/moe.py: grouped_mm_experts_forward).
+"""
+
+from __future__ import annotations
+
+from ulysses_cli.plan.ledger.job import Job
+from ulysses_cli.plan.ledger.layer import saves_input
+from ulysses_cli.plan.ledger.weights import SHARED_FIRST
+from ulysses_cli.plan.models.layers import ExpertsMlp
+
+INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
+# Tokens are cast to float32 for the router (modeling_glm4_moe.py: Glm4MoeTopkRouter).
+PRECISE_ROUTERS = {
+    *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe", "glm4_moe_lite"),
+    *("hy_v3", "kimi_linear", "kolibri1", "nemotron_h", "solar_open"),
+}
+# Routing weights are float32, and so are the experts' results times them (modeling_mixtral.py: MixtralTopKRouter).
+PRECISE_RESULTS = (PRECISE_ROUTERS - {"ernie4_5_moe"}) | {"afmoe", "mixtral"}
+# Tensors of the inner width that an expert saves; others save 4. Ungated ones save the activation and its square.
+INNER_SAVED = {"gpt_oss": 7, "nemotron_h": 2}
+# With both biases, clamped (modeling_gpt_oss.py: _apply_gate); with the activation before its square; others have 4.
+INNER_AT_ONCE = {"gpt_oss": 9, "nemotron_h": 3}
+
+
+def compute_saved(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+    """For each expert that a token is sent to: the token's copy, tensors of the inner width, and the expert's output, 2
+    h b + 4 i b. A matrix's input is saved only for its gradient."""
+    b, hidden, trained = job.dtype_bytes, job.shape.hidden_size, job.adapters is None
+    inner = (INNER_SAVED.get(job.shape.model_type, 4) - 1 + trained) * mlp.inner_size
+    width = mlp.num_per_token * (b * (inner + (1 + trained) * hidden) + INDEX_BYTES)
+    router = 4 * hidden * (job.shape.model_type in PRECISE_ROUTERS)
+    return (width + router) * tokens + _compute_shared_saved(job, mlp, tokens)
+
+
+def _compute_shared_saved(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+    """4 s b: gate, activated gate, up and their product; ungated, the activation and its square. Where a gate scales
+    its result, the result."""
+    if not mlp.shared_size:
+        return 0
+    inner = (3 if mlp.is_gated else 1) + saves_input(job, "down_proj")
+    return job.dtype_bytes * (inner * mlp.shared_size + job.shape.hidden_size * job.family.has_shared_gate) * tokens
+
+
+def compute_left(job: Job, mlp: ExpertsMlp, weight: str) -> int | None:
+    """What is left of the saved inside when the gradient of `weight` exists; None: all of it. At the experts' first
+    matrices the tokens' copies, whose gradients exist; at a router that was made before them, not even those. A shared
+    expert that runs first has its backward last."""
+    shared = _compute_shared_saved(job, mlp, job.local_tokens) if is_shared_first(job) else 0
+    copies = mlp.num_per_token * job.dtype_bytes * job.shape.hidden_size * job.local_tokens
+    return {"experts.gate_up": copies + shared, "router": shared}.get(weight)
+
+
+def is_shared_first(job: Job) -> bool:
+    return job.shape.model_type in SHARED_FIRST
+
+
+def compute_forward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+    """For each expert of a token, the larger of the inner tensors and four copies of the token (and their biases), two
+    of which may be float32. The result of a shared expert that ran before."""
+    b, hidden = job.dtype_bytes, job.shape.hidden_size
+    copies = (b * (2 + job.family.experts_have_bias) + 2 * _count_result_bytes(job)) * hidden
+    inner = INNER_AT_ONCE.get(job.shape.model_type, 4) * mlp.inner_size
+    experts = mlp.num_per_token * (max(copies, b * (hidden + inner)) + INDEX_BYTES) * tokens
+    before = b * hidden * tokens if mlp.shared_size and is_shared_first(job) else 0
+    return max(experts + before, 3 * b * mlp.shared_size * tokens)
+
+
+def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+    """In addition to what is saved. For each expert of a token: three gradients of its copies, 3 h b, or float32 where
+    results are weighted so; or one of the inner width and the gradients of all experts' matrices. Without gates the
+    square of an activation has three gradients, 3 i b.
+
+    A shared expert that runs last has its backward first: it has freed what it saved and made a gradient of the input.
+    Where its result has a gate, that result's gradient and the input's come first, and the result is gone."""
+    b, hidden, trained = job.dtype_bytes, job.shape.hidden_size, job.adapters is None
+    inner, k = mlp.inner_size, mlp.num_per_token
+    matrix = b * mlp.num_experts * inner * hidden * trained
+    results, down = 3 * k * _count_result_bytes(job) * hidden * tokens, k * b * inner * tokens + matrix
+    if mlp.is_gated:
+        gate_up = 2 * matrix - k * b * (hidden + 2 * inner) * tokens
+        widest = max(results, down, k * b * (2 * inner - hidden) * tokens, gate_up)
+    else:
+        widest = max(results, 3 * k * b * inner * tokens, down)
+    if not mlp.shared_size:
+        return widest
+    if is_shared_first(job):
+        return widest + b * hidden * tokens * job.family.has_shared_gate
+    widest += b * hidden * tokens - _compute_shared_saved(job, mlp, tokens)
+    return max(widest, b * mlp.shared_size * (tokens + max(tokens, hidden * trained)))
+
+
+def _count_result_bytes(job: Job) -> int:
+    """Of one element of an expert's result times its routing weight."""
+    return 4 if job.shape.model_type in PRECISE_RESULTS else job.dtype_bytes
