@@ -61,7 +61,7 @@ ORDER: dict[str, list[str]] = {
             "secrets",
             "schedule",
         ),
-        *("recipe", "attention", "ds_config", "resolved", "step_parts", "tiles", "ledger", "rules"),
+        *("units", "recipe", "attention", "ds_config", "resolved", "step_parts", "tiles", "ledger", "rules"),
         *("speed", "planner"),
     ],
     "evaluate": [

@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from support.paths import RECIPES
+from support.paths import RECIPES, ROOT
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_shape
 from ulysses_cli.plan.planner.estimate import compute_estimate
+from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.loader import load_recipe
 from ulysses_cli.shipped import list_recipes
 from ulysses_cli.validate import validate_recipe
@@ -17,6 +18,10 @@ from ulysses_cli.validate import validate_recipe
 FILES = sorted(RECIPES.rglob("*.yaml"))
 GIB = 1 << 30
 HEADER = ("model", "hardware", "launch", "predicted")
+NUMBERS = {
+    14: "fourteen", 15: "fifteen", 16: "sixteen", 17: "seventeen", 18: "eighteen", 19: "nineteen", 20: "twenty",
+    21: "twenty-one", 22: "twenty-two", 23: "twenty-three", 24: "twenty-four", 25: "twenty-five",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -59,6 +64,27 @@ def test_the_header_agrees_with_the_ledger_and_the_recipe_fits(file: Path) -> No
         amount, unit = re.search(r"(\d+) ([GT]iB) of host memory", hardware).groups()  # type: ignore[union-attr]
         assert host <= int(amount) * (1024 if unit == "TiB" else 1)
     assert estimate.job.world_size <= int(hardware.split()[0]) * (8 if "machines" in hardware else 1)
+
+
+def test_pages_say_how_many_recipes_there_are() -> None:
+    words = re.compile(rf"\b({'|'.join(NUMBERS.values())}) (?:shipped )?recipes\b")
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+    said = {(page.name, word) for page in pages for word in words.findall(page.read_text())}
+    assert {word for _, word in said} == {NUMBERS[len(FILES)]}, said
+
+
+def test_figures_of_tiles_and_norms_are_those_of_the_ledger() -> None:
+    page = " ".join((ROOT / "docs/memory.md").read_text().split())
+    command = re.search(r"`ulysses estimate-memory (recipes/\S+) --gpu (\S+) ([^`]*)` prints the first figure", page)
+    assert command is not None
+    paragraph = page[page.index("**MLPs and norms**") : command.start()]
+    peaks = []
+    for more in ((), ("memory.tiled_mlp=false",), ("memory.tiled_mlp=false", "model.fused_kernels=false")):
+        recipe = load_recipe(ROOT / command[1], (*command[3].split(), *more)).recipe
+        fit = choose_levers(recipe, find_model_shape(recipe).shape, load_hardware().get_gpu(command[2])).fit
+        assert fit is not None
+        peaks.append(f"{fit.gpu_peak_bytes / GIB:.1f}")
+    assert re.findall(r"(\d+\.\d) GiB", paragraph) == peaks
 
 
 def test_recipes_for_common_models_are_shipped() -> None:

@@ -318,6 +318,7 @@ def test_bytes_on_their_way_are_told_with_rate_and_time_left(
 ) -> None:
     assert format_transfer(0, 8 << 30, 3.0) == "0.00 of 8.00 GiB"
     assert format_transfer(3 << 29, 8 << 30, 15.0) == "1.50 of 8.00 GiB, 102 MiB/s, 65 s left"
+    assert format_transfer(0, (1 << 20) - 1, 3.0) == "0.00 of 1.00 MiB"
     assert format_transfer(700, 700, 7.0) == "700 of 700 B, 100 B/s"
     upload(bucket, tmp_path / "here", 4)
     get_file = Bucket.get_file

@@ -75,13 +75,14 @@ class Prompter:
         """Returns the prompt's tokens. Special tokens are added where no template writes them."""
         text, _ = self.render(sample)
         adds = not (self.with_template and sample.with_template)
-        tokens = self._tokenize([text], adds)[0]
+        tokens = self.tokenize([text], adds)[0]
         end = getattr(self.tokenizer, "eos_token_id", None)
         if adds and len(tokens) > 1 and tokens[-1] == end:
             tokens.pop()  # an end of the text would end the prompt
         return tokens
 
-    def _tokenize(self, texts: Sequence[str], adds_special: bool) -> list[list[int]]:
+    def tokenize(self, texts: Sequence[str], adds_special: bool) -> list[list[int]]:
+        """The tokens of each text."""
         if self._fast is None:
             return [list(self.tokenizer(text, add_special_tokens=adds_special)["input_ids"]) for text in texts]
         # without offsets, which take as long as the tokens
@@ -96,8 +97,8 @@ class Prompter:
         if len(self._counts) > MAX_REMEMBERED:
             self._counts.clear()
         new = [word for word in fragments if word not in self._counts]
-        self._counts.update(zip(new, map(len, self._tokenize([f" {word}" for word in new], False)), strict=True))
-        own = len(self._tokenize([first], False)[0])
+        self._counts.update(zip(new, map(len, self.tokenize([f" {word}" for word in new], False)), strict=True))
+        own = len(self.tokenize([first], False)[0])
         return own + sum(self._counts[word] * number for word, number in fragments.items())
 
     def make(

@@ -124,10 +124,7 @@ def _cut_unit(text: str, span: Span, number: int, prompter: Prompter, most: int)
 
 
 def _count_tokens(text: str, spans: Sequence[Span], prompter: Prompter) -> list[int]:
-    if not spans:
-        return []
-    encoded = prompter.tokenizer([text[slice(*span)] for span in spans], add_special_tokens=False)
-    return [len(ids) for ids in encoded["input_ids"]]
+    return [len(tokens) for tokens in prompter.tokenize([text[slice(*span)] for span in spans], False)]
 
 
 def join_units(units: Sequence[Passage], size: int) -> list[Passage]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeGuard
 
 from ulysses_cli.plan.hardware import GIB
+from ulysses_cli.plan.units import BINARY_SUFFIXES, SI_SUFFIXES, pick_scale
 
 NO_VALUE = "\u2013"
 LARGEST = 1e300  # a larger value is shown as infinite: arithmetic on a chart would overflow
-SI_SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-BINARY_SUFFIXES = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
 UNITS = ("tokens", "bytes", "seconds", "share", "USD")
 
 
@@ -106,7 +104,3 @@ def format_seconds(value: float) -> str:
 
 def trim_zeros(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def pick_scale(size: float, suffixes: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    return next(((scale, suffix) for scale, suffix in suffixes if size >= scale * 0.9995), (1.0, ""))

@@ -8,24 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ulysses_cli.plan.units import BINARY_SUFFIXES, pick_scale
+
 REPORT_SECONDS = 10.0
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_transfer(num_bytes: int, total_bytes: int, seconds: float) -> str:
     """`1.20 of 8.00 GiB, 105 MiB/s, 66 s left`. The rate is that of all `seconds` so far."""
-    at = _choose_unit(total_bytes)
-    text = f"{num_bytes / 1024**at:.{2 * (at > 0)}f} of {total_bytes / 1024**at:.{2 * (at > 0)}f} {UNITS[at]}"
+    scale, prefix = pick_scale(total_bytes, BINARY_SUFFIXES)
+    decimals = 2 if prefix else 0
+    text = f"{num_bytes / scale:.{decimals}f} of {total_bytes / scale:.{decimals}f} {prefix}B"
     if not num_bytes or seconds <= 0:
         return text
     rate = num_bytes / seconds
-    unit = _choose_unit(rate)
+    scale, prefix = pick_scale(rate, BINARY_SUFFIXES)
     left = f", {(total_bytes - num_bytes) / rate:.0f} s left" if num_bytes < total_bytes else ""
-    return f"{text}, {rate / 1024**unit:.3g} {UNITS[unit]}/s{left}"
-
-
-def _choose_unit(size: float) -> int:
-    return next((at for at in range(len(UNITS) - 1, 0, -1) if size >= 1024**at), 0)
+    return f"{text}, {rate / scale:.3g} {prefix}B/s{left}"
 
 
 @contextmanager

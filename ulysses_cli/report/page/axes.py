@@ -6,14 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ulysses_cli.plan.units import BINARY_SUFFIXES, SI_SUFFIXES, pick_scale
 from ulysses_cli.report.quantities import (
-    BINARY_SUFFIXES,
     LARGEST,
-    SI_SUFFIXES,
     format_binary,
     format_bytes,
     format_number,
-    pick_scale,
     trim_zeros,
 )
 
