@@ -17,6 +17,7 @@ from ulysses_cli.train.attention.kernels import flex, operators, trial
 from ulysses_cli.train.attention.kernels.blockwise import backward_blocks, forward_blocks
 from ulysses_cli.train.attention.kernels.merging import merge
 from ulysses_cli.train.attention.kernels.rule import Rule
+from ulysses_cli.train.generation.attention import attend_to_own, attend_to_prefix, join_parts
 
 
 def attend_plainly(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -118,3 +119,33 @@ def test_flex_attention_lets_queries_see_all_keys_of_their_document(lengths: tup
         torch.testing.assert_close(out[queries], expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lse[:, queries], expected_lse, rtol=1e-4, atol=1e-5)
     assert replace(rule, is_causal=True) != rule, "else the cached mask of the other rule would serve"
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_generations_parts_join_to_plain_attention(has_sinks: bool) -> None:
+    """New tokens of several sequences: a prefix that all share, then each sequence's own. One softmax over both is the
+    reference."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, prefix, own, sinks = (
+        draw(3, 2, 4, 8),
+        (draw(7, 2, 8), draw(7, 2, 8)),
+        (draw(3, 5, 2, 8), draw(3, 5, 2, 8)),
+        draw(4),
+    )
+    rule = Rule(0.3)
+    parts = [attend_to_own(q, *own, rule), attend_to_prefix(q, *prefix, rule, 3)]
+    joined = join_parts(parts, sinks if has_sinks else None, torch.float64)
+    keys, values = (
+        torch.cat([shared.expand(3, -1, -1, -1), each], 1).repeat_interleave(2, 2)
+        for shared, each in zip(prefix, own, strict=True)
+    )
+    logits = torch.einsum("snhd,sthd->shnt", q, keys) * rule.scale
+    for token in range(2):
+        logits[:, :, token, 7 + 4 + token :] = -math.inf
+    column = sinks[None, :, None, None].expand(3, 4, 2, 1) if has_sinks else logits[..., :0]
+    weights = torch.cat([logits, column], -1).softmax(-1)[..., :12]
+    torch.testing.assert_close(joined, torch.einsum("shnt,sthd->snhd", weights, values), rtol=1e-12, atol=1e-12)

@@ -257,3 +257,16 @@ def test_trials_compare_with_transformers_formula(part: Any) -> None:
     trial = choosing._Trial(part, torch.device("cpu"), torch.float32, Widths(32, 16, 48))
     assert trial.compare("blocks") < 1e-5
     assert trial.compare("transformers") == 0.0
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_weights_gradient_is_rounded_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large input, which goes through in pieces, as of a small one."""
+    weight, hidden = draw(64, dtype=torch.bfloat16), draw(640, 64, dtype=torch.bfloat16)
+    dout = draw(640, 64, dtype=torch.bfloat16, seed=1)
+    _, rstd = operators.normalize(hidden, weight, 1e-6, kind, "blocks")
+    _, expected = operators.normalize_backward(dout, hidden, weight, rstd, kind, "blocks")
+    monkeypatch.setattr(operators, "split_rows", lambda *_: [slice(at, at + 16) for at in range(0, 640, 16)])
+    _, in_pieces = operators.normalize_backward(dout, hidden, weight, rstd, kind, "blocks")
+    assert in_pieces.dtype == torch.bfloat16
+    assert (in_pieces != expected).sum() <= 2, "sums of another order may round otherwise"

@@ -9,6 +9,8 @@ import itertools
 import mmap
 import os
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -357,7 +359,6 @@ def test_a_disk_holds_what_layers_save_and_host_memory_a_chunk_for_each_thread(t
     assert offloader.pool.num_bytes <= SWAP_THREADS * SWAP_CHUNK_BYTES
     assert disk.num_bytes == 6 * per_layer
     assert list(tmp_path.iterdir()) == []
-    disk.close()
 
 
 def test_what_waits_on_a_disk_comes_back_with_every_bit(tmp_path: Path) -> None:
@@ -422,8 +423,56 @@ def test_threads_begin_on_their_ranks_gpu(tmp_path: Path, monkeypatch: pytest.Mo
             executor.submit(int).result()
         disk = open_disk(device, tmp_path)
         disk.start(lambda: None).result()
-        disk.close()
     assert entered == [("early-steps", torch.device("cuda", 3)), ("offload", torch.device("cuda", 3))]
+
+
+def end_in_time(function: Callable[[], object]) -> bool:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def test_a_finalizer_never_waits(tmp_path: Path) -> None:
+    """A garbage collection may run it inside of `take` or `reserve`, by the thread that holds the lock, or by the
+    thread that writes the tensor."""
+    pool, disk, never = HostPool(is_pinned=False), DiskFile(tmp_path), Future[None]()
+    buffer, offset = pool.take(1), disk.reserve(4096)
+
+    def collect() -> None:
+        with pool._lock, disk._lock:
+            pool.give_back(buffer)
+            disk.release(offset, 4096, [never])
+
+    assert end_in_time(collect)
+    assert pool.take(1) is buffer
+    assert disk.reserve(4096) != offset, "it is still written to"
+    never.set_result(None)
+    assert disk.reserve(4096) == offset
+
+
+def test_a_file_grows_where_the_c_library_reserves_by_writing_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that cannot reserve. Direct transfers take whole blocks alone."""
+
+    def write_bytes(handle: int, offset: int, size: int) -> None:
+        for block in range(offset, offset + size, 4096):
+            os.pwrite(handle, b"\0", block)
+
+    monkeypatch.setattr(os, "posix_fallocate", write_bytes)
+    _, held = run_with_offload(4, disk=DiskFile(tmp_path))
+    assert held > 0
+
+
+def test_a_file_is_closed_with_its_last_user(tmp_path: Path) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    disk = DiskFile(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    del disk
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=40))

@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 from support.networks import list_listening
 from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
@@ -92,6 +93,24 @@ def test_the_end_of_a_run_on_one_machine_ends_it_on_the_others() -> None:
     now[0] += 0.1
     with pytest.raises(MeetingError, match="failed on machine number 1, and ranks of this machine did not end"):
         watching.check()
+
+
+class GoneStore:
+    def check(self, _: list[str]) -> bool:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    def get(self, _: str) -> bytes:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_a_lost_store_has_one_message() -> None:
+    """The agent asks for a failure of another machine before torch asks for the state."""
+    store: Any = GoneStore()
+    watching = SharedEnd(store, OURS, 0, lambda: END_SECONDS)
+    for known_since in (None, 0.0):
+        watching.known_since = known_since
+        with pytest.raises(RendezvousConnectionError, match="the machines' store is gone"):
+            watching.check()
 
 
 def test_an_agent_is_silent_by_this_machines_clock_alone() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Executor, Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +17,18 @@ from support.run_harness import RunHarness
 from support.tiers import mark_by
 from support.training import CONFIG, MemoryRows, make_recipe
 
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.recipe import Recipe
+from ulysses_cli.plan.resolved import choose_layout, settle
 from ulysses_cli.run_folder.resume import ResumePoint
+from ulysses_cli.train.assembly import build
+from ulysses_cli.train.assembly.model_config import load_model_config
+from ulysses_cli.train.assembly.run import assemble_run
 from ulysses_cli.train.loop import train
 from ulysses_cli.train.optimizer.early_steps import EarlySteps, keeps_gradients
 from ulysses_cli.train.optimizer.states import KINDS, list_flats
+from ulysses_cli.train.processes.groups import make_groups
 from ulysses_cli.train.tensor_file import get_tensor
 
 NEEDS_ADAM = pytest.mark.operator("cpu_adam")
@@ -212,3 +221,19 @@ def step_unlocked() -> list[bool]:
         sides.append((weight.data, optimizer.state[weight]["exp_avg"], isinstance(optimizer.ds_opt_adam, UnlockedAdam)))
     (weights, moments, was_unlocked), (others, other_moments, is_unlocked) = sides
     return [torch.equal(weights, others), torch.equal(moments, other_moments), is_unlocked and not was_unlocked]
+
+
+def build_locked() -> list[str]:
+    recipe, lines = make(overlap=True), list[str]()
+    shape = read_model_shape(load_model_config(recipe).to_dict(), "test")
+    plan = settle(recipe, shape, choose_levers(recipe, shape, None).levers)
+    groups = make_groups(choose_layout(recipe, shape), timedelta(seconds=60))
+    with mock.patch.object(build, "unlock", return_value=False):
+        assemble_run(plan, groups, torch.device("cpu"), MemoryRows(ROWS), 1, report=lines.append)
+    return [line for line in lines if "lock" in line]
+
+
+@NEEDS_ADAM
+@pytest.mark.check
+def test_a_run_says_that_its_early_steps_hold_pythons_lock() -> None:
+    assert run_on_ranks(1, build_locked) == [[build.LOCKED]]

@@ -49,6 +49,12 @@ MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 ATTENTION_NAMES = ("self_attn", "attention", "attn")
 
 
+LOCKED = (
+    "early steps of the optimizer hold Python's lock, since DeepSpeed's CPU Adam could not be called without it: they "
+    "may slow the backward; compare with memory.overlap_optimizer: false"
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Built:
     """What the loop and the checkpoint need."""
@@ -100,7 +106,8 @@ def build(
     if hasattr(wrapped.optimizer, "check_grad_overflow"):
         wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 check float32 gradients for NaN only with this
     if plan.levers.early_groups and plan.levers.offload_optimizer == "cpu":
-        unlock(optimizer)
+        if not unlock(optimizer):
+            report(LOCKED)
         EarlySteps(wrapped.optimizer, device, parts.make_executor(device), plan.levers.early_groups)
     check_head(model, head_rule, groups, device)
     _watch(wrapped, module)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -17,24 +17,17 @@ from ulysses_cli.plan.attention import list_needs
 from ulysses_cli.plan.recipe.recipe import Recipe
 from ulysses_cli.plan.resolved import RunPlan
 from ulysses_cli.train.assembly.adapters import add_adapters
-from ulysses_cli.train.assembly.loading import BuildError, ModelOptions, load_pretrained, start_from_random
+from ulysses_cli.train.assembly.first_rank import choose_on_first
+from ulysses_cli.train.assembly.loading import ModelOptions, load_pretrained, start_from_random
 from ulysses_cli.train.assembly.quantized_base import make_quantization_config, quantize_layers, settle_layers
 from ulysses_cli.train.assembly.recurrent_layers import Choose, choose_recurrences
-from ulysses_cli.train.attention.kernels.choice import (
-    BrokenDeviceError,
-    KernelChoice,
-    KernelSearch,
-    choose_kernel,
-    join_choices,
-)
+from ulysses_cli.train.attention.kernels.choice import KernelChoice, KernelSearch, choose_kernel, join_choices
 from ulysses_cli.train.attention.kernels.presence import CommonPresence, join_presence, read_presence
 from ulysses_cli.train.attention.kernels.workload import KernelWorkload, LengthMix
 from ulysses_cli.train.elementwise.choice import NO_WAYS, ElementwiseChoice, Widths, choose_ways
 from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.device import enter_device
 from ulysses_cli.train.processes.groups import Groups
-
-_T = TypeVar("_T")
 
 
 def load_weights(recipe: Recipe, config: PretrainedConfig, attention: str, device: torch.device) -> Any:
@@ -60,28 +53,6 @@ def choose_common_kernel(plan: RunPlan, groups: Groups, device: torch.device, mi
     kernels; all use its choice, since times differ from rank to rank. Kernels are timed on `mix`."""
     presence = join_presence(gather_values(read_presence(device), groups.host_group))
     return choose_on_first(groups, lambda: _choose_kernels(plan, groups, device, mix, presence))
-
-
-def choose_on_first(groups: Groups, choose: Callable[[], _T]) -> _T:
-    """Collective over all ranks. Rank 0 chooses, and all get its choice or its error: none waits for a rank that has
-    failed."""
-    choice: _T | None = None
-    error: Exception | None = None
-    if groups.is_first:
-        try:
-            choice = choose()
-        except (ValueError, BrokenDeviceError) as refusal:
-            error = BuildError(str(refusal))
-        except Exception as unforeseen:  # noqa: BLE001 - the other ranks wait for this one
-            error = unforeseen
-    told = None if error is None else (isinstance(error, BuildError), str(error) or type(error).__name__)
-    choice, told = gather_values((choice, told), groups.host_group)[0]
-    if error is not None:
-        raise error
-    if told is not None:
-        is_refusal, text = told
-        raise BuildError(text) if is_refusal else RuntimeError(f"rank 0: {text}")
-    return cast(_T, choice)
 
 
 def _choose_kernels(

@@ -10,8 +10,8 @@ from torch import nn
 
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer
 from ulysses_cli.plan.resolved import RunPlan
+from ulysses_cli.train.assembly.first_rank import choose_on_first
 from ulysses_cli.train.assembly.loading import BuildError
-from ulysses_cli.train.processes.consistency import gather_values
 from ulysses_cli.train.processes.groups import Groups
 from ulysses_cli.train.recurrence.interface import (
     CONVOLUTION,
@@ -53,10 +53,9 @@ def choose_recurrences(
     """Collective over all ranks. Rank 0 tries the kernels, and all use its choice."""
     if device.type != "cuda":
         return dict.fromkeys(functions, RecurrenceChoice("torch", "the only one that runs on a CPU"))
-    choices: dict[str, RecurrenceChoice] = {}
-    if groups.is_first:
-        choices = {name: _choose_kernel(name, function, plan, device) for name, function in functions.items()}
-    return gather_values(choices, groups.host_group)[0]
+    return choose_on_first(
+        groups, lambda: {name: _choose_kernel(name, function, plan, device) for name, function in functions.items()}
+    )
 
 
 def _choose_kernel(name: str, function: Callable[..., Any], plan: RunPlan, device: torch.device) -> RecurrenceChoice:

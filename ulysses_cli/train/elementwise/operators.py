@@ -53,7 +53,8 @@ def normalize_backward(
     """Returns the gradients of the input and of the weight."""
     parts = split_rows(hidden.shape[:-1].numel(), hidden.nbytes)
     if len(parts) == 1:
-        return _normalize_backward(dout, hidden, weight, rstd, kind, way)
+        dhidden, dweight = _normalize_backward(dout, hidden, weight, rstd, kind, way)
+        return dhidden, dweight.to(weight.dtype)
     dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
     grads, rows, inverse = (tensor.flatten(0, -2) for tensor in (dout, hidden, rstd))
     for part in parts:
@@ -67,6 +68,7 @@ def normalize_backward(
 def _normalize_backward(
     dout: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor, kind: str, way: str
 ) -> tuple[Tensor, Tensor]:
+    """The weight's gradient is in float32, but for torch's own kernel, which rounds it."""
     if way == "torch":
         return torch.ops.aten._fused_rms_norm_backward(
             dout.contiguous(), hidden, weight.shape, rstd, weight, [True, True]
@@ -74,8 +76,7 @@ def _normalize_backward(
     compute = formulas.normalize_backward_in_blocks
     if way == "compiled":
         compute = _compile(formulas.normalize_backward, hidden.size(-1), kind)
-    dhidden, dweight = compute(dout, hidden, weight, rstd, kind)
-    return dhidden, dweight.to(weight.dtype)
+    return compute(dout, hidden, weight, rstd, kind)
 
 
 @normalize_backward.register_fake

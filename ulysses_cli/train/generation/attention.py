@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from ulysses_cli.train.attention.kernels.merging import add_sinks, merge
 from ulysses_cli.train.attention.kernels.rule import Rule, get_precision
 from ulysses_cli.train.attention.kernels.varlen import has_varlen
 
@@ -105,11 +106,11 @@ def attend_to_own(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Part:
 
 
 def join_parts(parts: list[Part], sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The attention to all tokens of the parts, from the attention to each part's. Each head's sink has weight but no
-    value."""
-    total = parts[0][1]
-    for _, lse in parts[1:]:
-        total = torch.logaddexp(total, lse)
+    """The attention to all tokens of the parts, from the attention to each part's."""
+    (out, lse), *others = [(out.to(lse.dtype).flatten(0, 1), lse.flatten(0, 1).mT) for out, lse in parts]
+    out, lse = out.clone(), lse.clone()
+    for other in others:
+        merge(out, lse, *other)
     if sinks is not None:
-        total = torch.logaddexp(total, sinks.to(total.dtype))
-    return torch.stack([out.to(total.dtype) * torch.exp(lse - total)[..., None] for out, lse in parts]).sum(0).to(dtype)
+        out, _ = add_sinks(out, lse, sinks)
+    return out.view(parts[0][0].shape).to(dtype)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 from bisect import bisect
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -63,6 +65,9 @@ class Extents:
         self._free.insert(index, (offset, num_bytes))
 
 
+Left = tuple[int, int, Sequence[Future[None]]]  # offset, bytes, and what may still write there
+
+
 class DiskFile:
     """`folder` is on a disk that takes direct writes. Each place in the file is reserved before it is written, so that
     a full disk is an error of the layer that needs it and not of a later write. `begin_thread`: what each thread calls
@@ -73,6 +78,10 @@ class DiskFile:
         path = folder / f"activations-{os.getpid()}"
         try:
             self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+            weakref.finalize(self, os.close, self._handle)
+            # where a file system cannot reserve, the C library writes single bytes, which direct transfers refuse
+            self._reserving = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._reserving)
             path.unlink()
         except OSError as error:
             raise OffloadDiskError(
@@ -80,6 +89,7 @@ class DiskFile:
                 "check the disk, name another, or set memory.activation_offload_device: cpu"
             ) from error
         self._extents, self._lock = Extents(), threading.Lock()
+        self._left: deque[Left] = deque()
         self._threads = ThreadPoolExecutor(SWAP_THREADS, thread_name_prefix="offload", initializer=begin_thread)
 
     @property
@@ -89,18 +99,28 @@ class DiskFile:
     def reserve(self, num_bytes: int) -> int:
         """Returns the offset of a place of that size, a multiple of BLOCK_BYTES."""
         with self._lock:
+            self._take_back()
             offset = self._extents.find(num_bytes)
             if offset is not None:
                 return offset
             try:
-                os.posix_fallocate(self._handle, self._extents.end, num_bytes)
+                os.posix_fallocate(self._reserving, self._extents.end, num_bytes)
             except OSError as error:
                 raise self._explain(error, num_bytes) from error
             return self._extents.append(num_bytes)
 
-    def release(self, offset: int, num_bytes: int) -> None:
-        with self._lock:
-            self._extents.release(offset, num_bytes)
+    def release(self, offset: int, num_bytes: int, writing: Sequence[Future[None]] = ()) -> None:
+        """The place is free once nothing writes there any more. Takes no lock and waits for nothing: a finalizer calls
+        it, at any place of any thread, also in a thread that holds the lock or that writes."""
+        self._left.append((offset, num_bytes, writing))
+
+    def _take_back(self) -> None:
+        for _ in range(len(self._left)):
+            offset, num_bytes, writing = left = self._left.popleft()
+            if all(chunk.done() for chunk in writing):
+                self._extents.release(offset, num_bytes)
+            else:
+                self._left.append(left)
 
     def start(self, transfer: Callable[[], None]) -> Future[None]:
         """Runs it on one of the threads, which take transfers in the order of their start."""
@@ -111,10 +131,6 @@ class DiskFile:
 
     def read(self, buffer: memoryview, offset: int) -> None:
         self._transfer(lambda part, at: os.preadv(self._handle, [part], at), buffer, offset)
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        os.close(self._handle)
 
     def _transfer(self, move: Callable[[memoryview, int], int], buffer: memoryview, offset: int) -> None:
         done = 0

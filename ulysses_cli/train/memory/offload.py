@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
@@ -39,7 +39,8 @@ class HostPool:
         self.is_pinned = is_pinned
         self.num_bytes = 0
         self._free: list[Tensor] = []
-        self._lock = threading.Lock()  # threads that write to a disk give buffers back
+        self._given_back: deque[Tensor] = deque()
+        self._lock = threading.Lock()  # threads that write to a disk take buffers too
         self._locked: dict[int, mmap.mmap] = {}  # by address; pages are unlocked before they are freed
         weakref.finalize(self, _unlock, self._locked, self._locked)
 
@@ -47,6 +48,7 @@ class HostPool:
         """Takes the smallest free buffer that is large enough; else frees one that is too small and makes a new one."""
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
+            self._take_back()
             fitting = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
             if fitting:
                 smallest = min(fitting, key=Tensor.numel)
@@ -69,11 +71,16 @@ class HostPool:
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        with self._lock:
-            self._free.append(buffer)
+        """Takes no lock: a finalizer calls it, at any place of any thread, also in one that holds the lock."""
+        self._given_back.append(buffer)
+
+    def _take_back(self) -> None:
+        while self._given_back:
+            self._free.append(self._given_back.popleft())
 
     def close(self) -> None:
         """Call after the last step, when no copy is in progress."""
+        self._take_back()
         while self._free:
             self._release(self._free.pop())
 
@@ -264,7 +271,7 @@ class SwappedTensor:
 
         writing = [disk.start(partial(write, part)) for part in list_chunks(self.num_bytes)]
         offloader.writing.append((run, writing))
-        self.give_back = weakref.finalize(self, _release_written, writing, disk, self.offset, self.size)
+        self.give_back = weakref.finalize(self, disk.release, self.offset, self.size, writing)
 
     def start(self) -> None:
         offloader, disk, offset = self.offloader, self.disk, self.offset
@@ -288,12 +295,6 @@ class SwappedTensor:
     def _reserve(self) -> tuple[int, int]:
         size = round_to_blocks(self.num_bytes)
         return self.disk.reserve(size), size
-
-
-def _release_written(writing: list[Future[None]], disk: DiskFile, offset: int, size: int) -> None:
-    """The place in the file is free when nothing writes there any more."""
-    wait(writing)
-    disk.release(offset, size)
 
 
 def _take(item: OffloadedTensor | SwappedTensor) -> Tensor:

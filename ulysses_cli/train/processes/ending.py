@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from ulysses_cli.run_folder.seal import ForgedError, Seal
 
@@ -24,6 +26,15 @@ class MeetingError(RendezvousStateError):
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
         self.hint = hint
+
+
+@contextmanager
+def asking_the_store() -> Iterator[None]:
+    """Around a call of the machines' store. The machine that holds it may have ended."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise RendezvousConnectionError("the machines' store is gone") from error
 
 
 @dataclass
@@ -48,7 +59,8 @@ class SharedEnd:
         now = self.clock()
         if self.known_since is None and now - self.asked >= ASK_SECONDS:
             self.asked = now
-            self.known_since = now if self.store.check([FAILED]) else None
+            with asking_the_store():
+                self.known_since = now if self.store.check([FAILED]) else None
         if self.known_since is not None and now - self.known_since >= END_SECONDS:
             raise MeetingError(
                 f"the run has failed on machine number {self._read_number()}, and ranks of this machine did not end "
@@ -57,8 +69,10 @@ class SharedEnd:
             )
 
     def _read_number(self) -> str:
+        with asking_the_store():
+            text = self.store.get(FAILED)
         try:
-            return self.seal.open(FAILED, base64.b64decode(self.store.get(FAILED), validate=True)).decode()
+            return self.seal.open(FAILED, base64.b64decode(text, validate=True)).decode()
         except (ForgedError, binascii.Error):
             raise MeetingError(
                 "an end of the run that no machine of this run has written is in their store",

@@ -26,7 +26,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
@@ -34,7 +33,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from ulysses_cli.run_folder.seal import KEY, ForgedError, Seal, find_seal
-from ulysses_cli.train.processes.ending import MeetingError, SharedEnd
+from ulysses_cli.train.processes.ending import MeetingError, SharedEnd, asking_the_store
 from ulysses_cli.train.processes.rank_store import listen, open_file_store
 from ulysses_cli.train.processes.waiting import Heartbeats, StoreCalls, name_missing, report_waiting
 
@@ -90,11 +89,8 @@ class SealedBackend(RendezvousBackend):
             raise error from None
 
     def _call(self, name: str, *args: str) -> bytes:
-        try:
-            with CALLS.timed():
-                return bytes(getattr(self.store, name)(*args))
-        except (ValueError, RuntimeError) as error:
-            raise RendezvousConnectionError("the machines' store is gone") from error
+        with asking_the_store(), CALLS.timed():
+            return bytes(getattr(self.store, name)(*args))
 
 
 class SealedStore:
