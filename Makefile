@@ -50,6 +50,7 @@ bench: install  ## benchmarks: ratios against named peers
 	python benchmarks/startup.py && python benchmarks/exchange.py && python benchmarks/data.py
 	python benchmarks/train_cpu.py && python benchmarks/elementwise.py && python benchmarks/levers.py && python benchmarks/buckets.py && python benchmarks/estimate.py
 	python benchmarks/checkpoint.py && python benchmarks/faults.py && python benchmarks/attacks.py
+	python benchmarks/evaluate.py
 
 gpu: install  ## tests and measurements on a GPU, each beside its prediction (MINUTES=25); WORDS=--rehearse needs none
 	python benchmarks/gpu.py --minutes $(MINUTES) $(WORDS)

@@ -171,6 +171,20 @@ def test_a_benchmark_is_read_and_scored(suite: str, tmp_path: Path) -> None:
         read_suite(suite, broken)
 
 
+def test_depths_of_rulers_files_are_those_of_values_that_stand_there_once(tmp_path: Path) -> None:
+    text = "Some hay. The number is 1234567. " + "More hay. " * 30 + "The other is 7654321. What are they?"
+    rows = [{"input": text, "outputs": ["1234567", "7654321"]}, {"input": text + " 7654321", "outputs": ["7654321"]}]
+    rows.append({"input": text, "outputs": ["1111111"]})
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "niah_multivalue.jsonl").write_text(lines)
+    (tmp_path / "vt.jsonl").write_text(lines)
+    prompter = Prompter(make_bytes_tokenizer())
+    first, *others = (prompter.make(sample).depths for sample in read_suite("ruler-files", tmp_path))
+    whole = len(text) + 1
+    assert first == pytest.approx((text.index("1234567") / whole, text.index("7654321") / whole), abs=0.03)
+    assert set(others) == {()}
+
+
 def test_questions_and_code_of_the_user(tmp_path: Path) -> None:
     paragraphs = [
         {"context": f"Town {at} has {at} towers.", "qas": [

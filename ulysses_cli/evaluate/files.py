@@ -96,8 +96,17 @@ def _read_ruler(row: Row, name: str) -> Sample:
     budget = {"vt": 30, "cwe": 120, "fwe": 50}.get(name.partition(".")[0], 32 if metric == "part" else 128)
     return Sample(
         name, str(row["input"]), tuple(map(str, row["outputs"])), metric, budget, str(row.get("answer_prefix", "")),
-        facts={"file_index": row.get("index")},
+        facts={"file_index": row.get("index")}, evidence=_find_values(row) if name.startswith("niah") else (),
     )  # fmt: skip
+
+
+def _find_values(row: Row) -> tuple[Span, ...]:
+    """Where each right answer stands in a haystack. () unless each stands there once: a second place could be another
+    needle's. RULER's own token_position_answer counts tokens of another tokenizer."""
+    content, values = str(row["input"]), list(map(str, row["outputs"]))
+    if any(not value or content.count(value) != 1 for value in values):
+        return ()
+    return tuple((at := content.index(value), at + len(value)) for value in values)
 
 
 def _read_longbench(row: Row, name: str) -> Sample:

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ulysses_cli.evaluate.sample import Draft, Sample
@@ -40,7 +41,7 @@ class TaskPrompt:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(b",".join(str(token).encode() for token in self.tokens)).hexdigest()[:16]
+        return hashlib.sha256(",".join(map(str, self.tokens)).encode()).hexdigest()[:16]
 
 
 class Prompter:
@@ -102,15 +103,31 @@ class Prompter:
         return own + sum(self._counts[word] * number for word, number in fragments.items())
 
     def make(
-        self, sample: Sample, index: int = 0, length: int = 0, way: str = "", tokens: Sequence[int] | None = None
+        self,
+        sample: Sample,
+        index: int = 0,
+        length: int = 0,
+        way: str = "",
+        tokens: Sequence[int] | None = None,
+        counted: int = 0,
     ) -> TaskPrompt:
-        """`tokens`: the prompt's, where they are known."""
+        """`tokens`: the prompt's, where they are known; `counted`: what count_tokens says of its text."""
         tokens = self.encode(sample) if tokens is None else tokens
         text, begin = self.render(sample)
-        # numerator and denominator are estimates by the same count, so its error cancels in the share
-        whole = self.count_tokens(text) if sample.evidence else 0
-        depths = tuple(round(self.count_tokens(text[: begin + mark]) / whole, 4) for mark, _ in sample.evidence)
+        depths = self._measure_depths(text, [begin + mark for mark, _ in sample.evidence], counted)
         return TaskPrompt(sample, tuple(tokens), depths, index, length, way)
+
+    def _measure_depths(self, text: str, marks: Sequence[int], counted: int) -> tuple[float, ...]:
+        """Takes marks in characters, and the count of the whole text, 0 where it is not known. Each part between two
+        marks is counted once. Numerator and denominator are estimates by the same count, so its error cancels in the
+        share."""
+        if not marks:
+            return ()
+        places = sorted({0, *marks})
+        sizes = [self.count_tokens(text[start:stop]) for start, stop in pairwise(places)]
+        before = dict(zip(places, accumulate(sizes, initial=0), strict=True))
+        whole = counted or before[places[-1]] + self.count_tokens(text[places[-1] :])
+        return tuple(round(before[mark] / whole, 4) for mark in marks)
 
     def encode_answer(self, prompt: TaskPrompt, answer: str) -> list[int]:
         """Returns the answer's tokens as they follow the prompt's, or [] where the two do not part at the same place.
@@ -148,17 +165,21 @@ class Fitter:
         key = name, length
         num_units, num_fill, slope, excess = self.fitted.get(key) or self._estimate(draft, length)
         fill = self.prompter.fill
+        bare_units, bare, bare_tokens = -1, draft(0, ""), 0  # without a fill
         for number in range(MAX_TRIES):
-            sample = draft(num_units, fill * num_fill)
-            wanted = length - sample.max_new_tokens
+            if num_units != bare_units:
+                bare_units, bare = num_units, draft(num_units, "")
+                bare_tokens = self.prompter.count_tokens(self.prompter.render(bare)[0])
+            wanted = length - bare.max_new_tokens
             # each fill is one token, whatever a tokenizer makes of it as a word by itself
-            counted = self.prompter.count_tokens(self.prompter.render(draft(num_units, ""))[0]) + num_fill
+            counted = bare_tokens + num_fill
             missing = wanted - counted - excess
             if not missing:
+                sample = draft(num_units, fill * num_fill) if num_fill else bare
                 tokens = self.prompter.encode(sample)
                 if len(tokens) == wanted:
                     self.fitted.setdefault(key, (num_units, num_fill, slope, excess))
-                    return self.prompter.make(sample, index, length, tokens=tokens)
+                    return self.prompter.make(sample, index, length, tokens=tokens, counted=counted)
                 excess, missing = len(tokens) - counted, wanted - len(tokens)
             most = slope + 4 if number < MAX_TRIES // 2 else 4 * slope + 64  # units may not all have one length
             if 0 <= num_fill + missing <= most:

@@ -240,10 +240,20 @@ def _walk_ends(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnap
 
 
 def compute_prefill(job: Job) -> int:
-    """What generation holds besides weights and cache while it reads a prompt: the residual and a layer's input, and
-    the tensors in use at the fullest place of a layer."""
-    works = (work for kind in job.shape.layer_kinds for _, work in _list_forward_work(job, kind))
-    return 2 * layer.compute_layer_input(job) + max(sum(work.values()) for work in works)
+    """What generation holds besides weights and cache while it reads a prompt: the rotation's cosines and sines, the
+    residual, and the tensors in use at the fullest place of a layer. An MLP's count the residual. Where rows are
+    exchanged, the result of attention has its memory before the exchange (train/generation/cache.py)."""
+    rotation = 2 * job.dtype_bytes * job.shape.head_dim * job.local_tokens
+    return rotation + max(
+        sum(work.values()) + (0 if "mlp" in work else _compute_beside_mixer(job.view(kind)))
+        for kind in job.shape.layer_kinds
+        for _, work in _list_forward_work(job, kind)
+    )
+
+
+def _compute_beside_mixer(job: Job) -> int:
+    result = job.dtype_bytes * job.query_width * job.local_tokens if job.layout.ulysses_size > 1 else 0
+    return layer.compute_layer_input(job) + result
 
 
 def _walk_evaluation(job: Job, held: Lines, gathered: Gathered) -> Iterator[MemorySnapshot]:
