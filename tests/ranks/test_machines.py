@@ -3,18 +3,25 @@ off in mid-run, for good or for some seconds."""
 
 from __future__ import annotations
 
+import re
 import shlex
+import shutil
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from support import networks
 from support.blocks import list_blocks
 from support.faults import Runs, wait_until
+from support.forked import write_program
 from support.generated_docs import DOCS
+from support.paths import ROOT
 
 STEP_TIMEOUT, MARGIN, SAVE_STEPS, CUT_SECONDS = 8, 60, 40, 4.0
+SLOW_SECONDS, LONG_SECONDS = 0.3, 2.0  # for each of the tensors of a checkpoint
 MACHINES = ["--nnodes=2", "--master-addr=10.231.7.1", "--master-port=29431", "parallel.dp_shard_size=2"]
 ENDLESS = [
     "parallel.sp_size=1",
@@ -34,14 +41,20 @@ def lan() -> Iterator[list[str]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("lost", [0, 1], ids=["the rendezvous host", "the other host"])
-def test_every_command_ends_after_a_machine_is_lost(tmp_path: Path, lan: list[str], lost: int) -> None:
-    runs, commands = Runs(tmp_path), []
+@pytest.mark.parametrize("moment", ["in a step", "in a save"])
+def test_every_command_ends_after_a_machine_is_lost(tmp_path: Path, lan: list[str], lost: int, moment: str) -> None:
+    """In a save each rank goes on writing for longer than the command may take to end."""
+    runs, commands, in_save = Runs(tmp_path), [], moment == "in a save"
     for rank, name in enumerate(lan):
         runs.environ |= {networks.NETWORK: name}
-        peer = commands[0] if commands else None
-        commands.append(runs.start("run", *MACHINES, *ENDLESS, f"--node-rank={rank}", peer=peer))
-    # soon after a save, so that the next one is far: a save may take ten times as long as a step
-    assert wait_until(commands[0], lambda: runs.count_steps("run") > SAVE_STEPS), commands[0].read_stderr()
+        peer, plan = commands[0] if commands else None, {"pause": LONG_SECONDS} if in_save else None
+        commands.append(runs.start("run", *MACHINES, *ENDLESS, f"--node-rank={rank}", peer=peer, plan=plan))
+
+    def is_moment() -> bool:
+        saving = f"step-{SAVE_STEPS}.writing" in runs.list_checkpoints("run")
+        return saving if in_save else runs.count_steps("run") > SAVE_STEPS
+
+    assert wait_until(commands[0], is_moment), commands[0].read_stderr()
     networks.ip("-n", lan[lost], "link", "set", "eth0", "down")
     began = time.monotonic()
     outputs = [command.communicate(timeout=300)[1] for command in commands]
@@ -49,7 +62,22 @@ def test_every_command_ends_after_a_machine_is_lost(tmp_path: Path, lan: list[st
     for command, output in zip(commands, outputs, strict=True):
         assert command.returncode == 1, output
         assert "Traceback" not in output
-        assert "the newest checkpoint is " in output
+        assert in_save or "the newest checkpoint is " in output
+
+
+@pytest.mark.full
+def test_a_slow_disk_is_waited_for(tmp_path: Path, lan: list[str]) -> None:
+    """Rank 0 writes for longer than run.step_timeout; the other one is done at once, and waits for it."""
+    runs, commands = Runs(tmp_path), []
+    for rank, name in enumerate(lan):
+        runs.environ |= {networks.NETWORK: name}
+        peer, plan = commands[0] if commands else None, {"pause": SLOW_SECONDS} if rank == 0 else None
+        words = [*MACHINES, *ENDLESS, "train.max_steps=1", f"--node-rank={rank}"]
+        commands.append(runs.start("run", *words, peer=peer, plan=plan))
+    outputs = [command.communicate(timeout=300)[1] for command in commands]
+    assert [command.returncode for command in commands] == [0, 0], outputs
+    (seconds,) = re.findall(r"saved \S+step-1 in ([0-9.]+) s", "".join(outputs))
+    assert float(seconds) > 1.5 * STEP_TIMEOUT
 
 
 @pytest.mark.full
@@ -107,24 +135,94 @@ def test_a_machine_that_is_cut_off_and_comes_back_goes_on(tmp_path: Path, lan: l
     assert runs.read_model("run") == runs.read_model("whole")
 
 
+PAGE = (DOCS / "machines.md").read_text().replace("10.0.0.", "10.231.7.")
+COMMANDS = "".join(list_blocks(PAGE, "sh")).splitlines()
+NAMES = ("zeta", "alpha")  # in the reverse order of the machines' numbers
+
+
+def read_pytorch_job() -> str:
+    (text,) = list_blocks(PAGE, "yaml my.pytorchjob.yaml")
+    replica = yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]["Worker"]
+    return shlex.join(replica["template"]["spec"]["containers"][0]["command"])
+
+
+def give_runpod(number: int) -> dict[str, str]:
+    own = {"NODE_RANK": str(number), "NODE_ADDR": f"10.231.7.{number + 1}"}
+    return own | {"NUM_NODES": "2", "NUM_TRAINERS": "1", "PRIMARY_ADDR": "10.231.7.1", "PRIMARY_PORT": "29431"}
+
+
+def give_pytorch_job(number: int) -> dict[str, str]:
+    own = {"RANK": str(number), "PET_NODE_RANK": str(number)}
+    meeting = {"MASTER_ADDR": "10.231.7.1", "PET_MASTER_ADDR": "10.231.7.1", "PET_MASTER_PORT": "23456"}
+    return own | meeting | {"WORLD_SIZE": "2", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+
+
+WAYS: dict[str, tuple[list[str], Callable[[int], dict[str, str]], str]] = {
+    "by hand": ([line for line in COMMANDS if "--node-rank" in line], lambda _: {}, "options"),
+    "with a list": ([line for line in COMMANDS if "train my.yaml --hostfile" in line] * 2, lambda _: {}, "hosts"),
+    "RunPod": ([line for line in COMMANDS if line.startswith("ulysses train my.yaml --resume")] * 2, give_runpod, ""),
+    "PyTorchJob": ([read_pytorch_job()] * 2, give_pytorch_job, "Kubeflow"),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("way", ["--node-rank", "--hostfile"])
+@pytest.mark.parametrize("way", WAYS)
 def test_the_commands_of_the_page_start_a_run(tmp_path: Path, lan: list[str], way: str) -> None:
-    """The machines' names are in the reverse order of their numbers, and mean 127.0.1.1 on the machine itself."""
+    """The machines' names mean 127.0.1.1 on the machine itself. Clusters are their variables."""
     runs, commands = Runs(tmp_path), []
-    page = (DOCS / "machines.md").read_text().replace("10.0.0.", "10.231.7.")
-    lines = [line for line in "".join(list_blocks(page, "sh")).splitlines() if line.startswith("ulysses train")]
-    lines = [line for line in lines if way in line]
-    (hosts,) = list_blocks(page, "text hosts")
+    lines, give, by = WAYS[way]
+    (hosts,) = list_blocks(PAGE, "text hosts")
     (tmp_path / "hosts").write_text(hosts.replace("slots=8", "slots=1"))
-    for name, host, line in zip(lan, ("zeta", "alpha"), lines * (len(lan) // len(lines)), strict=True):
-        runs.environ |= {networks.NETWORK: name, networks.HOST: host}
+    for number, (name, host, line) in enumerate(zip(lan, NAMES, lines, strict=True)):
+        runs.environ |= {networks.NETWORK: name, networks.HOST: host} | give(number)
         words = shlex.split(line.removeprefix("ulysses train my.yaml"))
         peer = commands[0] if commands else None
         commands.append(runs.start("run", *words, "train.max_steps=3", peer=peer))
     outputs = [command.communicate(timeout=300)[1] for command in commands]
     assert [command.returncode for command in commands] == [0, 0], outputs
     for number, output in enumerate(outputs):
-        assert f"this is number {number}, by {'hosts' if way == '--hostfile' else 'options'}" in output
+        assert f"this is number {number}, by {by or way}" in output
     assert max(runs.read_losses("run")) == 3
     assert (runs.folder / "run" / "model").exists()
+
+
+ENTER = """\
+#!/bin/sh
+# stands for ssh: HOST COMMAND...
+name=$1
+shift
+exec ip netns exec {network} unshare --uts sh -c 'hostname {host}; exec sh -c "$*"' sh "$@"
+"""
+
+
+@pytest.mark.full
+def test_mpirun_starts_a_run(tmp_path: Path, lan: list[str]) -> None:
+    """Open MPI itself, by the page's command; it enters the other machine with a script instead of ssh."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed: apt-get install openmpi-bin")
+    runs = Runs(tmp_path)
+    (hosts,) = list_blocks(PAGE, "text hosts")
+    (tmp_path / "hosts").write_text(hosts)
+    enter = tmp_path / "enter"
+    enter.write_text(ENTER.format(network=lan[1], host=NAMES[1]))
+    enter.chmod(0o755)
+    program = write_program(tmp_path / "bin")
+    (line,) = [line for line in COMMANDS if line.startswith("mpirun ")]
+    words = [*shlex.split(line.replace("my.yaml", "r.yaml")), "run.output_dir=run", "train.max_steps=3"]
+    environ = {
+        **runs.environ,
+        "PATH": f"{program.parent}:{runs.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "DS_ACCELERATOR": "cpu",
+        "OMPI_MCA_plm_rsh_agent": str(enter),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    inside = ["ip", "netns", "exec", lan[0], "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', NAMES[0]]
+    done = subprocess.run(
+        [*inside, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for number in range(2):
+        assert f"this is number {number}, by mpirun" in done.stdout + done.stderr
+    assert max(runs.read_losses("run")) == 3

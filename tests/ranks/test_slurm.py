@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import yaml
 from support import slurm
 from support.blocks import list_blocks
 from support.faults import RECIPE
+from support.forked import write_program
 from support.generated_docs import DOCS
 from support.paths import ROOT
 from typer.testing import CliRunner
@@ -24,7 +24,7 @@ from ulysses_cli.cli import app
 NUM_STEPS, SAVE_STEPS = 150, 20
 
 
-@pytest.mark.full
+@pytest.mark.check
 def test_a_job_is_told_to_stop_and_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two machines of one GPU each. The job gets SLURM's warning in mid-run, saves, goes back into the queue, resumes
     and completes; every step is there once."""
@@ -38,18 +38,17 @@ def test_a_job_is_told_to_stop_and_goes_on_by_itself(tmp_path: Path, monkeypatch
     launch, submit = re.findall(r"^(ulysses launch slurm .*)\n(sbatch .*)$", page, re.MULTILINE)[0]
     result = CliRunner().invoke(app, [*shlex.split(launch)[1:], "--gpus-per-node", "1"])
     assert result.exit_code == 0, result.output
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ulysses").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ulysses_cli "$@"\n')
-    (tmp_path / "bin" / "ulysses").chmod(0o755)
+    program = write_program(tmp_path / "bin")
     metrics = tmp_path / "run" / "metrics.jsonl"
 
     def count_steps() -> int:
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-    with slurm.start_cluster(tmp_path / "slurm") as cluster:
-        path = f"{tmp_path / 'bin'}:{cluster.environ['PATH']}"
+    with slurm.start_cluster() as cluster:
+        path = f"{program.parent}:{cluster.environ['PATH']}"
         began = time.monotonic()
-        out = cluster.run(*shlex.split(submit), PATH=path, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        environ = {"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        out = cluster.run(*shlex.split(submit), **environ, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
         job = out.split()[-1]  # Submitted batch job 1
 
         def describe() -> str:

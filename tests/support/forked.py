@@ -112,6 +112,22 @@ def _run(module: str, words: Sequence[str]) -> NoReturn:
     os._exit(code)
 
 
+def write_program(folder: Path) -> Path:
+    """Writes `ulysses` for a cluster's own programs to start. It finds this module by PYTHONPATH."""
+    folder.mkdir()
+    start = "import sys; from support import forked; forked.run_command(sys.argv[1:])"
+    program = folder / "ulysses"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{start}" "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def run_command(words: Sequence[str]) -> NoReturn:
+    """Becomes the command `ulysses WORDS`, whose agent and ranks are forked from it: one import for all."""
+    preload()
+    _run("ulysses_cli", words)
+
+
 def preload() -> None:
     """Makes this process fork from here on. DS_ACCELERATOR and OMP_NUM_THREADS must be set before."""
     subprocess.Popen = ForkedPopen  # type: ignore[misc]

@@ -52,8 +52,10 @@ def arm(module: str, environ: Mapping[str, str]) -> None:
     log_collectives(pids / f"collectives-{environ['RANK']}")
     if environ["RANK"] == "1":
         hang_when_signalled()
-    if environ["RANK"] == "0" and PLAN in environ and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        plan = json.loads(environ[PLAN])
+    plan = json.loads(environ.get(PLAN, "{}"))
+    if "pause" in plan:
+        write_slowly(plan["pause"])
+    elif environ["RANK"] == "0" and plan and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         if "phase" in plan:
             watch_phases(KillAtPhase(plan, pids))
         else:
@@ -163,6 +165,20 @@ def hang_when_signalled() -> None:
         return read(*args)
 
     loop.read_micro_batch = read_slowly
+
+
+def write_slowly(seconds: float) -> None:
+    """Makes each tensor of a checkpoint take that long to be written."""
+    from ulysses_cli.train import tensor_file
+
+    walk = tensor_file._walk_bytes
+
+    def walk_slowly(*args: Any) -> Any:
+        for piece in walk(*args):
+            time.sleep(seconds)
+            yield piece
+
+    tensor_file._walk_bytes = walk_slowly
 
 
 def find_rank(pids: Path, rank: int) -> int:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from support import networks
 
 MACHINES = {"ctl": 0, "zeta": 1, "alpha": 2}  # nodes in the reverse order of their names
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
-TIME_LIMIT = 600.0
+TIME_LIMIT = 300.0
 CONFIG = """\
 ClusterName=test
 SlurmctldHost=ctl(10.231.7.1)
@@ -83,9 +84,17 @@ class Cluster:
 
 
 @contextmanager
-def start_cluster(folder: Path) -> Iterator[Cluster]:
-    """The daemons end with the block; so do the names that it puts over /etc/hosts."""
-    folder.mkdir()
+def start_cluster() -> Iterator[Cluster]:
+    """The daemons end with the block; so do the names that it puts over /etc/hosts. Daemons have sockets in the folder,
+    and Linux allows 107 characters for a socket's path: a longer one, as pytest's folders are under xdist, makes SLURM
+    hold each job that it starts."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True))
+        yield stack.enter_context(_start_daemons(Path(folder)))
+
+
+@contextmanager
+def _start_daemons(folder: Path) -> Iterator[Cluster]:
     for name in ("state", "spool-zeta", "spool-alpha"):
         (folder / name).mkdir()
     (folder / "slurm.conf").write_text(CONFIG.format(folder=folder))

@@ -27,12 +27,20 @@ model: {name_or_path: Qwen/Qwen3-8B}
 data: {datasets: [{path: a.jsonl}], max_length: 32Ki}
 parallel: {sp_size: 8, dp_shard_size: 2}
 """
-RUN_ELSEWHERE = {"ulysses train": 3, "sbatch": 1, "kubectl": 1, "sky": 1}
+RUN_ELSEWHERE = {"ulysses train": 4, "mpirun": 1, "sbatch": 1, "kubectl": 2, "sky": 1}
 DSTACK_CHECK = """
 import json, sys, yaml
 from dstack._internal.core.models.configurations import parse_run_configuration
 found = parse_run_configuration(yaml.safe_load(sys.stdin))
 print(json.dumps([found.nodes, found.resources.gpu.count.min, found.commands]))
+"""
+PYTORCH_JOB_CHECK = """
+import json, sys, types, yaml
+from kubeflow.training.api_client import ApiClient
+given = yaml.safe_load(sys.stdin)
+client, answer = ApiClient(), types.SimpleNamespace(data=json.dumps(given))
+found = client.sanitize_for_serialization(client.deserialize(answer, "KubeflowOrgV1PyTorchJob"))
+print(json.dumps(found == given))
 """
 SKY_CHECK = "import sys, sky, yaml; print(sky.Task.from_yaml_config(yaml.safe_load(sys.stdin)).num_nodes)"
 
@@ -95,7 +103,7 @@ def test_the_batch_script_is_written_and_clean(tmp_path: Path, monkeypatch: pyte
 def test_kubeflows_own_models_read_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models")
     run_page(tmp_path, "ulysses launch k8s", monkeypatch)
-    config, runtime, job = yaml.safe_load_all((tmp_path / find_file("kubectl ")).read_text())
+    config, runtime, job = yaml.safe_load_all((tmp_path / find_file("kubectl apply -f my.k8s")).read_text())
     for content, kind in (
         (config, models.IoK8sApiCoreV1ConfigMap),
         (runtime, models.TrainerV1alpha1TrainingRuntime),
@@ -120,6 +128,18 @@ def test_dstacks_own_loader_reads_the_configuration() -> None:
     environ = {"DSTACK_NODES_NUM": str(task["nodes"]), "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
     assert find_nodes(16, environ | {"DSTACK_GPUS_PER_NODE": "8"}) == Nodes(2, 1, "10.0.0.1", 29400, 8)
     assert json.loads(load_elsewhere("dstack", DSTACK_CHECK, text)) == [2, 8, task["commands"]]
+
+
+def test_kubeflows_own_model_reads_the_pytorchjob() -> None:
+    """What the model does not know vanishes. The variables are those that the operator sets in each pod."""
+    (text,) = list_blocks(PAGE, f"yaml {find_file('kubectl apply -f my.pytorchjob')}")
+    job = yaml.safe_load(text)["spec"]
+    count = sum(replica["replicas"] for replica in job["pytorchReplicaSpecs"].values())
+    environ = {"MASTER_ADDR": "my-run-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "16", "RANK": "8"}
+    environ |= {"PET_NNODES": str(count), "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": job["nprocPerNode"]}
+    environ |= {"PET_MASTER_ADDR": "my-run-master-0", "PET_MASTER_PORT": "23456"}
+    assert find_nodes(16, environ) == Nodes(2, 1, "my-run-master-0", 23456, 8)
+    assert load_elsewhere("kubeflow.training", PYTORCH_JOB_CHECK, text) == "true"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ulysses_cli.train.guard.disk_progress import MOVED
+
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -31,6 +33,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 SYNC_BYTES = 1 << 26
+MAX_UNSYNCED_BYTES = 1 << 30  # a sync shows no progress before its end, which must not be far on a slow disk
 MAX_CHUNKS = 2
 
 
@@ -68,8 +71,11 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, Tensor | LazyTensor]]
         for chunk in chain((struct.pack("<Q", len(text)), text), _walk_bytes(listed)):
             hashed.append(hashing.submit(digest.update, chunk))
             stream.write(chunk)
+            MOVED.add(len(chunk))
             num_unsynced += len(chunk)
-            if num_unsynced >= SYNC_BYTES and synced.done():
+            if num_unsynced >= MAX_UNSYNCED_BYTES or (num_unsynced >= SYNC_BYTES and synced.done()):
+                synced.result()
+                MOVED.add(num_unsynced)
                 synced, num_unsynced = syncing.submit(os.fdatasync, stream.fileno()), 0
             if len(hashed) > MAX_CHUNKS:  # each is held in memory until then
                 hashed.popleft().result()
@@ -85,4 +91,6 @@ def _do_nothing() -> None: ...
 
 def _walk_bytes(tensors: Iterable[tuple[str, Tensor | LazyTensor]]) -> Iterator[Any]:
     for _, tensor in tensors:
-        yield memoryview(get_tensor(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        view = memoryview(get_tensor(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        for start in range(0, len(view), SYNC_BYTES):
+            yield view[start : start + SYNC_BYTES]

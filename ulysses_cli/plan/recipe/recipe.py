@@ -350,7 +350,10 @@ class Run(Section):
         ge=0,
         le=255,
     )
-    step_timeout: float = setting(1800.0, "a step that takes longer counts as a hang", unit="seconds", gt=0, le=1e6)
+    step_timeout: float = setting(
+        1800.0, "a step that takes longer counts as a hang, and a save that does not move on for so long",
+        unit="seconds", gt=0, le=1e6,
+    )  # fmt: skip
     join_timeout: float = setting(
         600.0,
         "how long machines wait for each other; number 0 downloads and prepares data before it listens",

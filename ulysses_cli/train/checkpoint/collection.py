@@ -26,6 +26,7 @@ from ulysses_cli.run_folder.archive import (
     sync,
 )
 from ulysses_cli.run_folder.manifest import MANIFEST, load_manifest
+from ulysses_cli.train.guard.disk_progress import MOVED
 from ulysses_cli.train.processes.consistency import gather_values
 
 CHUNK_BYTES = 64 << 20
@@ -141,6 +142,7 @@ class Collector:
             dist.broadcast(chunk, sender, group=self.group)  # every rank is here: sizes are the manifest's
             if self.rank != sender:
                 problem = problem or self._move(stream, chunk, is_read=False)
+            MOVED.add(len(chunk))
         if stream is not None:
             try:
                 stream.close()

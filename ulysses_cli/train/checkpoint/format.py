@@ -35,6 +35,7 @@ from ulysses_cli.run_folder.archive import (
 )
 from ulysses_cli.run_folder.manifest import FORMAT, MANIFEST, STATE, load_state, name_share
 from ulysses_cli.train.finiteness import WORDS, is_finite
+from ulysses_cli.train.guard.disk_progress import MOVED
 from ulysses_cli.train.optimizer.shards import Shard, list_shards
 from ulysses_cli.train.optimizer.states import KINDS, Flat, list_flats, set_step_count, walk_chunks
 from ulysses_cli.train.optimizer.swap_files import is_on_disk, write_weight
@@ -206,6 +207,7 @@ def read_range(sources: list[TensorSource], key: str, start: int, numel: int) ->
                 raise CheckpointError(f"{source.file} holds {WORDS} in {key}: use an older checkpoint")
             out[low - start : high - start] = part
             filled += high - low
+            MOVED.add(part.nbytes)
     if filled != numel:
         raise CheckpointError(f"{key} is incomplete: {filled} of {numel} elements")
     return out

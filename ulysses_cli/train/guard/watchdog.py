@@ -1,8 +1,9 @@
 """A thread of each rank that ends a run which hangs, says which rank hangs, in which step and where, and writes the
 rank's Python stacks to its log.
 
-Stacks show which ranks wait, in a collective or for a GPU that is in one, and which rank they wait for. Watchdogs
-exchange their status over the agent's store, on a connection of their own: the main thread's may be in use.
+A rank moves on while its step or phase changes, or while ranks read and write files and bytes move. Stacks show which
+ranks wait, in a collective or for a GPU that is in one, and which rank they wait for. Watchdogs exchange their status
+over the agent's store, on a connection of their own: the main thread's may be in use.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import linecache
-import math
 import os
 import re
 import sys
@@ -27,12 +27,14 @@ import torch.distributed as dist
 
 from ulysses_cli.plan.exit_codes import FAILED
 from ulysses_cli.run_folder.failure_record import write_failure_record
+from ulysses_cli.train.guard.disk_progress import MOVED, SharedCount
 from ulysses_cli.train.processes.rank_store import connect
 
 ANSWER_SECONDS = 5.0  # watchdogs wake within a second of each other
 ANSWER_TIMEOUT = timedelta(seconds=ANSWER_SECONDS)
-SAVING_FACTOR = 10  # disks are slower than steps, and vary
 WRITING = "writing the model"  # on rank 0; the others have nothing to do meanwhile
+FILE_PHASES = ("saving", WRITING)
+LIBRARY_FACTOR = 10  # what libraries load to check the model is not counted: that many time-outs of rank 0 are for it
 STEP_PHASES = ("comparing", "micro-step", "update")  # one time-out covers all of them
 PACKAGE = "ulysses_cli/"
 COLLECTIVES = ("torch/distributed/", "deepspeed/comm/", "ulysses_cli/train/processes/consistency.py")
@@ -66,35 +68,56 @@ class Watchdog:
         self.main_thread = threading.get_ident()
         self.stopped = threading.Event()
         self.store = connect(ANSWER_TIMEOUT)
+        self.pause = min(1.0, seconds / 10)
+        self.num_moved, self.shared = 0, SharedCount(world_size, _name_key_prefix())
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-        threading.Thread(target=self._answer, name="watchdog's answers", daemon=True).start()
+        threading.Thread(target=self._exchange, name="watchdog's exchange", daemon=True).start()
 
     def stop(self) -> None:
         self.stopped.set()
 
     def _watch(self) -> None:
         last, since = self._read_progress(), time.monotonic()
-        while not self.stopped.wait(min(1.0, self.seconds / 10)):
+        num_bytes, quiet_since = MOVED.total, since
+        while not self.stopped.wait(self.pause):
+            now, moved, is_library = time.monotonic(), MOVED.total, self._writes_model()
+            if moved != num_bytes or not is_library:
+                quiet_since = now
+            self.num_moved += abs(moved - num_bytes)
+            self.num_moved += is_library and now - quiet_since < LIBRARY_FACTOR * self.seconds
+            num_bytes = moved
             progress = self._read_progress()
             if progress != last:
-                last, since = progress, time.monotonic()
-            if time.monotonic() - since > self.seconds * compute_timeout_factor(progress[1], self.rank):
+                last, since = progress, now
+            if now - since > self.seconds:
                 self._end()
 
-    def _answer(self) -> None:
-        """Answers a rank whose time-out ends earlier than this one's. On a connection of its own: asking may hang."""
-        store = connect(ANSWER_TIMEOUT)
-        while store is not None and not self.stopped.wait(1.0):
+    def _writes_model(self) -> bool:
+        return self.rank == 0 and self.train_state.phase.startswith(WRITING)
+
+    def _exchange(self) -> None:
+        """Shares what was moved while files are read and written, and answers a rank whose time-out ends earlier than
+        this one's. On a connection of its own: asking may hang."""
+        store = None
+        while not self.stopped.wait(self.pause):
             try:
+                store = store or connect(ANSWER_TIMEOUT)
+                if store is None:
+                    continue
+                if self.train_state.phase.startswith(FILE_PHASES):
+                    self.shared.exchange(store, self.num_moved)
                 if store.check([f"{_name_key_prefix()}asked"]):
                     store.set(f"{_name_key_prefix()}{self.rank}", json.dumps(asdict(self._read_status())))
                     return
             except RuntimeError:
-                return
+                store = None
 
-    def _read_progress(self) -> tuple[int, str]:
+    def _read_progress(self) -> tuple[int, str, int]:
         phase = self.train_state.phase
-        return self.train_state.step, "step" if phase.startswith(STEP_PHASES) else phase
+        name = "step" if phase.startswith(STEP_PHASES) else phase
+        if not phase.startswith(FILE_PHASES):
+            return self.train_state.step, name, 0
+        return self.train_state.step, name, self.shared.total if self.world_size > 1 else self.num_moved
 
     def _end(self) -> None:
         """Ends the process even if the report fails or hangs."""
@@ -142,13 +165,6 @@ def ask_others(store: dist.Store | None, own: RankStatus, world_size: int) -> li
     except RuntimeError:
         pass  # the store is gone: what is known is reported
     return statuses
-
-
-def compute_timeout_factor(phase: str, rank: int) -> float:
-    """How many times run.step_timeout a phase may take."""
-    if phase.startswith(WRITING):
-        return SAVING_FACTOR if rank == 0 else math.inf
-    return SAVING_FACTOR if phase.startswith("saving") else 1
 
 
 def find_place(main: FrameType | None, others: Sequence[FrameType] = ()) -> tuple[str, bool]:
