@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from ulysses_cli.cli import app
 
-NUM_STEPS, SAVE_STEPS = 150, 20
+NUM_STEPS, SAVE_STEPS = 80, 10
 
 
 @pytest.mark.check
@@ -57,7 +57,7 @@ def test_a_job_is_told_to_stop_and_goes_on_by_itself(tmp_path: Path, monkeypatch
 
         cluster.wait(lambda: count_steps() >= 1, describe)
         print(f"from sbatch to the first step: {time.monotonic() - began:.1f} s")
-        cluster.wait(lambda: count_steps() > 2 * SAVE_STEPS, describe)
+        cluster.wait(lambda: count_steps() > SAVE_STEPS, describe)
         cluster.run("scancel", "--batch", "--signal=USR1", job)
         cluster.wait(lambda: cluster.get_state(job).get("Restarts") == "1", describe)
         assert count_steps() < NUM_STEPS, "the job was stopped before its end"

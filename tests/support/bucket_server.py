@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-IS_INSTALLED = find_spec("moto") is not None and find_spec("s3fs") is not None
-REASON = "moto[server] and s3fs are not installed: pip install ulysses-cli[s3] 'moto[server]'"
+IS_INSTALLED = all(find_spec(name) is not None for name in ("moto", "flask_cors", "s3fs"))
+REASON = "moto's server and s3fs are not installed: pip install 'ulysses-cli[dev]'"
 GOOGLE_IS_INSTALLED = find_spec("gcp_storage_emulator") is not None and find_spec("gcsfs") is not None
 GOOGLE_REASON = "gcsfs and its server are not installed: pip install ulysses-cli[gs] gcp-storage-emulator"
 BUCKET = "runs"
