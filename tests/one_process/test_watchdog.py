@@ -27,6 +27,7 @@ from ulysses_cli.train.guard.watchdog import (
     find_place,
     walk_frames,
 )
+from ulysses_cli.train.processes.rank_store import open_file_store
 
 WAITS = RankStatus(0, 7, "update", "ulysses_cli/train/engine.py:50", is_waiting=True)
 HANGS = RankStatus(1, 7, "micro-step 1 of 2", "ulysses_cli/data/rows.py:9", is_waiting=False)
@@ -96,9 +97,10 @@ def test_a_stack_that_reads_a_number_from_the_device_waits(tmp_path: Path) -> No
     assert find_place(None) == ("", False)
 
 
-def test_moved_bytes_count_once_every_rank_gives_a_sign() -> None:
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_moved_bytes_count_once_every_rank_gives_a_sign(tmp_path: Path, kind: str) -> None:
     """Rank 1 writes in every round. What rank 0 knows stands still while rank 2 is silent, and when nobody writes."""
-    store = dist.HashStore()
+    store = dist.HashStore() if kind == "memory" else open_file_store(str(tmp_path / "words"))
     counts = [SharedCount(3, "test/") for _ in range(3)]
 
     def exchange(moved: dict[int, int]) -> list[int]:

@@ -16,7 +16,7 @@ import yaml
 from support import networks
 from support.blocks import list_blocks
 from support.faults import Runs, wait_until
-from support.forked import write_program
+from support.forked import Command, write_program
 from support.generated_docs import DOCS
 from support.paths import ROOT
 
@@ -74,8 +74,19 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, lan: list[str]) -> None:
         peer, plan = commands[0] if commands else None, {"pause": SLOW_SECONDS} if rank == 0 else None
         words = [*MACHINES, *ENDLESS, "train.max_steps=1", f"--node-rank={rank}"]
         commands.append(runs.start("run", *words, peer=peer, plan=plan))
+    check_slow_save(commands)
+
+
+@pytest.mark.full
+def test_slow_ranks_of_one_machine_are_waited_for(tmp_path: Path) -> None:
+    """Their store is a file."""
+    words = [*ENDLESS, "parallel.dp_shard_size=2", "train.max_steps=1"]
+    check_slow_save([Runs(tmp_path).start("run", *words, plan={"pause": SLOW_SECONDS})])
+
+
+def check_slow_save(commands: list[Command]) -> None:
     outputs = [command.communicate(timeout=300)[1] for command in commands]
-    assert [command.returncode for command in commands] == [0, 0], outputs
+    assert [command.returncode for command in commands] == [0] * len(commands), outputs
     (seconds,) = re.findall(r"saved \S+step-1 in ([0-9.]+) s", "".join(outputs))
     assert float(seconds) > 1.5 * STEP_TIMEOUT
 

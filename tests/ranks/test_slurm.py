@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,17 +56,24 @@ def test_a_job_is_told_to_stop_and_goes_on_by_itself(tmp_path: Path, monkeypatch
             logs = [*tmp_path.glob("*.log"), *(tmp_path / "run" / "logs").glob("*.log")]
             return "\n".join([str(cluster.get_state(job)), *(f"{log}: {log.read_text()[-2000:]}" for log in logs)])
 
-        cluster.wait(lambda: count_steps() >= 1, describe)
-        print(f"from sbatch to the first step: {time.monotonic() - began:.1f} s")
-        cluster.wait(lambda: count_steps() > SAVE_STEPS, describe)
+        def has_ended() -> bool:
+            return cluster.get_state(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED")
+
+        def wait_for(what: str, is_there: Callable[[], bool]) -> None:
+            cluster.wait(is_there, describe)
+            print(f"from sbatch to {what}: {time.monotonic() - began:.1f} s")
+
+        wait_for("the first step", lambda: count_steps() >= 1)
+        wait_for("a checkpoint", lambda: count_steps() > SAVE_STEPS)
         cluster.run("scancel", "--batch", "--signal=USR1", job)
-        cluster.wait(lambda: cluster.get_state(job).get("Restarts") == "1", describe)
+        wait_for("the job's return to the queue", lambda: cluster.get_state(job).get("Restarts") == "1")
         assert count_steps() < NUM_STEPS, "the job was stopped before its end"
         # SLURM waits two minutes before it starts a job again
-        cluster.wait(lambda: cluster.get_state(job)["JobState"] in ("PENDING", "RUNNING"), describe)
+        wait_for("the end of its processes", lambda: cluster.get_state(job)["JobState"] in ("PENDING", "RUNNING"))
         if cluster.get_state(job)["JobState"] == "PENDING":
             cluster.run("scontrol", "update", f"job={job}", "StartTime=now")
-        cluster.wait(lambda: cluster.get_state(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"), describe)
+        wait_for("the last step", lambda: count_steps() >= NUM_STEPS or has_ended())
+        wait_for("its end", has_ended)
         assert cluster.get_state(job)["JobState"] == "COMPLETED", describe()
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == [*range(1, NUM_STEPS + 1)]

@@ -77,7 +77,7 @@ class Cluster:
         end = time.monotonic() + TIME_LIMIT
         while not is_there():
             assert time.monotonic() < end, describe()
-            time.sleep(0.1)
+            time.sleep(0.3)  # most looks start a program
 
     def read_logs(self) -> str:
         return "\n".join(f"{file.name}:\n{file.read_text()[-1500:]}" for file in sorted(self.folder.glob("*.log")))
