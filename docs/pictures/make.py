@@ -19,6 +19,7 @@ import report_page
 from canvas import ROOT, THEMES
 from exchange import draw_exchange
 from memory import draw_memory_against_length, draw_memory_by_phase
+from recall import draw_recall
 from rooms import draw_rooms
 from terminal import draw_error
 
@@ -29,6 +30,7 @@ DRAWN = {
     "rooms": draw_rooms,
     "memory-by-phase": draw_memory_by_phase,
     "memory-against-length": draw_memory_against_length,
+    "recall": draw_recall,
     "error": draw_error,
 }
 TAKEN = "report-page"
