@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.model_shapes import LLAMA, QWEN, SHAPES
+from support.model_shapes import LLAMA, QWEN, SHAPES, get_shape
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.hardware import compute_cost
@@ -192,3 +192,11 @@ def test_early_steps_hide_adam_behind_the_backward() -> None:
     assert compute_speed(long_row, h200).parts["optimizer"] == pytest.approx(34 * groups[0] / 30e9)
     few = replace(long_row, levers=replace(plain.levers, early_groups=3))
     assert compute_speed(few, h200).hidden["optimizer"] == pytest.approx(34 * sum(groups[-3:]) / 30e9)
+
+
+def test_recurrences_are_a_part_of_their_own() -> None:
+    """Only models that have them spend time there, in proportion to the tokens."""
+    hybrid = Job(get_shape("Qwen/Qwen3.5-9B"), Layout(1, 1, 8), 2**17, Levers())
+    once, twice = (compute_speed(replace(hybrid, row_tokens=n * 2**17), H100).parts for n in (1, 2))
+    assert 0 < once["recurrence"] == pytest.approx(twice["recurrence"] / 2)
+    assert compute_speed(replace(hybrid, shape=LLAMA), H100).parts["recurrence"] == 0

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ulysses_cli.plan.flops import count_pair_flops, count_pairs, count_state_flops
+from ulysses_cli.plan.flops import count_pair_flops, count_pairs
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import count_near_ranks
 from ulysses_cli.plan.ledger.attention import saves_slices
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.mlp import count_mlp_elements
-from ulysses_cli.plan.ledger.recurrence.kernels import count_rows, count_values
+from ulysses_cli.plan.ledger.recurrence.kernels import count_values
+from ulysses_cli.plan.ledger.recurrence.speed import (
+    compute_recurrence_flops,
+    compute_recurrence_seconds,
+    count_norm_passes,
+    count_recurrence_exchanged,
+)
 from ulysses_cli.plan.ledger.saved_results import compute_offloaded
 from ulysses_cli.plan.ledger.weights import count_shard
 from ulysses_cli.plan.ledger.zero.states import list_early_groups
@@ -37,9 +43,6 @@ BACKWARD_ATTENTION = 2.5  # five matrix products instead of two (FlashAttention-
 ADAM_TRAFFIC_BYTES = 34  # per element of the shard: master and two moments read and written, gradient, result
 CPU_ADAM_TRAFFIC_BYTES = 34
 EARLY_COPY_BYTES = 24  # per element that is stepped early: weight and moments read and written (early_steps.py)
-CONVOLUTION_PASSES = 14  # over b c: two gates, three reads or writes each; the convolution and three copies, two each
-RECURRENT_PASSES = 8  # over the convolution's channels: the convolution and three copies, a read and a write each
-GATED_NORM_PASSES = 26  # over the result: transformers' norm and gate, most of their passes in float32
 MOST_HIDDEN = 0.8  # the first gathers of a pass and its last reductions overlap with no computation
 
 
@@ -76,13 +79,10 @@ def count_row_pairs(row_tokens: int, document_tokens: int | None, window_tokens:
 
 
 def compute_attention_flops(job: Job) -> float:
-    """Forward, of one rank in a micro-step: 4 q for each pair and layer, shared by the ranks of the row. What a layer
-    without attention does for each token besides its projections counts here too."""
+    """Forward, of one rank in a micro-step: 4 q for each pair and layer, shared by the ranks of the row."""
     total = 0.0
     for layer in job.shape.layers:
-        if layer.attention is None:
-            total += count_state_flops(layer) * job.row_tokens
-        else:
+        if layer.attention is not None:
             pairs = count_row_pairs(job.row_tokens, job.document_tokens, layer.window_tokens)
             total += count_pair_flops(layer) * pairs
     return total * job.batch / job.layout.sp_size
@@ -153,21 +153,11 @@ def _count_exchanged(job: Job, kind: Layer) -> float:
         convolving = [mixer for mixer in kind.mixers if not isinstance(mixer, AttentionMixer)]
         tails = sum((mixer.conv_tokens - 1) * mixer.conv_channels for mixer in convolving)
         halos = float(runs * job.dtype_bytes * tails * job.batch * (num_ranks - 1))
-        return halos + _count_recurrence_exchanged(job, kind)
+        return halos + count_recurrence_exchanged(job, kind)
     q, r = job.query_width, job.row_kv_width
     backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
     width = (2 * q + 2 * r) * forwards + backward
     return job.dtype_bytes * width * job.local_tokens * (num_ranks - 1) / num_ranks
-
-
-def _count_recurrence_exchanged(job: Job, kind: Layer) -> float:
-    """What the rule takes and its result, in every forward and as gradients. Where a layer saves the result, its
-    backward computes the rule once more for what autograd needs, instead of the recomputation
-    (train/memory/saved_results.py: compute_and_save)."""
-    num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing is not False)
-    mixers = [mixer for mixer in kind.mixers if isinstance(mixer, DeltaNetMixer | Mamba2Mixer)]
-    widths = (count_rows(mixer, num_ranks, job.dtype_bytes) + job.dtype_bytes * count_values(mixer) for mixer in mixers)
-    return (forwards + 1) * sum(widths) * job.local_tokens * (num_ranks - 1) / num_ranks
 
 
 def compute_ring_bytes(job: Job, *, in_rounds: bool | None = None) -> float:
@@ -186,7 +176,7 @@ def compute_ring_bytes(job: Job, *, in_rounds: bool | None = None) -> float:
 def compute_elementwise_bytes(job: Job) -> float:
     """Memory traffic of a forward outside matrix products, in elements read and written. transformers' norms make nine
     passes over float32 and bfloat16 copies, its rotation negates, joins, multiplies twice and adds, its activation is
-    a kernel of its own; a convolution has gates and copies. In one kernel each (train/elementwise/): input and output;
+    a kernel of its own; a recurrence has a gated norm. In one kernel each (train/elementwise/): input and output;
     of a gate, two inputs."""
     b, h = job.dtype_bytes, job.shape.hidden_size
     norm = 2 * b if job.fused_norms else 28 + 4 * b
@@ -196,21 +186,12 @@ def compute_elementwise_bytes(job: Job) -> float:
         view = job.view(kind)
         heads = view.query_width + view.kv_width if kind.attention else 0
         norms = job.family.norms_per_layer * h + (heads if job.shape.query_key_norm else 0)
-        gates = sum(map(_count_passes, kind.mixers))
+        gates = sum(map(count_norm_passes, kind.mixers))
         width = view.shape.intermediate_size if kind.mlp else 0
         if kind.num_experts:
             width = job.shape.num_experts_per_token * (job.shape.moe_intermediate_size + 2 * h)
         total += before[-1] * (norm * norms + rotation * heads + b * gates + 6 * b * h + activation * width)
     return total * job.local_tokens
-
-
-def _count_passes(mixer: Mixer) -> int:
-    """Elements read and written per token by gates and copies of a convolution or a recurrence."""
-    if isinstance(mixer, ConvolutionMixer):
-        return CONVOLUTION_PASSES * mixer.conv_channels
-    if isinstance(mixer, DeltaNetMixer | Mamba2Mixer):
-        return RECURRENT_PASSES * mixer.conv_channels + GATED_NORM_PASSES * count_values(mixer)
-    return 0
 
 
 def compute_sum_bytes(job: Job) -> float:
@@ -239,7 +220,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     recomputes = levers.gradient_checkpointing is not False
     # A frozen weight needs no gradient, which saves half of the backward.
     passes = 1 + recomputes + (2 if job.adapters is None else 1)
-    attention = compute_attention_flops(job)
+    attention, recurrence = compute_attention_flops(job), compute_recurrence_flops(job)
     forwards = 1 + (levers.gradient_checkpointing == "full")
     peak = gpu.tflops * TERA
 
@@ -249,6 +230,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     parts["head_loss"] = (2 + job.trains("lm_head")) * compute_head_flops(job) / matmul
     parts["attention"] = attention * forwards / (peak * gpu.attention_forward)
     parts["attention"] += attention * BACKWARD_ATTENTION / (peak * gpu.attention_backward)
+    parts["recurrence"] = sum(compute_recurrence_seconds(job, gpu))
     parts["other"] = (3 + recomputes) * compute_elementwise_bytes(job) / memory
     parts["other"] += compute_sum_bytes(job) / memory
     parts["exchange"], in_rounds = _compute_exchange_seconds(job, gpu, memory)
@@ -271,7 +253,7 @@ def compute_speed(job: Job, gpu: Gpu) -> Speed:
     hidden = {part: steps * seconds for part, seconds in hidden.items()}
     hidden["optimizer"] = min(parts["optimizer"], _compute_early_seconds(job, gpu, window))
     parts["optimizer"] -= hidden["optimizer"]
-    forward = compute_projection_flops(job) + compute_mlp_flops(job) + compute_head_flops(job) + attention
+    forward = compute_projection_flops(job) + compute_mlp_flops(job) + compute_head_flops(job) + attention + recurrence
     return Speed(
         parts=parts,
         hidden=hidden,
@@ -382,7 +364,9 @@ def _compute_backward_seconds(job: Job, gpu: Gpu, parts: dict[str, float]) -> fl
     products = compute_projection_flops(job) + compute_mlp_flops(job) + compute_head_flops(job)
     forward = products / (peak * share.matmul) + compute_attention_flops(job) / (peak * gpu.attention_forward)
     forward += compute_elementwise_bytes(job) / (gpu.memory_gb_s * GIGA * share.memory)
-    return sum(parts[name] for name in ("projections", "attention", "mlp", "head_loss", "other")) - forward
+    forward += compute_recurrence_seconds(job, gpu)[0]
+    names = ("projections", "attention", "recurrence", "mlp", "head_loss", "other")
+    return sum(parts[name] for name in names) - forward
 
 
 def _compute_early_seconds(job: Job, gpu: Gpu, window: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 PARTS = (
     "projections",
     "attention",
+    "recurrence",
     "mlp",
     "head_loss",
     "exchange",

@@ -46,7 +46,7 @@ from ulysses_cli.train.processes.groups import Groups
 from ulysses_cli.train.telemetry.clock import count_as, watch_module
 
 MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
-ATTENTION_NAMES = ("self_attn", "attention", "attn")
+ATTENTION_NAMES = ("self_attn", "attention", "attn", "linear_attn", "mamba")
 
 
 LOCKED = (

@@ -23,6 +23,7 @@ from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.convolution import convolve
 from ulysses_cli.train.recurrence.kernels import Kernel, pick_function
 from ulysses_cli.train.recurrence.rules import StateKeeper, apply_delta_rule, apply_scan
+from ulysses_cli.train.telemetry.clock import part_of_step, watch_backward
 
 CALL = "recurrent_call"
 CONVOLUTION, FUSED, SCAN = "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"
@@ -168,7 +169,10 @@ def _make_convolution(name: str, original: Callable[..., Tensor]) -> Callable[..
 
         def run_split() -> Tensor:
             documents = call.get_documents()
-            return convolve(function, hidden_states, weight, bias, documents, call.axis, activation=activation)
+            with part_of_step("recurrence"):
+                out = convolve(function, hidden_states, weight, bias, documents, call.axis, activation=activation)
+            watch_backward("recurrence", out, hidden_states, "projections")
+            return out
 
         if call.generation is None:
             return run_split()

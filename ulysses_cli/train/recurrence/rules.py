@@ -16,6 +16,7 @@ from ulysses_cli.train.memory.saved_results import compute_and_save
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
 from ulysses_cli.train.recurrence.heads_exchange import gather_rows, scatter_rows
 from ulysses_cli.train.recurrence.kernels import Kernel, pick_function
+from ulysses_cli.train.telemetry.clock import part_of_step, watch_backward
 
 # Takes tensors [1, T, h, D] of one document: those of groups of heads, then those of heads, and parameters [h].
 # Returns [1, T, h, D]. A kernel that packs takes whole rows and the documents' bounds.
@@ -153,7 +154,9 @@ def run_on_whole_rows(
         for heads, groups in plan.list_runs(chunk, axis.rank):
             mine = [whole[first + heads.start : first + heads.stop] for whole in wholes]
             parts = [row[:, slice(*groups)] for row in shared_rows], [row[:, slice(*heads)] for row in own_rows]
-            results.append(_run_documents(rule, *parts, mine, documents, bounds))
+            with part_of_step("recurrence"):
+                results.append(_run_documents(rule, *parts, mine, documents, bounds))
+            watch_backward("recurrence", results[-1], parts[1][0], "projections")
         return scatter_rows(_join(results, 1), chunk.queries, axis, batch)
 
     return compute_and_save(compute, *shared, *own, *parameters)

@@ -105,11 +105,11 @@ def watch_module(module: nn.Module, part: str) -> None:
     module.register_forward_hook(end_forward, with_kwargs=True)
 
 
-def watch_backward(part: str, output: Tensor, source: Tensor) -> None:
-    """Counts the backward between two tensors of the graph."""
+def watch_backward(part: str, output: Tensor, source: Tensor, after: str = "other") -> None:
+    """Counts the backward between two tensors of the graph. `after`: the part that follows it."""
     if _running is not None and output.requires_grad and source.requires_grad:
         output.register_hook(lambda _: _enter(part))
-        source.register_hook(lambda _: _enter("other"))
+        source.register_hook(lambda _: _enter(after))
 
 
 def _enter(part: str) -> None:

@@ -1,1 +1,1 @@
-"""Bytes of recurrences: gated delta nets and Mamba2, with their kernels."""
+"""Bytes of convolutions and recurrences with their kernels, and their work in a step."""
