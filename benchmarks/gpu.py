@@ -95,11 +95,12 @@ def run_training(folder: Path, rehearses: bool) -> list[list[str]]:
 
 
 def read_training(output: str) -> list[dict[str, Any]]:
-    steps = re.findall(r"step=(\d+)/\d+ loss=([\d.]+).*?step_seconds=([\d.]+)", output)
-    rows = [{"name": f"step {step}", "loss": float(loss), "seconds": float(took)} for step, loss, took in steps]
-    if not rows or "step=6/6" not in output:
+    """The steps of both runs, from the folder of the model that the second one prints."""
+    metrics = Path(output.strip().rpartition("\n")[2]).parent / "metrics.jsonl"
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    if [step["step"] for step in steps] != [*range(1, 7)]:
         raise ValueError("the resumed run did not reach step 6")
-    return rows
+    return [{"name": f"step {step['step']}", "loss": step["loss"], "seconds": step["step_seconds"]} for step in steps]
 
 
 def run_layers(levers: str, *, peer: bool = False) -> Callable[[Path, bool], list[list[str]]]:
@@ -218,8 +219,13 @@ def main() -> int:
     if not machine["gpus"] and not options.rehearse:
         print("there is no GPU here that torch sees; --rehearse runs every part in miniature", file=sys.stderr)
         return 2
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        return run_parts(options, machine, Path(folder))
+
+
+def run_parts(options: argparse.Namespace, machine: dict[str, Any], folder: Path) -> int:
+    """`folder`: for what the parts write besides results."""
     gpu = machine["gpus"][0] if machine["gpus"] else "none"
-    folder = Path(tempfile.mkdtemp(prefix="gpu-"))
     named = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
     file = options.json or (folder / "rehearsal.json" if options.rehearse else named)
     results: dict[str, Any] = {"machine": machine, "parts": {}}
@@ -240,7 +246,8 @@ def main() -> int:
     print(*list_compared(results), sep="\n")
     missing = [part.name for part in wanted if part.name not in results["parts"]]
     failed = [name for name, part in results["parts"].items() if "error" in part]
-    print(f"{len(results['parts'])} parts in {file}; failed: {failed or 'none'}; left: {missing or 'none'}")
+    place = "a rehearsal" if options.rehearse else file
+    print(f"{len(results['parts'])} parts in {place}; failed: {failed or 'none'}; left: {missing or 'none'}")
     for name in failed if options.rehearse else []:
         print(f"\n{name}: {results['parts'][name]['error']}", file=sys.stderr)
     return int(bool(missing or failed))

@@ -83,9 +83,15 @@ def test_failed_tests_are_named() -> None:
     assert gpu.read_tests(output) == [{"name": "tests", **expected}]
 
 
-def test_a_resume_that_does_not_end_is_an_error() -> None:
-    with pytest.raises(ValueError, match="did not reach step 6"):
-        gpu.read_training("step=3/6 loss=2.5 learning_rate=1 step_seconds=0.5\n")
+def test_a_resume_that_does_not_end_is_an_error(tmp_path: Path) -> None:
+    """The command prints the model's folder; the run's metrics stand beside it."""
+    lines = [json.dumps({"step": step, "loss": 2.5, "step_seconds": 0.5}) for step in range(1, 7)]
+    for count in (0, 3):
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:count]))
+        with pytest.raises(ValueError, match="did not reach step 6"):
+            gpu.read_training(f"{tmp_path}/model\n")
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert gpu.read_training(f"{tmp_path}/model\n")[-1] == {"name": "step 6", "loss": 2.5, "seconds": 0.5}
 
 
 @pytest.mark.check
