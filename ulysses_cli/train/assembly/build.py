@@ -38,6 +38,7 @@ from ulysses_cli.train.elementwise.choice import describe
 from ulysses_cli.train.elementwise.interface import serve_elementwise
 from ulysses_cli.train.engine import Engine
 from ulysses_cli.train.finiteness import WORDS, find_file, find_nonfinite
+from ulysses_cli.train.memory.replica_copies import OrderedCopies
 from ulysses_cli.train.optimizer.early_steps import EarlySteps
 from ulysses_cli.train.optimizer.shards import get_shape
 from ulysses_cli.train.optimizer.unlocked_adam import unlock
@@ -81,6 +82,7 @@ def build(
     """Collective over all ranks. `mix`: the lengths of the run's documents, on which kernels are timed.
     `swap_folder`: the folder for what is offloaded to a disk."""
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
 
     recipe = plan.recipe
     deepspeed.init_distributed(dist_backend=dist.get_backend())  # takes over torch's groups
@@ -105,6 +107,8 @@ def build(
     wrapped, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config, dist_init_required=False)
     if hasattr(wrapped.optimizer, "check_grad_overflow"):
         wrapped.optimizer.check_grad_overflow = True  # stages 1 and 2 check float32 gradients for NaN only with this
+    if recipe.parallel.zero_stage == 3 and plan.layout.dp_replicate_size > 1:
+        OrderedCopies(module.parameters(), get_accelerator())
     if plan.levers.early_groups and plan.levers.offload_optimizer == "cpu":
         if not unlock(optimizer):
             report(LOCKED)
@@ -131,7 +135,8 @@ def build_for_answers(
     report(f"attention {kernel.name}: {kernel.reason}")
     config = load_model_config(recipe)
     stretch_positions(config, recipe, plan.resolved)
-    attention = register_attention(groups.sp_axis, kernel.by_head_dim or kernel.name, plan.levers.head_chunks)
+    kernels, chunks = kernel.by_head_dim or kernel.name, plan.levers.head_chunks
+    attention = register_attention(groups.ulysses_axis, kernels, chunks, ring=groups.ring_axis)
     model = _load_model(plan, groups, config, attention, device, ds_config, REAL_PARTS, report)
     serve_layers(model, plan, groups, device, REAL_PARTS.choose_recurrences, report)
     serve_rotary(model, groups.sp_axis)
