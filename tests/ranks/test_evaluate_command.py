@@ -11,12 +11,13 @@ import torch
 from support.commands import run
 from support.rank_pool import run_on_ranks
 from support.small_run import BYTES_CONFIG
-from test_generation import PlainForward, make_axis, make_prompts
+from test_generation import PlainForward, make_axes, make_axis, make_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.commands.children import answering
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.generation import count_cache_bytes, count_read_weights
+from ulysses_cli.plan.problem import RecipeError
 from ulysses_cli.train.generation.decoding import Generator
 
 LONG = {**BYTES_CONFIG, "max_position_embeddings": 4096}
@@ -37,7 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         (("--suite", "rulr", "--path", "nowhere"), "no suite or task is called rulr"),
         (("--suite", "longbench"), "no path was given"),
         (("--suite", "qa_1"), "made from your files"),
-        (("--sp-size", "3"), "3 does not divide the 4 attention heads"),
         (("--max-length", "4K-8K"), "is not a whole number"),
         (("--suite", "mrcr", "--path", "nowhere.parquet"), "does not exist"),
         (("--suite", "niah,graphs", "--path", "nowhere"), "no suite of niah, graphs reads files"),
@@ -78,10 +78,11 @@ def test_a_dry_run_of_a_checkpoint_exports_nothing(tmp_path: Path, monkeypatch: 
     assert (result.returncode, json.loads(result.stdout)["problems"][0]["key"]) == (2, "--gpu")
 
 
-def count_cached(model_type: str) -> int:
+def count_cached(model_type: str, ring_size: int = 1) -> int:
     """Returns the bytes of this rank's cache after a prompt and six tokens."""
-    forward = PlainForward(model_type, make_axis(), 1)
-    generator = Generator(forward, make_axis())
+    heads, ring = make_axes(ring_size)
+    forward = PlainForward(model_type, make_axis(), 1, heads, ring)
+    generator = Generator(forward, make_axis(), heads=heads, ring=ring)
     generator.read(make_prompts("one"))
     generator.generate(6)
     return generator.cache.count_bytes()
@@ -99,12 +100,31 @@ def test_the_predicted_cache_is_the_counted_one(model_type: str) -> None:
     assert max(run_on_ranks(2, count_cached, model_type)) == pytest.approx(predicted, rel=0.05)
 
 
+@pytest.mark.check
+def test_the_predicted_cache_of_a_ring_is_the_counted_one() -> None:
+    """Three ranks, each with all heads and a third of the prompt."""
+    from test_generation import make
+
+    shape = read_model_shape(make("llama", "eager").config.to_dict(), "test")
+    predicted = count_cache_bytes(shape, len(make_prompts("one")[0]), 3, 4, 6)
+    assert max(run_on_ranks(3, count_cached, "llama", 3)) == pytest.approx(predicted, rel=0.05)
+
+
+def test_layers_that_need_tokens_in_order_have_no_ring() -> None:
+    from test_generation import make
+
+    question = answering.ModelQuestion(3, 3, 64, "float32", "bytes", "cpu", trust_remote_code=False)
+    with pytest.raises(RecipeError) as caught:
+        answering.prepare_model("m", make("lfm2", "eager").config.to_dict(), question, online=False)
+    assert "3 does not divide the 4 attention heads, and convolution layers" in str(caught.value.problems[0])
+
+
 @pytest.mark.full
-def test_one_and_two_ranks_give_the_same_answers(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_any_number_of_ranks_answers_alike(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """An untrained model finds nothing. A second start answers nothing again."""
     found: list[dict[str, Any]] = []
     words = ("--suite", "niah_single_1,vt", "--max-length", "1200", "--samples", "2")
-    for sp_size in ("1", "2"):
+    for sp_size in ("1", "2", "3"):  # three ranks are a ring: they do not divide the heads
         page, folder = tmp_path / f"{sp_size}.html", tmp_path / sp_size
         options = ("--sp-size", sp_size, "--html", str(page), "--output", str(folder))
         result = run("evaluate", model, *WORDS, *words, *options)
@@ -113,8 +133,8 @@ def test_one_and_two_ranks_give_the_same_answers(model: str, tmp_path: Path, cap
         assert [(row["task"], row["n"], row["score"]) for row in scores] == [("niah_single_1", 2, 0.0), ("vt", 2, 0.0)]
         found.append(json.loads((folder / "quality.json").read_text()))
         assert "<svg" in page.read_text()
-    first, second = ([(each["prompt_hash"], each["answer"]) for each in one["results"]] for one in found)
-    assert first == second
+    first, second, third = ([(each["prompt_hash"], each["answer"]) for each in one["results"]] for one in found)
+    assert first == second == third
     lines = (tmp_path / "2" / "results.jsonl").read_text().splitlines()
     (tmp_path / "2" / "results.jsonl").write_text("\n".join(lines[:3]) + '\n{"id": "unfin')
     run("evaluate", model, *WORDS, *words, "--sp-size", "2", "--output", str(tmp_path / "2"))

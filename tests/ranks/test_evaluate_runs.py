@@ -47,7 +47,6 @@ def test_a_folder_that_is_no_model_ends_with_2(tmp_path: Path, files: tuple[str,
         (("--suite", "longbench-v2", "--path", "numbers.json"), "it is not a list of rows"),
         (("--suite", "vt", "--text", "nowhere.txt"), "nowhere.txt does not exist"),
         (("--suite", "code", "--code", "nowhere"), "nowhere is not a folder"),
-        (("--suite", "vt", "--sp-size", "3"), "3 does not divide the 4 attention heads"),
     ],
 )
 def test_a_wrong_input_ends_with_2(tmp_path: Path, words: tuple[str, ...], message: str) -> None:

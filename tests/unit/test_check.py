@@ -89,15 +89,9 @@ def test_check_rings() -> None:
     )
 
 
-def test_check_sampled_heads() -> None:
-    prompts = 'run.sample_prompts=["Once upon a time"]'
-    assert only(prompts, "parallel.sp_size=64").endswith(
-        "run.sample_prompts: needs ranks that divide the heads: generation has no ring, and sp_size 64 does not divide "
-        "the 32 attention heads of owner/model\n\n"
-        "hint: leave sample_prompts out and run `ulysses sample` on the model, or use sp_size 1, 2, 4, 8, 16 or 32"
-    )
-    assert "run.eval_suite: needs ranks that divide the heads" in only("run.eval_suite=[vt]", "parallel.sp_size=64")
-    assert check(prompts, "run.eval_suite=[vt]", "parallel.ring_size=2") == []
+def test_questions_of_a_run_on_a_ring_are_allowed() -> None:
+    asked = ('run.sample_prompts=["Once upon a time"]', "run.eval_suite=[vt]")
+    assert check(*asked, "parallel.sp_size=64") == check(*asked, "parallel.ring_size=2") == []
 
 
 def test_check_row_length() -> None:

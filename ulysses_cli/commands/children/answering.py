@@ -214,9 +214,10 @@ def prepare_model(
     folder = Path(name).expanduser()
     if config is None and folder.is_dir() and (problem := find_weight_problem(folder)):
         raise RecipeError([Problem("MODEL", problem, "copy the model's folder again, or name another")])
-    if question.sp_size not in shape.sp_sizes:
+    if not shape.list_ring_sizes(question.sp_size):
         legal = ", ".join(str(size) for size in shape.sp_sizes)
-        message = f"{question.sp_size} does not divide the {shape.common_heads} attention heads"
+        heads = f"the {shape.common_heads} attention heads"
+        message = f"{question.sp_size} does not divide {heads}, and {shape.ring_obstacle}"
         raise RecipeError([Problem("--sp-size", message, f"use {legal}")])
     if shape.quantization and shape.quantization != "mxfp4":
         message = f"the weights of {name} are quantized by {shape.quantization}, and ranks cannot share them"

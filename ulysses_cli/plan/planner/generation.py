@@ -13,7 +13,8 @@ from ulysses_cli.plan.ledger.snapshots import compute_prefill
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.layers import AttentionMixer, ConvolutionMixer, DeltaNetMixer, Mamba2Mixer, Mixer
 from ulysses_cli.plan.models.shape import ModelShape
-from ulysses_cli.plan.resolved import compute_kv_heads
+from ulysses_cli.plan.resolved import compute_kv_heads, find_ring_size
+from ulysses_cli.plan.rows.order import count_shared_out
 
 STATE_BYTES = 4  # recurrent states are float32
 
@@ -43,7 +44,9 @@ def count_prefill_bytes(
     for a model whose layers the ledger does not know."""
     if not is_known(shape):
         return None
-    layout, prefix = Layout(dp_shard_size=num_ranks // sp_size, sp_size=sp_size), (length - 1) // sp_size * sp_size
+    ring_size = find_ring_size(shape, sp_size)
+    layout = Layout(dp_shard_size=num_ranks // sp_size, sp_size=sp_size, ring_size=ring_size)
+    prefix = count_shared_out(length - 1, sp_size, ring_size)
     job = Job(shape, layout, prefix, Levers(tiled_mlp=True, tiled_loss=True), dtype_bytes=bytes_per_number)
     return compute_prefill(job) + count_cache_bytes(shape, prefix, sp_size, bytes_per_number, 0)
 
@@ -76,17 +79,24 @@ def count_read_weights(shape: ModelShape, num_sequences: int = 1) -> int:
 def count_cache_bytes(
     shape: ModelShape, length: int, sp_size: int, bytes_per_number: int, new_tokens: int, num_sequences: int = 1
 ) -> int:
-    """Bytes that the fullest rank keeps of a prompt of `length` tokens and of what is generated after it."""
-    prefix = (length - 1) // sp_size * sp_size
+    """Bytes that the fullest rank keeps of a prompt of `length` tokens and of what is generated after it. On a ring a
+    rank keeps its share of the prompt, and what is generated."""
+    ring_size = find_ring_size(shape, sp_size)
+    prefix = count_shared_out(length - 1, sp_size, ring_size)
     own = num_sequences * (length - prefix + new_tokens)
     mixers = (mixer for layer in shape.layers for mixer in layer.mixers)
-    return sum(_count_mixer(mixer, prefix, own, sp_size, bytes_per_number, num_sequences) for mixer in mixers)
+    sizes = sp_size // ring_size, ring_size
+    return sum(_count_mixer(mixer, prefix, own, sizes, bytes_per_number, num_sequences) for mixer in mixers)
 
 
-def _count_mixer(mixer: Mixer, prefix: int, own: int, sp_size: int, bytes_per_number: int, num_sequences: int) -> int:
+def _count_mixer(
+    mixer: Mixer, prefix: int, own: int, sizes: tuple[int, int], bytes_per_number: int, num_sequences: int
+) -> int:
+    """`sizes`: ranks that have heads of their own, and of a ring."""
+    num_ranks, ring_size = sizes
     if isinstance(mixer, AttentionMixer):
-        kept = min(prefix, (mixer.window_tokens or prefix + 1) - 1)
-        heads = compute_kv_heads(mixer.num_heads, mixer.num_kv_heads, sp_size).num_local
+        kept = min(prefix // ring_size, (mixer.window_tokens or prefix + 1) - 1)
+        heads = compute_kv_heads(mixer.num_heads, mixer.num_kv_heads, num_ranks).num_local
         return (kept + own) * heads * (mixer.head_dim + mixer.value_head_dim) * bytes_per_number
     copies = 1 + num_sequences  # after the prefix, and after each sequence's tokens
     inputs = mixer.conv_channels * (mixer.conv_tokens - 1) * bytes_per_number * copies
@@ -98,4 +108,4 @@ def _count_mixer(mixer: Mixer, prefix: int, own: int, sp_size: int, bytes_per_nu
         numbers = mixer.key_head_dim * mixer.value_head_dim
     else:
         numbers = mixer.head_dim * mixer.head_dim
-    return inputs + mixer.num_heads // sp_size * numbers * STATE_BYTES * copies
+    return inputs + mixer.num_heads // num_ranks * numbers * STATE_BYTES * copies

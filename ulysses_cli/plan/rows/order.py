@@ -74,6 +74,12 @@ class KeyPlan:
         return any(self.moves[source][target] for source, target in pairs if source != target)
 
 
+def count_shared_out(num_tokens: int, num_ranks: int, ring_size: int) -> int:
+    """The most of `num_tokens` that ranks of a row hold in equal parts; on a ring, with two equal chunks for each."""
+    multiple = num_ranks * (2 if ring_size > 1 else 1)
+    return num_tokens // multiple * multiple
+
+
 def count_tokens(runs: Iterable[TokenRun]) -> int:
     return sum(run.stop - run.start for run in runs)
 

@@ -54,26 +54,6 @@ def check_heads(recipe: Recipe, shape: ModelShape) -> Problems:
         )
 
 
-def check_sampled_heads(recipe: Recipe, shape: ModelShape) -> Problems:
-    """Generation has no ring: all ranks of a row exchange heads."""
-    run, sp_size = recipe.run, recipe.parallel.sp_size
-    if sp_size in shape.sp_sizes or not shape.list_ring_sizes(sp_size):
-        return
-    heads = " and ".join(format_count(count, f"{kind} head") for kind, count in shape.head_counts)
-    for name, command, is_used in (
-        ("sample_prompts", "sample", run.sample_prompts),
-        ("eval_suite", "evaluate", run.eval_suite),
-    ):
-        if is_used:
-            yield Problem(
-                f"run.{name}",
-                f"needs ranks that divide the heads: generation has no ring, and sp_size {sp_size} does not divide the "
-                f"{heads} of {shape.name}",
-                f"leave {name} out and run `ulysses {command}` on the model, or use sp_size "
-                f"{_list_choices(list(shape.sp_sizes))}",
-            )
-
-
 def check_convolutions(recipe: Recipe, shape: ModelShape) -> Problems:
     """A convolution takes its earlier tokens from the rank before, and from no other."""
     if recipe.parallel.sp_size == 1 or not shape.conv_tokens:
@@ -235,7 +215,6 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
 
 RULES: tuple[Callable[[Recipe, ModelShape], Problems], ...] = (
     check_heads,
-    check_sampled_heads,
     check_convolutions,
     check_head_chunks,
     check_offloading,

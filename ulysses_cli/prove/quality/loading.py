@@ -12,7 +12,7 @@ from ulysses_cli.data.steps import Batching
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.plan.planner.lever_choice import choose_levers
 from ulysses_cli.plan.recipe.loader import parse_recipe
-from ulysses_cli.plan.resolved import make_layout, settle
+from ulysses_cli.plan.resolved import choose_layout, settle
 from ulysses_cli.train.assembly.build import build_for_answers
 from ulysses_cli.train.assembly.model_config import load_model_config, read_shape
 from ulysses_cli.train.engine import Engine
@@ -42,7 +42,7 @@ def load_for_evaluation(text: str, device: Any, report: Callable[[str], None]) -
     recipe = parse_recipe(text, "evaluate", []).recipe
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     shape = read_shape(recipe, load_model_config(recipe), tokenizer)
-    groups = make_groups(make_layout(recipe), GROUP_TIMEOUT)
+    groups = make_groups(choose_layout(recipe, shape), GROUP_TIMEOUT)
     plan = settle(recipe, shape, choose_levers(recipe, shape, None).levers)
     told = report if groups.is_first else _ignore
     told("loading the model")

@@ -76,22 +76,22 @@ class _Call:
     plan: HeadPlan
     saves_output: bool  # the layer is recomputed in the backward and gets the saved output
 
-    @property
-    def way(self) -> _Way:
-        """How keys of other ranks reach the kernel: the same on all ranks of a ring."""
-        return IN_ROUNDS if self.kernel_calls.rounds else GATHERED
-
     def make_task(self, chunk: Chunk) -> KernelTask:
         runs = self.plan.list_runs(chunk, self.axis.rank)
         return KernelTask(self.kernel_calls, runs, self.ring, self.kernel, self.rule)
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     forward: Callable[[Sequence[Tensor], Tensor | None, KernelTask], tuple[Tensor, Tensor]]
     backward: Callable[[Sequence[Tensor], Tensor, Tensor, Tensor, KernelTask], list[Tensor]]
 
 
-GATHERED, IN_ROUNDS = _Way(attend_gathered, backward_gathered), _Way(attend_in_rounds, backward_in_rounds)
+GATHERED, IN_ROUNDS = Way(attend_gathered, backward_gathered), Way(attend_in_rounds, backward_in_rounds)
+
+
+def choose_way(calls: KernelCalls) -> Way:
+    """How keys of other ranks reach the kernel: the same on all ranks of a ring."""
+    return IN_ROUNDS if calls.rounds else GATHERED
 
 
 class _Attention(torch.autograd.Function):
@@ -204,7 +204,7 @@ def _attend(rows: Sequence[Tensor], sinks: Tensor | None, chunk: Chunk, call: _C
     """Runs the kernel on this rank's tokens and heads, with the keys of the whole row that these attend to. Returns
     result [T, h, D] and log-sum-exp [h, T]."""
     own_sinks = None if sinks is None else sinks[slice(*chunk.queries[call.axis.rank])]
-    return call.way.forward(rows, own_sinks, call.make_task(chunk))
+    return choose_way(call.kernel_calls).forward(rows, own_sinks, call.make_task(chunk))
 
 
 def _attend_backward(
@@ -217,7 +217,7 @@ def _attend_backward(
     call: _Call,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Returns gradients of the rows' queries, keys and values, and of the sinks: zero but for this rank's heads."""
-    grads = call.way.backward(rows, drows, result, lse, call.make_task(chunk))
+    grads = choose_way(call.kernel_calls).backward(rows, drows, result, lse, call.make_task(chunk))
     if sinks is None:
         return grads, None
     dsinks, heads = torch.zeros_like(sinks), slice(*chunk.queries[call.axis.rank])

@@ -23,19 +23,22 @@ aten = torch.ops.aten
 Part = tuple[Tensor, Tensor]  # out [Q, n, h, V] and log-sum-exp [Q, n, h]
 
 
-def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, rule: Rule, num_between: int) -> Part:
-    """Takes q [Q, n, h, D], k [T, k, D] and v [T, k, V]. `num_between`: tokens between the last cached token and the
-    first new one. The new tokens of all sequences are queries of one call: nothing is computed once per sequence."""
+def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, rule: Rule, num_between: int, ages: Tensor) -> Part:
+    """Takes q [Q, n, h, D], k [T, k, D] and v [T, k, V]. `ages`: how far each cached token is from the prefix's end, on
+    the host, the oldest first. `num_between`: tokens between the prefix's end and the first new one. The new tokens of
+    all sequences are queries of one call: nothing is computed once per sequence. Of no keys, out is 0 and the
+    log-sum-exp is -inf."""
     groups = k.size(1), q.size(2) // k.size(1)
     queries = q.unflatten(2, groups).permute(2, 0, 1, 3, 4)  # [k, Q, n, g, D]
     shape = queries.shape[:-1]
     flat = queries.flatten(1, 3)
-    is_visible = rule.window_tokens is None or k.size(0) + num_between + q.size(1) <= rule.window_tokens
-    if is_visible and _has_flash(flat, v, rule):
+    oldest = int(ages[0]) if len(ages) else 0
+    is_visible = rule.window_tokens is None or oldest + num_between + q.size(1) <= rule.window_tokens
+    if is_visible and len(ages) and _has_flash(flat, v, rule):
         out, lse = _run_flash(flat, k, v, rule)
     else:
-        distance = None if is_visible else _measure_distances(shape, k.size(0), num_between, q.device)
-        out, lse = _run_blocks(flat, k, v, rule, distance)
+        distances = None if is_visible else (_measure_distances(shape, num_between, q.device), ages.to(q.device))
+        out, lse = _run_blocks(flat, k, v, rule, distances)
     out = out.view(*shape, v.size(2)).permute(1, 2, 0, 3, 4).flatten(2, 3)
     return out, lse.view(shape).permute(1, 2, 0, 3).flatten(2, 3)
 
@@ -55,15 +58,15 @@ def _run_flash(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Part:
     return out[0], lse[0]
 
 
-def _measure_distances(shape: torch.Size, num_cached: int, num_between: int, device: torch.device) -> Tensor:
-    """Tokens from the first cached token to each query, [Q n g]."""
-    steps = torch.arange(shape[2], device=device) + num_cached + num_between
+def _measure_distances(shape: torch.Size, num_between: int, device: torch.device) -> Tensor:
+    """Tokens from the prefix's end to each query, [Q n g]."""
+    steps = torch.arange(shape[2], device=device) + num_between
     return steps[None, :, None].expand(shape[1:]).flatten()
 
 
-def _run_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule, distance: Tensor | None) -> Part:
-    """An online softmax over blocks of keys. q [k, M, D]. `distance`: of each query to the first key, where the window
-    hides some keys."""
+def _run_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule, distances: tuple[Tensor, Tensor] | None) -> Part:
+    """An online softmax over blocks of keys. q [k, M, D]. `distances`: of each query and of each key to the prefix's
+    end, where the window hides some keys."""
     precision = get_precision(q)
     q = q.to(precision)
     maximum = q.new_full(q.shape[:2], -math.inf)
@@ -72,8 +75,8 @@ def _run_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule, distance: Tensor | 
     for start in range(0, k.size(0), block):
         keys, values = (row[start : start + block].to(precision).transpose(0, 1) for row in (k, v))
         logits = _compute_logits(q, keys, rule)
-        if distance is not None:
-            own = distance[:, None] - torch.arange(start, start + keys.size(1), device=k.device)
+        if distances is not None:
+            own = distances[0][:, None] + distances[1][start : start + block]
             logits = logits.masked_fill(own >= (rule.window_tokens or 0), -math.inf)
         highest = torch.maximum(maximum, logits.amax(-1))
         finite = highest.masked_fill(highest == -math.inf, 0.0)

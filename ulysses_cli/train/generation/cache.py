@@ -15,22 +15,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ulysses_cli.plan.rows.order import TokenRun
 from ulysses_cli.train.attention.documents import Documents
 from ulysses_cli.train.attention.exchange import exchange_in, exchange_out
 from ulysses_cli.train.attention.heads import plan_heads
-from ulysses_cli.train.attention.kernels.operators import attend, list_options
+from ulysses_cli.train.attention.kernel_task import KernelTask
 from ulysses_cli.train.attention.kernels.rule import Rule
-from ulysses_cli.train.generation.attention import attend_to_own, attend_to_prefix, join_parts
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.attention.ulysses import choose_way
+from ulysses_cli.train.generation.attention import Part, attend_to_own, attend_to_prefix, join_parts
+from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis
 from ulysses_cli.train.recurrence.heads_exchange import gather_rows, scatter_rows
 from ulysses_cli.train.recurrence.rules import StatefulRule
 
 
 @dataclass(eq=False)
 class KeyValues:
-    """One attention layer's keys and values: the prefix's [T, k, D], and those of each sequence [Q, capacity, k, D]."""
+    """One attention layer's keys and values: the prefix's [T, k, D], and those of each sequence [Q, capacity, k, D].
+
+    `ages`: how far the prefix's are from its end. `num_kept`: how many the ranks of a ring keep together.
+    """
 
     prefix: tuple[Tensor, Tensor] | None = None
+    ages: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    num_kept: int = 0
     own: tuple[Tensor, Tensor] | None = None
 
 
@@ -45,11 +52,13 @@ class States:
 class GenerationCache:
     """The caches of all layers, in the order in which a forward calls them: layers may share a module.
 
-    `num_tokens`: the length that rotary frequencies follow, where a model's do.
+    `axis`: the ranks that have heads of their own. `ring`: the ranks that have the same heads, and a share of the
+    prefix's keys each; recurrent layers have none. `num_tokens`: the length that rotary frequencies follow, where a
+    model's do.
     """
 
-    def __init__(self, axis: SequenceAxis) -> None:
-        self.axis = axis
+    def __init__(self, axis: SequenceAxis, ring: SequenceAxis = NO_AXIS) -> None:
+        self.axis, self.ring = axis, ring
         self.documents: Documents | None = None  # of the prefix, while it is read
         self.num_tokens = 0
         self.prefix_tokens = self.num_sequences = self.own_tokens = self.capacity = 0
@@ -117,31 +126,37 @@ class GenerationCache:
         num_head_chunks: int,
     ) -> Tensor:
         assert self.documents is not None
-        axis, documents = self.axis, self.documents
-        documents.check_num_tokens(q.size(0), q.size(1), axis.size)
+        axis, ring, documents = self.axis, self.ring, self.documents
+        documents.check_num_tokens(q.size(0), q.size(1), axis.size * ring.size)
         own = plan_heads(q.size(2), k.size(2), axis.size).chunks[0].keys[axis.rank]
         # Later tokens see the token before them and the window before that.
-        num_kept = min(documents.num_tokens, (rule.window_tokens or documents.num_tokens + 1) - 1)
-        layer.prefix = k.new_empty(num_kept, own.num_heads, k.size(3)), v.new_empty(num_kept, own.num_heads, v.size(3))
+        layer.num_kept = min(documents.num_tokens, (rule.window_tokens or documents.num_tokens + 1) - 1)
+        layer.ages = self._list_ages(layer.num_kept)
+        num_own = len(layer.ages)
+        layer.prefix = k.new_empty(num_own, own.num_heads, k.size(3)), v.new_empty(num_own, own.num_heads, v.size(3))
+        calls = documents.plan_calls(rule.window_tokens, ring)
         plan = plan_heads(q.size(2), k.size(2), axis.size, num_head_chunks)
         out = q.new_empty(*q.shape[:3], v.size(3))
         for chunk in plan.chunks:
             rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], axis)
             keys = chunk.keys[axis.rank]
             for kept, row in zip(layer.prefix, rows[1:], strict=True):
-                kept[:, keys.start - own.start : keys.stop - own.start] = row[documents.num_tokens - num_kept :]
-            first, parts = chunk.queries[axis.rank].start, []
-            for heads, groups in plan.list_runs(chunk, axis.rank):
-                own_sinks = None if sinks is None else sinks[first + heads.start : first + heads.stop]
-                parts.append(
-                    attend(
-                        rows[0][:, slice(*heads)], *(row[:, slice(*groups)] for row in rows[1:]), own_sinks,
-                        *list_options(documents, kernel, rule),
-                    )[0]
-                )  # fmt: skip
+                kept[:, keys.start - own.start : keys.stop - own.start] = row[row.size(0) - num_own :]
+            own_sinks = None if sinks is None else sinks[slice(*chunk.queries[axis.rank])]
+            task = KernelTask(calls, plan.list_runs(chunk, axis.rank), ring, kernel, rule)
+            result, _ = choose_way(calls).forward(rows, own_sinks, task)
             del rows
-            exchange_out([_join(parts, 1)], [chunk.queries], axis, q.size(0), [out])
+            exchange_out([result], [chunk.queries], axis, q.size(0), [out])
         return out
+
+    def _list_ages(self, num_kept: int) -> Tensor:
+        """Of this rank's tokens among the last `num_kept` of the prefix, on the host. A rank's tokens are in rising
+        order, so that these are its last ones."""
+        assert self.documents is not None
+        end = self.documents.num_tokens
+        runs = self.documents.order[self.ring.rank] if self.documents.order else (TokenRun(0, end),)
+        ages = torch.cat([torch.arange(end - run.start, end - run.stop, -1) for run in runs])
+        return ages[ages <= num_kept]
 
     def _attend_tokens(
         self, layer: KeyValues, q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None
@@ -164,11 +179,22 @@ class GenerationCache:
             part = own_q[:, :, slice(*heads)]
             own_keys, own_values = (kept[:, :end, slice(*groups)] for kept in own)
             parts = [attend_to_own(part, own_keys, own_values, rule)]
-            if layer.prefix is not None and len(layer.prefix[0]):
+            if layer.prefix is not None and layer.num_kept:
                 prefix_keys, prefix_values = (kept[:, slice(*groups)] for kept in layer.prefix)
-                parts.append(attend_to_prefix(part, prefix_keys, prefix_values, rule, begin))
+                parts += self._gather_parts(attend_to_prefix(part, prefix_keys, prefix_values, rule, begin, layer.ages))
             results.append(join_parts(parts, None if own_sinks is None else own_sinks[slice(*heads)], q.dtype))
         return self._gather_heads(_join(results, 2))
+
+    def _gather_parts(self, own: Part) -> list[Part]:
+        """The results of all ranks of the ring, each of its share of the prefix. One collective on the ring: all its
+        ranks reach it, since they have the same heads and know what the prefix's layers keep together."""
+        if self.ring.group is None:
+            return [own]
+        out, lse = own
+        joined = torch.cat([out.to(lse.dtype), lse[..., None]], -1)
+        parts = [torch.empty_like(joined) for _ in range(self.ring.size)]
+        dist.all_gather(parts, joined, group=self.ring.group)
+        return [(each[..., :-1], each[..., -1]) for each in parts]
 
     def _gather_heads(self, own: Tensor) -> Tensor:
         """Takes [Q, n, h, D] of this rank's heads, returns all heads. One collective on the axis: all its ranks reach

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ulysses_cli.plan.rows.order import Ring, count_shared_out, cut_runs, deal_row
 from ulysses_cli.train.attention.documents import Documents, make_documents
 from ulysses_cli.train.generation.cache import GenerationCache
-from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.processes.sequence_axis import NO_AXIS, SequenceAxis
 
 Tokens = Sequence[int]
 
@@ -46,7 +47,8 @@ class AnswerScore:
 
 
 class Generator:
-    """Generates on the ranks of `axis`, which hold one model together.
+    """Generates on the ranks of `axis`, which share what all prompts begin with. `heads`: those of them that have heads
+    of their own, all by default; `ring`: those that have the same heads.
 
     `take_turn(has_work)` is called before each forward, with True, and by `finish`, with False. It returns whether any
     group of ranks has work. Where weights are gathered by all ranks, groups run the same number of forwards by it; the
@@ -59,9 +61,13 @@ class Generator:
         axis: SequenceAxis,
         device: torch.device | str = "cpu",
         take_turn: Callable[[bool], bool] = lambda has_work: has_work,
+        *,
+        heads: SequenceAxis | None = None,
+        ring: SequenceAxis = NO_AXIS,
     ) -> None:
         self.forward, self.axis, self.device, self.take_turn = forward, axis, torch.device(device), take_turn
-        self.cache = GenerationCache(axis)
+        self.heads, self.ring = heads or axis, ring
+        self.cache = self._make_cache()
         self.prompts: list[Tokens] = []
 
     @torch.no_grad()
@@ -70,16 +76,18 @@ class Generator:
         how many. What the ranks cannot share evenly, and each prompt's own end, are read by `generate` and `score`."""
         if not prompts or not all(prompts):
             raise ValueError("a prompt has at least one token")
-        self.prompts, self.cache = list(prompts), GenerationCache(self.axis)
-        num_local = count_shared_tokens(prompts) // self.axis.size
-        if num_local:
-            first = self.axis.rank * num_local
-            positions = torch.arange(first, first + num_local, device=self.device)[None]
-            tokens = self._move([list(prompts[0][first : first + num_local])])
-            documents = make_documents([num_local * self.axis.size], self.device)
+        self.prompts, self.cache = list(prompts), self._make_cache()
+        num_read = count_shared_out(count_shared_tokens(prompts), self.axis.size, self.ring.size)
+        if num_read:
+            order = deal_row((num_read,), Ring(self.ring.size))
+            first = self.heads.rank * (num_read // self.axis.size)
+            own = cut_runs(order[self.ring.rank], first, first + num_read // self.axis.size)
+            at = [position for run in own for position in range(*run)]
+            tokens, positions = self._move([[prompts[0][position] for position in at]]), self._move([at])
+            documents = make_documents([num_read], self.device, order=order if self.ring.size > 1 else ())
             self.cache.start_prefix(documents, max(map(len, prompts)))
             self._run(tokens, positions, [], documents)
-        return num_local * self.axis.size
+        return num_read
 
     @torch.no_grad()
     def generate(
@@ -141,12 +149,15 @@ class Generator:
     def finish(self) -> None:
         """Runs forwards of one token, whose result nobody reads, until all groups have finished. Call it once, after
         the last prompt; nothing happens where groups do not wait for each other."""
-        idle = GenerationCache(self.axis)
+        idle = self._make_cache()
         while self.take_turn(False):
             idle.start_sequences(1, 1)
             idle.start_tokens(1)
             tokens = self._move([[0]])
             self.forward(tokens, tokens, idle, self._index([(0, 0)]), None)
+
+    def _make_cache(self) -> GenerationCache:
+        return GenerationCache(self.heads, self.ring)
 
     def _run_block(self, block: list[list[int]], position: int, wanted: Sequence[tuple[int, int]]) -> Tensor:
         """Reads the same number of tokens of each sequence, from `position` on."""

@@ -43,11 +43,9 @@ def generating(engine: Engine, *, gathers_once: bool | None = None) -> Iterator[
         wrapped.eval()
         stack.callback(wrapped.train)
         forward = partial(_run, wrapped)
-        generator = (
-            Generator(forward, groups.sp_axis, engine.device, partial(_take_turn, groups))
-            if is_shared
-            else Generator(forward, groups.sp_axis, engine.device)
-        )
+        take_turn = partial(_take_turn, groups) if is_shared else _wait_for_none
+        heads, ring = groups.ulysses_axis, groups.ring_axis
+        generator = Generator(forward, groups.sp_axis, engine.device, take_turn, heads=heads, ring=ring)
         yield generator
         generator.finish()
         if is_sharded and not gathers_once:
@@ -81,6 +79,10 @@ def _take_turn(groups: Groups, has_work: bool) -> bool:
     working = torch.tensor(int(has_work))
     dist.all_reduce(working, op=dist.ReduceOp.MAX, group=groups.host_group)
     return bool(working.item())
+
+
+def _wait_for_none(has_work: bool) -> bool:
+    return has_work
 
 
 def _list_sharded(wrapped: Any) -> list[Any]:
