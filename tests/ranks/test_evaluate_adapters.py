@@ -1,0 +1,74 @@
+"""`ulysses evaluate` of a run's checkpoints with adapters, on another layout than they were trained on: merged, they
+answer as plain peft does with the adapters beside their base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from support.commands import run
+from support.small_run import BYTES_CONFIG, make_settings
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
+from ulysses_cli.evaluate.suites import Amount, Sources, make_prompts, plan_suites
+
+TASK, LENGTH, NUM_SAMPLES = "niah_single_1", 1200, 2
+WORDS = ("--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--format", "json", "--suite", TASK)
+RUN = make_settings(
+    parallel={"sp_size": 2},
+    train={"max_steps": 4, "learning_rate": 0.05},
+    lora={"r": 4, "alpha": 32},
+    run={"save_steps": 2, "rehearsal": False},
+)
+
+
+def score_plainly(model: Any, prompter: Prompter, prompt: TaskPrompt) -> float:
+    """The log-probability of the right answer."""
+    answer = prompter.encode_answer(prompt, prompt.sample.references[0])
+    tokens = torch.tensor([[*prompt.tokens, *answer]])
+    with torch.no_grad():
+        logits = model(tokens).logits[0, len(prompt.tokens) - 1 : -1].log_softmax(-1)
+    return float(logits.gather(1, torch.tensor(answer)[:, None]).sum())
+
+
+@pytest.mark.full
+def test_merged_adapters_answer_as_plain_peft_on_another_layout(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**BYTES_CONFIG, "max_position_embeddings": 4096, "initializer_range": 0.3})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    model = {"name_or_path": str(tmp_path / "base"), "tokenizer": "bytes", "dtype": "float32"}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({**RUN, "model": model}))
+    trained = run("train", "r.yaml", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    checkpoints = tmp_path / "run" / "checkpoints"
+    amount = ("--max-length", str(LENGTH), "--samples", str(NUM_SAMPLES), "--sp-size", "1")
+    against = ("--against", str(checkpoints / "step-2"), "--output", str(tmp_path / "found"))
+    result = run("evaluate", str(checkpoints / "step-4"), *WORDS, *amount, *against, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    findings = json.loads((tmp_path / "found" / "quality.json").read_text())
+    assert [(row["task"], row["n"]) for row in findings["differences"]] == [(TASK, NUM_SAMPLES)]
+    assert [row["n"] for row in findings["against"]["scores"]] == [NUM_SAMPLES]
+
+    prompter = Prompter(make_bytes_tokenizer())
+    prompts = list(make_prompts(plan_suites([TASK], Sources()), prompter, Amount((LENGTH,), NUM_SAMPLES), print))
+    ours = {each["id"]: each["log_probability"] for each in findings["results"]}
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    without = {prompt.name: score_plainly(base, prompter, prompt) for prompt in prompts}
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "run" / "model")).eval()
+    assert ours == pytest.approx({each.name: score_plainly(adapted, prompter, each) for each in prompts}, rel=1e-4)
+    assert ours != pytest.approx(without, rel=1e-2), "the adapters have learned something"
+    old = {
+        line["id"]: line["log_probability"]
+        for line in map(json.loads, (tmp_path / "found" / "against" / "results.jsonl").read_text().splitlines())
+        if "log_probability" in line
+    }
+    assert old.keys() == ours.keys()
+    assert old != ours, "the other checkpoint is another model"
+    assert "step-4" in (tmp_path / "run" / "evaluations" / f"step-4-{TASK}.json").read_text()
