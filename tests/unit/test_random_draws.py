@@ -61,6 +61,7 @@ def test_draws_cover_every_family_and_every_lever() -> None:
             "estimate-random-7001.json",
             "estimate-random-424242.json",
             "estimate-random-20261201.json",
+            "estimate-random-20270117.json",
         ],
         quick=[],
     ),
