@@ -295,11 +295,11 @@ def test_check_tiles() -> None:
 def test_check_steps() -> None:
     assert only("train.num_train_epochs=2") == (
         "command line: train.num_train_epochs: 2 and max_steps 10 both say how long the run is"
-        "\n\nhint: keep one of the two"
+        "\n\nhint: keep one; train.num_train_epochs=null on the command line leaves out what the file says"
     )
     assert only("train.warmup_steps=3", "train.warmup_ratio=0.1") == (
         "command line: train.warmup_ratio: 0.1 and warmup_steps 3 both say how long the warm-up is"
-        "\n\nhint: keep one of the two"
+        "\n\nhint: keep one; train.warmup_ratio=0 on the command line leaves out what the file says"
     )
     assert only("train.warmup_steps=10") == (
         "command line: train.warmup_steps: 10 leaves no step at the full learning rate: max_steps is 10"

@@ -71,13 +71,13 @@ def check_steps(recipe: Recipe) -> Problems:
         yield Problem(
             "train.num_train_epochs",
             f"{train.num_train_epochs:g} and max_steps {train.max_steps} both say how long the run is",
-            "keep one of the two",
+            "keep one; train.num_train_epochs=null on the command line leaves out what the file says",
         )
     if train.warmup_steps and train.warmup_ratio:
         yield Problem(
             "train.warmup_ratio",
             f"{train.warmup_ratio:g} and warmup_steps {train.warmup_steps} both say how long the warm-up is",
-            "keep one of the two",
+            "keep one; train.warmup_ratio=0 on the command line leaves out what the file says",
         )
     if train.max_steps is not None and train.warmup_steps >= train.max_steps and train.warmup_steps:
         yield Problem(
