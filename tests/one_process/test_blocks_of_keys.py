@@ -137,7 +137,7 @@ def test_generations_parts_join_to_plain_attention(has_sinks: bool) -> None:
         draw(4),
     )
     rule = Rule(0.3)
-    parts = [attend_to_own(q, *own, rule), attend_to_prefix(q, *prefix, rule, 3)]
+    parts = [attend_to_own(q, *own, rule), attend_to_prefix(q, *prefix, rule, 3, torch.arange(7, 0, -1))]
     joined = join_parts(parts, sinks if has_sinks else None, torch.float64)
     keys, values = (
         torch.cat([shared.expand(3, -1, -1, -1), each], 1).repeat_interleave(2, 2)

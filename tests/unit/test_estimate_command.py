@@ -130,7 +130,7 @@ def test_an_estimate_takes_half_a_second() -> None:
         (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "--longest"), "leave out one of them"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--budget", "100"), "--budget: bounds a plan for rows"),
         (("plan", "--model", "Qwen/Qwen3-8B", "--longest", "--deadline", "1h"), "--deadline: bounds a plan for rows"),
-        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "64Mi", "--gpus", "h100:8"), "no plan (heads)"),
+        (("plan", "--model", "Qwen/Qwen3-8B", "--max-length", "256Mi", "--gpus", "h100:8"), "no plan (heads)"),
         (("plan", "--model", "meta-llama/Llama-3.1-70B", "--max-length", "8Ki", "--gpus", "h100:1"), "no plan (host)"),
     ],
 )

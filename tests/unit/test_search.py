@@ -151,7 +151,7 @@ def test_walls_of_memory_and_heads() -> None:
     assert "of 40.0" in plan_results.walls[0].message
     assert "48 x a100-40gb with sp_size 48" in plan_results.walls[0].message, "a ring passes the number of heads"
     assert [wall.kind for wall in plan_results.walls] == ["gpu", "host"]
-    far = search(replace(REQUEST, max_length=2**26), offer("h100-80gb:8"))
+    far = search(replace(REQUEST, max_length=2**28), offer("h100-80gb:8"))
     assert [wall.kind for wall in far.walls] == ["heads"]
     poor = replace(TABLE.get_gpu("h100-80gb"), host_bytes_per_gpu=1 << 30)
     assert [wall.kind for wall in search(REQUEST, [Offer(poor, 8)]).walls] == ["host"]
