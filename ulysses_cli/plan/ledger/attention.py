@@ -56,10 +56,11 @@ def compute_attention_saved(job: Job) -> int:
     """What attention's backward needs in addition to its result: saved norms, inputs of the projections, rows, and
     (where rows are exchanged) the result again as the input of the output projection."""
     saved = compute_query_norms_saved(job) + compute_attention_rows(job) + compute_output_input(job)
-    if not has_norm_before(job.shape):
-        return saved
     projected = compute_layer_input(job) * saves_input(job, "q_proj", "k_proj", "v_proj", "qkv_proj")
-    return saved + compute_input_norm_saved(job) + projected
+    if has_norm_before(job.shape):
+        return saved + compute_input_norm_saved(job) + projected
+    # projections of a layer without a norm before them save the layer's input, which recomputation starts from
+    return saved + (projected if job.levers.gradient_checkpointing is False else 0)
 
 
 def compute_input_norm_saved(job: Job) -> int:

@@ -8,7 +8,7 @@ transformers' (integrations/moe.py: grouped_mm_experts_forward).
 from __future__ import annotations
 
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer import saves_input
+from ulysses_cli.plan.ledger.layer import is_tiled, saves_input
 from ulysses_cli.plan.ledger.weights import SHARED_FIRST
 from ulysses_cli.plan.models.layers import ExpertsMlp
 
@@ -72,14 +72,18 @@ def compute_forward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
 def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     """In addition to what is saved. For each expert of a token: three gradients of its copies, 3 h b, or float32 where
     results are weighted so; or one of the inner width and the gradients of all experts' matrices. Without gates the
-    square of an activation has three gradients, 3 i b.
+    square of an activation has three gradients, 3 i b. Where the inside is computed again, the end of that holds the
+    results' gradient, the weighted results, the biases and, if frozen matrices have not saved it, the token's copy.
 
     A shared expert that runs last has its backward first: it has freed what it saved and made a gradient of the input.
     Where its result has a gate, that result's gradient and the input's come first, and the result is gone."""
     b, hidden, trained = job.dtype_bytes, job.shape.hidden_size, job.adapters is None
     inner, k = mlp.inner_size, mlp.num_per_token
     matrix = b * mlp.num_experts * inner * hidden * trained
-    results, down = 3 * k * _count_result_bytes(job) * hidden * tokens, k * b * inner * tokens + matrix
+    result_bytes, down = _count_result_bytes(job), k * b * inner * tokens + matrix
+    again = 2 * result_bytes + b * (job.family.experts_have_bias + (not trained))
+    recomputes = is_tiled(job) or job.levers.gradient_checkpointing is not False
+    results = k * max(3 * result_bytes, again * recomputes) * hidden * tokens
     if mlp.is_gated:
         gate_up = 2 * matrix - k * b * (hidden + 2 * inner) * tokens
         widest = max(results, down, k * b * (2 * inner - hidden) * tokens, gate_up)

@@ -107,7 +107,7 @@ def compute_mlp_forward(job: Job, layer: Layer) -> int:
     """Three tensors of the inner width at once (fused: four), the input and the residual: b (3 i + 2 h) S. In tiles:
     the inner tensors of one tile and the output, or the output scaled."""
     shape, b, tile = job.shape, job.dtype_bytes, count_mlp_tile_tokens(job)
-    around = (3 if is_tiled(job) else 2) * b * shape.hidden_size * job.local_tokens
+    around = (count_around(job) + is_tiled(job)) * compute_layer_input(job)
     if isinstance(layer.mlp, ExpertsMlp):
         return around + experts.compute_forward(job, layer.mlp, tile)
     num_inner = 3 + _is_fused_mlp(job)
@@ -124,20 +124,29 @@ def _compute_scaled(job: Job) -> int:
     return compute_layer_input(job) if job.shape.model_type in SCALED_RESULTS else 0
 
 
+def count_around(job: Job) -> int:
+    """Tensors of width h that wait while the inside is computed: the input and the residual. Without a norm before it,
+    the MLP reads the residual itself (modeling_olmo2.py: Olmo2DecoderLayer)."""
+    return 1 + has_norm_before(job.shape)
+
+
 def compute_first_forward(job: Job) -> int:
     """At the MLP's first matrix: the gate, the input and the residual, b (i + 2 h) S."""
-    return job.dtype_bytes * (job.shape.intermediate_size + 2 * job.shape.hidden_size) * job.local_tokens
+    inner = job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
+    return inner + count_around(job) * compute_layer_input(job)
 
 
 def compute_gate_forward(job: Job) -> int:
     """At the MLP's second matrix: the activated gate and up, the input and the residual, b (2 i + 2 h) S."""
-    return job.dtype_bytes * 2 * (job.shape.intermediate_size + job.shape.hidden_size) * job.local_tokens
+    inner = job.dtype_bytes * 2 * job.shape.intermediate_size * job.local_tokens
+    return inner + count_around(job) * compute_layer_input(job)
 
 
 def compute_down_forward(job: Job) -> int:
     """At the MLP's last matrix: the product, the input, the residual and the output, b (i + 3 h) S. With adapters also
     the adapter's result and the sum of both. Experts and tiles do not gather this matrix by itself."""
-    num_hidden, num_inner = 3 if job.adapters is None else 5, 1 + 2 * _is_fused_mlp(job)
+    num_hidden = count_around(job) + (1 if job.adapters is None else 3)
+    num_inner = 1 + 2 * _is_fused_mlp(job)
     width = num_inner * job.shape.intermediate_size + num_hidden * job.shape.hidden_size
     return job.dtype_bytes * width * job.local_tokens
 

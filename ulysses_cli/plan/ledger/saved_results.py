@@ -87,9 +87,14 @@ def count_on_device(job: Job, num_left: int) -> int:
 
 def count_embedded(job: Job) -> int:
     """The embedding's output, which the model holds until its last norm. It is also the first layer's input; where that
-    input stays on the device it is counted there, and not here."""
-    is_apart = job.levers.offloaded_layers > 0 or job.levers.gradient_checkpointing is False
-    return layer.compute_layer_input(job) if is_apart and job.dtype_bytes < 4 else 0
+    input is saved and stays on the device it is counted there, and not here."""
+    if job.levers.gradient_checkpointing is not False:
+        is_counted = count_on_device(job, job.shape.num_layers) == job.shape.num_layers
+    elif has_norm_before(job.shape):
+        is_counted = layer.saves_input_unchanged(job) and not compute_first_unsaved(job)
+    else:
+        is_counted = layer.saves_input(job, *FIRST_PROJECTIONS)
+    return 0 if is_counted else layer.compute_layer_input(job)
 
 
 def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:

@@ -152,7 +152,8 @@ def _list_forward_work(job: Job, kind: Layer) -> Iterator[tuple[str, Lines]]:
         yield place, {place: around, "lora": work}
     if kind.mlp is None:
         return
-    yield "fetch", {"mlp": 2 * layer.compute_layer_input(job)}  # before any of the MLP is computed
+    # before any of the MLP is computed
+    yield "fetch", {"mlp": mlp.count_around(job) * layer.compute_layer_input(job)}
     adapters = {"lora": mlp.compute_adapter_work(job, kind)}
     restored, beside = quantized.compute_work(job, kind), quantized.compute_work(job, kind, adapters["lora"])
     in_tile = beside if layer.is_tiled(job) else {}
