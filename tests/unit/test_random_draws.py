@@ -153,6 +153,18 @@ def test_bytes_that_the_formula_missed_at_a_fifth_seed() -> None:
     check_phase("estimate-random-61803.json", 23, "backward")
 
 
+@pytest.mark.parametrize(
+    ("number", "phase"),
+    [
+        (117, "backward"),  # a recomputation of experts ends while the results' gradient waits
+        (117, "forward"),  # the embedding's output stays while inputs are offloaded, in float32 too
+        (172, "forward"),  # projections without a norm before them save the layer's input
+    ],
+)
+def test_bytes_that_the_formula_missed_at_a_sixth_seed(number: int, phase: str) -> None:
+    check_phase("estimate-random-20270117.json", number, phase)
+
+
 def draw_again(record: dict[str, Any], row: dict[str, Any]) -> DrawnRecipe:
     later = row.get("later", [f"model.fused_kernels={str(row.get('fuses', False)).lower()}"])
     return draw_recipe(record["seed"], row["number"], later=later, digest=row["digest"])
