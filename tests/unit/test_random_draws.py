@@ -159,6 +159,13 @@ def test_bytes_that_the_formula_missed_at_a_fifth_seed() -> None:
         (117, "backward"),  # a recomputation of experts ends while the results' gradient waits
         (117, "forward"),  # the embedding's output stays while inputs are offloaded, in float32 too
         (172, "forward"),  # projections without a norm before them save the layer's input
+        (181, "backward"),  # what an adapter saves is gone with its own backward
+        (97, "backward"),  # sinks get their gradient when a ring's rounds are over
+        (43, "forward"),  # two layers' inputs stay on the device, one of them the embedding's output
+        (43, "backward"),  # frozen experts save no input, nor does a first norm that needs no gradient
+        (4, "backward"),  # experts are computed again while the gradient of each one's result exists
+        (121, "backward"),  # when the gradient of `up` exists, two of an MLP's four saved tensors are left
+        (128, "backward"),  # ZeRO-1 adds a coming gradient to the one that it keeps
     ],
 )
 def test_bytes_that_the_formula_missed_at_a_sixth_seed(number: int, phase: str) -> None:

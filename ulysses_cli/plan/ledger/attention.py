@@ -5,6 +5,8 @@ Letters as in layer.py; n is the number of chunks of heads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
     compute_layer_input,
@@ -161,10 +163,11 @@ def compute_attention_exchange(job: Job) -> int:
     return (gate + b * 3 * q) * job.local_tokens
 
 
-def compute_attention_kernel(job: Job) -> int:
-    """Backward, in addition to what is saved, while the kernel runs: this rank's slice of the output's gradient, b q S;
-    where rows had to be exchanged, whole rows of that gradient, q, k, v and the result; and the gradients of q, k and
-    v. Saved slices are freed by then, unless further chunks of heads need them."""
+def list_kernel_runs(job: Job) -> Iterator[tuple[int, int]]:
+    """(Bytes in addition to what is saved, bytes that only kernels see) of a backward, while the kernel runs: this
+    rank's slice of the output's gradient, b q S; where rows had to be exchanged, whole rows of that gradient, q, k, v
+    and the result; and the gradients of q, k and v. Saved slices are freed by then, unless further chunks of heads need
+    them. Sinks get their gradient after the kernel, on a ring when all keys are done."""
     q, k, r, b, n = job.query_width, job.kv_width, job.chunk_kv_width, job.dtype_bytes, job.levers.head_chunks
     is_split = job.layout.ulysses_size > 1
     if n > 1:
@@ -174,18 +177,22 @@ def compute_attention_kernel(job: Job) -> int:
             (3 * q + 2 * r - 2 * q - 2 * k - count_fused(job) if saves_slices(job) else q) if is_split else 0,
             0,
         )
-    own = b * (q + rows + count_gate(job)) + room
-    return (own + max(b * (q // n + 2 * r), _count_ring_backward(job))) * job.local_tokens
+    own, gradients = b * (q + rows + count_gate(job)) + room, b * (q // n + 2 * r)
+    for bytes_per_token, share in _list_ring_backward(job) or [(gradients, 1.0)]:
+        num_bytes = (own + max(gradients, bytes_per_token)) * job.local_tokens
+        yield num_bytes, round(share * _compute_kernel_workspace(job))
+    yield (own + gradients) * job.local_tokens, _compute_sink_work(job)
 
 
-def _count_ring_backward(job: Job) -> int:
-    """On a ring, bytes per token in place of the gradients of q, k and v: the keys, fetched again, with the gradients
-    of all of them and of a part's, or while gradients return, send and receive buffers and their float32 sum."""
+def _list_ring_backward(job: Job) -> list[tuple[int, float]]:
+    """On a ring, (bytes per token in place of the gradients of q, k and v, the share of queries in one kernel): the
+    keys, fetched again, with the gradients of all of them and of a part's, or while gradients return, send and receive
+    buffers and their float32 sum."""
     q, r, b, n = job.query_width // job.levers.head_chunks, job.chunk_kv_width, job.dtype_bytes, job.ring_share
     if not n.fetched:
-        return 0
+        return []
     if n.rounds:
-        return _count_rounds_backward(job)
+        return _list_rounds_backward(job)
     own = q + 2 * r
     fetching = (max(n.sent + n.fetched, n.fetched + n.keys)) * 2 * r * b
     sums = n.keys * 2 * r * (4 if n.num_parts > 2 else b) if n.num_parts > 1 else 0
@@ -193,13 +200,12 @@ def _count_ring_backward(job: Job) -> int:
     running = n.keys * 2 * r * b + (q * b if n.num_parts > 1 else 0) + sums + part
     gradients = sums or n.keys * 2 * r * b
     returning = q * b + gradients + max((n.fetched + n.sent) * b, n.sent * b + 4 + b) * 2 * r
-    return round(max(own * b, fetching, running, returning))
+    return [(round(max(own * b, fetching, running, returning)), 1.0)]
 
 
-def _count_rounds_backward(job: Job) -> int:
-    """In rounds: float32 sums of the gradients of q, k and v; a round's keys with their gradients, the next round's
-    with what is sent for it, what returns of the round before, and the gradients of a part; in the end those of the
-    model's precision."""
+def _list_rounds_backward(job: Job) -> list[tuple[int, float]]:
+    """Of each round: float32 sums of the gradients of q, k and v; a round's keys with their gradients, the next round's
+    with what is sent for it, what returns of the round before, and the gradients of a part."""
     q, r, b = job.query_width // job.levers.head_chunks, job.chunk_kv_width, job.dtype_bytes
 
     def count(each: RoundShare) -> float:
@@ -209,7 +215,7 @@ def _count_rounds_backward(job: Job) -> int:
         part = each.largest_part * q * b * (1 if each.is_own else 2) + each.keys * 2 * r * b
         return moving + joined + part
 
-    return 4 * q + 8 * r + round(max(b * (q + 2 * r), *map(count, job.ring_share.rounds)))
+    return [(4 * q + 8 * r + round(count(each)), each.largest_part) for each in job.ring_share.rounds]
 
 
 def _count_room_bytes(job: Job) -> int:
@@ -217,15 +223,19 @@ def _count_room_bytes(job: Job) -> int:
     return job.dtype_bytes * job.query_width + 2 * job.kv_width * (4 if job.kv_gradients_add_up else job.dtype_bytes)
 
 
-def compute_kernel_workspace(job: Job) -> int:
+def _compute_kernel_workspace(job: Job) -> int:
     """Inside flash attention's backward: a float32 accumulator of dq and one number per token and head. Where the heads
     of this rank and chunk share keys, also dk and dv: of every query head in b bytes (FlashAttention 2, flash_api.cpp:
-    dk_expanded), or of every key head in float32 (3 and newer: dk_accum). No trace sees it. After it, for trained
-    sinks, three float32 tensors of one head and whole rows (train/attention/kernels/operators.py:
-    compute_sink_gradient)."""
+    dk_expanded), or of every key head in float32 (3 and newer: dk_accum). No trace of operators sees it."""
     n, expanded = job.levers.head_chunks, 0
     if job.chunk_kv_width < job.query_width // n:
         is_old = job.kernel not in ("flash_attention_3", "flash_attention_4")
         expanded = 2 * job.dtype_bytes * job.query_width // n if is_old else 8 * job.chunk_kv_width
-    sinks = 12 * job.shape.head_dim * job.layout.ulysses_size if job.shape.has_sinks and job.adapters is None else 0
-    return max(4 * (job.query_width + job.shape.num_heads) // n + expanded, sinks) * job.local_tokens
+    return (4 * (job.query_width + job.shape.num_heads) // n + expanded) * job.local_tokens
+
+
+def _compute_sink_work(job: Job) -> int:
+    """For trained sinks, three float32 tensors of one head and whole rows (train/attention/kernels/operators.py:
+    compute_sink_gradient)."""
+    trained = job.shape.has_sinks and job.adapters is None
+    return 12 * job.shape.head_dim * job.layout.ulysses_size * job.local_tokens * trained

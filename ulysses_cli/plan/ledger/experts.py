@@ -72,8 +72,7 @@ def compute_forward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
 def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     """In addition to what is saved. For each expert of a token: three gradients of its copies, 3 h b, or float32 where
     results are weighted so; or one of the inner width and the gradients of all experts' matrices. Without gates the
-    square of an activation has three gradients, 3 i b. Where the inside is computed again, the end of that holds the
-    results' gradient, the weighted results, the biases and, if frozen matrices have not saved it, the token's copy.
+    square of an activation has three gradients, 3 i b.
 
     A shared expert that runs last has its backward first: it has freed what it saved and made a gradient of the input.
     Where its result has a gate, that result's gradient and the input's come first, and the result is gone."""
@@ -81,9 +80,7 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     inner, k = mlp.inner_size, mlp.num_per_token
     matrix = b * mlp.num_experts * inner * hidden * trained
     result_bytes, down = _count_result_bytes(job), k * b * inner * tokens + matrix
-    again = 2 * result_bytes + b * (job.family.experts_have_bias + (not trained))
-    recomputes = is_tiled(job) or job.levers.gradient_checkpointing is not False
-    results = k * max(3 * result_bytes, again * recomputes) * hidden * tokens
+    results = max(3 * k * result_bytes * hidden * tokens, _compute_again(job, mlp, tokens))
     if mlp.is_gated:
         gate_up = 2 * matrix - k * b * (hidden + 2 * inner) * tokens
         widest = max(results, down, k * b * (2 * inner - hidden) * tokens, gate_up)
@@ -95,6 +92,19 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
         return widest + b * hidden * tokens * job.family.has_shared_gate
     widest += b * hidden * tokens - _compute_shared_saved(job, mlp, tokens)
     return max(widest, b * mlp.shared_size * (tokens + max(tokens, hidden * trained)))
+
+
+def _compute_again(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
+    """In addition to what is saved, while the inside is computed again. The results' gradient is there before that: the
+    sum over a token's experts copies it for each of them. With it the token's copy, if frozen matrices have not saved
+    it, and at the end the weighted results and the biases. Or the first biases, 2 i b, and one more tensor of the inner
+    width, until the last biases are there."""
+    if not is_tiled(job) and job.levers.gradient_checkpointing is False:
+        return 0
+    b, hidden, has_bias = job.dtype_bytes, job.shape.hidden_size, job.family.experts_have_bias
+    result = _count_result_bytes(job) * hidden
+    copies, ending = b * hidden * (job.adapters is not None), result + b * hidden * has_bias
+    return mlp.num_per_token * (result + copies + max(ending, 3 * b * mlp.inner_size * has_bias)) * tokens
 
 
 def _count_result_bytes(job: Job) -> int:

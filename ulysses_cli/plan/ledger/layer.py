@@ -7,6 +7,8 @@ those of the MLP in mlp.py; tests/one_process/test_ledger.py compares all of the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.models.layers import Layer
 from ulysses_cli.plan.tiles import compute_num_mlp_tiles
@@ -88,13 +90,18 @@ def _count_scaled_bytes(job: Job) -> int:
 
 
 def compute_adapter_saved(job: Job, kind: Layer) -> int:
-    """Each adapter saves its narrow result, b rank S. It shares its input with the layer that it adapts, except under
-    dropout, which makes a copy and a mask of one byte per element (torch: native_dropout on a GPU)."""
+    return sum(num_bytes for _, num_bytes in list_adapter_saved(job, kind))
+
+
+def list_adapter_saved(job: Job, kind: Layer) -> Iterator[tuple[str, int]]:
+    """(Adapted linear layer, bytes that its adapter saves). An adapter saves its narrow result, b rank S. It shares its
+    input with the layer that it adapts, except under dropout, which makes a copy and a mask of one byte per element
+    (torch: native_dropout on a GPU)."""
     if job.adapters is None:
-        return 0
+        return
     rank, own = job.adapters.rank, job.dtype_bytes + DROPOUT_MASK_BYTES if job.adapters.drops else 0
-    num_bytes, number = 0, job.shape.kinds_before[kind].index(1) - 1  # of the first such layer
+    number = job.shape.kinds_before[kind].index(1) - 1  # of the first such layer
     for module in job.weights.modules:
         if module.layer == number and module.name.endswith(".a") and not (is_tiled(job) and module.in_mlp):
-            num_bytes += job.dtype_bytes * rank + own * (module.weights[0][1] // rank)
-    return num_bytes * job.local_tokens
+            width = job.dtype_bytes * rank + own * (module.weights[0][1] // rank)
+            yield module.name.removesuffix(".a"), width * job.local_tokens

@@ -13,6 +13,37 @@ from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
 from ulysses_cli.plan.ledger.weights import INPUT_NORM, NORM_BEHIND, has_norm_before, has_norm_behind
 from ulysses_cli.plan.models.layers import Layer
 
+GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
+    NORM_BEHIND: 0, "down_proj": 1, "up_proj": 2, "gate_up_proj": 2, "gate_proj": 3, "router": 3, "o_proj": 5,
+    "q_proj": 6, INPUT_NORM: 7,
+}  # fmt: skip
+SNAPSHOT_PLACES = {
+    "recomputation": 0, "norm behind the MLP": 0, "the MLP's last matrix": 1, "mlp": 2, "gate and up": 3, "norm": 4,
+    "exchange": 6, "attention": 6, "convolution": 6, "gated norm": 6, "rule": 6,
+    "query norm": 6, "input norm": 7,
+}  # fmt: skip
+
+
+def get_gradient_place(weight: str) -> int:
+    """A weight's place in the order in which a layer's gradients are made."""
+    name = weight.partition(".")[0]
+    if weight.startswith("experts"):
+        return 2 if weight == "experts.gate_up" else 1
+    if name.startswith("norm"):
+        return 4
+    return GRADIENT_PLACES.get(name, GRADIENT_PLACES["q_proj"])
+
+
+def get_snapshot_place(job: Job, kind: Layer, name: str) -> int:
+    """At this snapshot of a layer the gradients with a smaller place exist. In tiles those of an MLP are made together,
+    after the MLP; those of experts within one snapshot."""
+    if name == "mlp" and (kind.num_experts or layer.is_tiled(job)):
+        return GRADIENT_PLACES["down_proj"]
+    if name == "gate and up" and "gate_up_proj" in job.family.mlp_modules:
+        return GRADIENT_PLACES["gate_up_proj"]
+    of_lengths = name.removeprefix(lengths.name_snapshot(""))
+    return SNAPSHOT_PLACES[name] if of_lengths == name else get_gradient_place(of_lengths)
+
 
 def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[str, MemorySnapshot]]:
     """Yields (place in the layer, snapshot) for the last layer, while all layers below still hold what they saved."""
@@ -23,7 +54,8 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
     norm_work = layer.compute_norm_backward(job, job.shape.hidden_size)
 
     def take(name: str, attention_left: int, mlp_left: int, **work: int) -> MemorySnapshot:
-        return make_inside(job, kind, base, name, attention_left, mlp_left, work)
+        place = get_snapshot_place(job, kind, name)
+        return make_inside(job, kind, base, name, place, attention_left, mlp_left, work)
 
     whole_mixer = mixer_saved + result
     left = count_mlp_left(job, kind) if kind.mlp is not None else 0
@@ -86,11 +118,8 @@ def _walk_attention(
 ) -> Iterator[tuple[str, MemorySnapshot]]:
     rest = saved - attention.compute_output_input(job) + result
     yield "attention", take("exchange", rest, 0, attention_exchange=attention.compute_attention_exchange(job))
-    kernel = {
-        "attention": attention.compute_attention_kernel(job),
-        "attention_kernel": attention.compute_kernel_workspace(job),
-    }
-    yield "attention", take("attention", rest, 0, **kernel)
+    for num_bytes, in_kernels in attention.list_kernel_runs(job):
+        yield "attention", take("attention", rest, 0, attention=num_bytes, attention_kernel=in_kernels)
     if job.shape.query_key_norm:
         rows = attention.compute_attention_rows(job)
         norm = layer.compute_norm_backward(job, job.query_width) + rows
@@ -106,15 +135,17 @@ def count_mlp_left(job: Job, kind: Layer) -> int:
 
 
 def make_inside(
-    job: Job, kind: Layer, base: Lines, name: str, attention_left: int, mlp_left: int, work: Lines
+    job: Job, kind: Layer, base: Lines, name: str, place: int, attention_left: int, mlp_left: int, work: Lines
 ) -> MemorySnapshot:
     """A snapshot inside a layer's backward: what is left of the layer's saved tensors, and the tensors in use. With
     recomputation the inside of the layer is computed again; without it, the inside is part of `kept_layers` and is
-    freed piece by piece."""
+    freed piece by piece. At `place`, what adapters before it have saved is gone with their backward."""
+    of_adapters = [(get_gradient_place(adapted), size) for adapted, size in layer.list_adapter_saved(job, kind)]
     if job.levers.gradient_checkpointing is not False:
-        adapters = layer.compute_adapter_saved(job, kind)
+        adapters = sum(size for own, size in of_adapters if own >= place)
         left = {"recomputed_attention": attention_left, "recomputed_mlp": mlp_left, "lora": adapters}
         return MemorySnapshot("backward", name, {**base, **left, **work})
     whole = mixers.compute_saved(job, kind) + mixers.compute_result(job, kind)
     gone = whole - attention_left + mlp.compute_mlp_saved(job, kind) - mlp_left
+    gone += sum(size for own, size in of_adapters if own < place)
     return MemorySnapshot("backward", name, {**base, "saved_layers": base["saved_layers"] - gone, **work})

@@ -36,7 +36,7 @@ def compute_mlp_saved(job: Job, layer: Layer) -> int:
         return 0
     is_behind = has_norm_behind(job.shape)
     num_norms = job.family.norms_per_layer - has_norm_before(job.shape) - is_behind
-    needs = is_tiled(job) or layer.num_experts > 0 or saves_input(job, "gate_proj", "up_proj", "gate_up_proj")
+    needs = is_tiled(job) or saves_input(job, "gate_proj", "up_proj", "gate_up_proj")
     saved = num_norms * compute_norm_saved(job, job.shape.hidden_size) + compute_layer_input(job) * needs
     saved += compute_norm_behind_saved(job) if is_behind else 0
     return saved + (0 if is_tiled(job) else compute_inside_saved(job, layer, job.local_tokens))
@@ -57,16 +57,18 @@ def compute_inside_saved(job: Job, layer: Layer, tokens: int) -> int:
 
 
 def compute_inside_gone(job: Job, kind: Layer, weight: str) -> int:
-    """What of the saved inside is freed when the gradient of `weight` exists: the product after the last matrix; then
-    also the activated gate and its partner, of which one gradient is left."""
+    """What of the saved inside is freed when the gradient of `weight` exists. At the second of the first matrices the
+    product has gone, and so have the activated gate and its partner, of which one gradient is left; at the first, all
+    of it. The gradient of their input is there then; a norm behind the MLP has freed as much."""
     if is_tiled(job):
         return 0
     if isinstance(kind.mlp, ExpertsMlp):
         saved = compute_inside_saved(job, kind, job.local_tokens)
         left = experts.compute_left(job, kind.mlp, weight)
         return 0 if left is None else max(0, saved - left)
-    num = {"up_proj": 1, "gate_up_proj": 1, "gate_proj": 2}.get(weight, 0)
-    return num * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
+    num = {"up_proj": 2, "gate_up_proj": 1, "gate_proj": 4}.get(weight, 0)
+    came = compute_layer_input(job) * (num > 0 and not has_norm_behind(job.shape))
+    return num * job.dtype_bytes * job.shape.intermediate_size * job.local_tokens - came
 
 
 def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:

@@ -58,11 +58,9 @@ def compute_first_unsaved(job: Job) -> int:
     """What the first layer does not save although others do. A frozen embedding's output needs no gradient, so the
     first norm, which reads it, saves nothing. Where adapters have a dropout, whose copy they save, the first
     projections save no input, and that dropout no mask."""
-    if job.adapters is None or job.trains("embed_tokens"):
+    if job.adapters is None or not _skips_first_norm(job):
         return 0
     has_norm = has_norm_before(job.shape)
-    if has_norm and job.trains("norm"):
-        return 0
     unsaved = layer.compute_norm_saved(job, job.shape.hidden_size) * has_norm
     if job.adapters.drops:
         num_adapted = sum(
@@ -72,6 +70,13 @@ def compute_first_unsaved(job: Job) -> int:
         unsaved += layer.DROPOUT_MASK_BYTES * num_adapted * job.shape.hidden_size * job.local_tokens
         unsaved += layer.compute_layer_input(job) * (has_norm and layer.saves_input(job, *FIRST_PROJECTIONS))
     return unsaved
+
+
+def _skips_first_norm(job: Job) -> bool:
+    """Also where the first layer has no such norm."""
+    if job.adapters is None or job.trains("embed_tokens"):
+        return False
+    return not (has_norm_before(job.shape) and job.trains("norm"))
 
 
 def compute_offloaded(job: Job) -> int:
@@ -110,6 +115,7 @@ def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
     kept = _sum_saved(job, num_left - count_on_device(job, num_left), num_left)
     left = {name: lines[name] - size + kept[name] for name, size in whole.items() if name in lines}
     came_back = "recomputed_mlp" in lines and num_left <= job.levers.offloaded_layers
-    if came_back and not layer.saves_input_unchanged(job):
+    is_unsaved = not layer.saves_input_unchanged(job) or (num_left == 1 and _skips_first_norm(job))
+    if came_back and is_unsaved:
         left["saved_layer_inputs"] -= layer.compute_layer_input(job)
     return {**lines, **left}

@@ -19,6 +19,11 @@ def accumulates(job: Job) -> bool:
     return job.accumulation > 1
 
 
+def keeps_whole(job: Job) -> bool:
+    """Whether all gradients are kept whole until the last micro-step, whose own are added to them."""
+    return job.zero_stage == 1 and accumulates(job)
+
+
 def is_compact(job: Job) -> bool:
     """Whether gradients of a narrower model are summed in one flat float32 buffer, which lives from the first
     micro-step to the update (_use_compact_grad_partition_buffer)."""

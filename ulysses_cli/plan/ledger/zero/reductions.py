@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from ulysses_cli.plan.ledger import attention, layer, mixers, mlp
-from ulysses_cli.plan.ledger.adapters import lengths
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.layer_backward import count_mlp_left, make_inside
+from ulysses_cli.plan.ledger.layer_backward import (
+    count_mlp_left,
+    get_gradient_place,
+    get_snapshot_place,
+    make_inside,
+)
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.saved_results import drop_layers
 from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, INPUT_NORM, NORM_BEHIND, Weights
@@ -19,36 +23,6 @@ from ulysses_cli.plan.models.layers import Layer
 from ulysses_cli.plan.models.shape import ModelShape
 
 SENT, FIRST_SENT = "gradients are reduced", "the first gradients are reduced"
-GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
-    NORM_BEHIND: 0, "down_proj": 1, "up_proj": 2, "gate_up_proj": 2, "gate_proj": 3, "router": 3, "o_proj": 5,
-    "q_proj": 6, INPUT_NORM: 7,
-}  # fmt: skip
-SNAPSHOT_PLACES = {
-    "recomputation": 0, "norm behind the MLP": 0, "the MLP's last matrix": 1, "mlp": 2, "gate and up": 3, "norm": 4,
-    "exchange": 6, "attention": 6, "convolution": 6, "gated norm": 6, "rule": 6,
-    "query norm": 6, "input norm": 7,
-}  # fmt: skip
-
-
-def get_gradient_place(weight: str) -> int:
-    """A weight's place in the order in which a layer's gradients are made."""
-    name = weight.partition(".")[0]
-    if weight.startswith("experts"):
-        return 2 if weight == "experts.gate_up" else 1
-    if name.startswith("norm"):
-        return 4
-    return GRADIENT_PLACES.get(name, GRADIENT_PLACES["q_proj"])
-
-
-def get_snapshot_place(job: Job, kind: Layer, name: str) -> int:
-    """At this snapshot of a layer the gradients with a smaller place exist. In tiles those of an MLP are made together,
-    after the MLP; those of experts within one snapshot."""
-    if name == "mlp" and (kind.num_experts or layer.is_tiled(job)):
-        return GRADIENT_PLACES["down_proj"]
-    if name == "gate and up" and "gate_up_proj" in job.family.mlp_modules:
-        return GRADIENT_PLACES["gate_up_proj"]
-    of_lengths = name.removeprefix(lengths.name_snapshot(""))
-    return SNAPSHOT_PLACES[name] if of_lengths == name else get_gradient_place(of_lengths)
 
 
 def walk_sent(job: Job, kind: Layer, snapshot: MemorySnapshot) -> Iterator[MemorySnapshot]:
@@ -82,17 +56,17 @@ def walk_flushes(job: Job, kind: Layer, base: Lines, gathered: Gathered) -> Iter
         is_leaf = flush.layer in leaves
         attention_left, mlp_left = _count_left(job.view(kind), kind, flush, is_leaf=is_leaf)
         is_together = is_leaf or layer.is_tiled(job)
+        coming = flush.num_waiting if is_together else flush.num_coming
         work = {
             "reduce_flush": states.compute_flush(job, flush.num_elements, flush.largest, flush.num_before),
             "parameters_gathered": job.dtype_bytes * num_gathered,
             lower_stages.FREED_GRADIENTS: lower_stages.compute_freed_gradients(job, flush.num_sent),
             "retained_gradients": lower_stages.compute_retained_gradients(job, flush.num_before),
             # in tiles all weights' gradients leave the MLP at once (train/memory/tiled_mlp.py)
-            "coming_gradients": job.dtype_bytes * (flush.num_waiting if is_together else flush.num_coming),
+            "coming_gradients": job.dtype_bytes * coming * (not lower_stages.keeps_whole(job)),
         }
-        snapshot = make_inside(
-            job, kind, base, SENT if flush.num_before else FIRST_SENT, attention_left, mlp_left, work
-        )
+        name, place = SENT if flush.num_before else FIRST_SENT, get_gradient_place(flush.weight)
+        snapshot = make_inside(job, kind, base, name, place, attention_left, mlp_left, work)
         yield MemorySnapshot(snapshot.phase, snapshot.name, drop_layers(job, snapshot.lines, flush.layer + 1))
 
 
