@@ -101,11 +101,12 @@ def _replay(
         module, before = modules[event.module], coordinator.held
         peak = coordinator.follow(event)
         if module.part == LAYERS:
-            if event.is_backward and not event.enters:
+            leaves_backward = event.is_backward and not event.enters
+            if leaves_backward:
                 at_gradients |= {name: at_gradients.get(name, before) for name, _ in module.weights}
             place, num_elements = name_place(module, event), coordinator.held
-            if place == "attention" and not event.is_backward:
-                num_elements = before
+            if (place == "attention" and not event.is_backward) or (leaves_backward and module.name == "mlp"):
+                num_elements = before  # a recomputation inside a whole MLP's backward has gathered attention's weights
             if place and not event.is_recomputing:
                 key = "backward" if event.is_backward else "forward", place
                 layers = in_layers.setdefault(key, {})
@@ -177,7 +178,8 @@ def _name_mlp_place(module: Module, event: HookEvent) -> str:
 def _name_mlp_backward(module: Module, event: HookEvent) -> str:
     """Frozen matrices that a recomputation used are released after the last one, before the inside is widest."""
     if not event.enters:
-        return "mlp" if module.name == "down_proj" else ""
+        is_whole = module.name == "mlp" and bool(module.weights)
+        return "mlp" if module.name == "down_proj" or is_whole else ""
     if module.weights and module.name in ("mlp", "router", "experts"):
         return "mlp"
     return "down" if module.name.startswith("down_proj") else "gate" if module.name != "mlp" else ""
