@@ -278,9 +278,12 @@ def test_sub_groups_end_with_the_weight_that_fills_them() -> None:
 def test_gathering_is_bounded_by_the_settings() -> None:
     job = Job(LLAMA, Layout(1, 1, 8), 4096, Levers())
     usual = compute_gathered(job)
-    tight = compute_gathered(replace(job, engine=EngineSettings(prefetch_bucket=0, max_live=0, max_reuse_distance=0)))
-    largest_layer_weight = 4096 * 14336
-    assert tight.get_most("backward") <= 2 * largest_layer_weight
+    job = replace(job, engine=EngineSettings(prefetch_bucket=0, max_live=0, max_reuse_distance=0))
+    tight, saving = compute_gathered(job), compute_gathered(replace(job, levers=Levers(gradient_checkpointing=False)))
+    largest_layer_weight, layer_weights = 4096 * 14336, 4096 * (3 * 14336 + 2 * 4096 + 2 * 1024)
+    assert saving.get_most("backward") <= 2 * largest_layer_weight
+    # a recomputation keeps the weights of its layer
+    assert layer_weights <= tight.get_most("backward") <= layer_weights + 2 * largest_layer_weight
     assert usual.get_most("backward") > 0.9e9
     assert tight.head >= 128_256 * 4096
 

@@ -166,6 +166,7 @@ def test_bytes_that_the_formula_missed_at_a_fifth_seed() -> None:
         (4, "backward"),  # experts are computed again while the gradient of each one's result exists
         (121, "backward"),  # when the gradient of `up` exists, two of an MLP's four saved tensors are left
         (128, "backward"),  # ZeRO-1 adds a coming gradient to the one that it keeps
+        (49, "backward"),  # a recomputation keeps released weights; a gradient larger than the bucket waits
     ],
 )
 def test_bytes_that_the_formula_missed_at_a_sixth_seed(number: int, phase: str) -> None:

@@ -157,7 +157,9 @@ def compute_mlp_backward(job: Job, layer: Layer) -> int:
     """In addition to what is saved: the inside's backward. In tiles: all of one tile's inside, the gradient of the
     input, and the weights' gradients, which are summed over tiles in float32 (train/memory/tiling.py: WeightSums)."""
     if not is_tiled(job):
-        return compute_inside_backward(job, layer, job.local_tokens)
+        waiting = 0 if layer.num_experts else _compute_waiting(job)
+        inner = job.dtype_bytes * job.shape.intermediate_size * job.local_tokens
+        return max(compute_inside_backward(job, layer, job.local_tokens), waiting and 2 * inner + waiting)
     tile = count_mlp_tile_tokens(job)
     sums = 4 * count_mlp_elements(job, layer) * (job.adapters is None)
     saved = compute_inside_saved(job, layer, tile)
@@ -166,6 +168,13 @@ def compute_mlp_backward(job: Job, layer: Layer) -> int:
     if not layer.num_experts and not _adapts_last(job) and job.quantized is None:
         inside = max(inside, 8 * job.dtype_bytes * job.shape.intermediate_size * tile)
     return inside + compute_layer_input(job) + _compute_scaled(job) + sums
+
+
+def _compute_waiting(job: Job) -> int:
+    """Under ZeRO-3, the last matrix's gradient where it is larger than the bucket: it keeps its own memory until the
+    next gradient comes (stage3.py: __add_grad_to_ipg_bucket), and so while the product's gradients are made."""
+    num_elements = job.shape.hidden_size * job.shape.intermediate_size * (job.adapters is None)
+    return job.dtype_bytes * num_elements if job.zero_stage == 3 and num_elements > job.engine.reduce_bucket else 0
 
 
 def _adapts_last(job: Job) -> bool:

@@ -55,6 +55,7 @@ class Coordinator:
         self.in_backward: dict[int, None] = {}  # modules that have entered their backward, in order
         self.recomputed: dict[int, set[str]] = {}  # frozen weights that a module in its backward releases
         self.saved, self.still_saved = saved, set[str]()  # those that were released and are still in memory
+        self.differentiated = {event.module for event in events if event.is_backward}
         self.num_live = self.held = 0  # DeepSpeed's own count; elements in memory
 
     def _list_own(self, number: int) -> list[tuple[str, int]]:
@@ -168,10 +169,18 @@ class Coordinator:
             if name in self.available and name not in self.in_flight and not self.users.get(name):
                 self.available.discard(name)
                 self.num_live -= self.sizes[name]
-                if name in self.saved and not event.is_backward:
+                if not event.is_backward and (name in self.saved or self._saves_again(event)):
                     self.still_saved.add(name)
                 else:
                     self.held -= self.sizes[name]
+
+    def _saves_again(self, event: HookEvent) -> bool:
+        """Whether a recomputation keeps the module's weights for its backward. It detaches each tensor that it saves
+        again (torch: utils/checkpoint.py, _recomputation_hook), so that DeepSpeed's release of a weight frees nothing.
+        Norms save no matrix, and MLPs in tiles nothing of theirs."""
+        module = self.modules[event.module]
+        is_known = event.is_recomputing and event.module in self.differentiated
+        return is_known and "norm" not in module.name and not (self.joins_mlps and module.in_mlp)
 
 
 class Distances:
