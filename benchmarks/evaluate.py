@@ -29,7 +29,6 @@ from torch import Tensor
 from ulysses_cli.commands.children.answering import ModelQuestion, prepare_model
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.suites import Amount, Sources, make_prompts, plan_suites
-from ulysses_cli.host.operator_builds import FOLDER, get_builds_folder
 from ulysses_cli.plan.models.shape import read_model_shape
 from ulysses_cli.plan.planner.generation import predict
 from ulysses_cli.plan.planner.lever_choice import choose_levers
@@ -264,7 +263,6 @@ def main() -> int:
     options = parser.parse_args()
     parts = options.parts or ["cost", "memory", "tasks"]
     facts = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    os.environ[FOLDER] = str(get_builds_folder(os.environ))  # where the tool itself has DeepSpeed's operators
     passed, load = True, round(os.getloadavg()[0], 1)
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder))
