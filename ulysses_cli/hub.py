@@ -168,7 +168,7 @@ def _looks_like_path(name: str) -> bool:
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(read_regular(file, MAX_CONFIG_BYTES))
+        config = json.loads(read_regular(file, MAX_CONFIG_BYTES), object_hook=_decode_number)
     except FileNotFoundError:
         raise RecipeError([Problem(KEY, f"{file} does not exist", "a model folder holds config.json")]) from None
     except OSError as error:
@@ -178,6 +178,12 @@ def _read_config(file: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise RecipeError([Problem(KEY, f"{file} holds no mapping", "download it again")])
     return config
+
+
+def _decode_number(mapping: dict[str, Any]) -> Any:
+    """transformers writes an infinite number as a mapping (configuration_utils.py: _encode_special_floats)."""
+    number = mapping.get("__float__")
+    return float(number) if isinstance(number, str) else mapping
 
 
 def _find_cached(name: str, revision: str | None) -> Path | None:

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_FUSED_TARGETS
 from safetensors.torch import load_file, save_file
 from support.families import TELLING, make_config
 from support.family_defaults import FILE, format_defaults
-from support.hybrids import HYBRIDS
+from support.hybrids import HYBRIDS, make_hybrid_config
 from support.tiers import mark_by, sample_every
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.hub import SHIPPED_TABLE
-from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES
+from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES, REFUSED_BY_PEFT
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.prove.verify.shrink import shrink_config
 from ulysses_cli.prove.verify.small_layers import name_kind
@@ -37,6 +38,27 @@ def test_the_defaults_are_transformers_own() -> None:
 def test_peft_adapts_the_experts_of_these() -> None:
     adapted = {name for name in FAMILIES if _MODEL_TO_CONVERSION_PATTERN.get(name) in _MOE_FUSED_TARGETS}
     assert adapted == EXPERTS_ADAPTED
+
+
+def list_adapted(config: Any, targets: Any) -> set[str]:
+    """The last parts of the names of the linear layers on which peft adds adapters."""
+    model = make_model(config)
+    get_peft_model(model, LoraConfig(r=2, target_modules=targets), autocast_adapter_dtype=False)
+    return {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith(".lora_A")}
+
+
+@pytest.mark.parametrize("model_type", sample_every(4, sorted(FAMILIES)))
+def test_all_linear_is_what_peft_adapts(model_type: str) -> None:
+    """A family of which peft refuses all-linear, or adapts experts too, is told which names to write."""
+    config = make_hybrid_config(model_type) if model_type in HYBRIDS else make_config(model_type, **LAYERS)
+    shape = read_model_shape(json.loads(config.to_json_string(use_diff=False)), "tiny")
+    if model_type in REFUSED_BY_PEFT:
+        with pytest.raises(ValueError, match=f"'{REFUSED_BY_PEFT[model_type]}' is incompatible"):
+            list_adapted(config, "all-linear")
+    if not shape.adapts_all:
+        assert list_adapted(config, list(shape.linear_modules)) == set(shape.linear_modules)
+    else:
+        assert list_adapted(config, "all-linear") == set(shape.linear_modules)
 
 
 def test_each_family_has_its_proof_on_ranks() -> None:
@@ -96,7 +118,8 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
         for name, module in model.model.named_modules()
         if isinstance(module, torch.nn.Linear) and not (shape.adapts_experts and ".mlp." in name)
     }
-    assert set(shape.linear_modules) == linear - {"router"}
+    experts = set(FAMILIES[model_type].mlp_modules) if shape.adapts_experts else set()
+    assert set(shape.linear_modules) == linear - experts - {"router", REFUSED_BY_PEFT.get(model_type)}
 
 
 def name_kinds(shape: ModelShape) -> set[tuple[str, type, bool]]:

@@ -107,6 +107,21 @@ def test_a_family_is_exact(model_type: str, num_ranks: int) -> None:
     assert max(run_on_ranks(num_ranks, compare_models, model_type)) < TOLERANCE
 
 
+# A rank of eight has one head of each kind; of keys, groups and latent keys there are fewer, as many, or one.
+EIGHT_HEADS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"num_attention_heads": 8, "linear_num_value_heads": 8},
+    "nemotron_h": {"num_attention_heads": 8},
+    "kimi_linear": {"num_attention_heads": 8, "num_key_value_heads": 8, "linear_num_heads": 8},
+    "lfm3": {"num_attention_heads": 8},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", EIGHT_HEADS)
+def test_a_recurrence_of_each_kind_on_eight_ranks(model_type: str) -> None:
+    assert max(run_on_ranks(8, compare_models, model_type, None, EIGHT_HEADS[model_type])) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("model_type", "mode"),
     sample(

@@ -638,6 +638,20 @@ def test_check_lora_targets() -> None:
     )
 
 
+def test_check_lora_targets_that_peft_refuses() -> None:
+    pattern = {"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe", "attention", "mamba"], "head_dim": 128}
+    own = "q_proj, k_proj, v_proj, o_proj, up_proj, down_proj, in_proj"
+    assert only("lora.r=8", **pattern) == (
+        "command line: lora.target_modules: all-linear takes in out_proj of nemotron_h models, on which peft adds no "
+        f"adapter\n\nhint: use [{own}]"
+    )
+    assert only("lora.target_modules=[out_proj]", **pattern) == (
+        "command line: lora.target_modules: out_proj: no linear layer of owner/model that takes an adapter\n\n"
+        f"hint: use some of {own}"
+    )
+    assert check(f"lora.target_modules=[{own}]", **pattern) == []
+
+
 def test_check_dropout() -> None:
     assert only(attention_dropout=0.1) == (
         "r.yaml:2:17: model.name_or_path: the config of owner/model asks for attention_dropout 0.1, which is not "

@@ -1,6 +1,7 @@
 """Tests where shapes come from, and the messages when they are missing. The hub is a server of the test's own."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -50,6 +51,12 @@ def test_a_local_folder_comes_first(tmp_path: Path) -> None:
     (tmp_path / "m" / "config.json").unlink()
     assert "does not exist" in complain(str(tmp_path / "m"))
     assert "is not a folder" in complain("./no/such/model")
+
+
+def test_an_infinite_number_as_transformers_writes_it(tmp_path: Path) -> None:
+    put(tmp_path / "m", time_step_limit=[0.0, {"__float__": "Infinity"}])
+    config, _ = hub.find_model_config(load(f"model.name_or_path={tmp_path}/m").recipe)
+    assert config["time_step_limit"] == [0.0, math.inf]
 
 
 def test_the_cache_by_branch_tag_and_commit(tmp_path: Path) -> None:

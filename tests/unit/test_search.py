@@ -182,6 +182,9 @@ def test_a_plan_for_experts_and_for_adapters() -> None:
     best = search(adapted, offer("h200:8")).by_cost[0]
     text = write_draft(*draft_candidate(best, adapted, "Qwen/Qwen3-30B-A3B", "x.yaml"))
     assert list(check_lora_targets(parse_recipe(text).recipe, adapted.shape)) == []
+    hybrid = replace(adapted, shape=get_shape("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"))
+    text = write_draft(*draft_candidate(search(hybrid, offer("h200:8")).by_cost[0], hybrid, "owner/model", "x.yaml"))
+    assert list(check_lora_targets(parse_recipe(text).recipe, hybrid.shape)) == []
     full = search(replace(REQUEST, max_length=2**15), offer("l40s:2"))
     lora = search(replace(REQUEST, max_length=2**15, is_lora=True), offer("l40s:2"))
     assert lora.by_cost[0].job.levers.offload_optimizer == "none"

@@ -96,14 +96,13 @@ def compute_projection_flops(job: Job) -> float:
 
 
 def _count_projected(layer: Layer) -> int:
-    attention = layer.attention
-    if attention is None:
-        return sum(map(_count_projected_of, layer.mixers))
-    width = 2 * attention.num_heads + (2 - attention.keys_are_values) * attention.num_kv_heads
-    return width * attention.head_dim + attention.gate_width
+    return sum(map(_count_projected_of, layer.mixers))
 
 
 def _count_projected_of(mixer: Mixer) -> int:
+    if isinstance(mixer, AttentionMixer):
+        width = 2 * mixer.num_heads + (2 - mixer.keys_are_values) * mixer.num_kv_heads
+        return width * mixer.head_dim + mixer.gate_width
     if isinstance(mixer, ConvolutionMixer):
         return 4 * mixer.conv_channels
     if isinstance(mixer, DeltaNetMixer | Mamba2Mixer):
@@ -148,16 +147,17 @@ def compute_exchange_bytes(job: Job) -> float:
 def _count_exchanged(job: Job, kind: Layer) -> float:
     """Of one layer. A convolution sends its last tokens to every rank of the row, in each run and in the backward."""
     num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing == "full")
+    runs = 2 + (job.levers.gradient_checkpointing is not False)
+    convolving = [mixer for mixer in kind.mixers if not isinstance(mixer, AttentionMixer)]
+    tails = sum((mixer.conv_tokens - 1) * mixer.conv_channels for mixer in convolving)
+    halos = float(runs * job.dtype_bytes * tails * job.batch * (num_ranks - 1))
+    beside = halos + count_recurrence_exchanged(job, kind)
     if kind.attention is None:
-        runs = 2 + (job.levers.gradient_checkpointing is not False)
-        convolving = [mixer for mixer in kind.mixers if not isinstance(mixer, AttentionMixer)]
-        tails = sum((mixer.conv_tokens - 1) * mixer.conv_channels for mixer in convolving)
-        halos = float(runs * job.dtype_bytes * tails * job.batch * (num_ranks - 1))
-        return halos + count_recurrence_exchanged(job, kind)
+        return beside
     q, r = job.query_width, job.row_kv_width
     backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
     width = (2 * q + 2 * r) * forwards + backward
-    return job.dtype_bytes * width * job.local_tokens * (num_ranks - 1) / num_ranks
+    return beside + job.dtype_bytes * width * job.local_tokens * (num_ranks - 1) / num_ranks
 
 
 def compute_ring_bytes(job: Job, *, in_rounds: bool | None = None) -> float:

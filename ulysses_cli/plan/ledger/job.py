@@ -11,7 +11,7 @@ from typing import Any
 
 from ulysses_cli.plan.ds_config import make_ds_config, merge_user_config
 from ulysses_cli.plan.layout import Layout
-from ulysses_cli.plan.ledger.weights import Adapters, Weights, list_weights, trains
+from ulysses_cli.plan.ledger.weights import Adapters, Weights, find_alike, list_weights, trains
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
@@ -123,7 +123,7 @@ class Job:
         sizes: dict[str, Any] = {"intermediate_size": kind.mlp.inner_size} if isinstance(kind.mlp, DenseMlp) else {}
         if attention is not None:
             heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
-            sizes |= {**heads, "head_dim": attention.head_dim}
+            sizes |= {**heads, "head_dim": attention.head_dim, "model_type": find_alike(shape, kind)}
         if all(getattr(shape, name) == size for name, size in sizes.items()):
             return self
         return replace(self, shape=replace(shape, **sizes), model=self.model or shape)
@@ -189,12 +189,12 @@ class Job:
 # benchmarks/results/estimate-families.json).
 COMPARED = frozenset(
     {
-        "bamba", "cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm",
-        "glm4", "glm4_moe", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoehybrid", "helium",
-        "hunyuan_v1_dense", "internlm3", "iquestcoder", "lfm2", "lfm2_moe", "llama", "mellum", "minimax_m2",
-        "ministral", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "qwen2",
-        "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
-        "vaultgemma",
+        "bamba", "cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text",
+        "gemma4_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granite_swa", "granitemoe",
+        "granitemoehybrid", "helium", "hunyuan_v1_dense", "internlm3", "iquestcoder", "lfm2", "lfm2_moe", "llama",
+        "mellum", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3",
+        "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
+        "smollm3", "vaultgemma",
     }
 )  # fmt: skip
 
@@ -217,9 +217,10 @@ def _has_more(shape: ModelShape) -> bool:
 
 
 def _is_plain(layer: Layer, shape: ModelShape) -> bool:
-    """At most one mixer that is known, and at most one MLP of a kind that is."""
+    """At most one mixer that is known, or Mamba2 and attention, and at most one MLP of a kind that is."""
     family = FAMILIES[shape.model_type]
-    has_both = len(layer.mixers) == 1 and layer.mlp is not None
+    are_known = len(layer.mixers) == 1 or [type(mixer) for mixer in layer.mixers] == [Mamba2Mixer, AttentionMixer]
+    has_both = are_known and layer.mlp is not None
     if family.norm_parts != 1 or not (has_both if family.norms_per_layer > 1 else len(layer.mixers) < 2):
         return False
     return all(_is_plain_mixer(mixer, family) for mixer in layer.mixers) and _is_plain_mlp(layer.mlp, shape)
@@ -227,11 +228,9 @@ def _is_plain(layer: Layer, shape: ModelShape) -> bool:
 
 def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
     """Attention without latent keys, whose gates, if any, are projected with the queries; a convolution, a delta net or
-    Mamba2 with a gated norm."""
-    if isinstance(mixer, Mamba2Mixer):
-        return family.norms_recurrence is True
+    Mamba2."""
     if not isinstance(mixer, AttentionMixer):
-        return isinstance(mixer, ConvolutionMixer | DeltaNetMixer)
+        return isinstance(mixer, ConvolutionMixer | DeltaNetMixer | Mamba2Mixer)
     gate_is_known = not mixer.gate_width or family.attention_gate == "elements"
     is_bare = mixer.latent is None and gate_is_known and not mixer.borrows_kv
     return is_bare and mixer.head_dim == mixer.value_head_dim
@@ -259,17 +258,23 @@ def make_engine(recipe: Recipe, levers: Levers) -> EngineSettings:
 
 # Linear layers of families with names of their own, by those that the ledger uses.
 USUAL_NAMES = {
-    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "out_proj": "o_proj", "input_linear": "gate_up_proj",
+    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "input_linear": "gate_up_proj",
     "output_linear": "down_proj",
 }  # fmt: skip
 
 
-def read_adapters(recipe: Recipe) -> Adapters | None:
+def name_linear(own: str, family: Family) -> str:
+    """The ledger's name of a linear layer. A family whose attention ends with `out_proj` calls a convolution's last one
+    so too; in other families `out_proj` is a recurrence's and `o_proj` is attention's."""
+    return "o_proj" if own == "out_proj" and own in family.attention_modules else USUAL_NAMES.get(own, own)
+
+
+def read_adapters(recipe: Recipe, shape: ModelShape) -> Adapters | None:
     lora = recipe.lora
     if lora is None:
         return None
     names = () if lora.target_modules == "all-linear" else lora.target_modules
-    targets = tuple(USUAL_NAMES.get(name, name) for name in names)
+    targets = tuple(name_linear(name, FAMILIES[shape.model_type]) for name in names)
     saved = tuple(sorted(lora.modules_to_save))
     return Adapters(lora.r, targets, drops=lora.dropout > 0, saved=saved, has_lengths=lora.use_dora)
 
@@ -287,7 +292,7 @@ def make_job(recipe: Recipe, shape: ModelShape, levers: Levers, *, gpus_per_node
         dtype_bytes=BYTES[recipe.model.dtype],
         zero_stage=recipe.parallel.zero_stage,
         optim=recipe.train.optim,
-        adapters=read_adapters(recipe),
+        adapters=read_adapters(recipe, shape),
         quantized=recipe.lora.quantize_base if recipe.lora is not None else None,
         engine=make_engine(recipe, levers),
         gpus_per_node=gpus_per_node,

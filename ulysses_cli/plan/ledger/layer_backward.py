@@ -15,7 +15,7 @@ from ulysses_cli.plan.models.layers import Layer
 
 GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
     NORM_BEHIND: 0, "down_proj": 1, "up_proj": 2, "gate_up_proj": 2, "gate_proj": 3, "router": 3, "o_proj": 5,
-    "q_proj": 6, INPUT_NORM: 7,
+    "out_proj": 5, "q_proj": 6, INPUT_NORM: 7,
 }  # fmt: skip
 SNAPSHOT_PLACES = {
     "recomputation": 0, "norm behind the MLP": 0, "the MLP's last matrix": 1, "mlp": 2, "gate and up": 3, "norm": 4,
@@ -99,11 +99,13 @@ def _walk_mlp(
 def _walk_mixer(
     job: Job, kind: Layer, saved: int, result: int, take: Callable[..., MemorySnapshot]
 ) -> Iterator[tuple[str, MemorySnapshot]]:
-    if recurrent := mixers.find_recurrence(kind):
-        for name, left, work in recurrence.list_backward(job, recurrent):
-            yield "attention", take(name, left, 0, recurrence=work)
-    else:
+    recurrent = mixers.find_recurrence(kind)
+    if recurrent is None or kind.attention:
         yield from (_walk_attention if kind.attention else _walk_convolution)(job, saved, result, take)
+    if recurrent:  # the gradient of the norm's output that comes from attention beside it waits
+        waiting = {"norm_gradient": layer.compute_layer_input(job)} if kind.attention else {}
+        for name, left, work in recurrence.list_backward(job, recurrent):
+            yield "attention", take(name, left, 0, recurrence=work, **waiting)
 
 
 def _walk_convolution(

@@ -1,10 +1,12 @@
-"""Bytes of the part of a decoder layer that reads other tokens: softmax attention, a convolution or a recurrence.
-A layer may have none.
+"""Bytes of the parts of a decoder layer that read other tokens: softmax attention, a convolution or a recurrence.
+A layer may have none, or attention beside a recurrence, which runs first.
 
 Each function takes the job as its kind of layer sees it (Job.view).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from ulysses_cli.plan.ledger import attention, layer
 from ulysses_cli.plan.ledger.adapters import lengths
@@ -20,42 +22,68 @@ def find_recurrence(kind: Layer) -> RecurrentMixer | None:
 
 
 def compute_result(job: Job, kind: Layer) -> int:
-    """Bytes of the mixer's saved result, with which recomputation does not run the mixer again."""
-    if recurrent := find_recurrence(kind):
-        return recurrence.compute_result(job, recurrent)
-    return attention.compute_attention_result(job) if kind.attention else 0
+    """Bytes of the mixers' saved results, with which recomputation does not run the mixers again."""
+    of_attention = attention.compute_attention_result(job) if kind.attention else 0
+    recurrent = find_recurrence(kind)
+    return of_attention + (recurrence.compute_result(job, recurrent) if recurrent else 0)
 
 
 def compute_saved(job: Job, kind: Layer) -> int:
+    """Mixers side by side share the norm before them; each scales its output by itself (modeling_falcon_h1.py:
+    FalconH1DecoderLayer.forward)."""
     if not kind.mixers:
         return attention.compute_input_norm_saved(job)
-    if recurrent := find_recurrence(kind):
+    recurrent = find_recurrence(kind)
+    if recurrent and kind.attention is None:
         return recurrence.compute_saved(job, recurrent)
     saved = attention.compute_attention_saved(job) if kind.attention else convolution.compute_saved(job)
-    return saved + lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False)
+    return saved + lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False) + compute_beside(job, kind)
+
+
+def compute_beside(job: Job, kind: Layer) -> int:
+    """What a recurrence saves beside attention, apart from the norm that both have."""
+    recurrent = find_recurrence(kind)
+    if recurrent is None or kind.attention is None:
+        return 0
+    return recurrence.compute_saved(job, recurrent) - attention.compute_input_norm_saved(job)
 
 
 def compute_forward(job: Job, kind: Layer) -> int:
     if not kind.mixers:
         return layer.compute_layer_input(job)
+    works = []
     if recurrent := find_recurrence(kind):
-        return recurrence.compute_forward(job, recurrent)
-    return attention.compute_attention_forward(job) if kind.attention else convolution.compute_forward(job)
+        works.append(recurrence.compute_forward(job, recurrent))
+    if kind.attention:
+        works.append(attention.compute_attention_forward(job))
+    return _find_most(job, kind, works or [convolution.compute_forward(job)])
+
+
+def _find_most(job: Job, kind: Layer, works: Sequence[int]) -> int:
+    """Of mixers side by side: the first runs beside the norm's output, of which it has a scaled copy, the second also
+    beside the first one's result."""
+    beside = layer.compute_layer_input(job) * (len(works) > 1)
+    return max(work + (1 + number) * beside for number, work in enumerate(works))
 
 
 def compute_again(job: Job, kind: Layer) -> int:
-    """While it is recomputed."""
+    """While they are recomputed."""
     if not kind.mixers:
         return attention.compute_input_norm_saved(job) + layer.compute_layer_input(job)
+    works = []
     if recurrent := find_recurrence(kind):
-        return recurrence.compute_again(job, recurrent)
-    again = attention.compute_attention_again(job) if kind.attention else convolution.compute_again(job)
-    return again + lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False)
+        works.append(recurrence.compute_again(job, recurrent))
+    if kind.attention:
+        works.append(attention.compute_attention_again(job) + compute_beside(job, kind))
+    again = _find_most(job, kind, works or [convolution.compute_again(job)])
+    return again + (0 if recurrent else lengths.compute_saved(job, kind, job.local_tokens, in_mlp=False))
 
 
-def compute_left_for_projections(job: Job, kind: Layer) -> int:
-    """What is left of it when its first projections compute their gradients from those of their results."""
-    if recurrent := find_recurrence(kind):
+def compute_left_for_projections(job: Job, kind: Layer, weight: str) -> int:
+    """What is left of them when the first projections compute their gradients from those of their results. Of two
+    mixers the last runs its backward first."""
+    recurrent = find_recurrence(kind)
+    if recurrent and (kind.attention is None or weight == "in_proj"):
         return recurrence.compute_left_for_projections(job, recurrent)
     if not kind.mixers:
         return attention.compute_input_norm_saved(job)
@@ -64,4 +92,4 @@ def compute_left_for_projections(job: Job, kind: Layer) -> int:
     gone = attention.compute_attention_rows(job) + attention.compute_output_input(job)
     width = job.query_width + attention.count_gate(job) + 2 * job.kv_width
     gradients = job.dtype_bytes * width * job.local_tokens
-    return attention.compute_attention_saved(job) - gone + gradients
+    return attention.compute_attention_saved(job) - gone + gradients + compute_beside(job, kind)

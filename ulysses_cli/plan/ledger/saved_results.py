@@ -50,7 +50,10 @@ def _sum_saved(job: Job, start: int, stop: int) -> Lines:
     return {
         "saved_layer_inputs": (stop - start) * layer.compute_layer_input(job),
         "saved_attention_results": results,
-        "saved_mlp_outputs": (stop - start) * mlp.compute_saved_output(job),
+        "saved_mlp_outputs": sum(
+            (kinds_before[kind][stop] - kinds_before[kind][start]) * mlp.compute_saved_output(job.view(kind))
+            for kind in job.shape.layer_kinds
+        ),
     }
 
 

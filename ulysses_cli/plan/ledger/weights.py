@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ulysses_cli.plan.models.families import FAMILIES
@@ -21,6 +21,8 @@ from ulysses_cli.plan.models.shape import ModelShape
 POST_NORMS = {"flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "olmo2", "olmo3"}
 NORMS_OF_VALUES = {"gemma4_text", "gemma4_unified_text"}  # without weights
 WITHOUT_INPUT_NORM = {"flex_olmo", "olmo2", "olmo3"}
+# Their layers with attention are built as those of another family, and their other layers are not.
+ATTENTION_LIKE = {"olmo_hybrid": "olmo3"}  # modeling_olmo_hybrid.py: OlmoHybridAttentionDecoderLayer
 NORMS_AFTER_ALL = {"gemma3_text"}  # queries and keys are normed when all three are projected
 EXPERTS_FIRST = {"qwen3_moe"}  # as their block is made; it is gathered in that order
 # The expert that every token goes to runs before the router.
@@ -31,7 +33,8 @@ EMBEDDING, LAYERS, HEAD = "embedding", "layers", "head"
 ADAPTER_NAMES = (".a", ".b", ".lengths")
 INPUT_NORM, NORM_BEHIND = "input_norm", "behind_norm"
 RECURRENT_PROJECTIONS = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"}
-FIRST_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "in_proj", *RECURRENT_PROJECTIONS}
+LATE_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")  # of a delta net whose gate comes last
+FIRST_PROJECTIONS = {"qkv_proj", "in_proj", *LATE_PROJECTIONS, *RECURRENT_PROJECTIONS}
 WITHOUT_ACTIVATION = {"lfm2"}  # their activation is a function and no module
 
 
@@ -144,6 +147,7 @@ def _walk_modules(shape: ModelShape, adapters: Adapters | None) -> Iterator[Modu
 
 def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer: Layer) -> Iterator[Module]:
     """Module by module, also those without weights: DeepSpeed prefetches at each of them."""
+    shape = replace(shape, model_type=find_alike(shape, layer))
     family, full, norms = FAMILIES[shape.model_type], adapters is None, trains(adapters, "norm")
 
     def make(
@@ -172,15 +176,16 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     yield make(2, "layer")
     if before:
         yield make(3, INPUT_NORM, (INPUT_NORM, hidden))
-    (mixer, *_), usual = layer.mixers or (None,), (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim)
-    if isinstance(mixer, ConvolutionMixer):
-        yield from _walk_convolution(shape, mixer, make, linear)
-    elif isinstance(mixer, DeltaNetMixer):
-        yield from _walk_delta_net(shape, mixer, make, linear)
-    elif isinstance(mixer, Mamba2Mixer):
-        yield from _walk_scan(shape, mixer, make, linear)
-    elif layer.attention is not None or layer.mlp is None:
-        yield from _walk_attention(shape, layer.attention or AttentionMixer(*usual), make, linear)
+    usual = AttentionMixer(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim)
+    for mixer in layer.mixers or ((usual,) if layer.mlp is None else ()):
+        if isinstance(mixer, ConvolutionMixer):
+            yield from _walk_convolution(shape, mixer, make, linear)
+        elif isinstance(mixer, DeltaNetMixer):
+            yield from _walk_delta_net(shape, mixer, make, linear)
+        elif isinstance(mixer, Mamba2Mixer):
+            yield from _walk_scan(shape, mixer, make, linear)
+        elif isinstance(mixer, AttentionMixer):
+            yield from _walk_attention(shape, mixer, make, linear)
     yield from (make(3, name, (name, hidden)) for name in between)
     if layer.mlp is None:
         return
@@ -266,6 +271,15 @@ def _walk_delta_net(
     hidden, heads, values = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.value_head_dim
     conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
     yield make(3, "attention", ("dt_bias", heads), ("A_log", heads), conv)
+    if projects_gate_last(FAMILIES[shape.model_type]):
+        keys = mixer.num_key_heads * mixer.key_head_dim
+        for name, width in (("q_proj", keys), ("k_proj", keys), ("v_proj", values), ("b_proj", heads)):
+            yield from linear(name, hidden, width)
+        yield from linear("a_proj", hidden, heads)
+        yield from linear("g_proj", hidden, values)
+        yield make(4, "gated_norm", ("gated_norm", mixer.value_head_dim))
+        yield from linear("o_proj", values, hidden)
+        return
     if "in_proj_qkvz" in FAMILIES[shape.model_type].linear_extras:
         yield from linear("in_proj_qkvz", hidden, mixer.conv_channels + values)
         yield from linear("in_proj_ba", hidden, 2 * heads)
@@ -275,7 +289,13 @@ def _walk_delta_net(
         yield from linear("in_proj_b", hidden, heads)
         yield from linear("in_proj_a", hidden, heads)
     yield make(4, "gated_norm", ("gated_norm", mixer.value_head_dim))
-    yield from linear("o_proj", values, hidden)
+    yield from linear("out_proj", values, hidden)
+
+
+def projects_gate_last(family: Family) -> bool:
+    """Whether a delta net projects queries, keys and values each by itself, and its gate after the rule (transformers:
+    modeling_olmo_hybrid.py, OlmoHybridGatedDeltaNet)."""
+    return family.recurrence == "delta_net" and "g_proj" in family.linear_extras
 
 
 def _walk_scan(
@@ -289,8 +309,9 @@ def _walk_scan(
     conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
     yield make(3, "attention", ("dt_bias", heads), ("A_log", heads), ("D", heads), conv)
     yield from linear("in_proj", hidden, inner + mixer.conv_channels + heads)
-    yield make(4, "gated_norm", ("gated_norm", inner))
-    yield from linear("o_proj", inner, hidden)
+    if mixer.has_norm:
+        yield make(4, "gated_norm", ("gated_norm", inner))
+    yield from linear("out_proj", inner, hidden)
 
 
 def _walk_attention(
@@ -324,6 +345,11 @@ def _walk_attention(
             yield k_norm
             yield make(4, "v_norm")
     yield from linear("o_proj", query, hidden)
+
+
+def find_alike(shape: ModelShape, layer: Layer) -> str:
+    """The family whose layers are built as this one is."""
+    return ATTENTION_LIKE.get(shape.model_type, shape.model_type) if layer.attention else shape.model_type
 
 
 def has_norm_before(shape: ModelShape) -> bool:

@@ -149,6 +149,7 @@ class LayerReader:
             state_dim=facts.get_count("ssm_state_size", "mamba_d_state"),
             conv_tokens=facts.get_count("conv_kernel", "mamba_d_conv"),
             chunk_tokens=facts.get_count("chunk_size", "mamba_chunk_size"),
+            has_norm=facts.decide(self.family.norms_recurrence),
         )
 
     def _read_mlp(self, kind: str, index: int) -> DenseMlp | ExpertsMlp | None:

@@ -30,3 +30,6 @@ EXPERTS_ADAPTED = frozenset(
     | {"glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe", "qwen3_moe"}
     | {"qwen3_next", "solar_open"}
 )
+# peft refuses an adapter on this linear layer of their Mamba layers, and all-linear with it (tuners/tuners_utils.py:
+# _check_lora_target_modules_mamba).
+REFUSED_BY_PEFT = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}

@@ -69,7 +69,7 @@ class KimiDeltaMixer:
 @dataclass(frozen=True)
 class Mamba2Mixer:
     """Mamba2: a convolution, then a scan with a state [head_dim, state_dim] for each head. `num_groups` groups of heads
-    share what writes and reads the state (B and C)."""
+    share what writes and reads the state (B and C). `has_norm`: the result is normed, then gated; else gated alone."""
 
     num_heads: int
     head_dim: int
@@ -77,6 +77,7 @@ class Mamba2Mixer:
     state_dim: int
     conv_tokens: int
     chunk_tokens: int
+    has_norm: bool = True
 
     @property
     def conv_channels(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from ulysses_cli.plan.layout import list_divisors
 from ulysses_cli.plan.models.config_facts import ConfigFacts
 from ulysses_cli.plan.models.config_layers import LayerReader, count_written_layers, read_expert_size
-from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES
+from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES, REFUSED_BY_PEFT
 from ulysses_cli.plan.models.family import FULL_ATTENTION, SLIDING_ATTENTION, Family
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
@@ -93,6 +93,11 @@ class ModelShape:
     def adapts_experts(self) -> bool:
         """Whether adapters on all linear layers would include the experts."""
         return self.model_type in EXPERTS_ADAPTED and any(layer.num_experts for layer in self.layers)
+
+    @property
+    def adapts_all(self) -> bool:
+        """Whether all-linear can be asked for."""
+        return not self.adapts_experts and self.model_type not in REFUSED_BY_PEFT
 
     def __hash__(self) -> int:
         """Cheap, because every ledger looks up caches by shape."""
@@ -247,7 +252,8 @@ def _check_heads(facts: ConfigFacts, reader: LayerReader, layers: tuple[Layer, .
 
 
 def _list_linear_modules(facts: ConfigFacts, family: Family | None, layers: tuple[Layer, ...]) -> tuple[str, ...]:
-    """Names of the linear layers that take an adapter; experts are parts of one tensor and not layers."""
+    """Names of the linear layers that take an adapter; experts are parts of one tensor and not layers. Where peft
+    adapts experts by the names of an MLP, a gate of attention with such a name takes none."""
     if family is None:
         return ()
     has_experts = any(layer.num_experts for layer in layers)
@@ -260,7 +266,9 @@ def _list_linear_modules(facts: ConfigFacts, family: Family | None, layers: tupl
     mlp_modules = family.mlp_modules if has_mlp and not is_adapted else ()
     extras = ((each, True) if isinstance(each, str) else each for each in family.linear_extras)
     chosen = (name for name, flag in extras if facts.decide(flag))
-    return tuple(dict.fromkeys((*queries, *family.attention_modules, *mlp_modules, *chosen)))
+    names = dict.fromkeys((*queries, *family.attention_modules, *mlp_modules, *chosen))
+    refused = family.mlp_modules if is_adapted else (REFUSED_BY_PEFT.get(str(facts.find("model_type"))),)
+    return tuple(name for name in names if name not in refused)
 
 
 def find_text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -134,7 +134,7 @@ def make_plan_recipe(request: PlanRequest) -> Recipe:
 
 
 def _list_lora_targets(shape: ModelShape) -> tuple[str, ...]:
-    return shape.linear_modules if shape.adapts_experts else ()
+    return () if shape.adapts_all else shape.linear_modules
 
 
 def make_plan_job(recipe: Recipe, shape: ModelShape, layout: Layout, gpus_per_node: int) -> Job:

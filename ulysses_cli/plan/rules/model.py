@@ -7,6 +7,7 @@ from typing import Literal
 
 from ulysses_cli.plan.attention import BACK_ENDS, Device, list_able, list_needs
 from ulysses_cli.plan.layout import list_divisors
+from ulysses_cli.plan.models.families import REFUSED_BY_PEFT
 from ulysses_cli.plan.models.refusals import UNSERVED
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
@@ -195,12 +196,13 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
         return
     if recipe.lora.target_modules == "all-linear":
         if shape.adapts_experts:
-            yield Problem(
-                "lora.target_modules",
-                f"all-linear takes in the experts of {shape.model_type} models, whose adapters are added to all of "
-                "their weights in every forward: nothing is saved",
-                f"use [{', '.join(shape.linear_modules)}]",
-            )
+            why = "whose adapters are added to all of their weights in every forward: nothing is saved"
+            message = f"all-linear takes in the experts of {shape.model_type} models, {why}"
+        else:
+            refused = REFUSED_BY_PEFT.get(shape.model_type)
+            message = f"all-linear takes in {refused} of {shape.model_type} models, on which peft adds no adapter"
+        if not shape.adapts_all:
+            yield Problem("lora.target_modules", message, f"use [{', '.join(shape.linear_modules)}]")
         return
     unknown = [name for name in recipe.lora.target_modules if name not in shape.linear_modules]
     if unknown:
@@ -209,7 +211,7 @@ def check_lora_targets(recipe: Recipe, shape: ModelShape) -> Problems:
             f"{', '.join(unknown)}: no linear layer of {shape.name} that takes an adapter",
             "write a list: [a, b]"
             if "," in unknown[0]
-            else f"use {'' if shape.adapts_experts else 'all-linear, or '}some of {', '.join(shape.linear_modules)}",
+            else f"use {'all-linear, or ' if shape.adapts_all else ''}some of {', '.join(shape.linear_modules)}",
         )
 
 

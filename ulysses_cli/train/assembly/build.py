@@ -160,7 +160,8 @@ def _make_engine_config(plan: RunPlan, swap_folder: Path | None) -> dict[str, An
         if zero.get(name, {}).get("device") == "nvme":
             zero[name]["nvme_path"] = str(swap_folder)
             if name == "offload_param":
-                weights, dtype = list_weights(plan.shape, read_adapters(recipe)), getattr(torch, recipe.model.dtype)
+                weights = list_weights(plan.shape, read_adapters(recipe, plan.shape))
+                dtype = getattr(torch, recipe.model.dtype)
                 zero[name].update(size_weight_buffers(weights, plan.layout.world_size, dtype.itemsize))
     return ds_config
 

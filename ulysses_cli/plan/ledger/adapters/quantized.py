@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ulysses_cli.plan.ledger.job import USUAL_NAMES, Job
+from ulysses_cli.plan.ledger.job import Job, name_linear
 from ulysses_cli.plan.ledger.layer import count_mlp_tile_tokens
 from ulysses_cli.plan.ledger.memory_snapshot import Lines
 from ulysses_cli.plan.ledger.weights import Weights, is_fused_mlp
@@ -26,7 +26,7 @@ def compute_spared(job: Job) -> int:
     family = job.family
     extras = (name for name in family.linear_extras if isinstance(name, str))
     names = (*family.attention_modules, *family.mlp_modules, *extras)
-    sizes = _list_quantized(job.weights, tuple(USUAL_NAMES.get(name, name) for name in names))
+    sizes = _list_quantized(job.weights, tuple(name_linear(name, family) for name in names))
     if job.quantized == "int8":
         rows = SCALE_BYTES * sum(sizes) // job.shape.hidden_size
         return (job.dtype_bytes - 1) * sum(sizes) - rows

@@ -20,6 +20,7 @@ from ulysses_cli.plan.ledger.recurrence.kernels import (
     count_rows,
     count_values,
 )
+from ulysses_cli.plan.ledger.weights import LATE_PROJECTIONS, RECURRENT_PROJECTIONS, projects_gate_last
 from ulysses_cli.plan.models.layers import Mamba2Mixer
 
 FLOAT = 4
@@ -31,24 +32,33 @@ class RecurrentBytes:
     def __init__(self, job: Job, mixer: RecurrentMixer) -> None:
         b, self.mixer = job.dtype_bytes, mixer
         self.is_scan = isinstance(mixer, Mamba2Mixer)
+        self.trains_norm = job.trains("norm")
+        self.has_norm = mixer.has_norm if isinstance(mixer, Mamba2Mixer) else True
         self.hidden, self.conv = b * job.shape.hidden_size, b * mixer.conv_channels
         self.result, self.wide_result = b * count_values(mixer), FLOAT * count_values(mixer)
         # results of the first projections that live as long as the layer's forward, besides the convolution's input:
         # of Mamba2 one tensor holds all
-        self.gates = self.result + (1 if self.is_scan else 2) * b * mixer.num_heads
+        self.is_late = projects_gate_last(job.family)
+        self.gates = self.result * (not self.is_late) + (1 if self.is_scan else 2) * b * mixer.num_heads
+        self.late_gate = self.result * self.is_late
         # Qwen3-Next projects all at once and takes copies of the parts (modeling_qwen3_next.py:
         # fix_query_key_value_ordering); the whole lives as long as the layer's forward
         is_joined = "in_proj_qkvz" in job.family.linear_extras
         self.joined = is_joined * (self.conv + self.result + 2 * b * mixer.num_heads)
         self.small = 0 if self.is_scan else (3 * FLOAT + b) * mixer.num_heads
+        self.last = "o_proj" if self.is_late else "out_proj"
+        self.first = LATE_PROJECTIONS if self.is_late else ("in_proj", *RECURRENT_PROJECTIONS)
         self.rows = count_rows(mixer, job.layout.ulysses_size, b)
         self.is_split = job.layout.ulysses_size > 1
 
     @property
     def norm_saved(self) -> int:
         """Of the gated norm, float32: its input, the gate and the activated gate, for Mamba2 also their product; and
-        what its weight's gradient needs."""
-        return (4 if self.is_scan else 3) * self.wide_result + (1 if self.is_scan else 2) * self.result
+        what its weight's gradient needs, unless it is frozen. A gate alone saves its input and the activated gate."""
+        if not self.has_norm:
+            return 2 * self.result
+        scaled = self.result * (self.trains_norm + (not self.is_scan))
+        return (4 if self.is_scan else 3) * self.wide_result + scaled
 
 
 def compute_result(job: Job, mixer: RecurrentMixer) -> int:
@@ -59,7 +69,7 @@ def compute_result(job: Job, mixer: RecurrentMixer) -> int:
 def compute_saved(job: Job, mixer: RecurrentMixer) -> int:
     """In addition to that result, which is let go when its layer has been computed again."""
     own = RecurrentBytes(job, mixer)
-    inside = _count_convolved(job, own) + own.norm_saved + own.result * saves_input(job, "o_proj")
+    inside = _count_convolved(job, own) + own.norm_saved + own.result * saves_input(job, own.last)
     return (
         compute_input_norm_saved(job)
         + (inside + _count_projected(job, own)) * job.local_tokens
@@ -69,16 +79,18 @@ def compute_saved(job: Job, mixer: RecurrentMixer) -> int:
 
 def _count_projected(job: Job, own: RecurrentBytes) -> int:
     """The first projections' input; Mamba2's gate and steps are views that keep the whole projection."""
-    return own.hidden * saves_input(job, "in_proj", "in_proj_qkv", "in_proj_z")
+    return own.hidden * saves_input(job, *own.first)
 
 
 def _count_convolved(job: Job, own: RecurrentBytes) -> int:
     """From the convolution to the rule: the convolution's input with its halo; then its result, from which the rule is
-    computed again where its result was saved, or what the rule's kernel saves."""
+    computed again where its result was saved, or what the rule's kernel saves. Of a scan, steps that are saved as they
+    were projected keep the whole projection; so does a gate without a norm."""
+    keeps_projection = own.is_scan and (saves_result(job) or not own.is_split or not own.has_norm)
+    projection = (own.gates + own.conv) * keeps_projection
     if saves_result(job):
-        steps = own.gates + own.conv if own.is_scan else 0
-        return 2 * own.conv + own.small + steps
-    return own.conv + own.small + count_kernel_saved(own.mixer, job)
+        return 2 * own.conv + own.small + projection
+    return own.conv + own.small + count_kernel_saved(own.mixer, job) + projection
 
 
 def _list_forward(job: Job, own: RecurrentBytes) -> Iterator[int]:
@@ -86,7 +98,8 @@ def _list_forward(job: Job, own: RecurrentBytes) -> Iterator[int]:
     around = own.hidden + own.gates + own.joined
     yield around + round((3 + 1 / job.batch + bool(own.joined)) * own.conv)
     wide = 3 * own.wide_result if own.is_scan else 2 * own.wide_result + own.result
-    yield around + own.conv * (1 + own.is_scan) + own.result + own.small + wide
+    wide = wide if own.has_norm else 2 * own.result
+    yield around + own.conv * (1 + own.is_scan) + own.result + own.late_gate + own.small + wide
 
 
 def _list_rule(job: Job, own: RecurrentBytes) -> Iterator[int]:
@@ -108,7 +121,8 @@ def compute_again(job: Job, mixer: RecurrentMixer) -> int:
     """As in the forward, with what is saved; without the rule where its result was saved."""
     own = RecurrentBytes(job, mixer)
     convolving, norming = _list_forward(job, own)
-    moments = [convolving + own.conv, norming + own.conv + own.norm_saved - own.wide_result]
+    kept = own.norm_saved - (own.wide_result if own.has_norm else 2 * own.result)
+    moments = [convolving + own.conv, norming + own.conv + kept]
     if not saves_result(job):
         around = own.hidden + own.gates + own.joined + 2 * own.conv
         moments += [around + rule for rule in _list_rule(job, own)]
@@ -124,11 +138,13 @@ def compute_left_for_projections(job: Job, mixer: RecurrentMixer) -> int:
 def list_backward(job: Job, mixer: RecurrentMixer) -> Iterator[tuple[str, int, int]]:
     """(Name, what is left of what was saved, tensors in use) from the mixer's end to its beginning."""
     own, saved, tokens = RecurrentBytes(job, mixer), compute_saved(job, mixer), job.local_tokens
-    output = own.result * saves_input(job, "o_proj") * tokens
+    output = own.result * saves_input(job, own.last) * tokens
     norming = 5 * own.wide_result - own.result if own.is_scan else 3 * own.wide_result + own.result
+    norming = norming if own.has_norm else 3 * own.result  # gradients of the product, of the gate and of the result
     yield "gated norm", saved - output, norming * tokens
     before = compute_input_norm_saved(job) + _count_projected(job, own) * tokens
-    gradients = 2 * own.result  # of the gate, which waits, and of the rule's result
+    # of the gate, which waits, and of the rule's result; a gate that was projected last has passed its gradient on
+    gradients = own.result + (own.hidden if own.is_late else own.result)
     left = _count_convolved(job, own) - (0 if saves_result(job) else count_kernel_saved(mixer, job))
     rule = [count_kernel_backward(mixer, job) + own.result * saves_result(job)]
     if own.is_split:

@@ -14,6 +14,7 @@ GIGA, TERA = 1e9, 1e12
 CONVOLUTION_PASSES = 14  # over b c: two gates, three reads or writes each; the convolution and three copies, two each
 RECURRENT_PASSES = 8  # over the convolution's channels: the convolution and three copies, a read and a write each
 GATED_NORM_PASSES = 26  # over the result: transformers' norm and gate, most of their passes in float32
+GATE_PASSES = 5  # over the result: the activation and a product
 BACKWARD_RECURRENCE = 3.0  # two products for each of the forward's, whose states are made again (fla: chunk.py)
 
 
@@ -47,7 +48,9 @@ def compute_recurrence_seconds(job: Job, gpu: Gpu) -> tuple[float, float]:
 
 
 def count_norm_passes(mixer: Mixer) -> int:
-    """Elements read and written per token by the norm and gate of a recurrence."""
+    """Elements read and written per token by the norm and gate of a recurrence, or by its gate alone."""
+    if isinstance(mixer, Mamba2Mixer) and not mixer.has_norm:
+        return GATE_PASSES * count_values(mixer)
     return GATED_NORM_PASSES * count_values(mixer) if isinstance(mixer, DeltaNetMixer | Mamba2Mixer) else 0
 
 

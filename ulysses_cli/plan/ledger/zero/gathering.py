@@ -153,7 +153,7 @@ def name_place(module: Module, event: HookEvent) -> str:
         return _name_mlp_place(module, event)
     if module.in_mlp:
         return _name_mlp_backward(module, event)
-    if module.name == "o_proj":
+    if module.name in ("o_proj", "out_proj"):
         return "attention" if event.enters != event.is_backward else ""
     if not event.enters or "norm" not in module.name:
         return ""

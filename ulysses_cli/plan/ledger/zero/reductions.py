@@ -87,7 +87,7 @@ def _count_left(job: Job, kind: Layer, flush: Flush, *, is_leaf: bool) -> tuple[
     if flush.weight == INPUT_NORM:
         return attention.compute_input_norm_saved(job), 0
     if flush.weight.partition(".")[0] in FIRST_PROJECTIONS:
-        return mixers.compute_left_for_projections(job, kind), 0
+        return mixers.compute_left_for_projections(job, kind, flush.weight), 0
     return whole, 0
 
 
