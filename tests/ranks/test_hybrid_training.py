@@ -24,6 +24,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "granitemoehybrid",
     )
 }
+# A rank of eight has one head of each kind.
+EIGHT_HEADS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"num_attention_heads": 8, "linear_num_value_heads": 8},
+    "nemotron_h": {"num_attention_heads": 8},
+    "lfm2": {"num_attention_heads": 8},
+}
 # transformers' rules compute in float32. Gradients of A_log and dt_bias are sums of terms that nearly cancel: on one
 # rank too they differ by 2e-4 between a packed row and its documents.
 TOLERANCE = 5e-4
@@ -53,3 +59,10 @@ CHECKED = (CASES[0], CASES[7])
 def test_training_equals_plain_torch(model_type: str, layout: str, stage: int, lora: bool, levers: str) -> None:
     more = LEVERS.get(levers, ())
     check_training(layout, 1, stage, lora, *more, config=CONFIGS[model_type], tolerance=TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model_type", "stage"), [("qwen3_5_text", 3), ("nemotron_h", 1), ("lfm2", 3)])
+def test_eight_ranks_of_a_row(model_type: str, stage: int) -> None:
+    config = {**CONFIGS[model_type], **EIGHT_HEADS[model_type]}
+    check_training("8x1", 1, stage, False, config=config, tolerance=TOLERANCE)

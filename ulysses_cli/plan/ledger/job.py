@@ -189,12 +189,12 @@ class Job:
 # benchmarks/results/estimate-families.json).
 COMPARED = frozenset(
     {
-        "bamba", "cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text",
+        "bamba", "cwm", "ernie4_5", "exaone4", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text",
         "gemma4_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granite_swa", "granitemoe",
         "granitemoehybrid", "helium", "hunyuan_v1_dense", "internlm3", "iquestcoder", "lfm2", "lfm2_moe", "llama",
         "mellum", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3",
-        "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
-        "smollm3", "vaultgemma",
+        "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+        "qwen3_next", "seed_oss", "smollm3", "vaultgemma",
     }
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
 from ulysses_cli.plan.ledger.recurrence import convolution
 from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
 from ulysses_cli.plan.ledger.weights import INPUT_NORM, NORM_BEHIND, has_norm_before, has_norm_behind
-from ulysses_cli.plan.models.layers import Layer
+from ulysses_cli.plan.models.layers import DenseMlp, Layer
 
 GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
     NORM_BEHIND: 0, "down_proj": 1, "up_proj": 2, "gate_up_proj": 2, "gate_proj": 3, "router": 3, "o_proj": 5,
@@ -65,6 +65,8 @@ def walk_layer_backward(job: Job, kind: Layer, base: Lines) -> Iterator[tuple[st
         for place, of_mixer, of_mlp, work in lengths.list_again(job, kind, whole_mixer, mlp_saved):
             lines = {"recomputed_attention": of_mixer, "recomputed_mlp": of_mlp, "lora": work}
             yield place, MemorySnapshot("backward", "recomputation", {**base, **lines})
+        if isinstance(kind.mlp, DenseMlp) and not layer.is_tiled(job) and not has_norm_behind(job.shape):
+            yield "down", take("recomputation", whole_mixer, left, mlp=mlp.compute_end_again(job))
     if has_norm_behind(job.shape):
         yield NORM_BEHIND, take("norm behind the MLP", whole_mixer, mlp_saved, norm_backward=norm_work)
         if output := mlp.compute_saved_output(job):

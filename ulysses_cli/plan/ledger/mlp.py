@@ -19,9 +19,11 @@ from ulysses_cli.plan.ledger.layer import (
     saves_result,
 )
 from ulysses_cli.plan.ledger.weights import has_norm_before, has_norm_behind, is_fused_mlp
+from ulysses_cli.plan.models.family import HYBRID
 from ulysses_cli.plan.models.layers import ExpertsMlp, Layer
 
-SCALED_RESULTS = {"granite"}  # a block's result is scaled before it is added (modeling_granite.py: residual_multiplier)
+# A block's result is scaled before it is added (modeling_granite.py: residual_multiplier).
+SCALED_RESULTS = {"falcon_h1", "granite"}
 
 
 def compute_saved_output(job: Job) -> int:
@@ -128,8 +130,23 @@ def _compute_scaled(job: Job) -> int:
 
 def count_around(job: Job) -> int:
     """Tensors of width h that wait while the inside is computed: the input and the residual. Without a norm before it,
-    the MLP reads the residual itself (modeling_olmo2.py: Olmo2DecoderLayer)."""
-    return 1 + has_norm_before(job.shape)
+    the MLP reads the residual itself (modeling_olmo2.py: Olmo2DecoderLayer). A layer with two mixers keeps the result
+    of each to its end."""
+    return 1 + has_norm_before(job.shape) + _count_mixer_results(job)
+
+
+def _count_mixer_results(job: Job) -> int:
+    return 2 * (HYBRID in job.family.other_kinds)
+
+
+def compute_end_again(job: Job) -> int:
+    """At the end of the MLP's recomputation, in addition to what is saved: the last matrix's output, with adapters also
+    the adapter's and the sum, and results of two mixers. The recomputation begins when the last matrix, or its adapter,
+    computes its gradient: that of a scaled result, and of an adapter's scaled one, waits (torch/utils/checkpoint.py:
+    unpack_hook)."""
+    adapts = _adapts_last(job)
+    num_hidden = _count_mixer_results(job) + 1 + 3 * adapts + (job.shape.model_type in SCALED_RESULTS)
+    return num_hidden * compute_layer_input(job)
 
 
 def compute_first_forward(job: Job) -> int:

@@ -309,7 +309,7 @@ def _walk_scan(
     conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
     yield make(3, "attention", ("dt_bias", heads), ("A_log", heads), ("D", heads), conv)
     yield from linear("in_proj", hidden, inner + mixer.conv_channels + heads)
-    if mixer.has_norm:
+    if mixer.gating != "alone":
         yield make(4, "gated_norm", ("gated_norm", inner))
     yield from linear("out_proj", inner, hidden)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from ulysses_cli.plan.models.config_facts import ConfigFacts
 from ulysses_cli.plan.models.family import (
@@ -149,8 +150,13 @@ class LayerReader:
             state_dim=facts.get_count("ssm_state_size", "mamba_d_state"),
             conv_tokens=facts.get_count("conv_kernel", "mamba_d_conv"),
             chunk_tokens=facts.get_count("chunk_size", "mamba_chunk_size"),
-            has_norm=facts.decide(self.family.norms_recurrence),
+            gating=self._read_gating(),
         )
+
+    def _read_gating(self) -> Literal["before norm", "after norm", "alone"]:
+        if not self.facts.decide(self.family.norms_recurrence):
+            return "alone"
+        return "after norm" if self.facts.find("mamba_norm_before_gate") else "before norm"
 
     def _read_mlp(self, kind: str, index: int) -> DenseMlp | ExpertsMlp | None:
         facts, family = self.facts, self.family

@@ -7,6 +7,7 @@ Plain values; config_layers.py reads them from config.json.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class KimiDeltaMixer:
 @dataclass(frozen=True)
 class Mamba2Mixer:
     """Mamba2: a convolution, then a scan with a state [head_dim, state_dim] for each head. `num_groups` groups of heads
-    share what writes and reads the state (B and C). `has_norm`: the result is normed, then gated; else gated alone."""
+    share what writes and reads the state (B and C). `gating`: the result is gated, then normed, or
+    the other way round, or there is no norm."""
 
     num_heads: int
     head_dim: int
@@ -77,7 +79,7 @@ class Mamba2Mixer:
     state_dim: int
     conv_tokens: int
     chunk_tokens: int
-    has_norm: bool = True
+    gating: Literal["before norm", "after norm", "alone"] = "before norm"
 
     @property
     def conv_channels(self) -> int:

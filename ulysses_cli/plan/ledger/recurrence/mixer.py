@@ -24,6 +24,7 @@ from ulysses_cli.plan.ledger.weights import LATE_PROJECTIONS, RECURRENT_PROJECTI
 from ulysses_cli.plan.models.layers import Mamba2Mixer
 
 FLOAT = 4
+PRECISE_GATED_NORMS = {"falcon_h1"}
 
 
 class RecurrentBytes:
@@ -32,8 +33,10 @@ class RecurrentBytes:
     def __init__(self, job: Job, mixer: RecurrentMixer) -> None:
         b, self.mixer = job.dtype_bytes, mixer
         self.is_scan = isinstance(mixer, Mamba2Mixer)
+        self.scales_precisely = job.shape.model_type in PRECISE_GATED_NORMS
         self.trains_norm = job.trains("norm")
-        self.has_norm = mixer.has_norm if isinstance(mixer, Mamba2Mixer) else True
+        self.gating = mixer.gating if isinstance(mixer, Mamba2Mixer) else "after norm"
+        self.has_norm = self.gating != "alone"
         self.hidden, self.conv = b * job.shape.hidden_size, b * mixer.conv_channels
         self.result, self.wide_result = b * count_values(mixer), FLOAT * count_values(mixer)
         # results of the first projections that live as long as the layer's forward, besides the convolution's input:
@@ -54,9 +57,13 @@ class RecurrentBytes:
     @property
     def norm_saved(self) -> int:
         """Of the gated norm, float32: its input, the gate and the activated gate, for Mamba2 also their product; and
-        what its weight's gradient needs, unless it is frozen. A gate alone saves its input and the activated gate."""
+        what its weight's gradient needs, unless it is frozen. Falcon-H1 multiplies with the weight in float32. A gate
+        alone saves its input and the activated gate."""
         if not self.has_norm:
             return 2 * self.result
+        if self.scales_precisely:
+            own_input = self.wide_result if self.gating == "after norm" else self.result
+            return (3 + self.trains_norm) * self.wide_result + own_input
         scaled = self.result * (self.trains_norm + (not self.is_scan))
         return (4 if self.is_scan else 3) * self.wide_result + scaled
 
@@ -139,7 +146,8 @@ def list_backward(job: Job, mixer: RecurrentMixer) -> Iterator[tuple[str, int, i
     """(Name, what is left of what was saved, tensors in use) from the mixer's end to its beginning."""
     own, saved, tokens = RecurrentBytes(job, mixer), compute_saved(job, mixer), job.local_tokens
     output = own.result * saves_input(job, own.last) * tokens
-    norming = 5 * own.wide_result - own.result if own.is_scan else 3 * own.wide_result + own.result
+    scaled = own.result * own.trains_norm  # what the weight's gradient was made of is gone
+    norming = 5 * own.wide_result - scaled if own.is_scan else 3 * own.wide_result + own.result
     norming = norming if own.has_norm else 3 * own.result  # gradients of the product, of the gate and of the result
     yield "gated norm", saved - output, norming * tokens
     before = compute_input_norm_saved(job) + _count_projected(job, own) * tokens

@@ -49,7 +49,7 @@ def compute_recurrence_seconds(job: Job, gpu: Gpu) -> tuple[float, float]:
 
 def count_norm_passes(mixer: Mixer) -> int:
     """Elements read and written per token by the norm and gate of a recurrence, or by its gate alone."""
-    if isinstance(mixer, Mamba2Mixer) and not mixer.has_norm:
+    if isinstance(mixer, Mamba2Mixer) and mixer.gating == "alone":
         return GATE_PASSES * count_values(mixer)
     return GATED_NORM_PASSES * count_values(mixer) if isinstance(mixer, DeltaNetMixer | Mamba2Mixer) else 0
 
