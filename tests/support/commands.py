@@ -11,6 +11,8 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from ulysses_cli import cli
 
 COLOURLESS = {"NO_COLOR": "1"}
@@ -40,3 +42,13 @@ def run_process(*words: str, cwd: Path | None = None, **environment: str) -> sub
     command = [sys.executable, "-m", "ulysses_cli", *words]
     environ = {**os.environ, **COLOURLESS, **environment}
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, timeout=60, check=False)
+
+
+def load_elsewhere(package: str, check: str, text: str) -> str:
+    """Has a project's own loader read a text, in a process of its own: its import is slow."""
+    pytest.importorskip(package)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, "-c", check]
+    result = subprocess.run(words, input=text, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()[-1]

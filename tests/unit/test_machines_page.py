@@ -4,16 +4,15 @@ its commands would read. tests/ranks/test_machines.py and tests/ranks/test_slurm
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from support.blocks import list_blocks
+from support.commands import load_elsewhere
 from support.generated_docs import DOCS
 from typer.testing import CliRunner
 
@@ -61,16 +60,6 @@ def find_file(start: str) -> str:
     """The file that the one command of the page which begins so takes."""
     (command,) = [line for line in COMMANDS if line.startswith(start)]
     return shlex.split(command)[-1]
-
-
-def load_elsewhere(package: str, check: str, text: str) -> str:
-    """Has a project's own loader read a text, in a process of its own: its import is slow."""
-    pytest.importorskip(package)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    words = [sys.executable, "-c", check]
-    result = subprocess.run(words, input=text, env=environ, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()[-1]
 
 
 def test_each_command_of_the_page_is_known_here() -> None:
