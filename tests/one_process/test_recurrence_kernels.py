@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hybrids import make_hybrid
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.bamba import modeling_bamba
@@ -21,6 +23,7 @@ from ulysses_cli.prove.trace import recurrent_kernels
 from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.memory.saved_results import DeviceStorage, SavedResults
 from ulysses_cli.train.processes.sequence_axis import SequenceAxis
+from ulysses_cli.train.recurrence.interface import CONVOLUTION
 from ulysses_cli.train.recurrence.kernels import RecurrenceChoice, choose_recurrence_kernel, find_missing
 from ulysses_cli.train.recurrence.probes import make_convolution_probe, make_rule_probe
 from ulysses_cli.train.recurrence.rules import apply_delta_rule
@@ -156,6 +159,21 @@ def test_a_traced_convolution_returns_what_the_real_one_does() -> None:
     torch_code = get_torch_code(modeling_bamba.causal_conv1d_fn)
     expected = make_convolution_probe(torch_code, 4, "silu", CPU)("torch", torch.float32)
     assert [(part.shape, part.dtype) for part in traced] == [(part.shape, part.dtype) for part in expected]
+
+
+@pytest.mark.parametrize(("model_type", "has_kernel"), [("lfm2", True), ("lfm3", False)])
+def test_a_trace_runs_a_convolution_without_a_kernel_as_it_is(
+    model_type: str, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_hybrid(model_type, "eager")
+    module = sys.modules[type(model).__module__]
+    own = getattr(module, CONVOLUTION)
+    while hasattr(own, "is_served"):  # by another test
+        own = own.__wrapped__
+    monkeypatch.setattr(module, CONVOLUTION, own)
+    recurrent_kernels.replace_kernels(model)
+    assert getattr(module, CONVOLUTION) is (recurrent_kernels.convolve if has_kernel else own)
+    assert (find_missing(own) == "transformers has no kernel for it") != has_kernel
 
 
 def test_a_layer_that_saves_its_result_keeps_none_of_what_it_was_computed_from() -> None:

@@ -22,11 +22,12 @@ PASSED_BLOCK, DT_ROWS = 64, 32  # mamba_ssm/ops/triton: ssd_state_passing.py, ss
 
 
 def replace_kernels(model: nn.Module) -> None:
-    """In this whole process: use it in a child process. Call it before the layers are served."""
+    """In this whole process: use it in a child process. Call it before the layers are served. A function that
+    transformers does not wrap has no kernel (LFM3's convolution is too wide for one) and runs as it is."""
     for module in {sys.modules[type(layer).__module__] for _, layer in list_recurrent_layers(model)}:
         for name, stand_in in STAND_INS.items():
             original = getattr(module, name, None)
-            if original is not None and not hasattr(original, "is_served"):
+            if hasattr(original, "__wrapped__") and not hasattr(original, "is_served"):
                 setattr(module, name, stand_in)
 
 
