@@ -26,8 +26,12 @@ def list_saved(job: Job) -> Lines:
 def _sum_saved_inside(job: Job, num_layers: int) -> int:
     """Of the first layers."""
     kinds_before = job.shape.kinds_before
-    inside = sum(kinds_before[kind][num_layers] * size for kind, size in _list_saved_inside(job).items())
-    return inside - (compute_first_unsaved(job) if num_layers else 0)
+    first = min(num_layers, job.weights.first_trained)
+    inside = sum(
+        (kinds_before[kind][num_layers] - kinds_before[kind][first]) * size
+        for kind, size in _list_saved_inside(job).items()
+    )
+    return inside - (compute_first_unsaved(job) if num_layers > first else 0)
 
 
 @lru_cache(maxsize=16)
@@ -42,7 +46,8 @@ def _list_saved_inside(job: Job) -> dict[Layer, int]:
 
 def _sum_saved(job: Job, start: int, stop: int) -> Lines:
     """What layers from `start` to before `stop` keep for their recomputation."""
-    kinds_before, results = job.shape.kinds_before, 0
+    kinds_before, results, first = job.shape.kinds_before, 0, job.weights.first_trained
+    start, stop = max(start, first), max(stop, first)
     if layer.saves_result(job):
         for kind in job.shape.layer_kinds:
             num = kinds_before[kind][stop] - kinds_before[kind][start]
@@ -58,16 +63,18 @@ def _sum_saved(job: Job, start: int, stop: int) -> Lines:
 
 
 def compute_first_unsaved(job: Job) -> int:
-    """What the first layer does not save although others do. A frozen embedding's output needs no gradient, so the
-    first norm, which reads it, saves nothing. Where adapters have a dropout, whose copy they save, the first
-    projections save no input, and that dropout no mask."""
+    """What the first layer that saves anything does not save although others do. A frozen embedding's output needs no
+    gradient, so the first norm, which reads it, saves nothing. Where adapters have a dropout, whose copy they save, the
+    first projections save no input, and that dropout no mask."""
     if job.adapters is None or not _skips_first_norm(job):
         return 0
     has_norm = has_norm_before(job.shape)
     unsaved = layer.compute_norm_saved(job, job.shape.hidden_size) * has_norm
     if job.adapters.drops:
         num_adapted = sum(
-            module.layer == 0 and module.name.endswith(".a") and module.name[:-2] in FIRST_PROJECTIONS
+            module.layer == job.weights.first_trained
+            and module.name.endswith(".a")
+            and module.name[:-2] in FIRST_PROJECTIONS
             for module in job.weights.modules
         )
         unsaved += layer.DROPOUT_MASK_BYTES * num_adapted * job.shape.hidden_size * job.local_tokens
@@ -96,7 +103,9 @@ def count_on_device(job: Job, num_left: int) -> int:
 def count_embedded(job: Job) -> int:
     """The embedding's output, which the model holds until its last norm. It is also the first layer's input; where that
     input is saved and stays on the device it is counted there, and not here."""
-    if job.levers.gradient_checkpointing is not False:
+    if job.weights.first_trained:
+        is_counted = False
+    elif job.levers.gradient_checkpointing is not False:
         is_counted = count_on_device(job, job.shape.num_layers) == job.shape.num_layers
     elif has_norm_before(job.shape):
         is_counted = layer.saves_input_unchanged(job) and not compute_first_unsaved(job)
@@ -118,7 +127,9 @@ def drop_layers(job: Job, lines: Lines, num_left: int) -> Lines:
     kept = _sum_saved(job, num_left - count_on_device(job, num_left), num_left)
     left = {name: lines[name] - size + kept[name] for name, size in whole.items() if name in lines}
     came_back = "recomputed_mlp" in lines and num_left <= job.levers.offloaded_layers
-    is_unsaved = not layer.saves_input_unchanged(job) or (num_left == 1 and _skips_first_norm(job))
+    is_unsaved = not layer.saves_input_unchanged(job) or (
+        num_left == job.weights.first_trained + 1 and _skips_first_norm(job)
+    )
     if came_back and is_unsaved:
         left["saved_layer_inputs"] -= layer.compute_layer_input(job)
     return {**lines, **left}

@@ -95,13 +95,14 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
     inside = {**saved_results, "embedded": count_embedded(job)}
     recomputes = job.levers.gradient_checkpointing is not False
     for kind in job.shape.layer_kinds:
+        is_saved = job.shape.last_of_kind[kind] >= job.weights.first_trained
         for place, work in _list_forward_work(job, kind):
             view = job.view(kind)
-            if not recomputes:  # most of it is part of what is saved
+            if is_saved and not recomputes:  # most of it is part of what is saved
                 saved = {"attention": mixers.compute_saved(view, kind), "mlp": mlp.compute_mlp_saved(view, kind)}
                 work = {name: max(0, size - saved.get(name, 0)) for name, size in work.items()}
             snapshot = MemorySnapshot("forward", place, {**held, **inside, **work})
-            if place == "attention" and layer.saves_result(job):  # attention is still making this layer's result
+            if place == "attention" and is_saved and layer.saves_result(job):  # which is still being made
                 snapshot.lines["saved_attention_results"] -= mixers.compute_result(view, kind)
             yield from _gather(job, kind, snapshot, gathered, place)
     norm = {"parameters_gathered": job.dtype_bytes * gathered.final, "final_norm": head.compute_final_norm_forward(job)}
@@ -125,16 +126,21 @@ def _walk_all(job: Job) -> Iterator[MemorySnapshot]:
     base = {**held, **saved_results, **tied, "residual_gradient": layer.compute_layer_input(job)}
     base["retained_gradients"] = lower_stages.compute_retained_gradients(job, 1)
     for kind in job.shape.layer_kinds:
+        if job.shape.last_of_kind[kind] < job.weights.first_trained:
+            continue
         for place, snapshot in walk_layer_backward(job, kind, base):
             yield from _gather(job, kind, snapshot, gathered, place)
             if job.zero_stage < 3:
                 yield from walk_sent(job, kind, snapshot)
             down = job.shape.find_last_of_kind(kind, job.shape.num_layers - 2) if job.shape.num_layers > 1 else None
+            if down is not None and down < job.weights.first_trained:
+                down = None
             if job.zero_stage < 3 and job.adapters is not None and down is not None:  # gradients have come
                 lines = drop_layers(job, snapshot.lines, down + 1)
                 yield MemorySnapshot(snapshot.phase, f"{snapshot.name}, one layer down", lines)
             for below, num_sent in lower_stages.list_layers_below(job).items():
-                if (number := job.shape.find_last_of_kind(kind, below)) is None:
+                number = job.shape.find_last_of_kind(kind, below)
+                if number is None or number < job.weights.first_trained:
                     continue
                 lines = drop_layers(job, snapshot.lines, number + 1)
                 large = {"retained_gradients": lower_stages.compute_retained_gradients(job, num_sent)}
@@ -168,7 +174,10 @@ def _gather(
     job: Job, kind: Layer, snapshot: MemorySnapshot, gathered: Gathered, place: str
 ) -> Iterator[MemorySnapshot]:
     """The same snapshot in each layer of that kind in which more is gathered than in any of them above it."""
-    maxima = gathered.list_maxima(snapshot.phase, place, job.shape.numbers_of_kind[kind])
+    numbers, first = job.shape.numbers_of_kind[kind], job.weights.first_trained
+    if snapshot.phase == "backward" and first:
+        numbers = frozenset(number for number in numbers if number >= first)
+    maxima = gathered.list_maxima(snapshot.phase, place, numbers)
     for number, num_elements in maxima or ((job.shape.last_of_kind[kind], 0),):
         lines = drop_layers(job, snapshot.lines, number + 1)
         yield MemorySnapshot(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
@@ -90,9 +90,23 @@ class Weights:
         """Cheap, because every ledger looks up caches by weights."""
         return hash((self.num_trained, self.num_frozen, self.largest))
 
+    @cached_property
+    def first_trained(self) -> int:
+        """The number of the first layer with a trained weight, 0 where the embedding is trained: no gradient goes to
+        the layers before it, and they save nothing."""
+        return find_first_trained(self.modules)
+
     @property
     def num_elements(self) -> int:
         return self.num_trained + self.num_frozen
+
+
+def find_first_trained(modules: Sequence[Module]) -> int:
+    trained = [module for module in modules if module.is_trained and module.weights]
+    if any(module.part == EMBEDDING for module in trained):
+        return 0
+    last = max((module.layer for module in modules), default=0)
+    return min((module.layer for module in trained if module.part == LAYERS), default=last + 1)
 
 
 @lru_cache(maxsize=64)

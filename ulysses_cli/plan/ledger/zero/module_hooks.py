@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, Module
+from ulysses_cli.plan.ledger.weights import FIRST_PROJECTIONS, Module, find_first_trained
 
 LAYER_DEPTH = 2
 
@@ -35,6 +35,7 @@ class ModuleOrder:
             if path:
                 self.inside[path[-1]].append(number)
             path.append(number)
+        self.first_trained = find_first_trained(modules)
         before = itertools.takewhile(lambda module: _get_first_name(module) not in FIRST_PROJECTIONS, modules)
         self.begins_frozen = not any(module.is_trained and module.weights for module in before)
 
@@ -86,8 +87,11 @@ class ModuleOrder:
             yield HookEvent(number, enters=False, is_backward=True)
 
     def _has_no_gradient(self, module: Module) -> bool:
-        """No result of a frozen embedding needs a gradient, or of a frozen matrix that reads only frozen results."""
-        projects = module.layer == 0 and _get_first_name(module) in FIRST_PROJECTIONS
+        """No result of a frozen embedding needs a gradient, or of a frozen layer or matrix that reads only frozen
+        results."""
+        if 0 <= module.layer < self.first_trained:
+            return True
+        projects = module.layer == self.first_trained and _get_first_name(module) in FIRST_PROJECTIONS
         is_first = module.name == "embed_tokens" or (projects and self.begins_frozen)
         return is_first and not module.is_trained
 
