@@ -121,31 +121,35 @@ def test_flex_attention_lets_queries_see_all_keys_of_their_document(lengths: tup
     assert replace(rule, is_causal=True) != rule, "else the cached mask of the other rule would serve"
 
 
+@pytest.mark.parametrize("window", [None, 8, 3])
+@pytest.mark.parametrize("num_new", [1, 2])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_generations_parts_join_to_plain_attention(has_sinks: bool) -> None:
+def test_generations_parts_join_to_plain_attention(has_sinks: bool, num_new: int, window: int | None) -> None:
     """New tokens of several sequences: a prefix that all share, then each sequence's own. One softmax over both is the
-    reference."""
+    reference. A window ends in the prefix, or among a sequence's own tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     q, prefix, own, sinks = (
-        draw(3, 2, 4, 8),
-        (draw(7, 2, 8), draw(7, 2, 8)),
-        (draw(3, 5, 2, 8), draw(3, 5, 2, 8)),
+        draw(3, num_new, 4, 8),
+        (draw(2, 7, 8), draw(2, 7, 8)),
+        (draw(3, 2, 5, 8), draw(3, 2, 5, 8)),
         draw(4),
     )
-    rule = Rule(0.3)
-    parts = [attend_to_own(q, *own, rule), attend_to_prefix(q, *prefix, rule, 3, torch.arange(7, 0, -1))]
+    rule, ages = Rule(0.3, window), torch.arange(7, 0, -1)
+    parts = [attend_to_own(q, *own, rule), attend_to_prefix(q, *prefix, rule, 5 - num_new, ages)]
     joined = join_parts(parts, sinks if has_sinks else None, torch.float64)
     keys, values = (
-        torch.cat([shared.expand(3, -1, -1, -1), each], 1).repeat_interleave(2, 2)
+        torch.cat([shared.expand(3, -1, -1, -1), each], 2).repeat_interleave(2, 1)
         for shared, each in zip(prefix, own, strict=True)
     )
-    logits = torch.einsum("snhd,sthd->shnt", q, keys) * rule.scale
-    for token in range(2):
-        logits[:, :, token, 7 + 4 + token :] = -math.inf
-    column = sinks[None, :, None, None].expand(3, 4, 2, 1) if has_sinks else logits[..., :0]
+    logits = torch.einsum("snhd,shtd->shnt", q, keys) * rule.scale
+    for token in range(num_new):
+        at = 12 - num_new + token
+        logits[:, :, token, at + 1 :] = -math.inf
+        logits[:, :, token, : max(0, at + 1 - (window or 12))] = -math.inf
+    column = sinks[None, :, None, None].expand(3, 4, num_new, 1) if has_sinks else logits[..., :0]
     weights = torch.cat([logits, column], -1).softmax(-1)[..., :12]
-    torch.testing.assert_close(joined, torch.einsum("shnt,sthd->snhd", weights, values), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(joined, torch.einsum("shnt,shtd->snhd", weights, values), rtol=1e-12, atol=1e-12)

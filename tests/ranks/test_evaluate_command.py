@@ -43,6 +43,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         (("--suite", "niah,graphs", "--path", "nowhere"), "no suite of niah, graphs reads files"),
         (("--suite", "niah", "--budget", "4Ki"), "is not used without --against-retrieval"),
         (("--suite", "niah", "--gpu", "h100"), "is not used without --dry-run"),
+        (("--suite", "vt,niah_single_1", "--text", __file__), "no task of vt, niah_single_1 reads it"),
+        (("--suite", "qa_2", "--squad", __file__), "qa_2 is made from your files"),
+        (("--suite", "niah,graphs", "--squad", "nowhere.json"), "no task of niah, graphs reads it"),
+        (("--suite", "niah", "--hotpotqa", "nowhere.json"), "no task of niah reads it"),
+        (("--suite", "ruler", "--code", "nowhere"), "no task of ruler reads it"),
     ],
 )
 def test_a_mistake_ends_with_2_and_says_what_to_do(model: str, words: tuple[str, ...], message: str) -> None:

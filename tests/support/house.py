@@ -65,7 +65,19 @@ ORDER: dict[str, list[str]] = {
         *("speed", "planner"),
     ],
     "evaluate": [
-        *("sample", "words", "statistics", "needles", "counting", "documents", "files", "prompts", "losses", "suites"),
+        *(
+            "sample",
+            "words",
+            "statistics",
+            "needles",
+            "counting",
+            "documents",
+            "files",
+            "prompt_tokens",
+            "prompts",
+            "losses",
+            "suites",
+        ),
         *("scorers", "summary", "retrieval"),
     ],
     "run_folder": [

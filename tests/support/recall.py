@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ulysses_cli.evaluate.needles import list_needle_tasks
 from ulysses_cli.evaluate.prompts import Prompter
+from ulysses_cli.evaluate.sample import fill_up
 
 TASK = "niah_single_1"
 PIECES = r" ?[A-Za-z]+|[^\w\s]|\s|\w"
@@ -51,7 +52,7 @@ class RecallTask:
     def _make_tokenizer(self) -> Any:
         found = dict.fromkeys([" so", *LETTERS.values()])
         for _ in range(NUM_DRAFTS):
-            sample = self.task.make(self.random, 0)(1, "")
+            sample = self.task.make(self.random, 0)(1)
             text = re.sub(r"\d+", "", f"{sample.content}\n{sample.answer_prefix}")
             found.update(dict.fromkeys(re.findall(PIECES, text)))
         words = ["<unk>", "<eos>", *found]
@@ -67,7 +68,7 @@ class RecallTask:
 
     def make_document(self) -> dict[str, list[int]]:
         num_units = int((MAX_UNITS + 1) ** self.random.random()) - 1
-        sample = self.task.make(self.random, 0)(num_units, " so" * self.random.randrange(4))
+        sample = fill_up(self.task.make(self.random, 0)(num_units), " so" * self.random.randrange(4))
         (number,) = sample.references
         is_short = self.random.random() < SHORT_SHARE
         prompt = self._encode(f" is: {number}.\n is") if is_short else self.prompter.encode(sample)

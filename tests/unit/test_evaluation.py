@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
+from string import ascii_letters
 from typing import Any
 
 import pytest
 from support.tiers import sample as sample_cases
 from support.tokenizers_trained import train, wrap
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
+from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
 from ulysses_cli.evaluate.files import read_suite
 from ulysses_cli.evaluate.prompts import Prompter
@@ -83,13 +87,14 @@ def test_samples_are_exactly_as_long_as_asked(kind: str) -> None:
     """With the answer's tokens, in one whole tokenization of the prompt. The same seed makes the same samples, and the
     right answer gets the full score."""
     tokenizer = make_bytes_tokenizer() if kind == "bytes" else wrap(train(kind))
-    prompter, plan, amount = Prompter(tokenizer), plan_suites(PLAN, Sources()), Amount((2600,), 1)
+    prompter = Prompter(tokenizer, letters=list_parting_letters(tokenizer))
+    plan, amount = plan_suites(PLAN, Sources()), Amount((2600,), 1)
     prompts = list(make_prompts(plan, prompter, amount, lambda _: None))
     assert len(prompts) == 13
     for prompt in prompts:
         sample = prompt.sample
         assert len(prompt.tokens) + sample.max_new_tokens == prompt.length
-        assert prompt.tokens == tuple(prompter.encode(sample))
+        assert prompt.tokens == tuple(prompter.encode(sample, in_one=True))
         answer = RIGHT.get(sample.task, " ".join)(sample.references)
         assert score(sample, answer) == 1
         assert score(sample, "I do not know.") == 0
@@ -97,6 +102,50 @@ def test_samples_are_exactly_as_long_as_asked(kind: str) -> None:
             assert all(reference in sample.content for reference in sample.references)
     again = make_prompts(plan, Prompter(tokenizer), amount, lambda _: None, {prompts[0].name})
     assert [prompt.digest for prompt in again] == [prompt.digest for prompt in prompts[1:]]
+
+
+TEXTS = ["ruler", "niah_none", "graphs", "code_recall", "qa_1"]
+
+
+@pytest.mark.parametrize("kind", sample_cases(["bytes", "llama3", "qwen", "gpt2", "o200k", "llama2"], quick=["qwen"]))
+def test_words_have_the_tokens_of_the_whole_text(kind: str, tmp_path: Path) -> None:
+    """Later samples are not tokenized as a whole. Words of the user's files may hold anything."""
+    for name in "abc":
+        lines = (f"def {name}{at}(x):\n\treturn  x + {at}  # été {name}\t\n" for at in range(150))
+        (tmp_path / f"{name}.py").write_text("".join(lines))
+    odd = "Don't e\u0301 \u200b\u4f60 \u597d 3 000  apples \n\n\t  tabs <|endoftext|> end"
+    pairs = [{"question": "Who?", "answers": [{"text": "Ann"}]}]
+    paragraphs = [{"context": f"{odd} {at} Ann {odd}", "qas": pairs} for at in range(60)]
+    (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    tokenizer = make_bytes_tokenizer() if kind == "bytes" else wrap(train(kind))
+    prompter = Prompter(tokenizer, letters=list_parting_letters(tokenizer))
+    assert prompter.tokens.is_exact == (kind != "llama2"), "else this tests nothing"
+    plan = plan_suites(TEXTS, Sources(squad=tmp_path / "squad.json", code=tmp_path))
+    for prompt in make_prompts(plan, prompter, Amount((2600, 4000), 3), lambda _: None):
+        assert prompt.tokens == tuple(prompter.encode(prompt.sample, in_one=True))
+        assert len(prompt.tokens) + prompt.sample.max_new_tokens == prompt.length
+        for mark, depth in zip(prompt.sample.evidence, prompt.depths, strict=True):
+            before = prompter.tokens.tokenize([prompt.sample.content[: mark[0]]], False)[0]
+            # an estimate where words are not exact, and this text has few words
+            assert not prompter.tokens.is_exact or depth == pytest.approx(len(before) / len(prompt.tokens), abs=0.02)
+
+
+def test_a_tokenizer_whose_words_join_is_found_out() -> None:
+    """Tokens that cross spaces, and letters that are said to part: the proof of the first sample shows it."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|\."), "isolated")
+    (task,) = plan_suites(["niah_single_2"], Sources()).tasks
+    text = task.make(Random(0), 0)(300).content
+    trainer = trainers.BpeTrainer(vocab_size=800, initial_alphabet=[*map(chr, range(32, 127)), "\n"])
+    made.train_from_iterator(text.split("\n"), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    assert list_parting_letters(tokenizer) == ""
+    prompter = Prompter(tokenizer, letters=ascii_letters)
+    plan = plan_suites(["niah_single_2"], Sources())
+    for prompt in make_prompts(plan, prompter, Amount((20_000,), 3), lambda _: None):
+        assert prompt.tokens == tuple(prompter.encode(prompt.sample, in_one=True))
+        assert len(prompt.tokens) + prompt.sample.max_new_tokens == prompt.length
+    assert not prompter.tokens.is_exact
 
 
 def test_depths_are_those_of_tokens() -> None:

@@ -19,16 +19,16 @@ def trace_variables(random: Random, _: int) -> Draft:
     """One chain of five names of one value, among noise; an example stands before it."""
     seed = random.getrandbits(64)
 
-    def render(num_units: int, fill: str) -> Sample:
+    def render(num_units: int) -> Sample:
         own = Random(seed)
         example, example_names, example_value, _ = _make_chain(own, 5)
         text, names, value, evidence = _make_chain(own, num_units)
         head = "Variables are set in the text below, some to the values of others.\n"
         shown = f"{example}\n{_ask(example_value)} They are: {' '.join(example_names)}\n\n"
-        content = f"{head}{shown}{text}{fill}\n{_ask(value)}"
+        content = f"{head}{shown}{text}\n{_ask(value)}"
         at = len(head) + len(shown)
         spans = tuple((at + first, at + last) for first, last in evidence)
-        context = at, at + len(text) + len(fill)
+        context = at, at + len(text)
         return Sample("vt", content, tuple(names), "all", 30, " They are:", spans, context=context)
 
     return render
@@ -65,7 +65,7 @@ def count_common_words(random: Random, length: int) -> Draft:
     if length < SHORT_LENGTH:
         common_times, rare_times = SHORT_COMMON_TIMES, SHORT_RARE_TIMES
 
-    def render(num_units: int, fill: str) -> Sample:
+    def render(num_units: int) -> Sample:
         own = Random(seed)
         example, example_words = _make_list(own, 20, 3, 1)
         text, common = _make_list(own, num_units, common_times, rare_times)
@@ -74,8 +74,8 @@ def count_common_words(random: Random, length: int) -> Draft:
         shown = f"{example}{question} They are: {' '.join(example_words)}\n\n"
         begin = len(head) + len(shown)
         return Sample(
-            "cwe", f"{head}{shown}{text}{fill}{question}", tuple(common), "all", 120, " They are:",
-            context=(begin, begin + len(text) + len(fill)),
+            "cwe", f"{head}{shown}{text}{question}", tuple(common), "all", 120, " They are:",
+            context=(begin, begin + len(text)),
         )  # fmt: skip
 
     return render
@@ -95,7 +95,7 @@ def find_frequent_words(random: Random, length: int) -> Draft:
     seed = random.getrandbits(64)
     vocabulary_size = max(8, length // 50)
 
-    def render(num_units: int, fill: str) -> Sample:
+    def render(num_units: int) -> Sample:
         own = Random(seed)
         coded: dict[str, None] = {}
         while len(coded) < vocabulary_size:
@@ -112,8 +112,8 @@ def find_frequent_words(random: Random, length: int) -> Draft:
         question = "\nWhich three coded words come most often in the text above?"
         text = " ".join(listed)
         return Sample(
-            "fwe", f"{head}{text}{fill}{question}", tuple(ranked[1:4]), "all", 50, " They are:",
-            context=(len(head), len(head) + len(text) + len(fill)),
+            "fwe", f"{head}{text}{question}", tuple(ranked[1:4]), "all", 50, " They are:",
+            context=(len(head), len(head) + len(text)),
         )  # fmt: skip
 
     return render
@@ -123,7 +123,7 @@ def walk_graph(random: Random, _: int) -> Draft:
     """A list of edges. The question asks for the nodes that a number of steps from one node lead to."""
     seed = random.getrandbits(64)
 
-    def render(num_units: int, fill: str) -> Sample:
+    def render(num_units: int) -> Sample:
         own = Random(seed)
         nodes = [f"{own.getrandbits(40):010x}"]
         edges: dict[tuple[str, str], None] = {}
@@ -150,8 +150,8 @@ def walk_graph(random: Random, _: int) -> Draft:
             if source in used:
                 evidence.append((end, end + len(line)))
             end += len(line) + 1
-        content = f"{head}" + "\n".join(lines) + fill + question
-        context = len(head), end - 1 + len(fill)
+        content = f"{head}" + "\n".join(lines) + question
+        context = len(head), end - 1
         return Sample(
             "graphs", content, tuple(sorted(frontier)), "set_f1", 512, "", tuple(evidence), context=context
         )  # fmt: skip

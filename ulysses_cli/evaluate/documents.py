@@ -80,7 +80,7 @@ def make_question_task(name: str, file: Path) -> Task:
     def make(random: Random, _: int) -> Draft:
         question, seed = random.choice(questions), random.getrandbits(64)
 
-        def render(num_units: int, fill: str) -> Sample:
+        def render(num_units: int) -> Sample:
             own = Random(seed)
             others = [each for each in paragraphs if each not in question.evidence]
             own.shuffle(others)
@@ -95,8 +95,8 @@ def make_question_task(name: str, file: Path) -> Task:
                     evidence.append((end, end + len(part)))
                 parts.append(part)
                 end += len(part) + 2
-            content = f"{head}" + "\n\n".join(parts) + f"{fill}\n\nQuestion: {question.text}"
-            context = len(head), end - 2 + len(fill)
+            content = f"{head}" + "\n\n".join(parts) + f"\n\nQuestion: {question.text}"
+            context = len(head), end - 2
             return Sample(name, content, question.answers, "part", 32, " Answer:", tuple(evidence), context=context)
 
         return render
@@ -122,7 +122,7 @@ def make_code_task(folder: Path) -> Task:
     def make(random: Random, _: int) -> Draft:
         (name, at), seed = random.choice(pairs), random.getrandbits(64)
 
-        def render(num_units: int, fill: str) -> Sample:
+        def render(num_units: int) -> Sample:
             own = Random(seed)
             others = [each for each in files if each != name]
             own.shuffle(others)
@@ -147,8 +147,8 @@ def make_code_task(folder: Path) -> Task:
                 end += len(part)
             line, wanted = files[name][at], files[name][at + 1]
             question = f"\n\nIn {name}, which line comes right after this line?\n{line}\nAnswer with that line alone."
-            content = head + "".join(parts) + fill + question
-            context = len(head), end + len(fill)
+            content = head + "".join(parts) + question
+            context = len(head), end
             return Sample(
                 "code_recall", content, (wanted.strip(),), "all", 128, "", tuple(evidence), context=context
             )  # fmt: skip

@@ -53,9 +53,9 @@ class NeedleTask:
 
     def make(self, text: Haystack, random: Random, _: int) -> Draft:
         seed = random.getrandbits(64)
-        return lambda num_units, fill: self._render(text, Random(seed), num_units, fill)
+        return lambda num_units: self._render(text, Random(seed), num_units)
 
-    def _render(self, text: Haystack, random: Random, num_units: int, fill: str) -> Sample:
+    def _render(self, text: Haystack, random: Random, num_units: int) -> Sample:
         num_keys = max(self.num_keys, self.num_queries) + int(self.is_missing)
         keys = self._draw_different(self.key_kind, random, num_keys)
         values = [[DRAW[self.value_kind](random) for _ in range(self.num_values)] for _ in keys]
@@ -87,16 +87,14 @@ class NeedleTask:
         names, is_plural = _list_names(asked), self.num_values * len(asked) > 1
         word, verb = (f"{kind}s", "are") if is_plural else (kind, "is")
         none = " Answer none if the text does not say it." if self.is_missing else ""
-        content = (
-            head + "\n".join(parts) + fill + f"\nWhat {verb} the special magic {word} for {names} in the text?{none}"
-        )
+        content = head + "\n".join(parts) + f"\nWhat {verb} the special magic {word} for {names} in the text?{none}"
         by_key = dict(zip(keys, values, strict=True))
         references = ("none",) if self.is_missing else tuple(value for key in asked for value in by_key[key])
         prefix = "" if self.is_missing else f" The special magic {word} for {names} in the text {verb}"
         metric = "none" if self.is_missing else "all"
         return Sample(
             self.name, content, references, metric, 128, prefix, tuple(evidence),  # type: ignore[arg-type]
-            context=(len(head), end - 1 + len(fill)),
+            context=(len(head), end - 1),
         )  # fmt: skip
 
     def _draw_different(self, kind: str, random: Random, number: int) -> list[str]:
@@ -129,6 +127,9 @@ KINDS = (
     NeedleTask("niah_multiquery", num_queries=4),
     NeedleTask("niah_none", num_keys=4, is_missing=True),
 )
+
+
+TEXT_TASKS = tuple(kind.name for kind in KINDS if kind.haystack == "text")
 
 
 def list_needle_tasks(text: Haystack = draw_sentences) -> list[Task]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ulysses_cli.evaluate.sample import Draft, Sample
+from ulysses_cli.evaluate.prompt_tokens import PromptTokenizer
+from ulysses_cli.evaluate.sample import Draft, Sample, fill_up
 from ulysses_cli.plan.problem import Problem, RecipeError
 
 FILLS = (" so", " and", " the", " it", " a", ".", ",", "a", "x")  # texts that may add one token each time
 MAX_TRIES = 30
-MAX_REMEMBERED = 200_000  # words whose number of tokens is remembered
+MAX_ESTIMATES = 10  # tries that count words; later ones tokenize the whole text
 PLACEHOLDER = "\u2983content\u2984"
 
 
@@ -45,10 +45,10 @@ class TaskPrompt:
 
 
 class Prompter:
-    """Renders samples for one model. `tokenizer`: one of transformers'."""
+    """Renders samples for one model. `tokenizer` and `letters`: as PromptTokenizer takes them."""
 
-    def __init__(self, tokenizer: Any, *, with_template: bool | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, *, with_template: bool | None = None, letters: str = "") -> None:
+        self.tokenizer, self.tokens = tokenizer, PromptTokenizer(tokenizer, letters)
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if with_template and not has_template:
             hint = "leave out --chat-template, or name an instruct model"
@@ -62,8 +62,6 @@ class Prompter:
             if not found:
                 message = "the chat template does not show a user's message as it is"
                 raise RecipeError([Problem("--chat-template", message, "add --no-chat-template")])
-        self._fast: Any = getattr(tokenizer, "_tokenizer", None)  # of the tokenizers library
-        self._counts: dict[str, int] = {}
         self.fill = self._find_fill()
 
     def render(self, sample: Sample) -> tuple[str, int]:
@@ -72,35 +70,16 @@ class Prompter:
             return f"{self.head}{sample.content}{self.tail}{sample.answer_prefix.lstrip()}", len(self.head)
         return f"{sample.content}\n{sample.answer_prefix.strip()}".rstrip(), 0
 
-    def encode(self, sample: Sample) -> list[int]:
-        """Returns the prompt's tokens. Special tokens are added where no template writes them."""
+    def encode(self, sample: Sample, *, in_one: bool = False) -> list[int]:
+        """Returns the prompt's tokens, with `in_one` by one tokenization of the whole text. Special tokens are added
+        where no template writes them."""
         text, _ = self.render(sample)
         adds = not (self.with_template and sample.with_template)
-        tokens = self.tokenize([text], adds)[0]
+        tokens = self.tokens.tokenize([text], adds)[0] if in_one else self.tokens.encode(text, adds)
         end = getattr(self.tokenizer, "eos_token_id", None)
         if adds and len(tokens) > 1 and tokens[-1] == end:
             tokens.pop()  # an end of the text would end the prompt
         return tokens
-
-    def tokenize(self, texts: Sequence[str], adds_special: bool) -> list[list[int]]:
-        """The tokens of each text."""
-        if self._fast is None:
-            return [list(self.tokenizer(text, add_special_tokens=adds_special)["input_ids"]) for text in texts]
-        # without offsets, which take as long as the tokens
-        found = self._fast.encode_batch_fast(list(texts), add_special_tokens=adds_special)
-        return [each.ids for each in found]
-
-    def count_tokens(self, text: str) -> int:
-        """Counts a text's tokens word by word, each with the space before it. That is quick, since words come again and
-        again, but an estimate: not every tokenizer cuts before each space."""
-        first, *words = text.split(" ")
-        fragments = Counter(words)
-        if len(self._counts) > MAX_REMEMBERED:
-            self._counts.clear()
-        new = [word for word in fragments if word not in self._counts]
-        self._counts.update(zip(new, map(len, self.tokenize([f" {word}" for word in new], False)), strict=True))
-        own = len(self.tokenize([first], False)[0])
-        return own + sum(self._counts[word] * number for word, number in fragments.items())
 
     def make(
         self,
@@ -111,7 +90,7 @@ class Prompter:
         tokens: Sequence[int] | None = None,
         counted: int = 0,
     ) -> TaskPrompt:
-        """`tokens`: the prompt's, where they are known; `counted`: what count_tokens says of its text."""
+        """`tokens`: the prompt's, where they are known; `counted`: what is counted of its text."""
         tokens = self.encode(sample) if tokens is None else tokens
         text, begin = self.render(sample)
         depths = self._measure_depths(text, [begin + mark for mark, _ in sample.evidence], counted)
@@ -124,9 +103,9 @@ class Prompter:
         if not marks:
             return ()
         places = sorted({0, *marks})
-        sizes = [self.count_tokens(text[start:stop]) for start, stop in pairwise(places)]
+        sizes = [self.tokens.count(text[start:stop]) for start, stop in pairwise(places)]
         before = dict(zip(places, accumulate(sizes, initial=0), strict=True))
-        whole = counted or before[places[-1]] + self.count_tokens(text[places[-1] :])
+        whole = counted or before[places[-1]] + self.tokens.count(text[places[-1] :])
         return tuple(round(before[mark] / whole, 4) for mark in marks)
 
     def encode_answer(self, prompt: TaskPrompt, answer: str) -> list[int]:
@@ -158,25 +137,36 @@ class Fitter:
 
     prompter: Prompter
     fitted: dict[tuple[str, int], tuple[int, int, float, int]] = field(default_factory=dict)
+    proven: set[tuple[str, int]] = field(default_factory=set)  # tokens of words are those of the whole text
 
     def fit(self, name: str, draft: Draft, length: int, index: int) -> TaskPrompt:
-        """`length` includes the tokens of the answer. The search counts words; what it finds is proven by one
-        tokenization of the whole prompt, which also says by how much the count is off."""
+        """`length` includes the tokens of the answer. The search counts words; what it finds is proven by the
+        prompt's tokens, which also say by how much the count is off. Where they are those of its words, one
+        tokenization of a whole prompt proves the words of each task and length."""
         key = name, length
         num_units, num_fill, slope, excess = self.fitted.get(key) or self._estimate(draft, length)
         fill = self.prompter.fill
-        bare_units, bare, bare_tokens = -1, draft(0, ""), 0  # without a fill
+        bare_units, bare, bare_tokens = -1, draft(0), 0  # without a fill
         for number in range(MAX_TRIES):
-            if num_units != bare_units:
-                bare_units, bare = num_units, draft(num_units, "")
-                bare_tokens = self.prompter.count_tokens(self.prompter.render(bare)[0])
+            is_precise = number >= MAX_ESTIMATES
+            if num_units != bare_units or number == MAX_ESTIMATES:
+                bare_units, bare = num_units, draft(num_units)
+                if is_precise:
+                    bare_tokens, excess = len(self.prompter.encode(bare, in_one=True)), 0
+                else:
+                    bare_tokens = self.prompter.tokens.count(self.prompter.render(bare)[0])
             wanted = length - bare.max_new_tokens
             # each fill is one token, whatever a tokenizer makes of it as a word by itself
             counted = bare_tokens + num_fill
             missing = wanted - counted - excess
             if not missing:
-                sample = draft(num_units, fill * num_fill) if num_fill else bare
+                sample = fill_up(bare, fill * num_fill)
                 tokens = self.prompter.encode(sample)
+                if key not in self.proven and self.prompter.tokens.has_words(self.prompter.render(sample)[0]):
+                    self.proven.add(key)
+                    if tokens != self.prompter.encode(sample, in_one=True):
+                        self.prompter.tokens.read_whole()
+                        continue
                 if len(tokens) == wanted:
                     self.fitted.setdefault(key, (num_units, num_fill, slope, excess))
                     return self.prompter.make(sample, index, length, tokens=tokens, counted=counted)
@@ -198,16 +188,16 @@ class Fitter:
         sizes = []
         few = max(4, length // 400)
         for number in (few, 2 * few):
-            sample = draft(number, "")
+            sample = draft(number)
             sizes.append(len(self.prompter.encode(sample)))
-        excess = sizes[1] - self.prompter.count_tokens(self.prompter.render(sample)[0])
+        excess = sizes[1] - self.prompter.tokens.count(self.prompter.render(sample)[0])
         slope = max(0.01, (sizes[1] - sizes[0]) / few)
         num_units = max(0, few + int((length - sizes[0] - sample.max_new_tokens) // slope))
         return num_units, 0, max(1.0, slope), excess
 
 
 def _describe_misfit(name: str, length: int, draft: Draft, prompter: Prompter) -> Problem:
-    sample = draft(0, "")
+    sample = draft(0)
     least = len(prompter.encode(sample)) + sample.max_new_tokens
     if least > length:
         message = f"{name} needs at least {least:,} tokens, {sample.max_new_tokens} of them for the answer"

@@ -124,7 +124,7 @@ def _cut_unit(text: str, span: Span, number: int, prompter: Prompter, most: int)
 
 
 def _count_tokens(text: str, spans: Sequence[Span], prompter: Prompter) -> list[int]:
-    return [len(tokens) for tokens in prompter.tokenize([text[slice(*span)] for span in spans], False)]
+    return [len(tokens) for tokens in prompter.tokens.tokenize([text[slice(*span)] for span in spans], False)]
 
 
 def join_units(units: Sequence[Passage], size: int) -> list[Passage]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
 
@@ -35,8 +35,16 @@ class Sample:
     context: Span | None = None
 
 
-# Takes the number of units of haystack and text that fills up the rest.
-Draft = Callable[[int, str], Sample]
+def fill_up(sample: Sample, text: str) -> Sample:
+    """The sample with more text at its context's end, after all evidence."""
+    assert sample.context is not None, "a sample from a seed can be parted from its question"
+    begin, end = sample.context
+    content = sample.content[:end] + text + sample.content[end:]
+    return replace(sample, content=content, context=(begin, end + len(text)))
+
+
+# Takes the number of units of haystack.
+Draft = Callable[[int], Sample]
 
 
 @dataclass(frozen=True)

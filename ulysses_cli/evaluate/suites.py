@@ -14,7 +14,7 @@ from ulysses_cli.evaluate.counting import COUNTING_TASKS, GRAPHS
 from ulysses_cli.evaluate.documents import make_code_task, make_question_task
 from ulysses_cli.evaluate.files import FILE_SUITES, list_left_out, read_suite
 from ulysses_cli.evaluate.losses import TASK as LOSS
-from ulysses_cli.evaluate.needles import BookHaystack, draw_sentences, list_needle_tasks
+from ulysses_cli.evaluate.needles import TEXT_TASKS, BookHaystack, draw_sentences, list_needle_tasks
 from ulysses_cli.evaluate.prompts import Fitter, Progress, Prompter, TaskPrompt, name_prompt
 from ulysses_cli.evaluate.sample import Sample, Task
 from ulysses_cli.evaluate.statistics import RULER_TASKS
@@ -112,10 +112,25 @@ def plan_suites(names: Sequence[str], sources: Sources) -> Plan:
             problems.append(Problem("--suite", f"{name} is made from your files", f"add {option} PATH"))
         else:
             notes.append(f"{name} is left out: it is made from your files, add {option} PATH")
+    problems += _find_unread(names, sources, wanted)
     if problems:
         raise RecipeError(problems)
     harness = tuple(name.removeprefix(HARNESS) for name in names if name.startswith(HARNESS))
     return Plan(tuple(tasks), tuple(samples), tuple(notes), LOSS in names, harness)
+
+
+def _find_unread(names: Sequence[str], sources: Sources, tasks: Collection[str]) -> Iterator[Problem]:
+    """Files that none of the tasks reads."""
+    readers = (
+        ("--text", sources.text, TEXT_TASKS),
+        ("--squad", sources.squad, ("qa_1",)),
+        ("--hotpotqa", sources.hotpotqa, ("qa_2",)),
+        ("--code", sources.code, ("code_recall",)),
+    )
+    for option, file, own in readers:
+        if file is not None and not set(own) & set(tasks):
+            hint = f"leave it out, or add one of {', '.join(own)} to --suite"
+            yield Problem(option, f"no task of {', '.join(names)} reads it", hint)
 
 
 def _read_text(path: Path) -> str:

@@ -86,5 +86,7 @@ def draw_uuid(random: Random) -> str:
 
 def draw_sentence(random: Random) -> str:
     """Returns a sentence that says nothing, unlike its neighbours."""
-    adjectives, nouns = random.choices(ADJECTIVES, k=2), random.choices(NOUNS, k=3)
-    return f"The {adjectives[0]} {nouns[0]} {random.choice(VERBS)} the {adjectives[1]} {nouns[1]} near the {nouns[2]}."
+    draw, num_adjectives, num_nouns = random.random, len(ADJECTIVES), len(NOUNS)  # as random.choices does, but quicker
+    first, second = ADJECTIVES[int(draw() * num_adjectives)], ADJECTIVES[int(draw() * num_adjectives)]
+    subject, target, place = (NOUNS[int(draw() * num_nouns)] for _ in range(3))
+    return f"The {first} {subject} {random.choice(VERBS)} the {second} {target} near the {place}."

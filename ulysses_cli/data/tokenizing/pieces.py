@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from string import ascii_letters
 from typing import Any
 
 PIECE_CHARS = 1 << 18
@@ -113,6 +114,15 @@ def find_cut_rule(backend: str) -> CutRule:
         return CutRule(before, barred=barred)
     added = tuple(token["content"] for token in spec.get("added_tokens") or [])
     return CutRule(before, "", json.dumps(continuation), barred, added)
+
+
+def list_parting_letters(tokenizer: Any) -> str:
+    """The letters after which a space may begin a piece, whatever stands around them; '' where that is not proven, or
+    where the first piece is read in another way. `tokenizer`: one of transformers'."""
+    if not getattr(tokenizer, "is_fast", False):
+        return ""
+    rule = find_cut_rule(tokenizer.backend_tokenizer.to_str())
+    return "" if rule.continuation or not rule.before else "".join(sorted(set(ascii_letters) - rule.barred))
 
 
 def _walk(stage: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.evaluate.losses import TASK as LOSS
 from ulysses_cli.evaluate.losses import summarize_losses
 from ulysses_cli.evaluate.prompts import Prompter, TaskPrompt
@@ -157,7 +158,9 @@ class _Questions:
 
     def __init__(self, evaluation: ModelEvaluation, tokenizer: Any, send: Callable[[str], None]) -> None:
         self.evaluation, self.send = evaluation, send
-        self.prompter = Prompter(tokenizer, with_template=evaluation.with_template)
+        self.prompter = Prompter(
+            tokenizer, with_template=evaluation.with_template, letters=list_parting_letters(tokenizer)
+        )
         self.plan: Plan = plan_suites(evaluation.suites, evaluation.sources)
         self.one_answer_tasks = {task.name for task in self.plan.tasks if task.has_one_answer}
         self.file = ResultsFile(Path(evaluation.output) / "results.jsonl", evaluation.list_settings(tokenizer))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.data.tokenizing.tokenizer import load_tokenizer
 from ulysses_cli.evaluate.losses import compare_losses
 from ulysses_cli.evaluate.prompts import Prompter
@@ -23,7 +24,7 @@ def check_task(evaluation: ModelEvaluation, against: str | None) -> Found:
     """Raises RecipeError for what is wrong with tasks, files, template, documents or lengths, before a model is loaded.
     Returns the documents whose loss is measured, and notes."""
     tokenizer = _load_tokenizer(evaluation.model)
-    prompter = Prompter(tokenizer, with_template=evaluation.with_template)
+    prompter = Prompter(tokenizer, with_template=evaluation.with_template, letters=list_parting_letters(tokenizer))
     plan, amount = plan_suites(evaluation.suites, evaluation.sources), evaluation.amount
     check_lengths(plan, prompter, amount)
     if evaluation.harness is not None:

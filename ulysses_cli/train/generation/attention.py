@@ -24,11 +24,12 @@ Part = tuple[Tensor, Tensor]  # out [Q, n, h, V] and log-sum-exp [Q, n, h]
 
 
 def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, rule: Rule, num_between: int, ages: Tensor) -> Part:
-    """Takes q [Q, n, h, D], k [T, k, D] and v [T, k, V]. `ages`: how far each cached token is from the prefix's end, on
-    the host, the oldest first. `num_between`: tokens between the prefix's end and the first new one. The new tokens of
-    all sequences are queries of one call: nothing is computed once per sequence. Of no keys, out is 0 and the
+    """Takes q [Q, n, h, D], k [k, T, D] and v [k, T, V]: each head's keys lie side by side in memory, which a CPU reads
+    more than twice as fast as those of all heads in turn. `ages`: how far each cached token is from the prefix's end,
+    on the host, the oldest first. `num_between`: tokens between the prefix's end and the first new one. The new tokens
+    of all sequences are queries of one call: nothing is computed once per sequence. Of no keys, out is 0 and the
     log-sum-exp is -inf."""
-    groups = k.size(1), q.size(2) // k.size(1)
+    groups = k.size(0), q.size(2) // k.size(0)
     queries = q.unflatten(2, groups).permute(2, 0, 1, 3, 4)  # [k, Q, n, g, D]
     shape = queries.shape[:-1]
     flat = queries.flatten(1, 3)
@@ -50,7 +51,7 @@ def _has_flash(q: Tensor, v: Tensor, rule: Rule) -> bool:
 
 def _run_flash(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Part:
     """torch's flash attention, with a group's query heads as more queries of its key/value head."""
-    rows = q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    rows = q[None], k[None], v[None]
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*rows, 0.0, False, scale=rule.scale)
     else:
@@ -72,8 +73,8 @@ def _run_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Rule, distances: tuple[Te
     maximum = q.new_full(q.shape[:2], -math.inf)
     total, mixed = torch.zeros_like(maximum), q.new_zeros(*q.shape[:2], v.size(2))
     block = max(1, MAX_LOGITS // (q.size(0) * q.size(1)))
-    for start in range(0, k.size(0), block):
-        keys, values = (row[start : start + block].to(precision).transpose(0, 1) for row in (k, v))
+    for start in range(0, k.size(1), block):
+        keys, values = (row[:, start : start + block].to(precision) for row in (k, v))
         logits = _compute_logits(q, keys, rule)
         if distances is not None:
             own = distances[0][:, None] + distances[1][start : start + block]
@@ -92,17 +93,19 @@ def _compute_logits(q: Tensor, k: Tensor, rule: Rule) -> Tensor:
 
 
 def attend_to_own(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Part:
-    """Takes q [Q, n, h, D], k [Q, t, k, D] and v [Q, t, k, V]; the last n of the t tokens are the queries' own."""
-    precision, groups = get_precision(q), (k.size(2), q.size(2) // k.size(2))
+    """Takes q [Q, n, h, D], k [Q, k, t, D] and v [Q, k, t, V]; the last n of the t tokens are the queries' own."""
+    precision, groups = get_precision(q), (k.size(1), q.size(2) // k.size(1))
     queries = q.to(precision).unflatten(2, groups).permute(0, 2, 3, 1, 4)  # [Q, k, g, n, D]
-    keys, values = (row.to(precision).transpose(1, 2)[:, :, None] for row in (k, v))  # [Q, k, 1, t, D]
+    keys, values = (row.to(precision)[:, :, None] for row in (k, v))  # [Q, k, 1, t, D]
     logits = _compute_logits(queries, keys, rule)
-    at = torch.arange(k.size(1), device=q.device)
-    distance = at[k.size(1) - q.size(1) :, None] - at
-    is_hidden = distance < 0
-    if rule.window_tokens is not None:
-        is_hidden |= distance >= rule.window_tokens
-    logits = logits.masked_fill(is_hidden, -math.inf)
+    num_keys, window = k.size(2), rule.window_tokens
+    if q.size(1) > 1 or (window is not None and window < num_keys):  # one token alone sees all before it
+        at = torch.arange(num_keys, device=q.device)
+        distance = at[num_keys - q.size(1) :, None] - at
+        is_hidden = distance < 0
+        if window is not None:
+            is_hidden |= distance >= window
+        logits = logits.masked_fill(is_hidden, -math.inf)
     lse = torch.logsumexp(logits, -1)
     out = torch.exp(logits - lse[..., None]) @ values
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)

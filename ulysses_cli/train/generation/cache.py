@@ -30,7 +30,7 @@ from ulysses_cli.train.recurrence.rules import StatefulRule
 
 @dataclass(eq=False)
 class KeyValues:
-    """One attention layer's keys and values: the prefix's [T, k, D], and those of each sequence [Q, capacity, k, D].
+    """One attention layer's keys and values: the prefix's [k, T, D], and those of each sequence [Q, k, capacity, D].
 
     `ages`: how far the prefix's are from its end. `num_kept`: how many the ranks of a ring keep together.
     """
@@ -133,7 +133,7 @@ class GenerationCache:
         layer.num_kept = min(documents.num_tokens, (rule.window_tokens or documents.num_tokens + 1) - 1)
         layer.ages = self._list_ages(layer.num_kept)
         num_own = len(layer.ages)
-        layer.prefix = k.new_empty(num_own, own.num_heads, k.size(3)), v.new_empty(num_own, own.num_heads, v.size(3))
+        layer.prefix = k.new_empty(own.num_heads, num_own, k.size(3)), v.new_empty(own.num_heads, num_own, v.size(3))
         calls = documents.plan_calls(rule.window_tokens, ring)
         plan = plan_heads(q.size(2), k.size(2), axis.size, num_head_chunks)
         out = q.new_empty(*q.shape[:3], v.size(3))
@@ -141,7 +141,7 @@ class GenerationCache:
             rows = exchange_in([q, k, v], [chunk.queries, chunk.keys, chunk.keys], axis)
             keys = chunk.keys[axis.rank]
             for kept, row in zip(layer.prefix, rows[1:], strict=True):
-                kept[:, keys.start - own.start : keys.stop - own.start] = row[row.size(0) - num_own :]
+                kept[keys.start - own.start : keys.stop - own.start] = row[row.size(0) - num_own :].transpose(0, 1)
             own_sinks = None if sinks is None else sinks[slice(*chunk.queries[axis.rank])]
             task = KernelTask(calls, plan.list_runs(chunk, axis.rank), ring, kernel, rule)
             result, _ = choose_way(calls).forward(rows, own_sinks, task)
@@ -167,20 +167,20 @@ class GenerationCache:
         begin, end = self.own_tokens, self.own_tokens + q.size(1)
         if layer.own is None:
             layer.own = tuple(
-                new.new_empty(self.num_sequences, self.capacity, keys.num_heads, new.size(3)) for new in (k, v)
+                new.new_empty(self.num_sequences, keys.num_heads, self.capacity, new.size(3)) for new in (k, v)
             )
         own = layer.own
         assert own is not None
         for kept, new in zip(own, (k, v), strict=True):
-            kept[:, begin:end] = new[:, :, slice(*keys)]
+            kept[:, :, begin:end] = new[:, :, slice(*keys)].transpose(1, 2)
         own_q, own_sinks = q[:, :, slice(*queries)], None if sinks is None else sinks[slice(*queries)]
         results = []
         for heads, groups in plan.list_runs(chunk, self.axis.rank):
             part = own_q[:, :, slice(*heads)]
-            own_keys, own_values = (kept[:, :end, slice(*groups)] for kept in own)
+            own_keys, own_values = (kept[:, slice(*groups), :end] for kept in own)
             parts = [attend_to_own(part, own_keys, own_values, rule)]
             if layer.prefix is not None and layer.num_kept:
-                prefix_keys, prefix_values = (kept[:, slice(*groups)] for kept in layer.prefix)
+                prefix_keys, prefix_values = (kept[slice(*groups)] for kept in layer.prefix)
                 parts += self._gather_parts(attend_to_prefix(part, prefix_keys, prefix_values, rule, begin, layer.ages))
             results.append(join_parts(parts, None if own_sinks is None else own_sinks[slice(*heads)], q.dtype))
         return self._gather_heads(_join(results, 2))
@@ -200,7 +200,7 @@ class GenerationCache:
         """Takes [Q, n, h, D] of this rank's heads, returns all heads. One collective on the axis: all its ranks reach
         it, since they run the same layers on the same tokens."""
         if self.axis.group is None:
-            return own
+            return own.contiguous()  # some models view it in another shape
         parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.axis.size)]
         dist.all_gather(parts, own.contiguous(), group=self.axis.group)
         return torch.cat(parts, 2)

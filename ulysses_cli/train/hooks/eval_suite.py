@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from statistics import fmean
 from typing import Any
 
+from ulysses_cli.data.tokenizing.pieces import list_parting_letters
 from ulysses_cli.evaluate.prompts import Prompter
 from ulysses_cli.evaluate.suites import Amount, Sources, check_lengths, make_prompts, plan_suites
 from ulysses_cli.evaluate.summary import summarize
@@ -34,7 +35,7 @@ class EvalSuite:
         self.amount, self.stop_tokens, self.write, self.judge = amount, stop_tokens, write, judge
         self.plan = plan_suites(list(names), Sources())
         if self.plan.tasks:
-            self.prompter = Prompter(tokenizer)
+            self.prompter = Prompter(tokenizer, letters=list_parting_letters(tokenizer))
             try:
                 check_lengths(self.plan, self.prompter, amount)
             except RecipeError as error:
