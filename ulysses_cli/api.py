@@ -119,10 +119,12 @@ def plan(
     budget: float | None = None,
     deadline: str | None = None,
     method: Literal["full", "lora"] = "full",
+    nvme_path: str | None = None,
     online: bool = False,
 ) -> SearchResult:
     """Finds GPUs, layouts and memory levers for a model and a row length: `by_cost` and `by_time`, best first, or
-    `walls`, which say why nothing fits. Raises RecipeError for arguments that cannot be read."""
+    `walls`, which say why nothing fits. `nvme_path`: a folder on each machine's local disk, which plans may use.
+    Raises RecipeError for arguments that cannot be read."""
     from ulysses_cli.commands import plan as command
     from ulysses_cli.hardware_table import load_hardware
     from ulysses_cli.plan.planner.search import SHOWN, search
@@ -133,7 +135,7 @@ def plan(
     offers = command.read_offers(words, load_hardware())
     request, _ = command.read_request(
         model, str(max_length), None if tokens is None else str(tokens), budget, deadline,
-        command.Method(method), longest=False, online=online,
+        command.Method(method), longest=False, online=online, nvme_path=nvme_path,
     )  # fmt: skip
     return search(request, offers, max(SHOWN, len(offers) if words else 0))
 

@@ -3,6 +3,7 @@
 import itertools
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.model_shapes import LLAMA, SHAPES, get_shape
@@ -12,9 +13,11 @@ from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.plan.layout import Layout
 from ulysses_cli.plan.ledger.job import make_job
 from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.zero.swapping import compute_activation_file_bytes, compute_node_disk_bytes
 from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest
 from ulysses_cli.plan.planner.draft import write_draft
+from ulysses_cli.plan.planner.estimate import compute_estimate
 from ulysses_cli.plan.planner.fit import fits, judge
 from ulysses_cli.plan.planner.lever_choice import read_levers
 from ulysses_cli.plan.planner.rings import keep_rings_that_win, list_sp_layouts
@@ -26,7 +29,7 @@ from ulysses_cli.plan.planner.search import (
 )
 from ulysses_cli.plan.recipe.loader import parse_recipe
 from ulysses_cli.plan.rules.model import check_lora_targets
-from ulysses_cli.report.planner import format_prices
+from ulysses_cli.report.planner import describe_search, format_prices, format_search
 
 TABLE = load_hardware()
 
@@ -217,3 +220,47 @@ def test_another_ring_must_gain() -> None:
 
     assert keep(make(4, 100.5), make(2, 100.0), make(8, 99.0)) == [2]
     assert keep(make(4, 102.0), make(2, 100.0), make(8, 102.5)) == [4]
+
+
+def test_a_disk_is_searched_where_one_is_named(tmp_path: Path) -> None:
+    """1.2 Mi tokens of 8B on one H200, whose host of 240 GiB is the wall. The written recipe is the job that was
+    judged, the levers are those of `auto`, and the disk's bytes and their time are in the plan."""
+    request, offers = PlanRequest(LLAMA, 1200 * 1024, 10**9), offer("h200:1")
+    (wall,) = search(request, offers).walls
+    assert (wall.kind, "--nvme-path" in wall.hint) == ("host", True)
+    request = replace(request, nvme_path=str(tmp_path))
+    found = search(request, offers)
+    (plan,) = found.by_cost
+    job, saved = plan.job, compute_activation_file_bytes(plan.job)
+    assert (plan.fit.verdict, job.levers.offloaded_to) == ("fits", "nvme")
+    recipe = parse_recipe(write_draft(*draft_candidate(plan, request, LLAMA.name, "planned.yaml"))).recipe
+    assert recipe.memory.nvme_path == str(tmp_path)
+    assert make_job(recipe, LLAMA, read_levers(recipe, LLAMA)[0], gpus_per_node=job.gpus_per_node) == job
+    open_memory = recipe.memory.model_validate({"nvme_path": str(tmp_path)})
+    alike = compute_estimate(recipe.model_copy(update={"memory": open_memory}), LLAMA, plan.gpu)
+    assert (alike.job.levers, alike.speed.step_seconds) == (job.levers, plan.speed.step_seconds)
+    moved = plan.speed.parts["offload"] + plan.speed.hidden["offload"]
+    assert moved >= 2 * saved / (plan.gpu.efficiency.disk_gb_s * 1e9) > 0
+    described, text = describe_search(found, []), format_search(found, "a plan", [])
+    assert described["by_cost"][0]["disk_bytes_per_node"] == compute_node_disk_bytes(job) >= saved
+    size = f"{compute_node_disk_bytes(job) / 2**30:,.1f} GiB"
+    assert f"1 x h200: {size} below --nvme-path on each machine, moved at 5 GB/s" in text
+    assert "layers on disk" in text
+    poor = [Offer(replace(plan.gpu, host_bytes_per_gpu=1 << 30), 1)]
+    assert [("--nvme-path" in wall.hint, wall.kind) for wall in search(request, poor).walls] == [(False, "host")]
+
+
+def test_a_disk_is_left_alone_where_the_host_has_room(tmp_path: Path) -> None:
+    offers = offer("h100-80gb:8")
+    assert search(replace(REQUEST, nvme_path=str(tmp_path)), offers) == search(REQUEST, offers)
+
+
+@pytest.mark.check
+def test_the_longest_row_is_longer_with_a_disk(tmp_path: Path) -> None:
+    without, with_disk = (
+        search_longest(PlanRequest(LLAMA, 0, 10**9, nvme_path=path), offer("h200:1"))[0]
+        for path in (None, str(tmp_path))
+    )
+    assert with_disk.max_length > 1.2 * without.max_length
+    assert with_disk.candidate.fit.verdict == "fits"
+    assert compute_node_disk_bytes(with_disk.candidate.job) > 0

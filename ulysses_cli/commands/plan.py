@@ -55,6 +55,10 @@ def plan(
     method: Annotated[
         Method, typer.Option(help="train all weights, or LoRA adapters of rank 16, or those on a base in 4 bits")
     ] = Method.full,
+    nvme_path: Annotated[
+        str | None,
+        typer.Option(help="a folder on each machine's local disk, for what neither its GPUs nor its memory hold"),
+    ] = None,
     longest: Annotated[
         bool, typer.Option("--longest", help="instead: find the longest row that fits on all GPUs of --gpus")
     ] = False,
@@ -74,6 +78,7 @@ def plan(
       ulysses plan --model Qwen/Qwen3-8B --max-length 256Ki --tokens 500M
       ulysses plan --model Qwen/Qwen3-8B --max-length 1M --gpus h100-80gb:8,h200:16 --budget 200 --write my.yaml
       ulysses plan --model Qwen/Qwen3-8B --longest --gpus h100-80gb:8,a100-80gb:8
+      ulysses plan --model Qwen/Qwen3-8B --max-length 1Mi --gpus h200:1 --nvme-path /mnt/nvme
     """
     from ulysses_cli.hardware_table import describe_calibration, load_hardware
     from ulysses_cli.plan.planner import search
@@ -81,7 +86,9 @@ def plan(
 
     table = or_exit(load_hardware)
     offers = or_exit(lambda: read_offers(gpus, table))
-    request, notes = or_exit(lambda: read_request(model, max_length, tokens, budget, deadline, method, longest, online))
+    request, notes = or_exit(
+        lambda: read_request(model, max_length, tokens, budget, deadline, method, longest, online, nvme_path)
+    )
     if write is not None:
         or_exit(lambda: _check_writable(write, force, longest))
     if longest:
@@ -133,6 +140,7 @@ def read_request(
     method: Method,
     longest: bool,
     online: bool,
+    nvme_path: str | None = None,
 ) -> tuple[PlanRequest, list[str]]:
     from ulysses_cli.plan.planner.candidates import PlanRequest
     from ulysses_cli.plan.planner.draft import find_obstacle, needs_stretch
@@ -163,7 +171,8 @@ def read_request(
         notes.append(f"positions are stretched by yarn: the model was trained on {shape.max_position_embeddings:,}")
     seconds = None if deadline is None else _read_time(deadline)
     quantize_base = "nf4" if method is Method.qlora else None
-    request = PlanRequest(shape, length, num_tokens, method is not Method.full, budget, seconds, quantize_base)
+    is_lora = method is not Method.full
+    request = PlanRequest(shape, length, num_tokens, is_lora, budget, seconds, quantize_base, nvme_path)
     if problems := [replace(each, key="--method") for each in check_quantized_base(make_plan_recipe(request), shape)]:
         raise RecipeError(problems)
     return request, notes

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ulysses_cli.plan.hardware import Gpu
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
+from ulysses_cli.plan.levers import Levers, swaps_activations
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.candidates import Candidate, SearchResult, Wall
 from ulysses_cli.plan.planner.search import Longest
@@ -38,6 +39,7 @@ def describe_candidate(candidate: Candidate) -> dict[str, Any]:
         "host_peak_bytes_per_node": fit.host_peak_bytes,
         "host_margin_bytes": fit.host_margin_bytes,
         "host_uncertainty_bytes": fit.host_uncertainty_bytes,
+        "disk_bytes_per_node": compute_node_disk_bytes(job),
         "limited_by": speed.limit,
     }
 
@@ -72,8 +74,19 @@ def format_search(result: SearchResult, title: str, assumptions: Sequence[str]) 
     text += "\n\nby cost\n" + format_table(HEADER, map(_format_row, result.by_cost))
     text += "\n\nby time\n" + format_table(HEADER, map(_format_row, result.by_time))
     notes = [f"left out: {key}: {reason}" for key, reason in result.left_out.items()] + list(result.rings)
+    notes += list_disks([*result.by_cost, *result.by_time])
     text += "\n\n" + "\n".join(notes) if notes else ""
     return text + "\n\n" + format_prices([candidate.gpu for candidate in (*result.by_cost, *result.by_time)])
+
+
+def list_disks(candidates: Sequence[Candidate]) -> list[str]:
+    """What each candidate keeps below --nvme-path, and how fast that is taken to be."""
+    lines = []
+    for candidate in candidates:
+        if needed := compute_node_disk_bytes(candidate.job):
+            name, rate = f"{candidate.job.world_size} x {candidate.gpu.key}", candidate.gpu.efficiency.disk_gb_s
+            lines.append(f"{name}: {format_gib(needed)} GiB below --nvme-path on each machine, moved at {rate:g} GB/s")
+    return list(dict.fromkeys(lines))
 
 
 def _format_title(title: str, assumptions: Sequence[str]) -> str:
@@ -110,7 +123,9 @@ def format_longest(results: Sequence[Longest], title: str, assumptions: Sequence
         row = _format_row(result.candidate)
         step = format_seconds(result.candidate.speed.step_seconds)
         rows.append((row[0], f"{result.max_length:,}", row[1], row[2], row[5], step, row[6], row[7]))
-    return _format_title(title, assumptions) + "\n\n" + format_table(header, rows)
+    disks = list_disks([result.candidate for result in results])
+    text = _format_title(title, assumptions) + "\n\n" + format_table(header, rows)
+    return text + ("\n\n" + "\n".join(disks) if disks else "")
 
 
 def _format_row(candidate: Candidate) -> tuple[str, ...]:
@@ -130,10 +145,11 @@ def _format_row(candidate: Candidate) -> tuple[str, ...]:
 
 def format_levers(levers: Levers) -> str:
     """A short list of the levers that are on."""
+    place = "disk" if swaps_activations(levers) else "host"
     names = {
         "tiled_loss": levers.tiled_loss,
         "tiled_mlp": levers.tiled_mlp,
-        f"activations of {format_count(levers.offloaded_layers, 'layer')} on host": levers.offloaded_layers > 0,
+        f"activations of {format_count(levers.offloaded_layers, 'layer')} on {place}": levers.offloaded_layers > 0,
         format_count(levers.head_chunks, "head chunk"): levers.head_chunks > 1,
         "full recompute": levers.gradient_checkpointing == "full",
         f"optimizer on {levers.offload_optimizer}": levers.offload_optimizer != "none",

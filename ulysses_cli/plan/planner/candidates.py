@@ -15,7 +15,7 @@ from ulysses_cli.plan.speed import Speed
 @dataclass(frozen=True)
 class PlanRequest:
     """What a plan must do: train rows of `max_length` tokens, `num_tokens` in all. None means no bound.
-    `quantize_base`: the format of the base under adapters."""
+    `quantize_base`: the format of the base under adapters. `nvme_path`: a folder on a local disk of each machine."""
 
     shape: ModelShape
     max_length: int
@@ -24,6 +24,7 @@ class PlanRequest:
     budget_usd: float | None = None
     deadline_seconds: float | None = None
     quantize_base: str | None = None
+    nvme_path: str | None = None
 
     @property
     def zero_stage(self) -> int:

@@ -31,6 +31,7 @@ class Draft:
     max_steps: int = 1
     zero_stage: int = 3
     is_packed: bool = True
+    nvme_path: str | None = None
 
 
 def find_obstacle(shape: ModelShape) -> str:
@@ -80,6 +81,7 @@ def write_draft(draft: Draft, header: tuple[str, ...] = ()) -> str:
         lines.append(f"  gradient_accumulation_steps: {draft.accumulation}")
     if draft.levers is not None:
         lines += ["", *write_levers(draft.levers)]
+        lines += [f"  nvme_path: {quote(draft.nvme_path)}"] if draft.nvme_path is not None else []
     if draft.is_lora:
         lines += ["", "lora:", "  r: 16", "  alpha: 32"]
         lines += [f"  target_modules: [{', '.join(draft.lora_targets)}]"] if draft.lora_targets else []

@@ -104,14 +104,15 @@ def choose_for_job(job: Job, gpu: Gpu, open_names: list[str]) -> LeverChoice:
     return LeverChoice(chosen, {name: _explain(settled, gpu, name, fit) for name in open_names}, fit)
 
 
-def find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> Levers | None:
+def find_cheapest(job: Job, gpu: Gpu, open_names: list[str], judge_levers: Judge | None = None) -> Levers | None:
     """The cheapest combination of the open levers whose verdict is `fits`. Where none fits without a last measure, the
     fastest of those that fit with one. If there is none, the first that is `too_close`."""
-    found = [_find_cheapest(job, gpu, open_names)]
+    judge_levers = judge_levers or partial(try_levers, job, gpu)
+    found = [_find_cheapest(job, open_names, judge_levers)]
     if found[0] is None or not found[0][1]:
         for measure in list_last_measures(job, open_names):
             given = replace(job, levers=replace(job.levers, **measure))
-            found.append(_find_cheapest(given, gpu, [name for name in open_names if name not in measure]))
+            found.append(_find_cheapest(given, [name for name in open_names if name not in measure], judge_levers))
     fitting = [levers for levers, fits in filter(None, found) if fits]
     close = [levers for levers, fits in filter(None, found) if not fits]
     if len(fitting) > 1:
@@ -119,11 +120,11 @@ def find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> Levers | None:
     return next(iter(fitting + close), None)
 
 
-def _find_cheapest(job: Job, gpu: Gpu, open_names: list[str]) -> tuple[Levers, bool] | None:
+def _find_cheapest(job: Job, open_names: list[str], judge_levers: Judge) -> tuple[Levers, bool] | None:
     """The cheapest levers without a last measure that the recipe does not set, and whether they fit by more than the
     uncertainty."""
     ranked, close = list_ranked_levers(job, open_names), None
-    for levers, fit in walk_fits(job, ranked, partial(try_levers, job, gpu), is_open="offloaded_layers" in open_names):
+    for levers, fit in walk_fits(job, ranked, judge_levers, is_open="offloaded_layers" in open_names):
         if fit.verdict == "fits":
             return levers, True
         if fit.verdict == "too_close" and close is None:

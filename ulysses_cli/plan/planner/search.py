@@ -12,7 +12,8 @@ from ulysses_cli.plan.hardware import GIB, Gpu
 from ulysses_cli.plan.layout import Layout, list_divisors
 from ulysses_cli.plan.ledger.job import Job, check_known, make_job
 from ulysses_cli.plan.ledger.ledger import Ledger, compute_ledger
-from ulysses_cli.plan.levers import Levers
+from ulysses_cli.plan.ledger.zero.swapping import compute_node_disk_bytes
+from ulysses_cli.plan.levers import Levers, uses_disk
 from ulysses_cli.plan.models.shape import ModelShape
 from ulysses_cli.plan.nouns import format_count
 from ulysses_cli.plan.planner.candidates import Candidate, Offer, PlanRequest, SearchResult, round_cost
@@ -22,7 +23,6 @@ from ulysses_cli.plan.planner.lever_choice import (
     COSTS,
     find_cheapest,
     find_longest,
-    list_ranked_levers,
     list_smallest,
     offload_least,
     walk_fits,
@@ -38,7 +38,6 @@ from ulysses_cli.plan.speed import compute_speed
 MACHINE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SHOWN = 5  # kinds of GPU, the best first
 MIN_STEPS = 100  # a plan has at least this many optimizer steps, which bounds the rows of a step
-OPEN_LEVERS = [name for name in COSTS if name != "gradient_checkpointing"]
 
 
 def search(request: PlanRequest, offers: Sequence[Offer], limit: int = SHOWN) -> SearchResult:
@@ -73,9 +72,9 @@ def _list_layouts(request: PlanRequest, offers: Sequence[Offer]) -> list[tuple[J
         for count in _list_counts(offer):
             kinds.setdefault((count, offer.gpu.gpus_per_node), []).append(offer.gpu)
     recipe = make_plan_recipe(request)
-    most_rows = max(1, request.num_tokens // request.max_length // MIN_STEPS)
+    most_rows, has_disk = max(1, request.num_tokens // request.max_length // MIN_STEPS), request.nvme_path is not None
     return [
-        (make_plan_job(recipe, request.shape, layout, per_node), gpus)
+        (replace(make_plan_job(recipe, request.shape, layout, per_node), has_disk=has_disk), gpus)
         for (count, per_node), gpus in kinds.items()
         for sp_size in list_sp_sizes(request.shape, count, request.max_length)
         if count // sp_size <= most_rows
@@ -143,7 +142,8 @@ def make_plan_job(recipe: Recipe, shape: ModelShape, layout: Layout, gpus_per_no
 
 
 def _try_levers(request: PlanRequest, job: Job, gpus: Sequence[Gpu]) -> Iterator[Candidate]:
-    """The cheapest levers that fit on each kind; where none do, the nearest miss."""
+    """The cheapest levers that fit on each kind; where none fit without a last measure, the fastest that fit with one;
+    where none do, the nearest miss."""
     measured: dict[Levers, tuple[Job, Ledger | None]] = {}
 
     def judge_on(gpu: Gpu, levers: Levers) -> Fit | None:
@@ -154,14 +154,13 @@ def _try_levers(request: PlanRequest, job: Job, gpus: Sequence[Gpu]) -> Iterator
         return judge(tried, ledger, gpu) if ledger is not None else None
 
     smallest = list_smallest(job)
-    ranked = list_ranked_levers(job, OPEN_LEVERS)
-    ranked += [replace(levers, gradient_checkpointing="full") for levers in ranked]  # the host holds half as much
     for gpu in gpus:
         judge_levers, chosen = partial(judge_on, gpu), None
         least = walk_fits(job, smallest, judge_levers, is_open=False)
         if any(fit.wall != "gpu" for _, fit in least):  # only then can a cheaper one fit
-            fits = walk_fits(job, ranked, judge_levers, is_open=True)
-            chosen = next(((levers, fit) for levers, fit in fits if fit.verdict == "fits"), None)
+            cheapest = find_cheapest(job, gpu, list(COSTS), judge_levers)
+            fit = judge_levers(cheapest) if cheapest is not None else None
+            chosen = (cheapest, fit) if cheapest is not None and fit is not None and fit.verdict == "fits" else None
         if chosen is None:
             misses = walk_fits(job, [*smallest, *measured], judge_levers, is_open=False)
             chosen = min(misses, key=lambda miss: count_distance(miss[1]), default=None)
@@ -172,7 +171,7 @@ def _try_levers(request: PlanRequest, job: Job, gpus: Sequence[Gpu]) -> Iterator
             if fit.verdict == "fits":
                 levers = spend_what_is_left(job, gpu, levers)
                 fit = judge_levers(levers) or fit
-            tried = replace(job, levers=levers)
+            tried = replace(job, levers=levers, has_disk=uses_disk(levers))
             yield Candidate(gpu, tried, fit, compute_speed(tried, gpu), request.num_tokens)
 
 
@@ -193,6 +192,7 @@ def search_longest(request: PlanRequest, offers: Sequence[Offer]) -> list[Longes
         for sp_size in list_sp_sizes(request.shape, offer.max_gpus, None):
             for layout in list_sp_layouts(request.shape, offer.max_gpus, sp_size):
                 job = make_plan_job(recipe, request.shape, layout, offer.gpu.gpus_per_node)
+                job = replace(job, has_disk=request.nvme_path is not None)
                 length, levers = find_longest(job, offer.gpu)
                 if length and (best is None or length > best[0]):
                     best = length, replace(job, levers=levers, row_tokens=length)
@@ -210,6 +210,7 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
     trained = "LoRA" if request.is_lora else "Full fine-tuning"
     trained = trained if request.quantize_base is None else f"LoRA on a base in {request.quantize_base}"
     steps = max(1, -(-request.num_tokens // best.speed.tokens_per_step))
+    disk = compute_node_disk_bytes(job) / GIB
     draft = Draft(
         model=model,
         max_length=request.max_length,
@@ -223,6 +224,7 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
         dataset="emozilla/pg19",
         is_packed=not request.shape.crosses_documents,
         max_steps=steps,
+        nvme_path=request.nvme_path if uses_disk(job.levers) else None,
     )
     peak = f"{best.fit.gpu_peak_bytes / GIB:.1f} of {best.fit.gpu_capacity_bytes / GIB:.1f} GiB"
     machines = format_count(job.num_nodes, "machine")
@@ -231,6 +233,7 @@ def draft_candidate(best: Candidate, request: PlanRequest, model: str, file: str
         "",
         f"model      {request.shape.name}",
         f"hardware   {job.world_size} x {gpu.name} ({gpu.key}) in {machines}",
+        *([f"disk       {disk:,.0f} GiB free below memory.nvme_path on each machine"] if disk else []),
         f"launch     ulysses train {file}",
         f"predicted  {peak} per GPU, {best.speed.tokens_per_second:,.0f} tokens/s, {best.seconds / 3600:.3g} hours",
         "",

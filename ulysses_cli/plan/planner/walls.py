@@ -69,7 +69,8 @@ def list_walls(
     elif not tried:
         walls = [_find_index_wall(request, offers)]
     else:
-        walls = [_find_gpu_wall(request, tried), _find_host_wall(tried), _find_heads_wall(request, offers, layouts)]
+        on_host = _find_host_wall(request, tried)
+        walls = [_find_gpu_wall(request, tried), on_host, _find_heads_wall(request, offers, layouts)]
     return [wall for wall in walls if wall is not None]
 
 
@@ -121,7 +122,7 @@ def _find_gpu_wall(request: PlanRequest, tried: Sequence[Candidate]) -> Wall | N
     return Wall("gpu", message, f"offer GPUs with more memory, more of them, or shorter rows{_suggest_lora(request)}")
 
 
-def _find_host_wall(tried: Sequence[Candidate]) -> Wall | None:
+def _find_host_wall(request: PlanRequest, tried: Sequence[Candidate]) -> Wall | None:
     on_host = [plan for plan in tried if plan.fit.wall == "host"]
     if not on_host:
         return None
@@ -131,12 +132,10 @@ def _find_host_wall(tried: Sequence[Candidate]) -> Wall | None:
         f"{near.job.world_size} x {near.gpu.key} need {needs:,.0f} GiB of host memory, "
         f"{near.fit.host_uncertainty_bytes / GIB:,.0f} for safety, on a node of about {has:,.0f}"
     )
-    return Wall(
-        "host",
-        message,
-        "offer machines with more memory (host_gib_per_gpu in hardware.yaml), or keep states and activations on a "
-        "local disk: `ulysses estimate-memory` with memory.nvme_path",
-    )
+    hint = "offer machines with more memory (host_gib_per_gpu in hardware.yaml)"
+    if request.nvme_path is None:
+        hint += ", or name a folder on their local disks for states and activations: --nvme-path"
+    return Wall("host", message, hint)
 
 
 def _find_heads_wall(
