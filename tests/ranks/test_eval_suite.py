@@ -34,8 +34,10 @@ from ulysses_cli.train.worker import measure_again
 AMOUNT = Amount((1200,), 1)
 
 
-def train_with_questions(names: tuple[str, ...]) -> tuple[list[float], list[dict[str, Any]], list[str]]:
-    recipe = make_recipe("parallel.sp_size=2", "train.max_steps=3", config=BYTES_CONFIG)
+def train_with_questions(
+    names: tuple[str, ...], *overrides: str
+) -> tuple[list[float], list[dict[str, Any]], list[str]]:
+    recipe = make_recipe("parallel.sp_size=2", "train.max_steps=3", *overrides, config=BYTES_CONFIG)
     harness = RunHarness(recipe, MemoryRows([[(40, 0), (24, 0)]] * 8), 3)
     written: list[dict[str, Any]] = []
     suite = EvalSuite(names, AMOUNT, make_bytes_tokenizer(), (), written.append)
@@ -59,6 +61,30 @@ def test_questions_between_steps_change_no_step() -> None:
     assert of_second == []
     assert phases == ["asking question 1 of run.eval_suite"] * 2, "the watchdog of every rank sees progress"
     assert losses == pytest.approx(run_on_ranks(2, train_with_questions, ())[0][0], abs=1e-6)
+
+
+def train_with_answers(*overrides: str) -> tuple[list[float], list[list[str]]]:
+    """Returns losses, and what the model answered after each step."""
+    answers: list[list[str]] = []
+
+    def keep(results: list[dict[str, Any]]) -> Any:
+        answers.append([each["answer"] for each in results])
+        return summarize(results)
+
+    summarize = eval_suite.summarize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eval_suite, "summarize", keep)
+        return train_with_questions(("vt", "niah_single_1"), *overrides)[0], answers
+
+
+@pytest.mark.check
+def test_a_ring_trains_and_answers_as_ranks_that_share_heads() -> None:
+    losses, answers = run_on_ranks(2, train_with_answers, "parallel.ring_size=2")[0]
+    same_losses, same_answers = run_on_ranks(2, train_with_answers)[0]
+    assert losses == pytest.approx(same_losses, abs=1e-6)
+    assert answers == same_answers
+    assert [len(each) for each in answers] == [2, 2]
+    assert all(len(answer) > 3 for each in answers for answer in each)
 
 
 SCORES = (0.25, 0.75, 0.5, 0.75, 0.5, 1.0)

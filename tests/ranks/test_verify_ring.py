@@ -1,0 +1,152 @@
+"""Tests that `ulysses verify` passes a ring, alone and with Ulysses inside, and detects each fault planted in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.paths import TINY_RECIPE
+from support.rank_pool import run_on_ranks
+from support.tiers import mark_by
+from support.training import make_recipe
+from test_verify import CONFIG, patch
+from test_verify import FAULTS as FAULTS_OF_ALL
+from torch import Tensor
+
+from ulysses_cli.plan.layout import Layout
+from ulysses_cli.plan.models.shape import read_model_shape
+from ulysses_cli.prove.results import Row
+
+FULL = pytest.mark.full
+ALONE, INSIDE = (1, 2), (2, 2)  # ranks that share heads, ranks of the ring
+
+
+def prove_ring(layout: tuple[int, int], fault: str, folder: Path) -> list[Row]:
+    from ulysses_cli.prove.verify.shrink import make_proof_recipe
+    from ulysses_cli.prove.verify.verify import judge, make_reference, make_task
+
+    ulysses_size, ring_size = layout
+    size = ulysses_size * ring_size
+    recipe = make_recipe(f"parallel.sp_size={size}", "train.gradient_accumulation_steps=2", config=CONFIG)
+    whole = read_model_shape(CONFIG, "test")
+    proof = make_proof_recipe(recipe, CONFIG, whole, Layout(sp_size=size, ring_size=ring_size), "cpu")[0]
+    shape = read_model_shape(proof.model.config or {}, "test")
+    task = make_task(proof, shape, folder)
+    results = run_on_ranks(size, trace_with, fault, task)
+    return judge(f"sp {size}", results[0], make_reference(task), shape)
+
+
+def trace_with(fault: str, task: Any) -> Any:
+    from ulysses_cli.prove.verify.verify import trace_on_rank
+
+    patches = FAULTS[fault]()
+    for each in patches:
+        each.start()
+    try:
+        return trace_on_rank(torch.device("cpu"), task)
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def plant_own_log_sum_exp() -> list[Any]:
+    """The backward of a run of queries uses a log-sum-exp that lacks the first half of its keys."""
+    from ulysses_cli.train.attention.kernels import operators
+
+    def make(real: Any) -> Any:
+        def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *row: Any) -> Any:
+            halved = torch.cat([torch.zeros_like(k[: k.size(0) // 2]), k[k.size(0) // 2 :]])
+            _, own_lse = operators.attend(q, halved, v, None, *row)
+            return real(dout, q, k, v, out, own_lse, *row)
+
+        return run
+
+    return [patch(f"ulysses_cli.train.attention.{way}.run_backward", make) for way in ("gathered", "rounds")]
+
+
+def plant_lost_key_gradient() -> list[Any]:
+    """What other ranks of the ring have found for a rank's keys and values does not return to it."""
+
+    def lose_gathered(real: Any) -> Any:
+        return lambda dkeys, dvalues, plan, ring, dtype: real(
+            *((grad * 0 if ring.rank else grad) for grad in (dkeys, dvalues)), plan, ring, dtype
+        )
+
+    def lose_sent(real: Any) -> Any:
+        return lambda self, joined, after: real(self, joined * 0, after)
+
+    return [
+        patch("ulysses_cli.train.attention.gathered.return_gradients", lose_gathered),
+        patch("ulysses_cli.train.attention.blocks.ReturningGradients.send", lose_sent),
+    ]
+
+
+def plant_plain_order() -> list[Any]:
+    """Each rank reads the next tokens of the row, and not the chunks that it was dealt."""
+
+    def make(real: Any) -> Any:
+        def load(self: Any, batch: Any) -> Any:
+            axis, local = self.groups.sp_axis, batch.input_ids.shape[1]
+            positions = torch.arange(axis.rank * local, (axis.rank + 1) * local)
+            return real(self, batch) | {"positions": positions[None].expand(batch.input_ids.shape)}
+
+        return load
+
+    return [patch("ulysses_cli.train.engine.Engine._load", make)]
+
+
+FAULTS: dict[str, Callable[[], list[Any]]] = {
+    **{name: FAULTS_OF_ALL[name] for name in ("none", "mean", "boundary", "leak", "window")},
+    "own log-sum-exp": plant_own_log_sum_exp,
+    "lost key gradient": plant_lost_key_gradient,
+    "plain order": plant_plain_order,
+}
+FOUND_BY = {
+    "mean": "gradients",
+    "boundary": "loss",
+    "leak": "leak: the first document",
+    "window": "evaluation loss",
+    "own log-sum-exp": "gradients",
+    "lost key gradient": "gradients",
+    "plain order": "loss",
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=mark_by(False, each == ALONE)) for each in (ALONE, INSIDE)]
+)
+def test_a_ring_passes(layout: tuple[int, int], tmp_path: Path) -> None:
+    rows = prove_ring(layout, "none", tmp_path)
+    assert {row.verdict for row in rows} == {"PASS"}, rows
+    assert {"loss", "gradients", "weights", "leak: late tokens", "leak: the token before a window of 40"} <= {
+        row.name for row in rows
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        pytest.param(layout, fault, marks=mark_by(False, (layout, fault) == (ALONE, "lost key gradient")))
+        for layout in (ALONE, INSIDE)
+        for fault in FOUND_BY
+    ],
+)
+def test_a_fault_planted_in_a_ring_fails(layout: tuple[int, int], fault: str, tmp_path: Path) -> None:
+    failed = {row.name for row in prove_ring(layout, fault, tmp_path) if row.verdict == "FAIL"}
+    assert FOUND_BY[fault] in failed, failed
+
+
+@pytest.mark.full
+def test_the_command_proves_a_ring() -> None:
+    words = ["verify", str(TINY_RECIPE), "parallel.sp_size=4", "parallel.ring_size=2", "--format", "json"]
+    done = subprocess.run([sys.executable, "-m", "ulysses_cli", *words], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert {row["group"] for row in answer["rows"]} == {"sp 1", "sp 4 (ring 2)"}
+    assert all(row["verdict"] == "PASS" for row in answer["rows"])
