@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.models.layers import Layer
+from ulysses_cli.plan.rows.indexing import runs_in_pieces
 from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 
 # The scaled result too is float32.
@@ -50,6 +51,15 @@ def count_mlp_tile_tokens(job: Job) -> int:
 def is_tiled(job: Job) -> bool:
     """False for a single tile, which is the plain MLP (train/memory/tiled_mlp.py)."""
     return count_mlp_tile_tokens(job) < job.local_tokens
+
+
+def compute_weight_gradient(job: Job, inputs: int, outputs: int) -> int:
+    """Of a linear layer while its backward ends: b elements. Where a row of its inputs or outputs passes it in pieces,
+    also their sum in float32: 4 elements (train/memory/pieces.py: _Pieces; train/memory/tiling.py: WeightSums). Weights
+    of adapters are narrow. Attention's projections need no line: where they run in pieces, the attention kernel's
+    tensors of the same layer are larger than such a sum."""
+    is_pieced = runs_in_pieces(job.dtype_bytes * max(inputs, outputs) * job.local_tokens)
+    return (job.dtype_bytes + 4 * is_pieced) * inputs * outputs * (job.adapters is None)
 
 
 def compute_norm_saved(job: Job, width: int) -> int:

@@ -12,6 +12,7 @@ from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.layer import (
     compute_layer_input,
     compute_norm_saved,
+    compute_weight_gradient,
     count_mlp_tile_tokens,
     is_tiled,
     saves_input,
@@ -86,15 +87,15 @@ def compute_inside_backward(job: Job, layer: Layer, tokens: int) -> int:
 def compute_down_backward(job: Job) -> int:
     """At the last matrix, in addition to what is saved: the product's gradient, b i S, twice where an adapter adds one;
     and the matrix's own gradient."""
-    matrix = job.shape.hidden_size * job.shape.intermediate_size * (job.adapters is None)
-    return job.dtype_bytes * ((1 + _adapts_last(job)) * job.shape.intermediate_size * job.local_tokens + matrix)
+    matrix = compute_weight_gradient(job, job.shape.intermediate_size, job.shape.hidden_size)
+    return job.dtype_bytes * (1 + _adapts_last(job)) * job.shape.intermediate_size * job.local_tokens + matrix
 
 
 def compute_gate_backward(job: Job) -> int:
     """At the first matrices, in addition to what is saved: their input's gradient, b h S, and that of one matrix. Of
     the inside only the gate is left; the gradients that exist equal what else has been freed."""
-    matrix = job.shape.hidden_size * job.shape.intermediate_size * (1 + _is_fused_mlp(job)) * (job.adapters is None)
-    return compute_layer_input(job) + job.dtype_bytes * matrix
+    width = job.shape.intermediate_size * (1 + _is_fused_mlp(job))
+    return compute_layer_input(job) + compute_weight_gradient(job, job.shape.hidden_size, width)
 
 
 def count_mlp_elements(job: Job, layer: Layer) -> int:
