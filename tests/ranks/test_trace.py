@@ -13,14 +13,28 @@ from typing import Any
 import pytest
 from support.paths import RECIPES, TINY_RECIPE
 from support.rank_pool import run_on_ranks
-from support.real_steps import ZERO, make_case, measure_step, measure_steps, predict_step, trace_step
+from support.real_steps import (
+    ZERO,
+    make_case,
+    make_request,
+    measure_step,
+    measure_steps,
+    predict_step,
+    trace_bytes,
+    trace_step,
+)
 from support.tiers import mark_by
 
 from ulysses_cli.hardware_table import load_hardware
 from ulysses_cli.hub import find_model_config
+from ulysses_cli.plan.ledger.job import make_job
+from ulysses_cli.plan.ledger.ledger import compute_ledger
+from ulysses_cli.plan.ledger.zero.swapping import compute_activation_file_bytes
+from ulysses_cli.plan.levers import Levers
 from ulysses_cli.plan.models.shape import read_model_shape
-from ulysses_cli.plan.planner.estimate import compute_estimate
+from ulysses_cli.plan.planner.estimate import Estimate, compute_estimate
 from ulysses_cli.plan.recipe.loader import load_recipe
+from ulysses_cli.plan.tiles import SWAP_CHUNK_BYTES, SWAP_THREADS
 from ulysses_cli.prove.trace.trace import HELD, Layers, TracedPeaks, cut_layers, extrapolate, list_cuts
 from ulysses_cli.report.traced import list_formula
 
@@ -92,6 +106,20 @@ def test_the_formula_counts_lengths_of_rows(words: tuple[str, ...]) -> None:
     assert predict_step(recipe) == pytest.approx(trace_step(recipe), rel=0.03)
 
 
+@pytest.mark.check
+def test_the_formula_counts_sums_of_pieces() -> None:
+    """An MLP without tiles whose rows pass 4 GiB: its matrices are so large beside its rows that the memory is fullest
+    while the last one's gradients are summed in float32."""
+    sizes = {"hidden_size": 16384, "intermediate_size": 81920, "num_hidden_layers": 2, "head_dim": 128}
+    config = {**sizes, "num_key_value_heads": 8, "vocab_size": 512, "max_position_embeddings": 26240}
+    recipe = make_case(config, "data.max_length=26240", "run.device=cuda", *NARROW, TILES[1])
+    job = make_job(recipe, read_model_shape(recipe.model.config, "test"), Levers(**make_request(recipe)["levers"]))
+    ledger = compute_ledger(job)
+    assert ledger.phases["backward"].name == "the MLP's last matrix"
+    traced = trace_bytes(recipe)["device"]["backward"]
+    assert list_formula(ledger)["backward"] == pytest.approx(traced, rel=0.003)
+
+
 def list_cases(quick: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name == quick else pytest.mark.full) for name in CASES]
 
@@ -118,8 +146,8 @@ def test_an_evaluation_leaves_nothing_gathered() -> None:
     assert evaluation < before
 
 
-def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Returns the traced bytes and the formula's bytes of a recipe."""
+def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], Estimate]:
+    """Returns the traced bytes of a recipe, and its estimate."""
     recipe = load_recipe(file, overrides).recipe
     config, _ = find_model_config(recipe)
     predicted = next(line for line in file.read_text().splitlines() if line.startswith("# predicted"))
@@ -134,7 +162,7 @@ def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, i
     command = [sys.executable, "-m", "ulysses_cli.prove.trace"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout), list_formula(estimate.ledger)
+    return json.loads(done.stdout), estimate
 
 
 @pytest.mark.parametrize(
@@ -145,10 +173,28 @@ def trace_file(file: Path, *overrides: str) -> tuple[dict[str, Any], dict[str, i
     ],
 )
 def test_formula_and_trace_agree_on_a_shipped_recipe(file: Path) -> None:
-    result, formula = trace_file(file)
+    result, estimate = trace_file(file)
+    formula = list_formula(estimate.ledger)
     differences = {phase: formula[phase] / num_bytes - 1 for phase, num_bytes in result["device"].items()}
     assert {phase: off for phase, off in differences.items() if abs(off) > 0.03} == {}
     assert result["device"].keys() >= {"load", "forward", "backward", "optimizer_step"}
+    assert result["disk"]["activations"] == pytest.approx(compute_activation_file_bytes(estimate.job), rel=0.001)
+
+
+@pytest.mark.check
+def test_a_trace_counts_activations_on_a_disk(tmp_path: Path) -> None:
+    """It writes nothing. The host holds a chunk for each thread, and the file what the formula says."""
+    words = ("parallel.sp_size=2", "run.device=cuda", *NARROW, *TILES, "memory.activation_offloading=6")
+    on_disk = ("memory.activation_offload_device=nvme", f"memory.nvme_path={tmp_path}")
+    recipe = make_case({"num_hidden_layers": 8}, *words, *on_disk)
+    traced, levers = trace_bytes(recipe), Levers(**make_request(recipe)["levers"])
+    job = make_job(recipe, read_model_shape(recipe.model.config, "test"), levers)
+    assert traced["disk"]["activations"] == compute_activation_file_bytes(job) > 0
+    assert 0 <= traced["host"]["forward"] - SWAP_THREADS * SWAP_CHUNK_BYTES < 1 << 20
+    formula = list_formula(compute_ledger(job))
+    for phase in ("forward", "backward"):
+        assert formula[phase] == pytest.approx(traced["device"][phase], rel=0.03)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_layers_are_cut_with_their_lists() -> None:

@@ -24,7 +24,7 @@ from support.tiers import sample
 
 RESULTS = ROOT / "benchmarks" / "results"
 NUM_COVERED = 60
-NOT_DRAWN = ("nvme_path", "activation_offload_device")  # no trace holds activations on a disk
+NOT_DRAWN = ("nvme_path", "activation_offload_device")  # no disk is drawn
 
 
 def test_a_seed_and_a_number_give_the_same_recipe() -> None:

@@ -24,6 +24,7 @@ def describe_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> dict[str,
         "gpu_peak_reserved_bytes": trace["reserved"],
         "phases": phases,
         "host_phases_per_rank": trace["host"],
+        "disk_bytes_per_rank": trace["disk"]["activations"],
         "num_layers": trace["num_layers"],
         "traced_layers": trace["traced_layers"],
         "from_cache": trace["from_cache"],
@@ -89,8 +90,11 @@ def format_trace(trace: Mapping[str, Any], ledger: Ledger | None) -> str:
     text = format_table(("allocated, GiB per GPU", "formula", "trace", "formula is"), rows)
     reserved = described["gpu_peak_reserved_bytes"]
     layers = ", ".join(map(str, described["traced_layers"]))
+    disk = described["disk_bytes_per_rank"]
+    on_disk = f"what layers save below memory.nvme_path: {_gib(disk)} GiB for each GPU\n" if disk else ""
     return (
-        f"{text}\n\nreserved by the allocator: {_gib(reserved['expandable_segments'])} GiB with expandable segments, "
+        f"{text}\n\n{on_disk}"
+        f"reserved by the allocator: {_gib(reserved['expandable_segments'])} GiB with expandable segments, "
         f"{_gib(reserved['fixed_segments'])} without\n"
         f"traced: {layers} of {format_count(described['num_layers'], 'layer')}, the real model and engine on "
         "tensors without data"

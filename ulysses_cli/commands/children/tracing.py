@@ -28,9 +28,9 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any], levers: Levers) -> d
     from ulysses_cli.plan.problem import Problem, RecipeError
     from ulysses_cli.plan.resolved import make_layout
 
-    if on_disk := list_on_disk(levers):
+    if on_disk := [name for name in list_on_disk(levers) if name != "offloaded_to"]:
         key = f"memory.{get_key(on_disk[0])}"
-        what = "nvme cannot be traced: what is on a disk is in files, not in tensors"
+        what = "nvme cannot be traced: DeepSpeed keeps it in files, not in tensors"
         hint = f"leave out --trace, or trace with {key}=cpu: the GPU holds as much or a little more"
         raise RecipeError([Problem(key, what, hint)])
     request = {

@@ -352,7 +352,7 @@ def replace_parts(max_tiles: int) -> None:
     import torch.optim.optimizer as optimizers
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from ulysses_cli.train.memory import offload, tiled_loss, tiled_mlp, tiled_norm, tiling
+    from ulysses_cli.train.memory import disk, offload, tiled_loss, tiled_mlp, tiled_norm, tiling
 
     def keep_few(split: Callable[..., list[slice]]) -> Callable[..., list[slice]]:
         def few(*args: Any) -> list[slice]:
@@ -369,6 +369,7 @@ def replace_parts(max_tiles: int) -> None:
         return losses[0].new_empty(labels.numel())
 
     offload.count_free_bytes = lambda: 1 << 60  # type: ignore[attr-defined]
+    offload.list_chunks = keep_few(disk.list_chunks)  # type: ignore[attr-defined]
     for tiled in (tiled_mlp, tiled_norm):
         tiled.split_tokens = keep_few(tiling.split_tokens)  # type: ignore[attr-defined]
     tiled_loss.TiledLoss.walk_tiles = keep_few(tiled_loss.TiledLoss.walk_tiles)  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,12 +34,13 @@ MAX_TILES = 3  # tiles are alike, so that the first, one more and the last are e
 
 @dataclass(frozen=True)
 class TracedPeaks:
-    """Peak bytes of one rank of a traced model: by phase on the device and on the host, and what the allocator would
-    reserve."""
+    """Peak bytes of one rank of a traced model: by phase on the device and on the host, what the allocator would
+    reserve, and the file of activations on a disk."""
 
     device: dict[str, int]
     host: dict[str, int]
     reserved: dict[str, int]
+    disk: dict[str, int] = field(default_factory=dict)
 
 
 def trace(request: Mapping[str, Any], report: Any = lambda _: None) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def extrapolate(peaks: Mapping[Layers, TracedPeaks], whole: Layers, *, steps_in_
     if steps_in_groups:
         work = (traced.device["optimizer_step"] - traced.device[HELD] for traced in peaks.values())
         device["optimizer_step"] = device[HELD] + max(work)
-    return TracedPeaks(device, reach("host"), reach("reserved"))
+    return TracedPeaks(device, reach("host"), reach("reserved"), reach("disk"))
 
 
 def trace_layers(request: Mapping[str, Any], layers: Layers) -> TracedPeaks:
@@ -119,10 +120,13 @@ def trace_layers(request: Mapping[str, Any], layers: Layers) -> TracedPeaks:
 
     import ulysses_cli.train.assembly.build  # noqa: F401 - libraries make tensors while they are imported
     from ulysses_cli.prove.trace.allocator import replay
+    from ulysses_cli.prove.trace.counted_file import CountedFile, replace_file
     from ulysses_cli.prove.trace.fake_device import forget_groups, get_current_stream
     from ulysses_cli.prove.trace.storages import Storages
 
     storages = Storages(get_current_stream, sees_kernels=request["recipe"]["run"]["device"] != "cpu")
+    file = CountedFile()
+    replace_file(file)
     with FakeTensorMode(allow_non_fake_inputs=True), storages:
         run_steps(request, layers, storages)
     forget_groups()
@@ -132,7 +136,7 @@ def trace_layers(request: Mapping[str, Any], layers: Layers) -> TracedPeaks:
         "fixed_segments": replay(events, expandable=False),
     }
     device, host = ({name: size for name, size in place.peaks.items() if name != BETWEEN} for place in storages.places)
-    return TracedPeaks(device, host, reserved)
+    return TracedPeaks(device, host, reserved, {"activations": file.num_bytes})
 
 
 def run_steps(request: Mapping[str, Any], layers: Layers, storages: Any) -> None:

@@ -267,7 +267,7 @@ class SwappedTensor:
         def write(part: slice) -> None:
             buffer, size = offloader.get_buffer(), part.stop - part.start
             offloader.copy_chunk(offloader.out_stream, source[part], buffer[:size], computed)
-            disk.write(memoryview(buffer[: round_to_blocks(size)].numpy()), offset + part.start)
+            disk.write(view_memory(buffer[: round_to_blocks(size)]), offset + part.start)
 
         writing = [disk.start(partial(write, part)) for part in list_chunks(self.num_bytes)]
         offloader.writing.append((run, writing))
@@ -281,7 +281,7 @@ class SwappedTensor:
 
         def read(part: slice) -> None:
             buffer, size = offloader.get_buffer(), part.stop - part.start
-            disk.read(memoryview(buffer[: round_to_blocks(size)].numpy()), offset + part.start)
+            disk.read(view_memory(buffer[: round_to_blocks(size)]), offset + part.start)
             offloader.copy_chunk(offloader.in_stream, buffer[:size], target[part], allocated)
 
         self.reading = [disk.start(partial(read, part)) for part in list_chunks(self.num_bytes)]
@@ -295,6 +295,10 @@ class SwappedTensor:
     def _reserve(self) -> tuple[int, int]:
         size = round_to_blocks(self.num_bytes)
         return self.disk.reserve(size), size
+
+
+def view_memory(buffer: Tensor) -> memoryview:
+    return memoryview(buffer.numpy())
 
 
 def _take(item: OffloadedTensor | SwappedTensor) -> Tensor:
