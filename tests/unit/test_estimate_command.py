@@ -114,7 +114,7 @@ def test_an_estimate_takes_half_a_second() -> None:
             ("estimate-memory", "--model", "Qwen/Qwen3-8B", "--max-length", "8Ki", "parallel.ring_size=3"),
             "does not divide",
         ),
-        (("estimate-memory", "--model", "tiiuae/Falcon-H1-7B-Base", "--max-length", "8Ki"), "no memory formula"),
+        (("estimate-memory", "--model", "deepseek-ai/DeepSeek-V3", "--max-length", "8Ki"), "quantized by fp8"),
         (("estimate-memory", RECIPE, "--num-processes", "6"), "the run has 6 processes"),
         (("estimate-memory", RECIPE, "--num-processes", "0"), "Invalid value"),
         (("estimate-memory", "nowhere.yaml"), "cannot be read"),
