@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from ulysses_cli.plan.flops import count_pair_flops, count_pairs
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.layout import count_near_ranks
+from ulysses_cli.plan.ledger import latent
 from ulysses_cli.plan.ledger.attention import saves_slices
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.mlp import count_mlp_elements
+from ulysses_cli.plan.ledger.recurrence import kimi
 from ulysses_cli.plan.ledger.recurrence.kernels import count_values
 from ulysses_cli.plan.ledger.recurrence.speed import (
     compute_recurrence_flops,
@@ -30,8 +32,8 @@ from ulysses_cli.plan.models.layers import (
     ConvolutionMixer,
     DeltaNetMixer,
     DenseMlp,
+    KimiDeltaMixer,
     Layer,
-    Mamba2Mixer,
     Mixer,
 )
 from ulysses_cli.plan.rows.ring_share import measure_ring
@@ -91,23 +93,27 @@ def compute_attention_flops(job: Job) -> float:
 def compute_projection_flops(job: Job) -> float:
     """Forward: q, k, v and out, 2 h (2 q + 2 k) for each token and layer, and gates; of a convolution 2 h 4 c; of a
     delta net or Mamba2 what its convolution takes, the gate, the output, and a number or two for each head."""
-    width = sum(_count_projected(layer) for layer in job.shape.layers)
-    return 2.0 * job.shape.hidden_size * width * job.local_tokens
+    return 2.0 * sum(_count_projected(job, layer) for layer in job.shape.layers) * job.local_tokens
 
 
-def _count_projected(layer: Layer) -> int:
-    return sum(map(_count_projected_of, layer.mixers))
+def _count_projected(job: Job, layer: Layer) -> int:
+    """Weights of its projections."""
+    return sum(_count_projected_of(job, mixer) for mixer in layer.mixers)
 
 
-def _count_projected_of(mixer: Mixer) -> int:
+def _count_projected_of(job: Job, mixer: Mixer) -> int:
+    hidden = job.shape.hidden_size
     if isinstance(mixer, AttentionMixer):
+        if mixer.latent is not None:
+            return latent.count_weights(job, mixer)
         width = 2 * mixer.num_heads + (2 - mixer.keys_are_values) * mixer.num_kv_heads
-        return width * mixer.head_dim + mixer.gate_width
+        return hidden * (width * mixer.head_dim + mixer.gate_width)
     if isinstance(mixer, ConvolutionMixer):
-        return 4 * mixer.conv_channels
-    if isinstance(mixer, DeltaNetMixer | Mamba2Mixer):
-        return mixer.conv_channels + 2 * count_values(mixer) + (1 + isinstance(mixer, DeltaNetMixer)) * mixer.num_heads
-    return 0
+        return hidden * 4 * mixer.conv_channels
+    if isinstance(mixer, KimiDeltaMixer):
+        return kimi.count_weights(hidden, mixer, is_narrow=job.family.has_narrow_gates)
+    small = (1 + isinstance(mixer, DeltaNetMixer)) * mixer.num_heads
+    return hidden * (mixer.conv_channels + 2 * count_values(mixer) + small)
 
 
 def compute_mlp_flops(job: Job) -> float:
@@ -154,6 +160,9 @@ def _count_exchanged(job: Job, kind: Layer) -> float:
     beside = halos + count_recurrence_exchanged(job, kind)
     if kind.attention is None:
         return beside
+    of_widths = job.dtype_bytes * job.local_tokens * (num_ranks - 1) / num_ranks
+    if kind.attention.latent is not None:
+        return beside + of_widths * latent.count_exchanged(job, kind.attention)
     q, r = job.query_width, job.row_kv_width
     backward = (3 * q + 2 * r if saves_slices(job) else q) + q + 2 * r
     width = (2 * q + 2 * r) * forwards + backward

@@ -80,10 +80,11 @@ def count_gate(job: Job) -> int:
 
 def compute_output_input(job: Job) -> int:
     """The input of the output projection: b q S. On one rank, and where slices are saved, it is attention's result;
-    that result times the activated gates is another tensor, and both factors are saved."""
-    if count_gate(job):
+    that result times the activated gates is another tensor, and both factors are saved. Gates of heads are small."""
+    if job.family.attention_gate:
         own = job.layout.ulysses_size == 1 or saves_slices(job)
-        return job.dtype_bytes * (1 + (not own) + saves_input(job, "o_proj")) * job.query_width * job.local_tokens
+        num = (count_gate(job) > 0) + (not own) + saves_input(job, "o_proj")
+        return job.dtype_bytes * num * job.query_width * job.local_tokens
     is_same = job.layout.ulysses_size == 1 or saves_slices(job) or not saves_input(job, "o_proj")
     return 0 if is_same else job.dtype_bytes * job.query_width * job.local_tokens
 
@@ -100,30 +101,30 @@ def compute_attention_forward(job: Job) -> int:
         widest = max(2 * (q + 2 * r), q + 2 * r + 3 * q)
     else:
         widest = max(q + 2 * (q // n + 2 * r) + q // n, q + q // n + 2 * r + 2 * (q // n))
-    widest = max([widest, *_list_ring_forward(job)])
+    widest = max([widest, *list_ring_forward(job, q, 2 * r)])
     widest = max(count_rotating(job), widest + count_fused(job))
     return (job.dtype_bytes * (own + widest) + 4 * job.shape.num_heads) * job.local_tokens
 
 
-def _list_ring_forward(job: Job) -> list[int]:
-    """On a ring, with the exchanged rows, q / n + 2 r (of one rank alone they are views): while keys are fetched, send
-    and receive buffers, then receive buffer and keys; while the kernel runs, keys, the whole result and a part's."""
-    q, r, n, share = job.query_width, job.chunk_kv_width, job.levers.head_chunks, job.ring_share
+def list_ring_forward(job: Job, q: int, kv: int) -> list[int]:
+    """On a ring, with the exchanged rows, (q + kv) / n, where `kv` is the width of keys and values together (of one
+    rank alone they are views): while keys are fetched, send and receive buffers, then receive buffer and keys; while
+    the kernel runs, keys, the whole result and a part's."""
+    n, share = job.levers.head_chunks, job.ring_share
     if not share.fetched:
         return []
-    rows = (q // n + 2 * r) * (job.layout.ulysses_size > 1) + q * (n > 1)
+    rows = (q // n + kv) * (job.layout.ulysses_size > 1) + q * (n > 1)
     if share.rounds:
-        return [rows + _count_rounds_forward(job)]
+        return [rows + _count_rounds_forward(job, q // n, kv)]
     fetching = max(share.sent + share.fetched, share.fetched + share.keys)
-    running = share.keys * 2 * r + (1 + share.largest_part * (share.num_parts > 1)) * (q // n)
-    return [rows + round(fetching * 2 * r), rows + round(running)]
+    running = share.keys * kv + (1 + share.largest_part * (share.num_parts > 1)) * (q // n)
+    return [rows + round(fetching * kv), rows + round(running)]
 
 
-def _count_rounds_forward(job: Job) -> int:
+def _count_rounds_forward(job: Job, q: int, kv: int) -> int:
     """In rounds: the result in float32, a round's keys, the next round's with what is sent for it, and the result of a
     part; in the end the result in b bytes."""
-    q, r = job.query_width // job.levers.head_chunks, job.chunk_kv_width
-    moving = (2 * r * (each.keys * (not each.is_own) + each.arriving + each.sent) for each in job.ring_share.rounds)
+    moving = (kv * (each.keys * (not each.is_own) + each.arriving + each.sent) for each in job.ring_share.rounds)
     parts = (q * each.largest_part for each in job.ring_share.rounds)
     return 4 * q // job.dtype_bytes + round(max(q, *map(sum, zip(moving, parts, strict=True))))
 
@@ -178,44 +179,44 @@ def list_kernel_runs(job: Job) -> Iterator[tuple[int, int]]:
             0,
         )
     own, gradients = b * (q + rows + count_gate(job)) + room, b * (q // n + 2 * r)
-    for bytes_per_token, share in _list_ring_backward(job) or [(gradients, 1.0)]:
+    for bytes_per_token, share in list_ring_backward(job, q // n, 2 * r) or [(gradients, 1.0)]:
         num_bytes = (own + max(gradients, bytes_per_token)) * job.local_tokens
         yield num_bytes, round(share * _compute_kernel_workspace(job))
     yield (own + gradients) * job.local_tokens, _compute_sink_work(job)
 
 
-def _list_ring_backward(job: Job) -> list[tuple[int, float]]:
+def list_ring_backward(job: Job, q: int, kv: int) -> list[tuple[int, float]]:
     """On a ring, (bytes per token in place of the gradients of q, k and v, the share of queries in one kernel): the
     keys, fetched again, with the gradients of all of them and of a part's, or while gradients return, send and receive
-    buffers and their float32 sum."""
-    q, r, b, n = job.query_width // job.levers.head_chunks, job.chunk_kv_width, job.dtype_bytes, job.ring_share
+    buffers and their float32 sum. `kv`: the width of keys and values together."""
+    b, n = job.dtype_bytes, job.ring_share
     if not n.fetched:
         return []
     if n.rounds:
-        return _list_rounds_backward(job)
-    own = q + 2 * r
-    fetching = (max(n.sent + n.fetched, n.fetched + n.keys)) * 2 * r * b
-    sums = n.keys * 2 * r * (4 if n.num_parts > 2 else b) if n.num_parts > 1 else 0
-    part = (n.largest_part * q + n.keys * 2 * r) * b + n.largest_part * q * b * (n.num_parts > 1)
-    running = n.keys * 2 * r * b + (q * b if n.num_parts > 1 else 0) + sums + part
-    gradients = sums or n.keys * 2 * r * b
-    returning = q * b + gradients + max((n.fetched + n.sent) * b, n.sent * b + 4 + b) * 2 * r
+        return _list_rounds_backward(job, q, kv)
+    own = q + kv
+    fetching = (max(n.sent + n.fetched, n.fetched + n.keys)) * kv * b
+    sums = n.keys * kv * (4 if n.num_parts > 2 else b) if n.num_parts > 1 else 0
+    part = (n.largest_part * q + n.keys * kv) * b + n.largest_part * q * b * (n.num_parts > 1)
+    running = n.keys * kv * b + (q * b if n.num_parts > 1 else 0) + sums + part
+    gradients = sums or n.keys * kv * b
+    returning = q * b + gradients + max((n.fetched + n.sent) * b, n.sent * b + 4 + b) * kv
     return [(round(max(own * b, fetching, running, returning)), 1.0)]
 
 
-def _list_rounds_backward(job: Job) -> list[tuple[int, float]]:
+def _list_rounds_backward(job: Job, q: int, kv: int) -> list[tuple[int, float]]:
     """Of each round: float32 sums of the gradients of q, k and v; a round's keys with their gradients, the next round's
     with what is sent for it, what returns of the round before, and the gradients of a part."""
-    q, r, b = job.query_width // job.levers.head_chunks, job.chunk_kv_width, job.dtype_bytes
+    b = job.dtype_bytes
 
     def count(each: RoundShare) -> float:
         block = 0 if each.is_own else each.keys
-        moving = (block + each.arriving + each.sent + each.returning) * 2 * r * b
-        joined = block * 2 * r * (4 if each.num_parts > 2 else b)
-        part = each.largest_part * q * b * (1 if each.is_own else 2) + each.keys * 2 * r * b
+        moving = (block + each.arriving + each.sent + each.returning) * kv * b
+        joined = block * kv * (4 if each.num_parts > 2 else b)
+        part = each.largest_part * q * b * (1 if each.is_own else 2) + each.keys * kv * b
         return moving + joined + part
 
-    return [(4 * q + 8 * r + round(count(each)), each.largest_part) for each in job.ring_share.rounds]
+    return [(4 * q + 4 * kv + round(count(each)), each.largest_part) for each in job.ring_share.rounds]
 
 
 def _count_room_bytes(job: Job) -> int:

@@ -15,11 +15,13 @@ from ulysses_cli.plan.models.layers import ExpertsMlp
 INDEX_BYTES = 44  # per token and chosen expert: 64-bit indices and a weight
 # Tokens are cast to float32 for the router (modeling_glm4_moe.py: Glm4MoeTopkRouter).
 PRECISE_ROUTERS = {
-    *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe", "glm4_moe_lite"),
-    *("hy_v3", "kimi_linear", "kolibri1", "nemotron_h", "solar_open"),
+    *("bailing_hybrid", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe"),
+    *("glm4_moe_lite", "hy_v3", "kimi_linear", "kolibri1", "nemotron_h", "solar_open"),
 }
 # Routing weights are float32, and so are the experts' results times them (modeling_mixtral.py: MixtralTopKRouter).
 PRECISE_RESULTS = (PRECISE_ROUTERS - {"ernie4_5_moe"}) | {"afmoe", "mixtral"}
+# The gradient of a block's result is scaled (modeling_granitemoe.py: residual_multiplier), beside the residual's.
+SCALED_BLOCKS = {"granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
 # Tensors of the inner width that an expert saves; others save 4. Ungated ones save the activation and its square.
 INNER_SAVED = {"gpt_oss": 7, "nemotron_h": 2}
 # With both biases, clamped (modeling_gpt_oss.py: _apply_gate); with the activation before its square; others have 4.
@@ -71,8 +73,9 @@ def compute_forward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
 
 def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     """In addition to what is saved. For each expert of a token: three gradients of its copies, 3 h b, or float32 where
-    results are weighted so; or one of the inner width and the gradients of all experts' matrices. Without gates the
-    square of an activation has three gradients, 3 i b.
+    results are weighted so; or one of the inner width and the gradients of all experts' matrices; or two of the inner
+    width while the last matrices' gradient, where it is larger than the bucket, waits in its own memory. Without gates
+    the square of an activation has three gradients, 3 i b.
 
     A shared expert that runs last has its backward first: it has freed what it saved and made a gradient of the input.
     Where its result has a gate, that result's gradient and the input's come first, and the result is gone."""
@@ -83,15 +86,24 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     results = max(3 * k * result_bytes * hidden * tokens, _compute_again(job, mlp, tokens))
     if mlp.is_gated:
         gate_up = 2 * matrix - k * b * (hidden + 2 * inner) * tokens
-        widest = max(results, down, k * b * (2 * inner - hidden) * tokens, gate_up)
+        waiting = matrix if mlp.num_experts * inner * hidden > job.engine.reduce_bucket else 0
+        widest = max(results, down, k * b * (2 * inner - hidden) * tokens + waiting, gate_up)
     else:
         widest = max(results, 3 * k * b * inner * tokens, down)
+    scaled = b * hidden * tokens * (job.shape.model_type in SCALED_BLOCKS)
     if not mlp.shared_size:
-        return widest
+        return widest + scaled
     if is_shared_first(job):
         return widest + b * hidden * tokens * job.family.has_shared_gate
-    widest += b * hidden * tokens - _compute_shared_saved(job, mlp, tokens)
-    return max(widest, b * mlp.shared_size * (tokens + max(tokens, hidden * trained)))
+    widest += b * hidden * tokens - _compute_shared_saved(job, mlp, tokens) - _compute_input_gone(job, tokens)
+    return scaled + max(widest, b * mlp.shared_size * (tokens + max(tokens, hidden * trained)))
+
+
+def _compute_input_gone(job: Job, tokens: int) -> int:
+    """The block's input, where the shared expert alone has saved it: experts have copies of their tokens, and the
+    router a float32 one."""
+    is_alone = job.shape.model_type in PRECISE_ROUTERS and saves_input(job, "gate_proj", "up_proj", "gate_up_proj")
+    return job.dtype_bytes * job.shape.hidden_size * tokens if is_alone and not is_tiled(job) else 0
 
 
 def _compute_again(job: Job, mlp: ExpertsMlp, tokens: int) -> int:

@@ -17,8 +17,6 @@ from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
 from ulysses_cli.plan.models.layers import (
     AttentionMixer,
-    ConvolutionMixer,
-    DeltaNetMixer,
     DenseMlp,
     ExpertsMlp,
     Layer,
@@ -189,12 +187,14 @@ class Job:
 # benchmarks/results/estimate-families.json).
 COMPARED = frozenset(
     {
-        "bamba", "cwm", "ernie4_5", "exaone4", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text",
-        "gemma4_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granite_swa", "granitemoe",
-        "granitemoehybrid", "helium", "hunyuan_v1_dense", "internlm3", "iquestcoder", "lfm2", "lfm2_moe", "llama",
-        "mellum", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3",
-        "olmo_hybrid", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-        "qwen3_next", "seed_oss", "smollm3", "vaultgemma",
+        "bailing_hybrid", "bamba", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+        "exaone_moe", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4",
+        "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+        "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm3",
+        "iquestcoder", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "llama", "mellum", "minicpm3",
+        "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid",
+        "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+        "seed_oss", "smollm3", "solar_open", "vaultgemma", "youtu",
     }
 )  # fmt: skip
 
@@ -227,13 +227,12 @@ def _is_plain(layer: Layer, shape: ModelShape) -> bool:
 
 
 def _is_plain_mixer(mixer: Mixer, family: Family) -> bool:
-    """Attention without latent keys, whose gates, if any, are projected with the queries; a convolution, a delta net or
-    Mamba2."""
+    """Attention, also with latent keys, whose gates, if any, are known; a convolution, a delta net or Mamba2."""
     if not isinstance(mixer, AttentionMixer):
-        return isinstance(mixer, ConvolutionMixer | DeltaNetMixer | Mamba2Mixer)
-    gate_is_known = not mixer.gate_width or family.attention_gate == "elements"
-    is_bare = mixer.latent is None and gate_is_known and not mixer.borrows_kv
-    return is_bare and mixer.head_dim == mixer.value_head_dim
+        return True
+    gate_is_known = bool(mixer.gate_width) == bool(family.attention_gate)
+    is_usual = mixer.latent is not None or mixer.head_dim == mixer.value_head_dim
+    return gate_is_known and is_usual and not mixer.borrows_kv
 
 
 def _is_plain_mlp(mlp: DenseMlp | ExpertsMlp | None, shape: ModelShape) -> bool:
@@ -247,7 +246,9 @@ def check_known(shape: ModelShape, key: str = "model.name_or_path") -> None:
         return
     why = f": {shape.inexact}" if shape.inexact and "not on the list" not in shape.inexact else ""
     message = f"there is no memory formula for {shape.name}, a model of type {shape.model_type}{why}"
-    hint = "estimate-memory --trace needs none; formulas know plain attention with gated MLPs or experts"
+    hint = (
+        "estimate-memory --trace needs none; formulas know most attention and recurrences, with gated MLPs or experts"
+    )
     raise RecipeError([Problem(key, message, hint)])
 
 

@@ -16,8 +16,9 @@ from ulysses_cli.plan.tiles import compute_num_mlp_tiles
 
 # The scaled result too is float32.
 PRECISE_NORMS = {
-    *("flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_oss", "helium"),
-    *("nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "vaultgemma"),
+    *("afmoe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_oss"),
+    *("helium", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    "vaultgemma",
 }
 DROPOUT_MASK_BYTES = 1  # of an element
 

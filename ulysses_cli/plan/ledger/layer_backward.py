@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ulysses_cli.plan.ledger import attention, layer, mixers, mlp
+from ulysses_cli.plan.ledger import attention, latent, layer, mixers, mlp
 from ulysses_cli.plan.ledger.adapters import lengths, quantized
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.memory_snapshot import Lines, MemorySnapshot
-from ulysses_cli.plan.ledger.recurrence import convolution
+from ulysses_cli.plan.ledger.recurrence import convolution, kimi
 from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
 from ulysses_cli.plan.ledger.weights import INPUT_NORM, NORM_BEHIND, has_norm_before, has_norm_behind
 from ulysses_cli.plan.models.layers import DenseMlp, Layer
@@ -19,7 +19,7 @@ GRADIENT_PLACES = {  # the order in which the gradients of a layer are made
 }  # fmt: skip
 SNAPSHOT_PLACES = {
     "recomputation": 0, "norm behind the MLP": 0, "the MLP's last matrix": 1, "mlp": 2, "gate and up": 3, "norm": 4,
-    "exchange": 6, "attention": 6, "convolution": 6, "gated norm": 6, "rule": 6,
+    "exchange": 6, "attention": 6, "convolution": 6, "gated norm": 6, "rule": 6, "latents": 6, "forget gate": 6,
     "query norm": 6, "input norm": 7,
 }  # fmt: skip
 
@@ -102,7 +102,13 @@ def _walk_mixer(
     job: Job, kind: Layer, saved: int, result: int, take: Callable[..., MemorySnapshot]
 ) -> Iterator[tuple[str, MemorySnapshot]]:
     recurrent = mixers.find_recurrence(kind)
-    if recurrent is None or kind.attention:
+    if kimi_mixer := mixers.find_kimi(kind):
+        for name, left, work in kimi.list_backward(job, kimi_mixer):
+            yield "attention", take(name, left, 0, recurrence=work)
+    elif latent_mixer := mixers.find_latent(kind):
+        for name, left, num_bytes, in_kernels in latent.list_backward(job, latent_mixer):
+            yield "attention", take(name, left, 0, attention=num_bytes, attention_kernel=in_kernels)
+    elif recurrent is None or kind.attention:
         yield from (_walk_attention if kind.attention else _walk_convolution)(job, saved, result, take)
     if recurrent:  # the gradient of the norm's output that comes from attention beside it waits
         waiting = {"norm_gradient": layer.compute_layer_input(job)} if kind.attention else {}

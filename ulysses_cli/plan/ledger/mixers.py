@@ -8,21 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ulysses_cli.plan.ledger import attention, layer
+from ulysses_cli.plan.ledger import attention, latent, layer
 from ulysses_cli.plan.ledger.adapters import lengths
 from ulysses_cli.plan.ledger.job import Job
-from ulysses_cli.plan.ledger.recurrence import convolution
+from ulysses_cli.plan.ledger.recurrence import convolution, kimi
 from ulysses_cli.plan.ledger.recurrence import mixer as recurrence
 from ulysses_cli.plan.ledger.recurrence.kernels import RecurrentMixer
-from ulysses_cli.plan.models.layers import DeltaNetMixer, Layer, Mamba2Mixer
+from ulysses_cli.plan.models.layers import AttentionMixer, DeltaNetMixer, KimiDeltaMixer, Layer, Mamba2Mixer
 
 
 def find_recurrence(kind: Layer) -> RecurrentMixer | None:
     return next((mixer for mixer in kind.mixers if isinstance(mixer, DeltaNetMixer | Mamba2Mixer)), None)
 
 
+def find_latent(kind: Layer) -> AttentionMixer | None:
+    return kind.attention if kind.attention and kind.attention.latent else None
+
+
+def find_kimi(kind: Layer) -> KimiDeltaMixer | None:
+    return next((mixer for mixer in kind.mixers if isinstance(mixer, KimiDeltaMixer)), None)
+
+
 def compute_result(job: Job, kind: Layer) -> int:
     """Bytes of the mixers' saved results, with which recomputation does not run the mixers again."""
+    if latent_mixer := find_latent(kind):
+        return latent.compute_result(job, latent_mixer)
+    if kimi_mixer := find_kimi(kind):
+        return kimi.compute_result(job, kimi_mixer)
     of_attention = attention.compute_attention_result(job) if kind.attention else 0
     recurrent = find_recurrence(kind)
     return of_attention + (recurrence.compute_result(job, recurrent) if recurrent else 0)
@@ -31,6 +43,10 @@ def compute_result(job: Job, kind: Layer) -> int:
 def compute_saved(job: Job, kind: Layer) -> int:
     """Mixers side by side share the norm before them; each scales its output by itself (modeling_falcon_h1.py:
     FalconH1DecoderLayer.forward)."""
+    if latent_mixer := find_latent(kind):
+        return latent.compute_saved(job, latent_mixer)
+    if kimi_mixer := find_kimi(kind):
+        return kimi.compute_saved(job, kimi_mixer)
     if not kind.mixers:
         return attention.compute_input_norm_saved(job)
     recurrent = find_recurrence(kind)
@@ -49,6 +65,10 @@ def compute_beside(job: Job, kind: Layer) -> int:
 
 
 def compute_forward(job: Job, kind: Layer) -> int:
+    if latent_mixer := find_latent(kind):
+        return latent.compute_forward(job, latent_mixer)
+    if kimi_mixer := find_kimi(kind):
+        return kimi.compute_forward(job, kimi_mixer)
     if not kind.mixers:
         return layer.compute_layer_input(job)
     works = []
@@ -68,6 +88,10 @@ def _find_most(job: Job, kind: Layer, works: Sequence[int]) -> int:
 
 def compute_again(job: Job, kind: Layer) -> int:
     """While they are recomputed."""
+    if latent_mixer := find_latent(kind):
+        return latent.compute_again(job, latent_mixer)
+    if kimi_mixer := find_kimi(kind):
+        return kimi.compute_again(job, kimi_mixer)
     if not kind.mixers:
         return attention.compute_input_norm_saved(job) + layer.compute_layer_input(job)
     works = []
@@ -82,6 +106,10 @@ def compute_again(job: Job, kind: Layer) -> int:
 def compute_left_for_projections(job: Job, kind: Layer, weight: str) -> int:
     """What is left of them when the first projections compute their gradients from those of their results. Of two
     mixers the last runs its backward first."""
+    if latent_mixer := find_latent(kind):
+        return latent.compute_left_for_projections(job, latent_mixer)
+    if kimi_mixer := find_kimi(kind):
+        return kimi.compute_left_for_projections(job, kimi_mixer)
     recurrent = find_recurrence(kind)
     if recurrent and (kind.attention is None or weight == "in_proj"):
         return recurrence.compute_left_for_projections(job, recurrent)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from ulysses_cli.plan.ledger.recurrence.modules import walk_convolution, walk_delta_net, walk_kimi_delta, walk_scan
 from ulysses_cli.plan.models.families import FAMILIES
 from ulysses_cli.plan.models.family import Family
 from ulysses_cli.plan.models.layers import (
@@ -13,12 +14,17 @@ from ulysses_cli.plan.models.layers import (
     ConvolutionMixer,
     DeltaNetMixer,
     ExpertsMlp,
+    KimiDeltaMixer,
+    Latent,
     Layer,
     Mamba2Mixer,
 )
 from ulysses_cli.plan.models.shape import ModelShape
 
-POST_NORMS = {"flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "olmo2", "olmo3"}
+POST_NORMS = {
+    *("afmoe", "flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "kolibri1", "olmo2"),
+    "olmo3",
+}
 NORMS_OF_VALUES = {"gemma4_text", "gemma4_unified_text"}  # without weights
 WITHOUT_INPUT_NORM = {"flex_olmo", "olmo2", "olmo3"}
 # Their layers with attention are built as those of another family, and their other layers are not.
@@ -34,7 +40,8 @@ ADAPTER_NAMES = (".a", ".b", ".lengths")
 INPUT_NORM, NORM_BEHIND = "input_norm", "behind_norm"
 RECURRENT_PROJECTIONS = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"}
 LATE_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")  # of a delta net whose gate comes last
-FIRST_PROJECTIONS = {"qkv_proj", "in_proj", *LATE_PROJECTIONS, *RECURRENT_PROJECTIONS}
+LATENT_PROJECTIONS = {"q_a_proj", "kv_a_proj_with_mqa"}
+FIRST_PROJECTIONS = {"qkv_proj", "in_proj", *LATE_PROJECTIONS, *LATENT_PROJECTIONS, *RECURRENT_PROJECTIONS}
 WITHOUT_ACTIVATION = {"lfm2"}  # their activation is a function and no module
 
 
@@ -193,11 +200,13 @@ def _walk_layer(shape: ModelShape, adapters: Adapters | None, index: int, layer:
     usual = AttentionMixer(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim)
     for mixer in layer.mixers or ((usual,) if layer.mlp is None else ()):
         if isinstance(mixer, ConvolutionMixer):
-            yield from _walk_convolution(shape, mixer, make, linear)
+            yield from walk_convolution(shape, mixer, make, linear)
         elif isinstance(mixer, DeltaNetMixer):
-            yield from _walk_delta_net(shape, mixer, make, linear)
+            yield from walk_delta_net(shape, mixer, make, linear)
         elif isinstance(mixer, Mamba2Mixer):
-            yield from _walk_scan(shape, mixer, make, linear)
+            yield from walk_scan(shape, mixer, make, linear)
+        elif isinstance(mixer, KimiDeltaMixer):
+            yield from walk_kimi_delta(shape, mixer, make, linear)
         elif isinstance(mixer, AttentionMixer):
             yield from _walk_attention(shape, mixer, make, linear)
     yield from (make(3, name, (name, hidden)) for name in between)
@@ -263,77 +272,15 @@ def is_fused_mlp(family: Family) -> bool:
     return any(name in family.mlp_modules for name in ("gate_up_proj", "input_linear"))
 
 
-def _walk_convolution(
-    shape: ModelShape,
-    mixer: ConvolutionMixer,
-    make: Callable[..., Module],
-    linear: Callable[[str, int, int], Iterator[Module]],
-) -> Iterator[Module]:
-    """The convolution's weight is read without its module; DeepSpeed then counts it to the module that reads it."""
-    yield make(3, "attention", ("conv", mixer.conv_channels * mixer.conv_tokens))
-    yield from linear("in_proj", shape.hidden_size, 3 * mixer.conv_channels)
-    yield from linear("o_proj", mixer.conv_channels, shape.hidden_size)
-
-
-def _walk_delta_net(
-    shape: ModelShape,
-    mixer: DeltaNetMixer,
-    make: Callable[..., Module],
-    linear: Callable[[str, int, int], Iterator[Module]],
-) -> Iterator[Module]:
-    """transformers: modeling_qwen3_5.py, Qwen3_5GatedDeltaNet."""
-    hidden, heads, values = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.value_head_dim
-    conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
-    yield make(3, "attention", ("dt_bias", heads), ("A_log", heads), conv)
-    if projects_gate_last(FAMILIES[shape.model_type]):
-        keys = mixer.num_key_heads * mixer.key_head_dim
-        for name, width in (("q_proj", keys), ("k_proj", keys), ("v_proj", values), ("b_proj", heads)):
-            yield from linear(name, hidden, width)
-        yield from linear("a_proj", hidden, heads)
-        yield from linear("g_proj", hidden, values)
-        yield make(4, "gated_norm", ("gated_norm", mixer.value_head_dim))
-        yield from linear("o_proj", values, hidden)
-        return
-    if "in_proj_qkvz" in FAMILIES[shape.model_type].linear_extras:
-        yield from linear("in_proj_qkvz", hidden, mixer.conv_channels + values)
-        yield from linear("in_proj_ba", hidden, 2 * heads)
-    else:
-        yield from linear("in_proj_qkv", hidden, mixer.conv_channels)
-        yield from linear("in_proj_z", hidden, values)
-        yield from linear("in_proj_b", hidden, heads)
-        yield from linear("in_proj_a", hidden, heads)
-    yield make(4, "gated_norm", ("gated_norm", mixer.value_head_dim))
-    yield from linear("out_proj", values, hidden)
-
-
-def projects_gate_last(family: Family) -> bool:
-    """Whether a delta net projects queries, keys and values each by itself, and its gate after the rule (transformers:
-    modeling_olmo_hybrid.py, OlmoHybridGatedDeltaNet)."""
-    return family.recurrence == "delta_net" and "g_proj" in family.linear_extras
-
-
-def _walk_scan(
-    shape: ModelShape,
-    mixer: Mamba2Mixer,
-    make: Callable[..., Module],
-    linear: Callable[[str, int, int], Iterator[Module]],
-) -> Iterator[Module]:
-    """transformers: modeling_bamba.py, BambaMixer."""
-    hidden, heads, inner = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.head_dim
-    conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
-    yield make(3, "attention", ("dt_bias", heads), ("A_log", heads), ("D", heads), conv)
-    yield from linear("in_proj", hidden, inner + mixer.conv_channels + heads)
-    if mixer.gating != "alone":
-        yield make(4, "gated_norm", ("gated_norm", inner))
-    yield from linear("out_proj", inner, hidden)
-
-
 def _walk_attention(
     shape: ModelShape,
     attention: AttentionMixer,
     make: Callable[..., Module],
     linear: Callable[[str, int, int], Iterator[Module]],
 ) -> Iterator[Module]:
+    if attention.latent is not None:
+        yield from _walk_latent_attention(shape.hidden_size, attention, attention.latent, make, linear)
+        return
     family, head_dim = FAMILIES[shape.model_type], attention.head_dim
     hidden, query, kv = shape.hidden_size, attention.num_heads * head_dim, attention.num_kv_heads * head_dim
     yield make(3, "attention", *([("sinks", attention.num_heads)] if attention.has_sinks else []))
@@ -364,6 +311,28 @@ def _walk_attention(
 def find_alike(shape: ModelShape, layer: Layer) -> str:
     """The family whose layers are built as this one is."""
     return ATTENTION_LIKE.get(shape.model_type, shape.model_type) if layer.attention else shape.model_type
+
+
+def _walk_latent_attention(
+    hidden: int,
+    attention: AttentionMixer,
+    latent: Latent,
+    make: Callable[..., Module],
+    linear: Callable[[str, int, int], Iterator[Module]],
+) -> Iterator[Module]:
+    """transformers: modeling_deepseek_v3.py, DeepseekV3Attention."""
+    query, values = attention.num_heads * attention.head_dim, attention.num_heads * attention.value_head_dim
+    yield make(3, "attention")
+    if latent.query_rank is None:
+        yield from linear("q_proj", hidden, query)
+    else:
+        yield from linear("q_a_proj", hidden, latent.query_rank)
+        yield make(4, "q_a_norm", ("q_a_norm", latent.query_rank))
+        yield from linear("q_b_proj", latent.query_rank, query)
+    yield from linear("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rope_dim)
+    yield make(4, "kv_a_norm", ("kv_a_norm", latent.kv_rank))
+    yield from linear("kv_b_proj", latent.kv_rank, query - attention.num_heads * latent.rope_dim + values)
+    yield from linear("o_proj", values, hidden)
 
 
 def has_norm_before(shape: ModelShape) -> bool:

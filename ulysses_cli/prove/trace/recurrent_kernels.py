@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from ulysses_cli.train.recurrence.interface import CONVOLUTION, DELTA_RULES, SCAN, list_recurrent_layers
 
 DELTA_CHUNK = 64  # fla/ops/gated_delta_rule/chunk.py: chunk_size
+DELTA_BLOCK, KEY_BLOCK = 16, 32  # fla/ops/kda/chunk_intra.py: BC, BK
 WIDEST_TILE = 128  # fla/ops/common/chunk_o.py: CONST_TILING
 PASSED_BLOCK, DT_ROWS = 64, 32  # mamba_ssm/ops/triton: ssd_state_passing.py, ssd_chunk_scan.py: BLOCK_SIZE_min
 
@@ -130,6 +131,67 @@ def _sum_groups(of_heads: Tensor, like: Tensor) -> Tensor:
     return of_heads.unflatten(2, (like.size(2), -1)).sum(3)
 
 
+def apply_kimi_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    result: Tensor = _KimiDeltaRule.apply(query, key, value, g, beta, use_qk_l2norm_in_kernel)
+    return result, None
+
+
+class _KimiDeltaRule(torch.autograd.Function):
+    """fla/ops/kda/chunk.py: ChunkKDAFunction. Takes q, k and v [1, T, H, K], g [1, T, H, K] and beta [1, T, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalizes: bool) -> Tensor:
+        q, k, v, g, beta = (part.contiguous() for part in (q, k, v, g, beta))
+        q_scale = k_scale = None
+        if normalizes:
+            q, q_scale = torch.empty_like(q), _make_like(q, q.shape[:3], torch.float32)
+            k, k_scale = torch.empty_like(k), _make_like(k, k.shape[:3], torch.float32)
+        total = torch.empty_like(g, dtype=torch.float32)  # chunk_local_cumsum
+        products, solved = _make_like(k, (*k.shape[:3], DELTA_CHUNK)), _make_like(k, (*k.shape[:3], DELTA_CHUNK))
+        diagonal = _make_like(k, (*k.shape[:3], DELTA_BLOCK), torch.float32)  # chunk_intra.py: Akkd
+        parts = torch.empty_like(k), torch.empty_like(v), torch.empty_like(k)  # wy_fast.py: w, u, kg
+        del diagonal
+        inside = _make_states(k, v), torch.empty_like(v)
+        result = torch.empty_like(v)  # gla/chunk.py: chunk_gla_fwd_o_gk
+        del parts, inside
+        ctx.normalizes = normalizes
+        ctx.save_for_backward(q, q_scale, k, k_scale, v, total, g, beta, products, solved)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """chunk_bwd.py: chunk_kda_bwd."""
+        q, _, k, _, v, total, g, beta, products, solved = ctx.saved_tensors
+        grad = grad.contiguous()
+        inside, decayed = _make_delta_parts(k, v), (torch.empty_like(q), torch.empty_like(k))
+        dproducts, dv = torch.empty_like(products, dtype=torch.float32), torch.empty_like(grad)
+        dstates, dv = _make_states(k, v), torch.empty_like(dv)
+        dq, dk = torch.empty_like(q, dtype=torch.float32), torch.empty_like(k, dtype=torch.float32)
+        dv, dg = torch.empty_like(v), torch.empty_like(total)
+        dbeta = torch.empty_like(beta, dtype=torch.float32)
+        dsolved = torch.empty_like(solved, dtype=torch.float32)
+        dq_summed, dk_summed = torch.empty_like(dq), torch.empty_like(dk)  # chunk_intra.py: chunk_kda_bwd_intra
+        num_parts = -(-k.size(3) // KEY_BLOCK)
+        dbeta_parts, dg_summed = _make_like(beta, (num_parts, *beta.shape), torch.float32), torch.empty_like(dg)
+        dbeta, dq, dk, dg = dbeta_parts.sum(0), dq_summed, dk_summed, dg_summed
+        del dq_summed, dk_summed, dbeta_parts, dg_summed
+        dg = torch.empty_like(dg)  # chunk_local_cumsum
+        del inside, decayed, dproducts, dstates, dsolved
+        if ctx.normalizes:
+            dq = torch.empty_like(q)
+            dk = torch.empty_like(k)
+        return dq.to(q.dtype), dk.to(k.dtype), dv, dg.to(g.dtype), dbeta.to(beta.dtype), None
+
+
 def apply_scan(
     x: Tensor,
     dt: Tensor,
@@ -227,4 +289,9 @@ def _make_like(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None
     return torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
 
 
-STAND_INS = {CONVOLUTION: convolve, DELTA_RULES[0]: apply_delta_rule, SCAN: apply_scan}
+STAND_INS = {
+    CONVOLUTION: convolve,
+    DELTA_RULES[0]: apply_delta_rule,
+    DELTA_RULES[1]: apply_kimi_delta_rule,
+    SCAN: apply_scan,
+}

@@ -94,6 +94,13 @@ class Storages(TorchDispatchMode):
         self._note(StorageEvent(number, num_bytes, stream, False, self.phase))
         self._note(StorageEvent(number, -num_bytes, stream, False, self.phase))
 
+    def _count_inside(self, op: Any, args: Any) -> int:
+        """Temporary memory inside one of the operators of attention."""
+        if op is torch.ops.ulysses.attend.default:
+            return count_padding_bytes(*args[:3], is_backward=False)
+        workspace = count_kernel_bytes(*args[1:3], kernel=args[8]) if self.sees_kernels else 0
+        return workspace + count_padding_bytes(*args[1:4], is_backward=True)
+
     def _forget(self, key: int, number: int, num_bytes: int, stream: int, is_host: bool) -> None:
         self._numbers.pop(key, None)
         self._note(StorageEvent(number, -num_bytes, stream, is_host, self.phase))
@@ -107,11 +114,11 @@ class Storages(TorchDispatchMode):
             return _make_one(args[0].dtype)
         if op is aten.equal.default:
             return True
-        if self.sees_kernels and op is torch.ops.ulysses.attend_backward.default:
+        if op in (torch.ops.ulysses.attend.default, torch.ops.ulysses.attend_backward.default):
             outputs = op(*args, **(kwargs or {}))
             for leaf in outputs:
                 self.track(leaf)
-            self.add_temporary(count_kernel_bytes(*args[1:3], kernel=args[8]))
+            self.add_temporary(self._count_inside(op, args))
             return outputs
         if self.sees_kernels and op is aten.logsumexp.default:  # all exponentials (ReduceOps.cpp: logsumexp_out_impl)
             self.add_temporary(args[0].nbytes)
@@ -123,6 +130,17 @@ class Storages(TorchDispatchMode):
                 if isinstance(leaf, Tensor):
                     self.track(leaf)
         return outputs
+
+
+def count_padding_bytes(q: Tensor, k: Tensor, v: Tensor, *, is_backward: bool) -> int:
+    """Where values are narrower than keys (train/attention/kernels/operators.py: _widen), tensors of a key's width: the
+    values, and the result instead of a narrow one; in the backward the values, their gradient instead of a narrow one,
+    the result and its gradient."""
+    if k.size(2) == v.size(2):
+        return 0
+    if is_backward:
+        return 2 * k.nbytes - v.nbytes + 2 * q.nbytes
+    return k.nbytes + q.nbytes - q.nbytes // q.size(2) * v.size(2)
 
 
 def count_kernel_bytes(q: Tensor, k: Tensor, *, kernel: str) -> int:

@@ -20,7 +20,8 @@ from ulysses_cli.plan.ledger.recurrence.kernels import (
     count_rows,
     count_values,
 )
-from ulysses_cli.plan.ledger.weights import LATE_PROJECTIONS, RECURRENT_PROJECTIONS, projects_gate_last
+from ulysses_cli.plan.ledger.recurrence.modules import projects_gate_last
+from ulysses_cli.plan.ledger.weights import LATE_PROJECTIONS, RECURRENT_PROJECTIONS
 from ulysses_cli.plan.models.layers import Mamba2Mixer
 
 FLOAT = 4

@@ -8,7 +8,16 @@ from ulysses_cli.plan.flops import count_state_flops
 from ulysses_cli.plan.hardware import Gpu
 from ulysses_cli.plan.ledger.job import Job
 from ulysses_cli.plan.ledger.recurrence.kernels import count_rows, count_values
-from ulysses_cli.plan.models.layers import ConvolutionMixer, DeltaNetMixer, Layer, Mamba2Mixer, Mixer
+from ulysses_cli.plan.ledger.recurrence.kimi import KimiBytes
+from ulysses_cli.plan.models.layers import (
+    AttentionMixer,
+    ConvolutionMixer,
+    DeltaNetMixer,
+    KimiDeltaMixer,
+    Layer,
+    Mamba2Mixer,
+    Mixer,
+)
 
 GIGA, TERA = 1e9, 1e12
 CONVOLUTION_PASSES = 14  # over b c: two gates, three reads or writes each; the convolution and three copies, two each
@@ -33,7 +42,7 @@ def _count_convolved(mixer: Mixer) -> int:
     """Elements read and written per token."""
     if isinstance(mixer, ConvolutionMixer):
         return CONVOLUTION_PASSES * mixer.conv_channels
-    return RECURRENT_PASSES * mixer.conv_channels if isinstance(mixer, DeltaNetMixer | Mamba2Mixer) else 0
+    return 0 if isinstance(mixer, AttentionMixer) else RECURRENT_PASSES * mixer.conv_channels
 
 
 def compute_recurrence_seconds(job: Job, gpu: Gpu) -> tuple[float, float]:
@@ -51,6 +60,8 @@ def count_norm_passes(mixer: Mixer) -> int:
     """Elements read and written per token by the norm and gate of a recurrence, or by its gate alone."""
     if isinstance(mixer, Mamba2Mixer) and mixer.gating == "alone":
         return GATE_PASSES * count_values(mixer)
+    if isinstance(mixer, KimiDeltaMixer):
+        return GATED_NORM_PASSES * mixer.num_heads * mixer.head_dim
     return GATED_NORM_PASSES * count_values(mixer) if isinstance(mixer, DeltaNetMixer | Mamba2Mixer) else 0
 
 
@@ -60,5 +71,7 @@ def count_recurrence_exchanged(job: Job, kind: Layer) -> float:
     (train/memory/saved_results.py: compute_and_save)."""
     num_ranks, forwards = job.layout.ulysses_size, 1 + (job.levers.gradient_checkpointing is not False)
     mixers = [mixer for mixer in kind.mixers if isinstance(mixer, DeltaNetMixer | Mamba2Mixer)]
-    widths = (count_rows(mixer, num_ranks, job.dtype_bytes) + job.dtype_bytes * count_values(mixer) for mixer in mixers)
+    widths = [count_rows(mixer, num_ranks, job.dtype_bytes) + job.dtype_bytes * count_values(mixer) for mixer in mixers]
+    own = [KimiBytes(job, mixer) for mixer in kind.mixers if isinstance(mixer, KimiDeltaMixer)]
+    widths += [each.rows + each.result for each in own]
     return (forwards + 1) * sum(widths) * job.local_tokens * (num_ranks - 1) / num_ranks

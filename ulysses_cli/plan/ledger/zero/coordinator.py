@@ -159,17 +159,22 @@ class Coordinator:
             is_near = near.count(name, self.step) < self.engine.max_reuse_distance
             if not is_near and self.fetched_for.get(name, -1) <= self.step:
                 released.add(name)
+        kept: set[str] = set()
         if event.is_backward:
             used = self.still_saved.intersection(name for name, _ in module.weights)
             self.held -= sum(self.sizes[name] for name in used)
             self.still_saved -= used
-            released |= self.recomputed.pop(event.module, set())
+            again = self.recomputed.pop(event.module, set())
+            released |= again
+            # Behind a shared expert, whose backward is first, the product of frozen experts still needs its views.
+            is_before = module.name.startswith("down_proj")
+            kept = {name for name in again if is_before and ".experts." in name}
             self.in_backward.pop(event.module, None)
         for name in released - self.persistent:
             if name in self.available and name not in self.in_flight and not self.users.get(name):
                 self.available.discard(name)
                 self.num_live -= self.sizes[name]
-                if not event.is_backward and (name in self.saved or self._saves_again(event)):
+                if name in kept or (not event.is_backward and (name in self.saved or self._saves_again(event))):
                     self.still_saved.add(name)
                 else:
                     self.held -= self.sizes[name]

@@ -1,0 +1,103 @@
+"""The modules of convolutions and recurrences with the sizes of their weights, in the order of a forward.
+`make` makes one module, `linear` a linear layer with its adapter (plan/ledger/weights.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.plan.models.family import Family
+from ulysses_cli.plan.models.layers import ConvolutionMixer, DeltaNetMixer, KimiDeltaMixer, Mamba2Mixer
+from ulysses_cli.plan.models.shape import ModelShape
+
+M = TypeVar("M")
+
+
+def walk_convolution(
+    shape: ModelShape,
+    mixer: ConvolutionMixer,
+    make: Callable[..., M],
+    linear: Callable[[str, int, int], Iterator[M]],
+) -> Iterator[M]:
+    """The convolution's weight is read without its module; DeepSpeed then counts it to the module that reads it."""
+    yield make(3, "attention", ("conv", mixer.conv_channels * mixer.conv_tokens))
+    yield from linear("in_proj", shape.hidden_size, 3 * mixer.conv_channels)
+    yield from linear("o_proj", mixer.conv_channels, shape.hidden_size)
+
+
+def projects_gate_last(family: Family) -> bool:
+    """Whether a delta net projects queries, keys and values each by itself, and its gate after the rule (transformers:
+    modeling_olmo_hybrid.py, OlmoHybridGatedDeltaNet)."""
+    return family.recurrence == "delta_net" and "g_proj" in family.linear_extras
+
+
+def walk_delta_net(
+    shape: ModelShape,
+    mixer: DeltaNetMixer,
+    make: Callable[..., M],
+    linear: Callable[[str, int, int], Iterator[M]],
+) -> Iterator[M]:
+    """transformers: modeling_qwen3_5.py, Qwen3_5GatedDeltaNet."""
+    hidden, heads, values = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.value_head_dim
+    conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
+    yield make(3, "attention", ("dt_bias", heads), ("A_log", heads), conv)
+    if projects_gate_last(FAMILIES[shape.model_type]):
+        keys = mixer.num_key_heads * mixer.key_head_dim
+        for name, width in (("q_proj", keys), ("k_proj", keys), ("v_proj", values), ("b_proj", heads)):
+            yield from linear(name, hidden, width)
+        yield from linear("a_proj", hidden, heads)
+        yield from linear("g_proj", hidden, values)
+        yield make(4, "gated_norm", ("gated_norm", mixer.value_head_dim))
+        yield from linear("o_proj", values, hidden)
+        return
+    if "in_proj_qkvz" in FAMILIES[shape.model_type].linear_extras:
+        yield from linear("in_proj_qkvz", hidden, mixer.conv_channels + values)
+        yield from linear("in_proj_ba", hidden, 2 * heads)
+    else:
+        yield from linear("in_proj_qkv", hidden, mixer.conv_channels)
+        yield from linear("in_proj_z", hidden, values)
+        yield from linear("in_proj_b", hidden, heads)
+        yield from linear("in_proj_a", hidden, heads)
+    yield make(4, "gated_norm", ("gated_norm", mixer.value_head_dim))
+    yield from linear("out_proj", values, hidden)
+
+
+def walk_scan(
+    shape: ModelShape,
+    mixer: Mamba2Mixer,
+    make: Callable[..., M],
+    linear: Callable[[str, int, int], Iterator[M]],
+) -> Iterator[M]:
+    """transformers: modeling_bamba.py, BambaMixer."""
+    hidden, heads, inner = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.head_dim
+    conv = ("conv", mixer.conv_channels * mixer.conv_tokens)
+    yield make(3, "attention", ("dt_bias", heads), ("A_log", heads), ("D", heads), conv)
+    yield from linear("in_proj", hidden, inner + mixer.conv_channels + heads)
+    if mixer.gating != "alone":
+        yield make(4, "gated_norm", ("gated_norm", inner))
+    yield from linear("out_proj", inner, hidden)
+
+
+def walk_kimi_delta(
+    shape: ModelShape, mixer: KimiDeltaMixer, make: Callable[..., M], linear: Callable[[str, int, int], Iterator[M]]
+) -> Iterator[M]:
+    """transformers: modeling_kimi_linear.py, KimiLinearDeltaAttention; modeling_bailing_hybrid.py."""
+    hidden, heads, width = shape.hidden_size, mixer.num_heads, mixer.num_heads * mixer.head_dim
+
+    def gate(name: str) -> Iterator[M]:
+        if FAMILIES[shape.model_type].has_narrow_gates:
+            yield from linear(f"{name}_a_proj", hidden, mixer.head_dim)
+            yield from linear(f"{name}_b_proj", mixer.head_dim, width)
+        else:
+            yield from linear(f"{name}_proj", hidden, width)
+
+    yield make(3, "attention", ("conv", mixer.conv_channels * mixer.conv_tokens))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        yield from linear(name, hidden, width)
+    yield make(4, "forget_gate", ("dt_bias", width), ("A_log", heads))
+    yield from gate("f")
+    yield from linear("b_proj", hidden, heads)
+    yield from gate("g")
+    yield make(4, "gated_norm", ("gated_norm", mixer.head_dim))
+    yield from linear("o_proj", width, hidden)
