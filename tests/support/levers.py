@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import linear
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +22,7 @@ from ulysses_cli.train.attention.documents import make_documents
 from ulysses_cli.train.attention.interface import register_attention
 from ulysses_cli.train.loss import HeadRule
 from ulysses_cli.train.memory.checkpointing import checkpoint_layers
+from ulysses_cli.train.memory.last_linear import ShardedLinear, save_before_last_products
 from ulysses_cli.train.memory.offload import Offloader
 from ulysses_cli.train.memory.tiled_loss import make_tiled_loss
 from ulysses_cli.train.memory.tiled_mlp import tile_mlps
@@ -28,6 +30,7 @@ from ulysses_cli.train.memory.tiled_norm import tile_norms
 from ulysses_cli.train.processes.sequence_axis import make_sequence_axis
 
 LENGTHS = (21, 1, 30, 12)
+SHARDED = ShardedLinear(linear.zero3_linear_wrap, linear.LinearFunctionForZeroStage3)
 VOCABULARY = 64
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -106,6 +109,8 @@ def make_loss_model(case: Case, axis: Any, gather_whole: Any = None) -> LossMode
         if levers.offloaded is not None:
             offloader = Offloader(torch.device("cpu"), levers.offloaded)
         checkpoint_layers(model, levers.checkpointing, offloader and offloader.make_storage)  # type: ignore[arg-type]
+        if levers.mlp_tiles is None:
+            save_before_last_products(model, SHARDED)
     return LossModel(model, loss)
 
 

@@ -18,6 +18,7 @@ from ulysses_cli.train.assembly.loading import BuildError
 from ulysses_cli.train.loss import HeadRule, Loss, PlainLoss
 from ulysses_cli.train.memory.checkpointing import Mode, checkpoint_layers
 from ulysses_cli.train.memory.disk import DiskFile
+from ulysses_cli.train.memory.last_linear import ShardedLinear, save_before_last_products
 from ulysses_cli.train.memory.offload import Offloader
 from ulysses_cli.train.memory.pieces import run_in_pieces
 from ulysses_cli.train.memory.saved_results import ResultStorage
@@ -39,6 +40,7 @@ def apply_levers(
 ) -> Loss:
     """Changes the model in place and returns the loss, which is tiled where the plan says so. `swap_folder`: on a
     disk, for what layers save."""
+    from deepspeed.runtime.zero import linear
     from deepspeed.utils import set_z3_leaf_module
 
     levers = plan.levers
@@ -59,6 +61,9 @@ def apply_levers(
                 make_storage = Offloader(device, levers.offloaded_layers, disk).make_storage
             mode: Mode = "full" if levers.gradient_checkpointing == "full" else "save_attention"
             checkpoint_layers(model, mode, make_storage)
+            if not levers.tiled_mlp and plan.recipe.parallel.zero_stage == 3:
+                sharded = ShardedLinear(linear.zero3_linear_wrap, linear.LinearFunctionForZeroStage3)
+                save_before_last_products(model, sharded)
     except ValueError as error:
         raise BuildError(f"{error}: turn memory.tiled_mlp or memory.gradient_checkpointing off") from error
     head = model.get_output_embeddings()

@@ -34,7 +34,7 @@ def tile_mlps(
     num_blocks = 0
     for layer in list_layers(model):
         for block in layer.children():
-            if hasattr(block, "experts") or _get_last_linear(block) is not None:
+            if hasattr(block, "experts") or get_last_linear(block) is not None:
                 if getattr(block, "jitter_noise", 0):
                     raise ValueError(f"{type(block).__name__} adds noise to its input in place: it cannot run in tiles")
                 TiledBlock(block, count_tiles, saves_output=any(hasattr(layer, name) for name in NORMS_AFTER))
@@ -44,7 +44,7 @@ def tile_mlps(
     return num_blocks
 
 
-def _get_last_linear(block: nn.Module) -> nn.Module | None:
+def get_last_linear(block: nn.Module) -> nn.Module | None:
     """Experts that stand beside an MLP have a tensor of that name, and are no MLP."""
     found = (getattr(block, name, None) for name in LAST_LINEARS)
     return next((each for each in found if isinstance(each, nn.Module)), None)
@@ -60,7 +60,7 @@ class TiledBlock:
     def __init__(self, block: nn.Module, count_tiles: Callable[[int], int], *, saves_output: bool = False) -> None:
         self.block, self.count_tiles, self.saves_output = block, count_tiles, saves_output
         self.whole_forward: Callable[[Tensor], Any] = block.forward
-        last = _get_last_linear(block)
+        last = get_last_linear(block)
         self.last: nn.Linear | None = last if type(last) is nn.Linear else None
         self.num_results = 0  # of a block that returns a tuple; all but its first element become None
         block.forward = self._run
