@@ -149,6 +149,7 @@ PARTS = [
     Part("against ALST's wiring", run_peers("speed"), read_text, 560, (0, 1)),
     Part("against the Trainer", run_layers("none", peer=True), read_findings, 420),
     Part("the longest row", run_peers("longest"), read_text, 560, (0, 1)),
+    Part("more than 2^31 elements on a GPU", run_tests("test_gpu_indexing.py"), read_tests, 300),
     Part("recurrences on a GPU", run_tests("test_gpu_recurrence.py"), read_tests, 240),
 ]
 

@@ -75,6 +75,12 @@ def test_no_part_starts_when_the_minutes_are_over(call: Any, capsys: pytest.Capt
     assert "left: ['late']" in capsys.readouterr().out
 
 
+def test_every_file_of_tests_for_a_gpu_is_run(tmp_path: Path) -> None:
+    commands = [command for part in gpu.PARTS for command in part.make_commands(tmp_path, False)]
+    run = sorted(word for command in commands for word in command if word.startswith("tests/gpu/"))
+    assert run == sorted(f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
+
+
 def test_the_table_shows_measured_beside_predicted() -> None:
     rows = [
         {"name": "8,192", "step_seconds": 2.0, "predicted_step_seconds": 1.9, "mfu": 0.41},
