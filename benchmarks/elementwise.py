@@ -1,5 +1,6 @@
-"""Measures what norms of one pass (model.fused_kernels) save of a training step on a CPU: the same run with and without
-them, with alternating steps in one process. One rank, a Llama of four layers, float32.
+"""Measures what norms of one pass (model.fused_kernels) and recomputations that stop before a layer's last product save
+of a training step on a CPU: the same run with and without both, with alternating steps in one process. One rank, a
+Llama of four layers, float32.
 
     python benchmarks/elementwise.py [--rounds 12]
 """
@@ -18,18 +19,23 @@ from paths import RESULTS
 from train_cpu import CONFIG, connect
 
 ROW_TOKENS, BAR = 1024, 0.97
-SIDES = {"fused": True, "transformers": False, "transformers again": False}
+SIDES = {"with both": True, "without": False, "without, again": False}
 
 
 def make_sides() -> dict[str, Any]:
     from support.run_harness import RunHarness
     from support.training import MemoryRows, make_recipe
 
+    from ulysses_cli.train.assembly import levers
+
+    parts: dict[str, Any] = vars(levers)
+    stop_early = parts["save_before_last_products"]
     connect()
     config = {**CONFIG, "num_hidden_layers": 4}
     harnesses = {}
-    for side, fused in SIDES.items():
-        words = (f"data.max_length={ROW_TOKENS}", "train.lr_scheduler_type=constant", f"model.fused_kernels={fused}")
+    for side, has_both in SIDES.items():
+        words = (f"data.max_length={ROW_TOKENS}", "train.lr_scheduler_type=constant", f"model.fused_kernels={has_both}")
+        parts["save_before_last_products"] = stop_early if has_both else lambda *_: 0
         rows = MemoryRows([[(ROW_TOKENS, 0)]] * 4, 4096)
         harnesses[side] = RunHarness(make_recipe(*words, config=config), rows, 10**6)
     return harnesses

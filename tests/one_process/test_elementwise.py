@@ -9,6 +9,7 @@ import torch
 from support.families import ATTENTION_ONLY, make_config
 from support.tiers import sample
 from torch import Tensor, library, nn
+from torch._inductor import metrics
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_interleaved
@@ -17,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from ulysses_cli.plan.models.families import FAMILIES
+from ulysses_cli.train.attention.kernels.operators import attend
 from ulysses_cli.train.elementwise import choice as choosing
 from ulysses_cli.train.elementwise import formulas, operators
 from ulysses_cli.train.elementwise.choice import CANDIDATES, CPU_WAYS, NO_WAYS, Widths, _choose_part, choose_ways
@@ -190,6 +192,19 @@ def test_the_operators_keep_torchs_rules() -> None:
     library.opcheck(torch.ops.ulysses.gate_backward, (hidden, hidden, hidden, "blocks"))
 
 
+@pytest.mark.parametrize("width", [16, 8], ids=["all", "half"])
+@pytest.mark.parametrize("function", [formulas.rotate, formulas.rotate_backward])
+def test_the_compiler_takes_a_rotation_and_keeps_its_layout(function: Any, width: int) -> None:
+    """Its tracer, whose graph torch runs here without making a kernel. Attention reads rows [tokens, heads, head_dim]
+    in place, so heads must stay where they are in memory."""
+    rows = draw(1, 64, 2, 16).transpose(1, 2)
+    cos, sin = draw(1, 1, 64, width), draw(1, 1, 64, width)
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    out = compiled(rows, cos, sin)
+    torch.testing.assert_close(out, function(rows, cos, sin), rtol=0, atol=0)
+    assert out.stride() == rows.stride()
+
+
 @pytest.mark.full
 def test_compiled_formulas_equal_those_in_blocks() -> None:
     """torch's compiler makes one kernel of each; beside the attention operator it breaks no graph."""
@@ -202,18 +217,21 @@ def test_compiled_formulas_equal_those_in_blocks() -> None:
         strict=True,
     ):
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
-    rows, cos, sin = draw(1, 2, 64, 16), draw(1, 1, 64, 16), draw(1, 1, 64, 16)
-    torch.testing.assert_close(operators.rotate(rows, cos, sin, "compiled"), formulas.rotate(rows, cos, sin))
-    torch.testing.assert_close(
-        operators.rotate_backward(rows, cos, sin, "compiled"), formulas.rotate_backward(rows, cos, sin)
-    )
+    for rotate in (formulas.rotate, formulas.rotate_backward):
+        rows, cos, sin = draw(1, 64, 2, 16).transpose(1, 2), draw(1, 1, 64, 16), draw(1, 1, 64, 16)
+        operator = getattr(operators, rotate.__name__)
+        metrics.reset()
+        rotated = operator(rows, cos, sin, "compiled")
+        assert metrics.generated_kernel_count == 1
+        torch.testing.assert_close(rotated, rotate(rows, cos, sin))
+        assert rotated.stride() == rows.stride()
     torch.testing.assert_close(operators.gate(hidden, out, "compiled"), formulas.gate(hidden, out))
 
     def both(hidden: Tensor) -> Tensor:
-        row = (torch.tensor([0, 64], dtype=torch.int32), [64], "sdpa", 0.3, None, None)
+        bounds = torch.tensor([0, 64], dtype=torch.int32), [64]
         normalized, _ = torch.ops.ulysses.normalize(hidden, weight, 1e-5, "rounded", "blocks")
         heads = normalized.view(64, 3, 16)
-        return torch.ops.ulysses.attend(heads, heads, heads, None, *row)[0]
+        return attend(heads, heads, heads, None, *bounds, *bounds, "sdpa", 0.3, None, None)[0]
 
     torch.testing.assert_close(torch.compile(both, fullgraph=True)(hidden), both(hidden))
 

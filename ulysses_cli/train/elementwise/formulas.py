@@ -79,21 +79,33 @@ def normalize_backward_in_blocks(
 
 
 def rotate(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs of the first cos.size(-1) elements, half of them apart. The others pass unchanged."""
+    """Rotates pairs of the first cos.size(-1) elements, half of them apart. The others pass unchanged. The result is
+    laid out in memory as `hidden`. torch's compiler makes one kernel of this; it takes no `out=` of a part."""
     half = cos.size(-1) // 2
-    out = torch.empty_like(hidden)
-    first, second = hidden[..., :half], hidden[..., half : 2 * half]
-    torch.mul(first, cos[..., :half], out=out[..., :half]).addcmul_(second, sin[..., :half], value=-1)
-    torch.mul(second, cos[..., half:], out=out[..., half : 2 * half]).addcmul_(first, sin[..., half:])
-    out[..., 2 * half :] = hidden[..., 2 * half :]
-    return out
+    pairs = hidden[..., : 2 * half]
+    return _join(pairs * cos + pairs.roll(half, -1) * _negate_first_half(sin), hidden)
 
 
 def rotate_backward(dout: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The transposed rotation: for equal halves of cos and sin, that by the negative angle."""
     half = cos.size(-1) // 2
-    swapped = torch.cat([sin[..., half:], sin[..., :half]], -1)
-    return rotate(dout, cos, -swapped)
+    pairs = dout[..., : 2 * half]
+    return _join(pairs * cos + (pairs * _negate_first_half(sin)).roll(half, -1), dout)
+
+
+def _negate_first_half(sin: Tensor) -> Tensor:
+    places = torch.arange(sin.size(-1), device=sin.device)
+    return torch.where(places < sin.size(-1) // 2, -sin, sin)
+
+
+def _join(rotated: Tensor, hidden: Tensor) -> Tensor:
+    """The rotated elements, and behind them those that pass unchanged."""
+    width = rotated.size(-1)
+    if width == hidden.size(-1):
+        return rotated
+    out = torch.empty_like(hidden)
+    out[..., :width], out[..., width:] = rotated, hidden[..., width:]
+    return out
 
 
 def gate(gates: Tensor, values: Tensor) -> Tensor:
