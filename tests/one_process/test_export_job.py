@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.checkpoints import save_as_ranks
+from support.checkpoints import make_state, save_as_ranks, write_manifest
 from support.families import make_config
 from support.paths import TINY_RECIPE
+from support.small_run import BYTES_CONFIG
 from support.training import make_recipe
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from ulysses_cli.data.tokenizing.tokenizer import make_bytes_tokenizer
+from ulysses_cli.plan.exit_codes import USAGE
 from ulysses_cli.report.resolved_plan import describe_plan, format_plan
+from ulysses_cli.train.export import __main__ as export_process
+from ulysses_cli.train.export import sampling
 from ulysses_cli.train.export.job import ExportError, ExportJob
 from ulysses_cli.validate import validate_recipe
 
@@ -65,6 +73,58 @@ def test_adapters_are_exported_merged_or_alone(tmp_path: Path, model_type: str, 
     assert "lora" in (tmp_path / "to" / "README.md").read_text()
     with pytest.raises(ExportError, match="is there already"):
         job.run(tmp_path / "to", messages.append)
+
+
+def run_export(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[dict[str, Any]]]:
+    """What the command's child does, in this process: its exit code, and what it told the command."""
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    ours, theirs = os.pipe()
+    code = export_process.main([*words, "--events", str(theirs)])
+    with open(ours, encoding="utf-8") as events:
+        return code, [json.loads(line) for line in events]
+
+
+def test_the_exporting_process_tells_what_it_does_and_why_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, state, _ = make_run(tmp_path, "qwen3")
+    (checkpoint / "state.json").write_text(json.dumps({**make_state(1, 3), **state}))
+    write_manifest(checkpoint)
+    words = [str(checkpoint), "--to", str(tmp_path / "to")]
+    code, events = run_export(words, monkeypatch)
+    assert (code, list(events[0])) == (0, ["phase"])
+    assert "tensors equal" in events[-1]["result"]["checked"]
+    code, events = run_export(words, monkeypatch)
+    assert (code, list(events[-1])) == (USAGE, ["problem"])
+    assert "is there already" in events[-1]["problem"]
+
+
+def test_an_exported_model_continues_prompts_greedily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference takes the most likely token of a whole forward, again and again."""
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BYTES_CONFIG)).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = make_bytes_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    request = {"model": str(tmp_path / "model"), "prompts": ["Once", "b"], "max_new_tokens": 6, "as_chat": False}
+    request |= {"trust_remote_code": False, "device": "cpu", "dtype": "float32"}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(os, "dup", lambda _: theirs)
+    assert sampling.main() == 0
+    with open(ours, encoding="utf-8") as stream:
+        answers = json.loads(stream.read())["answers"]
+    for asked, answer in zip(request["prompts"], answers, strict=True):
+        tokens = tokenizer(asked)["input_ids"]
+        start = len(tokens)
+        while len(tokens) < start + 6:
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            if tokens[-1] == tokenizer.eos_token_id:
+                tokens.pop()
+                break
+        assert answer == {"prompt": asked, "text": tokenizer.decode(tokens[start:]), "num_tokens": len(tokens) - start}
 
 
 def test_code_of_a_model_runs_only_when_this_command_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,14 @@ def test_layers_that_need_tokens_in_order_have_no_ring() -> None:
     assert "3 does not divide the 4 attention heads, and convolution layers" in str(caught.value.problems[0])
 
 
+def test_one_rank_answers_and_an_untrained_model_finds_nothing(model: str, tmp_path: Path) -> None:
+    words = ("--suite", "niah_single_1", "--max-length", "1200", "--samples", "1", "--output", str(tmp_path))
+    result = run("evaluate", model, *WORDS, *words)
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads(result.stdout)["scores"]
+    assert (row["task"], row["length"], row["n"], row["score"]) == ("niah_single_1", 1200, 1, 0.0)
+
+
 @pytest.mark.full
 def test_any_number_of_ranks_answers_alike(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """An untrained model finds nothing. A second start answers nothing again."""

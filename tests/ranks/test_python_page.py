@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.rank_pool import run_on_ranks
 from transformers import AutoModelForCausalLM, Qwen3Config, Trainer, TrainingArguments
+
+from ulysses_cli import SequenceParallel
 
 PAGE = (Path(__file__).parents[2] / "docs/python.md").read_text()
 PROGRAMS = dict(re.findall(r"```python (\S+)\n(.*?)```", PAGE, re.DOTALL))
@@ -104,6 +108,38 @@ def test_a_trainer_with_split_rows_trains_like_one_process(program: str, folder:
     trained = AutoModelForCausalLM.from_pretrained(folder / "trained")
     for name, weight in trained.named_parameters():
         torch.testing.assert_close(weight, model.get_parameter(name), rtol=2e-3, atol=2e-4)
+
+
+def split_by_hand(folder: Path, row: dict[str, Any]) -> tuple[float, list[torch.Tensor]]:
+    """Two ranks share a row in a loop of plain torch. The loss is computed in float32."""
+    ulysses = SequenceParallel(sp_size=2)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model", attn_implementation=ulysses.attn_implementation, dtype=torch.float64
+    )
+    ulysses.serve(model)
+    loss = model(**ulysses.collate([row])).loss
+    loss.backward()
+    gradients = [weight.grad for weight in model.parameters()]
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    return loss.item(), [gradient / 2 for gradient in gradients]
+
+
+def test_a_loop_of_plain_torch_has_the_gradients_of_whole_documents(folder: Path) -> None:
+    row = {"input_ids": ROWS[0] + ROWS[1][:4], "seq_lengths": [12, 4]}
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager", dtype=torch.float64)
+    losses, end = [], 0
+    for length in row["seq_lengths"]:
+        ids = torch.tensor([row["input_ids"][end : end + length]])
+        logits = model(ids, use_cache=False).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        end += length
+    expected = sum(losses) / (len(row["input_ids"]) - 2)
+    expected.backward()
+    for loss, gradients in run_on_ranks(2, split_by_hand, folder, row):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        for ours, weight in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(ours, weight.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.check
