@@ -9,13 +9,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_FUSED_TARGETS
 from safetensors.torch import load_file, save_file
-from support.families import TELLING, make_config
+from support.families import TELLING, has_experts, make_config
 from support.family_defaults import FILE, format_defaults
 from support.hybrids import HYBRIDS, make_hybrid_config
 from support.tiers import mark_by, sample_every
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ulysses_cli.hub import SHIPPED_TABLE
+from ulysses_cli.plan.models.config_layers import NUM_CHOSEN, NUM_EXPERTS
 from ulysses_cli.plan.models.families import EXPERTS_ADAPTED, FAMILIES, REFUSED_BY_PEFT
 from ulysses_cli.plan.models.shape import ModelShape, read_model_shape
 from ulysses_cli.prove.verify.shrink import shrink_config
@@ -120,6 +121,25 @@ def test_the_shape_equals_the_models(model_type: str, changes: dict[str, Any]) -
     }
     experts = set(FAMILIES[model_type].mlp_modules) if shape.adapts_experts else set()
     assert set(shape.linear_modules) == linear - experts - {"router", REFUSED_BY_PEFT.get(model_type)}
+
+
+SPARSE = {"enable_moe_block": True, "first_k_dense_replace": 0, "num_dense_layers": 0, "hidden_size_per_layer_input": 0}
+
+
+@pytest.mark.parametrize("model_type", sample_every(6, [name for name in FAMILIES if has_experts(name)]))
+def test_experts_are_counted_by_the_name_that_transformers_reads(model_type: str) -> None:
+    """Each name that a family has for them is written, with a number of its own."""
+    names = [(name, number) for number, name in enumerate(NUM_EXPERTS, 5)]
+    names += [(name, number) for number, name in enumerate(NUM_CHOSEN, 1)]
+    saved = make_config(model_type, **LAYERS, **SPARSE).to_dict()
+    written = {key: value for key, value in saved.items() if key not in dict(names)} | dict(names)
+    config = AutoConfig.for_model(**written)
+    named = make_model(config).named_parameters()
+    stacks = {weight.shape[0] for name, weight in named if ".experts." in name and weight.dim() == 3}
+    shape = read_model_shape(json.loads(json.dumps(written)), "tiny")
+    assert stacks == {shape.num_experts}
+    (own,) = (name for name in NUM_CHOSEN if name in FAMILIES[model_type].defaults)
+    assert shape.num_experts_per_token == getattr(config, own)
 
 
 def name_kinds(shape: ModelShape) -> set[tuple[str, type, bool]]:

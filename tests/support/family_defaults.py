@@ -11,6 +11,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from support.paths import ROOT
+from ulysses_cli.plan.models.config_layers import NUM_CHOSEN, NUM_EXPERTS, OTHER_NAMES
 from ulysses_cli.plan.models.dense_families import DENSE
 from ulysses_cli.plan.models.expert_families import EXPERTS
 from ulysses_cli.plan.models.hybrid_families import HYBRIDS
@@ -72,9 +73,21 @@ def read_defaults(model_type: str, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not dataclasses.MISSING}
 
 
+def read_other_names(model_type: str) -> dict[str, Any]:
+    """Second names of the fields that count experts. Of each pair in the attribute_map, one is a field."""
+    config_type = CONFIG_MAPPING[model_type]
+    fields = {field.name for field in dataclasses.fields(config_type)}
+    pairs = ({*pair} for pair in config_type.attribute_map.items())
+    others = {name for pair in pairs if pair & fields for name in pair - fields}
+    found = [name for name in (*NUM_EXPERTS, *NUM_CHOSEN) if name in others]
+    return {OTHER_NAMES: found} if found else {}
+
+
 def make_defaults() -> dict[str, dict[str, Any]]:
     return {
-        name: read_defaults(name, (*FIELDS, *(SPARED if name in SPARING else ()))) | HIDDEN.get(name, {})
+        name: read_defaults(name, (*FIELDS, *(SPARED if name in SPARING else ())))
+        | HIDDEN.get(name, {})
+        | read_other_names(name)
         for name in (DENSE | EXPERTS | HYBRIDS)
     }
 

@@ -32,6 +32,7 @@ from ulysses_cli.plan.models.parameter_counts import count_layer
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+OTHER_NAMES = "other_names"  # in a family's defaults: second names of its fields
 
 
 class LayerReader:
@@ -47,8 +48,8 @@ class LayerReader:
         self.head_dim = nope + self.latent.rope_dim if self.latent else own_dim
         takes_experts = not family.defaults or any(name in family.defaults for name in NUM_EXPERTS)
         is_on = takes_experts and facts.decide(family.enables_experts)
-        self.num_experts = (facts.find_count(*NUM_EXPERTS) or 0) if is_on else 0
-        self.num_chosen = facts.find_count(*NUM_CHOSEN) or 0
+        self.num_experts = (self._find_own_count(NUM_EXPERTS) or 0) if is_on else 0
+        self.num_chosen = self._find_own_count(NUM_CHOSEN) or 0
         self.own_facts = {  # what a saved config.json says of single layers; keys are filled up with zeros
             int(index): ConfigFacts(values, facts.name, facts.key)
             for index, values in facts.find_mapping("per_layer_config").items()
@@ -57,6 +58,14 @@ class LayerReader:
         self.window = facts.find_count("sliding_window") or None
         if facts.find("use_sliding_window") is False:
             self.window = None
+
+    def _find_own_count(self, names: tuple[str, ...]) -> int | None:
+        """Of the field that the family's config has, or of its second name, which transformers reads last. Transformers
+        ignores the names that other families have for it."""
+        defaults = self.family.defaults
+        own = tuple(name for name in names if name in defaults)
+        others = tuple(name for name in names if name in defaults.get(OTHER_NAMES, ()))
+        return self.facts.find_count(*(others + own if own else names))
 
     def read_layers(self) -> tuple[Layer, ...]:
         known: dict[Layer, Layer] = {}
