@@ -87,7 +87,8 @@ def compute_backward(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     if mlp.is_gated:
         gate_up = 2 * matrix - k * b * (hidden + 2 * inner) * tokens
         waiting = matrix if mlp.num_experts * inner * hidden > job.engine.reduce_bucket else 0
-        widest = max(results, down, k * b * (2 * inner - hidden) * tokens + waiting, gate_up)
+        gate = k * b * ((3 - trained) * inner - hidden) * tokens  # frozen matrices have not saved the gate times up
+        widest = max(results, down, gate + waiting, gate_up)
     else:
         widest = max(results, 3 * k * b * inner * tokens, down)
     scaled = b * hidden * tokens * (job.shape.model_type in SCALED_BLOCKS)
@@ -110,13 +111,16 @@ def _compute_again(job: Job, mlp: ExpertsMlp, tokens: int) -> int:
     """In addition to what is saved, while the inside is computed again. The results' gradient is there before that: the
     sum over a token's experts copies it for each of them. With it the token's copy, if frozen matrices have not saved
     it, and at the end the weighted results and the biases. Or the first biases, 2 i b, and one more tensor of the inner
-    width, until the last biases are there."""
+    width, until the last biases are there. A layer that is computed again holds its residual, and the result of a
+    shared expert that runs first."""
     if not is_tiled(job) and job.levers.gradient_checkpointing is False:
         return 0
     b, hidden, has_bias = job.dtype_bytes, job.shape.hidden_size, job.family.experts_have_bias
     result = _count_result_bytes(job) * hidden
     copies, ending = b * hidden * (job.adapters is not None), result + b * hidden * has_bias
-    return mlp.num_per_token * (result + copies + max(ending, 3 * b * mlp.inner_size * has_bias)) * tokens
+    again = mlp.num_per_token * (result + copies + max(ending, 3 * b * mlp.inner_size * has_bias))
+    waiting = mlp.shared_size > 0 and is_shared_first(job) and not job.family.has_shared_gate
+    return (again + b * hidden * (1 + waiting) * (not is_tiled(job))) * tokens
 
 
 def _count_result_bytes(job: Job) -> int:
